@@ -1,0 +1,45 @@
+# `make demo` and `make test` install everything they need into .venv first.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# On a machine without a GPU torch's default wheel would bring gigabytes of CUDA along.
+TORCH ?= torch==2.13.0
+
+export OMP_NUM_THREADS := 1
+# An own folder: a compiler killed half-way leaves a lock that hangs every later start.
+export TORCH_EXTENSIONS_DIR := $(CURDIR)/$(VENV)/torch_extensions
+export DS_ACCELERATOR ?= $(if $(shell command -v nvidia-smi 2>/dev/null),cuda,cpu)
+
+.PHONY: install test lint unit demo benchmarks clean
+
+install: $(STAMP)
+
+$(STAMP): setup.py Makefile
+	test -x $(BIN)/python || $(PYTHON) -m venv $(if $(shell command -v nvidia-smi 2>/dev/null),--system-site-packages) $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip setuptools wheel
+	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install --quiet "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --no-build-isolation --editable ".[embedded,benchmarks,dev]"
+	touch $(STAMP)
+
+test: lint unit
+
+lint: install
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+unit: install
+	$(BIN)/python -m pytest
+
+demo: install
+	$(BIN)/bamboo demo
+
+benchmarks: install
+	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python benchmarks/recovery.py
+	$(BIN)/python benchmarks/memory.py
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info out

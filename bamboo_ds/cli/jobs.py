@@ -1,0 +1,119 @@
+"""Files that let ``bamboo status`` and ``bamboo stop`` find the jobs of this user on this host."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import tempfile
+from pathlib import Path
+
+import psutil
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from ..errors import ConfigError, LaunchError
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+def check_name(job: str) -> str:
+    """``job`` itself; raises :class:`ConfigError` if it cannot be a part of a key and of a file's name."""
+    if not _NAME.fullmatch(job):
+        raise ConfigError(
+            f"job name {job!r} is not usable: take letters, digits, '.', '_' and '-', up to 100 of them"
+        )
+    return job
+
+
+class JobFile(BaseModel):
+    """What a launcher leaves for other commands while it runs.
+
+    Attributes:
+        store: etcd's URLs, separated by commas.
+        pid: process id of the launcher.
+        started: when the launcher's process began, in seconds since the epoch; with the pid it names the
+            process for good.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    job: str
+    store: str
+    pid: int
+    started: float
+
+    @property
+    def path(self) -> Path:
+        """Where the file lies."""
+        return folder() / f"{self.job}.json"
+
+    def launcher(self) -> psutil.Process | None:
+        """The launcher, if it is alive."""
+        try:
+            process = psutil.Process(self.pid)
+            return process if process.create_time() == self.started else None
+        except psutil.NoSuchProcess:
+            return None
+
+    def write(self) -> None:
+        """Create the file; raises :class:`LaunchError` if a job of this name runs already."""
+        other = find(self.job)
+        if other is not None:
+            raise LaunchError(
+                f"a job named {self.job!r} runs already (launcher {other.pid}); take another name"
+            )
+        temporary = self.path.with_suffix(f".{os.getpid()}")
+        # A store's URL may hold a password.
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(fd, "w") as file:
+            file.write(self.model_dump_json())
+        temporary.rename(self.path)
+
+    def remove(self) -> None:
+        """Remove the file. Idempotent."""
+        self.path.unlink(missing_ok=True)
+
+
+def this_process(job: str, store: str) -> JobFile:
+    """The file of a job whose launcher is this process."""
+    return JobFile(job=job, store=store, pid=os.getpid(), started=psutil.Process().create_time())
+
+
+def folder() -> Path:
+    """The folder of the files; made if absent. Raises :class:`LaunchError` if it is not ours alone."""
+    path = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()) / f"bamboo-{os.getuid()}"
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = path.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
+        raise LaunchError(f"{path} must be a folder that only you can write to; remove it and try again")
+    return path
+
+
+def running() -> list[JobFile]:
+    """The jobs whose launchers are alive; files of dead ones are removed."""
+    jobs = []
+    for path in sorted(folder().glob("*.json")):
+        try:
+            job = JobFile.model_validate_json(path.read_text())
+        except (FileNotFoundError, ValidationError):
+            continue  # just removed by its launcher, or not one of ours
+        if job.launcher() is None:
+            job.remove()
+        else:
+            jobs.append(job)
+    return jobs
+
+
+def find(name: str) -> JobFile | None:
+    """The running job ``name``, if any."""
+    return next((job for job in running() if job.job == name), None)
+
+
+def choose(name: str | None) -> JobFile:
+    """The job ``name``, or the only one that runs; raises :class:`ConfigError` if there is no such thing."""
+    jobs = [job for job in running() if name in (None, job.job)]
+    if len(jobs) == 1:
+        return jobs[0]
+    if not jobs:
+        raise ConfigError(f"no job {name!r} runs here" if name else "no job runs here")
+    raise ConfigError(f"several jobs run here, name one with --job: {', '.join(job.job for job in jobs)}")

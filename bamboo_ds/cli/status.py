@@ -1,0 +1,122 @@
+"""What ``bamboo status`` tells."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict
+from rich.table import Table
+
+from ..control.membership import Keys, LeftRecord, in_slot_order
+from ..control.mirror import Mirror
+from ..topology.plan import Plan
+
+
+class MemberStatus(BaseModel):
+    """One member, living or not. ``pid`` and ``agent_pid`` are ``None`` when it is gone.
+
+    ``roles`` and ``shadows`` are lists of ``[pipeline, stage]``.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    id: str
+    slot: int
+    state: str
+    host: str | None = None
+    address: str | None = None
+    pid: int | None = None
+    agent_pid: int | None = None
+    roles: list[tuple[int, int]] = []
+    shadows: list[tuple[int, int]] = []
+    leader: bool = False
+
+
+class JobStatus(BaseModel):
+    """A job at one moment. ``epoch`` is 0 before the first plan, ``step`` the newest committed one."""
+
+    model_config = ConfigDict(frozen=True)
+
+    job: str
+    epoch: int
+    step: int | None
+    checkpoint: str | None
+    members: list[MemberStatus]
+
+
+def job_status(job: str, mirror: Mirror) -> JobStatus:
+    """The status that a job's keys tell."""
+    plan = mirror.plan
+    living = [
+        MemberStatus(
+            id=member.id,
+            slot=member.slot,
+            state=_state(member.id, plan),
+            host=member.host,
+            address=member.address,
+            pid=member.pid,
+            agent_pid=member.agent_pid,
+            roles=_roles(plan, member.id, shadows=False),
+            shadows=_roles(plan, member.id, shadows=True),
+            leader=member.id == mirror.leader,
+        )
+        for member in in_slot_order(mirror.members.values())
+    ]
+    known = {member.id for member in living}
+    departures = [left for left in mirror.left.values() if left.id not in known]
+    gone = [MemberStatus(id=left.id, slot=left.slot, state=_ending(left)) for left in departures]
+    progress = max(mirror.progress.values(), key=lambda record: record.step, default=None)
+    checkpoints = [record for record in mirror.progress.values() if record.checkpoint]
+    newest = max(checkpoints, key=lambda record: record.step, default=None)
+    return JobStatus(
+        job=job,
+        epoch=plan.epoch if plan else 0,
+        step=progress.step if progress else None,
+        checkpoint=newest.checkpoint if newest else None,
+        members=sorted(living + gone, key=lambda member: (member.slot, member.id)),
+    )
+
+
+def _state(member: str, plan: Plan | None) -> str:
+    if plan is None:
+        return "starting"
+    if member not in plan.members:
+        return "evicted"
+    return "running" if plan.layout else "building"
+
+
+def _ending(left: LeftRecord) -> str:
+    return left.outcome if left.outcome == "finished" else f"{left.outcome} ({left.reason} {left.detail})"
+
+
+def _roles(plan: Plan | None, member: str, shadows: bool) -> list[tuple[int, int]]:
+    if plan is None or plan.layout is None:
+        return []
+    roles = plan.shadowed_by(member) if shadows else plan.owned_by(member)
+    return [(role.pipeline, role.stage) for role in roles]
+
+
+def status_table(status: JobStatus) -> Table:
+    """The status for people."""
+    step = "-" if status.step is None else status.step
+    table = Table(title=f"job {status.job}   epoch {status.epoch}   step {step}", title_justify="left")
+    for column in ("slot", "member", "state", "host", "worker", "agent", "owns", "shadows"):
+        table.add_column(column, justify="right" if column in ("slot", "worker", "agent") else "left")
+    for member in status.members:
+        table.add_row(
+            str(member.slot),
+            member.id + (" *" if member.leader else ""),
+            member.state,
+            member.host or "-",
+            str(member.pid or "-"),
+            str(member.agent_pid or "-"),
+            _listed(member.roles),
+            _listed(member.shadows),
+        )
+    table.caption = "* leads; roles are (pipeline,stage)"
+    return table
+
+
+def _listed(roles: list[tuple[int, int]]) -> str:
+    return " ".join(f"({pipeline},{stage})" for pipeline, stage in roles) or "-"
+
+
+__all__ = ["JobStatus", "Keys", "MemberStatus", "job_status", "status_table"]

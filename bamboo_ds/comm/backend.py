@@ -1,0 +1,386 @@
+"""The c10d backend ``bamboo``: process groups over logical ranks that stay valid across epochs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from ..errors import EpochChanged, UnsupportedError
+from .cohosted import Cohosted
+from .epoch import Epoch
+from .failures import translate
+from .inner import GLOO, NCCL, kind_for
+from .local import LocalGroup
+from .mailbox import MailboxWork
+from .session import Session, current
+from .stores import EpochStore
+from .work import BambooWork, CompletedWork
+
+NAME = "bamboo"
+Tensors = list[torch.Tensor]
+
+
+def register() -> None:
+    """Register the backend with torch.distributed. Idempotent; needs no session yet."""
+    if NAME.upper() not in dist.Backend._plugins:
+        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
+
+
+def _create(options: Any, _: Any) -> BambooProcessGroup:
+    """What ``init_process_group`` and ``new_group`` call for this backend."""
+    ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
+    return BambooProcessGroup(current(), options.group_id, ranks, options.group_rank, options.timeout)
+
+
+def init_process_group(session: Session, rank: int, world_size: int, timeout: timedelta | None = None) -> None:
+    """Initialise torch.distributed's default group on this backend.
+
+    Args:
+        session: attached, or detached for collectives that do nothing.
+        rank: this process's logical rank.
+        world_size: number of logical ranks (roles).
+        timeout: default timeout of the groups; default: the session's.
+    """
+    register()
+    dist.init_process_group(
+        backend=NAME,
+        store=EpochStore(session),
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout or session.timeout,
+    )
+
+
+def register_handle(handle: BambooProcessGroup, name: str) -> None:
+    """Make torch.distributed know a handle that was made outside ``new_group``.
+
+    Raises:
+        ValueError: the default group is not initialised, or a group of this name exists in this process.
+    """
+    # Two handles of one group may live in one process: this one's name for torch tells them apart.
+    torch_name = c10d.GroupName(f"{name}@{handle.rank()}") if hasattr(c10d, "GroupName") else f"{name}@{handle.rank()}"
+    world = c10d._world
+    if torch_name in world.pg_names.values():
+        raise ValueError(f"a group handle {torch_name!r} exists already")
+    store = dist.PrefixStore(f"{torch_name}/", c10d._get_default_store())
+    world.pg_map[handle] = (dist.Backend(NAME), store)
+    world.pg_names[handle] = torch_name
+    world.pg_group_ranks[handle] = {rank: index for index, rank in enumerate(handle.ranks)}
+    world.pg_backend_config[handle] = str(c10d.BackendConfig(dist.Backend(NAME)))
+    tag = f"ptd:{torch_name}"
+    world.tags_to_pg.setdefault(tag, []).append(handle)
+    world.pg_to_tag[handle] = tag
+    handle._set_group_name(torch_name)
+    c10d._register_process_group(torch_name, handle)
+
+
+class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
+    """A handle on a group of logical ranks.
+
+    Collectives run in the session's current epoch over the distinct owners of the ranks; the inner group is
+    built by the first collective of each epoch. Sends and receives run over the epoch's mesh of all members,
+    so they need nobody but the two. While the session is detached everything succeeds without effect on others.
+
+    Every operation, and every ``wait`` on a handle, raises ``EpochChanged`` once the epoch has ended, and
+    ``PeerLost`` if a connection broke before.
+
+    Args:
+        session: this process's data plane.
+        name: key of the group, equal on all members.
+        ranks: logical ranks, in group order.
+        rank: index in ``ranks`` for which this handle stands.
+        timeout: default timeout of sends and receives.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        name: str,
+        ranks: tuple[int, ...],
+        rank: int,
+        timeout: timedelta | None = None,
+    ) -> None:
+        super().__init__(rank, len(ranks))
+        self.ranks = ranks
+        self._session = session
+        self._key = f"{name}/{'.'.join(map(str, ranks))}"
+        self._timeout = timeout or session.timeout
+        self._index = rank
+        self._coalescing: list[Any] | None = None
+
+    # -- identity ----------------------------------------------------------------------------------------
+    def getBackendName(self) -> str:  # noqa: N802 (torch's name)
+        """``bamboo``."""
+        return NAME
+
+    def __repr__(self) -> str:
+        return f"BambooProcessGroup({self._key!r}, rank={self._index})"
+
+    def _get_backend(self, device: torch.device) -> Any:
+        """The inner group of the current epoch; builds it, collectively."""
+        epoch = self._session.current
+        return epoch.group(self._key, self._owners(epoch), kind_for(torch.device(device)))
+
+    def shutdown(self) -> None:
+        """Nothing to do: inner groups end with their epoch."""
+
+    def abort(self) -> None:
+        """End the current epoch for the whole process."""
+        self._session.abort(f"abort() of group {self._key}")
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Default timeout of sends and receives from now on."""
+        self._timeout = timeout
+
+    _set_default_timeout = set_timeout
+
+    # -- where operations run ----------------------------------------------------------------------------
+    def _owners(self, epoch: Epoch) -> tuple[str, ...]:
+        """The distinct owners of the ranks, in the ranks' order."""
+        return tuple(dict.fromkeys(epoch.plan.owners[rank] for rank in self.ranks))
+
+    def _collective(self, operation: str, device: torch.device | None, *arguments: Any) -> Any:
+        """Run ``operation`` of the inner group (named as in torch's ``Backend``)."""
+        work = self._start(operation, device, arguments)
+        if self._coalescing is not None:
+            self._coalescing.append(work)
+        return work
+
+    def _start(self, operation: str, device: torch.device | None, arguments: tuple[Any, ...]) -> Any:
+        if self._session.detached:
+            return getattr(LocalGroup(self._index, len(self.ranks)), operation)(*arguments)
+        epoch = self._session.current
+        owners = self._owners(epoch)
+        if epoch.member not in owners:
+            raise EpochChanged(
+                f"{operation}: member {epoch.member} owns no role of group {self._key} in epoch {epoch.number}"
+            )
+        if len(owners) == 1:
+            return getattr(LocalGroup(self._index, len(self.ranks)), operation)(*arguments)
+        kind = GLOO if device is None else kind_for(device)
+        inner = epoch.group(self._key, owners, kind)
+        finish: Callable[[], None] | None = None
+        try:
+            with epoch.blocking():
+                if len(owners) == len(self.ranks):
+                    work = getattr(inner, operation)(*arguments)
+                else:
+                    hosts = [owners.index(epoch.plan.owners[rank]) for rank in self.ranks]
+                    work, finish = getattr(Cohosted(inner, hosts, self._index), operation)(*arguments)
+        except RuntimeError as error:
+            raised = translate(error, epoch, operation)
+            raise raised from (None if raised is error else error)
+        return BambooWork(epoch, work, operation, finish=finish)
+
+    # -- collectives -------------------------------------------------------------------------------------
+    def broadcast(self, tensors: Tensors, opts: Any) -> Any:
+        """From group rank ``opts.rootRank``."""
+        return self._collective("broadcast", tensors[0].device, tensors, opts)
+
+    def allreduce(self, tensors: Tensors, opts: Any = None) -> Any:
+        """In place."""
+        return self._collective("allreduce", tensors[0].device, tensors, opts or dist.AllreduceOptions())
+
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Any:
+        """In place, several tensors."""
+        options = opts or dist.AllreduceCoalescedOptions()
+        return self._collective("allreduce_coalesced", tensors[0].device, tensors, options)
+
+    def reduce(self, tensors: Tensors, opts: Any) -> Any:
+        """To group rank ``opts.rootRank``."""
+        return self._collective("reduce", tensors[0].device, tensors, opts)
+
+    def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> Any:
+        """To a list of tensors, one per rank."""
+        return self._collective("allgather", inputs[0].device, outputs, inputs, opts or dist.AllgatherOptions())
+
+    def allgather_coalesced(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> Any:
+        """As :meth:`allgather`, several tensors."""
+        options = opts or dist.AllgatherOptions()
+        return self._collective("allgather_coalesced", inputs[0].device, outputs, inputs, options)
+
+    def _allgather_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
+        """To one tensor."""
+        return self._collective("_allgather_base", tensor.device, output, tensor, opts or dist.AllgatherOptions())
+
+    all_gather_single = _allgather_base
+
+    def allgather_into_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
+        """As :meth:`_allgather_base`, several tensors."""
+        options = opts or dist.AllgatherOptions()
+        return self._collective("allgather_into_tensor_coalesced", inputs[0].device, outputs, inputs, options)
+
+    all_gather_single_coalesced = allgather_into_tensor_coalesced
+
+    def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> Any:
+        """To group rank ``opts.rootRank``."""
+        return self._collective("gather", inputs[0].device, outputs, inputs, opts)
+
+    def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> Any:
+        """From group rank ``opts.rootRank``."""
+        return self._collective("scatter", outputs[0].device, outputs, inputs, opts)
+
+    def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> Any:
+        """From a list of tensors, one per rank."""
+        options = opts or dist.ReduceScatterOptions()
+        return self._collective("reduce_scatter", outputs[0].device, outputs, inputs, options)
+
+    def _reduce_scatter_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
+        """From one tensor."""
+        options = opts or dist.ReduceScatterOptions()
+        return self._collective("_reduce_scatter_base", output.device, output, tensor, options)
+
+    reduce_scatter_single = _reduce_scatter_base
+
+    def reduce_scatter_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
+        """As :meth:`_reduce_scatter_base`, several tensors."""
+        options = opts or dist.ReduceScatterOptions()
+        return self._collective("reduce_scatter_tensor_coalesced", outputs[0].device, outputs, inputs, options)
+
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
+
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
+        """Lists of tensors, one per rank."""
+        return self._collective("alltoall", outputs[0].device, outputs, inputs, opts or dist.AllToAllOptions())
+
+    def alltoall_base(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        output_splits: Sequence[int],
+        input_splits: Sequence[int],
+        opts: Any = None,
+    ) -> Any:
+        """Rows of one tensor; empty splits mean equal parts."""
+        options = opts or dist.AllToAllOptions()
+        return self._collective(
+            "alltoall_base", output.device, output, tensor, list(output_splits), list(input_splits), options
+        )
+
+    all_to_all_single = alltoall_base
+
+    def barrier(self, opts: Any = None) -> Any:
+        """Wait for all."""
+        options = opts or dist.BarrierOptions()
+        device = options.device if getattr(options, "device", None) is not None else None
+        return self._collective("barrier", device, options)
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """A barrier with its own timeout. A lost member raises ``PeerLost``, which names it."""
+        work = self.barrier()
+        work.wait(timeout or self._timeout)
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        """Collect the works of the collectives that follow."""
+        self._coalescing = []
+
+    def _end_coalescing(self, device: torch.device) -> Any:
+        """One work for all since :meth:`_start_coalescing`."""
+        works, self._coalescing = self._coalescing or [], None
+        return _All(works)
+
+    # -- point to point ----------------------------------------------------------------------------------
+    def send(self, tensors: Tensors, destination: int, tag: int) -> Any:
+        """To group rank ``destination``. Completes when the receiver has taken it."""
+        return self._transfer("send", tensors, destination, tag)
+
+    def recv(self, tensors: Tensors, source: int, tag: int) -> Any:
+        """From group rank ``source``."""
+        return self._transfer("recv", tensors, source, tag)
+
+    def recv_anysource(self, tensors: Tensors, tag: int) -> Any:
+        """From whoever sends first; ``source_rank()`` of the work tells.
+
+        Raises:
+            UnsupportedError: while roles of the group share a member.
+        """
+        if self._session.detached:
+            return CompletedWork(tensors, self._index)
+        epoch = self._session.current
+        owners = self._owners(epoch)
+        if len(owners) != len(self.ranks):
+            raise UnsupportedError(
+                f"recv from any source is not supported while roles of group {self._key} share a member"
+            )
+
+        def source(mesh_rank: int) -> int:
+            return owners.index(epoch.plan.members[mesh_rank])
+
+        stream = self._stream(epoch, tag)
+        return self._issue(epoch, "recv_anysource", None, lambda: epoch.mesh.recv_anysource(tensors, stream), source)
+
+    def _stream(self, epoch: Epoch, tag: int, pair: str = "") -> int:
+        try:
+            return epoch.stream(f"{self._key}/{tag}{pair}")
+        except RuntimeError as error:
+            raised = translate(error, epoch, "agreeing on a stream", epoch.plan.store_host)
+            raise raised from (None if raised is error else error)
+
+    def _transfer(self, operation: str, tensors: Tensors, other: int, tag: int) -> Any:
+        if self._session.detached:
+            return CompletedWork(tensors, other)
+        if tag < 0:
+            raise ValueError(f"tag must not be negative, got {tag}")
+        epoch = self._session.current
+        peer = epoch.plan.owners[self.ranks[other]]
+        owners = self._owners(epoch)
+        sender, receiver = (self._index, other) if operation == "send" else (other, self._index)
+        pair = "" if len(owners) == len(self.ranks) else f"/{sender}>{receiver}"
+        if peer == epoch.member:
+            return MailboxWork(epoch, f"{self._key}/{tag}{pair}", operation, tensors[0], other)
+        if kind_for(tensors[0].device) == NCCL:
+            inner = epoch.group(self._key, owners, NCCL)
+            return self._issue(
+                epoch, operation, peer, lambda: getattr(inner, operation)(tensors, owners.index(peer), tag)
+            )
+        stream = self._stream(epoch, tag, pair)
+        rank = epoch.plan.members.index(peer)
+        return self._issue(
+            epoch,
+            operation,
+            peer,
+            lambda: getattr(epoch.mesh, operation)(tensors, rank, stream),
+            lambda _: other,
+        )
+
+    def _issue(
+        self,
+        epoch: Epoch,
+        operation: str,
+        peer: str | None,
+        start: Callable[[], Any],
+        source: Callable[[int], int] | None = None,
+    ) -> Any:
+        try:
+            with epoch.blocking():
+                inner = start()
+        except RuntimeError as error:
+            raised = translate(error, epoch, operation, peer)
+            raise raised from (None if raised is error else error)
+        work = BambooWork(epoch, inner, operation, peer, source=source, timeout=self._timeout)
+        if self._coalescing is not None:
+            self._coalescing.append(work)
+        return work
+
+
+class _All(CompletedWork):
+    """Several works as one."""
+
+    def __init__(self, works: list[Any]) -> None:
+        super().__init__()
+        self._works = works
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Wait for all, in order."""
+        for work in self._works:
+            work.wait(timeout)
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether all are completed."""
+        return all(work.is_completed() for work in self._works)

@@ -1,0 +1,381 @@
+"""Everything of the data plane that lives for one epoch: store client, gloo device, inner groups."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from types import TracebackType
+from typing import Any
+
+from torch import distributed as dist
+
+from ..errors import PeerLost
+from ..topology import Plan
+from . import sockets
+from .failures import ended, translate
+from .inner import GLOO, abort_inner, create_inner
+from .mailbox import Mailboxes
+from .sockets import Endpoint
+from .work import BambooWork
+
+logger = logging.getLogger(__name__)
+
+#: A store host that answered once and then not within this time is left to the control plane to judge.
+_STORE_CONNECT = timedelta(seconds=5)
+#: Seconds between two sweeps over the sockets of an aborted epoch while operations are still blocked in it.
+_SWEEP_EVERY = 0.01
+#: Group ids of streams that groups agree on start here; below are the transport's lanes.
+FIRST_STREAM = 1 << 24
+
+
+class Epoch:
+    """One epoch, from :meth:`open` to :meth:`destroy`. Only :meth:`abort` may be called from any thread.
+
+    Args:
+        plan: its plan.
+        member: this member.
+        address: the advertised address.
+        timeout: default timeout of operations.
+        on_peer_failure: as for ``Session``; called once per member.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        member: str,
+        address: str,
+        timeout: timedelta,
+        on_peer_failure: Callable[[str | None, str], None],
+    ) -> None:
+        self.plan = plan
+        self.member = member
+        self.timeout = timeout
+        self.number = plan.epoch
+        self.mesh: Any = None
+        self.mailboxes = Mailboxes()
+        self._address = address
+        self._on_peer_failure = on_peer_failure
+        self._lock = threading.Lock()
+        self._quiet = threading.Condition(self._lock)
+        self._building = threading.RLock()
+        self._aborted: str | None = None
+        self._blocked = 0
+        self._callbacks: list[Callable[[], None]] = [self.mailboxes.wake]
+        self._works: weakref.WeakSet[BambooWork] = weakref.WeakSet()
+        self._sweeper: threading.Thread | None = None
+        self._connector: threading.Thread | None = None
+        self._accused: set[str | None] = set()
+        self._store: dist.TCPStore | None = None
+        self._store_endpoint: Endpoint | None = None
+        self._device: Any = None
+        self._listener: Endpoint | None = None
+        self._endpoints: dict[Endpoint, str] = {}
+        self._groups: dict[tuple[str, str, tuple[str, ...]], Any] = {}
+        self._streams: dict[str, int] = {}
+        self._pairs = 0  # gloo pairs created on the device so far; gloo numbers them
+        self._connecting_pairs: range = range(0)
+
+    # -- entering ----------------------------------------------------------------------------------------
+    def open(self, store_address: tuple[str, int]) -> None:
+        """Connect to the epoch's store and, through it, to all its members. Collective over all of them."""
+        host = self.plan.store_host
+        try:
+            self._connect_store(store_address)
+            self._open_device()
+            with self.blocking():
+                self._exchange_endpoints()
+            self.mesh = self.group("mesh", self.plan.members, GLOO)
+        except RuntimeError as error:
+            raised = translate(error, self, "attaching", host)
+            raise raised from (None if raised is error else error)
+
+    def _connect_store(self, store_address: tuple[str, int]) -> None:
+        try:
+            family, name = sockets.resolve(*store_address)
+        except OSError as error:
+            raise self._lost(self.plan.store_host, f"resolving {store_address[0]!r} failed: {error}") from error
+        self._store_endpoint = sockets.endpoint(name)
+        # The client's constructor retries a refused connection and can hardly be interrupted. So the port is
+        # tried first, and the constructor runs in a thread of its own that an abort leaves behind.
+        probe = socket.socket(family, socket.SOCK_STREAM)
+        with probe, self.blocking():
+            probe.settimeout(self.timeout.total_seconds())
+            try:
+                probe.connect(name)
+            except OSError as error:
+                self.check("attaching")
+                reason = f"connecting to the store at {store_address} failed: {error}"
+                raise self._lost(self.plan.store_host, reason) from error
+        outcome: list[Any] = []
+        self._connector = threading.Thread(
+            target=self._construct_store, args=(store_address, outcome), name="bamboo-store", daemon=True
+        )
+        with self._lock:
+            self._connector.start()
+            self._quiet.wait_for(lambda: bool(outcome) or self._aborted is not None)
+        self.check("attaching")
+        if isinstance(outcome[0], Exception):
+            raise outcome[0]
+        store: dist.TCPStore = outcome[0]
+        store.set_timeout(self.timeout)
+        self._store = store
+
+    def _construct_store(self, address: tuple[str, int], outcome: list[Any]) -> None:
+        made: Any
+        try:
+            made = dist.TCPStore(
+                address[0], address[1], is_master=False, timeout=_STORE_CONNECT, wait_for_workers=False
+            )
+        except Exception as error:  # handed to the thread that waits for it
+            made = error
+        with self._lock:
+            outcome.append(made)
+            self._quiet.notify_all()
+
+    def _open_device(self) -> None:
+        host = sockets.endpoint(sockets.resolve(self._address, 0)[1])[0]
+        for _ in range(3):  # another thread may open a listening socket at the same moment
+            before = sockets.socket_descriptors()
+            device = dist.ProcessGroupGloo.create_device(hostname=self._address)
+            self._listener = sockets.new_listener(before, host)
+            if self._listener is not None:
+                with self._lock:
+                    self._device = device
+                return
+        raise RuntimeError(f"cannot tell which socket of this process gloo listens on at {self._address}")
+
+    def _exchange_endpoints(self) -> None:
+        store, listener = self.store, self._listener
+        assert listener is not None
+        store.set(f"endpoint/{self.member}", f"{listener[0]} {listener[1]}")
+        answers = store.multi_get([f"endpoint/{member}" for member in self.plan.members])
+        endpoints: dict[Endpoint, str] = {}
+        for member, answer in zip(self.plan.members, answers, strict=True):
+            host, port = answer.decode().split(" ")
+            endpoints[(host, int(port))] = member
+        self._endpoints = endpoints
+
+    # -- state -------------------------------------------------------------------------------------------
+    @property
+    def aborted(self) -> str | None:
+        """Why the epoch was aborted, or ``None``."""
+        return self._aborted
+
+    @property
+    def store(self) -> dist.TCPStore:
+        """The client of the epoch's store; raises ``EpochChanged`` if aborted or destroyed."""
+        store = self._store
+        if store is None or self._aborted is not None:
+            raise ended(self, "using the store")
+        return store
+
+    def check(self, operation: str) -> None:
+        """Raise ``EpochChanged`` if the epoch is aborted."""
+        if self._aborted is not None:
+            raise ended(self, operation)
+
+    def blocking(self) -> _Blocking:
+        """A context around every call that may block; an abort sweeps until all have been left.
+
+        Entering raises ``EpochChanged`` if the epoch is aborted.
+        """
+        return _Blocking(self)
+
+    def enter(self) -> None:
+        """Count a caller that may block."""
+        with self._lock:
+            if self._aborted is not None:
+                raise ended(self, "operation")
+            self._blocked += 1
+
+    def leave(self) -> None:
+        """Take the caller back."""
+        with self._lock:
+            self._blocked -= 1
+            if self._aborted is not None:
+                self._quiet.notify_all()
+
+    def track(self, work: BambooWork) -> None:
+        """Remember a work handle, to release its sockets with the epoch."""
+        self._works.add(work)
+
+    def call_on_abort(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` when the epoch is aborted (at once if it is). It must not block."""
+        with self._lock:
+            self._callbacks.append(callback)
+            aborted = self._aborted is not None
+        if aborted:
+            callback()
+
+    def member_at(self, host: str, port: int) -> str | None:
+        """The member whose gloo device listens at this endpoint; the port's bytes may be swapped."""
+        normal = sockets.endpoint((host, port))[0]
+        for candidate in (port, socket.htons(port)):
+            member = self._endpoints.get((normal, candidate))
+            if member is not None:
+                return member
+        return None
+
+    def peer_failed(self, member: str | None, reason: str) -> None:
+        """Tell the control plane, once per member, that an operation towards ``member`` failed."""
+        with self._lock:
+            if member in self._accused:
+                return
+            self._accused.add(member)
+        logger.warning("epoch %d: member %s: %s", self.number, member, reason)
+        self._on_peer_failure(member, reason)
+
+    def _lost(self, member: str, reason: str) -> PeerLost:
+        self.peer_failed(member, reason)
+        return PeerLost(f"epoch {self.number}, towards {member}: {reason}", member)
+
+    # -- groups ------------------------------------------------------------------------------------------
+    def group(self, key: str, members: Sequence[str], kind: str) -> Any:
+        """The inner group ``key`` of ``members``; built on first use, collectively.
+
+        Raises:
+            EpochChanged: aborted, before or meanwhile.
+            PeerLost: a connection broke.
+        """
+        identity = (key, kind, tuple(members))
+        group = self._groups.get(identity)
+        if group is not None:
+            return group
+        with self._building:
+            self.check(f"building group {key}")
+            if identity not in self._groups:
+                self._groups[identity] = self._build(key, identity[2], kind)
+            return self._groups[identity]
+
+    def _build(self, key: str, members: tuple[str, ...], kind: str) -> Any:
+        prefix = f"group/{kind}/{key}/{','.join(members)}"
+        store = dist.PrefixStore(prefix, self.store)
+        size = len(members)
+        with self._lock:
+            if kind == GLOO:
+                self._connecting_pairs = range(self._pairs, self._pairs + size)
+                self._pairs += size
+        try:
+            with self.blocking():
+                group = create_inner(kind, store, members.index(self.member), size, self.timeout, self._device)
+            self.check(f"building group {key}")
+            return group
+        except RuntimeError as error:
+            raised = translate(error, self, f"building group {key} of {', '.join(members)}")
+            raise raised from (None if raised is error else error)
+        finally:
+            self._connecting_pairs = range(0)
+
+    def stream(self, key: str) -> int:
+        """The tag, agreed on through the store, of the stream ``key`` over the mesh; >= 2**24."""
+        tag = self._streams.get(key)
+        if tag is None:
+            with self._building, self.blocking():
+                store = self.store
+                candidate = str(FIRST_STREAM + store.add("streams", 1))
+                tag = int(store.compare_set(f"stream/{key}", "", candidate))
+                self._streams[key] = tag
+        return tag
+
+    # -- leaving -----------------------------------------------------------------------------------------
+    def abort(self, reason: str) -> None:
+        """Make everything in this epoch raise ``EpochChanged``; from any thread, any number of times."""
+        with self._lock:
+            if self._aborted is not None:
+                return
+            self._aborted = reason
+            callbacks = list(self._callbacks)
+            groups = list(self._groups.items())
+            self._quiet.notify_all()
+        logger.info("epoch %d: aborted: %s", self.number, reason)
+        for callback in callbacks:
+            callback()
+        self._shut_down()
+        for (_, kind, _), group in groups:
+            abort_inner(kind, group)
+        with self._lock:
+            if self._blocked:
+                # A connection that was just being made escapes a single sweep.
+                self._sweeper = threading.Thread(target=self._sweep, name="bamboo-abort", daemon=True)
+                self._sweeper.start()
+
+    def _sweep(self) -> None:
+        pause = _SWEEP_EVERY
+        while True:
+            with self._lock:
+                if self._quiet.wait_for(lambda: self._blocked == 0, pause):
+                    return
+            self._shut_down()
+            pause = min(0.1, pause * 1.1)
+
+    def _shut_down(self) -> None:
+        listener, store, peers = self._listener, self._store_endpoint, self._endpoints
+
+        def ours(local: Endpoint, remote: Endpoint) -> bool:
+            return local == listener or remote == store or (remote in peers and remote != listener)
+
+        sockets.shut_down(ours)
+        pairs = self._connecting_pairs
+        if listener is not None and pairs:
+            self._answer_for_peers(listener, pairs)
+
+    def _answer_for_peers(self, listener: Endpoint, pairs: range) -> None:
+        """Wake gloo's construction where it waits for a peer that never connects.
+
+        There is no socket yet that could be shut down. A connecting peer names the pair it wants by an
+        8-byte number; a connection that does so and closes makes gloo fail that pair.
+        """
+        for pair in pairs:
+            try:
+                with socket.create_connection(listener, timeout=1.0) as connection:
+                    connection.sendall(pair.to_bytes(8, "little"))
+            except OSError as error:
+                logger.debug("epoch %d: gloo's listener does not answer: %s", self.number, error)
+                return
+
+    def destroy(self) -> None:
+        """Release groups, sockets and threads. No operation may be in flight unless the epoch is aborted."""
+        if self._aborted is None:
+            with self._lock:
+                busy = self._blocked > 0
+            if busy or any(not work.is_completed() for work in list(self._works)):
+                self.abort("left with operations in flight")
+        if self._aborted is not None:
+            self._shut_down()
+            for work in list(self._works):
+                work.settle()
+        with self._lock:
+            self._aborted = self._aborted or "left"
+        if self._sweeper is not None:
+            self._sweeper.join()
+        if self._connector is not None:
+            self._connector.join()
+        for work in list(self._works):
+            work.abandon()
+        self.mesh = None
+        self._groups.clear()
+        self._store = None
+        with self._lock:
+            self._device = None
+            self._callbacks.clear()
+
+
+class _Blocking:
+    """See :meth:`Epoch.blocking`."""
+
+    __slots__ = ("_epoch",)
+
+    def __init__(self, epoch: Epoch) -> None:
+        self._epoch = epoch
+
+    def __enter__(self) -> None:
+        self._epoch.enter()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._epoch.leave()

@@ -1,0 +1,110 @@
+"""Collectives of a member that is alone: it owns all roles of the group, or it is detached."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .work import CompletedWork
+
+Tensors = list[torch.Tensor]
+
+
+class LocalGroup:
+    """What a group of ``size`` logical ranks computes when all of them are this process.
+
+    Every rank contributes what the caller (``rank``) passes; reductions therefore leave their input as it is.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank = rank
+        self._size = size
+
+    def broadcast(self, tensors: Tensors, opts: Any = None) -> CompletedWork:
+        """Leave ``tensors`` as they are."""
+        return CompletedWork(tensors)
+
+    allreduce = allreduce_coalesced = reduce = broadcast
+
+    def barrier(self, opts: Any = None) -> CompletedWork:
+        """Return at once."""
+        return CompletedWork()
+
+    def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> CompletedWork:
+        """Copy each input to all its outputs."""
+        for row, tensor in zip(outputs, inputs, strict=True):
+            self._fill(row, tensor)
+        return CompletedWork([tensor for row in outputs for tensor in row])
+
+    allgather_coalesced = allgather
+
+    def _fill(self, row: Sequence[torch.Tensor], tensor: torch.Tensor) -> None:
+        for output in row:
+            output.copy_(tensor.view_as(output))
+
+    def _allgather_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> CompletedWork:
+        """Repeat ``tensor`` in ``output``."""
+        self._fill(output.view(self._size, -1).unbind(), tensor.reshape(-1))
+        return CompletedWork([output])
+
+    def allgather_into_tensor_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any = None
+    ) -> CompletedWork:
+        """As :meth:`_allgather_base`, for each pair."""
+        for output, tensor in zip(outputs, inputs, strict=True):
+            self._allgather_base(output, tensor)
+        return CompletedWork(outputs)
+
+    def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> CompletedWork:
+        """Copy the input to all outputs, if there are any."""
+        for row, tensor in zip(outputs, inputs, strict=False):
+            self._fill(row, tensor)
+        return CompletedWork([tensor for row in outputs for tensor in row])
+
+    def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> CompletedWork:
+        """Copy our part of the inputs, if there are any."""
+        for output, row in zip(outputs, inputs, strict=False):
+            output.copy_(row[self._rank])
+        return CompletedWork(outputs)
+
+    def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> CompletedWork:
+        """Copy our part of the inputs."""
+        for output, row in zip(outputs, inputs, strict=True):
+            output.copy_(row[self._rank])
+        return CompletedWork(outputs)
+
+    def _reduce_scatter_base(
+        self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None
+    ) -> CompletedWork:
+        """Copy our part of ``tensor``."""
+        output.copy_(tensor.reshape(self._size, -1)[self._rank].view_as(output))
+        return CompletedWork([output])
+
+    def reduce_scatter_tensor_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any = None
+    ) -> CompletedWork:
+        """As :meth:`_reduce_scatter_base`, for each pair."""
+        for output, tensor in zip(outputs, inputs, strict=True):
+            self._reduce_scatter_base(output, tensor)
+        return CompletedWork(outputs)
+
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> CompletedWork:
+        """Every rank sends us what we send to ourselves."""
+        self._fill(outputs, inputs[self._rank])
+        return CompletedWork(outputs)
+
+    def alltoall_base(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        output_splits: Sequence[int],
+        input_splits: Sequence[int],
+        opts: Any = None,
+    ) -> CompletedWork:
+        """As :meth:`alltoall`, on the rows of one tensor."""
+        sent = tensor.split(list(input_splits) or [tensor.size(0) // self._size] * self._size)
+        received = output.split(list(output_splits) or [output.size(0) // self._size] * self._size)
+        self._fill(received, sent[self._rank])
+        return CompletedWork([output])

@@ -1,0 +1,266 @@
+"""Process-wide state of the data plane: which epoch is attached, and how to leave it at once."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from torch import distributed as dist
+
+from ..errors import EpochChanged
+from ..topology import Plan
+from . import sockets
+from .epoch import Epoch
+
+if TYPE_CHECKING:
+    from .backend import BambooProcessGroup
+
+_current: Session | None = None
+
+
+def current() -> Session:
+    """The session of this process; raises ``RuntimeError`` if there is none."""
+    if _current is None:
+        raise RuntimeError("the bamboo backend needs a Session: start the job with 'bamboo run'")
+    return _current
+
+
+class Session:
+    """The data plane of one process. Create exactly one.
+
+    States: *detached* (initially, and after :meth:`detach`), *attached* to an epoch, *aborted*.
+
+    Args:
+        member: id of this member, as it occurs in plans.
+        address: the advertised address (name or IP); every socket is bound to it and only to it.
+        timeout: default timeout of group operations and of group construction.
+        on_peer_failure: called (from any thread) as ``on_peer_failure(member, reason)`` when an operation
+            towards ``member`` failed although the epoch was not aborted; ``None`` if it is not known who.
+            Called once per member and epoch. Must not block. A member that has already aborted this epoch
+            looks like a failed one: whoever judges accusations must drop those of an epoch that has ended.
+    """
+
+    def __init__(
+        self,
+        member: str,
+        address: str,
+        timeout: timedelta,
+        on_peer_failure: Callable[[str | None, str], None],
+    ) -> None:
+        global _current
+        if _current is not None:
+            raise RuntimeError("this process has a Session already; close it first")
+        self._member = member
+        self._address = address
+        self._timeout = timeout
+        self._on_peer_failure = on_peer_failure
+        self._lock = threading.Lock()
+        self._epoch: Epoch | None = None
+        self._detached = True
+        self._ended = 0  # the newest epoch known to have ended
+        self._reason = "no epoch is attached yet"
+        self._hosted: dict[int, dist.TCPStore] = {}
+        self._closed = False
+        _current = self
+        # Threads blocked inside gloo must be gone before the interpreter is.
+        atexit.register(self.close)
+
+    # -- state -------------------------------------------------------------------------------------------
+    @property
+    def member(self) -> str:
+        """Id of this member."""
+        return self._member
+
+    @property
+    def address(self) -> str:
+        """The advertised address."""
+        return self._address
+
+    @property
+    def timeout(self) -> timedelta:
+        """Default timeout of operations."""
+        return self._timeout
+
+    @property
+    def epoch(self) -> int:
+        """Number of the newest plan attached (or being attached); 0 before the first."""
+        epoch = self._epoch
+        return 0 if epoch is None else epoch.number
+
+    @property
+    def plan(self) -> Plan | None:
+        """The newest plan attached (or being attached)."""
+        epoch = self._epoch
+        return None if epoch is None else epoch.plan
+
+    @property
+    def aborted(self) -> str | None:
+        """Why the current epoch was aborted, or ``None``."""
+        epoch = self._epoch
+        return None if epoch is None else epoch.aborted
+
+    @property
+    def detached(self) -> bool:
+        """Whether collectives are no-ops."""
+        return self._detached
+
+    @property
+    def current(self) -> Epoch:
+        """The attached epoch (of use inside ``comm`` only); raises ``EpochChanged`` if there is none."""
+        epoch = self._epoch
+        if epoch is None:
+            raise EpochChanged(self._reason)
+        epoch.check("operation")
+        return epoch
+
+    @property
+    def store(self) -> dist.Store:
+        """Client of the current epoch's store; raises ``EpochChanged`` when aborted or never attached."""
+        return self.current.store
+
+    def check(self) -> None:
+        """Raise ``EpochChanged`` if the current epoch is aborted."""
+        epoch = self._epoch
+        if epoch is not None:
+            epoch.check("operation")
+
+    # -- epochs ------------------------------------------------------------------------------------------
+    def host_store(self, plan: Plan, address: str | None = None) -> int:
+        """Create the ``TCPStore`` server of ``plan``'s epoch, bound to ``address`` (default: ours) only.
+
+        Called by the worker that ``plan.store_host`` names, before it attaches. The server lives until
+        the epoch after the next one is hosted or attached, or until :meth:`close`. Calling it again for
+        the same epoch returns the same port.
+
+        Returns:
+            The server's TCP port.
+        """
+        hosted = self._hosted.get(plan.epoch)
+        if hosted is not None:
+            return int(hosted.port)
+        self._drop_stores(plan.epoch)
+        host = address or self._address
+        listener = sockets.listen(host)
+        port = int(listener.getsockname()[1])
+        self._hosted[plan.epoch] = dist.TCPStore(
+            host,
+            port,
+            is_master=True,
+            timeout=self._timeout,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+        return port
+
+    def _drop_stores(self, epoch: int) -> None:
+        """Drop the servers of all epochs before ``epoch - 1``."""
+        for number in [number for number in self._hosted if number < epoch - 1]:
+            del self._hosted[number]
+
+    def attach(self, plan: Plan, store_address: tuple[str, int]) -> None:
+        """Enter ``plan``'s epoch: connect to its store and to all its members, clear the aborted state.
+
+        Collective over ``plan.members``: blocks (abortably) until all have come. The previous epoch is
+        aborted if it was not, and everything of it destroyed. Called by the main thread.
+
+        Raises:
+            EpochChanged: aborted meanwhile, or this epoch is already known to have ended.
+            PeerLost: the store host or a peer could not be reached.
+            ValueError: ``plan`` is not newer than the current epoch, or does not list this member.
+        """
+        if self._member not in plan.members:
+            raise ValueError(f"member {self._member} is not in the plan of epoch {plan.epoch}")
+        if plan.epoch <= self.epoch:
+            raise ValueError(f"epoch {plan.epoch} is not newer than the current one, {self.epoch}")
+        previous = self._epoch
+        if previous is not None:
+            previous.abort(f"epoch {plan.epoch} follows")
+            previous.destroy()
+        epoch = Epoch(plan, self._member, self._address, self._timeout, self._on_peer_failure)
+        with self._lock:
+            self._epoch = epoch
+            self._detached = False
+            over = self._ended >= plan.epoch
+        if over:
+            epoch.abort(self._reason)
+        epoch.check("attaching")
+        epoch.open(store_address)
+        self._drop_stores(plan.epoch)
+
+    def abort(self, reason: str, epoch: int | None = None) -> None:
+        """End the current epoch; callable from any thread, any number of times.
+
+        Whatever is blocked in it raises ``EpochChanged`` within 200 ms, also if the peer is merely stopped;
+        every later operation raises at once until the next :meth:`attach`.
+
+        Args:
+            reason: for messages.
+            epoch: the newest epoch that is known to have ended (the new plan's number minus one). If a newer
+                one is attached already, nothing happens; if it is yet to be attached, its :meth:`attach` will
+                raise ``EpochChanged``. Default: the current epoch, also one whose ``attach`` is in progress.
+        """
+        with self._lock:
+            self._ended = max(self._ended, self.epoch if epoch is None else epoch)
+            self._reason = reason
+            target = self._epoch
+            if target is None or target.number > self._ended:
+                return
+        target.abort(reason)
+
+    def detach(self) -> None:
+        """Leave the epoch; collectives become no-ops that succeed (for building an engine without peers)."""
+        with self._lock:
+            self._detached = True
+            epoch = self._epoch
+        if epoch is not None:
+            epoch.abort("detached")
+            epoch.destroy()
+
+    def close(self) -> None:
+        """End cleanly: destroy all inner groups, stores and threads; abort what is still in flight. Idempotent.
+
+        For a clean end let all members meet (``Transport.close``, or a barrier) first. Every later operation
+        raises ``EpochChanged``.
+        """
+        global _current
+        if self._closed:
+            return
+        self._closed = True
+        self._detached = False
+        if self._epoch is not None:
+            self._epoch.destroy()
+        self._hosted.clear()
+        if _current is self:
+            _current = None
+        atexit.unregister(self.close)
+
+    # -- groups ------------------------------------------------------------------------------------------
+    def logical_group(self, name: str, ranks: Sequence[int], rank: int) -> BambooProcessGroup:
+        """A group handle made outside ``torch.distributed.new_group``.
+
+        Used for the groups of an adopted role. The handle is registered with torch.distributed:
+        ``deepspeed.comm``/``torch.distributed`` calls with ``group=handle`` work, as do ``get_world_size``,
+        ``get_process_group_ranks`` and ``get_rank`` (which answers for the *process's* logical rank and
+        raises ``ValueError`` if that is not in the group; ``handle.rank()`` answers for ``rank``).
+        Local: no communication. Needs an initialised default group.
+
+        Handles meet at the same inner group if they have the same ``name`` and ranks. To join a group that
+        other members made by ``new_group``, pass its ``group_name`` there: torch numbers groups in the order
+        of their creation, equally on all ranks. Per epoch and collective each *member* calls once, whatever
+        the number of its roles in the group.
+
+        Args:
+            name: key of the group, equal on all its members.
+            ranks: logical (global) ranks of the group, in group order.
+            rank: the logical (global) rank that this handle stands for; must be in ``ranks``.
+        """
+        from .backend import BambooProcessGroup, register_handle
+
+        if rank not in ranks:
+            raise ValueError(f"rank {rank} is not among the group's ranks {list(ranks)}")
+        handle = BambooProcessGroup(self, name, tuple(ranks), tuple(ranks).index(rank))
+        register_handle(handle, name)
+        return handle

@@ -1,0 +1,140 @@
+"""Finding and shutting down the sockets of one epoch among all descriptors of this process (Linux).
+
+gloo neither tells its sockets nor can be told to abort, but a socket that is shut down makes every
+operation on it fail at once. Descriptors belong to gloo and may be closed and reused at any moment:
+each is duplicated first, identified by the names of the duplicate, and never closed itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Callable, Iterator
+
+#: Numeric host and port.
+Endpoint = tuple[str, int]
+#: Local endpoint and remote endpoint of a TCP socket.
+Matcher = Callable[[Endpoint, Endpoint], bool]
+
+_TCP_TABLES = ("/proc/self/net/tcp", "/proc/self/net/tcp6")
+
+
+def endpoint(name: tuple[object, ...]) -> Endpoint:
+    """Normalise a socket name: IPv4 addresses mapped into IPv6 become IPv4, scopes are dropped."""
+    host, port = str(name[0]), int(str(name[1]))
+    return (host.removeprefix("::ffff:").partition("%")[0], port)
+
+
+def resolve(host: str, port: int) -> tuple[socket.AddressFamily, tuple[object, ...]]:
+    """The address family and socket address of ``host``; raises ``OSError`` if it has none."""
+    family, _, _, _, name = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    return family, name
+
+
+def socket_descriptors() -> dict[int, str]:
+    """All sockets among this process's descriptors, with the kernel's identity of each."""
+    found = {}
+    for entry in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # closed since the listing
+            target = os.readlink(f"/proc/self/fd/{entry}")
+            if target.startswith("socket:"):
+                found[int(entry)] = target
+    return found
+
+
+@contextlib.contextmanager
+def _duplicate(descriptor: int) -> Iterator[socket.socket | None]:
+    """A duplicate of ``descriptor``; ``None`` if it is no longer an open socket."""
+    try:
+        copy = socket.socket(fileno=os.dup(descriptor))
+    except OSError:
+        yield None
+        return
+    with copy:
+        yield copy
+
+
+def new_listener(before: dict[int, str], host: str) -> Endpoint | None:
+    """Where the one socket listens that was opened on ``host`` since ``before``; ``None`` if not unique."""
+    found = set()
+    for descriptor, identity in socket_descriptors().items():
+        if before.get(descriptor) == identity:
+            continue
+        with _duplicate(descriptor) as copy:
+            if copy is None or copy.family not in (socket.AF_INET, socket.AF_INET6):
+                continue
+            if copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                name = endpoint(copy.getsockname())
+                if name[0] == host:
+                    found.add(name)
+    return found.pop() if len(found) == 1 else None
+
+
+def shut_down(matches: Matcher) -> int:
+    """Shut down every TCP connection (also one still connecting) whose endpoints satisfy ``matches``.
+
+    Returns:
+        How many were shut down.
+    """
+    count = 0
+    connecting: dict[int, tuple[Endpoint, Endpoint]] | None = None
+    for descriptor in socket_descriptors():
+        with _duplicate(descriptor) as copy:
+            if copy is None or copy.family not in (socket.AF_INET, socket.AF_INET6):
+                continue
+            try:
+                local = endpoint(copy.getsockname())
+                remote = endpoint(copy.getpeername())
+            except OSError:
+                # Listening, closed, or waiting for the peer's host to answer: only the kernel's table
+                # tells the last from the others.
+                if copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    continue
+                if connecting is None:
+                    connecting = _connecting()
+                names = connecting.get(os.fstat(copy.fileno()).st_ino)
+                if names is None:
+                    continue
+                local, remote = names
+            if matches(local, remote):
+                with contextlib.suppress(OSError):  # the peer or gloo was faster
+                    copy.shutdown(socket.SHUT_RDWR)
+                    count += 1
+    return count
+
+
+def _connecting() -> dict[int, tuple[Endpoint, Endpoint]]:
+    """Local and remote endpoint by inode of all sockets in state SYN_SENT."""
+    found = {}
+    for table in _TCP_TABLES:
+        try:
+            with open(table) as lines:
+                rows = [line.split() for line in lines][1:]
+        except OSError:  # no IPv6
+            continue
+        for row in rows:
+            if row[3] == "02":
+                found[int(row[9])] = (_parse(row[1]), _parse(row[2]))
+    return found
+
+
+def _parse(text: str) -> Endpoint:
+    """An endpoint of /proc/net/tcp: hexadecimal 32-bit words in host byte order, colon, port."""
+    address, port = text.split(":")
+    words = [int(address[i : i + 8], 16).to_bytes(4, "little") for i in range(0, len(address), 8)]
+    family = socket.AF_INET if len(words) == 1 else socket.AF_INET6
+    return endpoint((socket.inet_ntop(family, b"".join(words)), int(port, 16)))
+
+
+def listen(host: str, backlog: int = 4096) -> socket.socket:
+    """A socket listening on a free port of ``host`` and of no other interface."""
+    family, name = resolve(host, 0)
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.bind(name)
+        listener.listen(backlog)
+    except OSError:
+        listener.close()
+        raise
+    return listener

@@ -1,0 +1,42 @@
+"""How the control plane's processes get at etcd: URLs as arguments, secrets through the environment."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import MutableMapping
+from typing import TYPE_CHECKING
+
+from .membership import namespace
+
+if TYPE_CHECKING:
+    from ..store import Store
+
+#: etcd's URLs, separated by commas, for agents.
+ENV_STORE = "BAMBOO_STORE"
+#: Name and password to authenticate with, and PEM files for TLS; all optional.
+ENV_USER = "BAMBOO_STORE_USER"
+ENV_PASSWORD = "BAMBOO_STORE_PASSWORD"
+ENV_CA = "BAMBOO_STORE_CA"
+ENV_CERT = "BAMBOO_STORE_CERT"
+ENV_KEY = "BAMBOO_STORE_KEY"
+
+
+def open_store(urls: str, job: str, timeout_s: float) -> Store:
+    """The store of ``job``; raises as :class:`~bamboo_ds.store.Store` does. Loads gRPC."""
+    from ..store import Store, TlsFiles
+
+    files = [os.environ.get(name) for name in (ENV_CA, ENV_CERT, ENV_KEY)]
+    return Store(
+        urls.split(","),
+        namespace=namespace(job),
+        tls=TlsFiles(*files) if any(files) else None,
+        user=os.environ.get(ENV_USER),
+        password=os.environ.get(ENV_PASSWORD),
+        timeout_s=timeout_s,
+    )
+
+
+def without_access(env: MutableMapping[str, str]) -> None:
+    """Remove everything about etcd from ``env``: workers have no business with it."""
+    for name in (ENV_STORE, ENV_USER, ENV_PASSWORD, ENV_CA, ENV_CERT, ENV_KEY):
+        env.pop(name, None)

@@ -1,0 +1,280 @@
+"""The worker's end of the channel to its agent: all that a worker knows of the control plane."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ..errors import EpochChanged
+from ..topology.plan import Plan
+from ..topology.roles import Layout
+from .messages import (
+    EventReport,
+    ExitNotice,
+    Heartbeat,
+    LayoutReport,
+    Message,
+    PlanPush,
+    StoreAddress,
+    Suspicion,
+    parse_to_worker,
+)
+from .wire import LineSocket
+
+#: Names of the environment variables that an agent gives to its worker.
+ENV_FD = "BAMBOO_CHANNEL_FD"
+ENV_MEMBER = "BAMBOO_MEMBER"
+ENV_JOB = "BAMBOO_JOB"
+ENV_ADDRESS = "BAMBOO_ADDRESS"
+ENV_HEARTBEAT_TIMEOUT = "BAMBOO_HEARTBEAT_TIMEOUT"
+
+_DEFAULT_HEARTBEAT_TIMEOUT_S = 5.0
+_LONGEST_HEARTBEAT_INTERVAL_S = 0.2
+#: How long close() waits for an agent that does not read.
+_FLUSH_DEADLINE_S = 1.0
+
+
+class WorkerChannel:
+    """Receives plans and store addresses, sends reports and heartbeats.
+
+    One thread, ``bamboo-channel``, reads and sends heartbeats; nothing here ever blocks on the agent,
+    so a stopped agent cannot stop training. All methods may be called from any thread.
+
+    Attributes:
+        member: id of the member that this process is the worker of.
+        job: name of the job.
+        rank: the slot's number, which is the rank at the start of the job.
+        world_size: number of slots at the start of the job.
+        address: IP address that other workers reach this one at; the only one to bind to.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        *,
+        member: str,
+        job: str,
+        rank: int,
+        world_size: int,
+        address: str,
+        heartbeat_timeout_s: float = _DEFAULT_HEARTBEAT_TIMEOUT_S,
+    ) -> None:
+        self.member = member
+        self.job = job
+        self.rank = rank
+        self.world_size = world_size
+        self.address = address
+        self._interval = min(_LONGEST_HEARTBEAT_INTERVAL_S, 0.25 * heartbeat_timeout_s)
+        self._wire = LineSocket(sock)
+        self._changed = threading.Condition()
+        self._plan: Plan | None = None
+        self._stores: dict[int, tuple[str, int]] = {}
+        self._progress = Heartbeat()
+        self._gone = False  # the agent is, or its socket
+        self._closing = False
+        self._thread: threading.Thread | None = None
+        self._on_plan: Callable[[Plan], None] = lambda plan: None
+        self._on_closed: Callable[[], None] = lambda: None
+
+    @classmethod
+    def from_environment(cls) -> WorkerChannel | None:
+        """The channel that this process inherited from its agent; ``None`` if there is none.
+
+        The variable is taken out of the environment, so that child processes of the worker do not take
+        themselves for workers; later calls in the same process return the same channel.
+        """
+        global _inherited
+        if _inherited is not None and _inherited[0] == os.getpid():
+            return _inherited[1]
+        text = os.environ.pop(ENV_FD, None)
+        if text is None:
+            return None
+        fd = int(text)
+        os.set_inheritable(fd, False)
+        channel = cls(
+            socket.socket(fileno=fd),
+            member=os.environ[ENV_MEMBER],
+            job=os.environ[ENV_JOB],
+            rank=int(os.environ["RANK"]),
+            world_size=int(os.environ["WORLD_SIZE"]),
+            address=os.environ[ENV_ADDRESS],
+            heartbeat_timeout_s=float(os.environ.get(ENV_HEARTBEAT_TIMEOUT, _DEFAULT_HEARTBEAT_TIMEOUT_S)),
+        )
+        _inherited = (os.getpid(), channel)
+        return channel
+
+    # -- life ---------------------------------------------------------------------------------------
+
+    def start(self, on_plan: Callable[[Plan], None], on_closed: Callable[[], None]) -> None:
+        """Start the channel's thread.
+
+        Args:
+            on_plan: called on the channel's thread for every plan with a newer epoch, as soon as it
+                arrives. It must return quickly: while it runs no heartbeat is sent.
+            on_closed: called on the channel's thread once, when the agent is gone. Not called when
+                this side closes the channel.
+        """
+        if self._thread is not None:
+            raise RuntimeError("the worker channel has been started already")
+        self._on_plan = on_plan
+        self._on_closed = on_closed
+        self._thread = threading.Thread(target=self._run, name="bamboo-channel", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Send what is left, the newest progress included, and end: no thread and no fd stay behind."""
+        with self._changed:
+            if self._closing:
+                return
+            self._closing = True
+            self._changed.notify_all()
+        self._send(self._progress)
+        self._wire.flush_within(_FLUSH_DEADLINE_S)
+        self._wire.shutdown()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+        self._wire.close()
+
+    # -- plans and stores ---------------------------------------------------------------------------
+
+    @property
+    def newest_plan(self) -> Plan | None:
+        """The plan with the newest epoch that has arrived, if any."""
+        return self._plan
+
+    def wait_plan(self, after_epoch: int, timeout_s: float) -> Plan:
+        """Wait for a plan with an epoch above ``after_epoch`` and return the newest one.
+
+        Raises ``TimeoutError`` after ``timeout_s`` seconds, ``ConnectionError`` when the agent is gone.
+        """
+        with self._changed:
+            self._wait(
+                lambda: self._plan is not None and self._plan.epoch > after_epoch,
+                timeout_s,
+                f"no plan with an epoch above {after_epoch}",
+            )
+            assert self._plan is not None
+            return self._plan
+
+    def wait_store(self, epoch: int, timeout_s: float) -> tuple[str, int]:
+        """Wait for host and port of the ``TCPStore`` of ``epoch``.
+
+        Raises :class:`EpochChanged` as soon as a plan newer than ``epoch`` is known, ``TimeoutError``
+        after ``timeout_s`` seconds, ``ConnectionError`` when the agent is gone.
+        """
+
+        def superseded() -> bool:
+            return self._plan is not None and self._plan.epoch > epoch
+
+        with self._changed:
+            self._wait(
+                lambda: superseded() or epoch in self._stores,
+                timeout_s,
+                f"nobody published the TCPStore of epoch {epoch}",
+            )
+            if superseded():
+                assert self._plan is not None
+                raise EpochChanged(f"epoch {epoch} ended: the newest plan is {self._plan.epoch}")
+            return self._stores[epoch]
+
+    def publish_store(self, epoch: int, host: str, port: int) -> None:
+        """Tell all members that this worker hosts the ``TCPStore`` of ``epoch``."""
+        with self._changed:
+            self._stores[epoch] = (host, port)
+            self._changed.notify_all()
+        self._send(StoreAddress(epoch=epoch, host=host, port=port))
+
+    def _wait(self, ready: Callable[[], bool], timeout_s: float, what: str) -> None:
+        """Wait under ``_changed`` for ``ready``; see :meth:`wait_plan` for what is raised."""
+        self._changed.wait_for(lambda: ready() or self._gone or self._closing, timeout_s)
+        if ready():
+            return
+        if self._gone or self._closing:
+            raise ConnectionError(f"member {self.member}: the channel to the agent is closed")
+        raise TimeoutError(f"member {self.member}: {what} within {timeout_s:.1f} s")
+
+    # -- reports ------------------------------------------------------------------------------------
+
+    def report_layout(self, layout: Layout, redundant: bool) -> None:
+        """Report that the engine is built; ``redundant`` asks for shadows."""
+        self._send(LayoutReport(layout=layout, redundant=redundant))
+
+    def suspect(self, epoch: int, member: str, reason: str) -> None:
+        """Report that an operation of ``epoch`` towards ``member`` failed."""
+        self._send(Suspicion(epoch=epoch, member=member, reason=reason))
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """Hand an event to the agent's event writer; ``fields`` must be JSON values.
+
+        ``epoch`` is that of the newest plan, unless given.
+        """
+        plan = self._plan
+        self._send(EventReport(kind=kind, fields={"epoch": plan.epoch if plan else 0, **fields}))
+
+    def progress(self, step: int, checkpoint: str | None = None) -> None:
+        """Note the newest committed step and complete checkpoint; sent with the next heartbeat."""
+        self._progress = Heartbeat(step=step, checkpoint=checkpoint or self._progress.checkpoint)
+
+    def exit_notice(self, reason: str) -> None:
+        """Tell the agent why this worker is about to end."""
+        self._send(ExitNotice(reason=reason))
+
+    # -- the thread ---------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            closed_by_agent = self._serve()
+        finally:
+            with self._changed:
+                self._gone = True
+                self._changed.notify_all()
+        if closed_by_agent:
+            self._on_closed()
+
+    def _serve(self) -> bool:
+        """Read until the channel ends; true if it was the agent that ended it."""
+        next_heartbeat = time.monotonic()
+        while not self._closing:
+            now = time.monotonic()
+            if now >= next_heartbeat:
+                self._send(self._progress)
+                next_heartbeat = now + self._interval
+            ready = self._wire.poll(next_heartbeat - time.monotonic(), writing=self._wire.backlog > 0)
+            if ready & select.POLLOUT:
+                self._wire.flush()
+            if ready & ~select.POLLOUT:
+                lines = self._wire.receive()
+                if lines is None:
+                    return not self._closing
+                for line in lines:
+                    self._receive(line)
+        return False
+
+    def _receive(self, line: bytes) -> None:
+        message = parse_to_worker(line)
+        if isinstance(message, PlanPush):
+            with self._changed:
+                if self._plan is not None and message.plan.epoch <= self._plan.epoch:
+                    return
+                self._plan = message.plan
+                self._changed.notify_all()
+            self._on_plan(message.plan)
+        else:
+            with self._changed:
+                self._stores[message.epoch] = (message.host, message.port)
+                self._changed.notify_all()
+
+    def _send(self, message: Message) -> None:
+        """Queue a message; never blocks."""
+        if isinstance(message, Heartbeat) and self._wire.backlog and not self._closing:
+            return  # the agent does not read; another heartbeat tells it nothing
+        self._wire.send(message.to_line())
+
+
+#: The channel of this process, with the process's id: a forked child does not inherit the role.
+_inherited: tuple[int, WorkerChannel] | None = None

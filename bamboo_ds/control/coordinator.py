@@ -1,0 +1,322 @@
+"""An agent's side towards etcd: registration, lease, plans, leadership.
+
+Training never waits for anything in here, and nothing in here waits for the worker. Two threads:
+``bamboo-coordinator`` does all reading, writing and planning; ``bamboo-lease`` only keeps the lease alive,
+so that a slow request cannot let it run out.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from ..errors import LeaseExpired, StoreError, StoreUnavailable
+from ..store import Lease, Store, WatchEvent
+from ..topology.plan import Plan
+from .leader import Leader
+from .membership import (
+    Keys,
+    LeftRecord,
+    MemberRecord,
+    Record,
+    StopRecord,
+    StoreRecord,
+    TimingRecord,
+    VoucherRecord,
+)
+from .mirror import Mirror
+
+logger = logging.getLogger("bamboo_ds.control.coordinator")
+
+#: Shares of the TTL after which the lease is refreshed, and after which a missing refresh means an outage.
+#: A member that was refreshed in time survives an outage of (1 - _REFRESH) TTLs, so every outage that can
+#: cost a lease is longer than _OUTAGE TTLs for everyone.
+_REFRESH = 0.2
+_OUTAGE = 0.6
+_RETRY_S = 0.1
+#: How often a pending accusation is compared with the worker's heartbeat, in seconds.
+_VOUCH_POLL_S = 0.1
+
+
+@dataclass(frozen=True)
+class Callbacks:
+    """What the agent wants to know; called on the coordinator's thread, must not block.
+
+    Attributes:
+        on_plan: a plan with a newer epoch.
+        on_store: epoch, host and port of a ``TCPStore``.
+        on_stop: the job is to end.
+        on_error: the coordinator has ended by this error; the member cannot be kept.
+        on_ended: the coordinator has ended, after the departure or by an error; always the last call.
+    """
+
+    on_plan: Callable[[Plan], None]
+    on_store: Callable[[int, str, int], None]
+    on_stop: Callable[[StopRecord], None]
+    on_error: Callable[[BaseException], None]
+    on_ended: Callable[[], None]
+
+
+class Coordinator:
+    """Keeps one member registered and informed, and contests the leadership.
+
+    Args:
+        store: not used before :meth:`start`; closed at the end by the coordinator.
+        leader: contests and plans for this member.
+        record: the member's record, without lease.
+        lease_ttl_s: seconds of silence after which the member counts as lost.
+        callbacks: see :class:`Callbacks`.
+        heart_beats: whether the worker's heartbeat is fresh; asked from the coordinator's thread.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        leader: Leader,
+        record: MemberRecord,
+        *,
+        lease_ttl_s: float,
+        callbacks: Callbacks,
+        heart_beats: Callable[[], bool],
+    ) -> None:
+        self._store = store
+        self._leader = leader
+        self._record = record
+        self._ttl_s = lease_ttl_s
+        self._callbacks = callbacks
+        self._heart_beats = heart_beats
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._pending: dict[str, Record] = {}
+        self._departure: tuple[LeftRecord, StopRecord | None] | None = None
+        self._ending = threading.Event()
+        self._lease: Lease | None = None
+        self._mirror: Mirror | None = None
+        self._pushed_epoch = 0
+        self._evicted = False
+        self._stop_told = False
+        self._resigned = False
+        self._last_contact = time.monotonic()
+        self._trusted_from = 0.0
+        self._thread = threading.Thread(target=self._run, name="bamboo-coordinator", daemon=True)
+        self._lease_thread = threading.Thread(target=self._keep_lease, name="bamboo-lease", daemon=True)
+
+    # -- called by the agent ------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Register the member, in the background."""
+        self._thread.start()
+
+    def write(self, key: str, record: Record) -> None:
+        """Write ``record`` as soon as etcd answers; a newer record of the same key replaces it."""
+
+        def enqueue() -> None:
+            self._pending[key] = record
+
+        self._inbox.put(enqueue)
+
+    def resign(self) -> None:
+        """Plan no more: the job is being ended."""
+
+        def stop_leading() -> None:
+            self._resigned = True
+
+        self._inbox.put(stop_leading)
+
+    def leave(self, departure: LeftRecord, stop: StopRecord | None = None) -> None:
+        """Write why the member leaves, and ``stop`` if given, revoke the lease, end; ``on_ended`` tells."""
+
+        def depart() -> None:
+            self._departure = (departure, stop)
+
+        self._inbox.put(depart)
+
+    def timing(self, epoch: object) -> TimingRecord | None:
+        """How the loss that made ``epoch`` was learnt, where known. Callable from any thread."""
+        mirror = self._mirror
+        return mirror.get(Keys.timing(epoch), TimingRecord) if mirror and isinstance(epoch, int) else None
+
+    def close(self, timeout_s: float) -> None:
+        """Give up what is not done yet; wait up to ``timeout_s`` seconds for the threads."""
+        self._ending.set()
+        self._inbox.put(lambda: None)
+        deadline = time.monotonic() + timeout_s
+        for thread in (self._thread, self._lease_thread):
+            if thread.is_alive():
+                thread.join(max(0.0, deadline - time.monotonic()))
+
+    # -- the coordinator's thread -------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._serve()
+        except BaseException as error:
+            logger.exception("the coordinator of %s failed", self._record.id)
+            self._callbacks.on_error(error)
+        finally:
+            self._ending.set()
+            self._store.close()
+            self._callbacks.on_ended()
+
+    def _serve(self) -> None:
+        wake: float | None = time.monotonic()
+        while not self._ending.is_set():
+            self._drain(wake)
+            try:
+                if self._departure is not None:
+                    self._depart(*self._departure)
+                    return
+                if self._mirror is None:
+                    self._mirror = self._connect()
+                wake = self._work(self._mirror)
+            except StoreUnavailable as error:
+                logger.debug("etcd does not answer: %s", error)
+                wake = time.monotonic() + _RETRY_S
+
+    def _drain(self, wake: float | None) -> None:
+        """Handle everything in the inbox, waiting for something until ``wake``."""
+        try:
+            timeout = None if wake is None else max(0.0, wake - time.monotonic())
+            self._inbox.get(timeout=timeout)()
+            while True:
+                self._inbox.get_nowait()()
+        except queue.Empty:
+            return
+
+    def _connect(self) -> Mirror:
+        snapshot = self._store.get_prefix("")
+        mirror = Mirror(snapshot)
+        if self._lease is None:
+            self._register(mirror.plan)
+        self._store.watch("", self._observe, snapshot.revision + 1, on_error=self._watch_failed)
+        self._lease_thread.start()
+        for key in snapshot.entries:
+            self._announce_store(mirror, key)
+        return mirror
+
+    def _register(self, plan: Plan | None) -> None:
+        """Put the member's record under a new lease, unless the plan has gone on without it."""
+        if plan is not None and self._record.id not in plan.members:
+            return
+        lease = self._store.lease(self._ttl_s)
+        record = self._record.model_copy(update={"lease": lease.id})
+        self._store.put(Keys.member(record.id), record.to_json(), lease)
+        self._lease = lease
+        self._last_contact = time.monotonic()
+
+    def _observe(self, event: WatchEvent) -> None:
+        def apply() -> None:
+            assert self._mirror is not None
+            self._mirror.apply(event)
+            if event.kind == "put":
+                self._announce_store(self._mirror, event.key)
+
+        self._inbox.put(apply)
+
+    def _watch_failed(self, error: BaseException) -> None:
+        self._inbox.put(partial(_raise, error))
+
+    def _announce_store(self, mirror: Mirror, key: str) -> None:
+        if key.startswith(Keys.EPOCHS) and key.endswith("/store"):
+            record = mirror.get(key, StoreRecord)
+            if record is not None:
+                self._callbacks.on_store(record.epoch, record.host, record.port)
+
+    def _work(self, mirror: Mirror) -> float | None:
+        """Do all there is to do; returns when to look again at the latest."""
+        plan, stop = mirror.plan, mirror.stop
+        if plan is not None and plan.epoch > self._pushed_epoch:
+            self._pushed_epoch = plan.epoch
+            self._evicted = self._record.id not in plan.members
+            self._callbacks.on_plan(plan)
+        if stop is not None and not self._stop_told:
+            self._stop_told = True
+            self._callbacks.on_stop(stop)
+        if self._evicted:
+            return None
+        if self._lease is None:
+            # The mirror may be older than the outage that cost the lease.
+            entry = self._store.get(Keys.PLAN)
+            self._register(Plan.from_json(entry.value) if entry else None)
+            if self._lease is None:
+                return None  # the watch will bring the plan that evicts us
+        try:
+            while self._pending:
+                key, record = next(iter(self._pending.items()))
+                self._store.put(key, record.to_json())
+                del self._pending[key]
+            wakes = [self._vouch(mirror, plan)]
+            if not self._resigned:
+                wakes.append(self._leader.step(mirror, self._lease, self._trust(time.monotonic())))
+        except LeaseExpired:
+            self._lease = None
+            return time.monotonic()
+        return min((wake for wake in wakes if wake is not None), default=None)
+
+    def _vouch(self, mirror: Mirror, plan: Plan | None) -> float | None:
+        """Answer an accusation as soon as the worker's heartbeat is fresh."""
+        me = self._record.id
+        if plan is None or mirror.vouched.get(me) == plan.epoch:
+            return None
+        if not any(s.accused == me and s.epoch == plan.epoch for s in mirror.suspicions):
+            return None
+        if self._heart_beats():
+            self._store.put(Keys.voucher(me), VoucherRecord(id=me, epoch=plan.epoch).to_json())
+            return None
+        return time.monotonic() + _VOUCH_POLL_S
+
+    def _depart(self, departure: LeftRecord, stop: StopRecord | None) -> None:
+        for key, record in self._pending.items():
+            self._store.put(key, record.to_json())
+        self._pending.clear()
+        if stop is not None:
+            self._store.create(Keys.STOP, stop.to_json())
+        self._store.put(Keys.left(departure.id), departure.to_json())
+        if self._lease is not None:
+            self._lease.revoke()
+
+    # -- the lease ----------------------------------------------------------------------------------
+
+    def _trust(self, now: float) -> float:
+        """When absence means loss; see :class:`~bamboo_ds.control.decisions.View`."""
+        if now - self._last_contact > _OUTAGE * self._ttl_s:
+            return now + self._ttl_s
+        return self._trusted_from
+
+    def _keep_lease(self) -> None:
+        lost: Lease | None = None
+        while not self._ending.wait(_REFRESH * self._ttl_s):
+            lease = self._lease
+            if lease is None or lease is lost:
+                continue
+            try:
+                alive = lease.refresh()
+            except StoreUnavailable as error:
+                if self._ending.is_set():
+                    return
+                logger.warning("cannot refresh the lease of %s, training goes on: %s", self._record.id, error)
+                continue
+            except StoreError as error:
+                if not self._ending.is_set():  # else it is only that the store has been closed
+                    self._inbox.put(partial(_raise, error))
+                return
+            now = time.monotonic()
+            if now - self._last_contact > _OUTAGE * self._ttl_s:
+                self._trusted_from = now + self._ttl_s
+            self._last_contact = now
+            if not alive:
+                lost = lease
+                logger.warning("the lease of %s ran out", self._record.id)
+                self._inbox.put(partial(self._forget, lease))
+
+    def _forget(self, lease: Lease) -> None:
+        if self._lease is lease:
+            self._lease = None
+
+
+def _raise(error: BaseException) -> None:
+    raise error

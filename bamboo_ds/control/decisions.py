@@ -1,0 +1,238 @@
+"""What the leader does next, as a pure function of what is in etcd and of the time.
+
+No I/O: :mod:`bamboo_ds.control.leader` supplies a :class:`View` and carries the action out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from ..errors import EXIT_FATAL_LOSS
+from ..topology.plan import Plan
+from ..topology.planner import initial_plan, takeover, with_redundancy
+from .membership import LayoutRecord, LeftRecord, MemberRecord, SuspicionRecord, in_slot_order
+
+#: Exit code of a job whose workers disagree about the layout.
+EXIT_CONFIG = 2
+
+
+@dataclass(frozen=True)
+class View:
+    """The job as the leader sees it.
+
+    Attributes:
+        world_size: number of slots at the start.
+        plan: the newest plan.
+        members: living members by id.
+        left: departures by member id.
+        reports: layout reports by member id.
+        suspicions: of any epoch; only the current one's count.
+        vouched: members whose agents answered an accusation, with the epoch of their newest answer.
+        trusted_from: monotonic time in seconds from which on the absence of a member without a
+            departure record means its loss. It lies in the future for a while after etcd could not be
+            reached, when leases have run out of members that are alive and about to return.
+        stopping: the job is being ended; nothing is planned any more.
+    """
+
+    world_size: int
+    plan: Plan | None = None
+    members: Mapping[str, MemberRecord] = field(default_factory=dict)
+    left: Mapping[str, LeftRecord] = field(default_factory=dict)
+    reports: Mapping[str, LayoutRecord] = field(default_factory=dict)
+    suspicions: Sequence[SuspicionRecord] = ()
+    vouched: Mapping[str, int] = field(default_factory=dict)
+    trusted_from: float = 0.0
+    stopping: bool = False
+
+    def finished(self, member: str) -> bool:
+        """Whether the worker of ``member`` has done all its work."""
+        return member in self.left and self.left[member].outcome == "finished"
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A member that a new plan drops.
+
+    Attributes:
+        reason: how it was noticed.
+        detail: exit code, name of the signal, or names of the accusers.
+        detection_s: seconds from the fault to its notice; ``None`` where unknown.
+        noticed: monotonic seconds of the notice.
+    """
+
+    member: str
+    reason: Literal["exit", "signal", "heartbeat", "lease", "suspects"]
+    detail: str
+    detection_s: float | None
+    noticed: float
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Nothing to do before something changes, or before the monotonic time ``until``."""
+
+    until: float | None = None
+
+
+@dataclass(frozen=True)
+class WritePlan:
+    """Replace the plan that the view showed by ``plan``."""
+
+    plan: Plan
+    reason: str
+    losses: tuple[Loss, ...] = ()
+
+
+@dataclass(frozen=True)
+class StopJob:
+    """End the job on all members with exit code ``code``."""
+
+    code: int
+    reason: str
+    losses: tuple[Loss, ...] = ()
+
+
+Action = Wait | WritePlan | StopJob
+
+
+class Decider:
+    """Decides for one leader; remembers only since when it has seen members absent or accused.
+
+    Args:
+        settle_s: how long a loss waits for companions, because preemptions come in bulk; also how long
+            accusations wait for a better explanation.
+        patience_s: how long a single accusation waits for the accused's agent to vouch for its worker.
+            Without a voucher the accused is dropped; with one, both are right and the connection between
+            them is at fault: a new epoch with the same members rebuilds it.
+    """
+
+    def __init__(self, settle_s: float, patience_s: float) -> None:
+        self._settle_s = settle_s
+        self._patience_s = patience_s
+        self._since: dict[tuple[str, int, str], float] = {}
+
+    def decide(self, view: View, now: float) -> Action:
+        """The next action; ``now`` is monotonic seconds."""
+        if view.stopping:
+            return Wait()
+        for departure in view.left.values():
+            if departure.outcome == "failed":
+                return _stop_after(departure, "failed")
+        if view.plan is None:
+            return self._start(view)
+        if view.plan.unheld:
+            return Wait()
+        for departure in view.left.values():
+            if departure.outcome == "fatal":
+                return _stop_after(departure, "reported a fatal loss")
+        return self._keep(view, view.plan, now)
+
+    def _start(self, view: View) -> Action:
+        for departure in view.left.values():
+            if departure.outcome != "finished":
+                return _stop_after(departure, "was lost before the job had started")
+        slots = {member.slot: member.id for member in in_slot_order(view.members.values())}
+        if len(slots) < view.world_size:
+            return Wait()
+        return WritePlan(initial_plan([slots[slot] for slot in sorted(slots)]), "all members are there")
+
+    def _keep(self, view: View, plan: Plan, now: float) -> Action:
+        absent = [m for m in plan.members if m not in view.members and not view.finished(m)]
+        sure = [m for m in absent if m in view.left or now >= view.trusted_from]
+        if sure:
+            noticed = min(self._first_seen("absent", plan.epoch, member, now) for member in sure)
+            if now < noticed + self._settle_s:
+                return Wait(noticed + self._settle_s)
+            return self._take_over(view, plan, [self._loss(view, plan, member, now) for member in sure])
+        action = self._judge(view, plan, now)
+        if isinstance(action, Wait) and plan.layout is None:
+            action = self._settle_layout(view, plan) or action
+        if isinstance(action, Wait) and absent:
+            until = view.trusted_from if action.until is None else min(view.trusted_from, action.until)
+            return Wait(until)
+        return action
+
+    def _settle_layout(self, view: View, plan: Plan) -> Action | None:
+        """Give the roles their shadows once every engine has reported the same layout."""
+        reports = [view.reports[member] for member in plan.members if member in view.reports]
+        for report in reports:
+            if (report.layout, report.redundant) != (reports[0].layout, reports[0].redundant):
+                return StopJob(
+                    EXIT_CONFIG,
+                    "the members' engines differ: "
+                    f"{reports[0].id} has {_described(reports[0])}, {report.id} has {_described(report)}; "
+                    "all workers must run the same script with the same configuration",
+                )
+            if report.layout.size != len(plan.owners):
+                return StopJob(
+                    EXIT_CONFIG,
+                    f"the engine of {report.id} has {_described(report)}, which needs {report.layout.size} "
+                    f"members, but the job was started with {len(plan.owners)}; "
+                    f"start it with -n {report.layout.size} or change the number of stages",
+                )
+        if len(reports) < len(plan.members):
+            return None
+        new_plan = with_redundancy(plan, reports[0].layout, reports[0].redundant)
+        return WritePlan(new_plan, f"the engines are built: {_described(reports[0])}")
+
+    # -- losses -------------------------------------------------------------------------------------
+
+    def _take_over(self, view: View, plan: Plan, losses: Sequence[Loss]) -> Action:
+        who = ", ".join(f"{loss.member} ({loss.reason}: {loss.detail})" for loss in losses)
+        if plan.layout is None:
+            what = f"lost {who} before the engines were built, when nobody held a replica of its stage yet"
+            return StopJob(EXIT_FATAL_LOSS, what, tuple(losses))
+        # A member that has finished can own nothing any more, although it is no loss by itself.
+        gone = {loss.member for loss in losses} | {m for m in plan.members if view.finished(m)}
+        return WritePlan(takeover(plan, gone), f"lost {who}", tuple(losses))
+
+    def _loss(self, view: View, plan: Plan, member: str, now: float) -> Loss:
+        noticed = self._first_seen("absent", plan.epoch, member, now)
+        departure = view.left.get(member)
+        if departure is None:
+            return Loss(member, "lease", "ran out", None, noticed)
+        age = departure.age_s(noticed)
+        detection = None if age is None else max(0.0, age)
+        return Loss(member, departure.reason, departure.detail, detection, noticed)
+
+    def _judge(self, view: View, plan: Plan, now: float) -> Action:
+        """Weigh the accusations of the current epoch, the member that most others accuse first."""
+        accusers: dict[str, list[str]] = {}
+        living = set(plan.members) & set(view.members)
+        for suspicion in view.suspicions:
+            one_of_us = {suspicion.by, suspicion.accused} <= living and suspicion.by != suspicion.accused
+            if suspicion.epoch == plan.epoch and one_of_us:
+                accusers.setdefault(suspicion.accused, []).append(suspicion.by)
+        wake: list[float] = []
+        for accused in sorted(accusers, key=lambda m: (-len(accusers[m]), -view.members[m].slot)):
+            by = sorted(accusers[accused])
+            several = len(by) > 1
+            noticed = self._first_seen("accused twice" if several else "accused", plan.epoch, accused, now)
+            due = noticed + (self._settle_s if several else self._patience_s)
+            if now < due:
+                wake.append(due)
+            elif several or view.vouched.get(accused) != plan.epoch:
+                return self._take_over(view, plan, [Loss(accused, "suspects", ", ".join(by), None, noticed)])
+            else:
+                new_plan = replace(plan, epoch=plan.epoch + 1, lost=())
+                return WritePlan(new_plan, f"{by[0]} cannot reach {accused}, which is alive")
+        return Wait(min(wake, default=None))
+
+    def _first_seen(self, what: str, epoch: int, member: str, now: float) -> float:
+        for key in [key for key in self._since if key[1] < epoch]:
+            del self._since[key]
+        return self._since.setdefault((what, epoch, member), now)
+
+
+def _stop_after(departure: LeftRecord, what: str) -> StopJob:
+    reason = f"member {departure.id} {what} ({departure.reason}: {departure.detail})"
+    return StopJob(departure.code or EXIT_FATAL_LOSS, reason)
+
+
+def _described(report: LayoutRecord) -> str:
+    return (
+        f"{report.layout.pipelines} pipelines of {report.layout.stages} stages "
+        f"{'with' if report.redundant else 'without'} redundancy"
+    )

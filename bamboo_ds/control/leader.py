@@ -1,0 +1,211 @@
+"""The leader's hands: brings a :class:`~bamboo_ds.control.decisions.Decider`'s actions into etcd.
+
+Every agent has a :class:`Leader`; only the one whose member holds the ``leader`` key acts. A leader that has
+been deposed without knowing loses the compare-and-swap on the plan.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from ..observe.events import (
+    Event,
+    EventWriter,
+    Fatal,
+    MemberJoined,
+    MemberLost,
+    PlanWritten,
+    Takeover,
+)
+from ..store import Lease, Store
+from ..topology.plan import Plan
+from .decisions import Decider, Loss, StopJob, View, Wait, WritePlan
+from .membership import Keys, LeaderRecord, StopRecord, TimingRecord, in_slot_order
+from .mirror import Mirror
+from .reporting import emit_or_log
+
+logger = logging.getLogger("bamboo_ds.control.leader")
+
+
+class Leader:
+    """Contests the leadership for one member and, while it holds it, plans.
+
+    Not thread-safe: everything is called from the coordinator's thread.
+
+    Args:
+        member: id of the contesting member.
+        job: name of the job, for events.
+        world_size: number of slots.
+        settle_s: see :class:`Decider`.
+        patience_s: see :class:`Decider`.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        events: EventWriter,
+        *,
+        member: str,
+        job: str,
+        world_size: int,
+        settle_s: float,
+        patience_s: float,
+    ) -> None:
+        self._store = store
+        self._events = events
+        self._member = member
+        self._job = job
+        self._world_size = world_size
+        self._decider = Decider(settle_s, patience_s)
+        self._written = 0  # newest epoch written here; the mirror may still lag behind it
+        self._stopped = False
+
+    def step(self, mirror: Mirror, lease: Lease, trusted_from: float) -> float | None:
+        """Contest, and act if leading. Returns the monotonic time at which to call again at the latest.
+
+        Raises ``StoreUnavailable`` if etcd does not answer (call again), ``LeaseExpired`` if the member has
+        to register anew first.
+        """
+        leader = mirror.leader
+        if leader is None and not self._stopped:
+            self._store.create(Keys.LEADER, LeaderRecord(id=self._member).to_json(), lease)
+            return None  # the watch tells who won
+        plan = mirror.plan
+        lagging = (plan is not None and plan.epoch < self._written) or (plan is None and self._written > 0)
+        if leader != self._member or lagging or self._stopped:
+            return None
+        view = View(
+            world_size=self._world_size,
+            plan=plan,
+            members=mirror.members,
+            left=mirror.left,
+            reports=mirror.reports,
+            suspicions=mirror.suspicions,
+            vouched=mirror.vouched,
+            trusted_from=trusted_from,
+            stopping=mirror.stop is not None,
+        )
+        action = self._decider.decide(view, time.monotonic())
+        if isinstance(action, Wait):
+            return action.until
+        if isinstance(action, StopJob):
+            self._stop(action, mirror)
+        else:
+            self._write(action, mirror)
+        return None
+
+    def _write(self, action: WritePlan, mirror: Mirror) -> None:
+        new_plan = action.plan
+        if not self._store.compare_and_swap(Keys.PLAN, mirror.plan_revision, new_plan.to_json()):
+            logger.warning("lost the leadership: another leader wrote a plan before epoch %d", new_plan.epoch)
+            return
+        now = time.monotonic()
+        self._written = new_plan.epoch
+        logger.info("wrote the plan of epoch %d: %s", new_plan.epoch, action.reason)
+        self._emit_changes(mirror.plan, action, mirror)
+        if action.losses:
+            first = min(loss.noticed for loss in action.losses)
+            detections = [loss.detection_s for loss in action.losses if loss.detection_s is not None]
+            timing = TimingRecord(
+                epoch=new_plan.epoch, detection_s=max(detections, default=None), plan_s=now - first
+            )
+            self._store.put(Keys.timing(new_plan.epoch), timing.to_json())
+        for loss in action.losses:
+            if loss.member in mirror.members:
+                # Accused but registered: without its key it cannot take part in an election.
+                self._store.delete(Keys.member(loss.member))
+
+    def _stop(self, action: StopJob, mirror: Mirror) -> None:
+        record = StopRecord(code=action.code, reason=action.reason, by=self._member)
+        if self._store.create(Keys.STOP, record.to_json()):
+            logger.error("ending the job: %s", action.reason)
+            epoch = mirror.plan.epoch if mirror.plan else 0
+            self._emit_losses(action.losses, epoch)
+            if action.losses:
+                self._emit_fatal([], action.losses, epoch, mirror)
+        self._stopped = True
+
+    def _emit(self, event: Event) -> None:
+        emit_or_log(self._events, event)
+
+    # -- events -------------------------------------------------------------------------------------
+
+    def _emit_changes(self, old: Plan | None, action: WritePlan, mirror: Mirror) -> None:
+        new = action.plan
+        if old is None:
+            for member in in_slot_order(mirror.members.values()):
+                if member.id in new.members:
+                    self._emit(
+                        MemberJoined(
+                            job=self._job,
+                            member=self._member,
+                            epoch=new.epoch,
+                            member_id=member.id,
+                            host=member.host,
+                            rank=member.slot,
+                        )
+                    )
+        self._emit_losses(action.losses, old.epoch if old else 0)
+        self._emit(
+            PlanWritten(
+                job=self._job,
+                member=self._member,
+                epoch=new.epoch,
+                members=list(new.members),
+                owners=list(new.owners),
+                shadows=list(new.shadows),
+                lost=list(new.lost),
+                reason=action.reason,
+            )
+        )
+        if old is None or new.layout is None:
+            return
+        for role in new.layout.roles:
+            before, after = old.owners[new.layout.rank(role)], new.owners[new.layout.rank(role)]
+            if before != after:
+                self._emit(
+                    Takeover.model_validate(
+                        {
+                            "job": self._job,
+                            "member": self._member,
+                            "epoch": new.epoch,
+                            "role": (role.pipeline, role.stage),
+                            "from": before,
+                            "to": after,
+                        }
+                    )
+                )
+        if new.unheld:
+            roles = [new.layout.role(rank) for rank in new.unheld]
+            stages = [(role.pipeline, role.stage) for role in roles]
+            self._emit_fatal(stages, action.losses, new.epoch, mirror)
+
+    def _emit_losses(self, losses: tuple[Loss, ...], epoch: int) -> None:
+        for loss in losses:
+            self._emit(
+                MemberLost(
+                    job=self._job,
+                    member=self._member,
+                    epoch=epoch,
+                    member_id=loss.member,
+                    reason=loss.reason,
+                    detail=loss.detail,
+                    detection_seconds=loss.detection_s,
+                )
+            )
+
+    def _emit_fatal(
+        self, stages: list[tuple[int, int]], losses: tuple[Loss, ...], epoch: int, mirror: Mirror
+    ) -> None:
+        newest = max(mirror.progress.values(), key=lambda p: (p.checkpoint is not None, p.step), default=None)
+        self._emit(
+            Fatal(
+                job=self._job,
+                member=self._member,
+                epoch=epoch,
+                stages=stages,
+                members=[loss.member for loss in losses],
+                checkpoint=newest.checkpoint if newest else None,
+            )
+        )

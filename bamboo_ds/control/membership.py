@@ -1,0 +1,237 @@
+"""What the control plane keeps in etcd: keys in the namespace ``/bamboo/<job>/`` and their records."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from functools import lru_cache
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+from typing_extensions import Self
+
+from ..topology.roles import Layout
+
+SCHEMA = 1
+
+
+class Record(BaseModel):
+    """Base of all stored values: JSON with a schema version; unknown fields are ignored."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    schema_version: int = SCHEMA
+
+    def to_json(self) -> str:
+        """The record as it is stored."""
+        return self.model_dump_json()
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Self:
+        """Parse :meth:`to_json`'s output; raises ``pydantic.ValidationError`` for anything else."""
+        return cls.model_validate_json(text)
+
+
+class JobRecord(Record):
+    """``spec``: what ``bamboo run`` was asked for."""
+
+    job: str
+    world_size: int
+    pipelines: int | None = None
+    command: tuple[str, ...] = ()
+
+
+class MemberRecord(Record):
+    """``members/<id>``, under the agent's lease: a slot that lives.
+
+    Attributes:
+        pid: process id of the worker, on ``host``.
+        agent_pid: process id of the agent, on ``host``.
+        lease: id of the lease that the record lives under.
+    """
+
+    id: str
+    slot: int
+    host: str
+    zone: str = ""
+    address: str
+    pid: int
+    agent_pid: int
+    incarnation: str
+    lease: int = 0
+    state: Literal["running", "leaving"] = "running"
+
+
+class LeftRecord(Record):
+    """``left/<id>``: written by a member's agent just before it revokes the lease.
+
+    Attributes:
+        outcome: ``finished`` (exit 0), ``failed`` (an error of the application), ``fatal`` and
+            ``evicted`` (the worker stopped itself, see :mod:`bamboo_ds.errors`), ``lost`` (died by a
+            signal or was killed because it hung), ``stopped`` (ended on request).
+        reason: how the worker ended: by itself, by a signal, killed because its heartbeat stopped.
+        detail: exit code or name of the signal.
+        code: the exit code that the job should end with if this is a failure.
+        since: ``CLOCK_MONOTONIC`` seconds at which the worker was last known to be well: its death as the
+            agent saw it, or its last heartbeat. Comparable only where ``boot`` is the same.
+        boot: id of the running kernel.
+    """
+
+    id: str
+    slot: int
+    outcome: Literal["finished", "failed", "fatal", "evicted", "lost", "stopped"]
+    reason: Literal["exit", "signal", "heartbeat"]
+    detail: str
+    code: int = 0
+    since: float
+    boot: str
+
+    def age_s(self, now: float) -> float | None:
+        """Seconds from :attr:`since` to ``now``; ``None`` when it was taken on another host's clock."""
+        return now - self.since if self.boot == boot_id() else None
+
+
+class LayoutRecord(Record):
+    """``reports/<id>``: the member's engine is built and has this logical world."""
+
+    id: str
+    layout: Layout
+    redundant: bool
+
+
+class SuspicionRecord(Record):
+    """``suspects/<accused>/<by>``: an operation of ``epoch`` towards ``accused`` failed."""
+
+    accused: str
+    by: str
+    epoch: int
+    reason: str
+
+
+class VoucherRecord(Record):
+    """``vouchers/<id>``: an agent's answer to an accusation of ``epoch``: my worker's heart beats."""
+
+    id: str
+    epoch: int
+
+
+class TimingRecord(Record):
+    """``epochs/<e>/timing``: how the loss that made the epoch was learnt.
+
+    Attributes:
+        detection_s: from the fault to its notice by the leader; ``None`` where unknown.
+        plan_s: from the notice to the plan.
+    """
+
+    epoch: int
+    detection_s: float | None
+    plan_s: float
+
+
+class StoreRecord(Record):
+    """``epochs/<e>/store``: where the ``TCPStore`` of an epoch listens."""
+
+    epoch: int
+    host: str
+    port: int
+
+
+class ProgressRecord(Record):
+    """``progress/<id>``: newest committed step and newest complete checkpoint of a member."""
+
+    id: str
+    step: int
+    checkpoint: str | None = None
+
+
+class LeaderRecord(Record):
+    """``leader``: the member whose agent writes plans."""
+
+    id: str
+
+
+class StopRecord(Record):
+    """``stop``: every agent ends its worker; the job's exit code is ``code``."""
+
+    code: int
+    reason: str
+    by: str
+
+
+def namespace(job: str) -> str:
+    """Prefix of all keys of ``job``."""
+    return f"/bamboo/{job}/"
+
+
+class Keys:
+    """The keys of a job, relative to :func:`namespace`."""
+
+    SPEC = "spec"
+    LEADER = "leader"
+    PLAN = "plan"
+    STOP = "stop"
+    MEMBERS = "members/"
+    LEFT = "left/"
+    REPORTS = "reports/"
+    SUSPECTS = "suspects/"
+    VOUCHERS = "vouchers/"
+    EPOCHS = "epochs/"
+    PROGRESS = "progress/"
+
+    @classmethod
+    def member(cls, member: str) -> str:
+        """Key of a :class:`MemberRecord`."""
+        return f"{cls.MEMBERS}{member}"
+
+    @classmethod
+    def left(cls, member: str) -> str:
+        """Key of a :class:`LeftRecord`."""
+        return f"{cls.LEFT}{member}"
+
+    @classmethod
+    def report(cls, member: str) -> str:
+        """Key of a :class:`LayoutRecord`."""
+        return f"{cls.REPORTS}{member}"
+
+    @classmethod
+    def suspect(cls, accused: str, by: str) -> str:
+        """Key of a :class:`SuspicionRecord`."""
+        return f"{cls.SUSPECTS}{accused}/{by}"
+
+    @classmethod
+    def voucher(cls, member: str) -> str:
+        """Key of a :class:`VoucherRecord`."""
+        return f"{cls.VOUCHERS}{member}"
+
+    @classmethod
+    def store(cls, epoch: int) -> str:
+        """Key of a :class:`StoreRecord`."""
+        return f"{cls.EPOCHS}{epoch}/store"
+
+    @classmethod
+    def timing(cls, epoch: int) -> str:
+        """Key of a :class:`TimingRecord`."""
+        return f"{cls.EPOCHS}{epoch}/timing"
+
+    @classmethod
+    def progress(cls, member: str) -> str:
+        """Key of a :class:`ProgressRecord`."""
+        return f"{cls.PROGRESS}{member}"
+
+
+def in_slot_order(members: Iterable[MemberRecord]) -> list[MemberRecord]:
+    """``members`` ordered by slot."""
+    return sorted(members, key=lambda member: (member.slot, member.id))
+
+
+@lru_cache(maxsize=1)
+def boot_id() -> str:
+    """Identifies the running kernel, that is one ``CLOCK_MONOTONIC``."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def new_member_id(slot: int) -> tuple[str, str]:
+    """A fresh member id for ``slot`` and its incarnation."""
+    incarnation = os.urandom(4).hex()
+    return f"m{slot}-{incarnation}", incarnation

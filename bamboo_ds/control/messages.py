@@ -1,0 +1,107 @@
+"""Messages of the channel between an agent and its worker: one JSON object per line.
+
+The channel is an inherited ``AF_UNIX`` socket pair, so both ends run the same version of this package
+and a message that does not parse is a defect, never ignored.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+
+from ..topology.plan import Plan
+from ..topology.roles import Layout
+
+
+class Message(BaseModel):
+    """Base of all channel messages."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    def to_line(self) -> bytes:
+        """The message as one line of JSON, newline included."""
+        return self.model_dump_json().encode() + b"\n"
+
+
+class PlanPush(Message):
+    """Agent to worker: a plan, newer than any pushed before."""
+
+    type: Literal["plan"] = "plan"
+    plan: Plan
+
+
+class StoreAddress(Message):
+    """Where the ``TCPStore`` of an epoch listens.
+
+    Worker to agent when the worker hosts it, agent to worker when another one does.
+    """
+
+    type: Literal["store"] = "store"
+    epoch: int
+    host: str
+    port: int
+
+
+class Heartbeat(Message):
+    """Worker to agent: the interpreter runs. Carries the newest committed step and checkpoint."""
+
+    type: Literal["heartbeat"] = "heartbeat"
+    step: int | None = None
+    checkpoint: str | None = None
+
+
+class LayoutReport(Message):
+    """Worker to agent: the engine is built; this is its logical world."""
+
+    type: Literal["layout"] = "layout"
+    layout: Layout
+    redundant: bool
+
+
+class Suspicion(Message):
+    """Worker to agent: an operation of ``epoch`` towards ``member`` failed."""
+
+    type: Literal["suspect"] = "suspect"
+    epoch: int
+    member: str
+    reason: str
+
+
+class EventReport(Message):
+    """Worker to agent: an event for the job's event file."""
+
+    type: Literal["event"] = "event"
+    kind: str
+    fields: dict[str, Any] = Field(default_factory=dict)
+
+
+class ExitNotice(Message):
+    """Worker to agent: the worker is about to end, for this reason."""
+
+    type: Literal["exit"] = "exit"
+    reason: str
+
+
+ToWorker = Annotated[PlanPush | StoreAddress, Field(discriminator="type")]
+ToAgent = Annotated[
+    StoreAddress | Heartbeat | LayoutReport | Suspicion | EventReport | ExitNotice,
+    Field(discriminator="type"),
+]
+
+_TO_WORKER: TypeAdapter[PlanPush | StoreAddress] = TypeAdapter(ToWorker)
+_TO_AGENT: TypeAdapter[
+    StoreAddress | Heartbeat | LayoutReport | Suspicion | EventReport | ExitNotice
+] = TypeAdapter(ToAgent)
+
+
+def parse_to_worker(line: bytes) -> PlanPush | StoreAddress:
+    """Parse one line that an agent sent; raises ``pydantic.ValidationError``."""
+    return _TO_WORKER.validate_json(line)
+
+
+def parse_to_agent(
+    line: bytes,
+) -> StoreAddress | Heartbeat | LayoutReport | Suspicion | EventReport | ExitNotice:
+    """Parse one line that a worker sent; raises ``pydantic.ValidationError``."""
+    return _TO_AGENT.validate_json(line)

@@ -1,0 +1,71 @@
+"""Attributes that the parts of the engine share."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ..comm.transport import Lane, Transport
+from ..config import BambooConfig, RedundancyMode
+from ..schedule import Decision
+from ..topology import Plan, Role
+from .bubbles import IdleTimes
+from .commit import Committed
+from .data import Batches
+from .lanes import Stream
+from .runtime import RuntimeBinding, StageRuntime
+
+if TYPE_CHECKING:
+    from ..launch import Job
+
+
+class EngineState:
+    """What :class:`~.bamboo.BambooPipelineEngine` keeps besides DeepSpeed's attributes.
+
+    Attributes:
+        _job: this process's job.
+        _settings: the ``"bamboo"`` block.
+        _mode: its redundancy mode.
+        _retain: whether boundary tensors are kept until commit.
+        _plan: the plan of the current epoch.
+        _binding: the runtimes, and which one is bound.
+        _home: the runtime of the role that this member had first; bound between operations.
+        _transport, _lanes: the current epoch's streams.
+        _batches: micro-batches of the current operation.
+        _idle: measured idle times.
+        _seed: seed of the forward passes' generators, equal on all members.
+        _sequence: operations (iterations, evaluations, saves) committed so far, equal on all members.
+        _committed_steps: iterations committed so far.
+        _entered: everything that the current operation's commit needs of this member is there.
+        _vector: sum of the last commit all-reduce.
+        _committed: the same, decoded, for the current iteration.
+        _interrupted: the current operation was interrupted and resumed.
+        _pending: decision of a recovery that the operation about to run carries out.
+        _evaluating: an evaluation runs.
+        _loading: micro-batch that is being loaded.
+        _bubble_begin: begin of waits that are in progress, by place.
+        _redundant_forwards: redundant forwards of this iteration.
+    """
+
+    _job: Job
+    _settings: BambooConfig
+    _mode: RedundancyMode
+    _retain: bool
+    _plan: Plan
+    _binding: RuntimeBinding
+    _home: StageRuntime
+    _transport: Transport
+    _lanes: dict[tuple[Stream, Role], Lane]
+    _batches: Batches
+    _idle: IdleTimes
+    _seed: int
+    _sequence: int
+    _committed_steps: int
+    _entered: bool
+    _vector: tuple[float, ...] | None
+    _committed: Committed | None
+    _interrupted: bool
+    _pending: Decision | None
+    _evaluating: bool
+    _loading: int
+    _bubble_begin: dict[tuple[Any, ...], float]
+    _redundant_forwards: int

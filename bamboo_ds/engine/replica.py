@@ -1,0 +1,206 @@
+"""Replicas: building another stage's module and optimizer, and copying state into them."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import zlib
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import ProtocolError, UnsupportedError
+from ..state import Tree
+from .runtime import StageRuntime
+
+#: What every optimizer has of its own, or gets anew when it is cloned.
+_OPTIMIZER_OWN = {"state", "param_groups", "step"}
+
+
+def build_stage_module(module: Any, stage: int, device: torch.device) -> Any:
+    """Another stage of the PipelineModule ``module``, freshly built and not initialised to anything in particular.
+
+    The constructor of ``PipelineModule`` runs collectives, so the instance is put together without it:
+    attributes of the original are shared, its layers are built from the same specs. Layers that were given as
+    module instances are copied, since the original belongs to another role. Draws no random numbers.
+    """
+    other = type(module).__new__(type(module))
+    nn.Module.__init__(other)
+    fresh = set(other.__dict__)
+    shared = {k: v for k, v in module.__dict__.items() if k not in fresh}
+    other.__dict__.update(shared)
+    other.stage_id = stage
+    other._local_start, other._local_stop = module.parts[stage], module.parts[stage + 1]
+    other.forward_funcs, other.fwd_map = [], {}
+    other.tied_modules, other.tied_weight_attrs, other.tied_comms = nn.ModuleDict(), {}, {}
+    other.micro_offset = 0
+    specs = list(module._layer_specs)
+    for index in range(other._local_start, other._local_stop):
+        if isinstance(specs[index], nn.Module):
+            specs[index] = copy.deepcopy(specs[index])
+    other._layer_specs = specs
+    with torch.random.fork_rng(enabled=True):
+        other._build()
+    other._layer_specs = module._layer_specs
+    other.to(device)
+    other.is_checkpointable_results, other.is_checkpointable_results_interval = [], None
+    if other.activation_checkpoint_interval > 0:
+        other._precompute_checkpointable_values()
+    return other
+
+
+def clone_optimizer(
+    original: torch.optim.Optimizer, module: nn.Module, groups: list[list[str]]
+) -> torch.optim.Optimizer:
+    """An optimizer like ``original``, without state, over other parameters.
+
+    Works for whatever created the original: DeepSpeed's configuration, an instance or a callable of the
+    script. Hyperparameters of the groups come later, with the owner's state.
+
+    Args:
+        original: this member's own optimizer.
+        module: the replica's module.
+        groups: names of the parameters of each group.
+
+    Raises:
+        UnsupportedError: the optimizer keeps tensors outside its ``state``.
+    """
+    parameters = dict(module.named_parameters())
+    clone = type(original).__new__(type(original))
+    for name, value in original.__dict__.items():
+        if name in _OPTIMIZER_OWN:
+            continue
+        if isinstance(value, OrderedDict) and "hooks" in name:
+            value = OrderedDict()
+        elif torch.is_tensor(value) and value.numel() > 1 or _holds_parameters(value):
+            raise UnsupportedError(
+                f"optimizer {type(original).__name__} keeps parameters in its attribute {name!r}: its replica would "
+                "diverge. Use an optimizer that keeps all of its state in `state`"
+            )
+        clone.__dict__[name] = value
+    clone.defaults = dict(original.defaults)
+    clone.state = defaultdict(dict)
+    template = {k: v for k, v in original.param_groups[0].items() if k != "params"}
+    clone.param_groups = [
+        {**copy.deepcopy(template), "params": [parameters[name] for name in names]} for names in groups
+    ]
+    return clone
+
+
+def _holds_parameters(value: Any) -> bool:
+    members = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple, set)) else ()
+    return any(isinstance(member, nn.Parameter) for member in members)
+
+
+def clone_scheduler(original: Any, old: torch.optim.Optimizer, new: torch.optim.Optimizer) -> Any:
+    """A copy of the learning-rate scheduler ``original`` of optimizer ``old`` that drives ``new``."""
+    scheduler = copy.deepcopy(original, {id(old): new})
+    if hasattr(getattr(old, "step", None), "_wrapped_by_lr_sched"):
+        # torch's schedulers mark the step of their optimizer and warn about one without the mark.
+        step = new.step
+
+        @functools.wraps(step)
+        def marked(*args: Any, **kwargs: Any) -> Any:
+            new._opt_called = True  # type: ignore[attr-defined]
+            return step(*args, **kwargs)
+
+        marked._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+        new.step = marked  # type: ignore[method-assign]
+    return scheduler
+
+
+def group_names(runtime: StageRuntime) -> list[list[str]]:
+    """Names of the parameters of each group of the runtime's optimizer."""
+    names = {id(p): n for n, p in runtime.module.named_parameters()}
+    groups = runtime.attributes["optimizer"].param_groups
+    try:
+        return [[names[id(p)] for p in group["params"]] for group in groups]
+    except KeyError as error:
+        raise UnsupportedError(
+            "the optimizer holds parameters that do not belong to the pipeline module; give it only those"
+        ) from error
+
+
+#: Counters that belong to a role's state.
+_COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
+
+
+def capture(runtime: StageRuntime) -> Tree:
+    """The role's full state: what a replica must equal. The runtime's attributes must be up to date."""
+    optimizer, scheduler = runtime.attributes["optimizer"], runtime.attributes["lr_scheduler"]
+    return {
+        "groups": group_names(runtime),
+        "trainable": [n for n, p in runtime.module.named_parameters() if p.requires_grad],
+        "parameters": [p.detach() for p in runtime.module.parameters()],
+        "buffers": [b.detach() for b in runtime.module.buffers()],
+        "optimizer": optimizer.state_dict(),
+        "scheduler": scheduler.state_dict() if scheduler is not None else None,
+        "counters": {name: runtime.attributes[name] for name in _COUNTERS},
+    }
+
+
+def restore(runtime: StageRuntime, state: Tree) -> None:
+    """Make ``runtime`` equal to the state that :func:`capture` gave on its owner."""
+    with torch.no_grad():
+        for kind, mine in (("parameters", runtime.module.parameters()), ("buffers", runtime.module.buffers())):
+            tensors = list(mine)
+            if len(tensors) != len(state[kind]):
+                raise ProtocolError(
+                    f"replica of role {runtime.role} has {len(tensors)} {kind}, its owner has {len(state[kind])}: "
+                    "do all members build the same model?"
+                )
+            for target, source in zip(tensors, state[kind], strict=True):
+                target.copy_(source)
+    runtime.attributes["optimizer"].load_state_dict(state["optimizer"])
+    scheduler = runtime.attributes["lr_scheduler"]
+    if scheduler is not None:
+        scheduler.load_state_dict(state["scheduler"])
+    runtime.attributes.update(state["counters"])
+    runtime.valid = True
+
+
+def checksum(runtime: StageRuntime) -> int:
+    """CRC-32 over all parameters, buffers and optimizer state, in a fixed order."""
+    value = 0
+    for tensor in runtime.tensors():
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        value = zlib.crc32(flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"", value)
+    return value
+
+
+def build_replica(
+    home: StageRuntime,
+    runtime: StageRuntime,
+    state: Tree,
+    device: torch.device,
+    schedule_from: Callable[[torch.optim.Optimizer], Any],
+) -> None:
+    """Fill ``runtime`` with module, optimizer and scheduler of its role and copy the owner's ``state`` into them.
+
+    Args:
+        home: the runtime of this member's own role, the pattern.
+        runtime: the replica; its ``attributes`` hold what the topology determines already.
+        state: :func:`capture` of the owner.
+        device: where the replica lives.
+        schedule_from: makes the learning-rate scheduler for an optimizer (or gives ``None``).
+    """
+    module = build_stage_module(home.module, runtime.role.stage, device)
+    module._grid = runtime.attributes["grid"]
+    module.global_rank = runtime.attributes["global_rank"]
+    trainable = set(state["trainable"])
+    for name, parameter in module.named_parameters():
+        # A script may freeze layers after it has built them.
+        parameter.requires_grad_(name in trainable)
+    module.train()
+    optimizer = clone_optimizer(home.attributes["optimizer"], module, state["groups"])
+    runtime.attributes.update(
+        module=module,
+        optimizer=optimizer,
+        basic_optimizer=optimizer,
+        lr_scheduler=schedule_from(optimizer),
+        param_names={p: n for n, p in module.named_parameters()},
+    )
+    restore(runtime, state)

@@ -1,0 +1,180 @@
+"""Stage runtimes: all that an engine needs to compute one role.
+
+DeepSpeed's engine computes one stage and keeps that stage's state in its own attributes. A member of a
+bamboo job holds several roles, its own and the replica of another. Each has a :class:`StageRuntime`; the engine
+*binds* one at a time by exchanging the attributes named below, and then DeepSpeed's own methods compute it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..comm.transport import Payload
+from ..topology import Role
+
+#: Engine attributes that belong to a role rather than to the process (DeepSpeed 0.19).
+BOUND_ATTRIBUTES = (
+    # The stage itself.
+    "module",
+    "optimizer",
+    "basic_optimizer",
+    "lr_scheduler",
+    "param_names",
+    "module_forward_pre_hook",
+    "module_forward_post_hook",
+    # Its place in the topology.
+    "stage_id",
+    "prev_stage",
+    "next_stage",
+    "global_rank",
+    "grid",
+    "mpu",
+    # Pipeline buffers.
+    "pipe_buffers",
+    "num_pipe_buffers",
+    "grad_layer",
+    # Losses of the current iteration.
+    "loss",
+    "total_loss",
+    "total_additional_losses",
+    "fwd_outputs",
+    "losses",
+    # Counters; swapping them avoids counting a step once per role.
+    "global_steps",
+    "global_samples",
+    "skipped_steps",
+    "micro_steps",
+    "save_non_zero_checkpoint",
+)
+
+
+@dataclass
+class StageRuntime:
+    """One role on this member: as its owner, or as its shadow.
+
+    Attributes:
+        role: the role.
+        owned: whether this member computes the role; else it holds the role's replica.
+        adopted: whether the role was taken over in this iteration.
+        attributes: values of ``BOUND_ATTRIBUTES`` while the runtime is not bound.
+        forwards: forward passes finished in this iteration (redundant ones for a replica).
+        backwards: backward passes accumulated in this iteration.
+        activations: outputs sent to the next stage in this iteration, by micro-batch, detached. Kept until
+            commit: they are what the next stage's new owner needs.
+        gradients: gradients of the inputs, sent to the previous stage, by micro-batch.
+        micro_losses: loss of each micro-batch between its forward and its backward (last stage).
+        reduced: gradients after the data-parallel reduction, in the order of the module's trainable
+            parameters; ``None`` until then.
+        reduced_loss: the pipeline's mean loss (and additional losses) of this iteration, if this runtime holds
+            the last stage and all of its forwards are done or its replica was received.
+        received_buffers: module buffers that came with a replica's reduced gradients; applied at the step.
+        checksum: of the state after the last step, if that step was one to verify.
+        valid: whether a replica equals its owner; false between a failed check and the copy that mends it.
+        saved_bytes: what autograd saved for the redundant forwards of this iteration.
+    """
+
+    role: Role
+    owned: bool
+    adopted: bool = False
+    attributes: dict[str, Any] = field(default_factory=dict)
+    forwards: int = 0
+    backwards: int = 0
+    activations: dict[int, Payload] = field(default_factory=dict)
+    gradients: dict[int, Payload] = field(default_factory=dict)
+    micro_losses: dict[int, torch.Tensor] = field(default_factory=dict)
+    reduced: list[torch.Tensor] | None = None
+    reduced_loss: torch.Tensor | None = None
+    received_buffers: list[torch.Tensor] | None = None
+    checksum: int | None = None
+    valid: bool = True
+    saved_bytes: int = 0
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """The stage's module; also while the runtime is bound."""
+        return self.attributes["module"]
+
+    def trainable(self) -> list[torch.nn.Parameter]:
+        """The stage's trainable parameters, in the order in which DeepSpeed reduces their gradients."""
+        return [p for p in self.module.parameters() if p.requires_grad]
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Parameters, then buffers, then tensors of the optimizer state in a fixed order."""
+        yield from self.module.parameters()
+        yield from self.module.buffers()
+        optimizer = self.attributes["optimizer"]
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                state = optimizer.state.get(parameter, {})
+                yield from (state[name] for name in sorted(state) if torch.is_tensor(state[name]))
+
+    def begin_iteration(self) -> None:
+        """Forget everything of the iteration before. The runtime must not be bound."""
+        self.adopted = False
+        self.forwards = self.backwards = 0
+        self.activations.clear()
+        self.gradients.clear()
+        self.micro_losses.clear()
+        self.reduced = None
+        self.reduced_loss = None
+        self.received_buffers = None
+        self.saved_bytes = 0
+        buffers = self.attributes["pipe_buffers"]
+        for name in buffers:
+            buffers[name] = [None] * len(buffers[name])
+        self.attributes.update(total_loss=None, total_additional_losses=None, grad_layer=None, fwd_outputs=[])
+
+
+class RuntimeBinding:
+    """Binds one of several runtimes to an engine's attributes (a few microseconds a switch)."""
+
+    def __init__(self, engine: torch.nn.Module, home: StageRuntime) -> None:
+        self._engine = engine
+        self.current = home
+        self.runtimes: dict[Role, StageRuntime] = {home.role: home}
+        self._save(home)
+
+    def _save(self, runtime: StageRuntime) -> None:
+        values = self._engine.__dict__
+        runtime.attributes = {name: values.get(name) for name in BOUND_ATTRIBUTES}
+
+    def use(self, runtime: StageRuntime) -> StageRuntime:
+        """Make ``runtime`` the one that the engine computes."""
+        if runtime is not self.current:
+            self._save(self.current)
+            self.current = runtime
+            self._engine.__dict__.update(runtime.attributes)
+            self._engine._modules["module"] = runtime.attributes["module"]
+        return runtime
+
+    def refresh(self) -> None:
+        """Bring the current runtime's saved attributes up to date."""
+        self._save(self.current)
+
+    def reload(self) -> None:
+        """Bring the engine up to date with the current runtime's saved attributes."""
+        self._engine.__dict__.update(self.current.attributes)
+        self._engine._modules["module"] = self.current.attributes["module"]
+
+    def begin_iteration(self) -> None:
+        """Forget the iteration before on all runtimes."""
+        self.refresh()
+        for runtime in self.runtimes.values():
+            runtime.begin_iteration()
+        self.reload()
+
+    def owned(self) -> list[StageRuntime]:
+        """Runtimes that this member owns, by (stage, pipeline)."""
+        return sorted(
+            (r for r in self.runtimes.values() if r.owned), key=lambda r: (r.role.stage, r.role.pipeline)
+        )
+
+    def replicas(self) -> list[StageRuntime]:
+        """Runtimes that are replicas, by (stage, pipeline)."""
+        return sorted(
+            (r for r in self.runtimes.values() if not r.owned), key=lambda r: (r.role.stage, r.role.pipeline)
+        )

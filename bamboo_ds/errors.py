@@ -1,0 +1,99 @@
+"""Every exception that bamboo_ds raises, one type per kind of failure.
+
+All derive from :class:`BambooError`. Messages name the setting or member at fault, what was found and
+what to do about it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+#: Exit code of a worker whose job suffered a fatal loss (see :class:`FatalLoss`).
+EXIT_FATAL_LOSS = 86
+#: Exit code of a worker that the plan no longer lists (see :class:`Evicted`).
+EXIT_EVICTED = 87
+
+
+class BambooError(Exception):
+    """Base class of all errors of this package."""
+
+
+class ConfigError(BambooError, ValueError):
+    """A setting is wrong. Raised before any process group or etcd key exists."""
+
+
+class UnsupportedError(ConfigError):
+    """The job uses a DeepSpeed feature that bamboo_ds does not support (yet)."""
+
+
+class EpochChanged(BambooError, RuntimeError):
+    """The current epoch ended while an operation was in flight or about to start.
+
+    Raised by every operation of the ``bamboo`` process groups and of the pipeline transport from the
+    moment on that the epoch is aborted, until the next one is attached. ``train_batch``, ``eval_batch``
+    and ``save_checkpoint`` absorb it.
+    """
+
+
+class PeerLost(EpochChanged):
+    """An operation towards ``member`` failed before the control plane told of a new plan.
+
+    A kind of :class:`EpochChanged`: the caller waits for the plan that follows.
+    """
+
+    def __init__(self, message: str, member: str | None = None) -> None:
+        super().__init__(message)
+        self.member = member
+
+
+class ProtocolError(BambooError, RuntimeError):
+    """A message arrived that the schedule does not expect. Always a defect; never ignored."""
+
+
+class ReplicaMismatch(BambooError, RuntimeError):
+    """A replica's checksum differs from its owner's."""
+
+
+class Evicted(BambooError, RuntimeError):
+    """The newest plan does not list this member. The worker must stop: others own its roles now."""
+
+
+class FatalLoss(BambooError, RuntimeError):
+    """A stage has no holder of its state left alive; only a checkpoint helps.
+
+    Attributes:
+        stages: the stages (pipeline, stage) without a holder.
+        members: the members whose loss caused it.
+        checkpoint: directory of the newest complete checkpoint that this job wrote, if any.
+    """
+
+    def __init__(
+        self, stages: Sequence[tuple[int, int]], members: Sequence[str], checkpoint: str | None = None
+    ) -> None:
+        self.stages = tuple(stages)
+        self.members = tuple(members)
+        self.checkpoint = checkpoint
+        where = ", ".join(f"stage {s} of pipeline {d}" for d, s in self.stages)
+        who = ", ".join(self.members) or "unknown"
+        cure = (
+            f"restart from the newest complete checkpoint: {checkpoint}"
+            if checkpoint
+            else "this job has written no checkpoint; restart it from the beginning"
+        )
+        super().__init__(f"no living member holds {where} (lost members: {who}); {cure}")
+
+
+class StoreError(BambooError, RuntimeError):
+    """etcd cannot be reached or refused a request."""
+
+
+class StoreUnavailable(StoreError):
+    """etcd did not answer in time. A write may or may not have taken place, or may still do so."""
+
+
+class LeaseExpired(StoreError):
+    """The lease that a request names is gone, and with it every key that hung on it."""
+
+
+class LaunchError(BambooError, RuntimeError):
+    """A process that bamboo_ds starts (etcd, an agent, a worker) did not come up."""

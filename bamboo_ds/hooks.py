@@ -1,0 +1,66 @@
+"""What the import hook changes in DeepSpeed (see :mod:`bamboo_ds.autoload`)."""
+
+from __future__ import annotations
+
+import functools
+from types import ModuleType
+from typing import Any
+
+from .config import BLOCK, bamboo_config
+from .errors import ConfigError, UnsupportedError
+
+_MARK = "_bamboo_patched"
+
+
+def patch_comm(module: ModuleType) -> None:
+    """Wrap ``deepspeed.comm.comm.init_distributed``."""
+    original = module.init_distributed
+    if hasattr(original, _MARK):
+        return
+
+    @functools.wraps(original)
+    def init_distributed(*args: Any, **kwargs: Any) -> Any:
+        from . import launch
+
+        launch.before_init_distributed(kwargs.get("timeout"))
+        return original(*args, **kwargs)
+
+    setattr(init_distributed, _MARK, True)
+    module.init_distributed = init_distributed
+
+
+def patch_engine(module: ModuleType) -> None:
+    """Make ``PipelineEngine(config=...)`` build a bamboo engine where the configuration has the block."""
+    base = module.DeepSpeedEngine
+    if _MARK in base.__dict__:
+        return
+
+    def new(cls: type, *args: Any, **kwargs: Any) -> Any:
+        config = kwargs.get("config")
+        settings = bamboo_config(config) if isinstance(config, dict) and BLOCK in config else None
+        return object.__new__(cls if settings is None else _engine_class(cls))
+
+    base.__new__ = new
+    setattr(base, _MARK, True)
+
+
+def _engine_class(cls: type) -> type:
+    """The engine class of a job with a block that would otherwise be a ``cls``."""
+    from deepspeed.runtime.pipe.engine import PipelineEngine
+
+    from . import launch
+    from .engine import BambooPipelineEngine
+
+    if issubclass(cls, BambooPipelineEngine):
+        return cls
+    if not issubclass(cls, PipelineEngine):
+        raise ConfigError(
+            f'the configuration has a "{BLOCK}" block, but the model is not a PipelineModule: bamboo_ds keeps '
+            f'pipeline-parallel jobs alive. Build the model as deepspeed.pipe.PipelineModule or remove "{BLOCK}"'
+        )
+    if cls is not PipelineEngine:
+        raise UnsupportedError(
+            f'"{BLOCK}" does not support the pipeline engine {cls.__name__}; use a plain PipelineModule'
+        )
+    launch.require_job()
+    return BambooPipelineEngine

@@ -1,0 +1,272 @@
+"""Start and end of a bamboo job in a worker process: channel to the agent, data plane, process groups."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from .config import BLOCK, BambooConfig, bamboo_config, config_path_from_argv
+from .errors import EXIT_EVICTED, EXIT_FATAL_LOSS, ConfigError, EpochChanged, Evicted, FatalLoss
+from .topology import Plan
+
+if TYPE_CHECKING:
+    from .comm.session import Session
+    from .control.channel import WorkerChannel
+
+logger = logging.getLogger("bamboo_ds")
+
+#: Default of DeepSpeed and torch for operations of a process group.
+_DEFAULT_TIMEOUT = timedelta(minutes=30)
+
+_HOW_TO_START = (
+    "start the job with `bamboo run -n WORKERS SCRIPT ARGS` and let deepspeed.init_distributed() create the "
+    "process groups (or bamboo_ds.init_distributed(config) if the configuration is a dict in the script)"
+)
+
+_job: Job | None = None
+
+
+class Job:
+    """What one worker process has of its job. There is at most one per process.
+
+    Attributes:
+        channel: to the agent.
+        session: the data plane.
+        settings: the block, once it is known.
+    """
+
+    def __init__(self, channel: WorkerChannel, settings: BambooConfig | None, timeout: timedelta) -> None:
+        from .comm.session import Session
+
+        self.channel = channel
+        self.settings = settings or BambooConfig()
+        self.session: Session = Session(channel.member, channel.address, timeout, self._peer_failed)
+        self.homes: tuple[str, ...] = ()
+        #: Called at a clean exit of the script, while all peers are still there.
+        self.at_finish: Callable[[], None] | None = None
+        self.lost_at: float | None = None
+        self._lock = threading.Lock()
+        self._failures: dict[str, str] = {}
+        self._exit_code: int | None = None
+
+    # -- epochs -------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Join the first epoch and create the default process group on the ``bamboo`` backend."""
+        from .comm.backend import init_process_group
+
+        self.channel.start(self._plan_arrived, self._agent_gone)
+        plan = self.channel.wait_plan(0, self.settings.recovery.plan_timeout_s)
+        self.homes = plan.owners
+        self.enter(plan)
+        init_process_group(self.session, self.channel.rank, self.channel.world_size, self.session.timeout)
+        self._watch_exit()
+
+    def enter(self, plan: Plan) -> None:
+        """Attach to ``plan``'s epoch.
+
+        Raises:
+            EpochChanged: the epoch ended meanwhile.
+            Evicted: ``plan`` does not list this member.
+            FatalLoss: a role of ``plan`` has no living holder.
+        """
+        if self.channel.member not in plan.members:
+            raise Evicted(
+                f"member {self.channel.member} is not in the plan of epoch {plan.epoch}: it was taken for lost and "
+                "others own its roles now; the worker stops (start a new one to rejoin)"
+            )
+        if plan.unheld:
+            roles = [plan.world.role(rank) for rank in plan.unheld] if plan.layout else []
+            stages = [(role.pipeline, role.stage) for role in roles]
+            raise FatalLoss(stages, plan.lost, self.newest_checkpoint)
+        with self._lock:
+            self._failures.clear()
+        epoch, address = plan.epoch, self.channel.address
+        if plan.store_host == self.channel.member:
+            self.channel.publish_store(epoch, address, self.session.host_store(plan, address))
+        host, port = self.channel.wait_store(epoch, self.settings.recovery.plan_timeout_s)
+        self.session.attach(plan, (host, port))
+        newest = self.channel.newest_plan
+        if newest is not None and newest.epoch > epoch:
+            # Its arrival may have found us between two epochs.
+            self.session.abort(f"plan of epoch {newest.epoch} arrived", epoch=newest.epoch - 1)
+            raise EpochChanged(f"epoch {epoch} ended while it was entered")
+
+    def next_plan(self, after_epoch: int) -> Plan:
+        """The newest plan after ``after_epoch``; accuses the members that could not be reached meanwhile.
+
+        Raises:
+            TimeoutError: no plan came within ``bamboo.recovery.plan_timeout_s``.
+        """
+        recovery = self.settings.recovery
+        try:
+            return self.channel.wait_plan(after_epoch, recovery.suspect_after_s)
+        except TimeoutError:
+            with self._lock:
+                failures = dict(self._failures)
+            for member, reason in failures.items():
+                self.channel.suspect(after_epoch, member, reason)
+        try:
+            return self.channel.wait_plan(after_epoch, recovery.plan_timeout_s)
+        except TimeoutError as error:
+            raise TimeoutError(
+                f"no plan after epoch {after_epoch} within bamboo.recovery.plan_timeout_s = "
+                f"{recovery.plan_timeout_s} s; operations failed towards: {failures or 'nobody in particular'}. "
+                "Check that etcd is reachable from the agents"
+            ) from error
+
+    @property
+    def newest_checkpoint(self) -> str | None:
+        """Directory of the newest complete checkpoint that this job wrote."""
+        return self._checkpoint
+
+    _checkpoint: str | None = None
+
+    def progressed(self, step: int, checkpoint: str | None = None) -> None:
+        """Tell the agent the newest committed step and, if one was written, the newest checkpoint."""
+        if checkpoint is not None:
+            self._checkpoint = checkpoint
+        self.channel.progress(step, self._checkpoint)
+
+    # -- called on other threads ----------------------------------------------------------------------
+
+    def _plan_arrived(self, plan: Plan) -> None:
+        if self.session.epoch and plan.epoch > self.session.epoch:
+            if self.session.aborted is None:
+                self.lost_at = time.monotonic()
+            self.session.abort(f"plan of epoch {plan.epoch} arrived", epoch=plan.epoch - 1)
+
+    def _peer_failed(self, member: str | None, reason: str) -> None:
+        with self._lock:
+            if self.lost_at is None:
+                self.lost_at = time.monotonic()
+            if member is not None:
+                self._failures.setdefault(member, reason)
+
+    def _agent_gone(self) -> None:
+        # Without its agent a worker has no lease: others take its roles over. It must not go on.
+        sys.stderr.write(f"bamboo_ds: the agent of member {self.channel.member} is gone; the worker stops\n")
+        sys.stderr.flush()
+        os._exit(EXIT_EVICTED)
+
+    # -- the end ----------------------------------------------------------------------------------------
+
+    def _watch_exit(self) -> None:
+        """Learn whether the script ends well: only then its peers may be waited for."""
+        previous_hook, previous_exit = sys.excepthook, sys.exit
+
+        def excepthook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
+            self._exit_code = 1
+            previous_hook(kind, value, trace)
+            code = {FatalLoss: EXIT_FATAL_LOSS, Evicted: EXIT_EVICTED}.get(kind)
+            if code is not None:
+                self.channel.exit_notice(f"{kind.__name__}: {value}")
+                self.channel.close()
+                sys.stdout.flush()
+                sys.stderr.flush()
+                # Python has no other way to give an uncaught exception an exit code.
+                os._exit(code)
+
+        def leave(status: Any = None) -> Any:
+            self._exit_code = 0 if status is None else status if isinstance(status, int) else 1
+            previous_exit(status)
+
+        sys.excepthook = excepthook
+        sys.exit = leave
+        atexit.register(self._finish)
+
+    def _finish(self) -> None:
+        try:
+            if not self._exit_code and self.at_finish is not None:
+                self.at_finish()
+        finally:
+            self.session.close()
+            self.channel.close()
+
+
+def current_job() -> Job:
+    """This process's job.
+
+    Raises:
+        ConfigError: the process groups are not bamboo's.
+    """
+    if _job is None:
+        raise ConfigError(f'the configuration has a "{BLOCK}" block, but the process groups are not bamboo\'s: {_HOW_TO_START}')
+    return _job
+
+
+require_job = current_job
+
+
+def before_init_distributed(timeout: timedelta | None = None, config: Any = None) -> None:
+    """Create the process groups of a bamboo job; does nothing in any other job.
+
+    Called before ``deepspeed.init_distributed`` does its work. The block is looked for in ``config`` and on the
+    command line (``--deepspeed_config``). A worker of ``bamboo run`` whose configuration is not known yet is
+    taken for a bamboo job.
+
+    Raises:
+        ConfigError: the block is wrong, or the process has no agent.
+    """
+    global _job
+    if _job is not None:
+        return
+    from .control.channel import ENV_FD
+
+    source = config if config is not None else config_path_from_argv()
+    settings = None
+    if source is not None:
+        settings = bamboo_config(source)
+        if settings is None:
+            return
+        from .compat import check_config
+
+        check_config(source)
+    if ENV_FD not in os.environ:
+        if settings is not None:
+            raise ConfigError(f'the configuration has a "{BLOCK}" block, but this process has no agent: {_HOW_TO_START}')
+        return
+    import torch.distributed
+
+    if torch.distributed.is_initialized():
+        if settings is not None:
+            raise ConfigError(f"torch.distributed was initialised by someone else already: {_HOW_TO_START}")
+        return
+    _disable_shared_memory_collectives()
+    from .control.channel import WorkerChannel
+
+    channel = WorkerChannel.from_environment()
+    assert channel is not None
+    job = Job(channel, settings, timeout or _DEFAULT_TIMEOUT)
+    job.start()
+    _job = job
+
+
+def init_distributed(config: Any, **kwargs: Any) -> None:
+    """See :func:`bamboo_ds.init_distributed`."""
+    from .autoload import autoload
+
+    autoload()
+    before_init_distributed(kwargs.get("timeout"), config)
+    import deepspeed
+
+    deepspeed.init_distributed(**kwargs)
+
+
+def _disable_shared_memory_collectives() -> None:
+    """Switch DeepSpeed's CPU shared-memory collective off: it spins for ever on a dead peer.
+
+    ``deepspeed.comm.torch`` as an attribute is torch itself; the module is only in ``sys.modules``.
+    """
+    import deepspeed.comm  # noqa: F401
+
+    backend: Any = sys.modules["deepspeed.comm.torch"]
+    backend.build_shm_op = lambda: None

@@ -1,0 +1,293 @@
+"""Events: one JSON object per line, the machine-readable account of a run (logs are for people).
+
+Times are UTC; every ``*seconds`` field is a difference of one process's monotonic clock. Several
+processes append to one file: each line is a single ``write`` on a descriptor opened with ``O_APPEND``.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from datetime import datetime, timezone
+from pathlib import Path
+from types import TracebackType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    field_serializer,
+    field_validator,
+)
+
+from ..errors import ProtocolError
+
+SCHEMA = 1
+
+Role = tuple[int, int]
+"""A role as ``[pipeline, stage]``."""
+
+
+class EventBase(BaseModel):
+    """What every event carries. Unknown fields are refused when reading."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, populate_by_name=True, ser_json_inf_nan="strings", allow_inf_nan=True
+    )
+
+    schema_: Literal[1] = Field(default=1, alias="schema", description="version of this table")
+    event: str = Field(description="the kind")
+    job: str = Field(description="name of the job")
+    time: datetime = Field(
+        default_factory=lambda: datetime.now(timezone.utc),
+        description="when emitted: UTC, ISO 8601, microseconds, Z",
+    )
+    member: str | None = Field(default=None, description="member that emitted it; null for the launcher")
+    epoch: int = Field(ge=0, description="epoch that the emitter was in; 0 before the first plan")
+
+    @field_validator("time")
+    @classmethod
+    def _utc(cls, value: datetime) -> datetime:
+        if value.tzinfo is None:
+            raise ValueError("time needs a zone: end it with Z")
+        return value.astimezone(timezone.utc)
+
+    @field_serializer("time")
+    def _zulu(self, value: datetime) -> str:
+        return value.isoformat(timespec="microseconds").replace("+00:00", "Z")
+
+    def to_json(self) -> str:
+        """One line of JSON, without the newline."""
+        return self.model_dump_json(by_alias=True)
+
+
+class RunStarted(EventBase):
+    """A launcher has started the job."""
+
+    event: Literal["run_started"] = "run_started"
+    members: int = Field(ge=1, description="members that the launcher starts")
+    command: list[str] = Field(description="the script and its arguments")
+
+
+class RunFinished(EventBase):
+    """A launcher has seen the end of all its members."""
+
+    event: Literal["run_finished"] = "run_finished"
+    exit_code: int = Field(description="exit code of the launcher")
+    run_seconds: float = Field(ge=0, description="seconds since run_started")
+
+
+class MemberJoined(EventBase):
+    """A member has registered."""
+
+    event: Literal["member_joined"] = "member_joined"
+    member_id: str = Field(description="who joined")
+    host: str = Field(description="its host")
+    rank: int = Field(description="its slot, RANK of its worker")
+
+
+class MemberLost(EventBase):
+    """The leader has noticed the loss of a member."""
+
+    event: Literal["member_lost"] = "member_lost"
+    member_id: str = Field(description="who was lost")
+    reason: Literal["exit", "signal", "heartbeat", "lease", "suspects"] = Field(
+        description="how it was noticed: its worker exited, died by a signal, stopped its heartbeat; its "
+        "lease ran out; its peers accused it"
+    )
+    detail: str = Field(description="exit code, name of the signal, or names of the accusers")
+    detection_seconds: float | None = Field(ge=0, description="from the fault to its notice; null where unknown")
+
+
+class PlanWritten(EventBase):
+    """The leader has written a plan."""
+
+    event: Literal["plan"] = "plan"
+    members: list[str] = Field(description="living members, in the order of their slots")
+    owners: list[str] = Field(description="owner of every role, by rank")
+    shadows: list[str | None] = Field(description="shadow of every role, by rank; empty before redundancy")
+    lost: list[str] = Field(description="members that this plan removes")
+    reason: str = Field(description="why it was written")
+
+
+class Takeover(EventBase):
+    """A role changes its owner by a takeover."""
+
+    event: Literal["takeover"] = "takeover"
+    role: Role = Field(description="the role, [pipeline, stage]")
+    from_: str = Field(alias="from", description="its owner until now")
+    to: str = Field(description="its owner from now on")
+
+
+class Recovered(EventBase):
+    """A member goes on training after a takeover."""
+
+    event: Literal["recovered"] = "recovered"
+    step: int = Field(ge=0, description="step that was interrupted")
+    pause_seconds: float = Field(ge=0, description="from the interruption to the end of the redone work")
+    detection_seconds: float | None = Field(ge=0, description="from the fault to its notice; null where unknown")
+    plan_seconds: float | None = Field(ge=0, description="from the notice to the new plan; null where unknown")
+    rebuild_seconds: float = Field(ge=0, description="from the plan to rebuilt groups and agreed progress")
+    redo_seconds: float = Field(ge=0, description="redone work")
+    forwards_redone: int = Field(ge=0, description="forward passes of micro-batches computed again")
+    backwards_redone: int = Field(ge=0, description="backward passes of micro-batches computed again")
+    mode: str = Field(description="how the iteration was resumed")
+
+
+class Step(EventBase):
+    """A step is committed and done."""
+
+    event: Literal["step"] = "step"
+    step: int = Field(ge=0, description="number of the step")
+    loss: float | None = Field(description="mean loss of the global batch; null where not computed")
+    seconds: float = Field(ge=0, description="duration of the iteration")
+    frc_done: int = Field(ge=0, description="redundant forward passes that fitted into idle time")
+    frc_total: int = Field(ge=0, description="redundant forward passes that would cover every micro-batch")
+
+
+class ReplicaVerified(EventBase):
+    """A replica's checksum equals its owner's."""
+
+    event: Literal["replica_verified"] = "replica_verified"
+    step: int = Field(ge=0, description="last step contained in the replica")
+    role: Role = Field(description="the role, [pipeline, stage]")
+    checksum: str = Field(description="checksum of parameters and optimizer state")
+
+
+class ReplicaMismatch(EventBase):
+    """A replica's checksum differs from its owner's. Always a defect or a memory error."""
+
+    event: Literal["replica_mismatch"] = "replica_mismatch"
+    step: int = Field(ge=0, description="last step contained in the replica")
+    role: Role = Field(description="the role, [pipeline, stage]")
+    expected: str = Field(description="the owner's checksum")
+    found: str = Field(description="the replica's checksum")
+
+
+class Fatal(EventBase):
+    """A stage has no living holder; the job stops."""
+
+    event: Literal["fatal"] = "fatal"
+    stages: list[Role] = Field(description="the roles without a holder, [pipeline, stage]")
+    members: list[str] = Field(description="members whose loss caused it")
+    checkpoint: str | None = Field(description="newest complete checkpoint of the job, if any")
+
+
+Event = (
+    RunStarted
+    | RunFinished
+    | MemberJoined
+    | MemberLost
+    | PlanWritten
+    | Takeover
+    | Recovered
+    | Step
+    | ReplicaVerified
+    | ReplicaMismatch
+    | Fatal
+)
+_ADAPTER: TypeAdapter[Event] = TypeAdapter(Annotated[Event, Field(discriminator="event")])
+
+
+class EventWriter:
+    """Appends events to a file that other processes may be appending to as well. Thread-safe.
+
+    Args:
+        path: the file, made if absent (its directory must exist); ``None`` drops every event.
+
+    Raises:
+        OSError: the file cannot be opened or written.
+    """
+
+    def __init__(self, path: Path | str | None) -> None:
+        self.path = None if path is None else Path(path)
+        self._lock = threading.Lock()
+        self._fd: int | None = None
+        if self.path is not None:
+            self._fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+
+    def emit(self, event: Event) -> None:
+        """Append one line. A call after :meth:`close` is dropped, like with ``path=None``."""
+        line = (event.to_json() + "\n").encode()
+        with self._lock:
+            if self._fd is None:
+                return
+            written = os.write(self._fd, line)
+        if written != len(line):
+            raise OSError(f"events file {self.path}: wrote {written} of {len(line)} bytes (disk full?)")
+
+    def close(self) -> None:
+        """Close the file. Idempotent."""
+        with self._lock:
+            fd, self._fd = self._fd, None
+            if fd is not None:
+                os.close(fd)
+
+    def __enter__(self) -> EventWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def parse_event(line: str | bytes) -> Event:
+    """One event from one line; raises ``pydantic.ValidationError`` for anything else."""
+    return _ADAPTER.validate_json(line)
+
+
+def read_events(path: Path | str) -> Iterator[Event]:
+    """The events of a file, in order, strictly.
+
+    Raises :class:`ProtocolError` naming ``file:line`` and the fields at fault, ``OSError`` if the file
+    cannot be read.
+    """
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n"):
+                raise ProtocolError(f"{path}:{number}: the line is cut short")
+            try:
+                yield parse_event(line)
+            except ValidationError as error:
+                faults = "; ".join(
+                    f"{'.'.join(str(part) for part in fault['loc']) or 'line'}: {fault['msg']}"
+                    for fault in error.errors(include_url=False, include_input=False)
+                )
+                raise ProtocolError(f"{path}:{number}: not an event of schema {SCHEMA}: {faults}") from error
+
+
+def schema_markdown() -> str:
+    """The documentation of all kinds and fields as Markdown, for the README."""
+    common = set(EventBase.model_fields)
+    lines = ["| event | field | type | meaning |", "|---|---|---|---|"]
+    lines += [_row("(every event)", name, EventBase) for name in EventBase.model_fields]
+    for model in get_args(Event):
+        kind = f"`{model.model_fields['event'].default}`"
+        lines.append(f"| {kind} | | | {' '.join((model.__doc__ or '').split())} |")
+        lines += [_row("", name, model) for name in model.model_fields if name not in common]
+    return "\n".join(lines) + "\n"
+
+
+def _row(kind: str, name: str, model: type[EventBase]) -> str:
+    info = model.model_fields[name]
+    return f"| {kind} | `{info.alias or name}` | {_type_name(info.annotation)} | {info.description} |"
+
+
+def _type_name(kind: Any) -> str:
+    """The JSON name of a field's type."""
+    if kind == Role:
+        return "[int, int]"
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        return " \\| ".join(str(value) for value in inner)
+    if origin in (Union, UnionType):
+        return " or ".join(_type_name(part) for part in inner)
+    if origin is list:
+        return f"list of {_type_name(inner[0])}"
+    names = {str: "string", int: "int", float: "float", datetime: "string", type(None): "null"}
+    return names[kind]

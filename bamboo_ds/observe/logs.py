@@ -1,0 +1,89 @@
+"""The package's one logger, with member, role and epoch in every line."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+from dataclasses import dataclass, replace
+
+from ..errors import ConfigError
+
+LOGGER = "bamboo_ds"
+LEVEL_VARIABLE = "BAMBOO_LOG_LEVEL"
+_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+_FORMAT = "%(asctime)s.%(msecs)03d %(levelname).1s bamboo [%(member)s %(role)s e%(epoch)s] %(name)s: %(message)s"
+
+
+@dataclass(frozen=True)
+class LogContext:
+    """Who is speaking: shown in every line of this process."""
+
+    member: str = "-"
+    role: str = "-"
+    epoch: int | str = "-"
+
+
+_lock = threading.Lock()
+_context = LogContext()
+
+
+def set_context(*, member: str | None = None, role: str | None = None, epoch: int | None = None) -> None:
+    """Change what the following lines say; what is not given stays."""
+    global _context
+    with _lock:
+        _context = replace(
+            _context,
+            member=_context.member if member is None else member,
+            role=_context.role if role is None else role,
+            epoch=_context.epoch if epoch is None else epoch,
+        )
+
+
+class _ContextFilter(logging.Filter):
+    """Adds the context to every record; a record's own ``extra`` wins."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        context = _context
+        for name in ("member", "role", "epoch"):
+            if not hasattr(record, name):
+                setattr(record, name, getattr(context, name))
+        return True
+
+
+def configure(default_level: int = logging.WARNING) -> logging.Logger:
+    """Send the package's log to stderr, once per process; later calls change nothing.
+
+    The level is ``BAMBOO_LOG_LEVEL`` if set, else ``default_level``. Raises :class:`ConfigError` for an
+    unknown level.
+    """
+    logger = logging.getLogger(LOGGER)
+    level = level_from_environment(default_level)
+    with _lock:
+        if any(getattr(handler, "_bamboo", False) for handler in logger.handlers):
+            return logger
+        handler = logging.StreamHandler(sys.stderr)
+        handler._bamboo = True  # type: ignore[attr-defined]
+        handler.setFormatter(logging.Formatter(_FORMAT, datefmt="%H:%M:%S"))
+        handler.addFilter(_ContextFilter())
+        logger.addHandler(handler)
+        logger.setLevel(level)
+        # DeepSpeed and user scripts put handlers on the root logger: one line must not appear twice.
+        logger.propagate = False
+    return logger
+
+
+def level_from_environment(default_level: int = logging.WARNING) -> int:
+    """The level that ``BAMBOO_LOG_LEVEL`` asks for; raises :class:`ConfigError` for an unknown one."""
+    name = os.environ.get(LEVEL_VARIABLE, "").strip().upper()
+    if not name:
+        return default_level
+    if name not in _LEVELS:
+        raise ConfigError(f"{LEVEL_VARIABLE}={name!r} is no log level; use one of {', '.join(_LEVELS)}")
+    return int(getattr(logging, name))
+
+
+def get_logger(name: str = "") -> logging.Logger:
+    """The package's logger, or a child of it."""
+    return logging.getLogger(f"{LOGGER}.{name}" if name else LOGGER)

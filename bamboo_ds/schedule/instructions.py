@@ -1,0 +1,104 @@
+"""Instructions that bamboo_ds adds to DeepSpeed's pipeline instruction set.
+
+The rest of a program (``LoadMicroBatch``, ``ForwardPass``, ``SendActivation``, ...) is DeepSpeed's own, with
+one rule on top: **a buffer id is a micro-batch index**, everywhere.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from deepspeed.runtime.pipe.schedule import BufferOpInstruction, PipeInstruction
+
+from ..topology import Role
+
+#: What a :class:`FillBubble` waits for: the message that the next instruction receives.
+Awaits = Literal["activation", "grad", "replica"]
+
+
+class UseRole(PipeInstruction):
+    """All following instructions act on the runtime of ``role``, which this member owns."""
+
+    role: Role
+
+    def __init__(self, role: Role) -> None:
+        super().__init__(role=role)
+
+
+class FillBubble(PipeInstruction):
+    """Run redundant forward work as long as the message that the next instruction awaits is not there.
+
+    Does nothing when the message is there already or no redundant forward is possible, and never waits for
+    the message itself: that is the next instruction's business.
+
+    Attributes:
+        awaits: ``"activation"`` before a ``RecvActivation``, ``"grad"`` before a ``RecvGrad``,
+            ``"replica"`` before a :class:`RecvReplica`.
+        buffer_id: micro-batch of the awaited activation or gradient (of the current role); ``None`` for
+            a replica.
+        role: the role whose replica is awaited; ``None`` otherwise.
+    """
+
+    awaits: Awaits
+    buffer_id: int | None
+    role: Role | None
+
+    def __init__(self, awaits: Awaits, buffer_id: int | None = None, role: Role | None = None) -> None:
+        super().__init__(awaits=awaits, buffer_id=buffer_id, role=role)
+
+
+class RedundantForward(PipeInstruction):
+    """Run one redundant forward pass, if any is left to run, whatever is awaited (placement ``fixed``)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+
+class ResendActivation(BufferOpInstruction):
+    """Send the retained output of micro-batch ``buffer_id`` of the current role to the next stage again."""
+
+    buffer_id: int
+
+    def __init__(self, buffer_id: int) -> None:
+        super().__init__(buffer_id)
+
+
+class ResendGrad(BufferOpInstruction):
+    """Send the retained input gradient of micro-batch ``buffer_id`` to the previous stage again."""
+
+    buffer_id: int
+
+    def __init__(self, buffer_id: int) -> None:
+        super().__init__(buffer_id)
+
+
+class SendReplica(PipeInstruction):
+    """Send the current role's reduced gradients to its shadow (asynchronously)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+
+class RecvReplica(PipeInstruction):
+    """Receive the reduced gradients of ``role``, which this member shadows; the current role stays."""
+
+    role: Role
+
+    def __init__(self, role: Role) -> None:
+        super().__init__(role=role)
+
+
+class Commit(PipeInstruction):
+    """Drain all sends, enter and complete the iteration's commit all-reduce over all owners."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+
+class StepReplica(PipeInstruction):
+    """Perform on the replica of ``role`` the optimizer step that its owner performs."""
+
+    role: Role
+
+    def __init__(self, role: Role) -> None:
+        super().__init__(role=role)

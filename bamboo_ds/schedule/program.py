@@ -1,0 +1,160 @@
+"""Programs: all that one member does in one iteration, as a flat sequence of instructions.
+
+::
+
+    prologue   owned roles          re-send what a receiver lost
+    passes     owned roles, mixed   forwards and backwards in the order of compute_order
+    epilogue   owned roles          ReduceTiedGrads, ReduceGrads
+               owned and shadowed   SendReplica; RecvReplica
+               the member           Commit
+               owned, shadowed      OptimizerStep; StepReplica
+
+An undisturbed iteration is the case of no progress: its prologue is empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+
+from deepspeed.runtime.pipe.schedule import OptimizerStep, PipeInstruction, ReduceGrads, ReduceTiedGrads
+
+from ..errors import ProtocolError
+from ..topology import Plan, Role
+from .instructions import (
+    Commit,
+    FillBubble,
+    RecvReplica,
+    ResendActivation,
+    ResendGrad,
+    SendReplica,
+    StepReplica,
+    UseRole,
+)
+from .orders import ordered
+from .progress import Finished, RoleProgress, finished
+from .redundant import Placement, backward_step, check_placement, forward_step
+
+Program = tuple[PipeInstruction, ...]
+
+
+def member_program(
+    plan: Plan,
+    member: str,
+    micro_batches: int,
+    progress: Mapping[Role, RoleProgress] | None = None,
+    placement: Placement = "idle",
+) -> Program:
+    """What ``member`` does to finish the current iteration from ``progress`` and step.
+
+    *The receiver's counters decide what travels.* A tensor that was in flight when an epoch ended is gone,
+    so role s first re-sends what its neighbours have not used yet: the activations ``f(s+1) .. f(s)-1`` and
+    the gradients ``b(s-1) .. b(s)-1``. A role that was taken over re-does passes whose results its neighbours
+    have used: those are not sent again. On every edge the messages thus are, in order and without a gap, the
+    ones that the receiver waits for.
+
+    All members must call this with equal ``plan``, ``micro_batches`` and ``progress``; then the programs
+    match each other and cannot deadlock (see :func:`~.orders.compute_order`; re-sends are asynchronous like
+    all sends). ``ReduceGrads`` is also there for a role that was reduced already: the engine makes it a no-op
+    then, and so all members that share a reduction agree on it.
+
+    ``FillBubble`` is left out where the sender is the member itself, since its order has the tensor ready.
+
+    Args:
+        plan: the current plan; its roles must all be held.
+        member: the member, which must be in the plan.
+        micro_batches: micro-batches per pipeline and iteration.
+        progress: progress of every role in this iteration; ``None``: nobody has begun.
+        placement: where redundant forwards go, see :class:`~.redundant.RedundantTrainSchedule`.
+
+    Returns:
+        The program, which is cached: treat the instructions as immutable.
+
+    Raises:
+        ProtocolError: the plan does not list ``member``, has unheld roles, or does not fit ``progress``.
+        ConfigError: unknown ``placement``.
+        ValueError: the plan has no layout yet.
+    """
+    check_placement(placement)
+    _check_member(plan, member)
+    return _member_program(plan, member, micro_batches, finished(plan.world, micro_batches, progress), placement)
+
+
+def epilogue(plan: Plan, member: str, placement: Placement = "idle") -> Program:
+    """What ``member`` does from the end of its passes to the end of the iteration.
+
+    Roles come in rank order, that is by (stage, pipeline), so that members which share several reductions
+    meet them in the same order. All ``SendReplica`` come before any ``RecvReplica``.
+    """
+    program: list[PipeInstruction] = []
+    for role in plan.owned_by(member):
+        program += [UseRole(role), ReduceTiedGrads(), ReduceGrads()]
+    for role in plan.owned_by(member):
+        if plan.shadow(role) is not None:
+            program += [UseRole(role), SendReplica()]
+    for role in plan.shadowed_by(member):
+        if placement == "idle":
+            program.append(FillBubble("replica", role=role))
+        program.append(RecvReplica(role))
+    return (*program, *commit_program(plan, member))
+
+
+def commit_program(plan: Plan, member: str) -> Program:
+    """What is left of an iteration whose commit all members had entered: the commit and the steps."""
+    _check_member(plan, member)
+    program: list[PipeInstruction] = [Commit()]
+    for role in plan.owned_by(member):
+        program += [UseRole(role), OptimizerStep()]
+    program += [StepReplica(role) for role in plan.shadowed_by(member)]
+    return tuple(program)
+
+
+@lru_cache(maxsize=64)
+def _member_program(plan: Plan, member: str, micro_batches: int, done: Finished, placement: Placement) -> Program:
+    """:func:`member_program` with the progress as a hashable value."""
+    layout, owners = plan.world, plan.owners
+    width, last_stage = layout.pipelines, layout.stages - 1
+    program: list[PipeInstruction] = []
+    current: Role | None = None
+
+    def use(role: Role) -> None:
+        nonlocal current
+        if role != current:
+            program.append(UseRole(role))
+            current = role
+
+    def receivers(role: Role) -> tuple[int, int]:
+        """First micro-batch whose activation the next and whose gradient the previous stage still needs."""
+        rank = layout.rank(role)
+        activation = done[rank + width][0] if role.stage < last_stage else micro_batches
+        gradient = done[rank - width][1] if role.stage > 0 else micro_batches
+        return activation, gradient
+
+    for role in plan.owned_by(member):
+        forwards, backwards = done[layout.rank(role)]
+        activation, gradient = receivers(role)
+        resends = [ResendActivation(m) for m in range(activation, forwards)]
+        resends += [ResendGrad(m) for m in range(gradient, backwards)]
+        if resends:
+            use(role)
+            program += resends
+
+    for role, kind, m in ordered(layout, owners, micro_batches, done).get(member, ()):
+        use(role)
+        rank, ends = layout.rank(role), {"first": role.stage == 0, "last": role.stage == last_stage}
+        activation, gradient = receivers(role)
+        if kind == "F":
+            local = role.stage > 0 and owners[rank - width] == member
+            program += forward_step(m, **ends, placement=placement, send=m >= activation, local=local)
+        else:
+            local = role.stage < last_stage and owners[rank + width] == member
+            program += backward_step(m, **ends, placement=placement, send=m >= gradient, local=local)
+
+    return (*program, *epilogue(plan, member, placement))
+
+
+def _check_member(plan: Plan, member: str) -> None:
+    if member not in plan.members:
+        raise ProtocolError(f"the plan of epoch {plan.epoch} does not list member {member}: it has no program")
+    if plan.unheld:
+        raise ProtocolError(f"the plan of epoch {plan.epoch} has unheld ranks {plan.unheld}: nothing can go on")

@@ -1,0 +1,158 @@
+"""Progress of an interrupted iteration, and what the survivors do about it."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ..errors import ProtocolError
+from ..topology import Layout, Role
+
+
+@dataclass(frozen=True)
+class RoleProgress:
+    """What the (new) owner of a role holds of the current iteration.
+
+    Attributes:
+        forwards: forward passes finished: micro-batches ``0 .. forwards - 1``. For a role that was just taken
+            over these are the redundant ones.
+        backwards: backward passes whose gradients are in the owner's sum; 0 for a role just taken over.
+        reduced: the role's reduced gradients are held, by its owner or because its shadow had received them.
+            The role needs nothing more from its pipeline and counts as finished, whatever the counters say.
+            Boundary tensors may then be missing (a shadow never had them), so whoever reports it without them
+            must know that no neighbour needs them: true of a shadow whose program has come to its
+            ``RecvReplica``, for by then the neighbours that are its own roles are finished, and a loss of the
+            other neighbour, whose shadow the lost owner was, would be fatal.
+
+    Raises:
+        ProtocolError: not ``0 <= backwards <= forwards``.
+    """
+
+    forwards: int = 0
+    backwards: int = 0
+    reduced: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.backwards <= self.forwards:
+            raise ProtocolError(f"impossible progress: {self.forwards} forwards, {self.backwards} backwards")
+
+
+#: Finished forwards and backwards of every role, by rank. Hashable form of a progress mapping.
+Finished = tuple[tuple[int, int], ...]
+
+
+def finished(layout: Layout, micro_batches: int, progress: Mapping[Role, RoleProgress] | None) -> Finished:
+    """Counters of all roles by rank; a reduced role counts as having finished all ``micro_batches``.
+
+    ``None`` is the progress of an iteration that nobody has begun.
+
+    Raises:
+        ProtocolError: a role is missing, unknown, or has finished more than ``micro_batches``.
+    """
+    if progress is None:
+        return ((0, 0),) * layout.size
+    if progress.keys() != set(layout.roles):
+        odd = ", ".join(str(role) for role in sorted(progress.keys() ^ set(layout.roles)))
+        raise ProtocolError(f"progress must name every role of {layout} once; missing or unknown: {odd}")
+    counters = []
+    for role in layout.roles:
+        done = progress[role]
+        if done.forwards > micro_batches:
+            raise ProtocolError(f"role {role} reports {done.forwards} forwards of {micro_batches} micro-batches")
+        counters.append((micro_batches,) * 2 if done.reduced else (done.forwards, done.backwards))
+    return tuple(counters)
+
+
+@dataclass(frozen=True)
+class MemberRecord:
+    """What a survivor tells the others after a loss.
+
+    Attributes:
+        step: iterations that the member has committed *and* stepped; it is in iteration ``step``.
+        entered: it has everything that the commit of iteration ``step`` needs of it: its sends are drained,
+            its own roles are reduced and it has received the reduced gradients of the roles it shadows.
+        roles: progress in iteration ``step`` of every role that it owns under the *new* plan.
+        commit: the committed vector of iteration ``step - 1``; ``None`` before the first commit.
+    """
+
+    step: int
+    entered: bool
+    roles: Mapping[Role, RoleProgress]
+    commit: tuple[float, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What all survivors do next; equal on all of them.
+
+    Attributes:
+        step: the iteration K that goes on.
+        mode: ``"commit"``: run :func:`~.program.commit_program`; ``"resume"``: run
+            :func:`~.program.member_program` with ``progress``.
+        behind: members that first step iteration K - 1, with ``commit_vector``, and drop its data.
+        commit_vector: the committed vector of iteration K - 1; ``None`` if no iteration was committed yet.
+        progress: progress of every role in iteration K.
+    """
+
+    step: int
+    mode: Literal["commit", "resume"]
+    behind: tuple[str, ...] = ()
+    commit_vector: tuple[float, ...] | None = None
+    progress: Mapping[Role, RoleProgress] = field(default_factory=dict)
+
+
+def decide(records: Mapping[str, MemberRecord], layout: Layout) -> Decision:
+    """What to do about the interrupted iteration, from the records of *all* members of the new plan.
+
+    Let K be the largest ``step`` among them. The rules, and why each is right:
+
+    1. *Nobody is more than one iteration behind.* The commit of K - 1 is an all-reduce over all owners: a
+       member at K passed it, hence every survivor had entered it, hence had stepped K - 2.
+    2. *A member at K - 1 has entered.* By the same argument. It has all that a step needs except the vector
+       of the commit, which every member at K holds; so it takes that one and steps, its roles and replicas.
+       It has not begun K: its roles have zero progress there.
+    3. *All members at K, all entered: redo the commit.* No survivor has passed the commit of K (its step
+       would be K + 1), so none has stepped. Every role's reduced gradients exist: where the owner died, its
+       shadow had received them, because the shadow has entered. Only the all-reduce is missing.
+    4. *Otherwise: resume iteration K.* Some member had not entered its commit, so nobody can have passed it
+       and nobody has stepped K. The iteration is finished from the progress that exists.
+
+    The order of ``records`` does not matter. The vectors of all members at K must be bit-equal (they are
+    results of one all-reduce); a difference would make replicas diverge silently.
+
+    Raises:
+        ProtocolError: the records contradict the rules above, do not name each role of ``layout`` exactly
+            once, or the vectors of the last commit differ or are missing where one is needed.
+    """
+    if not records:
+        raise ProtocolError("no records to decide upon")
+    step = max(record.step for record in records.values())
+    progress: dict[Role, RoleProgress] = {}
+    behind = []
+    vectors: dict[bytes, tuple[float, ...]] = {}
+    for member, record in sorted(records.items()):
+        if record.step < step - 1 or (record.step == step - 1 and not record.entered):
+            raise ProtocolError(
+                f"member {member} is in iteration {record.step} (entered its commit: {record.entered}) "
+                f"while iteration {step - 1} is committed"
+            )
+        if record.step == step and record.commit is not None:
+            vectors[struct.pack(f"{len(record.commit)}d", *record.commit)] = record.commit
+        if record.step < step:
+            behind.append(member)
+        for role, done in record.roles.items():
+            if role in progress:
+                raise ProtocolError(f"role {role} is claimed by {member} and by another member")
+            progress[role] = done if record.step == step else RoleProgress()
+    if progress.keys() != set(layout.roles):
+        odd = ", ".join(str(role) for role in sorted(progress.keys() ^ set(layout.roles)))
+        raise ProtocolError(f"the records must name every role of {layout} once; missing or unknown: {odd}")
+    if len(vectors) > 1:
+        raise ProtocolError(f"members disagree on the commit of iteration {step - 1}: {sorted(vectors.values())}")
+    vector = next(iter(vectors.values()), None)
+    if behind and vector is None:
+        raise ProtocolError(f"{', '.join(behind)} must step iteration {step - 1}, but nobody has its commit vector")
+    entered = not behind and all(record.entered for record in records.values())
+    return Decision(step, "commit" if entered else "resume", tuple(behind), vector, progress)

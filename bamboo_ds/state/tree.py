@@ -1,0 +1,70 @@
+"""State dictionaries as tensors plus JSON, so that they travel without pickle.
+
+A tree is made of dictionaries, lists, tuples, ``None``, booleans, integers, floats, strings and tensors.
+:func:`split` separates the tensors from the rest, :func:`join` puts them together again; types, keys and
+every bit of floats and tensors survive.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..errors import ProtocolError, UnsupportedError
+
+Tree = Any
+
+
+def split(tree: Tree) -> tuple[str, list[torch.Tensor]]:
+    """Separate a tree into JSON and the tensors it refers to.
+
+    Raises:
+        UnsupportedError: a value of another type; names where it is.
+    """
+    tensors: list[torch.Tensor] = []
+
+    def encode(value: Tree, path: str) -> Any:
+        if value is None or isinstance(value, (bool, int, float, str)):
+            return value
+        if torch.is_tensor(value):
+            tensors.append(value)
+            return ["tensor", len(tensors) - 1]
+        if isinstance(value, Mapping):
+            pairs = [[encode(k, path), encode(v, f"{path}[{k!r}]")] for k, v in value.items()]
+            return ["dict", pairs]
+        if isinstance(value, (list, tuple)):
+            kind = "list" if isinstance(value, list) else "tuple"
+            return [kind, [encode(v, f"{path}[{i}]") for i, v in enumerate(value)]]
+        raise UnsupportedError(
+            f"{path} is a {type(value).__name__}, which cannot be sent to a replica; state may hold tensors, numbers, "
+            "strings, None, lists, tuples and dictionaries"
+        )
+
+    return json.dumps(encode(tree, "state")), tensors
+
+
+def join(text: str, tensors: Sequence[torch.Tensor]) -> Tree:
+    """The tree that :func:`split` took apart.
+
+    Raises:
+        ProtocolError: ``text`` is not :func:`split`'s output.
+    """
+
+    def decode(value: Any) -> Tree:
+        if not isinstance(value, list):
+            return value
+        kind, content = value
+        if kind == "tensor":
+            return tensors[content]
+        if kind == "dict":
+            return {decode(k): decode(v) for k, v in content}
+        if kind == "list":
+            return [decode(v) for v in content]
+        if kind == "tuple":
+            return tuple(decode(v) for v in content)
+        raise ProtocolError(f"unknown node {kind!r} in a state message")
+
+    return decode(json.loads(text))

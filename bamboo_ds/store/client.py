@@ -1,0 +1,292 @@
+"""The store: a namespace in etcd, with reconnection, failover and watches that do not go silent."""
+
+from __future__ import annotations
+
+import logging
+import math
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any
+
+from ..errors import ConfigError, LeaseExpired, StoreError
+from .connection import Answer, Connection, Link, rpc
+from .endpoints import parse_endpoints, read_certificates
+from .keyspace import Keyspace
+from .records import KeyValue, Snapshot, TlsFiles, WatchEvent
+from .watch import HealthMonitor, Watch
+
+log = logging.getLogger(__name__)
+
+
+class Store:
+    """One namespace of an etcd cluster. Thread-safe.
+
+    Connects on first use, to the first endpoint that answers. Every method that talks to etcd
+    retries on connection errors, over all endpoints in turn, until ``timeout_s`` has passed, and then
+    raises :class:`StoreUnavailable`; after that error a write may or may not have taken place, or may
+    still do so. A request that etcd refuses (permissions, sizes) raises :class:`StoreError` at once.
+
+    Args:
+        endpoints: ``http://host:port``, ``https://host:port`` or ``host:port`` of cluster members.
+        namespace: prefix of all keys, such as ``/bamboo/<job>/``.
+        tls: certificate files; ``None`` for plain text, or for the system's roots with ``https``.
+        user: name to authenticate with; needs ``password``.
+        password: never logged.
+        timeout_s: seconds that a request may take, with all its retries.
+
+    Raises:
+        ConfigError: an endpoint, a TLS file or a pair of credentials cannot be right.
+
+    Importing this module raises :class:`StoreError` if ``etcd3`` cannot be used with the installed protobuf.
+    """
+
+    def __init__(
+        self,
+        endpoints: Sequence[str],
+        *,
+        namespace: str,
+        tls: TlsFiles | None = None,
+        user: str | None = None,
+        password: str | None = None,
+        timeout_s: float = 5.0,
+    ) -> None:
+        if (user is None) != (password is None):
+            missing = "password" if password is None else "user"
+            raise ConfigError(f"store.{missing} is not set: set store.user and the password, or neither")
+        if timeout_s <= 0:
+            raise ConfigError(f"store.timeout_s is {timeout_s:g}; it must be positive")
+        self._keys = Keyspace(namespace)
+        places = parse_endpoints(endpoints, tls)
+        if user is not None and any(not place.secure and not place.loopback for place in places):
+            log.warning("the store's password goes over the network in plain text: use https endpoints")
+        self._connection = Connection(places, read_certificates(tls), user, password, timeout_s)
+        self._lock = threading.Lock()
+        self._watches: set[Watch] = set()
+        self._monitor: HealthMonitor | None = None
+
+    def ping(self) -> float:
+        """Seconds that a linearizable read takes; raises like every request."""
+        begin = time.monotonic()
+        self._connection.call(_range, rpc.RangeRequest(key=self._keys.absolute("ping"), count_only=True))
+        return time.monotonic() - begin
+
+    def get(self, key: str) -> KeyValue | None:
+        """The newest value of ``key``, ``None`` if absent (linearizable)."""
+        response = self._connection.call(_range, rpc.RangeRequest(key=self._keys.absolute(key))).message
+        return self._keys.key_value(response.kvs[0]) if response.kvs else None
+
+    def get_prefix(self, prefix: str) -> Snapshot:
+        """All keys that start with ``prefix`` at one revision (linearizable)."""
+        return self._keys.snapshot(self._connection.call(_range, self._keys.range_request(prefix)).message)
+
+    def put(self, key: str, value: str, lease: Lease | None = None) -> int:
+        """Set ``key``; returns the revision. Raises :class:`LeaseExpired` if ``lease`` is gone."""
+        request = self._put_request(key, value, lease)
+        return int(self._connection.call(lambda link: link.kv.Put, request).message.header.revision)
+
+    def create(self, key: str, value: str, lease: Lease | None = None) -> bool:
+        """Set ``key`` only if it is absent; same as ``compare_and_swap(key, 0, value, lease)``."""
+        return self.compare_and_swap(key, 0, value, lease)
+
+    def compare_and_swap(self, key: str, mod_revision: int, value: str, lease: Lease | None = None) -> bool:
+        """Set ``key`` only if its ``mod_revision`` still is the given one (0: only if absent).
+
+        True if this call wrote. If the connection broke before the answer came, the write is repeated
+        under the same condition, and finding exactly ``value`` and ``lease`` in place then counts as
+        own success. False therefore means: somebody else wrote since, read again. Raises
+        :class:`LeaseExpired` if ``lease`` is gone.
+        """
+        write = rpc.RequestOp(request_put=self._put_request(key, value, lease))
+        answer = self._transaction(key, mod_revision, write)
+        if answer.message.succeeded:
+            return True
+        # An attempt whose answer was lost may have written already, and so have failed its own repetition.
+        found = answer.message.responses[0].response_range.kvs
+        if not answer.ambiguous or not found:
+            return False
+        present = self._keys.key_value(found[0])
+        mine = (value, lease.id if lease else None)
+        return present.mod_revision > mod_revision and (present.value, present.lease) == mine
+
+    def delete(self, key: str) -> bool:
+        """Delete ``key``; True if it existed (or if the connection broke and it is gone now)."""
+        answer = self._connection.call(_delete, rpc.DeleteRangeRequest(key=self._keys.absolute(key)))
+        return bool(answer.message.deleted) or answer.ambiguous
+
+    def compare_and_delete(self, key: str, mod_revision: int) -> bool:
+        """Delete ``key`` only if its ``mod_revision`` still is the given one; True if it is gone by that."""
+        erase = rpc.RequestOp(request_delete_range=rpc.DeleteRangeRequest(key=self._keys.absolute(key)))
+        answer = self._transaction(key, mod_revision, erase)
+        if answer.message.succeeded:
+            return True
+        return answer.ambiguous and not answer.message.responses[0].response_range.kvs
+
+    def delete_prefix(self, prefix: str) -> int:
+        """Delete all keys that start with ``prefix``; returns how many the last attempt found."""
+        request = rpc.DeleteRangeRequest(**self._keys.bounds(prefix))
+        return int(self._connection.call(_delete, request).message.deleted)
+
+    def lease(self, ttl_s: float) -> Lease:
+        """A new lease; etcd counts whole seconds (rounded up) and may grant more than asked for."""
+        if ttl_s <= 0:
+            raise ConfigError(f"the time to live of a lease must be positive, not {ttl_s:g} s")
+        # Numbered here, so that a repetition after a lost answer does not make a second one.
+        lease_id = secrets.randbelow(2**63 - 1) + 1
+        begin = time.monotonic()
+        request = rpc.LeaseGrantRequest(TTL=math.ceil(ttl_s), ID=lease_id)
+        try:
+            response = self._connection.call(lambda link: link.lease.LeaseGrant, request).message
+        except StoreError as error:
+            if "lease already exists" not in str(error):
+                raise
+            lease = Lease(self._connection, lease_id, 0, begin)
+            if not lease.refresh():
+                raise LeaseExpired("the new lease ran out before it was in use: etcd is overloaded") from error
+            return lease
+        return Lease(self._connection, response.ID, response.TTL, begin)
+
+    def watch(
+        self,
+        prefix: str,
+        callback: Callable[[WatchEvent], None],
+        start_revision: int | None = None,
+        *,
+        on_error: Callable[[BaseException], None] | None = None,
+    ) -> Watch:
+        """Call ``callback`` for every change under ``prefix``, in order, each once.
+
+        Usual order: ``snapshot = get_prefix(p)``, handle it, ``watch(p, callback, snapshot.revision + 1)``.
+        The watch outlives broken connections and restarts of etcd: it goes on after the last revision
+        it saw; a connection that is silently dead is noticed within 3 s. If etcd has compacted that
+        revision away meanwhile, the difference to the present state is delivered as events (several
+        changes of one key then become one).
+
+        Callbacks run one at a time in the watch's own thread; they may call any method of the store.
+        A callback that raises, or a refusal by etcd (permission withdrawn), ends the watch: the
+        exception is kept in :attr:`Watch.error`, logged, and passed to ``on_error``.
+
+        Args:
+            prefix: keys to watch; an exact key is a prefix too.
+            callback: called from the watch's thread.
+            start_revision: first revision to report; ``None`` for changes after this call.
+            on_error: called once, from the watch's thread, if the watch ends by an error.
+
+        Raises:
+            StoreError: ``start_revision`` is compacted already or not reached yet: read the prefix again.
+        """
+        base = self.get_prefix(prefix) if start_revision is None else self._before(prefix, start_revision)
+        watch = Watch(self._connection, self._keys, prefix, callback, base, on_error, self._forget)
+        with self._lock:
+            if self._connection.closed.is_set():
+                raise StoreError("the store is closed")
+            self._watches.add(watch)
+            if self._monitor is None:
+                self._monitor = HealthMonitor(self._connection, self._keys)
+        watch.start()
+        return watch
+
+    def close(self) -> None:
+        """End all watches, threads and connections; leases stay. Idempotent."""
+        self._connection.close()
+        with self._lock:
+            watches, monitor = list(self._watches), self._monitor
+        for watch in watches:
+            watch.cancel()
+        if monitor is not None:
+            monitor.join()
+
+    def _put_request(self, key: str, value: str, lease: Lease | None) -> Any:
+        return rpc.PutRequest(key=self._keys.absolute(key), value=value.encode(), lease=lease.id if lease else 0)
+
+    def _transaction(self, key: str, mod_revision: int, operation: Any) -> Answer:
+        """Carry out ``operation`` if ``key`` is still at ``mod_revision``; else read ``key``."""
+        name = self._keys.absolute(key)
+        compare = rpc.Compare(result=rpc.Compare.EQUAL, target=rpc.Compare.MOD, key=name, mod_revision=mod_revision)
+        read = rpc.RequestOp(request_range=rpc.RangeRequest(key=name))
+        request = rpc.TxnRequest(compare=[compare], success=[operation], failure=[read])
+        return self._connection.call(lambda link: link.kv.Txn, request)
+
+    def _before(self, prefix: str, revision: int) -> Snapshot:
+        """What a watch from ``revision`` on builds upon: a resync compares the present with it."""
+        if revision <= 1:
+            return Snapshot({}, 0)
+        request = self._keys.range_request(prefix, revision - 1)
+        try:
+            answer = self._connection.call(_range, request)
+        except StoreError as error:
+            if "required revision" not in str(error):
+                raise
+            raise StoreError(f"cannot watch from revision {revision} on: {error}; read the prefix again") from error
+        return Snapshot(self._keys.snapshot(answer.message).entries, revision - 1)
+
+    def _forget(self, watch: Watch) -> None:
+        with self._lock:
+            self._watches.discard(watch)
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Lease:
+    """A time to live shared by the keys put under it. Made by :meth:`Store.lease`. Thread-safe.
+
+    Nothing refreshes it by itself: whoever vouches for being alive calls :meth:`refresh`.
+
+    Attributes:
+        id: etcd's number of the lease.
+        ttl_s: seconds granted, counted from each refresh.
+    """
+
+    def __init__(self, connection: Connection, lease_id: int, ttl_s: float, begin: float) -> None:
+        self.id = lease_id
+        self.ttl_s = float(ttl_s)
+        self._connection = connection
+        self._lock = threading.Lock()
+        self._ends = begin + ttl_s
+
+    def refresh(self) -> bool:
+        """Start the time to live anew. False if the lease is gone (its keys too); make a new one then.
+
+        Raises :class:`StoreUnavailable` if etcd does not answer; the lease may be alive then, see
+        :meth:`remaining_s`.
+        """
+        begin = time.monotonic()
+        request = rpc.LeaseKeepAliveRequest(ID=self.id)
+        ttl = float(self._connection.call(lambda link: link.keep_alive, request).message.TTL)
+        with self._lock:
+            if ttl <= 0:
+                self._ends = begin
+                return False
+            self.ttl_s = ttl
+            self._ends = max(self._ends, begin + ttl)
+            return True
+
+    def revoke(self) -> None:
+        """End the lease and delete its keys at once. No error if it is gone already."""
+        try:
+            self._connection.call(lambda link: link.lease.LeaseRevoke, rpc.LeaseRevokeRequest(ID=self.id))
+        except LeaseExpired:
+            log.debug("lease %x was gone before it was revoked", self.id)
+        with self._lock:
+            self._ends = time.monotonic()
+
+    def remaining_s(self) -> float:
+        """Seconds that the lease certainly lives on, from the last refresh's start (local, no request)."""
+        with self._lock:
+            return max(0.0, self._ends - time.monotonic())
+
+
+def _range(link: Link) -> Any:
+    return link.kv.Range
+
+
+def _delete(link: Link) -> Any:
+    return link.kv.DeleteRange

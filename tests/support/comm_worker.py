@@ -1,0 +1,317 @@
+"""A small cluster of data-plane processes that a test commands: no etcd, no agents, plans made by hand.
+
+``Cluster`` (in the test) starts ``Member`` processes from a fork server. Each has a main thread, which runs the
+commands one by one, and a control thread, which answers at once and aborts the session when told.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import multiprocessing.forkserver
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+DEADLINE = 10.0  # seconds in which anything must happen; a bound on hangs, not a target
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "bamboo_ds.comm.backend", "bamboo_ds.comm.transport"])
+
+
+# -- inside a member ------------------------------------------------------------------------------------------
+class Member:
+    """The commands that a member's main thread understands, one method each."""
+
+    def __init__(self, name: str, address: str) -> None:
+        import torch
+
+        from bamboo_ds.comm.session import Session
+
+        torch.set_num_threads(1)
+        self.name = name
+        self.failures: list[tuple[str | None, str]] = []
+        self.kept: list[Any] = []
+        self.session = Session(
+            name, address, timedelta(seconds=60), lambda member, reason: self.failures.append((member, reason))
+        )
+        self.transport: Any = None
+        self.lanes: dict[str, Any] = {}
+
+    def host(self, plan: Any) -> int:
+        return self.session.host_store(plan)
+
+    def attach(self, plan: Any, address: tuple[str, int]) -> float:
+        if self.transport is not None:
+            self.transport.close()
+            self.transport = None
+        start = time.monotonic()
+        self.session.attach(plan, address)
+        return time.monotonic() - start
+
+    def init(self, rank: int, world: int) -> None:
+        from bamboo_ds.comm.backend import init_process_group
+
+        init_process_group(self.session, rank, world)
+
+    def detach(self) -> None:
+        self.session.detach()
+
+    def case(self, name: str, rank: int, world: int) -> list[Any]:
+        from support.comm_cases import CASES
+
+        return [portable(value) for value in CASES[name](rank, world)]
+
+    def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        return function(self, *arguments)
+
+    def census(self) -> tuple[int, int]:
+        """Threads and descriptors of this process."""
+        return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+    def close(self) -> None:
+        import torch
+
+        if self.transport is not None:
+            self.transport.close()
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+        self.session.close()
+
+
+def portable(value: Any) -> Any:
+    """Tensors as (dtype, shape, bytes): bit-exact, and no shared memory between processes."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        flat = value.detach().contiguous().reshape(-1)
+        return str(value.dtype), tuple(value.shape), bytes(flat.view(torch.uint8).numpy())
+    if isinstance(value, (list, tuple)):
+        return [portable(each) for each in value]
+    return value
+
+
+def serve(name: str, address: str, commands: Connection, parent: Sequence[Connection]) -> None:
+    """The process of one member."""
+    for end in parent:
+        end.close()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    member = Member(name, address)
+    todo: queue.Queue[tuple[str, tuple[Any, ...]] | None] = queue.Queue()
+    sending = threading.Lock()
+
+    def answer(kind: str, value: Any) -> None:
+        with sending:
+            commands.send((kind, value))
+
+    def control() -> None:
+        while True:
+            try:
+                kind, command, arguments = commands.recv()
+            except (EOFError, OSError):
+                os._exit(3)  # the test is gone
+            if kind == "main":
+                todo.put((command, arguments))
+                if command == "close":
+                    return
+            elif command == "abort":
+                member.session.abort(*arguments)
+                answer("control", time.monotonic())
+            elif command == "blocked":
+                epoch = member.session._epoch
+                answer("control", 0 if epoch is None else epoch._blocked)
+            elif command == "failures":
+                answer("control", list(member.failures))
+
+    thread = threading.Thread(target=control, name="control", daemon=True)
+    thread.start()
+    while True:
+        item = todo.get()
+        assert item is not None
+        command, arguments = item
+        try:
+            value = getattr(member, command)(*arguments)
+            answer("done", (value, time.monotonic()))
+        except Exception as error:
+            text = "".join(traceback.format_exception(error))
+            answer("raised", (type(error).__name__, str(error), text, time.monotonic()))
+        if command == "close":
+            thread.join()
+            return
+
+
+# -- inside the test ------------------------------------------------------------------------------------------
+class Raised(Exception):
+    """A member's command raised."""
+
+    def __init__(self, member: str, kind: str, text: str, trace: str, when: float) -> None:
+        super().__init__(f"{member}: {kind}: {text}\n{trace}")
+        self.member, self.kind, self.text, self.when = member, kind, text, when
+
+
+class Remote:
+    """The test's end of one member."""
+
+    def __init__(self, name: str, address: str) -> None:
+        self.name = name
+        here, there = _CONTEXT.Pipe()
+        self._connection = here
+        self._answers: dict[str, list[Any]] = {"main": [], "control": []}
+        self.process = _CONTEXT.Process(target=serve, args=(name, address, there, ()), name=name, daemon=True)
+        self.process.start()
+        there.close()
+
+    @property
+    def pid(self) -> int:
+        assert self.process.pid is not None
+        return self.process.pid
+
+    def start(self, command: str, *arguments: Any) -> None:
+        """Have the main thread run a command."""
+        self._connection.send(("main", command, arguments))
+
+    def _answer(self, kind: str, deadline: float) -> Any:
+        end = time.monotonic() + deadline
+        while not self._answers[kind]:
+            if not self._connection.poll(max(0.0, end - time.monotonic())):
+                raise AssertionError(f"member {self.name} hangs: no answer within {deadline} s")
+            what, value = self._connection.recv()
+            self._answers["control" if what == "control" else "main"].append((what, value))
+        return self._answers[kind].pop(0)
+
+    def finish(self, deadline: float = DEADLINE) -> Any:
+        """The result of the oldest command started; raises :class:`Raised`."""
+        what, value = self._answer("main", deadline)
+        if what == "raised":
+            raise Raised(self.name, *value)
+        return value[0]
+
+    def outcome(self, deadline: float = DEADLINE) -> Raised | None:
+        """Whether the oldest command started raised, and what."""
+        try:
+            self.finish(deadline)
+        except Raised as raised:
+            return raised
+        return None
+
+    def run(self, command: str, *arguments: Any) -> Any:
+        self.start(command, *arguments)
+        return self.finish()
+
+    def control(self, command: str, *arguments: Any) -> Any:
+        """Have the control thread do something at once."""
+        self._connection.send(("control", command, arguments))
+        return self._answer("control", DEADLINE)[1]
+
+    def wait_blocked(self) -> None:
+        """Wait until the main thread is inside an operation that may block."""
+        end = time.monotonic() + DEADLINE
+        while not self.control("blocked"):
+            assert time.monotonic() < end, f"member {self.name} never entered the operation"
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+        self.process.join(DEADLINE)
+        assert self.process.exitcode == -signal.SIGKILL
+        self._connection.close()
+
+    def stop(self) -> None:
+        """SIGSTOP; returns when the kernel has stopped it."""
+        os.kill(self.pid, signal.SIGSTOP)
+        end = time.monotonic() + DEADLINE
+        while True:
+            with open(f"/proc/{self.pid}/stat") as stat:
+                if stat.read().rpartition(")")[2].split()[0] == "T":
+                    return
+            assert time.monotonic() < end, f"member {self.name} does not stop"
+
+    def resume(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+
+
+class Cluster:
+    """Members ``m0``, ``m1``, …; member i owns role i unless a plan says otherwise."""
+
+    def __init__(self, size: int, address: str = "127.0.0.1") -> None:
+        from bamboo_ds.topology import Plan
+
+        self.address = address
+        self.names = tuple(f"m{index}" for index in range(size))
+        self.members = {name: Remote(name, address) for name in self.names}
+        self.plan = Plan(epoch=0, owners=self.names, members=self.names, store_host=self.names[0])
+
+    def __getitem__(self, index: int) -> Remote:
+        return self.members[self.names[index]]
+
+    def next_plan(self, **changes: Any) -> Any:
+        """The next epoch's plan; by default as the current one."""
+        self.plan = replace(self.plan, epoch=self.plan.epoch + 1, **changes)
+        return self.plan
+
+    def attach(self, **changes: Any) -> list[float]:
+        """Take all members of the next plan into its epoch; returns their seconds."""
+        plan = self.next_plan(**changes)
+        port = self.members[plan.store_host].run("host", plan)
+        for name in plan.members:
+            self.members[name].start("attach", plan, (self.address, port))
+        return [self.members[name].finish() for name in plan.members]
+
+    def everybody(self, command: str, arguments: Callable[[int], tuple[Any, ...]] = lambda _: ()) -> list[Any]:
+        """Run a command on all members of the plan at once; their results in order."""
+        for index, name in enumerate(self.plan.members):
+            self.members[name].start(command, *arguments(index))
+        return [self.members[name].finish() for name in self.plan.members]
+
+    def replace_member(self, index: int) -> None:
+        """Start a new process in place of a killed member."""
+        name = self.names[index]
+        self.members[name] = Remote(name, self.address)
+
+    def close(self) -> None:
+        """End all members cleanly; fails if one does not end with exit code 0."""
+        for member in self.members.values():
+            member.start("close")
+        for member in self.members.values():
+            outcome = member.outcome()
+            assert outcome is None, outcome
+        for member in self.members.values():
+            member.process.join(DEADLINE)
+            assert member.process.exitcode == 0, f"{member.name} ended with {member.process.exitcode}"
+
+    def destroy(self) -> None:
+        """Kill what is left, after a failed test."""
+        for member in self.members.values():
+            if member.process.is_alive():
+                member.process.kill()
+                member.process.join(DEADLINE)
+
+
+@contextlib.contextmanager
+def cluster(size: int, world: bool = True) -> Iterator[Cluster]:
+    """A cluster in epoch 1, with torch.distributed initialised if ``world``; closed cleanly at the end."""
+    made = Cluster(size)
+    try:
+        made.attach()
+        if world:
+            made.everybody("init", lambda index: (index, size))
+        yield made
+        made.close()
+    finally:
+        made.destroy()
+
+
+def stop_fork_server() -> None:
+    """End the fork server, which would otherwise outlive the tests of this module."""
+    multiprocessing.forkserver._forkserver._stop()  # type: ignore[attr-defined]
+
+
+if __name__ == "__main__":
+    sys.exit("this module is imported by tests")

@@ -1,0 +1,234 @@
+"""A real etcd for tests that a test may kill, pause, restart and cut off from its clients.
+
+Fixtures made of it are in ``fixtures.py``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from bamboo_ds.store.embedded import _free_ports, etcd_command, find_etcd, wait_healthy
+from bamboo_ds.store.records import WatchEvent
+from bamboo_ds.store.supervisor import die_with_parent
+
+_names = itertools.count()
+
+
+class EtcdServer:
+    """One etcd process with fixed ports and data directory."""
+
+    def __init__(self, folder: Path, extra: Sequence[str] = (), scheme: str = "http") -> None:
+        self.folder = folder
+        self.port, self._peer = _free_ports("127.0.0.1")
+        self.url = f"{scheme}://127.0.0.1:{self.port}"
+        self._scheme, self._extra = scheme, list(extra)
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def start(self) -> EtcdServer:
+        """Start, also again on the old data, and wait until it serves."""
+        command = etcd_command(find_etcd(), str(self.folder / "data"), "127.0.0.1", self.port, self._peer)
+        command = [part.replace(f"http://127.0.0.1:{self.port}", self.url) for part in command]
+        with open(self.folder / "etcd.log", "ab") as log:
+            self._process = subprocess.Popen(
+                command + self._extra,
+                stdout=log,
+                stderr=log,
+                preexec_fn=lambda: die_with_parent(signal.SIGKILL),
+            )
+        if self._scheme == "http":
+            wait_healthy("127.0.0.1", self.port, 20.0, self._check)
+        return self
+
+    def _check(self) -> None:
+        assert self._process is not None
+        assert self._process.poll() is None, (self.folder / "etcd.log").read_text()
+
+    def kill(self) -> None:
+        """SIGKILL; the data stays."""
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait()
+
+    def restart(self, *, empty: bool = False) -> None:
+        """Kill and start on the same ports, with the old data or with none."""
+        self.kill()
+        if empty:
+            shutil.rmtree(self.folder / "data")
+        self.start()
+
+    def pause(self) -> None:
+        """SIGSTOP: connections stay open and nothing answers."""
+        os.kill(self.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+
+    def stop(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self.kill()
+
+    def __enter__(self) -> EtcdServer:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+
+class Proxy:
+    """A TCP proxy in front of etcd, to break connections in chosen ways.
+
+    ``mode``: ``pass`` forwards; ``cut`` closes all connections and refuses new ones; ``deaf`` forwards
+    requests and swallows every answer; ``hole`` swallows everything.
+    """
+
+    def __init__(self, port: int) -> None:
+        self._target = port
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self.mode = "pass"
+        self.swallowed = 0
+        self._wake, self._waker = socket.socketpair()
+        self._done = False
+        self._changed = threading.Condition()
+        self._applied = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="test-proxy")
+        self._thread.start()
+
+    def set(self, mode: str) -> None:
+        """Change the mode; in force at the return."""
+        self._applied.clear()
+        self.mode = mode
+        self._waker.send(b"x")
+        assert self._applied.wait(10), "the proxy hangs"
+
+    def wait_swallowed(self, timeout_s: float = 10.0) -> None:
+        """Wait until an answer has been swallowed: the fault has happened."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: self.swallowed > 0, timeout_s), "no answer was swallowed"
+
+    def _run(self) -> None:
+        upstream: dict[socket.socket, socket.socket] = {}
+        pairs: dict[socket.socket, socket.socket] = {}
+
+        def drop(one: socket.socket) -> None:
+            for end in (one, pairs.get(one)):
+                if end is not None:
+                    pairs.pop(end, None)
+                    upstream.pop(end, None)
+                    end.close()
+
+        while not self._done:
+            ready, _, _ = select.select([self._listener, self._wake, *pairs], [], [])
+            for sock in ready:
+                if sock is self._wake:
+                    self._wake.recv(64)
+                    if self.mode == "cut":
+                        for one in list(pairs):
+                            drop(one)
+                    self._applied.set()
+                elif sock is self._listener:
+                    client, _ = sock.accept()
+                    try:
+                        if self.mode == "cut":
+                            raise ConnectionError
+                        server = socket.create_connection(("127.0.0.1", self._target))
+                    except OSError:
+                        client.close()
+                        continue
+                    pairs[client], pairs[server] = server, client
+                    upstream[server] = client
+                elif sock in pairs:
+                    try:
+                        data = sock.recv(65536)
+                        if not data:
+                            raise ConnectionError
+                        answer = sock in upstream
+                        if self.mode == "hole" or (self.mode == "deaf" and answer):
+                            with self._changed:
+                                self.swallowed += 1
+                                self._changed.notify_all()
+                        else:
+                            pairs[sock].sendall(data)
+                    except OSError:
+                        drop(sock)
+        for one in list(pairs):
+            drop(one)
+
+    def close(self) -> None:
+        self._done = True
+        self._waker.send(b"x")
+        self._thread.join()
+        for sock in (self._listener, self._wake, self._waker):
+            sock.close()
+
+    def __enter__(self) -> Proxy:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Recorder:
+    """A watch callback that remembers, and lets a test wait."""
+
+    def __init__(self) -> None:
+        self.events: list[WatchEvent] = []
+        self._changed = threading.Condition()
+
+    def __call__(self, event: WatchEvent) -> None:
+        with self._changed:
+            self.events.append(event)
+            self._changed.notify_all()
+
+    @property
+    def seen(self) -> list[tuple[str, str, str]]:
+        with self._changed:
+            return [(event.kind, event.key, event.kv.value) for event in self.events]
+
+    def wait(self, predicate: Callable[[list[tuple[str, str, str]]], Any], timeout_s: float = 10.0) -> None:
+        """Wait until ``predicate(seen)``; fails with what was seen."""
+        with self._changed:
+            done = self._changed.wait_for(
+                lambda: predicate([(event.kind, event.key, event.kv.value) for event in self.events]),
+                timeout_s,
+            )
+            assert done, f"saw only {self.events}"
+
+    def wait_for(self, kind: str, key: str, timeout_s: float = 10.0) -> None:
+        self.wait(lambda seen: any(event[:2] == (kind, key) for event in seen), timeout_s)
+
+
+def wait_until(predicate: Callable[[], Any], what: str, timeout_s: float = 10.0) -> float:
+    """Poll ``predicate`` until true, with a deadline; returns the seconds it took."""
+    import time
+
+    begin, pause = time.monotonic(), threading.Event()
+    while not predicate():
+        assert time.monotonic() - begin < timeout_s, f"not within {timeout_s} s: {what}"
+        pause.wait(0.01)
+    return time.monotonic() - begin
+
+
+def new_namespace() -> str:
+    """A namespace that no other test uses."""
+    return f"/bamboo/test-{os.getpid()}-{next(_names)}/"

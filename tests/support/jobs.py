@@ -1,0 +1,148 @@
+"""Starting whole jobs: stock DeepSpeed and under ``bamboo run``."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SUPPORT = Path(__file__).parent
+TRAIN = SUPPORT / "train.py"
+#: Seconds after which a job counts as hanging.
+DEADLINE_S = 180
+
+
+def environment() -> dict[str, str]:
+    """One computing thread per process; no JIT-compiled extensions."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONUNBUFFERED": "1"}
+
+
+def write_config(folder: Path, bamboo: dict[str, Any] | None, micro_batches: int = 6, **changes: Any) -> Path:
+    """A ``ds_config.json``."""
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": micro_batches,
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-2, "torch_adam": True}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 5}},
+        "gradient_clipping": 0.5,
+        "steps_per_print": 10**9,
+    }
+    config.update(changes)
+    config = {k: v for k, v in config.items() if v is not None}
+    if bamboo is not None:
+        config["bamboo"] = bamboo
+    path = folder / "ds_config.json"
+    path.write_text(json.dumps(config))
+    return path
+
+
+@dataclass
+class Result:
+    """What a job left behind."""
+
+    out: Path
+    exit_code: int
+    output: str
+
+    def ranks(self) -> dict[int, dict[str, Any]]:
+        """The dump of every worker that reached the end."""
+        files = self.out.glob("result-*.pt")
+        return {int(f.stem.split("-")[1]): torch.load(f, weights_only=True) for f in files}
+
+    def roles(self) -> dict[tuple[int, int], Any]:
+        """State of every role at its owner."""
+        found: dict[tuple[int, int], Any] = {}
+        for result in self.ranks().values():
+            found.update(result["roles"])
+        return found
+
+    def replicas(self) -> dict[tuple[int, int], Any]:
+        """State of every replica."""
+        found: dict[tuple[int, int], Any] = {}
+        for result in self.ranks().values():
+            found.update(result["replicas"])
+        return found
+
+    def faults(self) -> list[str]:
+        """Names of the faults that struck."""
+        return sorted(f.name for f in self.out.glob("fault-*"))
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        """Events of one kind."""
+        lines = (self.out / "events.jsonl").read_text().splitlines()
+        return [event for event in map(json.loads, lines) if event["event"] == kind]
+
+    def samples(self) -> dict[int, list[int]]:
+        """Indices of the samples that each worker read, in order."""
+        files = self.out.glob("samples-*.txt")
+        return {int(f.stem.split("-")[1]): [int(x) for x in f.read_text().split()] for f in files}
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def run_stock(folder: Path, world: int, arguments: list[str], config: Path, script: Path = TRAIN) -> Result:
+    """The job without bamboo: ``world`` plain processes."""
+    out = folder
+    port = str(free_port())
+    workers, logs = [], []
+    for rank in range(world):
+        env = environment() | {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(world),
+            "LOCAL_SIZE": str(world),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+        }
+        command = [sys.executable, str(SUPPORT / "stock.py"), str(script)]
+        command += ["--deepspeed_config", str(config), "--out", str(out), *arguments]
+        log = open(out / f"log-{rank}.txt", "wb")  # noqa: SIM115
+        logs.append(log)
+        workers.append(subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT))
+    try:
+        codes = [w.wait(DEADLINE_S) for w in workers]
+    finally:
+        for worker in workers:
+            if worker.poll() is None:
+                worker.kill()
+                worker.wait()
+        for log in logs:
+            log.close()
+    output = "".join((out / f"log-{r}.txt").read_text(errors="replace") for r in range(world))
+    return Result(out, max(codes, key=abs), output)
+
+
+def bamboo_command() -> str:
+    """The console script of the interpreter that runs the tests."""
+    beside = Path(sys.executable).with_name("bamboo")
+    return str(beside) if beside.exists() else str(shutil.which("bamboo"))
+
+
+def run_bamboo(
+    folder: Path, world: int, arguments: list[str], config: Path, script: Path = TRAIN, timeout: float = DEADLINE_S
+) -> Result:
+    """The job under ``bamboo run``."""
+    command = [bamboo_command(), "run", "-n", str(world), "--events", str(folder / "events.jsonl"), str(script)]
+    command += ["--deepspeed_config", str(config), "--out", str(folder), *arguments]
+    done = subprocess.Popen(
+        command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+    )
+    try:
+        output, _ = done.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        done.terminate()
+        output, _ = done.communicate(timeout=30)
+        raise AssertionError(f"the job hangs:\n{output.decode(errors='replace')[-6000:]}") from None
+    return Result(folder, done.returncode, output.decode(errors="replace"))

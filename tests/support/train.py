@@ -1,0 +1,213 @@
+"""A DeepSpeed pipeline job with everything that the tests vary; runs with and without bamboo.
+
+train.py --deepspeed_config FILE --out FOLDER --stages P [--steps N] [--model mlp] ...
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.pipe import LayerSpec, PipelineModule
+from torch import nn
+
+HIDDEN, CLASSES = 16, 10
+
+
+class Block(nn.Module):
+    """Linear, optional normalisation and dropout, residual."""
+
+    def __init__(self, dropout: float = 0.0, norm: bool = False) -> None:
+        super().__init__()
+        self.linear = nn.Linear(HIDDEN, HIDDEN)
+        self.norm = nn.BatchNorm1d(HIDDEN) if norm else nn.Identity()
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.dropout(torch.tanh(self.norm(self.linear(x))))
+
+
+class TupleBlock(Block):
+    """The same on tuples of (activations, a second float tensor, integers, a mask)."""
+
+    def forward(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+        x, y, index, mask = inputs
+        x = super().forward(x) + 0.1 * y + index.unsqueeze(1) * 0.01
+        return x, y * 0.9 + x.mean(), index + 1, ~mask
+
+
+class TupleHead(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(HIDDEN, CLASSES)
+
+    def forward(self, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        x, y, index, mask = inputs
+        return self.linear(x * mask.float().unsqueeze(1) + y) * (1 + 0.001 * index.float().mean())
+
+
+class LossHead(nn.Module):
+    """A head that returns the loss itself; the target is the sign of the input's first feature."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(HIDDEN, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).square().mean()
+
+
+class Samples(torch.utils.data.Dataset):  # type: ignore[type-arg]
+    """Deterministic samples that note their index when they are read."""
+
+    def __init__(self, size: int, model: str, ledger: Path | None) -> None:
+        self.size, self.model, self.ledger = size, model, ledger
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> Any:
+        if self.ledger is not None:
+            with open(self.ledger, "a") as file:
+                file.write(f"{index}\n")
+        generator = torch.Generator().manual_seed(1000 + index)
+        x = torch.randn(HIDDEN, generator=generator)
+        label = torch.randint(0, CLASSES, (), generator=generator)
+        if self.model == "tuple":
+            y = torch.randn(HIDDEN, generator=generator)
+            return (x, y, label.clone(), label % 2 == 0), label
+        return x, label
+
+
+def iterator(arguments: argparse.Namespace, pipeline: int, pipelines: int, batch: int, ledger: Path | None) -> Any:
+    """Micro-batches of one pipeline: pipeline d reads the samples with index = d modulo D."""
+    data = Samples(1 << 20, arguments.model, ledger)
+    index = pipeline
+    while True:
+        samples = []
+        for _ in range(batch):
+            samples.append(data[index])
+            index += pipelines
+        inputs, labels = torch.utils.data.default_collate(samples)
+        yield (tuple(inputs) if isinstance(inputs, list) else inputs), labels
+
+
+def build(arguments: argparse.Namespace) -> PipelineModule:
+    tuples = arguments.model == "tuple"
+    block = TupleBlock if tuples else Block
+    layers = [LayerSpec(block, arguments.dropout, arguments.norm) for _ in range(2 * arguments.stages - 1)]
+    head = {"tuple": TupleHead, "loss": LossHead}.get(arguments.model)
+    layers.append(LayerSpec(head) if head else LayerSpec(nn.Linear, HIDDEN, CLASSES))
+    if arguments.instances:
+        layers = [spec.build() for spec in layers]
+    loss = None if arguments.model == "loss" else nn.CrossEntropyLoss()
+    return PipelineModule(
+        layers,
+        num_stages=arguments.stages,
+        loss_fn=loss,
+        partition_method="uniform",
+        activation_checkpoint_interval=arguments.checkpoint_activations,
+    )
+
+
+def make_optimizer(kind: str) -> Any:
+    if kind == "client-sgd":
+        return lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=0.01)
+    if kind == "client-adamw":
+        return lambda params: torch.optim.AdamW(params, lr=1e-2)
+    return None
+
+
+def state_of(engine: Any) -> dict[str, Any]:
+    """Parameters, buffers, optimizer state, learning rate and counters of the role that is bound."""
+    optimizer = engine.optimizer
+    parameters = list(engine.module.parameters())
+    moments = []
+    for p in parameters:
+        state = optimizer.state.get(p, {})
+        moments.append({k: v.detach().clone() if torch.is_tensor(v) else v for k, v in sorted(state.items())})
+    return {
+        "parameters": [p.detach().clone() for p in parameters],
+        "buffers": [b.detach().clone() for b in engine.module.buffers()],
+        "moments": moments,
+        "lr": [g["lr"] for g in optimizer.param_groups],
+        "counters": [engine.global_steps, engine.global_samples, engine.skipped_steps],
+    }
+
+
+def dump(engine: Any, out: Path, rank: int, results: dict[str, Any]) -> None:
+    """Everything that must equal an undisturbed run."""
+    roles: dict[tuple[int, int], Any] = {}
+    replicas: dict[tuple[int, int], Any] = {}
+    binding = getattr(engine, "_binding", None)
+    if binding is None:
+        roles[engine.grid.data_parallel_id, engine.stage_id] = state_of(engine)
+    else:
+        for runtime in binding.runtimes.values():
+            binding.use(runtime)
+            (roles if runtime.owned else replicas)[runtime.role.pipeline, runtime.role.stage] = state_of(engine)
+        binding.use(engine._home)
+    torch.save({**results, "roles": roles, "replicas": replicas}, out / f"result-{rank}.pt")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--deepspeed_config", required=True)
+    parser.add_argument("--local_rank", type=int, default=-1)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--stages", type=int, required=True)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--model", default="mlp", choices=["mlp", "tuple", "loss"])
+    parser.add_argument("--optimizer", default="config")
+    parser.add_argument("--dropout", type=float, default=0.0)
+    parser.add_argument("--norm", action="store_true")
+    parser.add_argument("--instances", action="store_true")
+    parser.add_argument("--training-data", action="store_true")
+    parser.add_argument("--checkpoint-activations", type=int, default=0)
+    parser.add_argument("--evaluate-every", type=int, default=0)
+    parser.add_argument("--save-every", type=int, default=0)
+    parser.add_argument("--faults", default="[]")
+    arguments = parser.parse_args()
+    torch.manual_seed(7)
+    deepspeed.init_distributed()
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    net = build(arguments)
+    ledger = arguments.out / f"samples-{rank}.txt"
+    config = json.loads(Path(arguments.deepspeed_config).read_text())
+    batch = config["train_micro_batch_size_per_gpu"]
+    data = Samples(4096, arguments.model, ledger) if arguments.training_data else None
+    engine, *_ = deepspeed.initialize(
+        args=arguments,
+        model=net,
+        model_parameters=[p for p in net.parameters() if p.requires_grad],
+        optimizer=make_optimizer(arguments.optimizer),
+        training_data=data,
+    )
+    if arguments.faults != "[]":
+        from faults import install
+
+        install(engine, arguments.faults, str(arguments.out))
+    stage, pipeline = engine.stage_id, engine.grid.data_parallel_id
+    pipelines = world // arguments.stages
+    ends = stage in (0, arguments.stages - 1)
+    source = None
+    if not arguments.training_data and ends:
+        source = iterator(arguments, pipeline, pipelines, batch, ledger)
+    losses, evaluations = [], []
+    for step in range(arguments.steps):
+        losses.append(float(engine.train_batch(data_iter=source)))
+        if arguments.evaluate_every and (step + 1) % arguments.evaluate_every == 0:
+            held_out = iterator(arguments, pipeline, pipelines, batch, None) if ends else None
+            evaluations.append(float(engine.eval_batch(held_out)))
+        if arguments.save_every and (step + 1) % arguments.save_every == 0:
+            engine.save_checkpoint(str(arguments.out / "checkpoints"), tag=f"step{step + 1}")
+    dump(engine, arguments.out, rank, {"losses": losses, "evaluations": evaluations, "pid": os.getpid()})
+
+
+if __name__ == "__main__":
+    main()

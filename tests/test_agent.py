@@ -1,0 +1,285 @@
+"""Agents, membership and leadership with real processes, a real etcd and real faults."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable
+
+import psutil
+
+from bamboo_ds.control.access import open_store
+from bamboo_ds.control.membership import Keys, MemberRecord
+
+from .support.control import Job
+
+pytest_plugins = ["tests.support.control"]
+
+Start = Callable[..., Job]
+#: Seconds within which survivors must know of a dead process. Alone it takes some 0.05 s; the machine may be busy.
+KNOWN_S = 2.0
+TTL_S = 2
+
+
+def test_start_gives_everyone_the_same_plans_and_the_store(start: Start) -> None:
+    job = start(4).run(pipelines=2)
+    members = [job.member(r) for r in range(4)]
+    assert job.wait_epoch(1)["owners"] == members
+    plan = job.wait_epoch(2)
+    assert plan["layout"] == {"pipelines": 2, "stages": 2}
+    assert plan["owners"] == members
+    assert plan["shadows"] == [members[2], members[3], members[0], members[1]]
+    assert [t["address"] for t in job.find("store")] == [["127.0.0.1", 4711]] * 4
+    env = job.hello(3)["env"]
+    assert env["RANK"] == env["LOCAL_RANK"] == "3"
+    assert env["WORLD_SIZE"] == env["LOCAL_WORLD_SIZE"] == env["LOCAL_SIZE"] == "4"
+    assert "BAMBOO_CHANNEL_FD" not in env
+    assert "BAMBOO_STORE" not in env
+    job.finish()
+    assert not job.events("member_lost")
+    assert [e["epoch"] for e in job.events("plan")] == [1, 2]
+    assert [e["rank"] for e in job.events("member_joined")] == [0, 1, 2, 3]
+    assert job.events("run_finished")[0]["exit_code"] == 0
+
+
+def test_killed_worker_is_taken_over_in_no_time(start: Start) -> None:
+    job = start(4).run()
+    leader = job.events("plan")[0]["member"]
+    victim = next(r for r in (1, 2, 3) if job.member(r) != leader)
+    at = job.kill(job.worker(victim))
+    plan = job.wait_epoch(3, victim)
+    assert plan["lost"] == [job.member(victim)]
+    assert plan["owners"][victim] == job.member(victim - 1)
+    assert plan["at"] - at < KNOWN_S
+    job.finish(victim)
+    (lost,) = job.events("member_lost")
+    assert (lost["member_id"], lost["reason"], lost["detail"]) == (job.member(victim), "signal", "SIGKILL")
+    assert 0 <= lost["detection_seconds"] < KNOWN_S
+    (takeover,) = job.events("takeover")
+    assert (takeover["role"], takeover["from"]) == ([0, victim], job.member(victim))
+
+
+def test_killed_leader_is_replaced_and_taken_over(start: Start) -> None:
+    job = start(4).run()
+    leader = job.events("plan")[0]["member"]
+    victim = next(r for r in range(4) if job.member(r) == leader)
+    at = job.kill(job.worker(victim))
+    plan = job.wait_epoch(3, victim)
+    assert plan["lost"] == [leader]
+    assert plan["at"] - at < KNOWN_S
+    job.finish(victim)
+    assert job.events("plan")[-1]["member"] != leader
+
+
+def test_two_at_once_make_one_plan(start: Start) -> None:
+    job = start(4, "--settle-ms", "1000").run()
+    job.kill(job.worker(0))
+    job.kill(job.worker(2))
+    plan = job.wait_epoch(3, 0, 2)
+    assert sorted(plan["lost"]) == sorted([job.member(0), job.member(2)])
+    assert not plan["unheld"]
+    job.finish(0, 2)
+    assert len(job.events("member_lost")) == 2
+    assert len(job.events("plan")) == 3
+
+
+def test_one_after_the_other(start: Start) -> None:
+    job = start(4).run()
+    for epoch, gone in ((3, [2]), (4, [2, 3])):
+        job.kill(job.worker(gone[-1]))
+        assert job.wait_epoch(epoch, *gone)["lost"] == [job.member(gone[-1])]
+    job.finish(2, 3)
+
+
+def test_stopped_worker_is_killed_for_its_heartbeat(start: Start) -> None:
+    job = start(3, "--heartbeat-timeout-s", "1").run()
+    at = job.kill(job.worker(1), signal.SIGSTOP)
+    plan = job.wait_epoch(3, 1)
+    assert plan["lost"] == [job.member(1)]
+    assert 0.5 < plan["at"] - at < 1 + KNOWN_S
+    job.finish(1)
+    (lost,) = job.events("member_lost")
+    assert lost["reason"] == "heartbeat"
+    assert lost["detection_seconds"] > 0.5
+
+
+def test_worker_that_holds_the_gil_is_killed_for_its_heartbeat(start: Start) -> None:
+    job = start(3, "--heartbeat-timeout-s", "1").run()
+    job.tell(2, "hold")
+    assert job.wait_epoch(3, 2)["lost"] == [job.member(2)]
+    job.finish(2)
+    assert job.events("member_lost")[0]["reason"] == "heartbeat"
+
+
+def test_dead_agent_is_noticed_without_waiting_for_its_lease(start: Start) -> None:
+    job = start(3, "--lease-ttl-s", "60").run()
+    worker = psutil.Process(job.worker(1))
+    job.kill(job.agent(1))
+    assert job.wait_epoch(3, 1)["lost"] == [job.member(1)]
+    assert not worker.is_running(), "the worker outlived its agent"
+    job.finish(1)
+
+
+def test_silent_node_loses_its_lease_and_stops_when_it_wakes(start: Start) -> None:
+    job = start(3, "--lease-ttl-s", str(TTL_S)).run()
+    at = job.kill(job.agent(1), signal.SIGSTOP)
+    job.kill(job.worker(1), signal.SIGSTOP)
+    plan = job.wait_epoch(3, 1)
+    assert plan["lost"] == [job.member(1)]
+    assert plan["at"] - at < TTL_S + 1 + KNOWN_S
+    job.kill(job.worker(1), signal.SIGCONT)
+    job.kill(job.agent(1), signal.SIGCONT)
+    job.wait(lambda: job.plan(3, 1), "the member that woke up is told that it is out")
+    job.finish(1)
+    (lost,) = job.events("member_lost")
+    assert (lost["reason"], lost["detection_seconds"]) == ("lease", None)
+
+
+def test_outage_of_etcd_costs_nobody(start: Start) -> None:
+    job = start(3, "--lease-ttl-s", str(TTL_S)).run()
+    etcd = job.etcd()
+    with open_store(_url(job), "outage", 10.0) as store:
+        store.put("canary", "", store.lease(TTL_S))
+        before = _leases(job)
+        job.kill(etcd.pid, signal.SIGSTOP)
+        assert not threading.Event().wait(2 * TTL_S)  # the fault lasts longer than any lease
+        job.tell(0, "progress 5")
+        job.kill(etcd.pid, signal.SIGCONT)
+        job.wait_quietly(lambda: set(_leases(job)) == set(before) and not set(_leases(job).values()) & set(before.values()))
+        assert store.get("canary") is None, "no lease ran out: the outage was too short"
+    # Nobody may be dropped when the members' time to return is over either.
+    job.expect_no_epoch(3, 1.5 * TTL_S)
+    job.kill(job.worker(2))
+    assert job.wait_epoch(3, 2)["lost"] == [job.member(2)]
+    job.finish(2)
+    assert len(job.events("member_lost")) == 1
+
+
+def test_loss_during_an_outage_is_handled_after_it(start: Start) -> None:
+    job = start(3, "--lease-ttl-s", str(TTL_S)).run()
+    job.kill(job.etcd().pid, signal.SIGSTOP)
+    job.kill(job.worker(1))
+    assert not threading.Event().wait(1.0)
+    assert not job.plan(3, 0), "who told?"
+    job.kill(job.etcd().pid, signal.SIGCONT)
+    assert job.wait_epoch(3, 1)["lost"] == [job.member(1)]
+    job.finish(1)
+
+
+def test_finishing_is_no_loss(start: Start) -> None:
+    job = start(3).run()
+    job.tell(0, "exit 0")
+    psutil.wait_procs([psutil.Process(job.agent(0))], timeout=20)
+    job.finish(0)
+    assert len(job.events("plan")) == 2
+    assert not job.events("member_lost")
+
+
+def test_stage_without_holder_is_fatal(start: Start) -> None:
+    job = start(3, "--settle-ms", "500").run()
+    job.tell(2, "progress 7 /ckpt/7")
+    job.wait_quietly(lambda: job.status()["checkpoint"] == "/ckpt/7")
+    job.kill(job.worker(0))
+    job.kill(job.worker(1))  # the owner of stage 1, and the shadow of it
+    plan = job.wait_epoch(3, 0, 1)
+    assert plan["unheld"] == [1]
+    assert job.exit_code() == 86
+    (fatal,) = job.events("fatal")
+    assert fatal["stages"] == [[0, 1]]
+    assert sorted(fatal["members"]) == sorted([job.member(0), job.member(1)])
+    assert fatal["checkpoint"] == "/ckpt/7"
+
+
+def test_loss_before_the_engines_are_built_is_fatal(start: Start) -> None:
+    job = start(2).begin()
+    job.tell_all("go")
+    job.wait_epoch(1)
+    job.kill(job.worker(1))
+    assert job.exit_code() == 86
+    assert "before the engines were built" in job.output()
+
+
+def test_loss_before_the_first_plan_ends_the_job(start: Start) -> None:
+    job = start(2).begin()
+    job.kill(job.worker(1))
+    assert job.exit_code() == 137
+
+
+def test_different_engines_are_refused(start: Start) -> None:
+    job = start(2).begin()
+    job.tell_all("go")
+    job.tell(0, "layout 1 2 redundant")
+    job.tell(1, "layout 2 1 redundant")
+    assert job.exit_code() == 2
+    assert "engines differ" in job.output()
+
+
+def test_two_accusers_evict(start: Start) -> None:
+    job = start(4).run()
+    job.tell(0, f"suspect 2 {job.member(1)}")
+    job.tell(2, f"suspect 2 {job.member(1)}")
+    plan = job.wait_epoch(3)
+    assert plan["lost"] == [job.member(1)]
+    job.finish(1)
+    (lost,) = job.events("member_lost")
+    assert lost["reason"] == "suspects"
+    assert lost["detail"] == ", ".join(sorted([job.member(0), job.member(2)]))
+
+
+def test_one_accuser_and_a_silent_worker_evict(start: Start) -> None:
+    job = start(3, "--lease-ttl-s", str(TTL_S), "--heartbeat-timeout-s", "60").run()
+    job.kill(job.worker(1), signal.SIGSTOP)
+    job.tell(0, f"suspect 2 {job.member(1)}")
+    # Its heartbeat is fresh for half of the timeout, and so is the evidence for it.
+    plan = job.wait_epoch(3, 1)
+    assert plan["lost"] in ([job.member(1)], [])
+    job.kill(job.worker(1), signal.SIGCONT)
+    job.finish()
+
+
+def test_one_accuser_of_a_living_member_gets_a_new_epoch(start: Start) -> None:
+    job = start(3, "--lease-ttl-s", str(TTL_S)).run()
+    job.tell(0, f"suspect 2 {job.member(1)}")
+    plan = job.wait_epoch(3)
+    assert plan["lost"] == []
+    assert plan["owners"] == job.wait_epoch(2)["owners"]
+    job.finish()
+
+
+def test_worker_events_and_what_only_the_control_plane_knows(start: Start) -> None:
+    job = start(3).run()
+    job.tell(0, 'event step {"step": 1, "loss": 0.5, "seconds": 0.1, "frc_done": 0, "frc_total": 4}')
+    job.tell(0, "event nonsense {}")
+    job.kill(job.worker(1))
+    job.wait_epoch(3, 1)
+    recovered = (
+        '{"step": 1, "pause_seconds": 0.2, "detection_seconds": null, "plan_seconds": null, '
+        '"rebuild_seconds": 0.1, "redo_seconds": 0.1, "forwards_redone": 1, "backwards_redone": 1, "mode": "x"}'
+    )
+    job.tell(0, f"event recovered {recovered}")
+    job.finish(1)
+    (step,) = job.events("step")
+    assert (step["member"], step["epoch"], step["loss"]) == (job.member(0), 2, 0.5)
+    (event,) = job.events("recovered")
+    assert event["epoch"] == 3
+    assert 0 <= event["detection_seconds"] < KNOWN_S
+    assert 0 <= event["plan_seconds"] < KNOWN_S
+    assert "sent an event that is none" in job.output()
+
+
+def _url(job: Job) -> str:
+    import json
+
+    (path,) = job.runtime.glob("bamboo-*/*.json")
+    return str(json.loads(path.read_text())["store"])
+
+
+def _leases(job: Job) -> dict[str, int]:
+    """Lease of every registered member."""
+    import json
+
+    (path,) = job.runtime.glob("bamboo-*/*.json")
+    with open_store(_url(job), json.loads(path.read_text())["job"], 10.0) as store:
+        entries = store.get_prefix(Keys.MEMBERS).entries.values()
+    records = [MemberRecord.from_json(entry.value) for entry in entries]
+    return {record.id: record.lease for record in records}

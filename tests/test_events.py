@@ -1,0 +1,182 @@
+"""Events and logs: what is written, by several processes at once, can be read back strictly."""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import re
+import threading
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from pydantic import ValidationError
+
+from bamboo_ds.errors import ConfigError, ProtocolError
+from bamboo_ds.observe import events, logs
+from bamboo_ds.observe.events import EventWriter, parse_event, read_events, schema_markdown
+
+COMMON: dict[str, Any] = {"job": "gpt", "member": "m0", "epoch": 3}
+SAMPLES: list[events.Event] = [
+    events.RunStarted(job="gpt", epoch=0, members=4, command=["train.py", "--steps", "5"]),
+    events.RunFinished(job="gpt", epoch=0, exit_code=0, run_seconds=12.5),
+    events.MemberJoined(**COMMON, member_id="m1", host="h", rank=1),
+    events.MemberLost(**COMMON, member_id="m1", reason="signal", detail="SIGKILL", detection_seconds=0.031),
+    events.PlanWritten(
+        **COMMON, members=["m0"], owners=["m0", "m0"], shadows=[None, "m0"], lost=["m1"], reason="takeover"
+    ),
+    events.Takeover(**COMMON, role=(0, 1), from_="m1", to="m0"),
+    events.Recovered(
+        **COMMON,
+        step=7,
+        pause_seconds=0.3,
+        detection_seconds=None,
+        plan_seconds=0.02,
+        rebuild_seconds=0.05,
+        redo_seconds=0.2,
+        forwards_redone=2,
+        backwards_redone=3,
+        mode="resume",
+    ),
+    events.Step(**COMMON, step=7, loss=2.5, seconds=0.1, frc_done=3, frc_total=4),
+    events.ReplicaVerified(**COMMON, step=7, role=(0, 1), checksum="ab"),
+    events.ReplicaMismatch(**COMMON, step=7, role=(0, 1), expected="ab", found="cd"),
+    events.Fatal(**COMMON, stages=[(0, 1)], members=["m0", "m1"], checkpoint=None),
+]
+
+
+def test_every_kind_goes_to_a_file_and_back(tmp_path: Path) -> None:
+    assert {type(sample) for sample in SAMPLES} == set(get_args(events.Event))
+    with EventWriter(tmp_path / "events.jsonl") as writer:
+        for sample in SAMPLES:
+            writer.emit(sample)
+    assert list(read_events(tmp_path / "events.jsonl")) == SAMPLES
+
+
+def test_the_documented_form() -> None:
+    moment = datetime(2030, 1, 2, 3, 4, 5, 0, timezone(timedelta(hours=2)))
+    event = events.Takeover(**COMMON, time=moment, role=(0, 1), from_="m1", to="m0")
+    assert json.loads(event.to_json()) == {
+        "schema": 1,
+        "event": "takeover",
+        "job": "gpt",
+        "time": "2030-01-02T01:04:05.000000Z",
+        "member": "m0",
+        "epoch": 3,
+        "role": [0, 1],
+        "from": "m1",
+        "to": "m0",
+    }
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z", json.loads(SAMPLES[0].to_json())["time"])
+
+
+@pytest.mark.parametrize("loss", [float("nan"), float("inf")])
+def test_a_diverged_loss_can_be_told(loss: float) -> None:
+    event = events.Step(**COMMON, step=7, loss=loss, seconds=0.1, frc_done=0, frc_total=0)
+    back = parse_event(json.dumps(json.loads(event.to_json(), parse_constant=pytest.fail)))
+    assert isinstance(back, events.Step) and repr(back.loss) == repr(loss)
+
+
+def test_fields_are_checked_when_written() -> None:
+    with pytest.raises(ValidationError):
+        events.MemberLost(**COMMON, member_id="m1", reason="boredom", detail="", detection_seconds=None)  # type: ignore[arg-type]
+    with pytest.raises(ValidationError):
+        events.Step(**COMMON, step=-1, loss=0.0, seconds=0.1, frc_done=0, frc_total=0)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b"{}\n", r":2: .*event"),
+        (b"not json\n", r":2: "),
+        (b'{"event": "party"}\n', r":2: .*party"),
+        (SAMPLES[5].to_json().replace('"to"', '"too"').encode() + b"\n", r":2: .*(to|too)"),
+        (SAMPLES[5].to_json().replace('"schema":1', '"schema":2').encode() + b"\n", r":2: .*schema"),
+        (SAMPLES[5].to_json().replace('Z"', '"').encode() + b"\n", r":2: .*zone"),
+        (SAMPLES[5].to_json().encode(), r":2: .*cut short"),
+    ],
+)
+def test_reading_is_strict_and_names_the_line(tmp_path: Path, line: bytes, message: str) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(SAMPLES[0].to_json().encode() + b"\n" + line)
+    with pytest.raises(ProtocolError, match=re.escape(str(path)) + message):
+        list(read_events(path))
+
+
+def test_without_a_path_nothing_is_written() -> None:
+    writer = EventWriter(None)
+    writer.emit(SAMPLES[0])
+    writer.close()
+    writer.close()
+
+
+def _write(path: Path, member: str, count: int) -> None:
+    with EventWriter(path) as writer:
+        threads = [threading.Thread(target=_emit, args=(writer, f"{member}.{t}", count)) for t in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+
+def _emit(writer: EventWriter, member: str, count: int) -> None:
+    for step in range(count):
+        text = "x" * (100 + 4000 * (step % 3))  # also longer than what a pipe would keep together
+        writer.emit(events.ReplicaVerified(job="gpt", member=member, epoch=1, step=step, role=(0, 0), checksum=text))
+
+
+def test_several_processes_append_to_one_file(tmp_path: Path) -> None:
+    path, count = tmp_path / "events.jsonl", 150
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=_write, args=(path, f"m{number}", count)) for number in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+        assert process.exitcode == 0
+    found: dict[str | None, list[int]] = {}
+    for event in read_events(path):
+        assert isinstance(event, events.ReplicaVerified)
+        found.setdefault(event.member, []).append(event.step)
+    assert found == {f"m{p}.{t}": list(range(count)) for p in range(3) for t in range(2)}
+
+
+def test_schema_table_has_every_field() -> None:
+    table = schema_markdown()
+    rows = table.splitlines()
+    assert all(len(re.findall(r"(?<!\\)\|", row)) == 5 for row in rows)
+    for model in get_args(events.Event):
+        assert f"| `{model.model_fields['event'].default}` |" in table
+        for name, info in model.model_fields.items():
+            assert info.description or name == "event", f"{model.__name__}.{name} is not documented"
+            assert f"| `{info.alias or name}` |" in table
+    assert "| `from` | string |" in table and "| `role` | [int, int] |" in table
+    assert "float or null" in table and "exit \\| signal" in table
+
+
+def test_log_lines_carry_member_role_and_epoch(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logger = logging.getLogger(logs.LOGGER)
+    before = (logger.handlers[:], logger.level, logger.propagate)
+    logger.handlers.clear()
+    monkeypatch.setattr(logs, "_context", logs.LogContext())
+    try:
+        monkeypatch.setenv(logs.LEVEL_VARIABLE, "info")
+        assert logs.configure() is logs.configure() and len(logger.handlers) == 1
+        logs.set_context(member="m2", role="(0,2)", epoch=5)
+        logs.set_context(epoch=6)
+        logs.get_logger("store").info("hello")
+        logs.get_logger().debug("silence")
+        logs.get_logger().warning("about another", extra={"member": "m3"})
+        first, second = capsys.readouterr().err.splitlines()
+        assert first.endswith("I bamboo [m2 (0,2) e6] bamboo_ds.store: hello")
+        assert "[m3 (0,2) e6]" in second
+        monkeypatch.setenv(logs.LEVEL_VARIABLE, "loud")
+        with pytest.raises(ConfigError, match="BAMBOO_LOG_LEVEL"):
+            logs.configure()
+    finally:
+        logger.handlers[:], logger.propagate = before[0], before[2]
+        logger.setLevel(before[1])

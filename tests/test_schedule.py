@@ -1,0 +1,305 @@
+"""1F1B orders, the redundant schedule and the programs of undisturbed iterations."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+import pytest
+from deepspeed.runtime.pipe.schedule import (
+    BackwardPass,
+    ForwardPass,
+    LoadMicroBatch,
+    OptimizerStep,
+    RecvActivation,
+    RecvGrad,
+    ReduceGrads,
+    SendActivation,
+    SendGrad,
+    TrainSchedule,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bamboo_ds.errors import ConfigError, ProtocolError
+from bamboo_ds.schedule import (
+    FillBubble,
+    RedundantForward,
+    RedundantTrainSchedule,
+    RoleProgress,
+    UseRole,
+    Work,
+    commit_program,
+    compute_order,
+    epilogue,
+    member_program,
+    one_f_one_b,
+)
+from bamboo_ds.schedule.orders import ordered
+from bamboo_ds.topology import Layout, Plan, Role, initial_plan, takeover, with_redundancy
+
+shapes = st.tuples(st.integers(1, 8), st.integers(1, 24))
+
+
+def plan_of(layout: Layout, redundant: bool = True) -> Plan:
+    return with_redundancy(initial_plan([f"m{rank}" for rank in range(layout.size)]), layout, redundant)
+
+
+def flat(schedule: TrainSchedule) -> list:
+    return [instruction for step in schedule.steps() for instruction in step]
+
+
+def stock_order(micro_batches: int, stages: int, stage: int) -> list[tuple[str, int]]:
+    """Compute order of DeepSpeed's own schedule, with micro-batches instead of its cyclic buffers."""
+    counts = {"F": 0, "B": 0}
+    order = []
+    for instruction in flat(TrainSchedule(micro_batches, stages, stage)):
+        kind = {ForwardPass: "F", BackwardPass: "B"}.get(type(instruction))
+        if kind:
+            order.append((kind, counts[kind]))
+            counts[kind] += 1
+    assert counts == {"F": micro_batches, "B": micro_batches}
+    return order
+
+
+def passes(instructions: list) -> list[tuple[str, int]]:
+    kinds = {ForwardPass: "F", BackwardPass: "B"}
+    return [(kinds[type(i)], i.buffer_id) for i in instructions if type(i) in kinds]
+
+
+@settings(deadline=None)
+@given(shapes, st.sampled_from(["idle", "fixed", "none"]))
+def test_redundant_schedule_is_stock_1f1b(shape: tuple[int, int], placement: str) -> None:
+    stages, micro_batches = shape
+    for stage in range(stages):
+        schedule = RedundantTrainSchedule(micro_batches, stages, stage, placement)
+        instructions = flat(schedule)
+        order = stock_order(micro_batches, stages, stage)
+        assert passes(instructions) == order == list(one_f_one_b(micro_batches, stages, stage))
+        assert schedule.num_pipe_buffers() == micro_batches
+        texts = [repr(i) for i in instructions]
+        for kind, m in order:
+            before, after = [], []
+            if kind == "F":
+                if stage > 0:
+                    before += [repr(FillBubble("activation", m))] if placement == "idle" else []
+                    before += [repr(RecvActivation(m))]
+                if stage in (0, stages - 1):
+                    before += [repr(LoadMicroBatch(m))]
+                if stage < stages - 1:
+                    after += [repr(SendActivation(m))]
+                expected = [*before, repr(ForwardPass(m)), *after]
+            else:
+                if stage < stages - 1:
+                    before += [repr(FillBubble("grad", m))] if placement == "idle" else []
+                    before += [repr(RedundantForward())] if placement == "fixed" else []
+                    before += [repr(RecvGrad(m))]
+                if stage > 0:
+                    after += [repr(SendGrad(m))]
+                expected = [*before, repr(BackwardPass(m)), *after]
+            assert texts[: len(expected)] == expected
+            del texts[: len(expected)]
+        assert texts == []
+
+
+def test_same_communication_as_stock() -> None:
+    """Besides the order of sends, a stage exchanges and loads exactly what it does in the stock schedule."""
+    kinds = (LoadMicroBatch, SendActivation, RecvActivation, SendGrad, RecvGrad)
+    for stages in range(1, 7):
+        for stage in range(stages):
+            ours = flat(RedundantTrainSchedule(9, stages, stage))
+            stock = flat(TrainSchedule(9, stages, stage))
+            for kind in kinds:
+                assert sum(type(i) is kind for i in ours) == sum(type(i) is kind for i in stock), kind
+            assert not any(type(i) in (ReduceGrads, OptimizerStep) for i in ours)
+
+
+def test_unknown_placement() -> None:
+    with pytest.raises(ConfigError, match="placement"):
+        RedundantTrainSchedule(4, 2, 0, "eager")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="placement"):
+        member_program(plan_of(Layout(1, 2)), "m0", 4, placement="eager")  # type: ignore[arg-type]
+
+
+@settings(deadline=None, max_examples=50)
+@given(shapes, st.integers(1, 4), st.sampled_from(["idle", "fixed", "none"]), st.booleans())
+def test_undisturbed_program(shape: tuple[int, int], pipelines: int, placement: str, redundant: bool) -> None:
+    stages, micro_batches = shape
+    layout = Layout(pipelines, stages)
+    plan = plan_of(layout, redundant)
+    order = compute_order(layout, plan.owners, micro_batches)
+    for role in layout.roles:
+        member = plan.owner(role)
+        assert [(kind, m) for _, kind, m in order[member]] == stock_order(micro_batches, stages, role.stage)
+        program = member_program(plan, member, micro_batches, placement=placement)  # type: ignore[arg-type]
+        schedule = RedundantTrainSchedule(micro_batches, stages, role.stage, placement)  # type: ignore[arg-type]
+        expected = [UseRole(role), *flat(schedule), *epilogue(plan, member, placement)]  # type: ignore[arg-type]
+        assert [repr(i) for i in program] == [repr(i) for i in expected]
+        assert program is member_program(  # cached, also for an explicit absence of progress
+            plan,
+            member,
+            micro_batches,
+            dict.fromkeys(layout.roles, RoleProgress()),
+            placement,  # type: ignore[arg-type]
+        )
+
+
+def test_epilogue_of_one_role() -> None:
+    plan = plan_of(Layout(1, 3))
+    own, shadowed = "Role(pipeline=0, stage=1)", "Role(pipeline=0, stage=2)"
+    assert [repr(i) for i in epilogue(plan, "m1")] == [
+        f"UseRole(role={own})",
+        "ReduceTiedGrads()",
+        "ReduceGrads()",
+        f"UseRole(role={own})",
+        "SendReplica()",
+        f"FillBubble(awaits='replica', buffer_id=None, role={shadowed})",
+        f"RecvReplica(role={shadowed})",
+        "Commit()",
+        f"UseRole(role={own})",
+        "OptimizerStep()",
+        f"StepReplica(role={shadowed})",
+    ]
+    assert [repr(i) for i in commit_program(plan, "m1")] == [repr(i) for i in epilogue(plan, "m1")[7:]]
+
+
+def test_epilogue_of_several_roles() -> None:
+    """After a takeover: replicas only where a shadow is left, roles by stage."""
+    plan = takeover(plan_of(Layout(2, 3)), ["m3"])  # stage 1 of pipeline 1 goes to m1 (stage 0)
+    names = [(i.name, str(i.role) if "role" in i.kwargs else "") for i in epilogue(plan, "m1", "none")]
+    assert names == [
+        ("UseRole", "(1,0)"),
+        ("ReduceTiedGrads", ""),
+        ("ReduceGrads", ""),
+        ("UseRole", "(1,1)"),
+        ("ReduceTiedGrads", ""),
+        ("ReduceGrads", ""),
+        ("UseRole", "(1,0)"),
+        ("SendReplica", ""),
+        ("Commit", ""),
+        ("UseRole", "(1,0)"),
+        ("OptimizerStep", ""),
+        ("UseRole", "(1,1)"),
+        ("OptimizerStep", ""),
+    ]
+
+
+def test_no_program_without_a_place_in_the_plan() -> None:
+    plan = plan_of(Layout(1, 3))
+    with pytest.raises(ProtocolError, match="does not list member m1"):
+        member_program(takeover(plan, ["m1"]), "m1", 4)
+    with pytest.raises(ProtocolError, match="unheld"):
+        member_program(takeover(plan, ["m1", "m2"]), "m0", 4)
+    with pytest.raises(ProtocolError, match="unheld"):
+        commit_program(takeover(plan, ["m1", "m2"]), "m0")
+    with pytest.raises(ValueError, match="no layout"):
+        member_program(initial_plan("ab"), "a", 4)
+
+
+def test_progress_must_fit() -> None:
+    plan = plan_of(Layout(1, 2))
+    with pytest.raises(ProtocolError, match="every role"):
+        member_program(plan, "m0", 4, {Role(0, 0): RoleProgress()})
+    with pytest.raises(ProtocolError, match="of 4 micro-batches"):
+        member_program(plan, "m0", 4, {Role(0, 0): RoleProgress(5, 0), Role(0, 1): RoleProgress()})
+    with pytest.raises(ProtocolError, match="impossible"):
+        RoleProgress(1, 2)
+
+
+def test_no_bubble_before_a_local_message() -> None:
+    plan = takeover(plan_of(Layout(1, 3)), ["m1"])  # m0 owns stages 0 and 1
+    bubbles: dict[Role, set[str]] = {}
+    role = None
+    for instruction in member_program(plan, "m0", 6):
+        if isinstance(instruction, UseRole):
+            role = instruction.role
+        elif isinstance(instruction, FillBubble):
+            bubbles.setdefault(role, set()).add(instruction.awaits)
+    assert bubbles == {Role(0, 1): {"grad"}}
+
+
+def test_speed_and_cache() -> None:
+    layout = Layout(4, 8)
+    plan = takeover(plan_of(layout), ["m9", "m14"])
+    progress = {role: RoleProgress(min(64, 20 - role.stage), 20 - 2 * role.stage) for role in layout.roles}
+    best = float("inf")
+    for _ in range(5):
+        ordered.cache_clear()
+        start = time.perf_counter()
+        order = compute_order(layout, plan.owners, 64, progress)
+        best = min(best, time.perf_counter() - start)
+    assert best < 0.06
+    assert compute_order(layout, plan.owners, 64, dict(reversed(progress.items()))) is order
+
+
+# --- the grids drawn in docstrings -------------------------------------------------------------------------
+
+
+def times(layout: Layout, orders: Mapping[str, tuple[Work, ...]]) -> dict[Work, tuple[int, int]]:
+    """Start and end of every pass when each member runs its order as early as it can (1 and 2 long)."""
+    spans: dict[Work, tuple[int, int]] = {}
+    todo = {member: list(order) for member, order in orders.items()}
+    everything = {work for order in orders.values() for work in order}
+    clock = dict.fromkeys(orders, 0)
+    while any(todo.values()):
+        before = len(spans)
+        for member, queue in todo.items():
+            while queue:
+                role, kind, m = work = queue[0]
+                needs = [(Role(role.pipeline, role.stage + (-1 if kind == "F" else 1)), kind, m)]
+                needs += [(role, "F", m)] if kind == "B" else []
+                needs = [need for need in needs if need in everything]
+                if not all(need in spans for need in needs):
+                    break
+                start = max([clock[member], *(spans[need][1] for need in needs)])
+                clock[member] = start + (1 if kind == "F" else 2)
+                spans[work] = (start, clock[member])
+                queue.pop(0)
+        assert len(spans) > before, "deadlock"
+    return spans
+
+
+def lines(docstring: str | None, starts: tuple[str, ...]) -> list[list[str]]:
+    found = [line.split() for line in (docstring or "").splitlines() if line.strip().startswith(starts)]
+    assert len(found) == len(starts)
+    return found
+
+
+def test_grid_of_the_redundant_schedule() -> None:
+    stages, micro_batches = 3, 4
+    layout = Layout(1, stages)
+    owners = tuple(f"m{stage}" for stage in range(stages))
+    spans = times(layout, compute_order(layout, owners, micro_batches))
+    drawn = lines(RedundantTrainSchedule.__doc__, ("stage 0 ", "stage 1 ", "stage 2 "))
+    for stage in range(stages):
+        end = max(e for (role, _, _), (_, e) in spans.items() if role.stage == stage)
+        cells = [".."] * end
+        for (role, kind, m), (start, stop) in spans.items():
+            if role.stage == stage:
+                cells[start:stop] = [f"{kind}{m}"] * (stop - start)
+        redundant = 0
+        for now in range(end):
+            if cells[now] != ".." or redundant == micro_batches:
+                continue
+            if stage == stages - 1 or spans[Role(0, stage), "F", redundant][1] <= now:
+                cells[now] = f"r{redundant}"
+                redundant += 1
+        assert drawn[stage] == ["stage", str(stage), *cells]
+
+
+def test_grid_of_a_takeover() -> None:
+    layout = Layout(1, 4)
+    owners = ("a", "b", "b", "d")
+    counters = [(2, 0), (2, 0), (1, 0), (2, 2)]
+    progress = {role: RoleProgress(*done) for role, done in zip(layout.roles, counters, strict=True)}
+    orders = compute_order(layout, owners, 2, progress)
+    spans = times(layout, orders)
+    drawn = lines(compute_order.__doc__, ("a (0)", "b (1 and 2)", "d (3)"))
+    for member, cells_drawn in zip("abd", drawn, strict=True):
+        works = orders[member]
+        cells = ["."] * max((spans[work][1] for work in works), default=0)
+        for role, kind, m in works:
+            start, stop = spans[role, kind, m]
+            cells[start:stop] = [f"{role.stage}.{kind}{m}"] * (stop - start)
+        assert cells_drawn[len(cells_drawn) - len(cells) :] == cells
+        assert cells_drawn[0] == member and "." not in "".join(cells_drawn[: len(cells_drawn) - len(cells)])

@@ -1,0 +1,325 @@
+"""The store against a real etcd: keys, races, leases, endpoints, and etcd3 itself."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from bamboo_ds.errors import ConfigError, LeaseExpired, StoreError, StoreUnavailable
+from bamboo_ds.store.client import Store
+from bamboo_ds.store.records import TlsFiles
+from tests.support.etcd import (
+    EtcdServer,
+    Proxy,
+    Recorder,
+    new_namespace,
+    wait_until,
+)
+from tests.support.leaks import no_leaks
+
+pytest_plugins = ["tests.support.fixtures"]
+
+
+@pytest.fixture(autouse=True)
+def gate(request: pytest.FixtureRequest) -> Iterator[None]:
+    request.getfixturevalue("etcd")
+    with no_leaks():
+        yield
+
+
+def test_put_get_delete(store: Store) -> None:
+    assert store.get("plan") is None
+    revision = store.put("plan", "älter")
+    found = store.get("plan")
+    assert found is not None
+    assert (found.key, found.value, found.mod_revision, found.lease) == ("plan", "älter", revision, None)
+    store.put("plan", "new")
+    again = store.get("plan")
+    assert again is not None and again.create_revision == revision and again.mod_revision > revision
+    assert store.delete("plan") and not store.delete("plan")
+    assert store.ping() > 0
+
+
+def test_prefix_is_a_snapshot_of_the_namespace_only(etcd: EtcdServer, store: Store) -> None:
+    with Store([etcd.url], namespace=new_namespace()) as other:
+        other.put("members/x", "not mine")
+        for name in ("members/b", "members/a", "membership"):
+            store.put(name, name.upper())
+        snapshot = store.get_prefix("members/")
+        assert {key: kv.value for key, kv in snapshot.entries.items()} == {
+            "members/a": "MEMBERS/A",
+            "members/b": "MEMBERS/B",
+        }
+        assert snapshot.revision >= max(kv.mod_revision for kv in snapshot.entries.values())
+        assert len(store.get_prefix("").entries) == 3
+        assert store.delete_prefix("members/") == 2
+        assert list(store.get_prefix("").entries) == ["membership"]
+        assert other.get("members/x") is not None
+
+
+def test_compare_and_swap(store: Store) -> None:
+    assert store.create("plan", "1")
+    assert not store.create("plan", "1")
+    first = store.get("plan")
+    assert first is not None
+    assert store.compare_and_swap("plan", first.mod_revision, "2")
+    assert not store.compare_and_swap("plan", first.mod_revision, "3")
+    assert not store.compare_and_swap("absent", 7, "3")
+    assert not store.compare_and_delete("plan", first.mod_revision)
+    second = store.get("plan")
+    assert second is not None and second.value == "2"
+    assert store.compare_and_delete("plan", second.mod_revision)
+    assert store.get("plan") is None
+
+
+def test_of_racing_writers_exactly_one_wins(etcd: EtcdServer) -> None:
+    namespace, rounds, writers = new_namespace(), 40, 4
+    with contextlib.ExitStack() as stack:
+        stores = [stack.enter_context(Store([etcd.url], namespace=namespace)) for _ in range(2)]
+        barrier = threading.Barrier(writers)
+        stores[0].put("plan", "0")
+
+        def write(index: int) -> list[bool]:
+            mine, wins = stores[index % 2], []
+            for turn in range(rounds):
+                before = mine.get("plan")
+                assert before is not None
+                barrier.wait(20)
+                wins.append(mine.compare_and_swap("plan", before.mod_revision, f"{turn} by {index}"))
+                created = mine.create(f"leader/{turn}", str(index))
+                wins.append(created)
+                barrier.wait(20)
+            return wins
+
+        with ThreadPoolExecutor(writers) as pool:
+            results = list(pool.map(write, range(writers)))
+    assert [sum(turn) for turn in zip(*results, strict=True)] == [1] * (2 * rounds)
+    assert len({result.index(True) for result in results if True in result}) >= 1
+
+
+def test_a_lost_answer_is_not_taken_for_a_lost_race(own_etcd: EtcdServer) -> None:
+    with (
+        Proxy(own_etcd.port) as proxy,
+        Store([proxy.url], namespace="/bamboo/j/", timeout_s=8.0) as mine,
+        Store([own_etcd.url], namespace="/bamboo/j/") as other,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        lease = mine.lease(30)
+        for action in (
+            lambda: mine.create("leader", "me", lease),
+            lambda: mine.compare_and_swap("leader", other.get("leader").mod_revision, "me again"),  # type: ignore[union-attr]
+            lambda: mine.delete("leader"),
+        ):
+            proxy.swallowed = 0
+            before = other.get_prefix("").revision
+            proxy.set("deaf")
+            future = pool.submit(action)
+            proxy.wait_swallowed()
+            wait_until(lambda: other.get_prefix("").revision > before, "the write whose answer is lost")  # noqa: B023
+            proxy.set("cut")
+            proxy.set("pass")
+            assert future.result(10) is True
+            assert other.get_prefix("").revision == before + 1
+        # Somebody else's success stays somebody else's, also after a lost answer.
+        other.put("leader", "other")
+        proxy.swallowed = 0
+        proxy.set("deaf")
+        future = pool.submit(mine.create, "leader", "me", lease)
+        proxy.wait_swallowed()
+        proxy.set("cut")
+        proxy.set("pass")
+        assert future.result(10) is False
+
+
+def test_lease_expiry_deletes(store: Store) -> None:
+    seen = Recorder()
+    watch = store.watch("members/", seen)
+    lease = store.lease(1)
+    assert 0 < lease.remaining_s() <= lease.ttl_s <= 2
+    store.put("members/a", "x", lease)
+    begin = time.monotonic()
+    seen.wait_for("delete", "members/a")
+    print(f"lease of {lease.ttl_s:g} s: key deleted after {time.monotonic() - begin:.2f} s")
+    assert lease.remaining_s() == 0
+    assert not lease.refresh()
+    with pytest.raises(LeaseExpired):
+        store.put("members/a", "x", lease)
+    with pytest.raises(LeaseExpired):
+        store.create("members/a", "x", lease)
+    lease.revoke()
+    watch.cancel()
+
+
+def test_refresh_keeps_a_lease(store: Store) -> None:
+    lease = store.lease(1)
+    store.put("members/a", "x", lease)
+    found = store.get("members/a")
+    assert found is not None and found.lease == lease.id
+    end, pause = time.monotonic() + 2.5 * lease.ttl_s, threading.Event()
+    while time.monotonic() < end:
+        assert lease.refresh()
+        assert lease.remaining_s() > 0.5
+        pause.wait(0.3)
+    assert store.get("members/a") is not None
+    lease.revoke()
+
+
+def test_revoke_is_seen_at_once(store: Store) -> None:
+    seen = Recorder()
+    watch = store.watch("members/", seen)
+    lease = store.lease(30)
+    store.put("members/a", "x", lease)
+    seen.wait_for("put", "members/a")
+    begin = time.monotonic()
+    lease.revoke()
+    seen.wait_for("delete", "members/a")
+    print(f"revoke seen by the watch after {1000 * (time.monotonic() - begin):.1f} ms")
+    assert [kind for kind, _, _ in seen.seen] == ["put", "delete"]
+    assert lease.remaining_s() == 0
+    watch.cancel()
+
+
+def test_a_dead_endpoint_is_skipped(own_etcd: EtcdServer, etcd: EtcdServer) -> None:
+    own_etcd.kill()
+    with Store([own_etcd.url, etcd.url.removeprefix("http://")], namespace=new_namespace()) as store:
+        begin = time.monotonic()
+        assert store.create("a", "1")
+        print(f"refusing endpoint skipped in {1000 * (time.monotonic() - begin):.1f} ms")
+        found = store.get("a")
+        assert found is not None and found.value == "1"
+
+
+def test_a_silent_endpoint_is_left(etcd: EtcdServer) -> None:
+    with (
+        Proxy(etcd.port) as proxy,
+        Store([proxy.url, etcd.url], namespace=new_namespace()) as store,
+    ):
+        seen = Recorder()
+        store.watch("", seen)
+        store.put("a", "1")
+        seen.wait_for("put", "a")
+        proxy.set("hole")
+        begin = time.monotonic()
+        store.put("b", "2")
+        print(f"silent endpoint left after {time.monotonic() - begin:.2f} s")
+        seen.wait_for("put", "b")
+        assert proxy.swallowed and len(seen.seen) == 2
+
+
+def test_unreachable_names_the_endpoints(own_etcd: EtcdServer) -> None:
+    own_etcd.kill()
+    with Store([own_etcd.url, "127.0.0.1:1"], namespace="/bamboo/j/", timeout_s=1.0) as store:
+        begin = time.monotonic()
+        with pytest.raises(StoreUnavailable, match=f"(?s){own_etcd.url}.*127.0.0.1:1.*store.endpoints"):
+            store.get("a")
+        assert 0.8 < time.monotonic() - begin < 3
+    with (
+        Store([own_etcd.url], namespace="/bamboo/j/", timeout_s=20.0) as store,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        future = pool.submit(store.get, "a")
+        wait_until(lambda: store._connection._next > 0, "the first attempt")
+        store.close()
+        with pytest.raises(StoreError, match="closed"):
+            future.result(3)
+
+
+def test_bad_settings_are_named(tmp_path: Path) -> None:
+    text = tmp_path / "text.pem"
+    text.write_text("hello")
+    cases: list[tuple[dict[str, object], str]] = [
+        ({"endpoints": []}, r"store\.endpoints"),
+        ({"endpoints": "http://a:1"}, r"store\.endpoints.*list"),
+        ({"endpoints": ["http://a"]}, r"store\.endpoints.*port"),
+        ({"endpoints": ["ftp://a:1"]}, r"store\.endpoints.*ftp"),
+        ({"endpoints": ["a:99999"]}, r"store\.endpoints.*http://host:port"),
+        ({"endpoints": ["http://a b:1"]}, r"store\.endpoints"),
+        ({"endpoints": ["http://a:1"], "tls": TlsFiles(ca=text)}, r"plain text"),
+        ({"tls": TlsFiles(ca=tmp_path / "no")}, r"store\.tls\.ca.*cannot read"),
+        ({"tls": TlsFiles(ca=text)}, r"store\.tls\.ca.*PEM"),
+        ({"tls": TlsFiles(cert=text)}, r"store\.tls\.key is not set"),
+        ({"user": "u"}, r"store\.password"),
+        ({"namespace": "bamboo"}, r"namespace"),
+        ({"timeout_s": 0}, r"timeout_s"),
+    ]
+    for change, message in cases:
+        settings: dict[str, object] = {"endpoints": ["a:1"], "namespace": "/bamboo/j/", **change}
+        with pytest.raises(ConfigError, match=message):
+            Store(**settings)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError) as caught:
+        Store(["http://root:geheim@a:1"], namespace="/bamboo/j/")
+    assert "geheim" not in str(caught.value)
+
+
+def run_python(code: str, **environment: str) -> str:
+    result = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={"PYTHONPATH": str(Path(__file__).parents[1]), **environment},
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_shim_leaves_protobuf_default_pool_alone() -> None:
+    out = run_python("""
+        from google.protobuf import descriptor_pb2, descriptor_pool
+        foreign = descriptor_pb2.FileDescriptorProto(name="rpc.proto", package="foreign")
+        descriptor_pool.Default().AddSerializedFile(foreign.SerializeToString())
+        from bamboo_ds.store.protobuf_shim import load_etcdrpc
+        rpc = load_etcdrpc()
+        assert load_etcdrpc() is rpc
+        import etcd3
+        assert etcd3.etcdrpc is rpc
+        request = rpc.TxnRequest(compare=[rpc.Compare(target=rpc.Compare.MOD, key=b"k", mod_revision=3)])
+        assert rpc.TxnRequest.FromString(request.SerializeToString()) == request
+        print(rpc.Event.PUT if hasattr(rpc, "Event") else "ok")
+    """)
+    assert out
+
+
+def test_shim_leaves_a_working_etcd3_alone(tmp_path: Path) -> None:
+    package = tmp_path / "etcd3" / "etcdrpc"
+    package.mkdir(parents=True)
+    (tmp_path / "etcd3" / "__init__.py").touch()
+    (package / "__init__.py").write_text("from .rpc_pb2 import *\n")
+    for name in ("kv_pb2", "auth_pb2"):
+        (package / f"{name}.py").write_text("DESCRIPTOR = None\n")
+    (package / "rpc_pb2.py").write_text("ORIGINAL = True\n")
+    run_python(f"""
+        import sys
+        sys.path.insert(0, {str(tmp_path)!r})
+        from bamboo_ds.store.protobuf_shim import load_etcdrpc
+        assert load_etcdrpc().ORIGINAL
+    """)
+
+
+@pytest.mark.parametrize("fault", ["missing", "foreign"])
+def test_shim_says_what_is_wrong(tmp_path: Path, fault: str) -> None:
+    package = tmp_path / "etcd3"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise TypeError('Descriptors cannot be created directly')\n")
+    block = "sys.modules['etcd3'] = None" if fault == "missing" else f"sys.path.insert(0, {str(tmp_path)!r})"
+    out = run_python(f"""
+        import sys
+        {block}
+        from bamboo_ds.errors import StoreError
+        from bamboo_ds.store.protobuf_shim import load_etcdrpc
+        try:
+            load_etcdrpc()
+        except StoreError as error:
+            print(error)
+    """)
+    assert "pip install" in out

@@ -1,0 +1,229 @@
+"""Watches of the store through kills, pauses, compaction, lost data and broken connections."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from random import Random
+
+import grpc
+import pytest
+
+from bamboo_ds.errors import StoreError, StoreUnavailable
+from bamboo_ds.store.client import Store
+from bamboo_ds.store.connection import rpc
+from tests.support.etcd import (
+    EtcdServer,
+    Proxy,
+    Recorder,
+    new_namespace,
+    wait_until,
+)
+from tests.support.leaks import no_leaks
+
+pytest_plugins = ["tests.support.fixtures"]
+
+
+@pytest.fixture(autouse=True)
+def gate(request: pytest.FixtureRequest) -> Iterator[None]:
+    request.getfixturevalue("etcd")
+    with no_leaks():
+        yield
+
+
+def compact(server: EtcdServer, revision: int) -> None:
+    with grpc.insecure_channel(f"127.0.0.1:{server.port}", options=(("grpc.enable_http_proxy", 0),)) as channel:
+        rpc.KVStub(channel).Compact(rpc.CompactionRequest(revision=revision, physical=True), timeout=5)
+
+
+def test_watch_from_a_snapshot_misses_and_repeats_nothing(store: Store) -> None:
+    store.put("members/a", "1")
+    snapshot = store.get_prefix("members/")
+    store.put("members/b", "2")
+    store.put("other", "3")
+    seen = Recorder()
+    watch = store.watch("members/", seen, snapshot.revision + 1)
+    store.delete("members/a")
+    seen.wait(lambda events: len(events) == 2)
+    assert seen.seen == [("put", "members/b", "2"), ("delete", "members/a", "")]
+    watch.cancel()
+    store.put("members/c", "4")
+    assert len(seen.seen) == 2 and watch.error is None
+
+
+def test_watch_survives_kill_and_restart_of_etcd(own_etcd: EtcdServer) -> None:
+    with Store([own_etcd.url], namespace="/bamboo/j/") as store:
+        seen = Recorder()
+        watch = store.watch("", seen)
+        store.put("a", "1")
+        seen.wait_for("put", "a")
+        own_etcd.restart()
+        begin = time.monotonic()
+        with Store([own_etcd.url], namespace="/bamboo/j/") as other:
+            other.put("b", "2")
+            other.delete("a")
+        seen.wait_for("delete", "a")
+        print(f"events after the restart seen after {time.monotonic() - begin:.2f} s")
+        store.put("c", "3")
+        seen.wait_for("put", "c")
+        assert seen.seen == [("put", "a", "1"), ("put", "b", "2"), ("delete", "a", ""), ("put", "c", "3")]
+        assert watch.reconnects >= 1 and watch.resyncs == 0
+
+
+def test_watch_survives_a_stopped_etcd(own_etcd: EtcdServer) -> None:
+    with Store([own_etcd.url], namespace="/bamboo/j/") as store:
+        seen = Recorder()
+        watch = store.watch("", seen)
+        store.put("a", "1")
+        seen.wait_for("put", "a")
+        own_etcd.pause()
+        try:
+            noticed = wait_until(lambda: watch.reconnects > 0, "the silent connection noticed", 6.0)
+        finally:
+            own_etcd.resume()
+        print(f"silent connection noticed after {noticed:.2f} s")
+        begin = time.monotonic()
+        store.put("b", "2")
+        seen.wait_for("put", "b")
+        print(f"watch alive {time.monotonic() - begin:.2f} s after etcd went on")
+        assert seen.seen == [("put", "a", "1"), ("put", "b", "2")]
+
+
+def test_watch_resyncs_after_compaction(own_etcd: EtcdServer) -> None:
+    with (
+        Proxy(own_etcd.port) as proxy,
+        Store([proxy.url], namespace="/bamboo/j/") as store,
+        Store([own_etcd.url], namespace="/bamboo/j/") as other,
+    ):
+        other.put("old", "1")  # known from the start of the watch only
+        seen = Recorder()
+        watch = store.watch("", seen)
+        other.put("gone", "1")
+        other.put("same", "1")
+        other.put("changed", "1")
+        seen.wait(lambda events: len(events) == 3)
+        proxy.set("cut")
+        other.delete("gone")
+        other.delete("old")
+        other.put("changed", "2")
+        other.put("changed", "3")
+        compact(own_etcd, other.put("new", "1"))
+        proxy.set("pass")
+        seen.wait(lambda events: len(events) == 7)
+        assert sorted(seen.seen[3:]) == [
+            ("delete", "gone", ""),
+            ("delete", "old", ""),
+            ("put", "changed", "3"),
+            ("put", "new", "1"),
+        ]
+        assert watch.resyncs == 1
+        other.put("later", "1")
+        seen.wait_for("put", "later")
+        assert len(seen.seen) == 8
+
+
+def test_watch_notices_an_etcd_that_lost_its_data(own_etcd: EtcdServer) -> None:
+    with Store([own_etcd.url], namespace="/bamboo/j/") as store:
+        for number in range(5):
+            store.put(f"k{number}", "x")
+        seen = Recorder()
+        watch = store.watch("", seen)
+        own_etcd.restart(empty=True)
+        seen.wait(lambda events: len(events) == 5)
+        assert {event[0] for event in seen.seen} == {"delete"}
+        store.put("new", "1")
+        seen.wait_for("put", "new")
+        assert watch.resyncs == 1
+
+
+def test_a_compacted_start_is_refused(own_etcd: EtcdServer) -> None:
+    with Store([own_etcd.url], namespace="/bamboo/j/") as store:
+        start = store.put("a", "1")
+        compact(own_etcd, store.put("a", "2"))
+        with pytest.raises(StoreError, match="read the prefix again"):
+            store.watch("", Recorder(), start)
+
+
+def test_a_callback_that_raises_ends_its_watch_only(store: Store) -> None:
+    def broken(_: object) -> None:
+        raise StoreUnavailable("from the callback")
+
+    told: list[BaseException] = []
+    bad, seen = store.watch("", broken, on_error=told.append), Recorder()
+    good = store.watch("", seen)
+    store.put("a", "1")
+    seen.wait_for("put", "a")
+    wait_until(lambda: told, "on_error")
+    assert isinstance(bad.error, StoreUnavailable) and told == [bad.error]
+    assert good.error is None
+    bad.cancel()
+
+
+def test_a_callback_may_use_and_close_the_store(etcd: EtcdServer) -> None:
+    store = Store([etcd.url], namespace=new_namespace())
+    closed = threading.Event()
+
+    def use(_: object) -> None:
+        store.put("b/answer", "1")
+        watch.cancel()
+        store.close()
+        closed.set()
+
+    watch = store.watch("a/", use)
+    store.put("a/question", "1")
+    assert closed.wait(10)
+    with pytest.raises(StoreError, match="closed"):
+        store.get("a/question")
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_watch_is_exact_through_random_faults(own_etcd: EtcdServer, seed: int) -> None:
+    """Each change once and in order, while the connection is cut, deaf or silent and etcd is paused or killed."""
+    random = Random(seed)
+    with (
+        Proxy(own_etcd.port) as proxy,
+        Store([proxy.url], namespace="/bamboo/j/") as store,
+        Store([own_etcd.url], namespace="/bamboo/j/", timeout_s=20.0) as writer,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        seen = Recorder()
+        watch = store.watch("", seen)
+        done = threading.Event()
+
+        def write() -> list[tuple[str, int]]:
+            pause, written, number = threading.Event(), [], 0
+            while not done.is_set():
+                number += 1
+                written.append((f"k{number % 7}", writer.put(f"k{number % 7}", str(number))))
+                pause.wait(0.002)
+            return written
+
+        future, pause = pool.submit(write), threading.Event()
+        for fault in random.choices(["cut", "cut", "cut", "pause", "restart", "hole"], k=8):
+            pause.wait(random.random() * 0.2)
+            if fault == "pause":
+                own_etcd.pause()
+                pause.wait(random.random() * 0.3)
+                own_etcd.resume()
+            elif fault == "restart":
+                own_etcd.restart()
+            else:
+                proxy.set(fault)
+                pause.wait(random.random() * 0.3)
+                proxy.set("cut")  # what a hole has swallowed is lost: no stream can go on behind it
+                proxy.set("pass")
+        done.set()
+        written = future.result(20)
+        writer.put("end", "")
+        seen.wait_for("put", "end")
+        revisions = [event.kv.mod_revision for event in seen.events]
+        assert revisions == sorted(set(revisions))
+        # A put that was repeated after a lost answer has two revisions, of which its caller knows one.
+        assert set(written) <= {(event.key, event.kv.mod_revision) for event in seen.events}
+        assert revisions == list(range(revisions[0], revisions[-1] + 1)), "a change was missed"
+        assert watch.reconnects >= 3
+        assert watch.resyncs == 0
+        assert watch.error is None
+        print(f"{len(revisions)} changes, {watch.reconnects} reconnections")
