@@ -20,7 +20,7 @@ from typing import BinaryIO
 
 from ..control.access import ENV_STORE, open_store
 from ..control.agent_settings import AgentSettings
-from ..control.membership import Keys, LeftRecord, MemberRecord, boot_id
+from ..control.membership import Keys, LeaderRecord, LeftRecord, MemberRecord, boot_id
 from ..control.reporting import emit_or_log
 from ..control.worker_process import adopt_orphans, end_descendants
 from ..errors import EXIT_FATAL_LOSS, LaunchError, StoreError
@@ -336,6 +336,9 @@ class Launcher:
                         )
                         store.put(Keys.left(member.id), departure.to_json())
                         store.delete(entry.key)
+                        leader = store.get(Keys.LEADER)
+                        if leader and LeaderRecord.from_json(leader.value).id == member.id:
+                            store.compare_and_delete(Keys.LEADER, leader.mod_revision)
         except StoreError as error:
             logger.error("cannot report the death of slot %d, its lease will run out: %s", agent.slot, error)
 

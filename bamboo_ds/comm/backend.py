@@ -14,7 +14,7 @@ from ..errors import EpochChanged, UnsupportedError
 from .cohosted import Cohosted
 from .epoch import Epoch
 from .failures import translate
-from .inner import GLOO, NCCL, kind_for
+from .inner import GLOO, NCCL, issue, kind_for
 from .local import LocalGroup
 from .mailbox import MailboxWork
 from .session import Session, current
@@ -112,11 +112,34 @@ class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         self._timeout = timeout or session.timeout
         self._index = rank
         self._coalescing: list[Any] | None = None
+        self._names = {"name": name, "desc": "undefined"}
 
     # -- identity ----------------------------------------------------------------------------------------
     def getBackendName(self) -> str:  # noqa: N802 (torch's name)
         """``bamboo``."""
         return NAME
+
+    # torch keeps these in the inner backends of a group, of which this one has none of its own.
+    def getGroupName(self) -> str:  # noqa: N802 (torch's name)
+        """The name by which torch knows this handle."""
+        return self._names["name"]
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802 (torch's name)
+        """Called by torch, once."""
+        self._names["name"] = name
+
+    def getGroupDesc(self) -> str:  # noqa: N802 (torch's name)
+        """The description that the creator gave."""
+        return self._names["desc"]
+
+    def setGroupDesc(self, description: str) -> None:  # noqa: N802 (torch's name)
+        """Called by torch, once."""
+        self._names["desc"] = description
+
+    _set_group_name = setGroupName
+    _set_group_desc = setGroupDesc
+    group_name = property(getGroupName)
+    group_desc = property(getGroupDesc)
 
     def __repr__(self) -> str:
         return f"BambooProcessGroup({self._key!r}, rank={self._index})"
@@ -168,7 +191,7 @@ class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         try:
             with epoch.blocking():
                 if len(owners) == len(self.ranks):
-                    work = getattr(inner, operation)(*arguments)
+                    work = issue(inner, operation, arguments)
                 else:
                     hosts = [owners.index(epoch.plan.owners[rank]) for rank in self.ranks]
                     work, finish = getattr(Cohosted(inner, hosts, self._index), operation)(*arguments)

@@ -14,10 +14,9 @@ import torch
 from torch import distributed as dist
 
 from ..errors import UnsupportedError
+from .inner import Pending, Several
 
 Tensors = list[torch.Tensor]
-#: An inner work and what to do once, after it succeeded.
-Pending = tuple[Any, Callable[[], None] | None]
 
 
 class Cohosted:
@@ -89,7 +88,7 @@ class Cohosted:
         for output, tensor in zip(outputs, inputs, strict=True):
             options = _options(dist.ReduceScatterOptions(), opts)
             works.append(self._reduce_scatter_base(output, tensor, options))
-        return _Several(works), None
+        return Several(works), None
 
     # -- distribution ------------------------------------------------------------------------------------
     def broadcast(self, tensors: Tensors, opts: Any) -> Pending:
@@ -128,7 +127,7 @@ class Cohosted:
         for index, tensor in enumerate(inputs):
             options = _options(dist.AllgatherOptions(), opts)
             works.append(self.allgather([[row[index] for row in outputs]], [tensor], options))
-        return _Several(works), None
+        return Several(works), None
 
     def _allgather_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> Pending:
         """Every role's part of the output is its owner's input."""
@@ -140,7 +139,7 @@ class Cohosted:
         works = []
         for output, tensor in zip(outputs, inputs, strict=True):
             works.append(self._allgather_base(output, tensor, _options(dist.AllgatherOptions(), opts)))
-        return _Several(works), None
+        return Several(works), None
 
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> Pending:
         """Every role's output, at the root's owner, is its owner's input."""
@@ -187,43 +186,6 @@ class Cohosted:
     def barrier(self, opts: Any) -> Pending:
         """Wait for all owners."""
         return self._inner.barrier(opts), None
-
-
-class _Several:
-    """Several works with their finishing touches as one."""
-
-    def __init__(self, pending: Sequence[Pending]) -> None:
-        self._pending = list(pending)
-
-    def wait(self, *timeout: Any) -> bool:
-        """Wait for all, in order."""
-        while self._pending:
-            work, finish = self._pending[0]
-            work.wait(*timeout)
-            if finish is not None:
-                finish()
-            self._pending.pop(0)
-        return True
-
-    def is_completed(self) -> bool:
-        """Whether all are completed."""
-        return all(work.is_completed() for work, _ in self._pending)
-
-    def is_success(self) -> bool:
-        """Whether all succeeded."""
-        return all(work.is_success() for work, _ in self._pending)
-
-    def exception(self) -> Exception | None:
-        """The first error."""
-        return next((error for work, _ in self._pending if (error := work.exception()) is not None), None)
-
-    def result(self) -> Tensors:
-        """Not kept."""
-        return []
-
-    def get_future(self) -> Any:
-        """Not available."""
-        raise RuntimeError("coalesced collectives of a group whose roles share a member have no future")
 
 
 def _copy(output: torch.Tensor, value: torch.Tensor) -> None:

@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 _STORE_CONNECT = timedelta(seconds=5)
 #: Seconds between two sweeps over the sockets of an aborted epoch while operations are still blocked in it.
 _SWEEP_EVERY = 0.01
+#: Sweeps that follow an abort in any case: somebody may wait for a future, or poll, uncounted.
+_SWEEPS = 8
 #: Group ids of streams that groups agree on start here; below are the transport's lanes.
 FIRST_STREAM = 1 << 24
 
@@ -67,6 +69,7 @@ class Epoch:
         self._callbacks: list[Callable[[], None]] = [self.mailboxes.wake]
         self._works: weakref.WeakSet[BambooWork] = weakref.WeakSet()
         self._sweeper: threading.Thread | None = None
+        self._leaving = False
         self._connector: threading.Thread | None = None
         self._accused: set[str | None] = set()
         self._store: dist.TCPStore | None = None
@@ -297,19 +300,20 @@ class Epoch:
         self._shut_down()
         for (_, kind, _), group in groups:
             abort_inner(kind, group)
+        # A connection that was just being made escapes a single sweep.
         with self._lock:
-            if self._blocked:
-                # A connection that was just being made escapes a single sweep.
-                self._sweeper = threading.Thread(target=self._sweep, name="bamboo-abort", daemon=True)
-                self._sweeper.start()
+            self._sweeper = threading.Thread(target=self._sweep, name="bamboo-abort", daemon=True)
+            self._sweeper.start()
 
     def _sweep(self) -> None:
-        pause = _SWEEP_EVERY
+        pause, sweeps = _SWEEP_EVERY, 0
         while True:
             with self._lock:
-                if self._quiet.wait_for(lambda: self._blocked == 0, pause):
+                self._quiet.wait_for(lambda: self._leaving and self._blocked == 0, pause)
+                if self._blocked == 0 and (self._leaving or sweeps >= _SWEEPS):
                     return
             self._shut_down()
+            sweeps += 1
             pause = min(0.1, pause * 1.1)
 
     def _shut_down(self) -> None:
@@ -350,6 +354,8 @@ class Epoch:
                 work.settle()
         with self._lock:
             self._aborted = self._aborted or "left"
+            self._leaving = True
+            self._quiet.notify_all()
         if self._sweeper is not None:
             self._sweeper.join()
         if self._connector is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -13,6 +14,13 @@ from ..errors import UnsupportedError
 #: Kinds of inner groups.
 GLOO = "gloo"
 NCCL = "nccl"
+#: A work of torch and what to do once, after it succeeded.
+Pending = tuple[Any, Callable[[], None] | None]
+#: What torch's bindings of an inner group lack, and what does it for one pair of tensors.
+_ONE_BY_ONE = {
+    "allgather_into_tensor_coalesced": "_allgather_base",
+    "reduce_scatter_tensor_coalesced": "_reduce_scatter_base",
+}
 
 
 def kind_for(device: torch.device) -> str:
@@ -51,3 +59,51 @@ def abort_inner(kind: str, group: Any) -> None:
     """Abort ``group``'s communicators, from any thread. gloo has none: its sockets are shut down instead."""
     if kind == NCCL:
         group.abort()
+
+
+def issue(group: Any, operation: str, arguments: tuple[Any, ...]) -> Any:
+    """Start a collective of an inner group; ``operation`` is named as in torch's C++ ``Backend``."""
+    single = _ONE_BY_ONE.get(operation)
+    if single is None or hasattr(group, operation):
+        return getattr(group, operation)(*arguments)
+    outputs, inputs, options = arguments
+    return Several(
+        [(getattr(group, single)(*pair, options), None) for pair in zip(outputs, inputs, strict=True)]
+    )
+
+
+class Several:
+    """Several works of torch, with their finishing touches, as one."""
+
+    def __init__(self, pending: Sequence[Pending]) -> None:
+        self._pending = list(pending)
+
+    def wait(self, *timeout: Any) -> bool:
+        """Wait for all, in order."""
+        while self._pending:
+            work, finish = self._pending[0]
+            work.wait(*timeout)
+            if finish is not None:
+                finish()
+            self._pending.pop(0)
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether all are completed."""
+        return all(work.is_completed() for work, _ in self._pending)
+
+    def is_success(self) -> bool:
+        """Whether all succeeded."""
+        return all(work.is_success() for work, _ in self._pending)
+
+    def exception(self) -> Exception | None:
+        """The first error."""
+        return next((error for work, _ in self._pending if (error := work.exception()) is not None), None)
+
+    def result(self) -> list[torch.Tensor]:
+        """Not kept."""
+        return []
+
+    def get_future(self) -> Any:
+        """Not available."""
+        raise RuntimeError("coalesced collectives have no future in gloo")

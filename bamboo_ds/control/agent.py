@@ -158,7 +158,7 @@ class Agent:
             record,
             lease_ttl_s=settings.lease_ttl_s,
             callbacks=callbacks,
-            heart_beats=self.heart_beats,
+            last_heartbeat=lambda: self._worker.last_sign_of_life,
         )
         if settings.slot == 0:
             spec = JobRecord(
@@ -182,11 +182,6 @@ class Agent:
         self._worker.send(StoreAddress(epoch=epoch, host=host, port=port))
         if self._worker.wire.backlog:
             self._post(lambda: None)  # the main thread writes the rest
-
-    def heart_beats(self) -> bool:
-        """Whether the worker gave a sign of life in the last half of the heartbeat timeout."""
-        last = self._worker.last_sign_of_life
-        return last is not None and time.monotonic() - last < self._settings.heartbeat_timeout_s / 2
 
     def _post(self, action: Callable[[], None]) -> None:
         self._posted.put(action)

@@ -71,7 +71,8 @@ class Coordinator:
         record: the member's record, without lease.
         lease_ttl_s: seconds of silence after which the member counts as lost.
         callbacks: see :class:`Callbacks`.
-        heart_beats: whether the worker's heartbeat is fresh; asked from the coordinator's thread.
+        last_heartbeat: monotonic seconds of the worker's newest heartbeat; asked from the coordinator's
+            thread.
     """
 
     def __init__(
@@ -82,14 +83,15 @@ class Coordinator:
         *,
         lease_ttl_s: float,
         callbacks: Callbacks,
-        heart_beats: Callable[[], bool],
+        last_heartbeat: Callable[[], float | None],
     ) -> None:
         self._store = store
         self._leader = leader
         self._record = record
         self._ttl_s = lease_ttl_s
         self._callbacks = callbacks
-        self._heart_beats = heart_beats
+        self._last_heartbeat = last_heartbeat
+        self._accused: tuple[int, float] | None = None  # epoch, and when we learnt of it
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._pending: dict[str, Record] = {}
         self._departure: tuple[LeftRecord, StopRecord | None] | None = None
@@ -258,13 +260,16 @@ class Coordinator:
         return min((wake for wake in wakes if wake is not None), default=None)
 
     def _vouch(self, mirror: Mirror, plan: Plan | None) -> float | None:
-        """Answer an accusation as soon as the worker's heartbeat is fresh."""
+        """Answer an accusation as soon as a heartbeat disproves it."""
         me = self._record.id
         if plan is None or mirror.vouched.get(me) == plan.epoch:
             return None
         if not any(s.accused == me and s.epoch == plan.epoch for s in mirror.suspicions):
             return None
-        if self._heart_beats():
+        if self._accused is None or self._accused[0] != plan.epoch:
+            self._accused = (plan.epoch, time.monotonic())
+        heartbeat = self._last_heartbeat()
+        if heartbeat is not None and heartbeat > self._accused[1]:
             self._store.put(Keys.voucher(me), VoucherRecord(id=me, epoch=plan.epoch).to_json())
             return None
         return time.monotonic() + _VOUCH_POLL_S

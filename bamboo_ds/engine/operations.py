@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import tempfile
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from deepspeed.runtime.pipe.schedule import PipeInstruction
 
+from ..errors import EpochChanged
 from ..schedule import Commit, RoleProgress, commit_program, member_program
 from ..topology import Role
 from .commit import decode
@@ -20,6 +22,9 @@ from .lanes import Stream
 
 if TYPE_CHECKING:
     from .bamboo import BambooPipelineEngine
+
+
+logger = logging.getLogger("bamboo_ds")
 
 
 class TrainIteration:
@@ -66,9 +71,18 @@ class TrainIteration:
         engine._redundant_forwards = 0
         engine._committed_steps += 1
         if mismatches and not behind:
-            engine._copy_state([r for r in mismatches if engine._plan.shadow(r) is not None])
+            self._mend(mismatches)
         engine._job.progressed(engine._committed_steps)
         engine._report_step(time.monotonic() - self._begin)
+
+    def _mend(self, mismatches: tuple[Role, ...]) -> None:
+        """Copy the state of ``mismatches`` to their shadows again. A replica stays invalid if a loss prevents it."""
+        engine = self._engine
+        try:
+            engine._copy_state([role for role in mismatches if engine._plan.shadow(role) is not None])
+        except EpochChanged as error:
+            # The next operation recovers; it refuses to take a role over from an invalid replica.
+            logger.warning("replicas of %s were not mended: %s", mismatches, error)
 
     def _execute(self, program: tuple[PipeInstruction, ...], until_commit: bool) -> None:
         engine = self._engine

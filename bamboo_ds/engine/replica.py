@@ -32,6 +32,15 @@ def build_stage_module(module: Any, stage: int, device: torch.device) -> Any:
     fresh = set(other.__dict__)
     shared = {k: v for k, v in module.__dict__.items() if k not in fresh}
     other.__dict__.update(shared)
+    # What the module has besides its layers: a loss function that is a module, parts that a subclass added.
+    layers = {*module.fwd_map, "tied_modules"}
+    for name, child in module._modules.items():
+        if name not in layers:
+            other.add_module(name, copy.deepcopy(child))
+    for name, parameter in module._parameters.items():
+        other.register_parameter(name, copy.deepcopy(parameter))
+    for name, buffer in module._buffers.items():
+        other.register_buffer(name, copy.deepcopy(buffer), persistent=name not in module._non_persistent_buffers_set)
     other.stage_id = stage
     other._local_start, other._local_stop = module.parts[stage], module.parts[stage + 1]
     other.forward_funcs, other.fwd_map = [], {}

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -62,11 +63,18 @@ class Member:
 
         init_process_group(self.session, rank, world)
 
+    def init_stock(self, rank: int, world: int, port: int) -> None:
+        """Stock gloo, to compare with."""
+        from torch import distributed as dist
+
+        store = dist.TCPStore("127.0.0.1", port, world, rank == 0, wait_for_workers=False)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+
     def detach(self) -> None:
         self.session.detach()
 
     def case(self, name: str, rank: int, world: int) -> list[Any]:
-        from support.comm_cases import CASES
+        from tests.support.comm_cases import CASES
 
         return [portable(value) for value in CASES[name](rank, world)]
 
@@ -104,6 +112,7 @@ def serve(name: str, address: str, commands: Connection, parent: Sequence[Connec
     for end in parent:
         end.close()
     os.environ["OMP_NUM_THREADS"] = "1"
+    warnings.simplefilter("ignore", FutureWarning)  # torch renames collectives; the old names must work
     member = Member(name, address)
     todo: queue.Queue[tuple[str, tuple[Any, ...]] | None] = queue.Queue()
     sending = threading.Lock()
@@ -127,7 +136,10 @@ def serve(name: str, address: str, commands: Connection, parent: Sequence[Connec
                 answer("control", time.monotonic())
             elif command == "blocked":
                 epoch = member.session._epoch
-                answer("control", 0 if epoch is None else epoch._blocked)
+                waits = epoch is not None and (
+                    epoch._blocked or any(not work.is_completed() for work in list(epoch._works))
+                )
+                answer("control", bool(waits))
             elif command == "failures":
                 answer("control", list(member.failures))
 
@@ -211,10 +223,17 @@ class Remote:
         self._connection.send(("control", command, arguments))
         return self._answer("control", DEADLINE)[1]
 
+    def answered(self) -> bool:
+        """Whether the oldest command started has ended."""
+        if not self._answers["main"] and self._connection.poll():
+            what, value = self._connection.recv()
+            self._answers["control" if what == "control" else "main"].append((what, value))
+        return bool(self._answers["main"])
+
     def wait_blocked(self) -> None:
-        """Wait until the main thread is inside an operation that may block."""
+        """Wait until the main thread is inside an operation that may block, or done with it."""
         end = time.monotonic() + DEADLINE
-        while not self.control("blocked"):
+        while not self.control("blocked") and not self.answered():
             assert time.monotonic() < end, f"member {self.name} never entered the operation"
 
     def kill(self) -> None:

@@ -30,7 +30,7 @@ class Job:
     """One job. ``ranks[r]`` is worker r's connection; ``told`` all that the workers told, in order."""
 
     def __init__(self, folder: Path, world: int, *options: str) -> None:
-        self.begun = time.time()
+        self.folders: set[Path] = set()
         self.seen: dict[int, psutil.Process] = {}
         self.world = world
         self.folder = folder
@@ -199,6 +199,9 @@ class Job:
         launcher = psutil.Process(self.process.pid)
         for process in [launcher, *launcher.children(recursive=True)]:
             self.seen[process.pid] = process
+            if process.name() == "etcd":
+                command = process.cmdline()
+                self.folders.add(Path(command[command.index("--data-dir") + 1]).parent)
 
     def etcd(self) -> psutil.Process:
         return next(p for p in self.seen.values() if p.is_running() and p.name() == "etcd")
@@ -227,10 +230,9 @@ class Job:
         return [p for p in self.seen.values() if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
 
     def files_left(self) -> list[str]:
-        """Files of the job that remain: below its own temporary folder, and etcd's in memory."""
+        """Files of the job that remain: below its own temporary folder, and etcd's."""
         mine = [str(p) for p in self.runtime.rglob("*") if p.is_file()]
-        etcd = [str(p) for p in Path("/dev/shm").glob("bamboo-etcd-*") if _made_since(p, self.begun)]
-        return mine + etcd
+        return mine + [str(p) for p in self.folders if p.exists()]
 
     def close(self) -> None:
         """End everything, whatever state the test left it in."""
@@ -252,10 +254,6 @@ class Job:
 
 
 BAMBOO = (sys.executable, "-m", "bamboo_ds.cli.main")
-
-
-def _made_since(path: Path, begun: float) -> bool:
-    return path.stat().st_mtime >= begun
 
 
 def wait_gone(job: Job, timeout_s: float) -> float:
@@ -288,7 +286,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
                 if ended_by_test:
                     assert job.process.poll() is not None, "the test let the run go on"
                     wait_gone(job, 10.0)
-                    assert not [f for f in job.files_left() if not f.endswith("/s")]
+                    assert not job.files_left()
         finally:
             for job in jobs:
                 job.close()

@@ -1,0 +1,362 @@
+"""The leader's decisions: state in, action out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bamboo_ds.cli.status import job_status
+from bamboo_ds.control.decisions import EXIT_CONFIG, Decider, StopJob, View, Wait, WritePlan
+from bamboo_ds.control.membership import (
+    Keys,
+    LayoutRecord,
+    LeaderRecord,
+    LeftRecord,
+    MemberRecord,
+    ProgressRecord,
+    Record,
+    SuspicionRecord,
+    boot_id,
+)
+from bamboo_ds.control.mirror import Mirror
+from bamboo_ds.errors import EXIT_FATAL_LOSS
+from bamboo_ds.store.records import KeyValue, Snapshot, WatchEvent
+from bamboo_ds.topology import Layout, Plan
+from bamboo_ds.topology.planner import initial_plan, takeover, with_redundancy
+
+SETTLE_S = 0.02
+PATIENCE_S = 2.5
+IDS = ("a", "b", "c", "d")
+FIRST = initial_plan(IDS)
+SECOND = with_redundancy(FIRST, Layout(1, 4), True)
+
+
+def member(name: str) -> MemberRecord:
+    return MemberRecord(
+        id=name, slot=IDS.index(name), host="h", address="127.0.0.1", pid=1, agent_pid=2, incarnation="x"
+    )
+
+
+def members(*names: str) -> dict[str, MemberRecord]:
+    return {name: member(name) for name in names}
+
+
+def left(name: str, outcome: str = "lost", **fields: Any) -> LeftRecord:
+    values = {"reason": "signal", "detail": "SIGKILL", "code": 137, "since": 99.9, "boot": boot_id()}
+    return LeftRecord.model_validate(
+        {"id": name, "slot": IDS.index(name), "outcome": outcome, **values, **fields}
+    )
+
+
+def suspicion(by: str, accused: str, epoch: int = 2) -> SuspicionRecord:
+    return SuspicionRecord(accused=accused, by=by, epoch=epoch, reason="reset")
+
+
+def report(name: str, layout: Layout = SECOND.world, redundant: bool = True) -> LayoutRecord:
+    return LayoutRecord(id=name, layout=layout, redundant=redundant)
+
+
+def decider() -> Decider:
+    return Decider(SETTLE_S, PATIENCE_S)
+
+
+def all_well() -> View:
+    return View(world_size=4, plan=SECOND, members=members(*IDS))
+
+
+# -- start ------------------------------------------------------------------------------------------
+
+
+def test_start_waits_for_all_slots() -> None:
+    assert decider().decide(View(world_size=4, members=members("a", "b", "c")), 0.0) == Wait()
+
+
+def test_first_plan_is_in_slot_order() -> None:
+    action = decider().decide(View(world_size=4, members=members("d", "b", "a", "c")), 0.0)
+    assert isinstance(action, WritePlan)
+    assert action.plan == FIRST
+
+
+def test_loss_before_the_first_plan_stops() -> None:
+    view = View(world_size=4, members=members("a", "b", "c"), left={"d": left("d")})
+    action = decider().decide(view, 0.0)
+    assert isinstance(action, StopJob)
+    assert action.code == 137
+
+
+def test_layout_waits_for_every_report() -> None:
+    reports = {name: report(name) for name in IDS}
+    view = View(world_size=4, plan=FIRST, members=members(*IDS), reports=reports)
+    action = decider().decide(view, 0.0)
+    assert isinstance(action, WritePlan)
+    assert action.plan == SECOND
+    del reports["c"]
+    assert decider().decide(view, 0.0) == Wait()
+
+
+def test_different_layouts_stop() -> None:
+    for wrong in (report("d", Layout(2, 2)), report("d", redundant=False)):
+        reports = {name: report(name) for name in IDS} | {"d": wrong}
+        view = View(world_size=4, plan=FIRST, members=members(*IDS), reports=reports)
+        action = decider().decide(view, 0.0)
+        assert isinstance(action, StopJob)
+        assert action.code == EXIT_CONFIG
+        assert "a has 1 pipelines of 4 stages with redundancy, d has" in action.reason
+
+
+def test_layout_of_another_size_stops() -> None:
+    reports = {"a": report("a", Layout(1, 3))}
+    action = decider().decide(
+        View(world_size=4, plan=FIRST, members=members(*IDS), reports=reports), 0.0
+    )
+    assert isinstance(action, StopJob)
+    assert "needs 3 members, but the job was started with 4" in action.reason
+
+
+# -- losses -----------------------------------------------------------------------------------------
+
+
+def test_loss_waits_for_companions() -> None:
+    one = decider()
+    lost_b = replace(all_well(), members=members("a", "c", "d"), left={"b": left("b")})
+    assert one.decide(all_well(), 99.0) == Wait()
+    assert one.decide(lost_b, 100.0) == Wait(100.0 + SETTLE_S)
+    lost_both = replace(lost_b, members=members("a", "c"), left={"b": left("b"), "d": left("d")})
+    assert one.decide(lost_both, 100.01) == Wait(100.0 + SETTLE_S), "the first one's time counts"
+    action = one.decide(lost_both, 100.0 + SETTLE_S)
+    assert isinstance(action, WritePlan)
+    assert action.plan == takeover(SECOND, ["b", "d"])
+    assert [loss.member for loss in action.losses] == ["b", "d"]
+    assert abs((action.losses[0].detection_s or 0) - 0.1) < 1e-9
+    assert action.losses[0].noticed == 100.0
+
+
+def test_detection_on_another_host_is_unknown() -> None:
+    view = replace(all_well(), members=members("a", "c", "d"), left={"b": left("b", boot="elsewhere")})
+    action = Decider(0.0, PATIENCE_S).decide(view, 100.0)
+    assert isinstance(action, WritePlan)
+    assert action.losses[0].detection_s is None
+
+
+def test_lease_that_ran_out() -> None:
+    view = replace(all_well(), members=members("a", "c", "d"))
+    action = Decider(0.0, PATIENCE_S).decide(view, 100.0)
+    assert isinstance(action, WritePlan)
+    assert (action.losses[0].reason, action.losses[0].detection_s) == ("lease", None)
+
+
+def test_absence_after_an_outage_is_not_trusted() -> None:
+    one = Decider(0.0, PATIENCE_S)
+    view = replace(all_well(), members=members("a"), trusted_from=105.0)
+    assert one.decide(view, 100.0) == Wait(105.0)
+    returned = replace(view, members=members(*IDS))
+    assert one.decide(returned, 101.0) == Wait()
+    action = one.decide(replace(view, members=members("a", "b", "c")), 105.0)
+    assert isinstance(action, WritePlan)
+    assert action.plan.lost == ("d",)
+
+
+def test_death_in_an_outage_is_trusted() -> None:
+    view = replace(all_well(), members=members("a", "c"), left={"b": left("b")}, trusted_from=105.0)
+    action = Decider(0.0, PATIENCE_S).decide(view, 100.0)
+    assert isinstance(action, WritePlan)
+    assert action.plan.lost == ("b",), "d has time to return"
+
+
+def test_finishing_is_no_loss() -> None:
+    view = replace(all_well(), members=members("a"), left={n: left(n, "finished") for n in "bcd"})
+    assert decider().decide(view, 100.0) == Wait()
+
+
+def test_who_has_finished_takes_nothing_over() -> None:
+    view = replace(
+        all_well(), members=members("c", "d"), left={"a": left("a", "finished"), "b": left("b")}
+    )
+    action = Decider(0.0, PATIENCE_S).decide(view, 100.0)
+    assert isinstance(action, WritePlan)
+    assert action.plan == takeover(SECOND, ["a", "b"])
+    assert [loss.member for loss in action.losses] == ["b"]
+
+
+def test_loss_before_the_layout_stops() -> None:
+    view = View(world_size=4, plan=FIRST, members=members("a", "b", "c"), left={"d": left("d")})
+    action = Decider(0.0, PATIENCE_S).decide(view, 100.0)
+    assert isinstance(action, StopJob)
+    assert action.code == EXIT_FATAL_LOSS
+    assert [loss.member for loss in action.losses] == ["d"]
+
+
+def test_application_error_stops_instead_of_a_takeover() -> None:
+    view = replace(
+        all_well(), members=members("a", "b", "c"), left={"d": left("d", "failed", reason="exit", code=3)}
+    )
+    action = decider().decide(view, 100.0)
+    assert isinstance(action, StopJob)
+    assert action.code == 3
+
+
+def test_fatal_plan_ends_planning() -> None:
+    plan = takeover(SECOND, ["a", "b"])
+    assert plan.unheld
+    gone = {name: left(name, "fatal", code=86) for name in "cd"}
+    assert decider().decide(View(world_size=4, plan=plan, left=gone), 100.0) == Wait()
+
+
+def test_fatal_loss_that_only_a_worker_knows_of_stops() -> None:
+    view = replace(all_well(), members=members("a", "b", "c"), left={"d": left("d", "fatal", code=86)})
+    action = decider().decide(view, 100.0)
+    assert isinstance(action, StopJob)
+    assert action.code == 86
+
+
+def test_job_that_is_being_stopped_plans_nothing() -> None:
+    assert decider().decide(View(world_size=4, plan=SECOND, stopping=True), 100.0) == Wait()
+
+
+# -- suspicions -------------------------------------------------------------------------------------
+
+
+def test_two_accusers_convict_after_a_moment() -> None:
+    one = decider()
+    view = replace(all_well(), suspicions=[suspicion("a", "b"), suspicion("c", "b")])
+    assert one.decide(view, 100.0) == Wait(100.0 + SETTLE_S)
+    action = one.decide(view, 100.0 + SETTLE_S)
+    assert isinstance(action, WritePlan)
+    assert action.plan == takeover(SECOND, ["b"])
+    assert (action.losses[0].reason, action.losses[0].detail) == ("suspects", "a, c")
+
+
+def test_single_accuser_needs_a_silent_agent() -> None:
+    one = decider()
+    view = replace(all_well(), suspicions=[suspicion("a", "b")])
+    assert one.decide(view, 100.0) == Wait(100.0 + PATIENCE_S)
+    action = one.decide(view, 100.0 + PATIENCE_S)
+    assert isinstance(action, WritePlan)
+    assert action.plan.lost == ("b",)
+
+
+def test_vouched_member_stays_and_connections_are_made_anew() -> None:
+    one = decider()
+    view = replace(all_well(), suspicions=[suspicion("a", "b")], vouched={"b": 2})
+    one.decide(view, 100.0)
+    action = one.decide(view, 100.0 + PATIENCE_S)
+    assert isinstance(action, WritePlan)
+    assert action.plan == replace(SECOND, epoch=3)
+    assert not action.losses
+
+
+def test_only_living_members_accuse_others_in_this_epoch() -> None:
+    for useless in (
+        [suspicion("a", "b", epoch=1), suspicion("c", "b", epoch=1)],
+        [suspicion("x", "b"), suspicion("y", "b")],
+        [suspicion("b", "b")],
+        [suspicion("a", "x"), suspicion("c", "x")],
+    ):
+        assert Decider(0.0, 0.0).decide(replace(all_well(), suspicions=useless), 100.0) == Wait()
+
+
+def test_known_loss_comes_before_accusations() -> None:
+    view = replace(
+        all_well(),
+        members=members("a", "c", "d"),
+        left={"b": left("b")},
+        suspicions=[suspicion("a", "c"), suspicion("d", "c")],
+    )
+    action = Decider(0.0, 0.0).decide(view, 100.0)
+    assert isinstance(action, WritePlan)
+    assert action.plan.lost == ("b",)
+
+
+def test_mutual_accusations_convict_one_at_a_time() -> None:
+    accusations = [("a", "b"), ("b", "a"), ("c", "b"), ("d", "b"), ("c", "a")]
+    view = replace(all_well(), suspicions=[suspicion(*pair) for pair in accusations])
+    action = Decider(0.0, 0.0).decide(view, 100.0)
+    assert isinstance(action, WritePlan)
+    assert action.plan.lost == ("b",)
+
+
+# -- whole lives ------------------------------------------------------------------------------------
+
+
+@given(
+    st.integers(1, 3),
+    st.integers(2, 4),
+    st.lists(
+        st.tuples(st.floats(0, 0.1), st.integers(0, 11), st.sampled_from(["signal", "silent", "finish"])), max_size=12
+    ),
+)
+def test_any_order_of_losses_ends_with_a_plan_of_the_living(
+    pipelines: int, stages: int, faults: list[tuple[float, int, str]]
+) -> None:
+    ids = [f"m{slot}" for slot in range(pipelines * stages)]
+    records = {
+        name: MemberRecord(id=name, slot=slot, host="h", address="x", pid=1, agent_pid=2, incarnation="x")
+        for slot, name in enumerate(ids)
+    }
+    plan: Plan = with_redundancy(initial_plan(ids), Layout(pipelines, stages), True)
+    living, gone, one, now = dict(records), dict[str, LeftRecord](), decider(), 100.0
+
+    def settle(until: float) -> None:
+        nonlocal plan
+        at = now
+        for _ in range(50):
+            view = View(world_size=len(ids), plan=plan, members=living, left=gone)
+            action = one.decide(view, at)
+            assert not isinstance(action, StopJob)
+            if isinstance(action, WritePlan):
+                assert action.plan.epoch == plan.epoch + 1
+                assert action.losses
+                plan = action.plan
+            elif action.until is None or action.until > until:
+                return
+            else:
+                assert action.until > at
+                at = action.until
+        raise AssertionError("the leader does not come to rest")
+
+    for gap, slot, kind in faults:
+        settle(now + gap)
+        now += gap
+        name = ids[slot % len(ids)]
+        if living.pop(name, None) is not None and kind != "silent":
+            outcome = "finished" if kind == "finish" else "lost"
+            gone[name] = left("a", outcome).model_copy(update={"id": name})
+    settle(now + 1.0)
+    if not plan.unheld:
+        finished = {name for name, record in gone.items() if record.outcome == "finished"}
+        assert set(living) <= set(plan.members)
+        assert set(plan.members) <= set(living) | finished
+        assert set(plan.owners) <= set(plan.members)
+
+
+# -- the mirror and what status makes of it -----------------------------------------------------------
+
+
+def entry(key: str, record: Record | str, revision: int = 1) -> KeyValue:
+    return KeyValue(key, record if isinstance(record, str) else record.to_json(), revision, revision)
+
+
+def test_status_of_a_job_that_lost_a_member() -> None:
+    plan = takeover(SECOND, ["b"])
+    entries = [entry(Keys.member(n), member(n)) for n in "acd"]
+    entries += [entry(Keys.PLAN, plan.to_json(), 7), entry(Keys.LEADER, LeaderRecord(id="c"))]
+    entries += [entry(Keys.left("b"), left("b"))]
+    entries += [entry(Keys.progress("a"), ProgressRecord(id="a", step=5, checkpoint="/x"))]
+    entries += [entry(Keys.progress("c"), ProgressRecord(id="c", step=6))]
+    mirror = Mirror(Snapshot({e.key: e for e in entries}, 9))
+    assert mirror.plan == plan
+    assert mirror.plan_revision == 7
+    status = job_status("j", mirror)
+    assert (status.epoch, status.step, status.checkpoint) == (3, 6, "/x")
+    by_id = {m.id: m for m in status.members}
+    assert by_id["a"].roles == [(0, 0), (0, 1)]
+    assert by_id["d"].shadows == [(0, 0)]
+    assert by_id["c"].leader
+    assert by_id["b"].state == "lost (signal SIGKILL)"
+    mirror.apply(WatchEvent("delete", Keys.LEADER, KeyValue(Keys.LEADER, "", 10, 0)))
+    mirror.apply(WatchEvent("put", Keys.PLAN, entry(Keys.PLAN, SECOND.to_json(), 11)))
+    assert mirror.leader is None
+    assert mirror.plan == SECOND
