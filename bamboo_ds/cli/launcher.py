@@ -23,7 +23,7 @@ from ..control.agent_settings import AgentSettings
 from ..control.membership import Keys, LeaderRecord, LeftRecord, MemberRecord, boot_id
 from ..control.reporting import emit_or_log
 from ..control.worker_process import adopt_orphans, end_descendants
-from ..errors import EXIT_FATAL_LOSS, LaunchError, StoreError
+from ..errors import EXIT_FATAL_LOSS, ConfigError, LaunchError, StoreError
 from ..observe.events import EventWriter, RunFinished, RunStarted
 from ..store.embedded import EmbeddedEtcd
 from . import jobs
@@ -149,6 +149,10 @@ class Launcher:
         options = self._options
         adopt_orphans()
         with ExitStack() as stack:
+            try:
+                events = stack.enter_context(EventWriter(options.events))
+            except OSError as error:
+                raise ConfigError(f"cannot write events to {options.events}: {error}") from error
             stack.callback(end_descendants)
             stack.enter_context(self._selector)
             stack.enter_context(self._handling_signals())
@@ -163,7 +167,6 @@ class Launcher:
             state = jobs.this_process(options.job, urls)
             state.write()
             stack.callback(state.remove)
-            events = stack.enter_context(EventWriter(options.events))
             begin = time.monotonic()
             command = list(options.command)
             emit_or_log(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib
 import os
+import select
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 import click
-import psutil
 from rich.console import Console
 
 from ..config import MembershipConfig, bamboo_config, config_path_from_argv
@@ -161,11 +162,17 @@ def stop(job: str | None, store: str | None, timeout_s: float) -> None:
     launcher = file.launcher()
     if launcher is None:
         return
-    launcher.terminate()
     try:
-        launcher.wait(timeout_s)
-    except psutil.TimeoutExpired as error:
-        raise LaunchError(f"the launcher of {file.job!r} ({file.pid}) still runs") from error
+        pidfd = os.pidfd_open(launcher.pid)
+    except ProcessLookupError:
+        return  # it has just ended
+    try:
+        if file.launcher() is not None:  # else it ended, and the descriptor may be of another process
+            signal.pidfd_send_signal(pidfd, signal.SIGTERM)
+            if not select.select([pidfd], [], [], timeout_s)[0]:
+                raise LaunchError(f"the launcher of {file.job!r} ({file.pid}) still runs")
+    finally:
+        os.close(pidfd)
 
 
 @cli.command(context_settings={"ignore_unknown_options": True}, add_help_option=False)

@@ -18,7 +18,6 @@ from .inner import GLOO, NCCL, issue, kind_for
 from .local import LocalGroup
 from .mailbox import MailboxWork
 from .session import Session, current
-from .stores import EpochStore
 from .work import BambooWork, CompletedWork
 
 NAME = "bamboo"
@@ -49,7 +48,7 @@ def init_process_group(session: Session, rank: int, world_size: int, timeout: ti
     register()
     dist.init_process_group(
         backend=NAME,
-        store=EpochStore(session),
+        store=session.torch_store,
         rank=rank,
         world_size=world_size,
         timeout=timeout or session.timeout,

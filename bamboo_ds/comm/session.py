@@ -14,6 +14,7 @@ from ..errors import EpochChanged
 from ..topology import Plan
 from . import sockets
 from .epoch import Epoch
+from .stores import EpochStore
 
 if TYPE_CHECKING:
     from .backend import BambooProcessGroup
@@ -64,6 +65,8 @@ class Session:
         self._reason = "no epoch is attached yet"
         self._hosted: dict[int, dist.TCPStore] = {}
         self._closed = False
+        #: What torch.distributed's groups use as their store.
+        self.torch_store = EpochStore(self)
         _current = self
         # Threads blocked inside gloo must be gone before the interpreter is.
         atexit.register(self.close)

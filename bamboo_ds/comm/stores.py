@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 class EpochStore(dist.Store):  # type: ignore[misc]
     """Delegates to the store of the session's current epoch. Its keys do not outlive the epoch.
 
-    Every call raises ``EpochChanged`` when the epoch is aborted, also while it waits.
+    Every call raises ``EpochChanged`` when the epoch is aborted, also while it waits. Keep a reference: torch's
+    C++ side does not keep the Python object alive.
     """
 
     def __init__(self, session: Session) -> None:
@@ -64,6 +65,10 @@ class EpochStore(dist.Store):  # type: ignore[misc]
     def num_keys(self) -> int:
         """See ``torch.distributed.Store``."""
         return int(self._call(lambda store: store.num_keys()))
+
+    # The names by which torch's C++ side looks for them.
+    deleteKey = delete_key
+    getNumKeys = num_keys
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """See ``torch.distributed.Store``."""

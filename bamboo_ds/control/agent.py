@@ -411,7 +411,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         logger.error("%s", error)
         return 1
     if settings.result_fd is not None:
-        os.write(settings.result_fd, departure.to_json().encode() + b"\n")
+        try:
+            os.write(settings.result_fd, departure.to_json().encode() + b"\n")
+        except BrokenPipeError:
+            logger.info("the launcher is gone and hears no results any more")
     if settings.state_file is not None and os.getppid() != settings.parent_pid:
         Path(settings.state_file).unlink(missing_ok=True)  # the launcher cannot do it any more
     return departure.code

@@ -53,7 +53,7 @@ class BambooPipelineEngine(RecoveringExecutor):
         job.settings = settings
         self._retain = self._mode.replicas
         self._batches, self._idle = Batches(), IdleTimes()
-        self._sequence = self._committed_steps = self._redundant_forwards = self._loading = 0
+        self._sequence = self._committed_steps = self._loading = 0
         self._entered = self._interrupted = False
         self._vector = self._committed = self._pending = None
         self._bubble_begin = {}

@@ -21,7 +21,7 @@ class Contribution:
     Attributes:
         losses: mean loss of the pipelines whose last stage it owns, followed by their additional losses.
         squares: sum of squares of the gradients that count for the norm, of each role it owns.
-        redundant: redundant forward passes that it ran in this iteration.
+        redundant: redundant forward passes that its replicas hold.
         mismatches: roles whose replica failed its check here.
     """
 

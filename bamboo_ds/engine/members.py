@@ -43,7 +43,6 @@ class EngineState:
         _evaluating: an evaluation runs.
         _loading: micro-batch that is being loaded.
         _bubble_begin: begin of waits that are in progress, by place.
-        _redundant_forwards: redundant forwards of this iteration.
     """
 
     _job: Job
@@ -68,4 +67,3 @@ class EngineState:
     _evaluating: bool
     _loading: int
     _bubble_begin: dict[tuple[Any, ...], float]
-    _redundant_forwards: int

@@ -68,7 +68,6 @@ class TrainIteration:
         else:
             engine._collect_leftovers()
         engine._binding.begin_iteration()
-        engine._redundant_forwards = 0
         engine._committed_steps += 1
         if mismatches and not behind:
             self._mend(mismatches)

@@ -226,7 +226,6 @@ class PassExecutor(EngineState, PipelineEngine):  # type: ignore[misc]  # DeepSp
             else:
                 with self._counting_saved_bytes(replica):
                     self._exec_forward_pass(m)
-            self._redundant_forwards += 1
         else:
             m = replica.backwards
             self._binding.use(replica)
@@ -332,7 +331,8 @@ class PassExecutor(EngineState, PipelineEngine):  # type: ignore[misc]  # DeepSp
                 losses[runtime.role.pipeline] = runtime.reduced_loss.tolist()
             squares[runtime.role] = self._sum_of_squares(runtime)
         mismatches = [r.role for r in self._binding.replicas() if not r.valid]
-        return Contribution(losses, squares, self._redundant_forwards, mismatches)
+        ahead = sum(replica.forwards for replica in self._binding.replicas())
+        return Contribution(losses, squares, ahead, mismatches)
 
     def _sum_of_squares(self, runtime: StageRuntime) -> float:
         """Sum of squares of the gradients that count for clipping, in fp32 as DeepSpeed computes it.
