@@ -46,9 +46,7 @@ def members(*names: str) -> dict[str, MemberRecord]:
 
 def left(name: str, outcome: str = "lost", **fields: Any) -> LeftRecord:
     values = {"reason": "signal", "detail": "SIGKILL", "code": 137, "since": 99.9, "boot": boot_id()}
-    return LeftRecord.model_validate(
-        {"id": name, "slot": IDS.index(name), "outcome": outcome, **values, **fields}
-    )
+    return LeftRecord.model_validate({"id": name, "slot": IDS.index(name), "outcome": outcome, **values, **fields})
 
 
 def suspicion(by: str, accused: str, epoch: int = 2) -> SuspicionRecord:
@@ -84,7 +82,7 @@ def test_loss_before_the_first_plan_stops() -> None:
     view = View(world_size=4, members=members("a", "b", "c"), left={"d": left("d")})
     action = decider().decide(view, 0.0)
     assert isinstance(action, StopJob)
-    assert action.code == 137
+    assert action.code == EXIT_FATAL_LOSS
 
 
 def test_layout_waits_for_every_report() -> None:
@@ -109,9 +107,7 @@ def test_different_layouts_stop() -> None:
 
 def test_layout_of_another_size_stops() -> None:
     reports = {"a": report("a", Layout(1, 3))}
-    action = decider().decide(
-        View(world_size=4, plan=FIRST, members=members(*IDS), reports=reports), 0.0
-    )
+    action = decider().decide(View(world_size=4, plan=FIRST, members=members(*IDS), reports=reports), 0.0)
     assert isinstance(action, StopJob)
     assert "needs 3 members, but the job was started with 4" in action.reason
 
@@ -172,9 +168,7 @@ def test_finishing_is_no_loss() -> None:
 
 
 def test_who_has_finished_takes_nothing_over() -> None:
-    view = replace(
-        all_well(), members=members("c", "d"), left={"a": left("a", "finished"), "b": left("b")}
-    )
+    view = replace(all_well(), members=members("c", "d"), left={"a": left("a", "finished"), "b": left("b")})
     action = Decider(0.0, PATIENCE_S).decide(view, 100.0)
     assert isinstance(action, WritePlan)
     assert action.plan == takeover(SECOND, ["a", "b"])
@@ -190,9 +184,7 @@ def test_loss_before_the_layout_stops() -> None:
 
 
 def test_application_error_stops_instead_of_a_takeover() -> None:
-    view = replace(
-        all_well(), members=members("a", "b", "c"), left={"d": left("d", "failed", reason="exit", code=3)}
-    )
+    view = replace(all_well(), members=members("a", "b", "c"), left={"d": left("d", "failed", reason="exit", code=3)})
     action = decider().decide(view, 100.0)
     assert isinstance(action, StopJob)
     assert action.code == 3

@@ -10,12 +10,12 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from pydoc_data.topics import topics
 
 import deepspeed
 import deepspeed.comm
 import torch
 from deepspeed.pipe import LayerSpec, PipelineModule
-from pydoc_data.topics import topics
 from torch import nn
 from torch.nn import functional
 
@@ -65,13 +65,13 @@ class Head(nn.Module):
         return self.out(self.norm(x))
 
 
-def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Mean cross entropy per byte, in nats."""
-    return functional.cross_entropy(logits.view(-1, VOCABULARY), labels.view(-1))
+    return functional.cross_entropy(logits.reshape(-1, VOCABULARY), labels.reshape(-1))
 
 
 def batches(size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Random windows of Python's own documentation."""
+    """Random windows of the text of Python's own documentation: int64, (size, context) each."""
     text = torch.frombuffer(bytearray("\n".join(topics[k] for k in sorted(topics)).encode()), dtype=torch.uint8)
     generator = torch.Generator().manual_seed(1)
     while True:
@@ -81,23 +81,27 @@ def batches(size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def main() -> None:
-    """Train and leave losses and weights in ``--out``."""
+    """Train; leave the losses and a checkpoint in ``--out``."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--local_rank", type=int, default=-1)
     parser.add_argument("--stages", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--out", type=Path, required=True)
     parser = deepspeed.add_config_arguments(parser)
     arguments = parser.parse_args()
     deepspeed.init_distributed()
+    rank = torch.distributed.get_rank()
     torch.manual_seed(0)
     layers = [LayerSpec(Embedding), *(LayerSpec(Block) for _ in range(LAYERS)), LayerSpec(Head)]
-    net = PipelineModule(layers, num_stages=arguments.stages, loss_fn=loss, partition_method="uniform")
+    net = PipelineModule(layers, num_stages=arguments.stages, loss_fn=cross_entropy, partition_method="uniform")
     engine, *_ = deepspeed.initialize(args=arguments, model=net, model_parameters=list(net.parameters()))
     ends = engine.is_first_stage() or engine.is_last_stage()
     data = batches(engine.train_micro_batch_size_per_gpu()) if ends else None
-    losses = [float(engine.train_batch(data_iter=data)) for _ in range(arguments.steps)]
-    rank = torch.distributed.get_rank()
+    losses = []
+    for step in range(1, arguments.steps + 1):
+        losses.append(float(engine.train_batch(data_iter=data)))
+        if rank == 0:
+            print(f"step {step} loss {losses[-1]}", flush=True)
     (arguments.out / f"losses-{rank}.json").write_text(json.dumps(losses))
     engine.save_checkpoint(str(arguments.out), tag="final")
 

@@ -19,9 +19,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 def check_name(job: str) -> str:
     """``job`` itself; raises :class:`ConfigError` if it cannot be a part of a key and of a file's name."""
     if not _NAME.fullmatch(job):
-        raise ConfigError(
-            f"job name {job!r} is not usable: take letters, digits, '.', '_' and '-', up to 100 of them"
-        )
+        raise ConfigError(f"job name {job!r} is not usable: take letters, digits, '.', '_' and '-', up to 100 of them")
     return job
 
 
@@ -59,15 +57,18 @@ class JobFile(BaseModel):
         """Create the file; raises :class:`LaunchError` if a job of this name runs already."""
         other = find(self.job)
         if other is not None:
-            raise LaunchError(
-                f"a job named {self.job!r} runs already (launcher {other.pid}); take another name"
-            )
+            raise LaunchError(f"a job named {self.job!r} runs already (launcher {other.pid}); take another name")
         temporary = self.path.with_suffix(f".{os.getpid()}")
         # A store's URL may hold a password.
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(fd, "w") as file:
             file.write(self.model_dump_json())
-        temporary.rename(self.path)
+        try:
+            os.link(temporary, self.path)
+        except FileExistsError as error:
+            raise LaunchError(f"a job named {self.job!r} is being started; take another name") from error
+        finally:
+            temporary.unlink()
 
     def remove(self) -> None:
         """Remove the file. Idempotent."""

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import BinaryIO
 
+import psutil
+
 from ..control.access import ENV_STORE, open_store
 from ..control.agent_settings import AgentSettings
 from ..control.membership import Keys, LeaderRecord, LeftRecord, MemberRecord, boot_id
@@ -139,6 +141,7 @@ class Launcher:
         self._stopping = False
         self._kill_at: float | None = None
         self._urls = ""
+        self._reporters: list[threading.Thread] = []
 
     def run(self) -> int:
         """Run to the end; returns the exit code.
@@ -153,7 +156,7 @@ class Launcher:
                 events = stack.enter_context(EventWriter(options.events))
             except OSError as error:
                 raise ConfigError(f"cannot write events to {options.events}: {error}") from error
-            stack.callback(end_descendants)
+            stack.callback(end_descendants, {child.pid for child in psutil.Process().children()})
             stack.enter_context(self._selector)
             stack.enter_context(self._handling_signals())
             if options.store == EMBEDDED:
@@ -169,16 +172,16 @@ class Launcher:
             stack.callback(state.remove)
             begin = time.monotonic()
             command = list(options.command)
-            emit_or_log(
-                events, RunStarted(job=options.job, epoch=0, members=options.workers, command=command)
-            )
-            self._spawn(urls, str(state.path))
+            emit_or_log(events, RunStarted(job=options.job, epoch=0, members=options.workers, command=command))
+            self._handle_signals()
+            if not self._stopping:
+                self._spawn(urls, str(state.path))
             self._serve()
+            for reporter in self._reporters:
+                reporter.join(_AGENT_GRACE_S)
             code = self._exit_code()
             seconds = time.monotonic() - begin
-            emit_or_log(
-                events, RunFinished(job=options.job, epoch=0, exit_code=code, run_seconds=seconds)
-            )
+            emit_or_log(events, RunFinished(job=options.job, epoch=0, exit_code=code, run_seconds=seconds))
             return code
 
     @contextmanager
@@ -293,8 +296,7 @@ class Launcher:
             ready: Sequence[Callable[[], None]] = [key.data for key, _ in self._selector.select(timeout)]
             for action in ready:
                 action()
-            while self._signals:
-                self._interrupt(self._signals.pop(0))
+            self._handle_signals()
             if self._kill_at is not None and time.monotonic() >= self._kill_at:
                 self._kill_at = None
                 if self._stopping:
@@ -308,9 +310,14 @@ class Launcher:
         if departure is None:
             logger.error("the agent of slot %d has died (%s)", agent.slot, agent.process.returncode)
             if not self._stopping:
-                threading.Thread(target=self._report_dead_agent, args=(agent,), daemon=True).start()
+                reporter = threading.Thread(target=self._report_dead_agent, args=(agent,), daemon=True)
+                reporter.start()
+                self._reporters.append(reporter)
             return
         self._departures.append(departure)
+        if departure.outcome == "failed" and not self._stopping:
+            what = f"{departure.reason} {departure.detail}"
+            logger.error("the worker of slot %d has failed (%s): ending the job", agent.slot, what)
         if departure.outcome in ("failed", "stopped"):
             self._stop()
         elif departure.outcome == "fatal" and not self._stopping and self._kill_at is None:
@@ -344,6 +351,10 @@ class Launcher:
                             store.compare_and_delete(Keys.LEADER, leader.mod_revision)
         except StoreError as error:
             logger.error("cannot report the death of slot %d, its lease will run out: %s", agent.slot, error)
+
+    def _handle_signals(self) -> None:
+        while self._signals:
+            self._interrupt(self._signals.pop(0))
 
     def _interrupt(self, signum: int) -> None:
         if self._interrupted is None:

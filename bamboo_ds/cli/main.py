@@ -8,7 +8,6 @@ import select
 import signal
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 import click
 from rich.console import Console
@@ -47,9 +46,7 @@ def cli() -> None:
     logs.configure()
 
 
-@cli.command(
-    context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True}, epilog=_EXIT_CODES
-)
+@cli.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True}, epilog=_EXIT_CODES)
 @click.option("-n", "--workers", type=click.IntRange(min=1), required=True, help="Number of local workers.")
 @click.option("--pipelines", type=click.IntRange(min=1), help="Number of pipelines; must divide the workers.")
 @click.option("--store", default=EMBEDDED, show_default=True, help="URLs of etcd, separated by commas.")
@@ -179,7 +176,7 @@ def stop(job: str | None, store: str | None, timeout_s: float) -> None:
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def demo(arguments: tuple[str, ...]) -> None:
     """Train a small GPT, kill stages of it, and compare with an undisturbed run."""
-    command: Any = importlib.import_module("bamboo_ds.cli.demo").demo
+    command: click.Command = importlib.import_module("bamboo_ds.cli.demo").demo
     command.main(args=list(arguments), prog_name="bamboo demo")
 
 

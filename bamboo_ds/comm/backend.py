@@ -7,10 +7,9 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch import distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
 from ..errors import EpochChanged, UnsupportedError
+from .c10d import dist, registry
 from .cohosted import Cohosted
 from .epoch import Epoch
 from .failures import translate
@@ -62,20 +61,22 @@ def register_handle(handle: BambooProcessGroup, name: str) -> None:
         ValueError: the default group is not initialised, or a group of this name exists in this process.
     """
     # Two handles of one group may live in one process: this one's name for torch tells them apart.
-    torch_name = c10d.GroupName(f"{name}@{handle.rank()}") if hasattr(c10d, "GroupName") else f"{name}@{handle.rank()}"
-    world = c10d._world
+    torch_name = (
+        registry.GroupName(f"{name}@{handle.rank()}") if hasattr(registry, "GroupName") else f"{name}@{handle.rank()}"
+    )
+    world = registry._world
     if torch_name in world.pg_names.values():
         raise ValueError(f"a group handle {torch_name!r} exists already")
-    store = dist.PrefixStore(f"{torch_name}/", c10d._get_default_store())
+    store = dist.PrefixStore(f"{torch_name}/", registry._get_default_store())
     world.pg_map[handle] = (dist.Backend(NAME), store)
     world.pg_names[handle] = torch_name
     world.pg_group_ranks[handle] = {rank: index for index, rank in enumerate(handle.ranks)}
-    world.pg_backend_config[handle] = str(c10d.BackendConfig(dist.Backend(NAME)))
+    world.pg_backend_config[handle] = str(registry.BackendConfig(dist.Backend(NAME)))
     tag = f"ptd:{torch_name}"
     world.tags_to_pg.setdefault(tag, []).append(handle)
     world.pg_to_tag[handle] = tag
     handle._set_group_name(torch_name)
-    c10d._register_process_group(torch_name, handle)
+    registry._register_process_group(torch_name, handle)
 
 
 class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
@@ -114,24 +115,24 @@ class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         self._names = {"name": name, "desc": "undefined"}
 
     # -- identity ----------------------------------------------------------------------------------------
-    def getBackendName(self) -> str:  # noqa: N802 (torch's name)
+    def getBackendName(self) -> str:
         """``bamboo``."""
         return NAME
 
     # torch keeps these in the inner backends of a group, of which this one has none of its own.
-    def getGroupName(self) -> str:  # noqa: N802 (torch's name)
+    def getGroupName(self) -> str:
         """The name by which torch knows this handle."""
         return self._names["name"]
 
-    def setGroupName(self, name: str) -> None:  # noqa: N802 (torch's name)
+    def setGroupName(self, name: str) -> None:
         """Called by torch, once."""
         self._names["name"] = name
 
-    def getGroupDesc(self) -> str:  # noqa: N802 (torch's name)
+    def getGroupDesc(self) -> str:
         """The description that the creator gave."""
         return self._names["desc"]
 
-    def setGroupDesc(self, description: str) -> None:  # noqa: N802 (torch's name)
+    def setGroupDesc(self, description: str) -> None:
         """Called by torch, once."""
         self._names["desc"] = description
 
@@ -206,11 +207,11 @@ class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> Any:
         """In place."""
-        return self._collective("allreduce", tensors[0].device, tensors, opts or dist.AllreduceOptions())
+        return self._collective("allreduce", tensors[0].device, tensors, opts or registry.AllreduceOptions())
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Any:
         """In place, several tensors."""
-        options = opts or dist.AllreduceCoalescedOptions()
+        options = opts or registry.AllreduceCoalescedOptions()
         return self._collective("allreduce_coalesced", tensors[0].device, tensors, options)
 
     def reduce(self, tensors: Tensors, opts: Any) -> Any:
@@ -219,22 +220,22 @@ class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> Any:
         """To a list of tensors, one per rank."""
-        return self._collective("allgather", inputs[0].device, outputs, inputs, opts or dist.AllgatherOptions())
+        return self._collective("allgather", inputs[0].device, outputs, inputs, opts or registry.AllgatherOptions())
 
     def allgather_coalesced(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> Any:
         """As :meth:`allgather`, several tensors."""
-        options = opts or dist.AllgatherOptions()
+        options = opts or registry.AllgatherOptions()
         return self._collective("allgather_coalesced", inputs[0].device, outputs, inputs, options)
 
     def _allgather_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
         """To one tensor."""
-        return self._collective("_allgather_base", tensor.device, output, tensor, opts or dist.AllgatherOptions())
+        return self._collective("_allgather_base", tensor.device, output, tensor, opts or registry.AllgatherOptions())
 
     all_gather_single = _allgather_base
 
     def allgather_into_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
         """As :meth:`_allgather_base`, several tensors."""
-        options = opts or dist.AllgatherOptions()
+        options = opts or registry.AllgatherOptions()
         return self._collective("allgather_into_tensor_coalesced", inputs[0].device, outputs, inputs, options)
 
     all_gather_single_coalesced = allgather_into_tensor_coalesced
@@ -249,26 +250,26 @@ class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> Any:
         """From a list of tensors, one per rank."""
-        options = opts or dist.ReduceScatterOptions()
+        options = opts or registry.ReduceScatterOptions()
         return self._collective("reduce_scatter", outputs[0].device, outputs, inputs, options)
 
     def _reduce_scatter_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
         """From one tensor."""
-        options = opts or dist.ReduceScatterOptions()
+        options = opts or registry.ReduceScatterOptions()
         return self._collective("_reduce_scatter_base", output.device, output, tensor, options)
 
     reduce_scatter_single = _reduce_scatter_base
 
     def reduce_scatter_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
         """As :meth:`_reduce_scatter_base`, several tensors."""
-        options = opts or dist.ReduceScatterOptions()
+        options = opts or registry.ReduceScatterOptions()
         return self._collective("reduce_scatter_tensor_coalesced", outputs[0].device, outputs, inputs, options)
 
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
         """Lists of tensors, one per rank."""
-        return self._collective("alltoall", outputs[0].device, outputs, inputs, opts or dist.AllToAllOptions())
+        return self._collective("alltoall", outputs[0].device, outputs, inputs, opts or registry.AllToAllOptions())
 
     def alltoall_base(
         self,
@@ -279,7 +280,7 @@ class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         opts: Any = None,
     ) -> Any:
         """Rows of one tensor; empty splits mean equal parts."""
-        options = opts or dist.AllToAllOptions()
+        options = opts or registry.AllToAllOptions()
         return self._collective(
             "alltoall_base", output.device, output, tensor, list(output_splits), list(input_splits), options
         )
@@ -288,7 +289,7 @@ class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     def barrier(self, opts: Any = None) -> Any:
         """Wait for all."""
-        options = opts or dist.BarrierOptions()
+        options = opts or registry.BarrierOptions()
         device = options.device if getattr(options, "device", None) is not None else None
         return self._collective("barrier", device, options)
 
@@ -318,6 +319,9 @@ class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     def recv_anysource(self, tensors: Tensors, tag: int) -> Any:
         """From whoever sends first; ``source_rank()`` of the work tells.
 
+        gloo does not notice here that a peer is gone: only the control plane's abort ends the wait, and leaves a
+        thread behind until the timeout.
+
         Raises:
             UnsupportedError: while roles of the group share a member.
         """
@@ -334,7 +338,9 @@ class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
             return owners.index(epoch.plan.members[mesh_rank])
 
         stream = self._stream(epoch, tag)
-        return self._issue(epoch, "recv_anysource", None, lambda: epoch.mesh.recv_anysource(tensors, stream), source)
+        return self._issue(
+            epoch, "recv_anysource", None, lambda: epoch.mesh.recv_anysource(tensors, stream), source, True
+        )
 
     def _stream(self, epoch: Epoch, tag: int, pair: str = "") -> int:
         try:
@@ -377,6 +383,7 @@ class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         peer: str | None,
         start: Callable[[], Any],
         source: Callable[[int], int] | None = None,
+        uninterruptible: bool = False,
     ) -> Any:
         try:
             with epoch.blocking():
@@ -384,7 +391,7 @@ class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         except RuntimeError as error:
             raised = translate(error, epoch, operation, peer)
             raise raised from (None if raised is error else error)
-        work = BambooWork(epoch, inner, operation, peer, source=source, timeout=self._timeout)
+        work = BambooWork(epoch, inner, operation, peer, None, source, self._timeout, uninterruptible)
         if self._coalescing is not None:
             self._coalescing.append(work)
         return work

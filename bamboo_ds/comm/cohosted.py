@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import distributed as dist
 
 from ..errors import UnsupportedError
+from .c10d import dist, registry
 from .inner import Pending, Several
 
 Tensors = list[torch.Tensor]
@@ -67,7 +67,7 @@ class Cohosted:
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> Pending:
         """Reduce everything, keep our part."""
         whole = [torch.cat([part.reshape(-1) for part in row]) for row in inputs]
-        work, divide = self.allreduce(whole, _options(dist.AllreduceOptions(), opts))
+        work, divide = self.allreduce(whole, _options(registry.AllreduceOptions(), opts))
 
         def finish() -> None:
             if divide is not None:
@@ -86,7 +86,7 @@ class Cohosted:
         """Reduce everything, keep our parts."""
         works = []
         for output, tensor in zip(outputs, inputs, strict=True):
-            options = _options(dist.ReduceScatterOptions(), opts)
+            options = _options(registry.ReduceScatterOptions(), opts)
             works.append(self._reduce_scatter_base(output, tensor, options))
         return Several(works), None
 
@@ -104,7 +104,7 @@ class Cohosted:
             whole = torch.stack([part.reshape(output.shape) for part in inputs[0]])
         else:
             whole = output.new_empty((len(self._hosts), *output.shape))
-        options = dist.BroadcastOptions()
+        options = registry.BroadcastOptions()
         options.rootRank = root
         options.timeout = opts.timeout
         return self._inner.broadcast([whole], options), lambda: _copy(output, whole[self._rank])
@@ -125,7 +125,7 @@ class Cohosted:
         """Every role's output is its owner's input. ``outputs`` has one row per rank."""
         works = []
         for index, tensor in enumerate(inputs):
-            options = _options(dist.AllgatherOptions(), opts)
+            options = _options(registry.AllgatherOptions(), opts)
             works.append(self.allgather([[row[index] for row in outputs]], [tensor], options))
         return Several(works), None
 
@@ -138,7 +138,7 @@ class Cohosted:
         """Every role's part of the outputs is its owner's input."""
         works = []
         for output, tensor in zip(outputs, inputs, strict=True):
-            works.append(self._allgather_base(output, tensor, _options(dist.AllgatherOptions(), opts)))
+            works.append(self._allgather_base(output, tensor, _options(registry.AllgatherOptions(), opts)))
         return Several(works), None
 
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> Pending:
@@ -167,7 +167,7 @@ class Cohosted:
             for output, host in zip(outputs, self._hosts, strict=True):
                 _copy(output, everyone[host][self._rank])
 
-        return self._inner.allgather([everyone], [whole], _options(dist.AllgatherOptions(), opts)), finish
+        return self._inner.allgather([everyone], [whole], _options(registry.AllgatherOptions(), opts)), finish
 
     def alltoall_base(
         self,

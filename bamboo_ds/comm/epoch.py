@@ -11,11 +11,10 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
-from torch import distributed as dist
-
 from ..errors import PeerLost
 from ..topology import Plan
 from . import sockets
+from .c10d import Store, dist
 from .failures import ended, translate
 from .inner import GLOO, abort_inner, create_inner
 from .mailbox import Mailboxes
@@ -28,6 +27,8 @@ logger = logging.getLogger(__name__)
 _STORE_CONNECT = timedelta(seconds=5)
 #: Seconds between two sweeps over the sockets of an aborted epoch while operations are still blocked in it.
 _SWEEP_EVERY = 0.01
+#: Seconds to find out whose process is gone when a collective failed.
+_PROBE = 0.05
 #: Sweeps that follow an abort in any case: somebody may wait for a future, or poll, uncounted.
 _SWEEPS = 8
 #: Group ids of streams that groups agree on start here; below are the transport's lanes.
@@ -72,7 +73,7 @@ class Epoch:
         self._leaving = False
         self._connector: threading.Thread | None = None
         self._accused: set[str | None] = set()
-        self._store: dist.TCPStore | None = None
+        self._store: Store | None = None
         self._store_endpoint: Endpoint | None = None
         self._device: Any = None
         self._listener: Endpoint | None = None
@@ -102,8 +103,8 @@ class Epoch:
         except OSError as error:
             raise self._lost(self.plan.store_host, f"resolving {store_address[0]!r} failed: {error}") from error
         self._store_endpoint = sockets.endpoint(name)
-        # The client's constructor retries a refused connection and can hardly be interrupted. So the port is
-        # tried first, and the constructor runs in a thread of its own that an abort leaves behind.
+        # The client's constructor retries a refused connection and cannot be interrupted while it pauses. So
+        # the port is tried first, and the constructor runs in a thread of its own.
         probe = socket.socket(family, socket.SOCK_STREAM)
         with probe, self.blocking():
             probe.settimeout(self.timeout.total_seconds())
@@ -113,31 +114,43 @@ class Epoch:
                 self.check("attaching")
                 reason = f"connecting to the store at {store_address} failed: {error}"
                 raise self._lost(self.plan.store_host, reason) from error
-        outcome: list[Any] = []
-        self._connector = threading.Thread(
-            target=self._construct_store, args=(store_address, outcome), name="bamboo-store", daemon=True
-        )
-        with self._lock:
-            self._connector.start()
-            self._quiet.wait_for(lambda: bool(outcome) or self._aborted is not None)
-        self.check("attaching")
-        if isinstance(outcome[0], Exception):
-            raise outcome[0]
-        store: dist.TCPStore = outcome[0]
+
+        def construct() -> Store:
+            return dist.TCPStore(
+                store_address[0], store_address[1], is_master=False, timeout=_STORE_CONNECT, wait_for_workers=False
+            )
+
+        with self.blocking():
+            store, self._connector = self.detachable("attaching", construct)
         store.set_timeout(self.timeout)
         self._store = store
 
-    def _construct_store(self, address: tuple[str, int], outcome: list[Any]) -> None:
-        made: Any
-        try:
-            made = dist.TCPStore(
-                address[0], address[1], is_master=False, timeout=_STORE_CONNECT, wait_for_workers=False
-            )
-        except Exception as error:  # handed to the thread that waits for it
-            made = error
+    def detachable(self, operation: str, function: Callable[[], Any]) -> tuple[Any, threading.Thread]:
+        """Run ``function``, which nothing can interrupt, in a thread that an abort leaves behind.
+
+        Returns:
+            Its result, and the thread.
+        """
+        outcome: list[Any] = []
+
+        def run() -> None:
+            result: Any
+            try:
+                result = function()
+            except Exception as error:  # handed to the thread that waits for it
+                result = error
+            with self._lock:
+                outcome.append(result)
+                self._quiet.notify_all()
+
+        thread = threading.Thread(target=run, name=f"bamboo-{operation}", daemon=True)
         with self._lock:
-            outcome.append(made)
-            self._quiet.notify_all()
+            thread.start()
+            self._quiet.wait_for(lambda: bool(outcome) or self._aborted is not None)
+        self.check(operation)
+        if isinstance(outcome[0], Exception):
+            raise outcome[0]
+        return outcome[0], thread
 
     def _open_device(self) -> None:
         host = sockets.endpoint(sockets.resolve(self._address, 0)[1])[0]
@@ -169,7 +182,7 @@ class Epoch:
         return self._aborted
 
     @property
-    def store(self) -> dist.TCPStore:
+    def store(self) -> Store:
         """The client of the epoch's store; raises ``EpochChanged`` if aborted or destroyed."""
         store = self._store
         if store is None or self._aborted is not None:
@@ -214,14 +227,17 @@ class Epoch:
         if aborted:
             callback()
 
-    def member_at(self, host: str, port: int) -> str | None:
-        """The member whose gloo device listens at this endpoint; the port's bytes may be swapped."""
+    def find_lost(self, host: str, port: int) -> str | None:
+        """Which member an error message of gloo is about, that names this remote endpoint; ``None`` if unknown."""
         normal = sockets.endpoint((host, port))[0]
-        for candidate in (port, socket.htons(port)):
+        for candidate in (port, socket.htons(port)):  # gloo prints the port with its bytes swapped
             member = self._endpoints.get((normal, candidate))
             if member is not None:
                 return member
-        return None
+        # Of a connection that the peer made, gloo knows only a passing port. See who listens no more.
+        others = [place for place, member in self._endpoints.items() if member != self.member]
+        gone = sockets.vanished(others, _PROBE)
+        return None if gone is None else self._endpoints[gone]
 
     def peer_failed(self, member: str | None, reason: str) -> None:
         """Tell the control plane, once per member, that an operation towards ``member`` failed."""

@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 from typing import Protocol
 
-from torch import distributed as dist
-
 from ..errors import BambooError, EpochChanged, PeerLost
+from .c10d import dist
 
 #: What gloo, NCCL and the store's client say when a connection broke or could not be made.
 _BROKEN = re.compile(
@@ -17,7 +16,7 @@ _BROKEN = re.compile(
     r"NCCL (error|communicator was aborted)|remote process exited|ncclRemoteError",
     re.IGNORECASE,
 )
-#: gloo prints the remote listening port with its bytes in network order.
+#: How gloo prints the remote end.
 _REMOTE = re.compile(r"\[(?P<host>[0-9a-fA-F.:]+)\]:(?P<port>\d+)")
 
 
@@ -30,7 +29,7 @@ class FailingEpoch(Protocol):
     @property
     def aborted(self) -> str | None: ...
 
-    def member_at(self, host: str, port: int) -> str | None: ...
+    def find_lost(self, host: str, port: int) -> str | None: ...
 
     def peer_failed(self, member: str | None, reason: str) -> None: ...
 
@@ -60,7 +59,7 @@ def translate(error: Exception, epoch: FailingEpoch, operation: str, peer: str |
     if peer is None:
         named = _REMOTE.search(text)
         if named is not None:
-            peer = epoch.member_at(named["host"], int(named["port"]))
+            peer = epoch.find_lost(named["host"], int(named["port"]))
     reason = f"{operation} failed: {text.splitlines()[0]}"
     epoch.peer_failed(peer, reason)
     return PeerLost(f"epoch {epoch.number}, towards {peer or 'an unknown member'}: {reason}", peer)

@@ -7,9 +7,9 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch import distributed as dist
 
 from ..errors import UnsupportedError
+from .c10d import Store, dist
 
 #: Kinds of inner groups.
 GLOO = "gloo"
@@ -33,9 +33,7 @@ def kind_for(device: torch.device) -> str:
     raise UnsupportedError(f"bamboo process groups carry cpu and cuda tensors, not {device.type}")
 
 
-def create_inner(
-    kind: str, store: dist.Store, rank: int, size: int, timeout: timedelta, gloo_device: Any
-) -> Any:
+def create_inner(kind: str, store: Store, rank: int, size: int, timeout: timedelta, gloo_device: Any) -> Any:
     """Create an inner group. Collective over its ``size`` members; gloo blocks until all have come.
 
     Args:
@@ -67,9 +65,7 @@ def issue(group: Any, operation: str, arguments: tuple[Any, ...]) -> Any:
     if single is None or hasattr(group, operation):
         return getattr(group, operation)(*arguments)
     outputs, inputs, options = arguments
-    return Several(
-        [(getattr(group, single)(*pair, options), None) for pair in zip(outputs, inputs, strict=True)]
-    )
+    return Several([(getattr(group, single)(*pair, options), None) for pair in zip(outputs, inputs, strict=True)])
 
 
 class Several:

@@ -38,7 +38,9 @@ class LocalGroup:
             self._fill(row, tensor)
         return CompletedWork([tensor for row in outputs for tensor in row])
 
-    allgather_coalesced = allgather
+    def allgather_coalesced(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> CompletedWork:
+        """As :meth:`allgather`; ``outputs`` has one row per rank."""
+        return self.allgather([list(column) for column in zip(*outputs, strict=True)], inputs)
 
     def _fill(self, row: Sequence[torch.Tensor], tensor: torch.Tensor) -> None:
         for output in row:
@@ -49,9 +51,7 @@ class LocalGroup:
         self._fill(output.view(self._size, -1).unbind(), tensor.reshape(-1))
         return CompletedWork([output])
 
-    def allgather_into_tensor_coalesced(
-        self, outputs: Tensors, inputs: Tensors, opts: Any = None
-    ) -> CompletedWork:
+    def allgather_into_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> CompletedWork:
         """As :meth:`_allgather_base`, for each pair."""
         for output, tensor in zip(outputs, inputs, strict=True):
             self._allgather_base(output, tensor)
@@ -75,16 +75,12 @@ class LocalGroup:
             output.copy_(row[self._rank])
         return CompletedWork(outputs)
 
-    def _reduce_scatter_base(
-        self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None
-    ) -> CompletedWork:
+    def _reduce_scatter_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> CompletedWork:
         """Copy our part of ``tensor``."""
         output.copy_(tensor.reshape(self._size, -1)[self._rank].view_as(output))
         return CompletedWork([output])
 
-    def reduce_scatter_tensor_coalesced(
-        self, outputs: Tensors, inputs: Tensors, opts: Any = None
-    ) -> CompletedWork:
+    def reduce_scatter_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> CompletedWork:
         """As :meth:`_reduce_scatter_base`, for each pair."""
         for output, tensor in zip(outputs, inputs, strict=True):
             self._reduce_scatter_base(output, tensor)

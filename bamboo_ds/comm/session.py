@@ -8,11 +8,10 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from torch import distributed as dist
-
 from ..errors import EpochChanged
 from ..topology import Plan
 from . import sockets
+from .c10d import Store, dist
 from .epoch import Epoch
 from .stores import EpochStore
 
@@ -120,7 +119,7 @@ class Session:
         return epoch
 
     @property
-    def store(self) -> dist.Store:
+    def store(self) -> Store:
         """Client of the current epoch's store; raises ``EpochChanged`` when aborted or never attached."""
         return self.current.store
 

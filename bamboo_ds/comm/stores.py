@@ -5,8 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from torch import distributed as dist
-
+from .c10d import Store, dist
 from .failures import translate
 
 if TYPE_CHECKING:
@@ -27,7 +26,7 @@ class EpochStore(dist.Store):  # type: ignore[misc]
         super().__init__()
         self._session = session
 
-    def _call(self, operation: Callable[[dist.Store], Any]) -> Any:
+    def _call(self, operation: Callable[[Store], Any]) -> Any:
         epoch = self._session.current
         try:
             with epoch.blocking():

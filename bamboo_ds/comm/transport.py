@@ -229,7 +229,7 @@ class Transport:
                 head = wire.decode_extension(head, extension)
             parts = wire.decode_parts(head, packet)
             with self._epoch.blocking():
-                works = [mesh.recv([part.data], peer, tag) for part in parts if part and part.own_message]
+                works = [mesh.recv([part.data], peer, tag) for part in parts if part.own_message]
                 for work in works:
                     work.wait(_FOREVER)
             self._deliver(end, head.sequence, _Assembly(head.structure, parts))
@@ -305,8 +305,7 @@ class Transport:
         values = [padded.clone() for _ in members]
         self._collective("exchange", lambda mesh: mesh.allgather([values], [padded]))
         return {
-            member: bytes(values[rank][: int(sizes[rank]) - 1].numpy()).decode()
-            for member, rank in self._ranks.items()
+            member: bytes(values[rank][: int(sizes[rank]) - 1].numpy()).decode() for member, rank in self._ranks.items()
         }
 
     def _collective(self, operation: str, start: Callable[[Any], Any]) -> None:
@@ -394,7 +393,7 @@ class _Assembly:
     """Makes a payload when it is consumed, in the main thread (CUDA copies belong there)."""
 
     structure: int
-    parts: list[wire.Part | None]
+    parts: list[wire.Part]
 
     def __call__(self) -> Payload:
         return wire.assemble(self.structure, self.parts)

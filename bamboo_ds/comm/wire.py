@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -28,22 +29,21 @@ _FIXED = 5
 
 NOTHING, SINGLE, TUPLE, END = range(4)
 _HOST, _CUDA = range(2)
-_ABSENT = -1
 #: In place of an offset into the packet: the tensor is a message of its own.
 _OWN_MESSAGE = -1
 
 _DTYPE_NAMES = (
-    "float32 float64 float16 bfloat16 complex64 complex128 complex32 uint8 int8 int16 int32 int64 bool "
-    "uint16 uint32 uint64 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu"
-).split()
+    *("float32", "float64", "float16", "bfloat16", "complex64", "complex128", "complex32"),
+    *("uint8", "int8", "int16", "int32", "int64", "bool", "uint16", "uint32", "uint64"),
+    *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"),
+)
 #: Numbered by position; a dtype that this torch lacks leaves a gap.
 _DTYPES: dict[int, torch.dtype] = {
     code: getattr(torch, name) for code, name in enumerate(_DTYPE_NAMES) if hasattr(torch, name)
 }
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 
-#: ``None`` entries of a tuple are kept.
-Payload = torch.Tensor | tuple[torch.Tensor | None, ...] | None
+Payload = torch.Tensor | tuple[torch.Tensor, ...] | None
 
 
 def encode(sequence: int, payload: Payload, end: bool = False) -> list[torch.Tensor]:
@@ -54,18 +54,18 @@ def encode(sequence: int, payload: Payload, end: bool = False) -> list[torch.Ten
     Raises:
         TypeError: not a payload, or a tensor of a kind that cannot be sent (sparse, quantized).
     """
-    tensors: tuple[torch.Tensor | None, ...]
+    tensors: tuple[torch.Tensor, ...]
     if end:
         structure, tensors = END, ()
     elif payload is None:
         structure, tensors = NOTHING, ()
     elif isinstance(payload, torch.Tensor):
         structure, tensors = SINGLE, (payload,)
-    elif isinstance(payload, tuple) and all(part is None or isinstance(part, torch.Tensor) for part in payload):
+    elif isinstance(payload, tuple) and all(isinstance(part, torch.Tensor) for part in payload):
         structure, tensors = TUPLE, payload
     else:
         raise TypeError(f"a message carries None, a tensor or a tuple of tensors, not {type(payload).__name__}")
-    dimensions = sum(part.dim() for part in tensors if part is not None)
+    dimensions = sum(part.dim() for part in tensors)
     words = 4 * len(tensors) + dimensions
     extended = 8 * (_FIXED + words) > PACKET // 2
     offset = _aligned(8 * (_FIXED + (0 if extended else words)))
@@ -73,9 +73,6 @@ def encode(sequence: int, payload: Payload, end: bool = False) -> list[torch.Ten
     packed: list[tuple[int, torch.Tensor]] = []
     messages: list[torch.Tensor] = []
     for part in tensors:
-        if part is None:
-            described += (_ABSENT, 0, 0, 0)
-            continue
         data = as_bytes(part)
         place = _OWN_MESSAGE
         if data.numel() <= SMALL and offset + data.numel() <= PACKET:
@@ -132,9 +129,14 @@ class Head:
     described: tuple[int, ...]
 
 
+def _view(data: torch.Tensor) -> memoryview:
+    array: Any = data.numpy()
+    return memoryview(array)
+
+
 def decode_head(packet: torch.Tensor) -> Head:
     """Parse the words of a received packet; raises ``ProtocolError`` if it is none."""
-    data = memoryview(packet.numpy())
+    data = _view(packet)
     sequence, structure, _, words, extension = struct.unpack_from(f"<{_FIXED}q", data)
     if not NOTHING <= structure <= END or words < 0 or extension not in (0, 8 * words):
         raise ProtocolError(f"not a message header: {(sequence, structure, words, extension)}")
@@ -144,7 +146,7 @@ def decode_head(packet: torch.Tensor) -> Head:
 
 def decode_extension(head: Head, extension: torch.Tensor) -> Head:
     """``head`` completed by its extension."""
-    described = struct.unpack(f"<{head.words}q", memoryview(extension.numpy()))
+    described = struct.unpack(f"<{head.words}q", _view(extension))
     return Head(head.sequence, head.structure, head.extension, head.words, described)
 
 
@@ -164,15 +166,12 @@ class Part:
         return tensor.to("cuda") if self.cuda else tensor
 
 
-def decode_parts(head: Head, packet: torch.Tensor) -> list[Part | None]:
+def decode_parts(head: Head, packet: torch.Tensor) -> list[Part]:
     """The tensors of a message; the buffers of those in their own messages are still to be filled, in order."""
-    parts: list[Part | None] = []
+    parts: list[Part] = []
     words = iter(head.described)
     for code in words:
         device, place, dimensions = next(words), next(words), next(words)
-        if code == _ABSENT:
-            parts.append(None)
-            continue
         dtype = _DTYPES.get(code)
         if dtype is None:
             raise ProtocolError(f"message {head.sequence} carries dtype {code}, which this torch does not have")
@@ -188,11 +187,11 @@ def decode_parts(head: Head, packet: torch.Tensor) -> list[Part | None]:
     return parts
 
 
-def assemble(structure: int, parts: list[Part | None]) -> Payload:
+def assemble(structure: int, parts: list[Part]) -> Payload:
     """The payload that was sent."""
     if structure == NOTHING:
         return None
-    tensors = tuple(None if part is None else part.tensor() for part in parts)
+    tensors = tuple(part.tensor() for part in parts)
     return tensors[0] if structure == SINGLE else tensors
 
 
@@ -202,4 +201,4 @@ def copy_payload(payload: Payload) -> Payload:
         return None
     if isinstance(payload, torch.Tensor):
         return payload.detach().clone()
-    return tuple(None if part is None else part.detach().clone() for part in payload)
+    return tuple(part.detach().clone() for part in payload)

@@ -8,8 +8,8 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import distributed as dist
 
+from .c10d import dist
 from .failures import ended, translate
 
 if TYPE_CHECKING:
@@ -76,6 +76,8 @@ class BambooWork(dist.Work):  # type: ignore[misc]
         finish: run once, after success, by the first ``wait`` (e.g. to copy results).
         source: maps the inner source rank to a group rank.
         timeout: what ``wait`` uses by default, instead of the inner group's.
+        uninterruptible: shutting sockets down does not wake torch (gloo's receive from any source, which waits
+            for no socket in particular): ``wait`` then leaves a thread behind, until the timeout.
     """
 
     def __init__(
@@ -87,9 +89,11 @@ class BambooWork(dist.Work):  # type: ignore[misc]
         finish: Callable[[], None] | None = None,
         source: Callable[[int], int] | None = None,
         timeout: timedelta = NO_TIMEOUT,
+        uninterruptible: bool = False,
     ) -> None:
         super().__init__()
         self._timeout = timeout
+        self._uninterruptible = uninterruptible
         self._epoch = epoch
         self._inner = inner
         self._operation = operation
@@ -112,7 +116,10 @@ class BambooWork(dist.Work):  # type: ignore[misc]
         timeout = timeout if timeout != NO_TIMEOUT else self._timeout
         try:
             with self._epoch.blocking():
-                done = bool(inner.wait(timeout) if timeout != NO_TIMEOUT else inner.wait())
+                if self._uninterruptible:
+                    done, _ = self._epoch.detachable(self._operation, lambda: bool(inner.wait(timeout)))
+                else:
+                    done = bool(inner.wait(timeout) if timeout != NO_TIMEOUT else inner.wait())
         except RuntimeError as error:
             raised = translate(error, self._epoch, self._operation, self._peer)
             raise raised from (None if raised is error else error)
@@ -183,7 +190,7 @@ class BambooWork(dist.Work):  # type: ignore[misc]
     def settle(self) -> None:
         """Wait until the failed operation of an aborted epoch has left torch's threads."""
         inner = self._inner
-        if inner is None or inner.is_completed():
+        if inner is None or self._uninterruptible or inner.is_completed():
             return
         try:
             inner.wait(SETTLE)

@@ -125,7 +125,7 @@ class Agent:
         self._announce(departure)
         self._worker.close()
         end_descendants()
-        self._coordinator.close(timeout_s=1.0)
+        self._coordinator.close(timeout_s=0.0 if self._terminated else 1.0)
         self._events.close()
         return departure
 
@@ -306,9 +306,7 @@ class Agent:
             address = StoreRecord(epoch=message.epoch, host=message.host, port=message.port)
             self._coordinator.write(Keys.store(message.epoch), address)
         elif isinstance(message, Suspicion):
-            suspicion = SuspicionRecord(
-                accused=message.member, by=me, epoch=message.epoch, reason=message.reason
-            )
+            suspicion = SuspicionRecord(accused=message.member, by=me, epoch=message.epoch, reason=message.reason)
             self._coordinator.write(Keys.suspect(message.member, me), suspicion)
         elif isinstance(message, EventReport):
             self._forward(message)
@@ -318,9 +316,7 @@ class Agent:
     def _write_progress(self) -> None:
         self._progress_due = None
         if self._progress is not None and self._progress.step is not None:
-            record = ProgressRecord(
-                id=self._id, step=self._progress.step, checkpoint=self._progress.checkpoint
-            )
+            record = ProgressRecord(id=self._id, step=self._progress.step, checkpoint=self._progress.checkpoint)
             self._coordinator.write(Keys.progress(self._id), record)
 
     def _forward(self, report: EventReport) -> None:
@@ -421,4 +417,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_code = main()
+    logging.shutdown()
+    # A thread may still be waiting for an etcd that is gone; nothing that it could do matters any more.
+    os._exit(exit_code)

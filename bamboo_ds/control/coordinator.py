@@ -39,6 +39,7 @@ logger = logging.getLogger("bamboo_ds.control.coordinator")
 _REFRESH = 0.2
 _OUTAGE = 0.6
 _RETRY_S = 0.1
+_REFUSED_RETRY_S = 1.0
 #: How often a pending accusation is compared with the worker's heartbeat, in seconds.
 _VOUCH_POLL_S = 0.1
 
@@ -143,7 +144,7 @@ class Coordinator:
         return mirror.get(Keys.timing(epoch), TimingRecord) if mirror and isinstance(epoch, int) else None
 
     def close(self, timeout_s: float) -> None:
-        """Give up what is not done yet; wait up to ``timeout_s`` seconds for the threads."""
+        """Give up what is not done yet; wait up to ``timeout_s`` seconds for the threads to end."""
         self._ending.set()
         self._inbox.put(lambda: None)
         deadline = time.monotonic() + timeout_s
@@ -175,9 +176,14 @@ class Coordinator:
                 if self._mirror is None:
                     self._mirror = self._connect()
                 wake = self._work(self._mirror)
-            except StoreUnavailable as error:
+            except (StoreUnavailable, LeaseExpired) as error:
                 logger.debug("etcd does not answer: %s", error)
                 wake = time.monotonic() + _RETRY_S
+            except StoreError as error:
+                if not self._lease_thread.is_alive():
+                    raise  # at the start it is the settings that are wrong
+                logger.error("etcd refuses a request, training goes on: %s", error)
+                wake = time.monotonic() + _REFUSED_RETRY_S
 
     def _drain(self, wake: float | None) -> None:
         """Handle everything in the inbox, waiting for something until ``wake``."""
@@ -195,7 +201,8 @@ class Coordinator:
         if self._lease is None:
             self._register(mirror.plan)
         self._store.watch("", self._observe, snapshot.revision + 1, on_error=self._watch_failed)
-        self._lease_thread.start()
+        if not self._lease_thread.is_alive():
+            self._lease_thread.start()
         for key in snapshot.entries:
             self._announce_store(mirror, key)
         return mirror
@@ -212,15 +219,20 @@ class Coordinator:
 
     def _observe(self, event: WatchEvent) -> None:
         def apply() -> None:
-            assert self._mirror is not None
-            self._mirror.apply(event)
-            if event.kind == "put":
-                self._announce_store(self._mirror, event.key)
+            if self._mirror is not None:  # else it is about to be read anew
+                self._mirror.apply(event)
+                if event.kind == "put":
+                    self._announce_store(self._mirror, event.key)
 
         self._inbox.put(apply)
 
     def _watch_failed(self, error: BaseException) -> None:
-        self._inbox.put(partial(_raise, error))
+        def start_again() -> None:
+            if not isinstance(error, StoreError):
+                raise error  # a defect here
+            self._mirror = None
+
+        self._inbox.put(start_again)
 
     def _announce_store(self, mirror: Mirror, key: str) -> None:
         if key.startswith(Keys.EPOCHS) and key.endswith("/store"):
@@ -306,9 +318,10 @@ class Coordinator:
                 logger.warning("cannot refresh the lease of %s, training goes on: %s", self._record.id, error)
                 continue
             except StoreError as error:
-                if not self._ending.is_set():  # else it is only that the store has been closed
-                    self._inbox.put(partial(_raise, error))
-                return
+                if self._ending.is_set():  # then it is only that the store has been closed
+                    return
+                logger.error("etcd refuses to refresh the lease of %s: %s", self._record.id, error)
+                continue
             now = time.monotonic()
             if now - self._last_contact > _OUTAGE * self._ttl_s:
                 self._trusted_from = now + self._ttl_s
@@ -321,7 +334,3 @@ class Coordinator:
     def _forget(self, lease: Lease) -> None:
         if self._lease is lease:
             self._lease = None
-
-
-def _raise(error: BaseException) -> None:
-    raise error

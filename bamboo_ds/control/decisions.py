@@ -228,7 +228,8 @@ class Decider:
 
 def _stop_after(departure: LeftRecord, what: str) -> StopJob:
     reason = f"member {departure.id} {what} ({departure.reason}: {departure.detail})"
-    return StopJob(departure.code or EXIT_FATAL_LOSS, reason)
+    own_code = departure.outcome in ("failed", "fatal")
+    return StopJob(departure.code if own_code else EXIT_FATAL_LOSS, reason)
 
 
 def _described(report: LayoutRecord) -> str:

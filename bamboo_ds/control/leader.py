@@ -107,9 +107,7 @@ class Leader:
         if action.losses:
             first = min(loss.noticed for loss in action.losses)
             detections = [loss.detection_s for loss in action.losses if loss.detection_s is not None]
-            timing = TimingRecord(
-                epoch=new_plan.epoch, detection_s=max(detections, default=None), plan_s=now - first
-            )
+            timing = TimingRecord(epoch=new_plan.epoch, detection_s=max(detections, default=None), plan_s=now - first)
             self._store.put(Keys.timing(new_plan.epoch), timing.to_json())
         for loss in action.losses:
             if loss.member in mirror.members:
@@ -195,9 +193,7 @@ class Leader:
                 )
             )
 
-    def _emit_fatal(
-        self, stages: list[tuple[int, int]], losses: tuple[Loss, ...], epoch: int, mirror: Mirror
-    ) -> None:
+    def _emit_fatal(self, stages: list[tuple[int, int]], losses: tuple[Loss, ...], epoch: int, mirror: Mirror) -> None:
         newest = max(mirror.progress.values(), key=lambda p: (p.checkpoint is not None, p.step), default=None)
         self._emit(
             Fatal(

@@ -90,9 +90,9 @@ ToAgent = Annotated[
 ]
 
 _TO_WORKER: TypeAdapter[PlanPush | StoreAddress] = TypeAdapter(ToWorker)
-_TO_AGENT: TypeAdapter[
-    StoreAddress | Heartbeat | LayoutReport | Suspicion | EventReport | ExitNotice
-] = TypeAdapter(ToAgent)
+_TO_AGENT: TypeAdapter[StoreAddress | Heartbeat | LayoutReport | Suspicion | EventReport | ExitNotice] = TypeAdapter(
+    ToAgent
+)
 
 
 def parse_to_worker(line: bytes) -> PlanPush | StoreAddress:

@@ -8,7 +8,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import psutil
 
@@ -44,15 +44,26 @@ def adopt_orphans() -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def end_descendants(grace_s: float = _LEFTOVER_GRACE_S) -> None:
-    """End every child of this process, and theirs: SIGTERM, after ``grace_s`` seconds SIGKILL."""
-    left = psutil.Process().children(recursive=True)
+def end_descendants(spare: Collection[int] = (), grace_s: float = _LEFTOVER_GRACE_S) -> None:
+    """End every child of this process, and theirs: SIGTERM, after ``grace_s`` seconds SIGKILL.
+
+    Children with process ids in ``spare`` keep theirs and live.
+    """
+    children = [child for child in psutil.Process().children() if child.pid not in spare]
+    left = [*children, *(grandchild for child in children for grandchild in _below(child))]
     for process in left:
         _signal(process, signal.SIGTERM)
     _, left = psutil.wait_procs(left, timeout=grace_s)
     for process in left:
         _signal(process, signal.SIGKILL)
     psutil.wait_procs(left, timeout=grace_s)
+
+
+def _below(process: psutil.Process) -> list[psutil.Process]:
+    try:
+        return process.children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []  # its children are ours now: too late for this time
 
 
 def _signal(process: psutil.Process, signum: int) -> None:

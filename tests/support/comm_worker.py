@@ -132,8 +132,9 @@ def serve(name: str, address: str, commands: Connection, parent: Sequence[Connec
                 if command == "close":
                     return
             elif command == "abort":
+                start = time.monotonic()
                 member.session.abort(*arguments)
-                answer("control", time.monotonic())
+                answer("control", start)
             elif command == "blocked":
                 epoch = member.session._epoch
                 waits = epoch is not None and (
@@ -245,6 +246,10 @@ class Remote:
     def stop(self) -> None:
         """SIGSTOP; returns when the kernel has stopped it."""
         os.kill(self.pid, signal.SIGSTOP)
+        self.wait_stopped()
+
+    def wait_stopped(self) -> None:
+        """Wait until the kernel has stopped it."""
         end = time.monotonic() + DEADLINE
         while True:
             with open(f"/proc/{self.pid}/stat") as stat:

@@ -227,7 +227,7 @@ class Job:
 
     def left(self) -> list[psutil.Process]:
         """Processes of the job that live, zombies of ours apart."""
-        return [p for p in self.seen.values() if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+        return [p for p in self.seen.values() if _lives(p)]
 
     def files_left(self) -> list[str]:
         """Files of the job that remain: below its own temporary folder, and etcd's."""
@@ -256,12 +256,19 @@ class Job:
 BAMBOO = (sys.executable, "-m", "bamboo_ds.cli.main")
 
 
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def wait_gone(job: Job, timeout_s: float) -> float:
     """Wait until no process of ``job`` lives; returns the seconds it took."""
-    begin = time.monotonic()
-    _, alive = psutil.wait_procs(job.left(), timeout=timeout_s)
-    alive = [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
-    assert not alive, f"still there after {timeout_s} s: {[(p.pid, p.cmdline()) for p in alive]}"
+    begin, pause = time.monotonic(), threading.Event()
+    while alive := job.left():
+        assert time.monotonic() - begin < timeout_s, f"still there after {timeout_s} s: {alive}"
+        pause.wait(0.01)
     return time.monotonic() - begin
 
 

@@ -1,7 +1,8 @@
-"""Faults at exact places: a worker kills or stops itself before one instruction of one step.
+"""Faults at exact places: a worker kills or stops itself at one point of one step.
 
-A fault is written as JSON: ``{"rank", "step", "instruction", "micro_batch", "signal"}``. Before it strikes it
-leaves a file, so that a test can count it.
+A fault is JSON: ``{"rank", "step", "at", "micro_batch", "signal", "stage", "evaluating"}``. ``at`` is the name of
+an instruction class, or of an engine method with a leading dot. Before it strikes it leaves a file, so that
+a test can count it.
 """
 
 from __future__ import annotations
@@ -15,42 +16,46 @@ from typing import Any
 
 
 def install(engine: Any, faults: str, folder: str) -> None:
-    """Wrap the engine's instructions so that the faults meant for this worker strike."""
+    """Wrap the engine's instructions and methods so that the faults meant for this worker strike."""
     rank = int(os.environ["RANK"])
     mine = [f for f in json.loads(faults) if f["rank"] == rank]
-    if not mine:
-        return
+    kind = type(engine)
     handlers = dict(engine._INSTRUCTION_MAP)
-    for kind, handler in handlers.items():
-        wanted = [f for f in mine if f["instruction"] == kind.__name__]
-        if wanted:
-            handlers[kind] = _wrapped(handler, wanted, Path(folder))
-    type(engine)._INSTRUCTION_MAP = handlers
+    known = {instruction.__name__: instruction for instruction in handlers}
+    for fault in mine:
+        name = fault["at"]
+        if name.startswith("."):
+            setattr(kind, name[1:], _wrapped(getattr(kind, name[1:]), fault, Path(folder)))
+        else:
+            handlers[known[name]] = _wrapped(handlers[known[name]], fault, Path(folder))
+    kind._INSTRUCTION_MAP = handlers
+
+
+def mark(fault: dict[str, Any]) -> str:
+    """Name of the file that a fault leaves."""
+    return f"fault-{fault['rank']}-{fault['step']}-{fault['at']}-{fault.get('micro_batch')}"
 
 
 def strike(fault: dict[str, Any], folder: Path) -> None:
     """Leave the mark and die (or stop)."""
-    name = f"fault-{fault['rank']}-{fault['step']}-{fault['instruction']}-{fault.get('micro_batch')}"
-    with open(folder / name, "w") as file:
+    with open(folder / mark(fault), "w") as file:
         file.write(str(os.getpid()))
         file.flush()
         os.fsync(file.fileno())
     os.kill(os.getpid(), getattr(signal, fault.get("signal", "SIGKILL")))
 
 
-def _wrapped(handler: Callable[..., None], faults: list[dict[str, Any]], folder: Path) -> Callable[..., None]:
-    def run(engine: Any, *args: Any, **kwargs: Any) -> None:
-        for fault in faults:
-            at = kwargs.get("buffer_id", args[0] if args else None)
-            role = engine._binding.current.role
-            if engine._committed_steps != fault["step"] or fault.get("micro_batch") not in (None, at):
-                continue
-            if fault.get("stage") not in (None, role.stage):
-                continue
-            if fault.get("after"):
-                handler(engine, *args, **kwargs)
-            if not list(folder.glob(f"fault-{fault['rank']}-{fault['step']}-*")):
-                strike(fault, folder)
-        handler(engine, *args, **kwargs)
+def _wrapped(handler: Callable[..., Any], fault: dict[str, Any], folder: Path) -> Callable[..., Any]:
+    def run(engine: Any, *args: Any, **kwargs: Any) -> Any:
+        at = kwargs.get("buffer_id", args[0] if args else None)
+        here = (
+            engine._committed_steps == fault["step"]
+            and fault.get("micro_batch") in (None, at)
+            and fault.get("stage") in (None, engine._binding.current.role.stage)
+            and bool(fault.get("evaluating")) == engine._evaluating
+        )
+        if here and not (folder / mark(fault)).exists():
+            strike(fault, folder)
+        return handler(engine, *args, **kwargs)
 
     return run

@@ -1,0 +1,371 @@
+"""``bamboo demo``: train, kill two stages, and prove that nothing of it shows in the result."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from ..control.access import open_store
+from ..control.mirror import Mirror
+from ..control.worker_process import adopt_orphans
+from ..errors import LaunchError
+from ..observe.events import Event, MemberJoined, MemberLost, PlanWritten, Recovered, Step, Takeover, parse_event
+from . import jobs
+from .demo_jobs import DemoJob, start_bamboo, start_stock
+from .demo_view import Grid, View
+from .status import job_status
+
+STAGES = 4
+SCRIPT = Path(__file__).with_name("demo_train.py")
+CONFIG: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 8,
+    "gradient_accumulation_steps": 8,
+    # DeepSpeed's own Adam would be compiled first.
+    "optimizer": {"type": "Adam", "params": {"lr": 3e-3, "torch_adam": True}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 3e-3, "warmup_num_steps": 5}},
+    "gradient_clipping": 1.0,
+    "steps_per_print": 1_000_000,
+}
+#: Share of an iteration after which a kill strikes.
+_MIDDLE = 0.5
+_STORE_TIMEOUT_S = 5.0
+#: Differences that a failed comparison shows.
+_SHOWN = 3
+
+
+@dataclass
+class Kill:
+    """One kill: planned, done, and what came of it.
+
+    Attributes:
+        stage: the stage whose owner is killed.
+        step: the iteration in whose middle it strikes.
+        survivors: how many members go on afterwards.
+        member, pid, pidfd: the victim; ``pidfd`` is readable once it is dead.
+        due: monotonic time at which it strikes.
+        struck: whether the signal was sent.
+        lost: the leader's notice.
+        epoch: of the plan that followed.
+        recovered: the survivors' reports.
+    """
+
+    stage: int
+    step: int
+    survivors: int
+    member: str = ""
+    pid: int = 0
+    pidfd: int = -1
+    due: float | None = None
+    struck: bool = False
+    lost: MemberLost | None = None
+    epoch: int | None = None
+    recovered: list[Recovered] = field(default_factory=list)
+
+    def problems(self) -> list[str]:
+        """Why this was no SIGKILL in the middle of an iteration that the others survived; empty if it was."""
+        if not self.struck:
+            return ["the kill never struck"]
+        found = []
+        if self.lost is None or (self.lost.reason, self.lost.detail) != ("signal", "SIGKILL"):
+            found.append(f"the leader did not notice a SIGKILL but {self.lost}")
+        if len(self.recovered) != self.survivors:
+            found.append(f"{len(self.recovered)} of {self.survivors} survivors report a recovery")
+        odd = sorted({event.mode for event in self.recovered} - {"resume"})
+        if odd:
+            found.append(f"not in the middle of an iteration: resumed by {', '.join(odd)}")
+        return found
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A row of the verdict; good if it has no ``problems``."""
+
+    what: str
+    measure: str
+    problems: list[str]
+
+
+class Disturbed:
+    """The run with kills: what its events say, what is shown of them, and when to strike."""
+
+    def __init__(self, name: str, view: View, kills: list[Kill], losses: list[float]) -> None:
+        self._name = name
+        self._view = view
+        self.kills = kills
+        self._reference = losses
+        self.steps: list[Step] = []
+
+    def on_event(self, line: str) -> None:
+        """Take one event in."""
+        event: Event = parse_event(line)
+        view = self._view
+        if isinstance(event, MemberJoined):
+            view.grid = view.grid or Grid()
+            view.grid.members.append(event.member_id)
+        elif isinstance(event, MemberLost):
+            self._lost(event)
+        elif isinstance(event, PlanWritten):
+            self._planned(event)
+        elif isinstance(event, Takeover):
+            view.note(f"takeover: stage {event.role[1]} goes from {event.from_} to {event.to}", "yellow")
+        elif isinstance(event, Recovered):
+            self._recovered(event)
+        elif isinstance(event, Step):
+            self._stepped(event)
+        elif event.event in ("fatal", "replica_mismatch"):
+            view.note(event.to_json(), "bold red")
+
+    def tick(self) -> float | None:
+        """Strike if it is time; returns when to be called again."""
+        self._view.refresh()
+        for kill in self.kills:
+            if kill.due is not None and not kill.struck:
+                if time.monotonic() < kill.due:
+                    return kill.due
+                self._strike(kill)
+        return None
+
+    def _planned(self, event: PlanWritten) -> None:
+        grid = self._view.grid
+        if grid is None or not event.shadows:
+            return
+        grid.owners, grid.shadows = event.owners, event.shadows
+        for kill in self.kills:
+            if kill.member and kill.member in event.lost:
+                kill.epoch = event.epoch
+        self._view.plan()
+        if not event.lost:
+            self._find_victims(event)
+
+    def _find_victims(self, plan: PlanWritten) -> None:
+        """Ask the running job, as ``bamboo status`` does, for the victims' process ids."""
+        file = jobs.find(self._name)
+        if file is None:
+            raise LaunchError(f"the job {self._name} is not listed as running")
+        with open_store(file.store, self._name, _STORE_TIMEOUT_S) as store:
+            status = job_status(self._name, Mirror(store.get_prefix("")))
+        pids = {member.id: member.pid for member in status.members}
+        for kill in self.kills:
+            kill.member = plan.owners[kill.stage]
+            kill.pid = pids[kill.member] or 0
+            kill.pidfd = os.pidfd_open(kill.pid)
+
+    def _stepped(self, event: Step) -> None:
+        self.steps.append(event)
+        for kill in self.kills:
+            if event.step == kill.step - 1:
+                kill.due = time.monotonic() + _MIDDLE * event.seconds
+        equal = sum(step.loss == loss for step, loss in zip(self.steps, self._reference, strict=False))
+        remark = f"{event.seconds * 1000:.0f} ms   {equal}/{len(self.steps)} losses equal the undisturbed run's"
+        self._view.step(event.step, event.loss if event.loss is not None else float("nan"), remark)
+
+    def _strike(self, kill: Kill) -> None:
+        signal.pidfd_send_signal(kill.pidfd, signal.SIGKILL)
+        kill.struck = True
+        usual = self.steps[-1].seconds * 1000
+        where = f"about {_MIDDLE * usual:.0f} ms into iteration {kill.step} (the last took {usual:.0f} ms)"
+        self._view.note(f"SIGKILL for {kill.member}, owner of stage {kill.stage}, {where}", "bold red")
+        if self._view.grid is not None:
+            self._view.grid.killed.add(kill.member)
+
+    def _lost(self, event: MemberLost) -> None:
+        for kill in self.kills:
+            if kill.member == event.member_id:
+                kill.lost = event
+        took = "" if event.detection_seconds is None else f" {event.detection_seconds * 1000:.0f} ms after its death"
+        self._view.note(f"loss of {event.member_id} noticed{took} ({event.reason}: {event.detail})", "yellow")
+
+    def _recovered(self, event: Recovered) -> None:
+        for kill in self.kills:
+            if kill.epoch != event.epoch:
+                continue
+            kill.recovered.append(event)
+            if len(kill.recovered) == kill.survivors:
+                pause = max(e.pause_seconds for e in kill.recovered) * 1000
+                redo = max(e.redo_seconds for e in kill.recovered) * 1000
+                forwards = sum(e.forwards_redone for e in kill.recovered)
+                backwards = sum(e.backwards_redone for e in kill.recovered)
+                self._view.note(
+                    f"recovered: {kill.survivors} survivors agreed and rebuilt in {pause:.0f} ms, "
+                    f"iteration {event.step} was done {redo:.0f} ms later",
+                    "green",
+                )
+                self._view.note(
+                    f"redone of stage {kill.stage}, as far as its neighbours had seen it: {forwards} forward and "
+                    f"{backwards} backward passes",
+                    "green",
+                )
+
+    def judge(self, steps: int) -> list[Finding]:
+        """Whether the run went as it should."""
+        rows = []
+        for kill in self.kills:
+            problems = kill.problems()
+            if kill.pidfd >= 0 and not _dead(kill.pidfd):
+                problems.append(f"process {kill.pid} lives")
+            at = kill.recovered[0].step if kill.recovered else kill.step
+            what = f"stage {kill.stage} killed in the middle of iteration {at}"
+            rows.append(Finding(what, f"SIGKILL, pid {kill.pid}; {len(kill.recovered)} survivors went on", problems))
+        seen = [event.step for event in self.steps]
+        missing = [] if seen == list(range(1, steps + 1)) else [f"steps reported: {seen}"]
+        rows.append(Finding("every step done once", f"{len(seen)} steps", missing))
+        return rows
+
+    def close(self) -> None:
+        """Close the victims' descriptors."""
+        for kill in self.kills:
+            if kill.pidfd >= 0:
+                os.close(kill.pidfd)
+
+
+def _dead(pidfd: int) -> bool:
+    try:
+        signal.pidfd_send_signal(pidfd, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+@contextmanager
+def _orderly_exit() -> Iterator[None]:
+    """The first of SIGINT, SIGTERM and SIGHUP ends the body in order; later ones do not disturb that."""
+    handled = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+    def leave(signum: int, frame: FrameType | None) -> None:
+        for each in handled:
+            signal.signal(each, signal.SIG_IGN)
+        raise SystemExit(128 + signum)
+
+    before = {signum: signal.signal(signum, leave) for signum in handled}
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
+def _environment() -> dict[str, str]:
+    """CPU only: four workers of a demo have no GPU each; one thread each, nothing compiled."""
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "cpu",
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def _undisturbed(folder: Path, script: Path, steps: int, view: View) -> list[float]:
+    """Train as stock DeepSpeed; returns the losses."""
+    view.phase(f"1/3  stock DeepSpeed: {STAGES} pipeline stages, nobody disturbs")
+    config = folder / "ds_config.json"
+    config.write_text(json.dumps(CONFIG, indent=2))
+
+    def on_line(line: str) -> None:
+        words = line.split()
+        if len(words) == 4 and (words[0], words[2]) == ("step", "loss"):
+            view.step(int(words[1]), float(words[3]))
+
+    def tick() -> None:
+        view.refresh()
+
+    with DemoJob("the undisturbed run", folder, on_line) as job:
+        start_stock(job, STAGES, script, _arguments(folder, config, steps), _environment())
+        job.serve(tick)
+    losses: list[float] = json.loads((folder / "losses-0.json").read_text())
+    return losses
+
+
+def _disturbed(folder: Path, script: Path, steps: int, view: View, losses: list[float]) -> list[Finding]:
+    """Train the same under ``bamboo run`` and kill; returns what happened."""
+    view.phase("2/3  the same script under `bamboo run`; two workers will be killed")
+    config = folder / "ds_config.json"
+    config.write_text(json.dumps({**CONFIG, "bamboo": {}}, indent=2))
+    # Not neighbours: the stages of a lost member's shadow stay without replica (see the README).
+    kills = [Kill(2, steps // 3 + 1, STAGES - 1), Kill(0, 2 * steps // 3 + 1, STAGES - 2)]
+    run = Disturbed(f"demo-{os.getpid()}", view, kills, losses)
+    try:
+        with DemoJob("the run with kills", folder, lambda line: None) as job:
+            events = job.event_fifo(run.on_event)
+            arguments = _arguments(folder, config, steps)
+            start_bamboo(job, run._name, STAGES, script, arguments, _environment(), events)
+            job.serve(run.tick)
+        return run.judge(steps)
+    finally:
+        run.close()
+
+
+def _arguments(folder: Path, config: Path, steps: int) -> list[str]:
+    options = ["--deepspeed_config", str(config), "--out", str(folder)]
+    return [*options, "--stages", str(STAGES), "--steps", str(steps)]
+
+
+def _compared(stock: Path, bamboo: Path, steps: int) -> list[Finding]:
+    """What both runs left behind, bit for bit."""
+    from .demo_compare import compare_checkpoints, compare_losses  # loads torch
+
+    rows = []
+    for result in (compare_losses(stock, bamboo, steps), *compare_checkpoints(stock / "final", bamboo / "final")):
+        size = f", {result.size / 1e6:.1f} MB" if result.size else ""
+        problems = result.differences or ([] if result.equal else ["nothing to compare"])
+        rows.append(Finding(f"{result.what}: bit-equal", f"{result.values} values{size}", problems))
+    return rows
+
+
+def _verdict(findings: list[Finding], seconds: float) -> Table:
+    table = Table(title=f"verdict after {seconds:.0f} s", title_justify="left")
+    for column in ("what", "measure", "result"):
+        table.add_column(column)
+    for finding in findings:
+        table.add_row(finding.what, finding.measure, "[red]NO" if finding.problems else "[green]yes")
+    return table
+
+
+@click.command("demo", context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--steps", type=click.IntRange(min=6), default=30, show_default=True, help="Iterations of each run.")
+@click.option("--plain", is_flag=True, help="Plain lines also on a terminal.")
+def demo(steps: int, plain: bool) -> None:
+    """Train a small GPT twice, kill two of four stages in the second run, and compare the results.
+
+    Exits with 0 only if both kills struck in the middle of an iteration and losses, weights and optimizer state of
+    both runs are bit-equal; else with 1.
+    """
+    begin = time.monotonic()
+    console = Console()
+    adopt_orphans()
+    with _orderly_exit(), tempfile.TemporaryDirectory(prefix="bamboo-demo-") as folder:
+        root = Path(folder)
+        stock, bamboo = root / "stock", root / "bamboo"
+        stock.mkdir()
+        bamboo.mkdir()
+        script = Path(shutil.copy(SCRIPT, root / "train.py"))
+        with View(console, steps, plain) as view:
+            losses = _undisturbed(stock, script, steps, view)
+            findings = _disturbed(bamboo, script, steps, view, losses)
+            view.phase("3/3  comparing losses and checkpoints of both runs", busy="reading …")
+            findings += _compared(stock, bamboo, steps)
+            view.phase("done", busy="")
+    console.print(_verdict(findings, time.monotonic() - begin))
+    failed = [finding for finding in findings if finding.problems]
+    for finding in failed:
+        more = len(finding.problems) - _SHOWN
+        lines = [*finding.problems[:_SHOWN], *([f"and {more} more"] if more > 0 else [])]
+        click.echo("\n    ".join([f"bamboo demo: NOT proven: {finding.what}:", *lines]), err=True)
+    if failed:
+        sys.exit(1)
+    console.print("Two of four workers were killed, and the result is bit for bit that of the undisturbed run.")

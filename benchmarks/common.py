@@ -1,0 +1,213 @@
+"""What the benchmarks share: starting jobs, statistics, tables, JSON and pictures."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import click
+import psutil
+from rich.console import Console
+
+HERE = Path(__file__).parent
+#: Scripts of the jobs that the benchmarks start.
+WORKERS = HERE / "workers"
+console = Console()
+
+
+class JobFailed(click.ClickException):
+    """A job did not end well."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job that has ended well (or is being watched): its folder holds all that it left."""
+
+    folder: Path
+
+    def events(self, kind: str | None = None) -> list[dict[str, Any]]:
+        """Complete lines of the events file, of one kind or all, in the order in which they were written."""
+        path = self.folder / "events.jsonl"
+        if not path.exists():
+            return []
+        lines = path.read_text().split("\n")[:-1]
+        events = [json.loads(line) for line in lines]
+        return [event for event in events if kind in (None, event["event"])]
+
+    def results(self) -> dict[int, dict[str, Any]]:
+        """What each worker wrote to ``result-<rank>.json``."""
+        files = sorted(self.folder.glob("result-*.json"))
+        return {int(file.stem.split("-")[1]): json.loads(file.read_text()) for file in files}
+
+    def log(self) -> str:
+        """The job's output."""
+        files = sorted(self.folder.glob("log*.txt"))
+        return "".join(file.read_text(errors="replace") for file in files)
+
+
+def environment() -> dict[str, str]:
+    """One computing thread per process, on the CPU."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONUNBUFFERED": "1"}
+
+
+def fresh(folder: Path) -> Path:
+    """``folder``, empty."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    return folder
+
+
+def write_config(folder: Path, micro_batches: int, block: Mapping[str, Any] | None, **changes: Any) -> Path:
+    """A ``ds_config.json`` with the ``"bamboo"`` block ``block``, or none."""
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": micro_batches,
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}},
+        "steps_per_print": 10**9,
+        **changes,
+    }
+    if block is not None:
+        config["bamboo"] = dict(block)
+    path = folder / "ds_config.json"
+    path.write_text(json.dumps(config, indent=1))
+    return path
+
+
+def free_port() -> int:
+    """A TCP port that was free a moment ago."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def run_stock(folder: Path, workers: int, script: Path, arguments: Sequence[str], timeout_s: float) -> Job:
+    """Run ``script`` without bamboo: ``workers`` plain processes.
+
+    Raises:
+        JobFailed: a worker failed, or the job took longer than ``timeout_s`` seconds.
+    """
+    port = str(free_port())
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank in range(workers):
+            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": workers, "LOCAL_SIZE": workers}
+            env = environment() | {name: str(value) for name, value in place.items()}
+            env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            with open(folder / f"log-{rank}.txt", "wb") as log:
+                command = [sys.executable, str(script), *arguments]
+                processes.append(subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT))
+        deadline = time.monotonic() + timeout_s
+        codes = [process.wait(max(0.0, deadline - time.monotonic())) for process in processes]
+    except subprocess.TimeoutExpired as error:
+        raise JobFailed(f"{folder}: the job still runs after {timeout_s} s\n{Job(folder).log()[-3000:]}") from error
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+    if any(codes):
+        raise JobFailed(f"{folder}: exit codes {codes}\n{Job(folder).log()[-3000:]}")
+    return Job(folder)
+
+
+@contextmanager
+def bamboo_job(
+    folder: Path, workers: int, script: Path, arguments: Sequence[str], job: str | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
+    """``bamboo run`` of ``script`` with its events in ``folder``; ended when the body is left."""
+    command = [sys.executable, "-m", "bamboo_ds.cli.main", "run", "-n", str(workers)]
+    command += ["--events", str(folder / "events.jsonl")] + (["--job", job] if job else [])
+    command += [str(script), *arguments]
+    with open(folder / "log.txt", "wb") as log:
+        process = subprocess.Popen(
+            command, env=environment(), stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def run_bamboo(folder: Path, workers: int, script: Path, arguments: Sequence[str], timeout_s: float) -> Job:
+    """Run ``script`` under ``bamboo run`` to its end; raises as :func:`run_stock`."""
+    with bamboo_job(folder, workers, script, arguments) as process:
+        try:
+            code = process.wait(timeout_s)
+        except subprocess.TimeoutExpired as error:
+            raise JobFailed(f"{folder}: the job still runs after {timeout_s} s\n{Job(folder).log()[-3000:]}") from error
+    if code:
+        raise JobFailed(f"{folder}: exit code {code}\n{Job(folder).log()[-3000:]}")
+    return Job(folder)
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The smallest value that at least ``share`` of ``values`` do not exceed (nearest rank)."""
+    ordered = sorted(values)
+    return ordered[max(0, -(-int(share * 1000) * len(ordered) // 1000) - 1)]
+
+
+def summary(values: Sequence[float]) -> dict[str, float]:
+    """Median, 95th percentile and maximum."""
+    return {"p50": median(values), "p95": percentile(values, 0.95), "max": max(values)}
+
+
+def machine() -> dict[str, Any]:
+    """Where and under which load the figures were measured."""
+    import deepspeed
+    import torch
+
+    return {
+        "cpus": len(os.sched_getaffinity(0)),
+        "memory_gb": round(psutil.virtual_memory().total / 2**30, 1),
+        "load_average": os.getloadavg(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "deepspeed": deepspeed.__version__,
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
+def save_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write ``content`` with the description of the machine."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({**content, "machine": machine()}, indent=1) + "\n")
+    console.print(f"[dim]{path}[/dim]")
+
+
+def save_figure(figure: Any, path: Path) -> None:
+    """Write a matplotlib figure."""
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+    console.print(f"[dim]{path}[/dim]")
+
+
+def new_figure(*arguments: Any, **keywords: Any) -> Any:
+    """``matplotlib.pyplot.subplots`` without a display."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot.subplots(*arguments, **keywords)
+
+
+def verdict(reached: bool | None) -> str:
+    """A mark for a table; ``None``: no target."""
+    return "" if reached is None else "[green]reached[/green]" if reached else "[red]missed[/red]"

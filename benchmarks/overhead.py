@@ -1,0 +1,240 @@
+"""Iteration time of every redundancy mode against stock DeepSpeed, on emulated devices.
+
+Runs alternate (stock, mode, stock, next mode, ...): each mode is compared with the stock runs right before and after
+it, so that a slow change of the machine's speed cancels out. See ``--help``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+import click
+from common import (
+    WORKERS,
+    Job,
+    console,
+    fresh,
+    new_figure,
+    run_bamboo,
+    run_stock,
+    save_figure,
+    save_json,
+    verdict,
+    write_config,
+)
+from rich.table import Table
+from timeline import breakdown_table, latency_lines
+
+#: Iterations that do not count: idle times are measured in them.
+WARM_UP = 3
+TITLE = "Iteration time against stock DeepSpeed (EMULATED devices)"
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A setting of ``bamboo.redundancy``; ``limit`` is the ratio to reach at P=8, M=16."""
+
+    name: str
+    mode: str
+    placement: str = "idle"
+    limit: float | None = None
+    coverage: float | None = None
+
+    @property
+    def block(self) -> dict[str, Any]:
+        """The ``"bamboo"`` block."""
+        return {"redundancy": {"mode": self.mode, "placement": self.placement}}
+
+
+MODES = (
+    Mode("none", "none", limit=1.02),
+    Mode("lazy", "lazy-frc-lazy-brc", limit=1.03),
+    Mode("eager-frc", "eager-frc-lazy-brc", limit=1.05, coverage=0.85),
+    Mode("eager-frc-eager-brc", "eager-frc-eager-brc"),
+    Mode("eager-frc fixed", "eager-frc-lazy-brc", placement="fixed"),
+)
+
+
+@dataclass
+class Figures:
+    """One mode at one (stages, micro-batches); seconds are medians over runs of medians over iterations."""
+
+    stages: int
+    micro_batches: int
+    mode: str
+    stock_s: float
+    mode_s: float
+    ratio: float
+    ratios: list[float]
+    coverage: float | None
+    limit: float | None
+    reached: bool | None
+
+
+class Runner:
+    """Runs jobs of one size."""
+
+    def __init__(self, out: Path, stages: int, micro_batches: int, iterations: int, hold: tuple[float, float]) -> None:
+        self._out, self._stages, self._micro_batches = out, stages, micro_batches
+        self._steps = WARM_UP + iterations
+        self._hold = hold
+        self.ideal_s = (micro_batches + stages - 1) * sum(hold)
+
+    def run(self, mode: Mode | None, trace: bool = False) -> Job:
+        """One fresh job: ``mode``, or stock."""
+        name = f"{self._stages}-{self._micro_batches}-{mode.name.replace(' ', '-') if mode else 'stock'}"
+        folder = fresh(self._out / "jobs" / name)
+        config = write_config(folder, self._micro_batches, mode.block if mode else None)
+        arguments = ["--deepspeed_config", str(config), "--out", str(folder), "--stages", str(self._stages)]
+        arguments += ["--steps", str(self._steps)]
+        arguments += ["--forward-s", str(self._hold[0]), "--backward-s", str(self._hold[1])]
+        arguments += ["--trace"] if trace else []
+        start = run_bamboo if mode else run_stock
+        job = start(folder, self._stages, WORKERS / "emulated.py", arguments, 120 + 5 * self._steps * self.ideal_s)
+        label = mode.name if mode else "stock"
+        console.print(f"  P={self._stages} M={self._micro_batches} {label:20} {self.seconds(job):.4f} s")
+        return job
+
+    def seconds(self, job: Job) -> float:
+        """Median iteration time at rank 0."""
+        return median(job.results()[0]["seconds"][WARM_UP:])
+
+    def coverage(self, job: Job) -> float | None:
+        """Share of the redundant forwards that ran, over all counted iterations; ``None`` without replicas."""
+        steps = job.events("step")[WARM_UP:]
+        total = sum(step["frc_total"] for step in steps)
+        return sum(step["frc_done"] for step in steps) / total if total else None
+
+
+def compare(runner: Runner, stages: int, micro_batches: int, modes: list[Mode], repetitions: int) -> list[Figures]:
+    """Alternate stock and modes ``repetitions`` times."""
+    stock, ratios, seconds, coverage = [runner.seconds(runner.run(None))], {}, {}, {}
+    for _ in range(repetitions):
+        for mode in modes:
+            job = runner.run(mode)
+            stock.append(runner.seconds(runner.run(None)))
+            seconds.setdefault(mode, []).append(runner.seconds(job))
+            ratios.setdefault(mode, []).append(seconds[mode][-1] / mean(stock[-2:]))
+            coverage.setdefault(mode, []).append(runner.coverage(job))
+    rows = []
+    for mode in modes:
+        ratio = median(ratios[mode])
+        covered = [c for c in coverage[mode] if c is not None]
+        share = median(covered) if covered and "eager" in mode.mode else None
+        target = (stages, micro_batches) == (8, 16) and mode.limit is not None
+        reached = ratio <= (mode.limit or 0) and (mode.coverage is None or (share or 0) >= mode.coverage)
+        rows.append(
+            Figures(
+                stages,
+                micro_batches,
+                mode.name,
+                median(stock),
+                median(seconds[mode]),
+                ratio,
+                ratios[mode],
+                share,
+                mode.limit if target else None,
+                reached if target else None,
+            )
+        )
+    return rows
+
+
+def table(rows: list[Figures]) -> Table:
+    """The figures for people."""
+    result = Table(title=TITLE, caption="emulated: layers hold their device without using the CPU")
+    for column in ("P", "M", "stock [s]", "mode", "[s]", "ratio", "spread", "FRC", "limit", ""):
+        result.add_column(column, justify="left" if column in ("mode", "") else "right")
+    for row in rows:
+        result.add_row(
+            str(row.stages),
+            str(row.micro_batches),
+            f"{row.stock_s:.3f}",
+            row.mode,
+            f"{row.mode_s:.3f}",
+            f"{row.ratio:.3f}",
+            f"{min(row.ratios):.3f}..{max(row.ratios):.3f}",
+            "" if row.coverage is None else f"{row.coverage:.0%}",
+            "" if row.limit is None else f"{row.limit:.2f}",
+            verdict(row.reached),
+            end_section=row.mode == MODES[-1].name,
+        )
+    return result
+
+
+def plot(rows: list[Figures], path: Path) -> None:
+    """Ratio per mode over the sizes."""
+    sizes = sorted({(row.stages, row.micro_batches) for row in rows})
+    names = [mode.name for mode in MODES if any(row.mode == mode.name for row in rows)]
+    figure, axis = new_figure(figsize=(2 + 1.5 * len(sizes), 4.5))
+    width = 0.8 / len(names)
+    for index, name in enumerate(names):
+        found = {(row.stages, row.micro_batches): row for row in rows if row.mode == name}
+        places = [i + (index - len(names) / 2 + 0.5) * width for i, size in enumerate(sizes) if size in found]
+        shown = [found[size] for size in sizes if size in found]
+        bars = axis.bar(places, [row.ratio for row in shown], width, label=name)
+        labels = ["" if row.coverage is None else f"{row.coverage:.0%}" for row in shown]
+        axis.bar_label(bars, labels, fontsize=6, rotation=90, padding=2)
+    axis.axhline(1, color="black", linewidth=0.8)
+    axis.set_xticks(range(len(sizes)), [f"P={p}\nM={m}" for p, m in sizes])
+    axis.set_ylim(0.9, max(1.1, max(row.ratio for row in rows) + 0.05))
+    axis.set_ylabel("iteration time / stock")
+    axis.set_title(f"{TITLE}\n(percentages: coverage of redundant forwards)", fontsize=9)
+    axis.legend(fontsize=7)
+    save_figure(figure, path)
+
+
+@click.command()
+@click.option("--stages", type=int, multiple=True, default=(4, 8), show_default=True)
+@click.option("--factors", type=int, multiple=True, default=(1, 2, 4), show_default=True, help="M / P.")
+@click.option("--mode", "wanted", type=click.Choice([m.name for m in MODES]), multiple=True, help="[default: all]")
+@click.option("--repetitions", type=click.IntRange(min=1), default=3, show_default=True)
+@click.option("--iterations", type=click.IntRange(min=1), default=10, show_default=True, help="Counted ones.")
+@click.option("--forward-ms", type=float, default=20.0, show_default=True)
+@click.option("--backward-ms", type=float, default=40.0, show_default=True)
+@click.option("--quick", is_flag=True, help="One repetition of four iterations, M = 2P only.")
+@click.option("--trace", is_flag=True, help="Instead: one run each, with where every stage spends its time.")
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("out"), show_default=True)
+def main(
+    stages: tuple[int, ...],
+    factors: tuple[int, ...],
+    wanted: tuple[str, ...],
+    repetitions: int,
+    iterations: int,
+    forward_ms: float,
+    backward_ms: float,
+    quick: bool,
+    trace: bool,
+    out: Path,
+) -> None:
+    """Measure the overhead of redundancy without failures, on EMULATED devices."""
+    if quick:
+        repetitions, iterations, factors = 1, 4, (2,)
+    modes = [mode for mode in MODES if not wanted or mode.name in wanted]
+    out = out.resolve()
+    rows: list[Figures] = []
+    for p in stages:
+        for factor in factors:
+            runner = Runner(out, p, factor * p, iterations, (forward_ms / 1000, backward_ms / 1000))
+            console.print(f"P={p} M={factor * p}: ideal 1F1B takes {runner.ideal_s:.3f} s")
+            if trace:
+                for mode in (None, *modes):
+                    job = runner.run(mode, trace=True)
+                    title = f"P={p} M={factor * p} {mode.name if mode else 'stock'} (emulated), ms per iteration"
+                    console.print(breakdown_table(title, job, WARM_UP), *latency_lines(job, WARM_UP), sep="\n")
+                continue
+            rows += compare(runner, p, factor * p, modes, repetitions)
+    if trace:
+        return
+    console.print(table(rows))
+    settings = {"forward_ms": forward_ms, "backward_ms": backward_ms, "iterations": iterations}
+    content = {"title": TITLE, "emulated": True, **settings, "repetitions": repetitions}
+    save_json(out / "overhead.json", {**content, "rows": [asdict(row) for row in rows]})
+    plot(rows, out / "overhead.png")
+
+
+if __name__ == "__main__":
+    main()

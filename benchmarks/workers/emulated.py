@@ -1,0 +1,127 @@
+"""Worker of overhead.py: a pipeline of emulated devices, one layer per stage. Knows nothing of bamboo.
+
+An emulated layer holds its "device" for a set time without using the CPU, so that many stages run at their full
+speed on few cores. The rest (a tiny linear layer) is real.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import deepspeed.comm
+import torch
+from deepspeed.pipe import LayerSpec, PipelineModule
+from torch import nn
+
+WIDTH = 8
+
+# DeepSpeed would compile a CPU collective on first use.
+sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
+
+
+def hold(seconds: float) -> None:
+    """Keep the emulated device for ``seconds``."""
+    deadline = time.perf_counter() + seconds
+    while (left := deadline - time.perf_counter()) > 0:
+        time.sleep(left)
+
+
+class Hold(torch.autograd.Function):
+    """The identity that takes ``forward_s`` seconds forward and ``backward_s`` seconds backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, forward_s: float, backward_s: float) -> torch.Tensor:
+        hold(forward_s)
+        ctx.backward_s = backward_s
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        hold(ctx.backward_s)
+        return gradients[0], None, None
+
+
+class EmulatedLayer(nn.Module):
+    """(batch, WIDTH) -> (batch, WIDTH)."""
+
+    def __init__(self, forward_s: float, backward_s: float) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.forward_s, self.backward_s = forward_s, backward_s
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Hold.apply(self.linear(x), self.forward_s, self.backward_s)
+
+
+def batches(size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The same batch for ever."""
+    x = torch.randn(size, WIDTH, generator=torch.Generator().manual_seed(1))
+    while True:
+        yield x, x
+
+
+class Trace:
+    """Begin and end of every instruction, on the clock ``time.monotonic``, which the host's processes share."""
+
+    def __init__(self, engine: Any) -> None:
+        self.rows: list[tuple[int, str, int | None, float, float]] = []
+        self.step = 0
+        handlers = {kind: self._timed(kind.__name__, call) for kind, call in engine._INSTRUCTION_MAP.items()}
+        type(engine)._INSTRUCTION_MAP = handlers
+        if hasattr(engine, "_run_redundant"):
+            type(engine)._run_redundant = self._timed("Redundant", type(engine)._run_redundant)
+
+    def _timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any, **keywords: Any) -> Any:
+            begin = time.monotonic()
+            result = call(*arguments, **keywords)
+            self.rows.append((self.step, name, keywords.get("buffer_id"), begin, time.monotonic()))
+            return result
+
+        return run
+
+
+def main() -> None:
+    """Train and leave the seconds of every iteration in ``result-<rank>.json``."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--local_rank", type=int, default=-1)
+    parser.add_argument("--stages", type=int, required=True)
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--forward-s", type=float, required=True)
+    parser.add_argument("--backward-s", type=float, required=True)
+    parser.add_argument("--trace", action="store_true")
+    parser.add_argument("--out", type=Path, required=True)
+    arguments = deepspeed.add_config_arguments(parser).parse_args()
+    torch.set_num_threads(1)
+    deepspeed.init_distributed()
+    torch.manual_seed(0)
+    specs = [LayerSpec(EmulatedLayer, arguments.forward_s, arguments.backward_s) for _ in range(arguments.stages)]
+    net = PipelineModule(specs, num_stages=arguments.stages, loss_fn=nn.MSELoss(), partition_method="uniform")
+    engine, *_ = deepspeed.initialize(args=arguments, model=net, model_parameters=list(net.parameters()))
+    ends = engine.is_first_stage() or engine.is_last_stage()
+    data = batches(engine.train_micro_batch_size_per_gpu()) if ends else None
+    trace = Trace(engine) if arguments.trace else None
+    seconds = []
+    for step in range(arguments.steps):
+        if trace:
+            trace.step = step
+        begin = time.perf_counter()
+        engine.train_batch(data_iter=data)
+        seconds.append(time.perf_counter() - begin)
+        if trace:
+            end = time.monotonic()
+            trace.rows.append((step, "Iteration", None, end - seconds[-1], end))
+    rank = torch.distributed.get_rank()
+    result = {"seconds": seconds, "trace": trace.rows if trace else None, "cpu_seconds": time.process_time()}
+    (arguments.out / f"result-{rank}.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

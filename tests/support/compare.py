@@ -1,0 +1,56 @@
+"""Comparing a job with an undisturbed one, bit by bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .faults import mark
+from .jobs import Result
+
+
+def differences(a: Any, b: Any, path: str = "") -> list[str]:
+    """Where two nested structures differ; tensors must be bit-equal."""
+    if torch.is_tensor(a) and torch.is_tensor(b):
+        return [] if a.shape == b.shape and torch.equal(a, b) else [path]
+    if isinstance(a, dict) and isinstance(b, dict):
+        if a.keys() != b.keys():
+            return [f"{path}: keys {sorted(map(str, a))} and {sorted(map(str, b))}"]
+        return [d for k in a for d in differences(a[k], b[k], f"{path}/{k}")]
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        if len(a) != len(b):
+            return [f"{path}: {len(a)} and {len(b)} items"]
+        return [d for i, (x, y) in enumerate(zip(a, b, strict=True)) for d in differences(x, y, f"{path}[{i}]")]
+    return [] if a == b else [f"{path}: {a} and {b}"]
+
+
+def assert_equal(result: Result, reference: Result, faults: list[dict[str, Any]]) -> None:
+    """The job had exactly these faults, survived them, and computed what ``reference`` computed.
+
+    Losses on every survivor; parameters, buffers, optimizer state, learning rates and counters of every role at its
+    owner, and of every replica; the samples that every worker read.
+    """
+    tail = result.output[-4000:]
+    assert result.exit_code == 0, tail
+    assert result.faults() == sorted(mark(f) for f in faults), tail
+    lost = {f["rank"] for f in faults}
+    expected, found = reference.ranks(), result.ranks()
+    assert set(found) == set(expected) - lost, tail
+    plain = expected[0]
+    for rank, dump in found.items():
+        assert dump["losses"] == plain["losses"], f"rank {rank}"
+        assert dump["evaluations"] == plain["evaluations"], f"rank {rank}"
+    roles = reference.roles()
+    assert set(result.roles()) == set(roles)
+    assert differences(roles, result.roles()) == []
+    replicas = result.replicas()
+    assert differences({role: roles[role] for role in replicas}, replicas) == []
+    members_lost = [e for e in result.events("member_lost")]
+    assert len(members_lost) == len(lost)
+    read = result.samples()
+    for rank, indices in reference.samples().items():
+        if rank in lost:
+            assert read.get(rank, []) == indices[: len(read.get(rank, []))]
+        else:
+            assert read[rank] == indices, f"rank {rank} read other samples"

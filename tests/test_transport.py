@@ -1,0 +1,419 @@
+"""The pipeline transport: bit-exact, in order, abortable, and nothing of it is left behind."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+
+from bamboo_ds.comm import wire
+from bamboo_ds.comm.transport import Lane, Transport
+from bamboo_ds.errors import ProtocolError
+from tests.support.comm_worker import Cluster, Member, cluster, portable, stop_fork_server
+
+LOST = ("EpochChanged", "PeerLost")
+WAKE: dict[str, list[float]] = {"stopped": [], "killed": []}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fork_server() -> Iterator[None]:
+    yield
+    stop_fork_server()
+    for fault, seconds in WAKE.items():
+        if seconds:
+            ordered = sorted(seconds)
+            print(
+                f"\ntransport woken after a peer was {fault}: median {1e3 * ordered[len(ordered) // 2]:.1f} ms, "
+                f"worst {1e3 * ordered[-1]:.1f} ms, {len(ordered)} survivors"
+            )
+
+
+@pytest.fixture(scope="module")
+def trio() -> Iterator[Cluster]:
+    """Three members that many tests share; each test leaves all three alive, without a transport."""
+    with cluster(3, world=False) as made:
+        yield made
+
+
+def payloads() -> list[wire.Payload]:
+    """Every dtype, awkward shapes and layouts, small, large and many."""
+    generator = torch.Generator().manual_seed(3)
+    base = torch.randn(60, 70, generator=generator)
+    special = torch.tensor([float("nan"), float("inf"), -0.0, 1e-45])
+    every = [torch.arange(-3, 4).to(dtype) for dtype in wire._CODES if dtype != torch.complex32]
+    found: list[wire.Payload] = [
+        None,
+        torch.tensor(3.5),
+        torch.empty(0),
+        torch.empty(3, 0, 2, dtype=torch.int64),
+        base,
+        base.t(),
+        base[::2, 5:9],
+        base[3].expand(4, 70),
+        special,
+        special.to(torch.bfloat16),
+        torch.randn(1000, 300, generator=generator) > 0,
+        torch.randn(4, 5, dtype=torch.complex64, generator=generator).conj(),
+        torch.randn(300_000, generator=generator).half(),
+        base.clone().requires_grad_(),
+        (),
+        (base,),
+        tuple(every),
+        (torch.tensor(True), base, torch.zeros(0), torch.randn(50_000, generator=generator), torch.arange(9)),
+        tuple(torch.full((2,), float(index)) for index in range(2000)),
+        torch.zeros([1] * 40),
+    ]
+    return found
+
+
+def flat(payload: Any) -> Any:
+    """Comparable: structure, dtypes, shapes, bytes."""
+    if isinstance(payload, torch.Tensor):
+        return portable(payload.detach().resolve_conj())
+    return None if payload is None else tuple(flat(part) for part in payload)
+
+
+def lanes_of(member: Member) -> list[Lane]:
+    """A ring both ways, a mailbox each, and a second lane between the first two."""
+    names = member.session.plan.members
+    pairs = [(source, destination) for source in names for destination in names]
+    found = [Lane(tag, *pair, f"{pair[0]}>{pair[1]}") for tag, pair in enumerate(pairs)]
+    return [*found, Lane(1000, names[0], names[-1], "second")]
+
+
+def open_transport(member: Member) -> None:
+    found = lanes_of(member)
+    member.lanes = {lane.name: lane for lane in found}
+    member.transport = Transport.open(member.session, found)
+
+
+def close_transport(member: Member) -> int:
+    import threading
+
+    member.transport.close()
+    member.transport = None
+    return sum(thread.name.startswith("bamboo-") for thread in threading.enumerate())
+
+
+def inside(made: Cluster, function: Any, *arguments: Any) -> list[Any]:
+    return made.everybody("call", lambda _: (function, *arguments))
+
+
+# -- the form of messages -------------------------------------------------------------------------------------
+def test_wire_keeps_every_bit() -> None:
+    for number, payload in enumerate(payloads()):
+        packet, *messages = wire.encode(number, payload)
+        assert packet.numel() <= wire.PACKET
+        buffer = torch.full((wire.PACKET,), 0xAB, dtype=torch.uint8)
+        buffer[: packet.numel()] = packet
+        head = wire.decode_head(buffer)
+        if head.extension:
+            head = wire.decode_extension(head, messages.pop(0))
+        parts = wire.decode_parts(head, buffer)
+        own = [part for part in parts if part.own_message]
+        assert len(own) == len(messages)
+        for part, message in zip(own, messages, strict=True):
+            part.data.copy_(message)
+        assert head.sequence == number
+        assert flat(wire.assemble(head.structure, parts)) == flat(payload)
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [[torch.zeros(1)], (1,), "text", torch.eye(3).to_sparse(), (torch.zeros(1), None)],
+    ids=["list", "number", "text", "sparse", "none-in-tuple"],
+)
+def test_wire_refuses_what_it_cannot_carry(payload: Any) -> None:
+    with pytest.raises(TypeError, match=r"cannot send|carries"):
+        wire.encode(0, payload)
+
+
+def test_wire_refuses_a_foreign_message() -> None:
+    with pytest.raises(ProtocolError, match="not a message header"):
+        wire.decode_head(torch.full((wire.PACKET,), 0x7F, dtype=torch.uint8))
+
+
+# -- transport ------------------------------------------------------------------------------------------------
+def everything_to_everybody(member: Member) -> list[Any]:
+    names, me = member.session.plan.members, member.name
+    sent = payloads()
+    for number, payload in enumerate(sent):
+        for other in names:
+            member.transport.send(member.lanes[f"{me}>{other}"], 10 + number, payload)
+    member.transport.drain()
+    received = []
+    for other in names:
+        lane = member.lanes[f"{other}>{me}"]
+        received.append([flat(member.transport.recv(lane, 10 + number)) for number in range(len(sent))])
+        assert not member.transport.ready(lane) and member.transport.arrival(lane) is None
+    expected = [flat(payload) for payload in sent]
+    return [found == expected for found in received]
+
+
+def collectives(member: Member) -> Any:
+    rank = member.session.plan.members.index(member.name)
+    total = member.transport.all_reduce(torch.tensor([1.0, 10.0**rank, 0.1], dtype=torch.float64))
+    member.transport.barrier()
+    names = member.transport.exchange("ü" * 3000 * rank + member.name)
+    return portable(total), {name: (len(text), text[-2:]) for name, text in names.items()}
+
+
+def test_every_payload_on_every_lane(trio: Cluster) -> None:
+    trio.attach()
+    inside(trio, open_transport)
+    assert inside(trio, everything_to_everybody) == [[True] * 3] * 3
+    results = inside(trio, collectives)
+    assert results[0] == results[1] == results[2]
+    assert results[0][1] == {"m0": (2, "m0"), "m1": (3002, "m1"), "m2": (6002, "m2")}
+    assert inside(trio, close_transport) == [0, 0, 0]
+
+
+def wrong_order(member: Member) -> list[Any]:
+    names, me = member.session.plan.members, member.name
+    successor, predecessor = names[(names.index(me) + 1) % 3], names[names.index(me) - 1]
+    lane, transport = member.lanes[f"{predecessor}>{me}"], member.transport
+    transport.send(member.lanes[f"{me}>{successor}"], 5, torch.ones(2))
+    found: list[Any] = []
+    for sequence in (4, 6, 5):
+        try:
+            found.append(transport.recv(lane, sequence).tolist())
+        except ProtocolError as error:
+            found.append(str(error).startswith(f"lane {lane.name}: expected message {sequence}, got 5"))
+            found.append(transport.ready(lane) and time.monotonic() - 60 < transport.arrival(lane) <= time.monotonic())
+    try:
+        transport.recv(lane, 6, timedelta(milliseconds=20))
+    except TimeoutError:
+        found.append("timeout")
+    for wrong in (lambda: transport.recv(member.lanes[f"{me}>{successor}"], 0), lambda: transport.send(lane, 0, None)):
+        try:
+            wrong()
+        except ValueError:
+            found.append("value")
+    return found
+
+
+def test_a_message_out_of_order_is_refused_and_kept(trio: Cluster) -> None:
+    trio.attach()
+    inside(trio, open_transport)
+    expected = [True, True, True, True, [1.0, 1.0], "timeout", "value", "value"]
+    assert inside(trio, wrong_order) == [expected] * 3
+    assert inside(trio, close_transport) == [0, 0, 0]
+
+
+def memory_of_many_sends(member: Member) -> int:
+    """Bytes that are still held after many large messages, of which the receiver takes each."""
+    import gc
+    import weakref
+
+    me, transport = member.name, member.transport
+    if me == "m0":
+        held = []
+        for number in range(50):
+            tensor = torch.full((100_000,), float(number))
+            held.append(weakref.ref(tensor))
+            transport.send(member.lanes["m0>m1"], number, tensor)
+            del tensor
+        transport.drain()
+        gc.collect()
+        return sum(ref() is not None for ref in held)
+    if me == "m1":
+        for number in range(50):
+            received = transport.recv(member.lanes["m0>m1"], number)
+            assert float(received[0]) == number == float(received[-1])
+    return 0
+
+
+def test_finished_sends_are_released(trio: Cluster) -> None:
+    trio.attach()
+    inside(trio, open_transport)
+    assert inside(trio, memory_of_many_sends) == [0, 0, 0]
+    assert inside(trio, close_transport) == [0, 0, 0]
+
+
+def mailbox_is_a_copy(member: Member) -> bool:
+    lane = member.lanes[f"{member.name}>{member.name}"]
+    tensor = torch.ones(3)
+    member.transport.send(lane, 0, tensor)
+    tensor.zero_()
+    return bool(member.transport.recv(lane, 0).eq(1).all())
+
+
+def test_a_mailbox_delivers_what_was_sent(trio: Cluster) -> None:
+    trio.attach()
+    inside(trio, open_transport)
+    assert inside(trio, mailbox_is_a_copy) == [True] * 3
+    assert inside(trio, close_transport) == [0, 0, 0]
+
+
+# -- failures -------------------------------------------------------------------------------------------------
+def blocked_recv(member: Member) -> None:
+    member.transport.recv(member.lanes[f"m1>{member.name}"], 0)
+
+
+def blocked_recv_with_timeout(member: Member) -> None:
+    member.transport.recv(member.lanes[f"m1>{member.name}"], 0, timedelta(seconds=50))
+
+
+def blocked_drain(member: Member) -> None:
+    # More than the kernel's socket buffers take.
+    for number in range(20):
+        member.transport.send(member.lanes[f"{member.name}>m1"], number, torch.zeros(1_000_000))
+    member.transport.drain()
+
+
+def blocked_all_reduce(member: Member) -> None:
+    member.transport.all_reduce(torch.zeros(3, dtype=torch.float64))
+
+
+def blocked_barrier(member: Member) -> None:
+    member.transport.barrier()
+
+
+def blocked_exchange(member: Member) -> None:
+    member.transport.exchange("x")
+
+
+def blocked_close(member: Member) -> None:
+    member.transport.close()
+
+
+def recv_of_a_survivor(member: Member) -> None:
+    """From a living member that sends nothing."""
+    member.transport.recv(member.lanes["m0>m2" if member.name == "m2" else "m2>m0"], 0)
+
+
+OPERATIONS = [
+    blocked_recv,
+    blocked_recv_with_timeout,
+    blocked_drain,
+    blocked_all_reduce,
+    blocked_barrier,
+    blocked_exchange,
+    blocked_close,
+    recv_of_a_survivor,
+]
+
+
+@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda function: function.__name__)
+def test_survivors_of_a_stopped_peer_are_woken_by_abort(trio: Cluster, operation: Any) -> None:
+    trio.attach()
+    inside(trio, open_transport)
+    victim, survivors = trio[1], [trio[0], trio[2]]
+    victim.stop()
+    try:
+        for survivor in survivors:
+            survivor.start("call", operation)
+        for survivor in survivors:
+            survivor.wait_blocked()
+        times = [survivor.control("abort", "a test stopped m1") for survivor in survivors]
+        for survivor, when in zip(survivors, times, strict=True):
+            outcome = survivor.outcome()
+            assert outcome is not None and outcome.kind in LOST, outcome
+            WAKE["stopped"].append(max(0.0, outcome.when - when))
+    finally:
+        victim.resume()
+    for survivor in survivors:
+        survivor.start("call", mailbox_is_a_copy)
+        after = survivor.outcome()
+        assert after is not None and after.kind == "EpochChanged"
+    assert inside(trio, close_after_failure) == [0, 0, 0]
+
+
+def close_after_failure(member: Member) -> int:
+    """As the engine's recovery does: close, whatever happened."""
+    import threading
+
+    member.session.abort("recovery")
+    member.transport.close()
+    member.transport = None
+    return sum(thread.name.startswith("bamboo-") and "abort" not in thread.name for thread in threading.enumerate())
+
+
+@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda function: function.__name__)
+def test_killed_peer(trio: Cluster, operation: Any) -> None:
+    trio.attach()
+    inside(trio, open_transport)
+    before = {index: len(trio[index].control("failures")) for index in (0, 2)}
+    survivors = [trio[0], trio[2]]
+    for survivor in survivors:
+        survivor.start("call", operation)
+    for survivor in survivors:
+        survivor.wait_blocked()
+    start = time.monotonic()
+    trio[1].kill()
+    if operation is recv_of_a_survivor:
+        for survivor in survivors:
+            survivor.control("abort", "a test killed m1")
+    outcomes = []
+    for index, survivor in zip((0, 2), survivors, strict=True):
+        if operation is not recv_of_a_survivor and outcomes:
+            survivor.control("abort", "a test killed m1")  # it may wait for the other survivor
+        outcomes.append(survivor.outcome())
+        outcome = outcomes[-1]
+        assert outcome is not None and outcome.kind in LOST, outcome
+        WAKE["killed"].append(outcome.when - start)
+        if outcome.kind == "PeerLost":
+            assert "m1" in [member for member, _ in survivor.control("failures")[before[index] :]], operation
+    trio.replace_member(1)
+    for survivor in survivors:
+        assert survivor.run("call", close_after_failure) == 0
+
+
+def test_epochs_leave_nothing_behind(trio: Cluster) -> None:
+    """An abort in the middle of traffic, five epochs in a row: threads and descriptors stay as many."""
+    census = []
+    for _ in range(5):
+        trio.attach()
+        inside(trio, open_transport)
+        assert inside(trio, everything_to_everybody) == [[True] * 3] * 3
+        for index in range(3):
+            trio[index].start("call", traffic)
+        for index in range(3):
+            trio[index].wait_blocked()
+            trio[index].control("abort", "next")
+        for index in range(3):
+            outcome = trio[index].outcome()
+            assert outcome is not None and outcome.kind in LOST, outcome
+        assert inside(trio, close_after_failure) == [0, 0, 0]
+        trio.attach()
+        inside(trio, open_transport)
+        assert inside(trio, close_transport) == [0, 0, 0]
+        census.append(trio.everybody("census"))
+    assert census[1] == census[2] == census[3] == census[4], census
+
+
+def traffic(member: Member) -> None:
+    """Until somebody ends it."""
+    names, me = member.session.plan.members, member.name
+    number = 100
+    while True:
+        for other in names:
+            member.transport.send(member.lanes[f"{me}>{other}"], number, torch.zeros(20_000))
+        for other in names:
+            member.transport.recv(member.lanes[f"{other}>{me}"], number)
+        member.transport.drain()
+        number += 1
+
+
+def test_lanes_are_checked(trio: Cluster) -> None:
+    trio.attach()
+    found = inside(trio, bad_lanes)
+    assert found == [["ValueError"] * 3] * 3
+
+
+def bad_lanes(member: Member) -> list[str]:
+    found = []
+    for lanes in (
+        [Lane(1, "m0", "m1", "a"), Lane(1, "m1", "m0", "b")],
+        [Lane(1 << 24, "m0", "m1", "a")],
+        [Lane(1, "m0", "nobody", "a")],
+    ):
+        try:
+            Transport.open(member.session, lanes)
+        except Exception as error:
+            found.append(type(error).__name__)
+    return found
