@@ -26,6 +26,9 @@ logger = logging.getLogger("bamboo_ds")
 #: Default of DeepSpeed and torch for operations of a process group.
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 
+#: ``control.channel.ENV_FD``; looked at without importing the module, which a stock job has no use for.
+_CHANNEL_VARIABLE = "BAMBOO_CHANNEL_FD"
+
 _HOW_TO_START = (
     "start the job with `bamboo run -n WORKERS SCRIPT ARGS` and let deepspeed.init_distributed() create the "
     "process groups (or bamboo_ds.init_distributed(config) if the configuration is a dict in the script)"
@@ -167,8 +170,8 @@ class Job:
             self._exit_code = 1
             previous_hook(kind, value, trace)
             code = {FatalLoss: EXIT_FATAL_LOSS, Evicted: EXIT_EVICTED}.get(kind)
+            self.channel.exit_notice(f"{kind.__name__}: {value}", failed=code is None)
             if code is not None:
-                self.channel.exit_notice(f"{kind.__name__}: {value}")
                 self.channel.close()
                 sys.stdout.flush()
                 sys.stderr.flush()
@@ -219,8 +222,6 @@ def before_init_distributed(timeout: timedelta | None = None, config: Any = None
     global _job
     if _job is not None:
         return
-    from .control.channel import ENV_FD
-
     source = config if config is not None else config_path_from_argv()
     settings = None
     if source is not None:
@@ -230,7 +231,7 @@ def before_init_distributed(timeout: timedelta | None = None, config: Any = None
         from .compat import check_config
 
         check_config(source)
-    if ENV_FD not in os.environ:
+    if _CHANNEL_VARIABLE not in os.environ:
         if settings is not None:
             raise ConfigError(f'the configuration has a "{BLOCK}" block, but this process has no agent: {_HOW_TO_START}')
         return

@@ -25,12 +25,18 @@ from common import (
     verdict,
     write_config,
 )
+from critical import critical_path_line
+from idle import coverage_bounds
 from rich.table import Table
 from timeline import breakdown_table, latency_lines
 
 #: Iterations that do not count: idle times are measured in them.
 WARM_UP = 3
 TITLE = "Iteration time against stock DeepSpeed (EMULATED devices)"
+CAPTION = (
+    "emulated: layers hold their device without using the CPU; FRC: share of redundant forwards that ran, room: share "
+    "that the idle time before a stage's last backward has room for (ideal 1F1B)"
+)
 
 
 @dataclass(frozen=True)
@@ -70,6 +76,7 @@ class Figures:
     ratio: float
     ratios: list[float]
     coverage: float | None
+    coverage_bound: float
     limit: float | None
     reached: bool | None
 
@@ -80,7 +87,7 @@ class Runner:
     def __init__(self, out: Path, stages: int, micro_batches: int, iterations: int, hold: tuple[float, float]) -> None:
         self._out, self._stages, self._micro_batches = out, stages, micro_batches
         self._steps = WARM_UP + iterations
-        self._hold = hold
+        self.hold = hold
         self.ideal_s = (micro_batches + stages - 1) * sum(hold)
 
     def run(self, mode: Mode | None, trace: bool = False) -> Job:
@@ -90,7 +97,7 @@ class Runner:
         config = write_config(folder, self._micro_batches, mode.block if mode else None)
         arguments = ["--deepspeed_config", str(config), "--out", str(folder), "--stages", str(self._stages)]
         arguments += ["--steps", str(self._steps)]
-        arguments += ["--forward-s", str(self._hold[0]), "--backward-s", str(self._hold[1])]
+        arguments += ["--forward-s", str(self.hold[0]), "--backward-s", str(self.hold[1])]
         arguments += ["--trace"] if trace else []
         start = run_bamboo if mode else run_stock
         job = start(folder, self._stages, WORKERS / "emulated.py", arguments, 120 + 5 * self._steps * self.ideal_s)
@@ -136,6 +143,7 @@ def compare(runner: Runner, stages: int, micro_batches: int, modes: list[Mode], 
                 ratio,
                 ratios[mode],
                 share,
+                coverage_bounds(stages, micro_batches, *runner.hold)[0],
                 mode.limit if target else None,
                 reached if target else None,
             )
@@ -145,8 +153,8 @@ def compare(runner: Runner, stages: int, micro_batches: int, modes: list[Mode], 
 
 def table(rows: list[Figures]) -> Table:
     """The figures for people."""
-    result = Table(title=TITLE, caption="emulated: layers hold their device without using the CPU")
-    for column in ("P", "M", "stock [s]", "mode", "[s]", "ratio", "spread", "FRC", "limit", ""):
+    result = Table(title=TITLE, caption=CAPTION)
+    for column in ("P", "M", "stock [s]", "mode", "[s]", "ratio", "spread", "FRC", "room", "limit", ""):
         result.add_column(column, justify="left" if column in ("mode", "") else "right")
     for row in rows:
         result.add_row(
@@ -158,6 +166,7 @@ def table(rows: list[Figures]) -> Table:
             f"{row.ratio:.3f}",
             f"{min(row.ratios):.3f}..{max(row.ratios):.3f}",
             "" if row.coverage is None else f"{row.coverage:.0%}",
+            "" if row.coverage is None else f"{row.coverage_bound:.0%}",
             "" if row.limit is None else f"{row.limit:.2f}",
             verdict(row.reached),
             end_section=row.mode == MODES[-1].name,
@@ -225,6 +234,7 @@ def main(
                     job = runner.run(mode, trace=True)
                     title = f"P={p} M={factor * p} {mode.name if mode else 'stock'} (emulated), ms per iteration"
                     console.print(breakdown_table(title, job, WARM_UP), *latency_lines(job, WARM_UP), sep="\n")
+                    console.print(critical_path_line(job, WARM_UP))
                 continue
             rows += compare(runner, p, factor * p, modes, repetitions)
     if trace:

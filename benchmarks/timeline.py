@@ -78,15 +78,16 @@ def breakdown_table(title: str, job: Job, warm_up: int) -> Table:
     return table
 
 
-def _of(found: list[Span], name: str) -> list[Span]:
+def named(found: list[Span], name: str) -> list[Span]:
+    """Spans of one kind."""
     return [span for span in found if span.name == name]
 
 
 def latency_lines(job: Job, warm_up: int) -> list[str]:
     """How long messages take, and by how much redundant passes keep them waiting.
 
-    The n-th pass of a stage produces the n-th message of its edge. Latency counts where the receiver waited already when
-    the pass ended; a message is late where a redundant pass was running then.
+    The n-th pass of a stage produces the n-th message of its edge. Latency counts where the receiver waited already
+    when the pass ended; a message is late where a redundant pass was running then.
     """
     latency: dict[str, list[float]] = defaultdict(list)
     late: list[float] = []
@@ -95,17 +96,17 @@ def latency_lines(job: Job, warm_up: int) -> list[str]:
     for ranks in spans(job, warm_up):
         iterations += 1
         for rank, found in ranks.items():
-            redundant = _of(found, "Redundant")
+            redundant = named(found, "Redundant")
             for name in ("ForwardPass", "BackwardPass"):
-                passes[name] += [span.end - span.begin for span in _of(found, name)]
+                passes[name] += [span.end - span.begin for span in named(found, name)]
             for produced, received, source in (
                 ("ForwardPass", "RecvActivation", rank - 1),
                 ("BackwardPass", "RecvGrad", rank + 1),
             ):
-                made = _of(ranks[source], produced) if source in ranks else []
+                made = named(ranks[source], produced) if source in ranks else []
                 if produced == "ForwardPass" and source in ranks:
-                    made = _owned(ranks[source], produced)
-                for origin, receive in zip(made, _of(found, received), strict=False):
+                    made = own_passes(ranks[source], produced)
+                for origin, receive in zip(made, named(found, received), strict=False):
                     if receive.begin < origin.end:
                         latency[received].append(receive.end - origin.end)
                     running = [r for r in redundant if r.begin < origin.end < r.end]
@@ -124,7 +125,7 @@ def latency_lines(job: Job, warm_up: int) -> list[str]:
     return lines
 
 
-def _owned(found: list[Span], name: str) -> list[Span]:
+def own_passes(found: list[Span], name: str) -> list[Span]:
     """Passes of the stage itself, without those inside redundant passes."""
-    redundant = _of(found, "Redundant")
-    return [s for s in _of(found, name) if not any(r.begin <= s.begin and s.end <= r.end for r in redundant)]
+    redundant = named(found, "Redundant")
+    return [s for s in named(found, name) if not any(r.begin <= s.begin and s.end <= r.end for r in redundant)]

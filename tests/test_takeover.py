@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,8 +37,6 @@ def survive(
     **config: Any,
 ) -> Result:
     """Run with ``faults`` and compare with the undisturbed run."""
-    import json
-
     arguments = ("--steps", str(STEPS), *arguments)
     undisturbed = reference(stages, pipelines, micro_batches, *arguments, own=own, **config)
     settings = bamboo if bamboo is not None else {"redundancy": {"verify_every": 2}}
@@ -201,8 +200,6 @@ def test_features(
 
 
 def test_adjacent_losses_are_fatal_and_say_so(tmp_path: Path) -> None:
-    import json
-
     file = write_config(tmp_path, {}, 4)
     faults = [fault(1, 1, "BackwardPass", 1), fault(0, 3, "ForwardPass", 1)]
     command = ["--stages", "3", "--steps", "5", "--faults", json.dumps(faults), "--save-every", "2"]

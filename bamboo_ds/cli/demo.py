@@ -241,22 +241,33 @@ def _dead(pidfd: int) -> bool:
     return False
 
 
-@contextmanager
-def _orderly_exit() -> Iterator[None]:
-    """The first of SIGINT, SIGTERM and SIGHUP ends the body in order; later ones do not disturb that."""
-    handled = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+class Interrupt:
+    """Notes the first of SIGINT, SIGTERM and SIGHUP; the body asks for it where it can be left in order.
 
-    def leave(signum: int, frame: FrameType | None) -> None:
-        for each in handled:
-            signal.signal(each, signal.SIG_IGN)
-        raise SystemExit(128 + signum)
+    Raising from the handler would not do: some libraries swallow what is raised inside their callbacks.
+    """
 
-    before = {signum: signal.signal(signum, leave) for signum in handled}
-    try:
-        yield
-    finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
+    def __init__(self) -> None:
+        self._signum: int | None = None
+
+    def check(self) -> None:
+        """Raise ``SystemExit`` with 128 + n if signal n has come."""
+        if self._signum is not None:
+            raise SystemExit(128 + self._signum)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Handle the signals within the body."""
+        handled = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        before = {signum: signal.signal(signum, self._note) for signum in handled}
+        try:
+            yield
+        finally:
+            for signum, handler in before.items():
+                signal.signal(signum, handler)
+
+    def _note(self, signum: int, frame: FrameType | None) -> None:
+        self._signum = self._signum or signum
 
 
 def _environment() -> dict[str, str]:
@@ -270,7 +281,7 @@ def _environment() -> dict[str, str]:
     }
 
 
-def _undisturbed(folder: Path, script: Path, steps: int, view: View) -> list[float]:
+def _undisturbed(folder: Path, script: Path, steps: int, view: View, interrupt: Interrupt) -> list[float]:
     """Train as stock DeepSpeed; returns the losses."""
     view.phase(f"1/3  stock DeepSpeed: {STAGES} pipeline stages, nobody disturbs")
     config = folder / "ds_config.json"
@@ -282,6 +293,7 @@ def _undisturbed(folder: Path, script: Path, steps: int, view: View) -> list[flo
             view.step(int(words[1]), float(words[3]))
 
     def tick() -> None:
+        interrupt.check()
         view.refresh()
 
     with DemoJob("the undisturbed run", folder, on_line) as job:
@@ -291,7 +303,9 @@ def _undisturbed(folder: Path, script: Path, steps: int, view: View) -> list[flo
     return losses
 
 
-def _disturbed(folder: Path, script: Path, steps: int, view: View, losses: list[float]) -> list[Finding]:
+def _disturbed(
+    folder: Path, script: Path, steps: int, view: View, interrupt: Interrupt, losses: list[float]
+) -> list[Finding]:
     """Train the same under ``bamboo run`` and kill; returns what happened."""
     view.phase("2/3  the same script under `bamboo run`; two workers will be killed")
     config = folder / "ds_config.json"
@@ -299,12 +313,17 @@ def _disturbed(folder: Path, script: Path, steps: int, view: View, losses: list[
     # Not neighbours: the stages of a lost member's shadow stay without replica (see the README).
     kills = [Kill(2, steps // 3 + 1, STAGES - 1), Kill(0, 2 * steps // 3 + 1, STAGES - 2)]
     run = Disturbed(f"demo-{os.getpid()}", view, kills, losses)
+
+    def tick() -> float | None:
+        interrupt.check()
+        return run.tick()
+
     try:
         with DemoJob("the run with kills", folder, lambda line: None) as job:
             events = job.event_fifo(run.on_event)
             arguments = _arguments(folder, config, steps)
             start_bamboo(job, run._name, STAGES, script, arguments, _environment(), events)
-            job.serve(run.tick)
+            job.serve(tick)
         return run.judge(steps)
     finally:
         run.close()
@@ -348,17 +367,19 @@ def demo(steps: int, plain: bool) -> None:
     begin = time.monotonic()
     console = Console()
     adopt_orphans()
-    with _orderly_exit(), tempfile.TemporaryDirectory(prefix="bamboo-demo-") as folder:
+    interrupt = Interrupt()
+    with interrupt.watching(), tempfile.TemporaryDirectory(prefix="bamboo-demo-") as folder:
         root = Path(folder)
         stock, bamboo = root / "stock", root / "bamboo"
         stock.mkdir()
         bamboo.mkdir()
         script = Path(shutil.copy(SCRIPT, root / "train.py"))
         with View(console, steps, plain) as view:
-            losses = _undisturbed(stock, script, steps, view)
-            findings = _disturbed(bamboo, script, steps, view, losses)
+            losses = _undisturbed(stock, script, steps, view, interrupt)
+            findings = _disturbed(bamboo, script, steps, view, interrupt, losses)
             view.phase("3/3  comparing losses and checkpoints of both runs", busy="reading …")
             findings += _compared(stock, bamboo, steps)
+            interrupt.check()
             view.phase("done", busy="")
     console.print(_verdict(findings, time.monotonic() - begin))
     failed = [finding for finding in findings if finding.problems]

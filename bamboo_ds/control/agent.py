@@ -312,6 +312,9 @@ class Agent:
             self._forward(message)
         elif isinstance(message, ExitNotice):
             self._exit_notice = message.reason
+            if message.failed:
+                why = f"the worker of {me} failed: {message.reason}"
+                self._coordinator.write(Keys.STOP, StopRecord(code=1, reason=why, by=me))
 
     def _write_progress(self) -> None:
         self._progress_due = None

@@ -220,9 +220,9 @@ class WorkerChannel:
         """Note the newest committed step and complete checkpoint; sent with the next heartbeat."""
         self._progress = Heartbeat(step=step, checkpoint=checkpoint or self._progress.checkpoint)
 
-    def exit_notice(self, reason: str) -> None:
-        """Tell the agent why this worker is about to end."""
-        self._send(ExitNotice(reason=reason))
+    def exit_notice(self, reason: str, failed: bool = False) -> None:
+        """Tell the agent why this worker is about to end; ``failed``: because of the script, which ends the job."""
+        self._send(ExitNotice(reason=reason, failed=failed))
 
     # -- the thread ---------------------------------------------------------------------------------
 

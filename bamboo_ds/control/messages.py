@@ -77,10 +77,16 @@ class EventReport(Message):
 
 
 class ExitNotice(Message):
-    """Worker to agent: the worker is about to end, for this reason."""
+    """Worker to agent: the worker is about to end, for this reason.
+
+    Attributes:
+        reason: for people.
+        failed: the script failed. That ends the job, so nobody must take the worker for lost meanwhile.
+    """
 
     type: Literal["exit"] = "exit"
     reason: str
+    failed: bool = False
 
 
 ToWorker = Annotated[PlanPush | StoreAddress, Field(discriminator="type")]

@@ -13,7 +13,7 @@ import torch
 from ..comm.transport import Transport
 from ..compat import check_config, check_module
 from ..config import bamboo_config
-from ..errors import ConfigError, ProtocolError
+from ..errors import ConfigError, EpochChanged, ProtocolError
 from ..launch import current_job
 from ..state import join, split
 from ..topology import Layout, Role
@@ -181,15 +181,17 @@ class BambooPipelineEngine(RecoveringExecutor):
         )
         return mean_over_pipelines([x[0] for x in losses]).to(self.device)
 
-    def _collect_leftovers(self) -> None:
-        """Take in messages of this iteration that nobody needed; their senders drained before the commit."""
-        self._batches.end(self.micro_batches)
-        if self._interrupted:
-            return
-        for (stream, role), lane in self._lanes.items():
-            if stream is Stream.SHADOW_GRADIENT and lane.destination == self._job.session.member:
-                for m in range(self._binding.runtimes[role].backwards, self.micro_batches):
-                    self._transport.recv(lane, m)
+    def _collect_leftovers(self, micro_batches: int, gradients: bool) -> None:
+        """Take in labels (and gradients for shadows) that were not needed; their senders drained before the commit."""
+        try:
+            self._batches.end(micro_batches)
+            for (stream, role), lane in self._lanes.items() if gradients else ():
+                if stream is Stream.SHADOW_GRADIENT and lane.destination == self._job.session.member:
+                    for m in range(self._binding.runtimes[role].backwards, micro_batches):
+                        self._transport.recv(lane, m)
+        except EpochChanged:
+            # The operation has committed; what was left of it in the lanes is gone with their epoch.
+            self._batches.drop()
 
     def _leads(self) -> bool:
         """Whether this member owns the role of rank 0, whose owner speaks for the job."""

@@ -66,7 +66,7 @@ class TrainIteration:
         if behind:
             engine._batches.drop()
         else:
-            engine._collect_leftovers()
+            engine._collect_leftovers(engine.micro_batches, gradients=not engine._interrupted)
         engine._binding.begin_iteration()
         engine._committed_steps += 1
         if mismatches and not behind:
@@ -160,7 +160,7 @@ class Evaluation:
         if behind:
             engine._batches.drop()
         else:
-            engine._batches.end(self._micro_batches)
+            engine._collect_leftovers(self._micro_batches, gradients=False)
         engine._binding.begin_iteration()
         for runtime in engine._binding.owned():
             runtime.module.train()

@@ -171,6 +171,8 @@ def main() -> None:
     parser.add_argument("--checkpoint-activations", type=int, default=0)
     parser.add_argument("--evaluate-every", type=int, default=0)
     parser.add_argument("--save-every", type=int, default=0)
+    parser.add_argument("--load", default=None)
+    parser.add_argument("--skip", type=int, default=0, help="micro-batches of so many steps are passed over")
     parser.add_argument("--faults", default="[]")
     arguments = parser.parse_args()
     torch.manual_seed(7)
@@ -198,6 +200,11 @@ def main() -> None:
     source = None
     if not arguments.training_data and ends:
         source = iterator(arguments, pipeline, pipelines, batch, ledger)
+    if arguments.load:
+        engine.load_checkpoint(arguments.load)
+    if source is not None:
+        for _ in range(arguments.skip * config["gradient_accumulation_steps"]):
+            next(source)
     losses, evaluations = [], []
     for step in range(arguments.steps):
         losses.append(float(engine.train_batch(data_iter=source)))

@@ -1,0 +1,120 @@
+"""What redundancy costs in memory: bytes per parameter and retained bytes of every mode against stock DeepSpeed.
+
+See ``--help``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import click
+from common import WORKERS, Job, console, fresh, new_figure, run_bamboo, run_stock, save_figure, save_json, write_config
+from overhead import MODES, Mode
+from rich.table import Table
+
+BATCH = 64
+#: What counts as state, by column.
+STATE = ("parameters", "gradients", "optimizer", "replica parameters", "replica gradients", "replica optimizer")
+RETAINED = ("saved", "boundary", "redundant saved", "other")
+MIB = 2**20
+
+
+def measure(out: Path, mode: Mode | None, stages: int, micro_batches: int, width: int) -> dict[str, Any]:
+    """Figures of one mode (``None``: stock): means over members, and the largest member's peak."""
+    name = mode.name if mode else "stock"
+    folder = fresh(out / "jobs" / f"memory-{name.replace(' ', '-')}")
+    block = mode.block if mode else None
+    config = write_config(folder, micro_batches, block, train_micro_batch_size_per_gpu=BATCH)
+    arguments = ["--deepspeed_config", str(config), "--out", str(folder), "--stages", str(stages)]
+    arguments += ["--steps", "7", "--width", str(width), "--measure-memory"]
+    job: Job = (run_bamboo if mode else run_stock)(folder, stages, WORKERS / "small.py", arguments, 300)
+    members = [result["memory"] for _, result in sorted(job.results().items())]
+
+    def per_member(when: str, what: str) -> list[int]:
+        return [member[when].get(what, 0) for member in members]
+
+    parameters = sum(member["parameters"] for member in members)
+    steps = job.events("step")[3:]
+    total = sum(step["frc_total"] for step in steps)
+    row: dict[str, Any] = {
+        "mode": name,
+        "frc_coverage": sum(step["frc_done"] for step in steps) / total if total else None,
+        "bytes_per_parameter": {what: sum(per_member("commit", what)) / parameters for what in STATE},
+    }
+    row["bytes_per_parameter"]["all"] = sum(row["bytes_per_parameter"].values())
+    for when in ("commit", "peak"):
+        row[f"{when}_mean_bytes"] = {
+            what: mean(per_member(when, what)) for what in (*RETAINED, "tensors", "rss", "uss")
+        }
+        row[f"{when}_largest_bytes"] = {what: max(per_member(when, what)) for what in (*RETAINED, "tensors", "uss")}
+    return row
+
+
+def table(rows: list[dict[str, Any]], title: str) -> Table:
+    """The figures for people."""
+    result = Table(title=title, caption="state at the commit, over all members; MiB: largest member's peak")
+    columns = ("mode", "own [B/param]", "replica [B/param]", "all [B/param]", "vs stock", "FRC", "own saved [MiB]")
+    for column in (*columns, "boundary", "redundant saved", "other", "tensors", "USS"):
+        result.add_column(column, justify="left" if column == "mode" else "right")
+    stock = rows[0]["bytes_per_parameter"]["all"]
+    for row in rows:
+        state, peak, coverage = row["bytes_per_parameter"], row["peak_largest_bytes"], row["frc_coverage"]
+        result.add_row(
+            row["mode"],
+            f"{sum(state[name] for name in STATE[:3]):.1f}",
+            f"{sum(state[name] for name in STATE[3:]):.1f}",
+            f"{state['all']:.1f}",
+            f"{state['all'] / stock:.2f}x",
+            "" if coverage is None else f"{coverage:.0%}",
+            *(f"{peak[name] / MIB:.1f}" for name in (*RETAINED, "tensors", "uss")),
+        )
+    return result
+
+
+def plot(rows: list[dict[str, Any]], title: str, path: Path) -> None:
+    """State per parameter, and retained bytes at the peak."""
+    figure, (left, right) = new_figure(1, 2, figsize=(11, 4.5))
+    names = [row["mode"] for row in rows]
+    bottom = [0.0] * len(rows)
+    for part in STATE:
+        values = [row["bytes_per_parameter"][part] for row in rows]
+        left.bar(names, values, bottom=bottom, label=part)
+        bottom = [a + b for a, b in zip(bottom, values, strict=True)]
+    left.set_ylabel("bytes per parameter at the commit")
+    bottom = [0.0] * len(rows)
+    for part in RETAINED:
+        values = [row["peak_largest_bytes"][part] / MIB for row in rows]
+        right.bar(names, values, bottom=bottom, label=part)
+        bottom = [a + b for a, b in zip(bottom, values, strict=True)]
+    right.set_ylabel("MiB retained at the peak, largest member")
+    for axis in (left, right):
+        axis.tick_params(axis="x", rotation=30, labelsize=7)
+        axis.legend(fontsize=7)
+    figure.suptitle(title, fontsize=9)
+    save_figure(figure, path)
+
+
+@click.command()
+@click.option("--stages", type=int, default=4, show_default=True)
+@click.option("--micro-batches", type=int, default=8, show_default=True)
+@click.option("--width", type=int, default=1024, show_default=True, help="Of the model's linear layers.")
+@click.option("--quick", is_flag=True, help="Stock, lazy and eager-frc only.")
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("out"), show_default=True)
+def main(stages: int, micro_batches: int, width: int, quick: bool, out: Path) -> None:
+    """Measure the memory of every mode on a small real CPU model with Adam in fp32."""
+    out = out.resolve()
+    modes = [mode for mode in MODES if not quick or mode.name in ("lazy", "eager-frc")]
+    rows = []
+    for mode in (None, *modes):
+        rows.append(measure(out, mode, stages, micro_batches, width))
+        console.print(f"  {rows[-1]['mode']}: {rows[-1]['bytes_per_parameter']['all']:.1f} bytes per parameter")
+    title = f"Memory: fp32 Adam, P={stages} M={micro_batches}, micro-batches of {BATCH}, width {width} (real CPU model)"
+    console.print(table(rows, title))
+    save_json(out / "memory.json", {"title": title, "rows": rows})
+    plot(rows, title, out / "memory.png")
+
+
+if __name__ == "__main__":
+    main()

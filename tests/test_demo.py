@@ -1,0 +1,108 @@
+"""The demo proves what it says, would notice if it were not so, and the README's tables are those of the code."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bamboo_ds.cli.demo_compare import compare_checkpoints, compare_losses
+from bamboo_ds.config import bamboo_config, settings_markdown
+from bamboo_ds.observe.events import schema_markdown
+
+from .support.jobs import bamboo_command
+from .support.leaks import no_leaks
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.integration
+def test_demo_kills_two_stages_and_proves_equality(tmp_path: Path) -> None:
+    with no_leaks():
+        run = subprocess.run(
+            [bamboo_command(), "demo", "--steps", "6"],
+            env={**os.environ, "TMPDIR": str(tmp_path), "COLUMNS": "150"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=280,
+            check=False,
+        )
+    assert run.returncode == 0, run.stdout
+    for stage in (0, 2):
+        assert re.search(rf"stage {stage} killed in the middle of iteration \d .* yes", run.stdout), run.stdout
+    for what in ("losses of every step", "weights", "optimizer state", "schedule and counters"):
+        assert re.search(rf"{what}: bit-equal .* yes", run.stdout), run.stdout
+    assert "NO" not in run.stdout
+    assert not list(tmp_path.iterdir())
+
+
+def _checkpoint(folder: Path, **changes: Any) -> Path:
+    folder.mkdir()
+    state = {
+        "optimizer": {
+            "state": {0: {"step": torch.tensor(3.0), "exp_avg": torch.ones(4)}},
+            "param_groups": [{"lr": 0.1}],
+        },
+        "global_steps": 3,
+        "ds_config": {"bamboo": folder.name},
+        **changes,
+    }
+    torch.save(state, folder / "mp_rank_00_model_states.pt")
+    torch.save({"weight": torch.zeros(3)}, folder / "layer_00-model_states.pt")
+    return folder
+
+
+def test_comparison_of_equal_checkpoints(tmp_path: Path) -> None:
+    results = compare_checkpoints(_checkpoint(tmp_path / "a"), _checkpoint(tmp_path / "b"))
+    assert [(r.what, r.equal) for r in results] == [
+        ("weights", True),
+        ("optimizer state", True),
+        ("schedule and counters", True),
+    ]
+
+
+@pytest.mark.parametrize("difference", ["weight", "sign", "moment", "counter", "missing"])
+def test_comparison_finds(tmp_path: Path, difference: str) -> None:
+    a = _checkpoint(tmp_path / "a")
+    moment = torch.ones(4)
+    if difference == "moment":
+        moment[2] = torch.nextafter(moment[2], torch.tensor(2.0))
+    optimizer = {"state": {0: {"step": torch.tensor(3.0), "exp_avg": moment}}, "param_groups": [{"lr": 0.1}]}
+    b = _checkpoint(tmp_path / "b", optimizer=optimizer, global_steps=4 if difference == "counter" else 3)
+    if difference in ("weight", "sign"):
+        value = -0.0 if difference == "sign" else 1e-30
+        torch.save({"weight": torch.tensor([0.0, 0.0, value])}, b / "layer_00-model_states.pt")
+    if difference == "missing":
+        (b / "mp_rank_00_model_states.pt").unlink()
+    wrong = [result.what for result in compare_checkpoints(a, b) if not result.equal]
+    expected = {"weight": "weights", "sign": "weights", "moment": "optimizer state"}
+    assert expected.get(difference, "schedule and counters") in wrong
+
+
+def test_comparison_of_losses(tmp_path: Path) -> None:
+    for name, losses in (("a", [2.0, 1.0]), ("b", [2.0, 1.0000000000000002])):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "losses-0.json").write_text(json.dumps(losses))
+    assert compare_losses(tmp_path / "a", tmp_path / "a", steps=2).equal
+    assert not compare_losses(tmp_path / "a", tmp_path / "b", steps=2).equal
+    assert not compare_losses(tmp_path / "a", tmp_path / "a", steps=3).equal
+    (tmp_path / "c").mkdir()
+    assert not compare_losses(tmp_path / "a", tmp_path / "c", steps=2).equal
+
+
+def test_readme_has_the_tables_of_the_code() -> None:
+    readme = (ROOT / "README.md").read_text()
+    assert settings_markdown().strip() in readme
+    assert schema_markdown().strip() in readme
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.json")), ids=lambda p: p.name)
+def test_ready_configurations_are_valid(path: Path) -> None:
+    assert bamboo_config(path) is not None
