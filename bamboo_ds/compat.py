@@ -60,7 +60,9 @@ def check_module(module: PipelineModule, layout: Layout) -> None:
     from deepspeed.runtime.pipe.module import TiedLayerSpec
 
     if layout.stages < 2:
-        raise ConfigError(f'"{BLOCK}" needs at least 2 pipeline stages, the model has {layout.stages}: raise num_stages')
+        raise ConfigError(
+            f'"{BLOCK}" needs at least 2 pipeline stages, the model has {layout.stages}: raise num_stages'
+        )
     tied = sorted({spec.key for spec in module._layer_specs if isinstance(spec, TiedLayerSpec)})
     if tied:
         raise UnsupportedError(f'tied layers ({", ".join(tied)}) are not supported together with "{BLOCK}" yet')
@@ -69,7 +71,9 @@ def check_module(module: PipelineModule, layout: Layout) -> None:
     if others:
         raise UnsupportedError(f'the topology axes {others} are not supported together with "{BLOCK}" yet')
     for role in layout.roles:
-        if module._topo.get_rank(**{a: 0 for a in axes} | {"pipe": role.stage, "data": role.pipeline}) != layout.rank(role):
+        if module._topo.get_rank(**{a: 0 for a in axes} | {"pipe": role.stage, "data": role.pipeline}) != layout.rank(
+            role
+        ):
             raise UnsupportedError(
                 f'"{BLOCK}" needs the rank order of PipeDataParallelTopology, the topology orders its axes {list(axes)}'
             )

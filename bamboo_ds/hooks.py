@@ -14,7 +14,7 @@ _MARK = "_bamboo_patched"
 
 def patch_comm(module: ModuleType) -> None:
     """Wrap ``deepspeed.comm.comm.init_distributed``."""
-    original = module.init_distributed
+    original: Any = module.__dict__["init_distributed"]
     if hasattr(original, _MARK):
         return
 
@@ -26,7 +26,7 @@ def patch_comm(module: ModuleType) -> None:
         return original(*args, **kwargs)
 
     setattr(init_distributed, _MARK, True)
-    module.init_distributed = init_distributed
+    setattr(module, "init_distributed", init_distributed)  # noqa: B010
 
 
 def patch_engine(module: ModuleType) -> None:

@@ -202,7 +202,9 @@ def current_job() -> Job:
         ConfigError: the process groups are not bamboo's.
     """
     if _job is None:
-        raise ConfigError(f'the configuration has a "{BLOCK}" block, but the process groups are not bamboo\'s: {_HOW_TO_START}')
+        raise ConfigError(
+            f'the configuration has a "{BLOCK}" block, but the process groups are not bamboo\'s: {_HOW_TO_START}'
+        )
     return _job
 
 
@@ -233,7 +235,9 @@ def before_init_distributed(timeout: timedelta | None = None, config: Any = None
         check_config(source)
     if _CHANNEL_VARIABLE not in os.environ:
         if settings is not None:
-            raise ConfigError(f'the configuration has a "{BLOCK}" block, but this process has no agent: {_HOW_TO_START}')
+            raise ConfigError(
+                f'the configuration has a "{BLOCK}" block, but this process has no agent: {_HOW_TO_START}'
+            )
         return
     import torch.distributed
 

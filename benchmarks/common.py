@@ -10,9 +10,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -24,6 +25,8 @@ from rich.console import Console
 HERE = Path(__file__).parent
 #: Scripts of the jobs that the benchmarks start.
 WORKERS = HERE / "workers"
+#: Seconds without the next expected event after which a job counts as hanging.
+PATIENCE_S = 90.0
 console = Console()
 
 
@@ -155,6 +158,44 @@ def run_bamboo(folder: Path, workers: int, script: Path, arguments: Sequence[str
     if code:
         raise JobFailed(f"{folder}: exit code {code}\n{Job(folder).log()[-3000:]}")
     return Job(folder)
+
+
+def wall(event: dict[str, Any]) -> float:
+    """When an event was emitted, in seconds since 1970."""
+    return datetime.fromisoformat(event["time"].replace("Z", "+00:00")).timestamp()
+
+
+@dataclass
+class Watcher:
+    """Follows the events of a running job."""
+
+    job: Job
+    process: subprocess.Popen[bytes]
+    seen: list[dict[str, Any]] = field(default_factory=list)
+    _size: int = -1
+
+    def _look(self) -> None:
+        """Read the events again if there are new ones: looking must not take the workers' time."""
+        path = self.job.folder / "events.jsonl"
+        size = path.stat().st_size if path.exists() else 0
+        if size != self._size:
+            self.seen, self._size = self.job.events(), size
+
+    def wait(self, what: str, found: Callable[[list[dict[str, Any]]], bool]) -> list[dict[str, Any]]:
+        """Events so far, as soon as ``found`` says yes of them."""
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            self._look()
+            if found(self.seen):
+                return self.seen
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                raise JobFailed(f"{self.job.folder}: {what} did not come\n{self.job.log()[-3000:]}")
+            time.sleep(0.002)
+
+    def step(self, number: int) -> int:
+        """Wait for the end of step ``number``; returns the newest one that has ended."""
+        self.wait(f"step {number}", lambda seen: any(e["event"] == "step" and e["step"] >= number for e in seen))
+        return max(e["step"] for e in self.seen if e["event"] == "step")
 
 
 def percentile(values: Sequence[float], share: float) -> float:

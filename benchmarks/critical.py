@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from statistics import median
 
 from common import Job
@@ -25,7 +25,7 @@ class _Stage:
         self.iteration = named(found, "Iteration")[0]
 
 
-def critical_path(ranks: dict[int, list[Span]]) -> Counter[str]:
+def critical_path(ranks: dict[int, list[Span]]) -> dict[str, float]:
     """Milliseconds of one iteration by cause; they add up to its duration.
 
     Walks back from the pass that ends last: to the pass whose message it waited for (or which a redundant pass kept
@@ -34,7 +34,7 @@ def critical_path(ranks: dict[int, list[Span]]) -> Counter[str]:
     stages = {rank: _Stage(found) for rank, found in ranks.items()}
     rank = max(stages, key=lambda r: stages[r].passes[-1].end)
     stage, current = stages[rank], stages[rank].passes[-1]
-    parts: Counter[str] = Counter(tail=(stage.iteration.end - current.end) * 1000)
+    parts: dict[str, float] = defaultdict(float, tail=(stage.iteration.end - current.end) * 1000)
     while True:
         parts["passes"] += (current.end - current.begin) * 1000
         parts["number of passes"] += 1

@@ -118,14 +118,17 @@ class Runner:
 
 def compare(runner: Runner, stages: int, micro_batches: int, modes: list[Mode], repetitions: int) -> list[Figures]:
     """Alternate stock and modes ``repetitions`` times."""
-    stock, ratios, seconds, coverage = [runner.seconds(runner.run(None))], {}, {}, {}
+    stock = [runner.seconds(runner.run(None))]
+    ratios: dict[Mode, list[float]] = {mode: [] for mode in modes}
+    seconds: dict[Mode, list[float]] = {mode: [] for mode in modes}
+    coverage: dict[Mode, list[float | None]] = {mode: [] for mode in modes}
     for _ in range(repetitions):
         for mode in modes:
             job = runner.run(mode)
             stock.append(runner.seconds(runner.run(None)))
-            seconds.setdefault(mode, []).append(runner.seconds(job))
-            ratios.setdefault(mode, []).append(seconds[mode][-1] / mean(stock[-2:]))
-            coverage.setdefault(mode, []).append(runner.coverage(job))
+            seconds[mode].append(runner.seconds(job))
+            ratios[mode].append(seconds[mode][-1] / mean(stock[-2:]))
+            coverage[mode].append(runner.coverage(job))
     rows = []
     for mode in modes:
         ratio = median(ratios[mode])

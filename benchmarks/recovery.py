@@ -9,20 +9,20 @@ from __future__ import annotations
 import os
 import random
 import signal
-import subprocess
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
-from datetime import datetime
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import click
 from common import (
+    PATIENCE_S,
     WORKERS,
     Job,
     JobFailed,
+    Watcher,
     bamboo_job,
     console,
     fresh,
@@ -32,6 +32,7 @@ from common import (
     save_json,
     summary,
     verdict,
+    wall,
     write_config,
 )
 from rich.table import Table
@@ -43,8 +44,6 @@ from bamboo_ds.control.membership import Keys, LeftRecord, MemberRecord
 STAGES, MICRO_BATCHES, BATCH, WIDTH = 4, 8, 16, 256
 #: Steps of a job, and the steps after which its kills come.
 STEPS, KILL_AFTER = 40, ((6, 10), (20, 25))
-#: Seconds without the next expected event after which a job counts as hanging.
-PATIENCE_S = 90.0
 
 
 @dataclass(frozen=True)
@@ -93,44 +92,6 @@ FIGURES: tuple[tuple[str, Callable[[Kill], float], float | None], ...] = (
     ("whole pause - redone work", lambda k: k.finished_s - k.redo_s, 0.7),
     ("delay of training", lambda k: k.delay_of_training_s, None),
 )
-
-
-def wall(event: dict[str, Any]) -> float:
-    """When an event was emitted, in seconds since 1970."""
-    return datetime.fromisoformat(event["time"].replace("Z", "+00:00")).timestamp()
-
-
-@dataclass
-class Watcher:
-    """Follows the events of a running job."""
-
-    job: Job
-    process: subprocess.Popen[bytes]
-    seen: list[dict[str, Any]] = field(default_factory=list)
-    _size: int = -1
-
-    def _look(self) -> None:
-        """Read the events again if there are new ones: looking must not take the workers' time."""
-        path = self.job.folder / "events.jsonl"
-        size = path.stat().st_size if path.exists() else 0
-        if size != self._size:
-            self.seen, self._size = self.job.events(), size
-
-    def wait(self, what: str, found: Callable[[list[dict[str, Any]]], bool]) -> list[dict[str, Any]]:
-        """Events so far, as soon as ``found`` says yes of them."""
-        deadline = time.monotonic() + PATIENCE_S
-        while True:
-            self._look()
-            if found(self.seen):
-                return self.seen
-            if self.process.poll() is not None or time.monotonic() > deadline:
-                raise JobFailed(f"{self.job.folder}: {what} did not come\n{self.job.log()[-3000:]}")
-            time.sleep(0.002)
-
-    def step(self, number: int) -> int:
-        """Wait for the end of step ``number``; returns the newest one that has ended."""
-        self.wait(f"step {number}", lambda seen: any(e["event"] == "step" and e["step"] >= number for e in seen))
-        return max(e["step"] for e in self.seen if e["event"] == "step")
 
 
 def members(name: str) -> dict[int, MemberRecord]:
@@ -280,7 +241,8 @@ def main(kills: int, seed: int, quick: bool, out: Path) -> None:
     options = ["--deepspeed_config", str(config), "--out", str(folder), *arguments]
     undisturbed = run_stock(folder, STAGES, WORKERS / "small.py", options, 180).results()[0]
     done: list[Kill] = []
-    wrong, stages = [], []
+    wrong: list[bool] = []
+    stages: list[int] = []
     while len(done) < kills:
         if not stages:
             stages = draw.sample(range(STAGES), STAGES)

@@ -126,9 +126,7 @@ def test_two_pipelines(tmp_path: Path, reference: Reference, at: str) -> None:
     ("stages", "pipelines", "victims"),
     [(2, 1, (0,)), (2, 1, (1,)), (3, 1, (1,)), (8, 1, (0, 2, 4, 6)), (4, 2, (0, 3, 4, 7)), (2, 4, (0, 3, 5, 6))],
 )
-def test_shapes(
-    tmp_path: Path, reference: Reference, stages: int, pipelines: int, victims: tuple[int, ...]
-) -> None:
+def test_shapes(tmp_path: Path, reference: Reference, stages: int, pipelines: int, victims: tuple[int, ...]) -> None:
     faults = [fault(rank, 1 + i % 3, ("BackwardPass", "ForwardPass")[i % 2], 2) for i, rank in enumerate(victims)]
     survive(tmp_path, reference, faults, stages=stages, pipelines=pipelines, micro_batches=4)
 
@@ -136,9 +134,7 @@ def test_shapes(
 @pytest.mark.parametrize(("at", "micro_batch"), [("ForwardPass", 2), ("RecvGrad", 1), ("Commit", None)])
 def test_stopped_process(tmp_path: Path, reference: Reference, at: str, micro_batch: int | None) -> None:
     settings = {"membership": {"lease_ttl_s": 2}}
-    result = survive(
-        tmp_path, reference, [fault(1, 2, at, micro_batch, signal="SIGSTOP")], stages=3, bamboo=settings
-    )
+    result = survive(tmp_path, reference, [fault(1, 2, at, micro_batch, signal="SIGSTOP")], stages=3, bamboo=settings)
     assert [event["reason"] for event in result.events("member_lost")] == ["heartbeat"]
 
 

@@ -1,13 +1,13 @@
-"""The form of a transport message: one packet with header and small tensors, then the large tensors.
+"""The form of messages between members.
 
-A packet is a byte tensor of at most :data:`PACKET` bytes: little-endian int64 words, then the bytes of the
-small tensors, each aligned to 16 bytes.
+A frame is a block of :data:`HEAD` bytes, an extension if the block does not hold everything, and raw data:
 
-    words: sequence, structure, tensors, words, bytes of an extension, then per tensor:
-           dtype, device, place, dimensions, each dimension's size
+    kind (1 byte), structure (1), key length (2), tensors (4), sequence (8), length of key and words (8),
+    key, words: per tensor its dtype, device, number of dimensions and each dimension's size (8 bytes each)
+    [key and words as an extension, where they do not fit]
+    the bytes of each tensor
 
-If the per-tensor words do not fit they travel as an extension, the first message after the packet. Each
-tensor that is not in the packet is one more message of raw bytes.
+Numbers are little-endian.
 """
 
 from __future__ import annotations
@@ -20,17 +20,16 @@ import torch
 
 from ..errors import ProtocolError
 
-#: Bytes of the buffer in which a receiver awaits a packet.
-PACKET = 16384
-#: Tensors of at most so many bytes travel in the packet, while they fit.
-SMALL = 4096
-_ALIGN = 16
-_FIXED = 5
+#: Bytes of the block with which every frame starts.
+HEAD = 256
+_PREFIX = struct.Struct("<BBHIqq")
+_MAX_META = 1 << 28
 
-NOTHING, SINGLE, TUPLE, END = range(4)
+#: Kinds of frames: data for a key; "answer when you have read everything before this"; the answer; farewell.
+DATA, FLUSH, ACK, BYE = range(4)
+#: Structures of payloads.
+NOTHING, SINGLE, TUPLE = range(3)
 _HOST, _CUDA = range(2)
-#: In place of an offset into the packet: the tensor is a message of its own.
-_OWN_MESSAGE = -1
 
 _DTYPE_NAMES = (
     *("float32", "float64", "float16", "bfloat16", "complex64", "complex128", "complex32"),
@@ -38,68 +37,54 @@ _DTYPE_NAMES = (
     *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"),
 )
 #: Numbered by position; a dtype that this torch lacks leaves a gap.
-_DTYPES: dict[int, torch.dtype] = {
+DTYPES: dict[int, torch.dtype] = {
     code: getattr(torch, name) for code, name in enumerate(_DTYPE_NAMES) if hasattr(torch, name)
 }
-_CODES = {dtype: code for code, dtype in _DTYPES.items()}
+_CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 Payload = torch.Tensor | tuple[torch.Tensor, ...] | None
 
 
-def encode(sequence: int, payload: Payload, end: bool = False) -> list[torch.Tensor]:
-    """The byte tensors to send, in order: the packet first.
+def encode(key: bytes, sequence: int, payload: Payload) -> list[memoryview]:
+    """The pieces of a data frame, in order.
 
-    Large contiguous host tensors are not copied: the result shares their memory.
+    Contiguous host tensors are not copied: the pieces share (and keep) their memory.
 
     Raises:
         TypeError: not a payload, or a tensor of a kind that cannot be sent (sparse, quantized).
     """
     tensors: tuple[torch.Tensor, ...]
-    if end:
-        structure, tensors = END, ()
-    elif payload is None:
+    if payload is None:
         structure, tensors = NOTHING, ()
     elif isinstance(payload, torch.Tensor):
         structure, tensors = SINGLE, (payload,)
     elif isinstance(payload, tuple) and all(isinstance(part, torch.Tensor) for part in payload):
         structure, tensors = TUPLE, payload
     else:
-        raise TypeError(f"a message carries None, a tensor or a tuple of tensors, not {type(payload).__name__}")
-    dimensions = sum(part.dim() for part in tensors)
-    words = 4 * len(tensors) + dimensions
-    extended = 8 * (_FIXED + words) > PACKET // 2
-    offset = _aligned(8 * (_FIXED + (0 if extended else words)))
-    described: list[int] = []
-    packed: list[tuple[int, torch.Tensor]] = []
-    messages: list[torch.Tensor] = []
+        raise TypeError(f"a message carries None, a tensor or a tuple of tensors, not {payload!r:.80}")
+    words: list[int] = []
+    pieces: list[memoryview] = []
     for part in tensors:
         data = as_bytes(part)
-        place = _OWN_MESSAGE
-        if data.numel() <= SMALL and offset + data.numel() <= PACKET:
-            place = offset
-            packed.append((offset, data))
-            offset = _aligned(offset + data.numel())
-        elif data.numel():
-            messages.append(data)
-        described += (_CODES[part.dtype], _CUDA if part.is_cuda else _HOST, place, part.dim(), *part.shape)
-    extension = bytearray()
-    if extended:
-        extension = bytearray(struct.pack(f"<{words}q", *described))
-        described = []
-    head = struct.pack(
-        f"<{_FIXED + len(described)}q", sequence, structure, len(tensors), words, len(extension), *described
-    )
-    packet = torch.empty(max(offset, len(head)), dtype=torch.uint8)
-    packet[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
-    for place, data in packed:
-        packet[place : place + data.numel()] = data
-    if extension:
-        messages.insert(0, torch.frombuffer(extension, dtype=torch.uint8))
-    return [packet, *messages]
+        words += (_CODES[part.dtype], _CUDA if part.is_cuda else _HOST, part.dim(), *part.shape)
+        if data.numel():
+            pieces.append(view(data))
+    return [*_head(DATA, structure, len(tensors), sequence, key, words), *pieces]
 
 
-def _aligned(offset: int) -> int:
-    return -(-offset // _ALIGN) * _ALIGN
+def control(kind: int, sequence: int = 0) -> memoryview:
+    """A frame without data."""
+    return _head(kind, NOTHING, 0, sequence, b"", [])[0]
+
+
+def _head(
+    kind: int, structure: int, tensors: int, sequence: int, key: bytes, words: list[int]
+) -> list[memoryview]:
+    meta = key + struct.pack(f"<{len(words)}q", *words)
+    prefix = _PREFIX.pack(kind, structure, len(key), tensors, sequence, len(meta))
+    if len(prefix) + len(meta) <= HEAD:
+        return [memoryview((prefix + meta).ljust(HEAD, b"\0"))]
+    return [memoryview(prefix.ljust(HEAD, b"\0") + meta)]
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -110,52 +95,17 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return host.to("cpu").contiguous().reshape(-1).view(torch.uint8)
 
 
-@dataclass(frozen=True)
-class Head:
-    """A parsed packet, whose large tensors are still to come.
-
-    Attributes:
-        sequence: number of the message in its lane.
-        structure: ``NOTHING``, ``SINGLE``, ``TUPLE`` or ``END``.
-        extension: bytes of the extension that follows; 0 if none.
-        words: number of per-tensor words.
-        described: the per-tensor words, unless they are in the extension.
-    """
-
-    sequence: int
-    structure: int
-    extension: int
-    words: int
-    described: tuple[int, ...]
-
-
-def _view(data: torch.Tensor) -> memoryview:
+def view(data: torch.Tensor) -> memoryview:
+    """The memory of a flat byte tensor, which the view keeps alive."""
     array: Any = data.numpy()
     return memoryview(array)
 
 
-def decode_head(packet: torch.Tensor) -> Head:
-    """Parse the words of a received packet; raises ``ProtocolError`` if it is none."""
-    data = _view(packet)
-    sequence, structure, _, words, extension = struct.unpack_from(f"<{_FIXED}q", data)
-    if not NOTHING <= structure <= END or words < 0 or extension not in (0, 8 * words):
-        raise ProtocolError(f"not a message header: {(sequence, structure, words, extension)}")
-    described = () if extension else struct.unpack_from(f"<{words}q", data, 8 * _FIXED)
-    return Head(sequence, structure, extension, words, described)
-
-
-def decode_extension(head: Head, extension: torch.Tensor) -> Head:
-    """``head`` completed by its extension."""
-    described = struct.unpack(f"<{head.words}q", _view(extension))
-    return Head(head.sequence, head.structure, head.extension, head.words, described)
-
-
 @dataclass(frozen=True)
 class Part:
-    """One tensor of a message: its bytes in a buffer of its own, and what they mean."""
+    """One tensor of a message: its bytes, and what they mean."""
 
     data: torch.Tensor
-    own_message: bool
     dtype: torch.dtype
     shape: tuple[int, ...]
     cuda: bool
@@ -166,25 +116,57 @@ class Part:
         return tensor.to("cuda") if self.cuda else tensor
 
 
-def decode_parts(head: Head, packet: torch.Tensor) -> list[Part]:
-    """The tensors of a message; the buffers of those in their own messages are still to be filled, in order."""
-    parts: list[Part] = []
-    words = iter(head.described)
-    for code in words:
-        device, place, dimensions = next(words), next(words), next(words)
-        dtype = _DTYPES.get(code)
+@dataclass(frozen=True)
+class Head:
+    """A parsed block.
+
+    Attributes:
+        kind: ``DATA``, ``FLUSH``, ``ACK`` or ``BYE``.
+        structure: ``NOTHING``, ``SINGLE`` or ``TUPLE``.
+        sequence: number of the message for its key, of the question or of the answer.
+        extension: bytes of the extension that follows; 0 if none.
+        meta: key and words, unless they are in the extension.
+        key_length: bytes of the key.
+        tensors: number of tensors.
+    """
+
+    kind: int
+    structure: int
+    sequence: int
+    extension: int
+    meta: bytes
+    key_length: int
+    tensors: int
+
+
+def decode_head(block: bytearray) -> Head:
+    """Parse a block; raises ``ProtocolError`` if it is none."""
+    kind, structure, key_length, tensors, sequence, length = _PREFIX.unpack_from(block)
+    if not (DATA <= kind <= BYE and NOTHING <= structure <= TUPLE and key_length <= length <= _MAX_META):
+        raise ProtocolError(f"not a message header: {bytes(block[: _PREFIX.size]).hex()}")
+    inline = _PREFIX.size + length <= HEAD
+    meta = bytes(block[_PREFIX.size : _PREFIX.size + length]) if inline else b""
+    return Head(kind, structure, sequence, 0 if inline else length, meta, key_length, tensors)
+
+
+def decode_meta(head: Head, meta: bytes) -> tuple[bytes, list[Part]]:
+    """The key, and the tensors with buffers of the right size that are still to be filled, in order."""
+    key = meta[: head.key_length]
+    if (len(meta) - head.key_length) % 8:
+        raise ProtocolError(f"message {head.sequence} for {key!r} has a broken header")
+    words = iter(struct.unpack(f"<{(len(meta) - head.key_length) // 8}q", meta[head.key_length :]))
+    parts = []
+    for _ in range(head.tensors):
+        code, device, dimensions = next(words), next(words), next(words)
+        dtype = DTYPES.get(code)
         if dtype is None:
-            raise ProtocolError(f"message {head.sequence} carries dtype {code}, which this torch does not have")
+            raise ProtocolError(f"message {head.sequence} for {key!r} carries dtype {code}, unknown to this torch")
         shape = tuple(next(words) for _ in range(dimensions))
         size = dtype.itemsize
         for extent in shape:
             size *= extent
-        if place == _OWN_MESSAGE:
-            data = torch.empty(size, dtype=torch.uint8)
-        else:
-            data = packet[place : place + size].clone()
-        parts.append(Part(data, place == _OWN_MESSAGE and size > 0, dtype, shape, device == _CUDA))
-    return parts
+        parts.append(Part(torch.empty(size, dtype=torch.uint8), dtype, shape, device == _CUDA))
+    return key, parts
 
 
 def assemble(structure: int, parts: list[Part]) -> Payload:

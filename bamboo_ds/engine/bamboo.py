@@ -40,7 +40,7 @@ class BambooPipelineEngine(RecoveringExecutor):
         settings = bamboo_config(config)
         assert settings is not None
         check_config(config)
-        module = kwargs.get("model")
+        module: Any = kwargs.get("model")
         topology = module._topo
         layout = Layout(pipelines=topology.get_dim("data") or 1, stages=topology.get_dim("pipe"))
         check_module(module, layout)
@@ -176,9 +176,9 @@ class BambooPipelineEngine(RecoveringExecutor):
         losses = self._committed.losses
         self.dp_group_loss = torch.tensor(losses[self._home.role.pipeline][0], dtype=torch.float32, device=self.device)
         names = list(self.module.get_additional_losses() or {})
-        self.agg_additional_losses = (
-            {n: mean_over_pipelines([x[1 + i] for x in losses]).to(self.device) for i, n in enumerate(names)} or None
-        )
+        self.agg_additional_losses = {
+            n: mean_over_pipelines([x[1 + i] for x in losses]).to(self.device) for i, n in enumerate(names)
+        } or None
         return mean_over_pipelines([x[0] for x in losses]).to(self.device)
 
     def _collect_leftovers(self, micro_batches: int, gradients: bool) -> None:
@@ -231,7 +231,7 @@ class BambooPipelineEngine(RecoveringExecutor):
         self._protected(evaluation)
         self._compute_loss = True
         self.eval_return_logits = False
-        result = evaluation.losses.get(self._home.role.pipeline)
+        result: Any = evaluation.losses.get(self._home.role.pipeline)
         if compute_loss and (bcast_loss or self.monitor.enabled or self.is_last_stage()) and reduce_output is not None:
             assert self._vector is not None
             result = mean_over_pipelines(self._vector).to(self.device)
@@ -282,4 +282,3 @@ class BambooPipelineEngine(RecoveringExecutor):
 
     def _leave(self) -> None:
         self._protected(End(self))
-

@@ -45,6 +45,8 @@ class EngineState:
         _bubble_begin: begin of waits that are in progress, by place.
     """
 
+    #: DeepSpeed's: logits of an evaluation.
+    outputs: Any
     _job: Job
     _settings: BambooConfig
     _mode: RedundancyMode

@@ -80,7 +80,9 @@ class PassExecutor(EngineState, PipelineEngine):  # type: ignore[misc]  # DeepSp
     def _exec_backward_pass(self, buffer_id: int) -> None:
         runtime = self._binding.current
         if buffer_id != runtime.backwards:
-            raise ProtocolError(f"backward {buffer_id} of role {runtime.role} comes after {runtime.backwards} backwards")
+            raise ProtocolError(
+                f"backward {buffer_id} of role {runtime.role} comes after {runtime.backwards} backwards"
+            )
         begin = time.perf_counter()
         if self.is_last_stage():
             self.loss = runtime.micro_losses.pop(buffer_id)
@@ -98,8 +100,9 @@ class PassExecutor(EngineState, PipelineEngine):  # type: ignore[misc]  # DeepSp
     @staticmethod
     def _input_gradients(inputs: Any) -> Payload:
         tensors = (inputs,) if torch.is_tensor(inputs) else inputs
-        gradients = tuple(t.grad for t in tensors if t.is_floating_point())
-        if any(g is None for g in gradients):
+        floating = [t for t in tensors if t.is_floating_point()]
+        gradients = tuple(t.grad for t in floating if t.grad is not None)
+        if len(gradients) < len(floating):
             raise RuntimeError(
                 "a stage's floating-point input has no gradient after the backward pass: every floating-point tensor "
                 "that a stage returns must be used by the next one"
@@ -158,6 +161,7 @@ class PassExecutor(EngineState, PipelineEngine):  # type: ignore[misc]  # DeepSp
 
     def _exec_fill_bubble(self, awaits: str, buffer_id: int | None, role: Role | None) -> None:
         current = self._binding.current.role
+        place: tuple[Any, ...]
         if awaits == "replica":
             assert role is not None
             lane, place = self._lanes[Stream.REPLICA, role], (role, awaits, None)

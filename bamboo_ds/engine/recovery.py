@@ -204,8 +204,7 @@ class RecoveringExecutor(PassExecutor):
                 step=record["step"],
                 entered=record["entered"],
                 roles={
-                    Role(*r["role"]): RoleProgress(r["forwards"], r["backwards"], r["reduced"])
-                    for r in record["roles"]
+                    Role(*r["role"]): RoleProgress(r["forwards"], r["backwards"], r["reduced"]) for r in record["roles"]
                 },
                 commit=tuple(record["commit"]) if record["commit"] is not None else None,
             )

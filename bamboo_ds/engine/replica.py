@@ -27,7 +27,8 @@ def build_stage_module(module: Any, stage: int, device: torch.device) -> Any:
     attributes of the original are shared, its layers are built from the same specs. Layers that were given as
     module instances are copied, since the original belongs to another role. Draws no random numbers.
     """
-    other = type(module).__new__(type(module))
+    kind: Any = type(module)
+    other = kind.__new__(kind)
     nn.Module.__init__(other)
     fresh = set(other.__dict__)
     shared = {k: v for k, v in module.__dict__.items() if k not in fresh}
@@ -84,7 +85,7 @@ def clone_optimizer(
             continue
         if isinstance(value, OrderedDict) and "hooks" in name:
             value = OrderedDict()
-        elif torch.is_tensor(value) and value.numel() > 1 or _holds_parameters(value):
+        elif (torch.is_tensor(value) and value.numel() > 1) or _holds_parameters(value):
             raise UnsupportedError(
                 f"optimizer {type(original).__name__} keeps parameters in its attribute {name!r}: its replica would "
                 "diverge. Use an optimizer that keeps all of its state in `state`"

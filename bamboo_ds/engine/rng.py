@@ -26,7 +26,7 @@ def keyed_generators(seed: int, device: torch.device) -> Iterator[None]:
     replays them (it records the generator's state inside the body), and the script's own stream of random
     numbers is left alone. Covers the CPU's and, for a CUDA ``device``, that device's generator.
     """
-    cpu = torch.random.default_generator
+    cpu = torch.default_generator
     before = cpu.get_state()
     cuda = torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else None
     cuda_before = cuda.get_state() if cuda is not None else None
@@ -37,5 +37,5 @@ def keyed_generators(seed: int, device: torch.device) -> Iterator[None]:
         yield
     finally:
         cpu.set_state(before)
-        if cuda is not None:
+        if cuda is not None and cuda_before is not None:
             cuda.set_state(cuda_before)

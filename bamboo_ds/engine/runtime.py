@@ -169,12 +169,8 @@ class RuntimeBinding:
 
     def owned(self) -> list[StageRuntime]:
         """Runtimes that this member owns, by (stage, pipeline)."""
-        return sorted(
-            (r for r in self.runtimes.values() if r.owned), key=lambda r: (r.role.stage, r.role.pipeline)
-        )
+        return sorted((r for r in self.runtimes.values() if r.owned), key=lambda r: (r.role.stage, r.role.pipeline))
 
     def replicas(self) -> list[StageRuntime]:
         """Runtimes that are replicas, by (stage, pipeline)."""
-        return sorted(
-            (r for r in self.runtimes.values() if not r.owned), key=lambda r: (r.role.stage, r.role.pipeline)
-        )
+        return sorted((r for r in self.runtimes.values() if not r.owned), key=lambda r: (r.role.stage, r.role.pipeline))

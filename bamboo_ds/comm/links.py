@@ -1,0 +1,479 @@
+"""TCP connections between all members of an epoch, and the messages that arrive over them.
+
+Point-to-point traffic does not use gloo: a gloo send or receive that is in the middle of its data when the
+connection ends is never woken, neither by the end nor by a shutdown (its ``Pair::signalException`` passes over
+the operations in ``tx_`` and ``rx_``). These sockets are our own, and shutting them down wakes whoever waits.
+
+Sends are eager: a message is out when the kernel has taken it. One thread per peer reads everything as it
+comes and sorts it by key; one more writes what the kernel did not take at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from ..errors import EpochChanged, PeerLost, ProtocolError
+from . import sockets, wire
+from .failures import ended
+
+if TYPE_CHECKING:
+    from .epoch import Epoch
+
+logger = logging.getLogger(__name__)
+
+_MAGIC = b"bamboo-link-1"
+_TOKEN = 16  # bytes
+_HELLO = struct.Struct(f"<{len(_MAGIC)}sq{_TOKEN}sH")
+#: Seconds that a stranger may take to say who it is.
+_HELLO_TIMEOUT = 5.0
+#: The kernel takes at most so many pieces in one call.
+_PIECES = 512
+
+
+@dataclass(frozen=True)
+class Message:
+    """A message that has arrived.
+
+    Attributes:
+        source: the member that sent it.
+        sequence: its number, as the sender gave it.
+        structure, parts: see :mod:`.wire`.
+        arrival: ``time.monotonic()`` when its last byte was there.
+    """
+
+    source: str
+    sequence: int
+    structure: int
+    parts: list[wire.Part]
+    arrival: float
+
+    def payload(self) -> wire.Payload:
+        """What was sent. CUDA copies happen here: call it in the main thread."""
+        return wire.assemble(self.structure, self.parts)
+
+
+@dataclass
+class _Peer:
+    """The connection to one member; guarded by ``lock``, except where the links' condition is named."""
+
+    member: str
+    connection: socket.socket
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    work: threading.Condition = field(init=False)
+    pending: deque[memoryview] = field(default_factory=deque)
+    writing: bool = False
+    threads: list[threading.Thread] = field(default_factory=list)
+    writer: threading.Thread | None = None
+    #: Guarded by the links' condition: pieces queued and written, questions asked and answered, the end.
+    queued: int = 0
+    written: int = 0
+    asked: int = 0
+    answered: int = 0
+    left: bool = False
+    failure: EpochChanged | None = None
+
+    def __post_init__(self) -> None:
+        self.work = threading.Condition(self.lock)
+
+
+class Links:
+    """The connections of this member in one epoch.
+
+    Attributes:
+        changed: notified whenever a message arrives, something was written, or a peer or the epoch ended.
+    """
+
+    def __init__(self, epoch: Epoch) -> None:
+        self.changed = threading.Condition()
+        self._epoch = epoch
+        self._peers: dict[str, _Peer] = {}
+        self._inbox: dict[bytes, deque[Message]] = {}
+        self._listener: socket.socket | None = None
+        self._token = secrets.token_bytes(_TOKEN)
+        self._opening: set[socket.socket] = set()
+        self._lock = threading.Lock()
+        self._rounds = 0
+        self._closed = False
+
+    # -- opening -----------------------------------------------------------------------------------------
+    def listen(self, address: str) -> str:
+        """Open the listening socket; returns what peers must know, as text."""
+        listener = sockets.listen(address)
+        self._register(listener)
+        self._listener = listener
+        host, port = sockets.endpoint(listener.getsockname())
+        return f"{host} {port} {self._token.hex()}"
+
+    def _register(self, opened: socket.socket) -> None:
+        """Have the socket shut down by an abort, also one that came already."""
+        with self._lock:
+            self._opening.add(opened)
+            closed = self._closed
+        if closed:
+            _shut(opened)
+
+    def connect(self, places: dict[str, str], timeout: timedelta) -> None:
+        """Connect to every member; collective. ``places`` are all members' results of :meth:`listen`.
+
+        Raises:
+            EpochChanged: aborted meanwhile.
+            PeerLost: a member refused.
+            TimeoutError: somebody did not come within ``timeout``.
+        """
+        members = self._epoch.plan.members
+        own = members.index(self._epoch.member)
+        listener = self._listener
+        assert listener is not None
+        try:
+            for member in members[:own]:
+                self._add(member, self._call(member, places[member], timeout))
+            missing = set(members[own + 1 :])
+            listener.settimeout(timeout.total_seconds())
+            while missing:
+                try:
+                    connection, _ = listener.accept()
+                except OSError as error:
+                    self._epoch.check("connecting")
+                    raise TimeoutError(f"{', '.join(sorted(missing))} did not connect: {error}") from error
+                caller = self._identify(connection, missing)
+                if caller is not None:
+                    missing.discard(caller)
+                    self._add(caller, connection)
+        finally:
+            with self._lock:
+                self._opening.discard(listener)
+            listener.close()
+            self._listener = None
+
+    def _call(self, member: str, place: str, timeout: timedelta) -> socket.socket:
+        host, port, token = place.split(" ")
+        family, name = sockets.resolve(host, int(port))
+        connection = socket.socket(family, socket.SOCK_STREAM)
+        self._register(connection)
+        try:
+            connection.settimeout(timeout.total_seconds())
+            connection.connect(name)
+            own = self._epoch.member.encode()
+            hello = _HELLO.pack(_MAGIC, self._epoch.number, bytes.fromhex(token), len(own))
+            connection.sendall(hello + own)
+        except OSError as error:
+            connection.close()
+            self._epoch.check("connecting")
+            raise self._epoch.lost(member, f"connecting to {host}:{port} failed: {error}") from error
+        return connection
+
+    def _identify(self, connection: socket.socket, expected: Iterable[str]) -> str | None:
+        """Who calls; ``None``, and the connection closed, if it is nobody whom we expect."""
+        self._register(connection)
+        try:
+            connection.settimeout(_HELLO_TIMEOUT)
+            magic, epoch, token, length = _HELLO.unpack(_read(connection, _HELLO.size))
+            name = _read(connection, min(length, 4096)).decode()
+            if magic == _MAGIC and epoch == self._epoch.number and name in expected:
+                if secrets.compare_digest(token, self._token):
+                    return name
+            logger.warning("epoch %d: refused a connection of %r", self._epoch.number, name)
+        except (OSError, ValueError, struct.error) as error:
+            logger.warning("epoch %d: refused a connection: %s", self._epoch.number, error)
+        connection.close()
+        return None
+
+    def _add(self, member: str, connection: socket.socket) -> None:
+        connection.settimeout(None)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        peer = _Peer(member, connection)
+        self._peers[member] = peer
+        self._start(peer, self._read_all, "from")
+
+    def _start(self, peer: _Peer, target: Callable[[_Peer], None], direction: str) -> threading.Thread:
+        name = f"bamboo-{direction}-{peer.member}"
+        thread = threading.Thread(target=target, args=(peer,), name=name, daemon=True)
+        peer.threads.append(thread)
+        thread.start()
+        return thread
+
+    # -- reading -----------------------------------------------------------------------------------------
+    def _read_all(self, peer: _Peer) -> None:
+        try:
+            with self._epoch.blocking():
+                while True:
+                    self._read_frame(peer)
+        except (OSError, EpochChanged) as error:
+            self._end(peer, str(error) or type(error).__name__)
+        except Exception as error:  # a broken peer: whoever waits for it must not wait for ever
+            logger.exception("epoch %d: messages from %s", self._epoch.number, peer.member)
+            self._end(peer, f"{type(error).__name__}: {error}")
+            _shut(peer.connection)
+
+    def _read_frame(self, peer: _Peer) -> None:
+        block = _read(peer.connection, wire.HEAD)
+        head = wire.decode_head(block)
+        if head.kind == wire.DATA:
+            meta = bytes(_read(peer.connection, head.extension)) if head.extension else head.meta
+            key, parts = wire.decode_meta(head, meta)
+            for part in parts:
+                if part.data.numel():
+                    _read_into(peer.connection, wire.view(part.data))
+            message = Message(peer.member, head.sequence, head.structure, parts, time.monotonic())
+            self.deliver(key, message)
+        elif head.kind == wire.FLUSH:
+            self._write(peer, [wire.control(wire.ACK, head.sequence)])
+        else:
+            with self.changed:
+                if head.kind == wire.ACK:
+                    peer.answered = head.sequence
+                else:
+                    peer.left = True
+                self.changed.notify_all()
+
+    def deliver(self, key: bytes, message: Message) -> None:
+        """Put a message into the inbox (of this member's own roles, too)."""
+        with self.changed:
+            self._inbox.setdefault(key, deque()).append(message)
+            self.changed.notify_all()
+
+    def inbox(self, key: bytes) -> deque[Message]:
+        """The messages for ``key``, oldest first. Hold :attr:`changed` to look or take."""
+        return self._inbox.setdefault(key, deque())
+
+    def _end(self, peer: _Peer, reason: str) -> None:
+        """The connection to ``peer`` has ended."""
+        number = self._epoch.number
+        if self._epoch.aborted is None and not peer.left:
+            failure: EpochChanged = self._epoch.lost(peer.member, f"connection ended: {reason}")
+        else:
+            failure = EpochChanged(f"member {peer.member} has left epoch {number}")
+        with self.changed:
+            peer.failure = peer.failure or failure
+            self.changed.notify_all()
+        with peer.lock:
+            peer.work.notify_all()
+
+    # -- writing -----------------------------------------------------------------------------------------
+    def send(self, member: str, pieces: list[memoryview]) -> int:
+        """Send a frame to another member; returns at once.
+
+        Returns:
+            A ticket for :meth:`written`.
+
+        Raises:
+            EpochChanged, PeerLost: the epoch, or the connection, has ended.
+        """
+        self._epoch.check("send")
+        peer = self._peers[member]
+        if peer.failure is not None:
+            raise _again(peer.failure)
+        return self._write(peer, pieces)
+
+    def _write(self, peer: _Peer, pieces: Sequence[memoryview]) -> int:
+        with peer.lock:
+            left = list(pieces)
+            if not peer.writing and not peer.pending:
+                left = _send_now(peer.connection, left)
+            with self.changed:
+                peer.queued += len(pieces)
+                peer.written += len(pieces) - len(left)
+                ticket = peer.queued
+            if left:
+                peer.pending.extend(left)
+                if peer.writer is None:
+                    peer.writer = self._start(peer, self._write_all, "to")
+                peer.work.notify_all()
+        return ticket
+
+    def _write_all(self, peer: _Peer) -> None:
+        while True:
+            with peer.lock:
+                peer.writing = False
+                peer.work.wait_for(lambda: peer.pending or peer.failure is not None or self._closed)
+                if peer.failure is not None or self._closed:
+                    peer.pending.clear()
+                    return
+                piece = peer.pending.popleft()
+                peer.writing = True
+            try:
+                with self._epoch.blocking():
+                    peer.connection.sendall(piece)
+            except (OSError, EpochChanged) as error:
+                self._end(peer, str(error))
+            else:
+                with self.changed:
+                    peer.written += 1
+                    self.changed.notify_all()
+            del piece
+
+    def written(self, member: str, ticket: int) -> bool:
+        """Whether a frame is out. Hold :attr:`changed`."""
+        return self._peers[member].written >= ticket
+
+    # -- waiting -----------------------------------------------------------------------------------------
+    def failure(self, member: str) -> EpochChanged | None:
+        """Why nothing more will come from ``member``, or ``None``."""
+        peer = self._peers.get(member)
+        return None if peer is None else peer.failure
+
+    def wait(
+        self, operation: str, ready: Callable[[], bool], members: Iterable[str], timeout: timedelta | None = None
+    ) -> bool:
+        """Wait until ``ready()``; the caller holds :attr:`changed`.
+
+        Args:
+            operation: for messages.
+            members: on whom it depends.
+            timeout: how long.
+
+        Returns:
+            Whether it is ready; ``False`` after ``timeout``.
+
+        Raises:
+            EpochChanged: the epoch was aborted, or one of ``members`` left it.
+            PeerLost: the connection to one of ``members`` broke.
+        """
+        peers = [peer for member in members if (peer := self._peers.get(member)) is not None]
+
+        def over() -> bool:
+            return self._epoch.aborted is not None or ready() or any(peer.failure is not None for peer in peers)
+
+        self.changed.wait_for(over, None if timeout is None else timeout.total_seconds())
+        if self._epoch.aborted is not None:
+            raise ended(self._epoch, operation)
+        if ready():
+            return True
+        for peer in peers:
+            if peer.failure is not None:
+                raise _again(peer.failure)
+        return False
+
+    def flush(self) -> None:
+        """Wait until every peer has read everything that was sent to it.
+
+        Raises:
+            EpochChanged, PeerLost: somebody has not, and never will.
+        """
+        questions = {}
+        for peer in self._peers.values():
+            if peer.failure is not None and peer.answered < peer.asked:
+                raise _again(peer.failure)
+            if peer.failure is None:
+                peer.asked += 1
+                questions[peer.member] = peer.asked
+                self._write(peer, [wire.control(wire.FLUSH, peer.asked)])
+        with self.changed:
+            for member, question in questions.items():
+                peer = self._peers[member]
+                self.wait("flush", lambda peer=peer, question=question: peer.answered >= question, [member])
+
+    def all_gather(self, operation: str, payload: wire.Payload) -> dict[str, wire.Payload]:
+        """Every member's ``payload``, by member in the plan's order. Collective.
+
+        Raises:
+            EpochChanged, PeerLost: the epoch ended, or a member is gone.
+        """
+        self._rounds += 1
+        key = f"round/{self._rounds}".encode()
+        for member in self._peers:
+            self.send(member, wire.encode(key, 0, payload))
+        found: dict[str, wire.Payload] = {self._epoch.member: wire.copy_payload(payload)}
+        with self.changed:
+            inbox = self.inbox(key)
+            for member in self._peers:
+                self.wait(operation, lambda m=member: any(each.source == m for each in inbox), [member])
+            found |= {message.source: message.payload() for message in inbox}
+            del self._inbox[key]
+        return {member: found[member] for member in self._epoch.plan.members}
+
+    # -- end ---------------------------------------------------------------------------------------------
+    def shut_down(self) -> None:
+        """End all connections; everybody who waits is woken. From any thread, any number of times."""
+        with self._lock:
+            first, self._closed = not self._closed, True
+            opening = list(self._opening)
+        if first:
+            for peer in list(self._peers.values()):
+                self._say_bye(peer)
+        for opened in opening:
+            _shut(opened)
+        with self.changed:
+            self.changed.notify_all()
+        for peer in list(self._peers.values()):
+            with peer.lock:
+                peer.work.notify_all()
+
+    def _say_bye(self, peer: _Peer) -> None:
+        """Tell the peer that we leave on purpose, unless we are in the middle of a frame."""
+        with peer.lock:
+            if not peer.writing and not peer.pending and peer.failure is None:
+                _send_now(peer.connection, [wire.control(wire.BYE)])
+
+    def close(self) -> None:
+        """Shut down, join the threads, release everything."""
+        self.shut_down()
+        for peer in self._peers.values():
+            for thread in peer.threads:
+                thread.join()
+            peer.connection.close()
+        with self._lock:
+            for opened in self._opening:
+                opened.close()
+            self._opening.clear()
+        self._peers.clear()
+        self._inbox.clear()
+
+
+def _send_now(connection: socket.socket, pieces: list[memoryview]) -> list[memoryview]:
+    """Give the kernel what it takes without blocking; returns the rest. Errors are left to the reader to find."""
+    left = pieces
+    while left:
+        try:
+            sent = connection.sendmsg(left[:_PIECES], [], socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+        except OSError:
+            return left
+        while left and sent >= left[0].nbytes:
+            sent -= left[0].nbytes
+            left = left[1:]
+        if sent:
+            return [left[0][sent:], *left[1:]]
+    return left
+
+
+def _read(connection: socket.socket, size: int) -> bytearray:
+    data = bytearray(size)
+    if size:
+        _read_into(connection, memoryview(data))
+    return data
+
+
+def _read_into(connection: socket.socket, target: memoryview) -> None:
+    """Fill ``target``; raises ``ConnectionError`` at the end of the stream."""
+    while target.nbytes:
+        count = connection.recv_into(target, 0, socket.MSG_WAITALL)
+        if not count:
+            raise ConnectionError("closed by the peer")
+        target = target[count:]
+
+
+def _shut(opened: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # not connected any more
+        opened.shutdown(socket.SHUT_RDWR)
+
+
+def _again(failure: EpochChanged) -> EpochChanged:
+    """A fresh copy of a thread's failure, to be raised in another."""
+    again = PeerLost(str(failure), failure.member) if isinstance(failure, PeerLost) else EpochChanged(str(failure))
+    again.__cause__ = failure
+    return again
+
+
+__all__ = ["Links", "Message", "ProtocolError"]
