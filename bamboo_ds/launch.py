@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from .config import BLOCK, BambooConfig, bamboo_config, config_path_from_argv
 from .errors import EXIT_EVICTED, EXIT_FATAL_LOSS, ConfigError, EpochChanged, Evicted, FatalLoss
+from .observe import logs
 from .topology import Plan
 
 if TYPE_CHECKING:
@@ -66,6 +67,8 @@ class Job:
         """Join the first epoch and create the default process group on the ``bamboo`` backend."""
         from .comm.backend import init_process_group
 
+        logs.configure()
+        logs.set_context(member=self.channel.member)
         self.channel.start(self._plan_arrived, self._agent_gone)
         plan = self.channel.wait_plan(0, self.settings.recovery.plan_timeout_s)
         self.homes = plan.owners
@@ -93,6 +96,7 @@ class Job:
         with self._lock:
             self._failures.clear()
         epoch, address = plan.epoch, self.channel.address
+        logs.set_context(epoch=epoch)
         if plan.store_host == self.channel.member:
             self.channel.publish_store(epoch, address, self.session.host_store(plan, address))
         host, port = self.channel.wait_store(epoch, self.settings.recovery.plan_timeout_s)

@@ -270,7 +270,7 @@ class Interrupt:
         self._signum = self._signum or signum
 
 
-def _environment() -> dict[str, str]:
+def _environment(folder: Path) -> dict[str, str]:
     """CPU only: four workers of a demo have no GPU each; one thread each, nothing compiled."""
     return {
         **os.environ,
@@ -278,6 +278,7 @@ def _environment() -> dict[str, str]:
         "DS_ACCELERATOR": "cpu",
         "CUDA_VISIBLE_DEVICES": "",
         "PYTHONUNBUFFERED": "1",
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
     }
 
 
@@ -297,7 +298,7 @@ def _undisturbed(folder: Path, script: Path, steps: int, view: View, interrupt: 
         view.refresh()
 
     with DemoJob("the undisturbed run", folder, on_line) as job:
-        start_stock(job, STAGES, script, _arguments(folder, config, steps), _environment())
+        start_stock(job, STAGES, script, _arguments(folder, config, steps), _environment(folder))
         job.serve(tick)
     losses: list[float] = json.loads((folder / "losses-0.json").read_text())
     return losses
@@ -322,7 +323,7 @@ def _disturbed(
         with DemoJob("the run with kills", folder, lambda line: None) as job:
             events = job.event_fifo(run.on_event)
             arguments = _arguments(folder, config, steps)
-            start_bamboo(job, run._name, STAGES, script, arguments, _environment(), events)
+            start_bamboo(job, run._name, STAGES, script, arguments, _environment(folder), events)
             job.serve(tick)
         return run.judge(steps)
     finally:

@@ -1,4 +1,4 @@
-"""Everything of the data plane that lives for one epoch: store client, gloo device, inner groups."""
+"""Everything of the data plane that lives for one epoch: store client, links, gloo device, inner groups."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from . import sockets
 from .c10d import Store, dist
 from .failures import ended, translate
 from .inner import GLOO, abort_inner, create_inner
-from .mailbox import Mailboxes
+from .links import Links
 from .sockets import Endpoint
 from .work import BambooWork
 
@@ -31,8 +31,6 @@ _SWEEP_EVERY = 0.01
 _PROBE = 0.05
 #: Sweeps that follow an abort in any case: somebody may wait for a future, or poll, uncounted.
 _SWEEPS = 8
-#: Group ids of streams that groups agree on start here; below are the transport's lanes.
-FIRST_STREAM = 1 << 24
 
 
 class Epoch:
@@ -58,8 +56,7 @@ class Epoch:
         self.member = member
         self.timeout = timeout
         self.number = plan.epoch
-        self.mesh: Any = None
-        self.mailboxes = Mailboxes()
+        self.links = Links(self)
         self._address = address
         self._on_peer_failure = on_peer_failure
         self._lock = threading.Lock()
@@ -67,11 +64,12 @@ class Epoch:
         self._building = threading.RLock()
         self._aborted: str | None = None
         self._blocked = 0
-        self._callbacks: list[Callable[[], None]] = [self.mailboxes.wake]
+        self._callbacks: list[Callable[[], None]] = [self.links.shut_down]
         self._works: weakref.WeakSet[BambooWork] = weakref.WeakSet()
         self._sweeper: threading.Thread | None = None
         self._leaving = False
         self._connector: threading.Thread | None = None
+        self._undertaker: threading.Thread | None = None
         self._accused: set[str | None] = set()
         self._store: Store | None = None
         self._store_endpoint: Endpoint | None = None
@@ -79,7 +77,6 @@ class Epoch:
         self._listener: Endpoint | None = None
         self._endpoints: dict[Endpoint, str] = {}
         self._groups: dict[tuple[str, str, tuple[str, ...]], Any] = {}
-        self._streams: dict[str, int] = {}
         self._pairs = 0  # gloo pairs created on the device so far; gloo numbers them
         self._connecting_pairs: range = range(0)
 
@@ -91,8 +88,8 @@ class Epoch:
             self._connect_store(store_address)
             self._open_device()
             with self.blocking():
-                self._exchange_endpoints()
-            self.mesh = self.group("mesh", self.plan.members, GLOO)
+                places = self._exchange_places()
+                self.links.connect(places, self.timeout)
         except RuntimeError as error:
             raised = translate(error, self, "attaching", host)
             raise raised from (None if raised is error else error)
@@ -101,7 +98,7 @@ class Epoch:
         try:
             family, name = sockets.resolve(*store_address)
         except OSError as error:
-            raise self._lost(self.plan.store_host, f"resolving {store_address[0]!r} failed: {error}") from error
+            raise self.lost(self.plan.store_host, f"resolving {store_address[0]!r} failed: {error}") from error
         self._store_endpoint = sockets.endpoint(name)
         # The client's constructor retries a refused connection and cannot be interrupted while it pauses. So
         # the port is tried first, and the constructor runs in a thread of its own.
@@ -113,7 +110,7 @@ class Epoch:
             except OSError as error:
                 self.check("attaching")
                 reason = f"connecting to the store at {store_address} failed: {error}"
-                raise self._lost(self.plan.store_host, reason) from error
+                raise self.lost(self.plan.store_host, reason) from error
 
         def construct() -> Store:
             return dist.TCPStore(
@@ -164,16 +161,19 @@ class Epoch:
                 return
         raise RuntimeError(f"cannot tell which socket of this process gloo listens on at {self._address}")
 
-    def _exchange_endpoints(self) -> None:
+    def _exchange_places(self) -> dict[str, str]:
+        """Publish where we listen; returns where every member's links do, and learns where its gloo does."""
         store, listener = self.store, self._listener
         assert listener is not None
-        store.set(f"endpoint/{self.member}", f"{listener[0]} {listener[1]}")
-        answers = store.multi_get([f"endpoint/{member}" for member in self.plan.members])
-        endpoints: dict[Endpoint, str] = {}
+        own = f"{listener[0]} {listener[1]} {self.links.listen(self._address)}"
+        store.set(f"place/{self.member}", own)
+        places, endpoints = {}, {}
+        answers = store.multi_get([f"place/{member}" for member in self.plan.members])
         for member, answer in zip(self.plan.members, answers, strict=True):
-            host, port = answer.decode().split(" ")
+            host, port, places[member] = answer.decode().split(" ", 2)
             endpoints[(host, int(port))] = member
         self._endpoints = endpoints
+        return places
 
     # -- state -------------------------------------------------------------------------------------------
     @property
@@ -248,7 +248,8 @@ class Epoch:
         logger.warning("epoch %d: member %s: %s", self.number, member, reason)
         self._on_peer_failure(member, reason)
 
-    def _lost(self, member: str, reason: str) -> PeerLost:
+    def lost(self, member: str, reason: str) -> PeerLost:
+        """Report the loss of ``member``; returns the error to raise."""
         self.peer_failed(member, reason)
         return PeerLost(f"epoch {self.number}, towards {member}: {reason}", member)
 
@@ -288,17 +289,6 @@ class Epoch:
             raise raised from (None if raised is error else error)
         finally:
             self._connecting_pairs = range(0)
-
-    def stream(self, key: str) -> int:
-        """The tag, agreed on through the store, of the stream ``key`` over the mesh; >= 2**24."""
-        tag = self._streams.get(key)
-        if tag is None:
-            with self._building, self.blocking():
-                store = self.store
-                candidate = str(FIRST_STREAM + store.add("streams", 1))
-                tag = int(store.compare_set(f"stream/{key}", "", candidate))
-                self._streams[key] = tag
-        return tag
 
     # -- leaving -----------------------------------------------------------------------------------------
     def abort(self, reason: str) -> None:
@@ -358,7 +348,11 @@ class Epoch:
                 return
 
     def destroy(self) -> None:
-        """Release groups, sockets and threads. No operation may be in flight unless the epoch is aborted."""
+        """Release groups, sockets and threads. Called by the main thread, which is in no operation of this epoch.
+
+        gloo's part of it happens in a thread of its own: an operation that was in the middle of its data when
+        a connection ended keeps its group's threads until its timeout, whatever one does.
+        """
         if self._aborted is None:
             with self._lock:
                 busy = self._blocked > 0
@@ -366,24 +360,33 @@ class Epoch:
                 self.abort("left with operations in flight")
         if self._aborted is not None:
             self._shut_down()
-            for work in list(self._works):
-                work.settle()
         with self._lock:
             self._aborted = self._aborted or "left"
             self._leaving = True
             self._quiet.notify_all()
+        self.links.close()
         if self._sweeper is not None:
             self._sweeper.join()
         if self._connector is not None:
             self._connector.join()
+        remains: list[Any] = [*self._groups.values(), self._store]
         for work in list(self._works):
-            work.abandon()
-        self.mesh = None
-        self._groups.clear()
-        self._store = None
+            remains.append(work.abandon())
         with self._lock:
+            remains.append(self._device)
             self._device = None
             self._callbacks.clear()
+        self._groups.clear()
+        self._store = None
+        self._undertaker = threading.Thread(target=remains.clear, name="bamboo-release", daemon=True)
+        self._undertaker.start()
+
+    def released(self, timeout: float) -> bool:
+        """Wait up to ``timeout`` seconds until gloo's groups of a destroyed epoch are gone; whether they are."""
+        if self._undertaker is None:
+            return True
+        self._undertaker.join(timeout)
+        return not self._undertaker.is_alive()
 
 
 class _Blocking:

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from ..errors import EpochChanged, PeerLost, ProtocolError
+from ..errors import EpochChanged, PeerLost
 from . import sockets, wire
 from .failures import ended
 
@@ -75,11 +75,11 @@ class _Peer:
     writing: bool = False
     threads: list[threading.Thread] = field(default_factory=list)
     writer: threading.Thread | None = None
-    #: Guarded by the links' condition: pieces queued and written, questions asked and answered, the end.
+    #: Guarded by the links' condition: pieces queued and written, frames sent and known to be read, the end.
     queued: int = 0
     written: int = 0
-    asked: int = 0
-    answered: int = 0
+    sent: int = 0
+    confirmed: int = 0
     left: bool = False
     failure: EpochChanged | None = None
 
@@ -180,9 +180,9 @@ class Links:
             connection.settimeout(_HELLO_TIMEOUT)
             magic, epoch, token, length = _HELLO.unpack(_read(connection, _HELLO.size))
             name = _read(connection, min(length, 4096)).decode()
-            if magic == _MAGIC and epoch == self._epoch.number and name in expected:
-                if secrets.compare_digest(token, self._token):
-                    return name
+            known = magic == _MAGIC and epoch == self._epoch.number and name in expected
+            if known and secrets.compare_digest(token, self._token):
+                return name
             logger.warning("epoch %d: refused a connection of %r", self._epoch.number, name)
         except (OSError, ValueError, struct.error) as error:
             logger.warning("epoch %d: refused a connection: %s", self._epoch.number, error)
@@ -207,10 +207,9 @@ class Links:
     # -- reading -----------------------------------------------------------------------------------------
     def _read_all(self, peer: _Peer) -> None:
         try:
-            with self._epoch.blocking():
-                while True:
-                    self._read_frame(peer)
-        except (OSError, EpochChanged) as error:
+            while True:
+                self._read_frame(peer)
+        except OSError as error:
             self._end(peer, str(error) or type(error).__name__)
         except Exception as error:  # a broken peer: whoever waits for it must not wait for ever
             logger.exception("epoch %d: messages from %s", self._epoch.number, peer.member)
@@ -233,7 +232,7 @@ class Links:
         else:
             with self.changed:
                 if head.kind == wire.ACK:
-                    peer.answered = head.sequence
+                    peer.confirmed = head.sequence
                 else:
                     peer.left = True
                 self.changed.notify_all()
@@ -275,6 +274,8 @@ class Links:
         peer = self._peers[member]
         if peer.failure is not None:
             raise _again(peer.failure)
+        with self.changed:
+            peer.sent += 1
         return self._write(peer, pieces)
 
     def _write(self, peer: _Peer, pieces: Sequence[memoryview]) -> int:
@@ -304,9 +305,8 @@ class Links:
                 piece = peer.pending.popleft()
                 peer.writing = True
             try:
-                with self._epoch.blocking():
-                    peer.connection.sendall(piece)
-            except (OSError, EpochChanged) as error:
+                peer.connection.sendall(piece)
+            except OSError as error:
                 self._end(peer, str(error))
             else:
                 with self.changed:
@@ -346,7 +346,9 @@ class Links:
         def over() -> bool:
             return self._epoch.aborted is not None or ready() or any(peer.failure is not None for peer in peers)
 
-        self.changed.wait_for(over, None if timeout is None else timeout.total_seconds())
+        if not over():
+            with self._epoch.blocking():
+                self.changed.wait_for(over, None if timeout is None else timeout.total_seconds())
         if self._epoch.aborted is not None:
             raise ended(self._epoch, operation)
         if ready():
@@ -362,18 +364,15 @@ class Links:
         Raises:
             EpochChanged, PeerLost: somebody has not, and never will.
         """
-        questions = {}
-        for peer in self._peers.values():
-            if peer.failure is not None and peer.answered < peer.asked:
+        self._epoch.check("flush")
+        unsure = [peer for peer in self._peers.values() if peer.sent > peer.confirmed]
+        for peer in unsure:
+            if peer.failure is not None:
                 raise _again(peer.failure)
-            if peer.failure is None:
-                peer.asked += 1
-                questions[peer.member] = peer.asked
-                self._write(peer, [wire.control(wire.FLUSH, peer.asked)])
+            self._write(peer, [wire.control(wire.FLUSH, peer.sent)])
         with self.changed:
-            for member, question in questions.items():
-                peer = self._peers[member]
-                self.wait("flush", lambda peer=peer, question=question: peer.answered >= question, [member])
+            for peer in unsure:
+                self.wait("flush", lambda peer=peer: peer.confirmed >= peer.sent, [peer.member])
 
     def all_gather(self, operation: str, payload: wire.Payload) -> dict[str, wire.Payload]:
         """Every member's ``payload``, by member in the plan's order. Collective.
@@ -433,19 +432,22 @@ class Links:
 
 
 def _send_now(connection: socket.socket, pieces: list[memoryview]) -> list[memoryview]:
-    """Give the kernel what it takes without blocking; returns the rest. Errors are left to the reader to find."""
-    left = pieces
-    while left:
+    """Give the kernel what it takes without blocking; returns the rest. Errors show when that is written."""
+    first = 0
+    while first < len(pieces):
+        some = pieces[first : first + _PIECES]
         try:
-            sent = connection.sendmsg(left[:_PIECES], [], socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            sent = connection.sendmsg(some, [], socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
         except OSError:
-            return left
-        while left and sent >= left[0].nbytes:
-            sent -= left[0].nbytes
-            left = left[1:]
+            break
+        for piece in some:
+            if sent < piece.nbytes:
+                break
+            sent -= piece.nbytes
+            first += 1
         if sent:
-            return [left[0][sent:], *left[1:]]
-    return left
+            return [pieces[first][sent:], *pieces[first + 1 :]]
+    return pieces[first:]
 
 
 def _read(connection: socket.socket, size: int) -> bytearray:
@@ -474,6 +476,3 @@ def _again(failure: EpochChanged) -> EpochChanged:
     again = PeerLost(str(failure), failure.member) if isinstance(failure, PeerLost) else EpochChanged(str(failure))
     again.__cause__ = failure
     return again
-
-
-__all__ = ["Links", "Message", "ProtocolError"]

@@ -53,15 +53,7 @@ def encode(key: bytes, sequence: int, payload: Payload) -> list[memoryview]:
     Raises:
         TypeError: not a payload, or a tensor of a kind that cannot be sent (sparse, quantized).
     """
-    tensors: tuple[torch.Tensor, ...]
-    if payload is None:
-        structure, tensors = NOTHING, ()
-    elif isinstance(payload, torch.Tensor):
-        structure, tensors = SINGLE, (payload,)
-    elif isinstance(payload, tuple) and all(isinstance(part, torch.Tensor) for part in payload):
-        structure, tensors = TUPLE, payload
-    else:
-        raise TypeError(f"a message carries None, a tensor or a tuple of tensors, not {payload!r:.80}")
+    structure, tensors = _structure(payload)
     words: list[int] = []
     pieces: list[memoryview] = []
     for part in tensors:
@@ -70,6 +62,16 @@ def encode(key: bytes, sequence: int, payload: Payload) -> list[memoryview]:
         if data.numel():
             pieces.append(view(data))
     return [*_head(DATA, structure, len(tensors), sequence, key, words), *pieces]
+
+
+def _structure(payload: Payload) -> tuple[int, tuple[torch.Tensor, ...]]:
+    if payload is None:
+        return NOTHING, ()
+    if isinstance(payload, torch.Tensor):
+        return SINGLE, (payload,)
+    if isinstance(payload, tuple) and all(isinstance(part, torch.Tensor) for part in payload):
+        return TUPLE, payload
+    raise TypeError(f"a message carries None, a tensor or a tuple of tensors, not {payload!r:.80}")
 
 
 def control(kind: int, sequence: int = 0) -> memoryview:
@@ -177,10 +179,9 @@ def assemble(structure: int, parts: list[Part]) -> Payload:
     return tensors[0] if structure == SINGLE else tensors
 
 
-def copy_payload(payload: Payload) -> Payload:
-    """A detached copy, for delivery within one member."""
-    if payload is None:
-        return None
-    if isinstance(payload, torch.Tensor):
-        return payload.detach().clone()
-    return tuple(part.detach().clone() for part in payload)
+def copy_parts(payload: Payload) -> tuple[int, list[Part]]:
+    """Structure and copied parts of ``payload``, for delivery within one member."""
+    structure, tensors = _structure(payload)
+    return structure, [
+        Part(as_bytes(part).clone(), part.dtype, tuple(part.shape), part.is_cuda) for part in tensors
+    ]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import logging
+import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -15,11 +16,12 @@ from .failures import ended, translate
 if TYPE_CHECKING:
     from .epoch import Epoch
 
-logger = logging.getLogger(__name__)
-
 NO_TIMEOUT = timedelta(0)
-#: Connections are shut down already, so a failing operation needs only a moment.
-SETTLE = timedelta(seconds=5)
+#: How often a wait for a gloo collective looks whether the epoch has ended: gloo never wakes an operation that
+#: was in the middle of its data when the connection ended.
+_POLL = timedelta(milliseconds=20)
+#: After the end of the epoch: time for an operation that does fail by itself to let go of its tensors.
+_GRACE = timedelta(milliseconds=100)
 
 
 class CompletedWork(dist.Work):  # type: ignore[misc]
@@ -72,12 +74,9 @@ class BambooWork(dist.Work):  # type: ignore[misc]
         epoch: where it runs.
         inner: torch's handle.
         operation: name, for messages.
-        peer: member at the other end, of a send or receive.
         finish: run once, after success, by the first ``wait`` (e.g. to copy results).
-        source: maps the inner source rank to a group rank.
-        timeout: what ``wait`` uses by default, instead of the inner group's.
-        uninterruptible: shutting sockets down does not wake torch (gloo's receive from any source, which waits
-            for no socket in particular): ``wait`` then leaves a thread behind, until the timeout.
+        poll: whether ``inner.wait`` may be called with a short timeout again and again without harm; so with
+            gloo's collectives.
     """
 
     def __init__(
@@ -85,21 +84,15 @@ class BambooWork(dist.Work):  # type: ignore[misc]
         epoch: Epoch,
         inner: Any,
         operation: str,
-        peer: str | None = None,
         finish: Callable[[], None] | None = None,
-        source: Callable[[int], int] | None = None,
-        timeout: timedelta = NO_TIMEOUT,
-        uninterruptible: bool = False,
+        poll: bool = False,
     ) -> None:
         super().__init__()
-        self._timeout = timeout
-        self._uninterruptible = uninterruptible
         self._epoch = epoch
         self._inner = inner
         self._operation = operation
-        self._peer = peer
         self._finish = finish
-        self._source = source
+        self._poll = poll
         epoch.track(self)
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
@@ -113,20 +106,35 @@ class BambooWork(dist.Work):  # type: ignore[misc]
         inner = self._inner
         if inner is None:
             raise ended(self._epoch, self._operation)
-        timeout = timeout if timeout != NO_TIMEOUT else self._timeout
         try:
             with self._epoch.blocking():
-                if self._uninterruptible:
-                    done, _ = self._epoch.detachable(self._operation, lambda: bool(inner.wait(timeout)))
-                else:
-                    done = bool(inner.wait(timeout) if timeout != NO_TIMEOUT else inner.wait())
+                done = self._wait_polling(inner, timeout) if self._poll else _wait(inner, timeout)
         except RuntimeError as error:
-            raised = translate(error, self._epoch, self._operation, self._peer)
+            raised = translate(error, self._epoch, self._operation)
             raise raised from (None if raised is error else error)
         if self._finish is not None:
             finish, self._finish = self._finish, None
             finish()
         return done
+
+    def _wait_polling(self, inner: Any, timeout: timedelta) -> bool:
+        deadline = None if timeout == NO_TIMEOUT else time.monotonic() + timeout.total_seconds()
+        while True:
+            step = _POLL
+            if deadline is not None:
+                step = min(step, timedelta(seconds=max(0.001, deadline - time.monotonic())))
+            if self._epoch.aborted is not None:
+                step = _GRACE
+            try:
+                return bool(inner.wait(step))
+            except RuntimeError:
+                if inner.is_completed():
+                    # Either its own error, or it completed just after the step.
+                    return bool(inner.wait())
+                if step is _GRACE:
+                    raise ended(self._epoch, self._operation) from None
+                if deadline is not None and time.monotonic() >= deadline:
+                    raise
 
     def is_completed(self) -> bool:
         """Whether it succeeded or failed; an ended epoch completes everything."""
@@ -141,7 +149,7 @@ class BambooWork(dist.Work):  # type: ignore[misc]
         if self._inner is None or self._epoch.aborted is not None:
             return ended(self._epoch, self._operation)
         error = self._inner.exception()
-        return None if error is None else translate(error, self._epoch, self._operation, self._peer)
+        return None if error is None else translate(error, self._epoch, self._operation)
 
     def result(self) -> list[torch.Tensor]:
         """The operation's tensors."""
@@ -154,8 +162,7 @@ class BambooWork(dist.Work):  # type: ignore[misc]
         """Group rank of the sender, of a completed receive."""
         if self._inner is None:
             raise ended(self._epoch, self._operation)
-        rank = int(self._inner._source_rank())
-        return rank if self._source is None else self._source(rank)
+        return int(self._inner._source_rank())
 
     _source_rank = source_rank
 
@@ -172,31 +179,35 @@ class BambooWork(dist.Work):  # type: ignore[misc]
         if self._inner is None:
             raise ended(self._epoch, self._operation)
         future: torch.futures.Future[Any] = torch.futures.Future()
+        settled = threading.Lock()
+
+        def settle(action: Callable[[], None]) -> None:
+            """The first of the two, the operation's end or the epoch's."""
+            if settled.acquire(blocking=False):
+                action()
 
         def copy(done: torch.futures.Future[Any]) -> None:
             try:
                 value = done.value()
             except RuntimeError as error:
-                future.set_exception(translate(error, self._epoch, self._operation, self._peer))
+                raised = translate(error, self._epoch, self._operation)
+                settle(lambda: future.set_exception(raised))
                 return
             if self._finish is not None:
                 finish, self._finish = self._finish, None
                 finish()
-            future.set_result(value)
+            settle(lambda: future.set_result(value))
 
-        self._inner.get_future().add_done_callback(copy)
+        inner_future = self._inner.get_future()
+        self._epoch.call_on_abort(lambda: settle(lambda: future.set_exception(ended(self._epoch, self._operation))))
+        inner_future.add_done_callback(copy)
         return future
 
-    def settle(self) -> None:
-        """Wait until the failed operation of an aborted epoch has left torch's threads."""
-        inner = self._inner
-        if inner is None or self._uninterruptible or inner.is_completed():
-            return
-        try:
-            inner.wait(SETTLE)
-        except RuntimeError as error:
-            logger.debug("epoch %d: %s ended: %s", self._epoch.number, self._operation, error)
+    def abandon(self) -> Any:
+        """Forget torch's handle, which keeps the sockets of its epoch open; returns it."""
+        inner, self._inner = self._inner, None
+        return inner
 
-    def abandon(self) -> None:
-        """Forget torch's handle, which keeps the sockets of its epoch open."""
-        self._inner = None
+
+def _wait(inner: Any, timeout: timedelta) -> bool:
+    return bool(inner.wait(timeout) if timeout != NO_TIMEOUT else inner.wait())

@@ -15,6 +15,7 @@ from ..compat import check_config, check_module
 from ..config import bamboo_config
 from ..errors import ConfigError, EpochChanged, ProtocolError
 from ..launch import current_job
+from ..observe import logs
 from ..state import join, split
 from ..topology import Layout, Role
 from .bubbles import IdleTimes
@@ -67,10 +68,12 @@ class BambooPipelineEngine(RecoveringExecutor):
         """Report the layout, enter the first epoch with roles, agree on the seed, build the replicas."""
         job = self._job
         role = Role(self.grid.data_parallel_id, self.stage_id)
+        logs.set_context(role=str(role))
         self._home = StageRuntime(role, owned=True)
         job.channel.report_layout(layout, self._mode.replicas)
         plan = job.channel.wait_plan(job.session.epoch, job.session.timeout.total_seconds())
         self._enter(plan)
+        job.lost_at = None
         if plan.world != layout:
             raise ProtocolError(f"the plan is for {plan.world}, this engine has {layout}")
         self._install_groups(role, self.grid)

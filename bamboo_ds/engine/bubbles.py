@@ -16,7 +16,7 @@ TOLERANCE_SHARE = 0.05
 TOLERANCE_S = 0.0005
 
 #: How many of the latest measurements count; the shortest decides.
-_MEMORY = 2
+_MEMORY = 5
 #: Weight of the newest duration of a pass.
 _SMOOTHING = 0.3
 

@@ -122,11 +122,13 @@ class RecoveringExecutor(PassExecutor):
         self._bubble_begin.clear()
         self._idle.forget()
         self._enter(plan)
+        logger.info("entered epoch %d", plan.epoch)
         promoted = self._adopt_roles(plan)
         mine = self._record()
         others = self._transport.exchange(json.dumps(mine))
         records = {member: json.loads(text) for member, text in others.items()}
         decision = self._decide(plan, records)
+        logger.info("agreed to %s operation %d", decision.mode, decision.step)
         behind = session.member in decision.behind
         if behind:
             self._batches.drop()
