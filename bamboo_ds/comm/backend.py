@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from ..errors import EpochChanged, UnsupportedError
+from ..errors import EpochChanged
+from . import p2p, wire
 from .c10d import dist, registry
 from .cohosted import Cohosted
 from .epoch import Epoch
 from .failures import translate
 from .inner import GLOO, NCCL, issue, kind_for
 from .local import LocalGroup
-from .mailbox import MailboxWork
 from .session import Session, current
 from .work import BambooWork, CompletedWork
 
@@ -83,8 +83,9 @@ class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     """A handle on a group of logical ranks.
 
     Collectives run in the session's current epoch over the distinct owners of the ranks; the inner group is
-    built by the first collective of each epoch. Sends and receives run over the epoch's mesh of all members,
-    so they need nobody but the two. While the session is detached everything succeeds without effect on others.
+    built by the first collective of each epoch. Sends and receives run over the epoch's links, so they need
+    nobody but the two; sends are eager. While the session is detached everything succeeds without effect on
+    others.
 
     Every operation, and every ``wait`` on a handle, raises ``EpochChanged`` once the epoch has ended, and
     ``PeerLost`` if a connection broke before.
@@ -169,10 +170,7 @@ class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     def _collective(self, operation: str, device: torch.device | None, *arguments: Any) -> Any:
         """Run ``operation`` of the inner group (named as in torch's ``Backend``)."""
-        work = self._start(operation, device, arguments)
-        if self._coalescing is not None:
-            self._coalescing.append(work)
-        return work
+        return self._coalesced(self._start(operation, device, arguments))
 
     def _start(self, operation: str, device: torch.device | None, arguments: tuple[Any, ...]) -> Any:
         if self._session.detached:
@@ -198,7 +196,7 @@ class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         except RuntimeError as error:
             raised = translate(error, epoch, operation)
             raise raised from (None if raised is error else error)
-        return BambooWork(epoch, work, operation, finish=finish)
+        return BambooWork(epoch, work, operation, owners, finish, poll=kind == GLOO)
 
     # -- collectives -------------------------------------------------------------------------------------
     def broadcast(self, tensors: Tensors, opts: Any) -> Any:
@@ -309,89 +307,56 @@ class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     # -- point to point ----------------------------------------------------------------------------------
     def send(self, tensors: Tensors, destination: int, tag: int) -> Any:
-        """To group rank ``destination``. Completes when the receiver has taken it."""
-        return self._transfer("send", tensors, destination, tag)
+        """To group rank ``destination``. Completes when the tensor may be changed."""
+        tensor = p2p.check(tensors, tag)
+        if self._session.detached:
+            return CompletedWork(tensors)
+        epoch = self._session.current
+        peer = epoch.plan.owners[self.ranks[destination]]
+        if kind_for(tensor.device) == NCCL and peer != epoch.member:
+            return self._nccl(epoch, "send", tensors, peer, tag)
+        key = self._stream(destination, tag)
+        if peer == epoch.member:
+            return self._coalesced(p2p.deliver_here(epoch, key, self._index, tensor))
+        ticket = epoch.links.send(peer, wire.encode(key, self._index, tensor))
+        return self._coalesced(p2p.SendWork(epoch, peer, ticket, tensor, self._timeout))
 
     def recv(self, tensors: Tensors, source: int, tag: int) -> Any:
         """From group rank ``source``."""
-        return self._transfer("recv", tensors, source, tag)
+        tensor = p2p.check(tensors, tag)
+        if self._session.detached:
+            return CompletedWork(tensors, source)
+        epoch = self._session.current
+        peer = epoch.plan.owners[self.ranks[source]]
+        if kind_for(tensor.device) == NCCL and peer != epoch.member:
+            return self._nccl(epoch, "recv", tensors, peer, tag)
+        return self._coalesced(
+            p2p.RecvWork(epoch, self._stream(self._index, tag), tensor, source, [peer], self._timeout)
+        )
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> Any:
-        """From whoever sends first; ``source_rank()`` of the work tells.
-
-        gloo does not notice here that a peer is gone: only the control plane's abort ends the wait, and leaves a
-        thread behind until the timeout.
-
-        Raises:
-            UnsupportedError: while roles of the group share a member.
-        """
+        """From whoever sends first; ``source_rank()`` of the work tells."""
+        tensor = p2p.check(tensors, tag)
         if self._session.detached:
             return CompletedWork(tensors, self._index)
         epoch = self._session.current
+        others = [member for member in self._owners(epoch) if member != epoch.member]
+        return self._coalesced(p2p.RecvWork(epoch, self._stream(self._index, tag), tensor, None, others, self._timeout))
+
+    def _stream(self, destination: int, tag: int) -> bytes:
+        return f"p2p/{self._key}/{destination}/{tag}".encode()
+
+    def _nccl(self, epoch: Epoch, operation: str, tensors: Tensors, peer: str, tag: int) -> Any:
         owners = self._owners(epoch)
-        if len(owners) != len(self.ranks):
-            raise UnsupportedError(
-                f"recv from any source is not supported while roles of group {self._key} share a member"
-            )
-
-        def source(mesh_rank: int) -> int:
-            return owners.index(epoch.plan.members[mesh_rank])
-
-        stream = self._stream(epoch, tag)
-        return self._issue(
-            epoch, "recv_anysource", None, lambda: epoch.mesh.recv_anysource(tensors, stream), source, True
-        )
-
-    def _stream(self, epoch: Epoch, tag: int, pair: str = "") -> int:
+        inner = epoch.group(self._key, owners, NCCL)
         try:
-            return epoch.stream(f"{self._key}/{tag}{pair}")
-        except RuntimeError as error:
-            raised = translate(error, epoch, "agreeing on a stream", epoch.plan.store_host)
-            raise raised from (None if raised is error else error)
-
-    def _transfer(self, operation: str, tensors: Tensors, other: int, tag: int) -> Any:
-        if self._session.detached:
-            return CompletedWork(tensors, other)
-        if tag < 0:
-            raise ValueError(f"tag must not be negative, got {tag}")
-        epoch = self._session.current
-        peer = epoch.plan.owners[self.ranks[other]]
-        owners = self._owners(epoch)
-        sender, receiver = (self._index, other) if operation == "send" else (other, self._index)
-        pair = "" if len(owners) == len(self.ranks) else f"/{sender}>{receiver}"
-        if peer == epoch.member:
-            return MailboxWork(epoch, f"{self._key}/{tag}{pair}", operation, tensors[0], other)
-        if kind_for(tensors[0].device) == NCCL:
-            inner = epoch.group(self._key, owners, NCCL)
-            return self._issue(
-                epoch, operation, peer, lambda: getattr(inner, operation)(tensors, owners.index(peer), tag)
-            )
-        stream = self._stream(epoch, tag, pair)
-        rank = epoch.plan.members.index(peer)
-        return self._issue(
-            epoch,
-            operation,
-            peer,
-            lambda: getattr(epoch.mesh, operation)(tensors, rank, stream),
-            lambda _: other,
-        )
-
-    def _issue(
-        self,
-        epoch: Epoch,
-        operation: str,
-        peer: str | None,
-        start: Callable[[], Any],
-        source: Callable[[int], int] | None = None,
-        uninterruptible: bool = False,
-    ) -> Any:
-        try:
-            with epoch.blocking():
-                inner = start()
+            work = getattr(inner, operation)(tensors, owners.index(peer), tag)
         except RuntimeError as error:
             raised = translate(error, epoch, operation, peer)
             raise raised from (None if raised is error else error)
-        work = BambooWork(epoch, inner, operation, peer, None, source, self._timeout, uninterruptible)
+        return self._coalesced(BambooWork(epoch, work, operation, [peer]))
+
+    def _coalesced(self, work: Any) -> Any:
         if self._coalescing is not None:
             self._coalescing.append(work)
         return work

@@ -11,13 +11,14 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
-from ..errors import PeerLost
+from ..errors import EpochChanged, PeerLost
 from ..topology import Plan
 from . import sockets
 from .c10d import Store, dist
 from .failures import ended, translate
 from .inner import GLOO, abort_inner, create_inner
 from .links import Links
+from .p2p import Receives
 from .sockets import Endpoint
 from .work import BambooWork
 
@@ -27,8 +28,8 @@ logger = logging.getLogger(__name__)
 _STORE_CONNECT = timedelta(seconds=5)
 #: Seconds between two sweeps over the sockets of an aborted epoch while operations are still blocked in it.
 _SWEEP_EVERY = 0.01
-#: Seconds to find out whose process is gone when a collective failed.
-_PROBE = 0.05
+#: Seconds to find out who is gone when a collective failed.
+_PROBE = 0.1
 #: Sweeps that follow an abort in any case: somebody may wait for a future, or poll, uncounted.
 _SWEEPS = 8
 
@@ -57,6 +58,7 @@ class Epoch:
         self.timeout = timeout
         self.number = plan.epoch
         self.links = Links(self)
+        self.receives = Receives(self)
         self._address = address
         self._on_peer_failure = on_peer_failure
         self._lock = threading.Lock()
@@ -64,7 +66,7 @@ class Epoch:
         self._building = threading.RLock()
         self._aborted: str | None = None
         self._blocked = 0
-        self._callbacks: list[Callable[[], None]] = [self.links.shut_down]
+        self._callbacks: dict[object, Callable[[], None]] = {self.links: self.links.shut_down}
         self._works: weakref.WeakSet[BambooWork] = weakref.WeakSet()
         self._sweeper: threading.Thread | None = None
         self._leaving = False
@@ -77,6 +79,7 @@ class Epoch:
         self._listener: Endpoint | None = None
         self._endpoints: dict[Endpoint, str] = {}
         self._groups: dict[tuple[str, str, tuple[str, ...]], Any] = {}
+        self._transports = 0
         self._pairs = 0  # gloo pairs created on the device so far; gloo numbers them
         self._connecting_pairs: range = range(0)
 
@@ -219,25 +222,41 @@ class Epoch:
         """Remember a work handle, to release its sockets with the epoch."""
         self._works.add(work)
 
-    def call_on_abort(self, callback: Callable[[], None]) -> None:
-        """Call ``callback`` when the epoch is aborted (at once if it is). It must not block."""
+    def call_on_abort(self, callback: Callable[[], None]) -> Callable[[], None]:
+        """Call ``callback`` when the epoch is aborted (at once if it is). It must not block.
+
+        Returns:
+            What takes the order back.
+        """
+        order = object()
         with self._lock:
-            self._callbacks.append(callback)
+            self._callbacks[order] = callback
             aborted = self._aborted is not None
         if aborted:
             callback()
 
-    def find_lost(self, host: str, port: int) -> str | None:
-        """Which member an error message of gloo is about, that names this remote endpoint; ``None`` if unknown."""
-        normal = sockets.endpoint((host, port))[0]
-        for candidate in (port, socket.htons(port)):  # gloo prints the port with its bytes swapped
-            member = self._endpoints.get((normal, candidate))
-            if member is not None:
-                return member
-        # Of a connection that the peer made, gloo knows only a passing port. See who listens no more.
-        others = [place for place, member in self._endpoints.items() if member != self.member]
-        gone = sockets.vanished(others, _PROBE)
-        return None if gone is None else self._endpoints[gone]
+        def take_back() -> None:
+            with self._lock:
+                self._callbacks.pop(order, None)
+
+        return take_back
+
+    def explain(self, host: str | None, port: int | None) -> EpochChanged | None:
+        """Why a connection of gloo broke, as far as our own connections tell; waits a moment for them.
+
+        Args:
+            host, port: the remote end as gloo prints it, if it did.
+
+        Returns:
+            ``PeerLost``, or ``EpochChanged`` if the member only left the epoch; ``None`` if nothing is known.
+        """
+        members: Sequence[str] = self.plan.members
+        if host is not None and port is not None:
+            place = sockets.endpoint((host, port))[0]
+            for candidate in (port, socket.htons(port)):  # gloo prints the port with its bytes swapped,
+                # and of connections that the peer made only a passing one
+                members = [self._endpoints[place, candidate]] if (place, candidate) in self._endpoints else members
+        return self.links.await_failure(members, _PROBE)
 
     def peer_failed(self, member: str | None, reason: str) -> None:
         """Tell the control plane, once per member, that an operation towards ``member`` failed."""
@@ -252,6 +271,11 @@ class Epoch:
         """Report the loss of ``member``; returns the error to raise."""
         self.peer_failed(member, reason)
         return PeerLost(f"epoch {self.number}, towards {member}: {reason}", member)
+
+    def next_transport(self) -> int:
+        """Number of the transport that is being opened; equal on all members, as they open them in one order."""
+        self._transports += 1
+        return self._transports
 
     # -- groups ------------------------------------------------------------------------------------------
     def group(self, key: str, members: Sequence[str], kind: str) -> Any:
@@ -297,7 +321,7 @@ class Epoch:
             if self._aborted is not None:
                 return
             self._aborted = reason
-            callbacks = list(self._callbacks)
+            callbacks = list(self._callbacks.values())
             groups = list(self._groups.items())
             self._quiet.notify_all()
         logger.info("epoch %d: aborted: %s", self.number, reason)

@@ -29,7 +29,7 @@ class FailingEpoch(Protocol):
     @property
     def aborted(self) -> str | None: ...
 
-    def find_lost(self, host: str, port: int) -> str | None: ...
+    def explain(self, host: str | None, port: int | None) -> EpochChanged | None: ...
 
     def peer_failed(self, member: str | None, reason: str) -> None: ...
 
@@ -42,9 +42,9 @@ def ended(epoch: FailingEpoch, operation: str) -> EpochChanged:
 def translate(error: Exception, epoch: FailingEpoch, operation: str, peer: str | None = None) -> Exception:
     """The error to raise for ``error``, which ``operation`` met.
 
-    Runtime errors become ``EpochChanged`` if the epoch was aborted, and ``PeerLost`` if a connection broke;
-    then the session's ``on_peer_failure`` is told. Everything else (wrong arguments, timeouts) is
-    returned as it is.
+    Runtime errors become ``EpochChanged`` if the epoch was aborted (here or, as far as known, at the other end),
+    and ``PeerLost`` if a connection broke; then the session's ``on_peer_failure`` is told. Everything else (wrong
+    arguments, timeouts) is returned as it is.
 
     Args:
         peer: the member that the operation was directed to, if it was a single one.
@@ -56,10 +56,12 @@ def translate(error: Exception, epoch: FailingEpoch, operation: str, peer: str |
     text = str(error)
     if not (isinstance(error, dist.DistNetworkError) or _BROKEN.search(text)):
         return error
+    reason = f"{operation} failed: {text.splitlines()[0]}"
     if peer is None:
         named = _REMOTE.search(text)
-        if named is not None:
-            peer = epoch.find_lost(named["host"], int(named["port"]))
-    reason = f"{operation} failed: {text.splitlines()[0]}"
+        known = epoch.explain(named["host"], int(named["port"])) if named else epoch.explain(None, None)
+        if known is not None:
+            known.__cause__ = error
+            return known
     epoch.peer_failed(peer, reason)
     return PeerLost(f"epoch {epoch.number}, towards {peer or 'an unknown member'}: {reason}", peer)

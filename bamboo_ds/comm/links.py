@@ -225,8 +225,7 @@ class Links:
             for part in parts:
                 if part.data.numel():
                     _read_into(peer.connection, wire.view(part.data))
-            message = Message(peer.member, head.sequence, head.structure, parts, time.monotonic())
-            self.deliver(key, message)
+            self.deliver(key, Message(peer.member, head.sequence, head.structure, parts, time.monotonic()))
         elif head.kind == wire.FLUSH:
             self._write(peer, [wire.control(wire.ACK, head.sequence)])
         else:
@@ -242,6 +241,10 @@ class Links:
         with self.changed:
             self._inbox.setdefault(key, deque()).append(message)
             self.changed.notify_all()
+
+    def message(self, sequence: int, structure: int, parts: list[wire.Part]) -> Message:
+        """A message of this member to itself, for :meth:`deliver`."""
+        return Message(self._epoch.member, sequence, structure, parts, time.monotonic())
 
     def inbox(self, key: bytes) -> deque[Message]:
         """The messages for ``key``, oldest first. Hold :attr:`changed` to look or take."""
@@ -324,6 +327,17 @@ class Links:
         peer = self._peers.get(member)
         return None if peer is None else peer.failure
 
+    def await_failure(self, members: Iterable[str], timeout: float) -> EpochChanged | None:
+        """Why the first of ``members`` whose connection has ended is gone; waits up to ``timeout`` seconds."""
+        peers = [peer for member in members if (peer := self._peers.get(member)) is not None]
+
+        def first() -> EpochChanged | None:
+            return next((peer.failure for peer in peers if peer.failure is not None), None)
+
+        with self.changed:
+            failure = self.changed.wait_for(first, timeout)
+        return None if failure is None else _again(failure)
+
     def wait(
         self, operation: str, ready: Callable[[], bool], members: Iterable[str], timeout: timedelta | None = None
     ) -> bool:
@@ -384,7 +398,8 @@ class Links:
         key = f"round/{self._rounds}".encode()
         for member in self._peers:
             self.send(member, wire.encode(key, 0, payload))
-        found: dict[str, wire.Payload] = {self._epoch.member: wire.copy_payload(payload)}
+        own = self.message(0, *wire.copy_parts(payload))
+        found: dict[str, wire.Payload] = {own.source: own.payload()}
         with self.changed:
             inbox = self.inbox(key)
             for member in self._peers:

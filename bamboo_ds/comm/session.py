@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from .backend import BambooProcessGroup
 
 _current: Session | None = None
+#: Seconds that the end of a session waits for gloo to let go of its threads.
+_RELEASE = 5.0
 
 
 def current() -> Session:
@@ -234,6 +236,7 @@ class Session:
         self._detached = False
         if self._epoch is not None:
             self._epoch.destroy()
+            self._epoch.released(_RELEASE)
         self._hosted.clear()
         if _current is self:
             _current = None

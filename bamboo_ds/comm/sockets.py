@@ -8,12 +8,9 @@ each is duplicated first, identified by the names of the duplicate, and never cl
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
-import selectors
 import socket
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 #: Numeric host and port.
 Endpoint = tuple[str, int]
@@ -128,31 +125,6 @@ def _parse(text: str) -> Endpoint:
     words = [int(address[i : i + 8], 16).to_bytes(4, "little") for i in range(0, len(address), 8)]
     family = socket.AF_INET if len(words) == 1 else socket.AF_INET6
     return endpoint((socket.inet_ntop(family, b"".join(words)), int(port, 16)))
-
-
-def vanished(candidates: Iterable[Endpoint], timeout: float) -> Endpoint | None:
-    """The first of ``candidates`` at which nobody listens any more: its process is gone.
-
-    It refuses a connection, or drops one at once if its process is just being taken down. Waits at most
-    ``timeout`` seconds.
-    """
-    selector = selectors.DefaultSelector()
-    with contextlib.ExitStack() as opened:
-        opened.callback(selector.close)
-        for candidate in candidates:
-            family, name = resolve(*candidate)
-            probe = opened.enter_context(socket.socket(family, socket.SOCK_STREAM))
-            probe.setblocking(False)
-            if probe.connect_ex(name) == errno.ECONNREFUSED:
-                return candidate
-            selector.register(probe, selectors.EVENT_READ, candidate)
-        end = time.monotonic() + timeout
-        while (left := end - time.monotonic()) > 0:
-            for key, _ in selector.select(left):
-                # gloo says nothing to strangers, so this is an error or the end.
-                gone: Endpoint = key.data
-                return gone
-    return None
 
 
 def listen(host: str, backlog: int = 4096) -> socket.socket:

@@ -79,9 +79,7 @@ def control(kind: int, sequence: int = 0) -> memoryview:
     return _head(kind, NOTHING, 0, sequence, b"", [])[0]
 
 
-def _head(
-    kind: int, structure: int, tensors: int, sequence: int, key: bytes, words: list[int]
-) -> list[memoryview]:
+def _head(kind: int, structure: int, tensors: int, sequence: int, key: bytes, words: list[int]) -> list[memoryview]:
     meta = key + struct.pack(f"<{len(words)}q", *words)
     prefix = _PREFIX.pack(kind, structure, len(key), tensors, sequence, len(meta))
     if len(prefix) + len(meta) <= HEAD:
@@ -182,6 +180,4 @@ def assemble(structure: int, parts: list[Part]) -> Payload:
 def copy_parts(payload: Payload) -> tuple[int, list[Part]]:
     """Structure and copied parts of ``payload``, for delivery within one member."""
     structure, tensors = _structure(payload)
-    return structure, [
-        Part(as_bytes(part).clone(), part.dtype, tuple(part.shape), part.is_cuda) for part in tensors
-    ]
+    return structure, [Part(as_bytes(part).clone(), part.dtype, tuple(part.shape), part.is_cuda) for part in tensors]

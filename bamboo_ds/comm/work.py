@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..errors import EpochChanged
 from .c10d import dist
 from .failures import ended, translate
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 NO_TIMEOUT = timedelta(0)
 #: How often a wait for a gloo collective looks whether the epoch has ended: gloo never wakes an operation that
 #: was in the middle of its data when the connection ended.
-_POLL = timedelta(milliseconds=20)
+_POLL = timedelta(milliseconds=50)
 #: After the end of the epoch: time for an operation that does fail by itself to let go of its tensors.
 _GRACE = timedelta(milliseconds=100)
 
@@ -74,6 +75,7 @@ class BambooWork(dist.Work):  # type: ignore[misc]
         epoch: where it runs.
         inner: torch's handle.
         operation: name, for messages.
+        members: on whom it depends.
         finish: run once, after success, by the first ``wait`` (e.g. to copy results).
         poll: whether ``inner.wait`` may be called with a short timeout again and again without harm; so with
             gloo's collectives.
@@ -84,6 +86,7 @@ class BambooWork(dist.Work):  # type: ignore[misc]
         epoch: Epoch,
         inner: Any,
         operation: str,
+        members: Sequence[str],
         finish: Callable[[], None] | None = None,
         poll: bool = False,
     ) -> None:
@@ -91,6 +94,7 @@ class BambooWork(dist.Work):  # type: ignore[misc]
         self._epoch = epoch
         self._inner = inner
         self._operation = operation
+        self._members = members
         self._finish = finish
         self._poll = poll
         epoch.track(self)
@@ -123,7 +127,8 @@ class BambooWork(dist.Work):  # type: ignore[misc]
             step = _POLL
             if deadline is not None:
                 step = min(step, timedelta(seconds=max(0.001, deadline - time.monotonic())))
-            if self._epoch.aborted is not None:
+            gone = self._gone()
+            if gone is not None:
                 step = _GRACE
             try:
                 return bool(inner.wait(step))
@@ -131,10 +136,16 @@ class BambooWork(dist.Work):  # type: ignore[misc]
                 if inner.is_completed():
                     # Either its own error, or it completed just after the step.
                     return bool(inner.wait())
-                if step is _GRACE:
-                    raise ended(self._epoch, self._operation) from None
+                if gone is not None:
+                    raise gone from None
                 if deadline is not None and time.monotonic() >= deadline:
                     raise
+
+    def _gone(self) -> EpochChanged | None:
+        """Why the operation cannot complete any more, if so."""
+        if self._epoch.aborted is not None:
+            return ended(self._epoch, self._operation)
+        return self._epoch.links.await_failure(self._members, 0)
 
     def is_completed(self) -> bool:
         """Whether it succeeded or failed; an ended epoch completes everything."""
@@ -186,7 +197,11 @@ class BambooWork(dist.Work):  # type: ignore[misc]
             if settled.acquire(blocking=False):
                 action()
 
+        def end() -> None:
+            settle(lambda: future.set_exception(ended(self._epoch, self._operation)))
+
         def copy(done: torch.futures.Future[Any]) -> None:
+            take_back()
             try:
                 value = done.value()
             except RuntimeError as error:
@@ -199,7 +214,7 @@ class BambooWork(dist.Work):  # type: ignore[misc]
             settle(lambda: future.set_result(value))
 
         inner_future = self._inner.get_future()
-        self._epoch.call_on_abort(lambda: settle(lambda: future.set_exception(ended(self._epoch, self._operation))))
+        take_back = self._epoch.call_on_abort(end)
         inner_future.add_done_callback(copy)
         return future
 

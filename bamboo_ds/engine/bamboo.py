@@ -113,6 +113,7 @@ class BambooPipelineEngine(RecoveringExecutor):
             prev_stage=role.stage - 1,
             next_stage=role.stage + 1,
             global_rank=layout.rank(role),
+            checkpoint_mp_rank=role.stage,
             grid=grid,
             mpu=grid,
             pipe_buffers=buffers,

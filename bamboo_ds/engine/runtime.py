@@ -48,7 +48,9 @@ BOUND_ATTRIBUTES = (
     "global_samples",
     "skipped_steps",
     "micro_steps",
+    # Which files of a checkpoint the role writes.
     "save_non_zero_checkpoint",
+    "checkpoint_mp_rank",
 )
 
 

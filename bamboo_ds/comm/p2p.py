@@ -1,0 +1,194 @@
+"""Sends and receives of process groups, over the epoch's links."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..errors import UnsupportedError
+from . import wire
+from .links import Message
+from .work import NO_TIMEOUT, CompletedWork
+
+if TYPE_CHECKING:
+    from .epoch import Epoch
+
+
+class SendWork(CompletedWork):
+    """A send: complete when its tensor may be changed."""
+
+    def __init__(self, epoch: Epoch, member: str, ticket: int, tensor: torch.Tensor, timeout: timedelta) -> None:
+        super().__init__([tensor])
+        self._epoch = epoch
+        self._member = member
+        self._ticket = ticket
+        self._timeout = timeout
+
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
+        """Wait until the kernel has taken everything.
+
+        Raises:
+            EpochChanged, PeerLost: it never will.
+            RuntimeError: not within the timeout.
+        """
+        links = self._epoch.links
+        limit = timeout if timeout != NO_TIMEOUT else self._timeout
+        with links.changed:
+            if not links.wait("send", lambda: links.written(self._member, self._ticket), [self._member], limit):
+                raise RuntimeError(f"Timed out waiting {limit} for send operation to {self._member} to complete")
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether the tensor may be changed, or never will be sent."""
+        links = self._epoch.links
+        with links.changed:
+            return (
+                self._epoch.aborted is not None
+                or links.written(self._member, self._ticket)
+                or links.failure(self._member) is not None
+            )
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """As in gloo: sends have none."""
+        raise RuntimeError("a send has no future")
+
+
+class Receives:
+    """The receives that a process has posted in one epoch, by key, in order."""
+
+    def __init__(self, epoch: Epoch) -> None:
+        self._epoch = epoch
+        self._posted: dict[bytes, deque[RecvWork]] = {}
+
+    def post(self, work: RecvWork) -> None:
+        """Queue a receive; the caller holds the links' condition."""
+        self._posted.setdefault(work.key, deque()).append(work)
+
+    def withdraw(self, work: RecvWork) -> None:
+        """Take back a receive that nothing has arrived for; the caller holds the links' condition."""
+        self._posted[work.key].remove(work)
+
+    def match(self, key: bytes) -> None:
+        """Give arrived messages to posted receives: each takes the oldest it accepts, the first posted first.
+
+        The caller holds the links' condition.
+        """
+        inbox = self._epoch.links.inbox(key)
+        posted = self._posted.get(key, ())
+        for work in [work for work in posted if inbox]:
+            for message in inbox:
+                if work.source is None or message.sequence == work.source:
+                    work.message = message
+                    inbox.remove(message)
+                    self.withdraw(work)
+                    break
+
+
+class RecvWork(CompletedWork):
+    """A receive.
+
+    Args:
+        key: the stream.
+        tensor: where to put what arrives.
+        source: group rank of the sender; ``None`` for any.
+        members: who may send it.
+    """
+
+    def __init__(
+        self,
+        epoch: Epoch,
+        key: bytes,
+        tensor: torch.Tensor,
+        source: int | None,
+        members: Iterable[str],
+        timeout: timedelta,
+    ) -> None:
+        super().__init__([tensor])
+        self.key = key
+        self.source = source
+        self.message: Message | None = None
+        self._epoch = epoch
+        self._members = tuple(members)
+        self._timeout = timeout
+        self._taken = False
+        self._lock = threading.Lock()
+        with epoch.links.changed:
+            epoch.receives.post(self)
+
+    def _arrived(self) -> bool:
+        if self.message is None:
+            self._epoch.receives.match(self.key)
+        return self.message is not None
+
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
+        """Wait for the message and copy it into the tensor.
+
+        Raises:
+            EpochChanged, PeerLost: it never comes.
+            RuntimeError: not within the timeout (the receive is withdrawn then), or of another size.
+        """
+        limit = timeout if timeout != NO_TIMEOUT else self._timeout
+        links = self._epoch.links
+        with links.changed:
+            if not links.wait("recv", self._arrived, self._members, limit):
+                self._epoch.receives.withdraw(self)
+                raise RuntimeError(f"Timed out waiting {limit} for recv operation to complete")
+        with self._lock:
+            if not self._taken:
+                self._take()
+                self._taken = True
+        return True
+
+    def _take(self) -> None:
+        assert self.message is not None
+        (part,) = self.message.parts
+        tensor = self._result[0]
+        if part.data.numel() != tensor.numel() * tensor.element_size():
+            raise RuntimeError(
+                f"recv: rank {self.message.sequence} sent {part.data.numel()} bytes, "
+                f"the tensor takes {tensor.numel() * tensor.element_size()}"
+            )
+        # Like any transport of bytes: the receiver's dtype tells what they mean.
+        tensor.detach().copy_(part.data.view(tensor.dtype).view(tensor.shape))
+
+    def is_completed(self) -> bool:
+        """Whether :meth:`wait` would return, or raise, at once."""
+        with self._epoch.links.changed:
+            return (
+                self._arrived()
+                or self._epoch.aborted is not None
+                or any(self._epoch.links.failure(member) is not None for member in self._members)
+            )
+
+    def source_rank(self) -> int:
+        """Group rank of the sender, after :meth:`wait`."""
+        return -1 if self.message is None else self.message.sequence
+
+    _source_rank = source_rank
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """As in gloo: receives have none."""
+        raise RuntimeError("a receive has no future")
+
+
+def check(tensors: list[torch.Tensor], tag: int) -> torch.Tensor:
+    """The one tensor of a send or receive; raises what stock backends raise for misuse."""
+    if len(tensors) != 1:
+        raise ValueError(f"send and recv take one tensor, got {len(tensors)}")
+    if tag < 0:
+        raise ValueError(f"tag must not be negative, got {tag}")
+    if tensors[0].layout is not torch.strided:
+        raise UnsupportedError(f"send and recv take dense tensors, not {tensors[0].layout}")
+    return tensors[0]
+
+
+def deliver_here(epoch: Epoch, key: bytes, source: int, tensor: torch.Tensor) -> CompletedWork:
+    """Send to another role of the same member."""
+    structure, parts = wire.copy_parts(tensor)
+    epoch.links.deliver(key, epoch.links.message(source, structure, parts))
+    return CompletedWork([tensor])
