@@ -148,7 +148,7 @@ def recv_from_victim(member: Member) -> None:
 
 
 def send_to_victim(member: Member) -> None:
-    dist.send(torch.zeros(1 << 20), VICTIM, tag=6)
+    dist.send(torch.zeros(1 << 24), VICTIM, tag=6)  # more than the kernel's buffers take
 
 
 def wait_on_store(member: Member) -> None:
@@ -189,7 +189,7 @@ BLOCKING = {
     )
 }
 #: gloo and the store cannot know here that the victim is gone: only the control plane can tell.
-UNNOTICED = {"wait_on_store", "get_from_store", "recv_from_anybody", "first_use_of_a_group"}
+UNNOTICED = {"wait_on_store", "get_from_store", "first_use_of_a_group"}
 #: Cases with several steps block at the first that needs the victim. The others are covered by name.
 OPERATIONS = sorted(set(CASES) - {"subgroup"}) + sorted(BLOCKING)
 
@@ -255,6 +255,7 @@ def test_killed_peer_under_every_operation() -> None:
         made.everybody("case", lambda index: ("all_gather", index, 3))  # builds the group
         for operation in OPERATIONS:
             survivors = [made[0], made[2]]
+            made[VICTIM].stop()  # so that it dies in the middle of what it gets, and not after
             for rank in (0, 2):
                 start_operation(made[rank], operation, rank)
             for survivor in survivors:
@@ -284,6 +285,53 @@ def test_killed_peer_under_every_operation() -> None:
     assert killed == len(OPERATIONS)
 
 
+def large_all_reduce(member: Member) -> None:
+    data = torch.zeros(1 << 24)
+    while True:
+        dist.all_reduce(data)
+
+
+def large_transfers(member: Member) -> None:
+    data, room = torch.ones(1 << 22), [torch.ones(1 << 22) for _ in range(3)]
+    others = [rank for rank in range(3) if rank != dist.get_rank()]
+    while True:
+        works = [dist.isend(data, rank) for rank in others] + [dist.irecv(room[rank], rank) for rank in others]
+        for work in works:
+            assert work is not None
+            work.wait()
+
+
+@pytest.mark.parametrize("fault", ["stopped", "killed"])
+@pytest.mark.parametrize("operation", [large_all_reduce, large_transfers])
+def test_peer_lost_in_the_middle_of_its_data(operation: Any, fault: str) -> None:
+    """gloo never wakes an operation that has a part of its data; the others go on and end cleanly all the same."""
+    with cluster(3) as made:
+        check_alive(made)
+        for index in range(3):
+            made[index].start("call", operation)
+        for index in range(3):
+            made[index].wait_blocked()
+        made[VICTIM].stop()
+        start = time.monotonic()
+        if fault == "killed":
+            made[VICTIM].kill()
+        for index in (0, 2):
+            if fault == "stopped":
+                made[index].control("abort", "a test stopped m1")
+        outcomes = [made[index].outcome() for index in (0, 2)]
+        for outcome in outcomes:
+            assert outcome is not None and outcome.kind in LOST, outcome
+            WAKE[fault].append(outcome.when - start)
+        if fault == "killed":
+            made.replace_member(VICTIM)
+            made.attach()
+            made[VICTIM].run("init", VICTIM, 3)
+        else:
+            made[VICTIM].resume()
+            assert made[VICTIM].outcome() is not None
+        check_alive(made)
+
+
 def test_wait_for_a_peer_that_never_comes(trio: Cluster) -> None:
     """Stopped before attaching, so the others wait for its address; the next epoch works."""
     trio[VICTIM].stop()
@@ -305,8 +353,8 @@ def test_wait_for_a_peer_that_never_comes(trio: Cluster) -> None:
     check_alive(trio)
 
 
-def stop_while_connecting(member: Member, plan: Any, address: tuple[str, int]) -> None:
-    """Attach, but be stopped with the address published and no connection made: gloo waits for us, socketless."""
+def stop_while_connecting(member: Member) -> None:
+    """Be stopped with the address published and no connection made: gloo waits for us, perhaps without a socket."""
     import os
     import signal
 
@@ -334,7 +382,7 @@ def stop_while_connecting(member: Member, plan: Any, address: tuple[str, int]) -
 
     module.create_inner = stopping
     try:
-        member.attach(plan, address)
+        dist.barrier()
     finally:
         module.create_inner = real
 
@@ -342,28 +390,25 @@ def stop_while_connecting(member: Member, plan: Any, address: tuple[str, int]) -
 def test_peer_stopped_in_the_middle_of_connecting(trio: Cluster) -> None:
     """Whichever side connects: with port numbers at random some of the tries wait without any socket."""
     for _ in range(4):
-        plan = trio.next_plan()
-        port = trio[0].run("host", plan)
-        address = (trio.address, port)
-        trio[VICTIM].start("call", stop_while_connecting, plan, address)
+        trio.attach()
+        trio[VICTIM].start("call", stop_while_connecting)
         for index in (0, 2):
-            trio[index].start("attach", plan, address)
+            trio[index].start("case", "barrier", index, 3)
         trio[VICTIM].wait_stopped()
         when = {}
         for index in (0, 2):
             trio[index].wait_blocked()
             when[index] = trio[index].control("abort", "m1 stopped while connecting")
-        # Where all its connections were made by others, the mesh came about and only its use would block.
         for index in (0, 2):
             outcome = trio[index].outcome()
-            assert outcome is None or outcome.kind in LOST, outcome
-            if outcome is not None:
-                WAKE["stopped"].append(max(0.0, outcome.when - when[index]))
+            assert outcome is not None and outcome.kind in LOST, outcome
+            WAKE["stopped"].append(max(0.0, outcome.when - when[index]))
             trio[index].start("case", "barrier", index, 3)
             after = trio[index].outcome()
             assert after is not None and after.kind == "EpochChanged"
         trio[VICTIM].resume()
-        trio[VICTIM].outcome()
+        trio[VICTIM].control("abort", "it was stopped for too long")
+        assert trio[VICTIM].outcome() is not None
     check_alive(trio)
 
 

@@ -128,7 +128,17 @@ def test_two_pipelines(tmp_path: Path, reference: Reference, at: str) -> None:
 )
 def test_shapes(tmp_path: Path, reference: Reference, stages: int, pipelines: int, victims: tuple[int, ...]) -> None:
     faults = [fault(rank, 1 + i % 3, ("BackwardPass", "ForwardPass")[i % 2], 2) for i, rank in enumerate(victims)]
-    survive(tmp_path, reference, faults, stages=stages, pipelines=pipelines, micro_batches=4)
+    # With more than two pipelines the mean of their losses depends on the order of a sum, which DeepSpeed leaves to
+    # the collective: bit-equal to our own run, and to DeepSpeed's within rounding.
+    own = pipelines > 2
+    result = survive(tmp_path, reference, faults, stages, pipelines, micro_batches=4, own=own)
+    if own:
+        stock = reference(stages, pipelines, 4, "--steps", str(STEPS))
+        for dump in result.ranks().values():
+            assert dump["losses"] == pytest.approx(stock.ranks()[0]["losses"], rel=1e-6)
+        for role, state in stock.roles().items():
+            for mine, theirs in zip(result.roles()[role]["parameters"], state["parameters"], strict=True):
+                assert (mine - theirs).norm() <= 1e-6 * theirs.norm()
 
 
 @pytest.mark.parametrize(("at", "micro_batch"), [("ForwardPass", 2), ("RecvGrad", 1), ("Commit", None)])

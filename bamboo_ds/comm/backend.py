@@ -54,6 +54,26 @@ def init_process_group(session: Session, rank: int, world_size: int, timeout: ti
     )
 
 
+class _HandleRanks(dict[int, int]):
+    """Global rank to group rank of a handle, which also knows the rank that the handle stands for by any other name.
+
+    torch asks for the group rank of the *process* (when it logs a failed call, for one), which need not be a rank
+    of the group: the process acts for a role that it has taken over. The handle's own rank is the answer.
+    """
+
+    def __init__(self, handle: BambooProcessGroup) -> None:
+        super().__init__({rank: index for index, rank in enumerate(handle.ranks)})
+        self._own = handle.rank()
+
+    def __contains__(self, rank: object) -> bool:
+        return super().__contains__(rank) or rank == registry.get_rank()
+
+    def __missing__(self, rank: int) -> int:
+        if rank == registry.get_rank():
+            return self._own
+        raise KeyError(rank)
+
+
 def register_handle(handle: BambooProcessGroup, name: str) -> None:
     """Make torch.distributed know a handle that was made outside ``new_group``.
 
@@ -70,7 +90,7 @@ def register_handle(handle: BambooProcessGroup, name: str) -> None:
     store = dist.PrefixStore(f"{torch_name}/", registry._get_default_store())
     world.pg_map[handle] = (dist.Backend(NAME), store)
     world.pg_names[handle] = torch_name
-    world.pg_group_ranks[handle] = {rank: index for index, rank in enumerate(handle.ranks)}
+    world.pg_group_ranks[handle] = _HandleRanks(handle)
     world.pg_backend_config[handle] = str(registry.BackendConfig(dist.Backend(NAME)))
     tag = f"ptd:{torch_name}"
     world.tags_to_pg.setdefault(tag, []).append(handle)

@@ -30,8 +30,6 @@ _STORE_CONNECT = timedelta(seconds=5)
 _SWEEP_EVERY = 0.01
 #: Seconds to find out who is gone when a collective failed.
 _PROBE = 0.1
-#: Sweeps that follow an abort in any case: somebody may wait for a future, or poll, uncounted.
-_SWEEPS = 8
 
 
 class Epoch:
@@ -69,7 +67,6 @@ class Epoch:
         self._callbacks: dict[object, Callable[[], None]] = {self.links: self.links.shut_down}
         self._works: weakref.WeakSet[BambooWork] = weakref.WeakSet()
         self._sweeper: threading.Thread | None = None
-        self._leaving = False
         self._connector: threading.Thread | None = None
         self._undertaker: threading.Thread | None = None
         self._accused: set[str | None] = set()
@@ -89,10 +86,9 @@ class Epoch:
         host = self.plan.store_host
         try:
             self._connect_store(store_address)
-            self._open_device()
             with self.blocking():
-                places = self._exchange_places()
-                self.links.connect(places, self.timeout)
+                mine = self.links.listen(self._address)
+                self.links.connect(self._exchange("link", mine, self.plan.members), self.timeout)
         except RuntimeError as error:
             raised = translate(error, self, "attaching", host)
             raise raised from (None if raised is error else error)
@@ -152,31 +148,28 @@ class Epoch:
             raise outcome[0]
         return outcome[0], thread
 
-    def _open_device(self) -> None:
-        host = sockets.endpoint(sockets.resolve(self._address, 0)[1])[0]
-        for _ in range(3):  # another thread may open a listening socket at the same moment
-            before = sockets.socket_descriptors()
-            device = dist.ProcessGroupGloo.create_device(hostname=self._address)
-            self._listener = sockets.new_listener(before, host)
-            if self._listener is not None:
-                with self._lock:
-                    self._device = device
-                return
-        raise RuntimeError(f"cannot tell which socket of this process gloo listens on at {self._address}")
+    def _exchange(self, what: str, mine: str, members: Sequence[str]) -> dict[str, str]:
+        """Publish a text in the store, and wait for those of ``members``."""
+        store = self.store
+        store.set(f"{what}/{self.member}", mine)
+        answers = store.multi_get([f"{what}/{member}" for member in members])
+        return {member: answer.decode() for member, answer in zip(members, answers, strict=True)}
 
-    def _exchange_places(self) -> dict[str, str]:
-        """Publish where we listen; returns where every member's links do, and learns where its gloo does."""
-        store, listener = self.store, self._listener
-        assert listener is not None
-        own = f"{listener[0]} {listener[1]} {self.links.listen(self._address)}"
-        store.set(f"place/{self.member}", own)
-        places, endpoints = {}, {}
-        answers = store.multi_get([f"place/{member}" for member in self.plan.members])
-        for member, answer in zip(self.plan.members, answers, strict=True):
-            host, port, places[member] = answer.decode().split(" ", 2)
-            endpoints[(host, int(port))] = member
-        self._endpoints = endpoints
-        return places
+    def _open_device(self, members: Sequence[str]) -> None:
+        """Have a gloo device, and know where those of ``members`` listen."""
+        if self._listener is None:
+            host = sockets.endpoint(sockets.resolve(self._address, 0)[1])[0]
+            for _ in range(3):  # another thread may open a listening socket at the same moment
+                before = sockets.socket_descriptors()
+                self._device = dist.ProcessGroupGloo.create_device(hostname=self._address)
+                self._listener = sockets.new_listener(before, host)
+                if self._listener is not None:
+                    break
+            else:
+                raise RuntimeError(f"cannot tell which socket of this process gloo listens on at {self._address}")
+        for member, place in self._exchange("gloo", f"{self._listener[0]} {self._listener[1]}", members).items():
+            host, port = place.split(" ")
+            self._endpoints = {**self._endpoints, (host, int(port)): member}
 
     # -- state -------------------------------------------------------------------------------------------
     @property
@@ -198,7 +191,7 @@ class Epoch:
             raise ended(self, operation)
 
     def blocking(self) -> _Blocking:
-        """A context around every call that may block; an abort sweeps until all have been left.
+        """A context around every call into gloo or the store that may block; an abort sweeps until all are left.
 
         Entering raises ``EpochChanged`` if the epoch is aborted.
         """
@@ -299,12 +292,12 @@ class Epoch:
         prefix = f"group/{kind}/{key}/{','.join(members)}"
         store = dist.PrefixStore(prefix, self.store)
         size = len(members)
-        with self._lock:
-            if kind == GLOO:
-                self._connecting_pairs = range(self._pairs, self._pairs + size)
-                self._pairs += size
         try:
             with self.blocking():
+                if kind == GLOO:
+                    self._open_device(members)
+                    self._connecting_pairs = range(self._pairs, self._pairs + size)
+                    self._pairs += size
                 group = create_inner(kind, store, members.index(self.member), size, self.timeout, self._device)
             self.check(f"building group {key}")
             return group
@@ -327,24 +320,25 @@ class Epoch:
         logger.info("epoch %d: aborted: %s", self.number, reason)
         for callback in callbacks:
             callback()
-        self._shut_down()
         for (_, kind, _), group in groups:
             abort_inner(kind, group)
+        with self._lock:
+            if not self._blocked:
+                return
+        self._shut_down()
         # A connection that was just being made escapes a single sweep.
         with self._lock:
             self._sweeper = threading.Thread(target=self._sweep, name="bamboo-abort", daemon=True)
             self._sweeper.start()
 
     def _sweep(self) -> None:
-        pause, sweeps = _SWEEP_EVERY, 0
+        pause = _SWEEP_EVERY
         while True:
             with self._lock:
-                self._quiet.wait_for(lambda: self._leaving and self._blocked == 0, pause)
-                if self._blocked == 0 and (self._leaving or sweeps >= _SWEEPS):
+                if self._quiet.wait_for(lambda: self._blocked == 0, pause):
                     return
             self._shut_down()
-            sweeps += 1
-            pause = min(0.1, pause * 1.1)
+            pause = min(0.1, pause * 1.5)
 
     def _shut_down(self) -> None:
         listener, store, peers = self._listener, self._store_endpoint, self._endpoints
@@ -382,26 +376,26 @@ class Epoch:
                 busy = self._blocked > 0
             if busy or any(not work.is_completed() for work in list(self._works)):
                 self.abort("left with operations in flight")
-        if self._aborted is not None:
-            self._shut_down()
         with self._lock:
             self._aborted = self._aborted or "left"
-            self._leaving = True
             self._quiet.notify_all()
         self.links.close()
         if self._sweeper is not None:
             self._sweeper.join()
         if self._connector is not None:
             self._connector.join()
+        # Not the last to be dropped: the groups hold the device, too, and end it without the interpreter's lock.
+        self._device = None
         remains: list[Any] = [*self._groups.values(), self._store]
-        for work in list(self._works):
-            remains.append(work.abandon())
-        with self._lock:
-            remains.append(self._device)
-            self._device = None
-            self._callbacks.clear()
+        remains += [work.abandon() for work in list(self._works)]
+        if self._groups:
+            # Here and not later: what is freed now may be somebody's port in the next epoch.
+            self._shut_down()
         self._groups.clear()
         self._store = None
+        with self._lock:
+            self._callbacks.clear()
+
         self._undertaker = threading.Thread(target=remains.clear, name="bamboo-release", daemon=True)
         self._undertaker.start()
 

@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ..errors import EpochChanged, PeerLost
@@ -92,10 +93,12 @@ class Links:
 
     Attributes:
         changed: notified whenever a message arrives, something was written, or a peer or the epoch ended.
+        waiting: how many threads wait, guarded by ``changed``.
     """
 
     def __init__(self, epoch: Epoch) -> None:
         self.changed = threading.Condition()
+        self.waiting = 0
         self._epoch = epoch
         self._peers: dict[str, _Peer] = {}
         self._inbox: dict[bytes, deque[Message]] = {}
@@ -309,12 +312,14 @@ class Links:
                 peer.writing = True
             try:
                 peer.connection.sendall(piece)
-            except OSError as error:
-                self._end(peer, str(error))
-            else:
-                with self.changed:
-                    peer.written += 1
-                    self.changed.notify_all()
+            except OSError:
+                # The connection is over. The reader finds that too, after what the peer has said at last.
+                with peer.lock:
+                    peer.pending.clear()
+                return
+            with self.changed:
+                peer.written += 1
+                self.changed.notify_all()
             del piece
 
     def written(self, member: str, ticket: int) -> bool:
@@ -361,8 +366,11 @@ class Links:
             return self._epoch.aborted is not None or ready() or any(peer.failure is not None for peer in peers)
 
         if not over():
-            with self._epoch.blocking():
+            self.waiting += 1
+            try:
                 self.changed.wait_for(over, None if timeout is None else timeout.total_seconds())
+            finally:
+                self.waiting -= 1
         if self._epoch.aborted is not None:
             raise ended(self._epoch, operation)
         if ready():
@@ -386,7 +394,7 @@ class Links:
             self._write(peer, [wire.control(wire.FLUSH, peer.sent)])
         with self.changed:
             for peer in unsure:
-                self.wait("flush", lambda peer=peer: peer.confirmed >= peer.sent, [peer.member])
+                self.wait("flush", partial(_all_read, peer), [peer.member])
 
     def all_gather(self, operation: str, payload: wire.Payload) -> dict[str, wire.Payload]:
         """Every member's ``payload``, by member in the plan's order. Collective.
@@ -403,7 +411,7 @@ class Links:
         with self.changed:
             inbox = self.inbox(key)
             for member in self._peers:
-                self.wait(operation, lambda m=member: any(each.source == m for each in inbox), [member])
+                self.wait(operation, partial(_has_from, inbox, member), [member])
             found |= {message.source: message.payload() for message in inbox}
             del self._inbox[key]
         return {member: found[member] for member in self._epoch.plan.members}
@@ -479,6 +487,14 @@ def _read_into(connection: socket.socket, target: memoryview) -> None:
         if not count:
             raise ConnectionError("closed by the peer")
         target = target[count:]
+
+
+def _all_read(peer: _Peer) -> bool:
+    return peer.confirmed >= peer.sent
+
+
+def _has_from(inbox: Iterable[Message], member: str) -> bool:
+    return any(message.source == member for message in inbox)
 
 
 def _shut(opened: socket.socket) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import threading
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 _current: Session | None = None
 #: Seconds that the end of a session waits for gloo to let go of its threads.
-_RELEASE = 5.0
+_RELEASE = 2.0
 
 
 def current() -> Session:
@@ -64,6 +65,7 @@ class Session:
         self._detached = True
         self._ended = 0  # the newest epoch known to have ended
         self._reason = "no epoch is attached yet"
+        self._left: list[Epoch] = []
         self._hosted: dict[int, dist.TCPStore] = {}
         self._closed = False
         #: What torch.distributed's groups use as their store.
@@ -182,7 +184,7 @@ class Session:
         previous = self._epoch
         if previous is not None:
             previous.abort(f"epoch {plan.epoch} follows")
-            previous.destroy()
+            self._leave(previous)
         epoch = Epoch(plan, self._member, self._address, self._timeout, self._on_peer_failure)
         with self._lock:
             self._epoch = epoch
@@ -221,7 +223,22 @@ class Session:
             epoch = self._epoch
         if epoch is not None:
             epoch.abort("detached")
+            self._leave(epoch)
+
+    def _leave(self, epoch: Epoch) -> None:
+        if epoch not in self._left:
+            self._left = [each for each in self._left if not each.released(0)]
             epoch.destroy()
+            self._left.append(epoch)
+
+    def released(self, timeout: timedelta) -> bool:
+        """Wait until gloo has let go of the sockets and threads of all epochs that were left; whether it has.
+
+        It does so at once, but for operations that had a part of their data when their connection ended: those
+        keep theirs until the session's timeout.
+        """
+        end = time.monotonic() + timeout.total_seconds()
+        return all([epoch.released(max(0.0, end - time.monotonic())) for epoch in self._left])
 
     def close(self) -> None:
         """End cleanly: destroy all inner groups, stores and threads; abort what is still in flight. Idempotent.
@@ -235,8 +252,8 @@ class Session:
         self._closed = True
         self._detached = False
         if self._epoch is not None:
-            self._epoch.destroy()
-            self._epoch.released(_RELEASE)
+            self._leave(self._epoch)
+        self.released(timedelta(seconds=_RELEASE))
         self._hosted.clear()
         if _current is self:
             _current = None

@@ -17,6 +17,7 @@ Endpoint = tuple[str, int]
 #: Local endpoint and remote endpoint of a TCP socket.
 Matcher = Callable[[Endpoint, Endpoint], bool]
 
+_SYN_SENT = 2
 _TCP_TABLES = ("/proc/self/net/tcp", "/proc/self/net/tcp6")
 
 
@@ -87,9 +88,9 @@ def shut_down(matches: Matcher) -> int:
                 local = endpoint(copy.getsockname())
                 remote = endpoint(copy.getpeername())
             except OSError:
-                # Listening, closed, or waiting for the peer's host to answer: only the kernel's table
-                # tells the last from the others.
-                if copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                # Listening, closed, or waiting for the peer's host to answer. For the last only the kernel's table
+                # has the peer's name; it is slow to read.
+                if _state(copy) != _SYN_SENT:
                     continue
                 if connecting is None:
                     connecting = _connecting()
@@ -104,6 +105,14 @@ def shut_down(matches: Matcher) -> int:
     return count
 
 
+def _state(opened: socket.socket) -> int:
+    """The state of a TCP socket, as in the kernel's tcp_states.h; 0 if it has none."""
+    try:
+        return opened.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
+    except OSError:
+        return 0
+
+
 def _connecting() -> dict[int, tuple[Endpoint, Endpoint]]:
     """Local and remote endpoint by inode of all sockets in state SYN_SENT."""
     found = {}
@@ -114,7 +123,7 @@ def _connecting() -> dict[int, tuple[Endpoint, Endpoint]]:
         except OSError:  # no IPv6
             continue
         for row in rows:
-            if row[3] == "02":
+            if int(row[3], 16) == _SYN_SENT:
                 found[int(row[9])] = (_parse(row[1]), _parse(row[2]))
     return found
 

@@ -71,7 +71,7 @@ def _structure(payload: Payload) -> tuple[int, tuple[torch.Tensor, ...]]:
         return SINGLE, (payload,)
     if isinstance(payload, tuple) and all(isinstance(part, torch.Tensor) for part in payload):
         return TUPLE, payload
-    raise TypeError(f"a message carries None, a tensor or a tuple of tensors, not {payload!r:.80}")
+    raise TypeError(f"a message carries None, a tensor or a tuple of tensors, not {type(payload).__name__} of others")
 
 
 def control(kind: int, sequence: int = 0) -> memoryview:

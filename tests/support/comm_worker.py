@@ -7,6 +7,7 @@ commands one by one, and a control thread, which answers at once and aborts the 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import multiprocessing
 import multiprocessing.forkserver
 import os
@@ -17,6 +18,7 @@ import threading
 import time
 import traceback
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -26,6 +28,10 @@ from typing import Any
 DEADLINE = 10.0  # seconds in which anything must happen; a bound on hangs, not a target
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "bamboo_ds.comm.backend", "bamboo_ds.comm.transport"])
+
+
+#: All members that this test process has started, to say more about a hang.
+_REMOTES: weakref.WeakSet[Remote] = weakref.WeakSet()
 
 
 # -- inside a member ------------------------------------------------------------------------------------------
@@ -83,6 +89,7 @@ class Member:
 
     def census(self) -> tuple[int, int]:
         """Threads and descriptors of this process."""
+        assert self.session.released(timedelta(seconds=DEADLINE))
         return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
 
     def close(self) -> None:
@@ -112,6 +119,7 @@ def serve(name: str, address: str, commands: Connection, parent: Sequence[Connec
     for end in parent:
         end.close()
     os.environ["OMP_NUM_THREADS"] = "1"
+    faulthandler.register(signal.SIGUSR1)
     warnings.simplefilter("ignore", FutureWarning)  # torch renames collectives; the old names must work
     member = Member(name, address)
     todo: queue.Queue[tuple[str, tuple[Any, ...]] | None] = queue.Queue()
@@ -138,7 +146,7 @@ def serve(name: str, address: str, commands: Connection, parent: Sequence[Connec
             elif command == "blocked":
                 epoch = member.session._epoch
                 waits = epoch is not None and (
-                    epoch._blocked or any(not work.is_completed() for work in list(epoch._works))
+                    epoch._blocked or epoch.links.waiting or any(not work.is_completed() for work in list(epoch._works))
                 )
                 answer("control", bool(waits))
             elif command == "failures":
@@ -180,6 +188,7 @@ class Remote:
         self._answers: dict[str, list[Any]] = {"main": [], "control": []}
         self.process = _CONTEXT.Process(target=serve, args=(name, address, there, ()), name=name, daemon=True)
         self.process.start()
+        _REMOTES.add(self)
         there.close()
 
     @property
@@ -195,6 +204,9 @@ class Remote:
         end = time.monotonic() + deadline
         while not self._answers[kind]:
             if not self._connection.poll(max(0.0, end - time.monotonic())):
+                for remote in _REMOTES:  # they print the stacks of their threads
+                    if remote.process.is_alive():
+                        os.kill(remote.pid, signal.SIGUSR1)
                 raise AssertionError(f"member {self.name} hangs: no answer within {deadline} s")
             what, value = self._connection.recv()
             self._answers["control" if what == "control" else "main"].append((what, value))

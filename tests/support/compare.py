@@ -51,6 +51,6 @@ def assert_equal(result: Result, reference: Result, faults: list[dict[str, Any]]
     read = result.samples()
     for rank, indices in reference.samples().items():
         if rank in lost:
-            assert read.get(rank, []) == indices[: len(read.get(rank, []))]
+            assert read.get(rank, []) == indices[: len(read.get(rank, []))], f"rank {rank} read other samples"
         else:
             assert read[rank] == indices, f"rank {rank} read other samples"

@@ -182,7 +182,8 @@ def main() -> None:
     ledger = arguments.out / f"samples-{rank}.txt"
     config = json.loads(Path(arguments.deepspeed_config).read_text())
     batch = config["train_micro_batch_size_per_gpu"]
-    data = Samples(4096, arguments.model, ledger) if arguments.training_data else None
+    # Its loader reads ahead in processes of its own, so what is read is not what is used.
+    data = Samples(4096, arguments.model, None) if arguments.training_data else None
     engine, *_ = deepspeed.initialize(
         args=arguments,
         model=net,
