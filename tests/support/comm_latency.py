@@ -92,9 +92,8 @@ def all_reduce(member: Member, transport: bool) -> list[float]:
 
 def _show(name: str, times: list[float]) -> None:
     ordered = sorted(times)
-    print(
-        f"{name:38s} median {1e6 * statistics.median(ordered):9.0f} us   p95 {1e6 * ordered[int(0.95 * len(ordered))]:9.0f} us"
-    )
+    median, p95 = 1e6 * statistics.median(ordered), 1e6 * ordered[int(0.95 * len(ordered))]
+    print(f"{name:38s} median {median:9.0f} us   p95 {p95:9.0f} us")
 
 
 def main() -> None:
