@@ -128,14 +128,29 @@ class Recovered(EventBase):
 
     event: Literal["recovered"] = "recovered"
     step: int = Field(ge=0, description="step that was interrupted")
-    pause_seconds: float = Field(ge=0, description="from the interruption to the end of the redone work")
-    detection_seconds: float | None = Field(ge=0, description="from the fault to its notice; null where unknown")
-    plan_seconds: float | None = Field(ge=0, description="from the notice to the new plan; null where unknown")
+    pause_seconds: float = Field(
+        ge=0,
+        description="from the notice of the loss to the agreement on how to go on; passes are computed again after it",
+    )
+    detection_seconds: float | None = Field(
+        ge=0, description="from the agent's notice of the worker's end to the leader's; null where unknown"
+    )
+    plan_seconds: float | None = Field(
+        ge=0, description="from the notice of the loss on this member to the new plan; null where unknown"
+    )
     rebuild_seconds: float = Field(ge=0, description="from the plan to rebuilt groups and agreed progress")
-    redo_seconds: float = Field(ge=0, description="redone work")
-    forwards_redone: int = Field(ge=0, description="forward passes of micro-batches computed again")
-    backwards_redone: int = Field(ge=0, description="backward passes of micro-batches computed again")
-    mode: str = Field(description="how the iteration was resumed")
+    redo_seconds: float = Field(
+        ge=0, description="from the agreement to the end of the interrupted operation: redone and remaining work"
+    )
+    forwards_redone: int = Field(
+        ge=0, description="forward passes computed again here, as far as the neighbours had used their results"
+    )
+    backwards_redone: int = Field(
+        ge=0, description="backward passes computed again here, as far as the neighbours had used their results"
+    )
+    mode: str = Field(
+        description="`resume`: the operation was finished from what was there; `commit`: only its commit was repeated"
+    )
 
 
 class Step(EventBase):
