@@ -1,9 +1,7 @@
-"""The c10d backend: results equal stock gloo's; every failure raises, nothing hangs, nothing is left behind."""
+"""The c10d backend computes what stock gloo does, for torch, DDP and DeepSpeed, and for roles that share a member."""
 
 from __future__ import annotations
 
-import socket
-import time
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -13,38 +11,23 @@ import torch
 from torch import distributed as dist
 
 from tests.support.comm_cases import CASES, VICTIM
-from tests.support.comm_worker import DEADLINE, Cluster, Member, Raised, Remote, cluster, stop_fork_server
+from tests.support.comm_worker import Cluster, Member, cluster, free_port, stop_fork_server
 
 #: What a survivor may see.
 LOST = ("EpochChanged", "PeerLost")
-#: seconds from abort (or death) to the survivors' main threads having raised; printed at the end
-WAKE: dict[str, list[float]] = {"stopped": [], "killed": []}
 
 
 @pytest.fixture(scope="module", autouse=True)
 def fork_server() -> Iterator[None]:
     yield
     stop_fork_server()
-    for fault, seconds in WAKE.items():
-        if seconds:
-            ordered = sorted(seconds)
-            print(
-                f"\nwoken after a peer was {fault}: median {1e3 * ordered[len(ordered) // 2]:.1f} ms, "
-                f"worst {1e3 * ordered[-1]:.1f} ms, {len(ordered)} survivors"
-            )
 
 
 @pytest.fixture(scope="module")
-def trio() -> Iterator[Cluster]:
+def trio(fork_server: None) -> Iterator[Cluster]:
     """Three members that many tests share; each test leaves all three alive and in a live epoch."""
     with cluster(3) as made:
         yield made
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 # -- results --------------------------------------------------------------------------------------------------
@@ -140,350 +123,6 @@ def test_a_timeout_of_the_caller_stays_a_timeout() -> None:
         assert p2p[0] == "RuntimeError" and "Timed out" in p2p[1]
         assert collective[0] == "RuntimeError" and "imed out" in collective[1], collective
         assert made[0].control("failures") == []
-
-
-# -- failures -------------------------------------------------------------------------------------------------
-def recv_from_victim(member: Member) -> None:
-    dist.recv(torch.zeros(4), VICTIM, tag=5)
-
-
-def send_to_victim(member: Member) -> None:
-    dist.send(torch.zeros(1 << 24), VICTIM, tag=6)  # more than the kernel's buffers take
-
-
-def wait_on_store(member: Member) -> None:
-    dist.distributed_c10d._get_default_store().wait(["never set"])
-
-
-def get_from_store(member: Member) -> None:
-    dist.distributed_c10d._get_default_store().get("never set either")
-
-
-def first_use_of_a_group(member: Member) -> None:
-    group = dist.new_group([0, 1, 2])
-    dist.all_reduce(torch.zeros(1), group=group)
-
-
-def async_handles(member: Member) -> None:
-    works = [dist.all_reduce(torch.zeros(1000), async_op=True) for _ in range(3)]
-    for work in works:
-        assert work is not None
-        work.wait()
-
-
-def unfinished_handles_are_left_behind(member: Member) -> None:
-    member.kept = [dist.irecv(torch.zeros(4), VICTIM, tag=12), dist.all_reduce(torch.zeros(9), async_op=True)]
-    dist.barrier()
-
-
-BLOCKING = {
-    function.__name__: function
-    for function in (
-        recv_from_victim,
-        send_to_victim,
-        wait_on_store,
-        get_from_store,
-        first_use_of_a_group,
-        async_handles,
-        unfinished_handles_are_left_behind,
-    )
-}
-#: gloo and the store cannot know here that the victim is gone: only the control plane can tell.
-UNNOTICED = {"wait_on_store", "get_from_store", "first_use_of_a_group"}
-#: Cases with several steps block at the first that needs the victim. The others are covered by name.
-OPERATIONS = sorted(set(CASES) - {"subgroup"}) + sorted(BLOCKING)
-
-
-def start_operation(member: Remote, operation: str, rank: int) -> None:
-    if operation in CASES:
-        member.start("case", operation, rank, 3)
-    else:
-        member.start("call", BLOCKING[operation])
-
-
-def check_alive(made: Cluster) -> None:
-    """All members work together, in a new epoch."""
-    made.attach()
-    name = "all_reduce"
-    results = made.everybody("case", lambda index: (name, index, 3))
-    assert results[0] == results[1] == results[2]
-
-
-@pytest.mark.parametrize("operation", OPERATIONS)
-def test_survivors_of_a_stopped_peer_are_woken_by_abort(trio: Cluster, operation: str) -> None:
-    victim, survivors = trio[VICTIM], [trio[0], trio[2]]
-    victim.stop()
-    try:
-        for rank, survivor in ((0, trio[0]), (2, trio[2])):
-            start_operation(survivor, operation, rank)
-        for survivor in survivors:
-            survivor.wait_blocked()
-        times = [survivor.control("abort", "a test stopped m1") for survivor in survivors]
-        outcomes = [survivor.outcome() for survivor in survivors]
-    finally:
-        victim.resume()
-    raised = [(outcome, when) for outcome, when in zip(outcomes, times, strict=True) if outcome is not None]
-    assert raised, f"{operation} went through without its peer"
-    for outcome, when in raised:
-        # The other survivor's abort may have reached this one first.
-        assert outcome.kind in LOST, outcome
-        WAKE["stopped"].append(max(0.0, outcome.when - when))
-    for survivor in survivors:
-        survivor.start("case", "barrier", 0, 3)
-        after = survivor.outcome()
-        assert after is not None and after.kind == "EpochChanged", "an aborted epoch must stay aborted"
-    check_alive(trio)
-
-
-def first_to_raise(survivors: list[Remote], operation: str) -> dict[str, Raised | None]:
-    """Wait until one survivor's operation has raised; the outcomes that are known by then, by member."""
-    outcomes: dict[str, Raised | None] = {}
-    end = time.monotonic() + DEADLINE
-    while not any(outcomes.values()):
-        for survivor in survivors:
-            if survivor.name not in outcomes and survivor.answered():
-                outcomes[survivor.name] = survivor.outcome()
-        assert len(outcomes) < len(survivors) or any(outcomes.values()), f"{operation} went through without its peer"
-        assert time.monotonic() < end, f"nobody noticed: {operation}"
-    return outcomes
-
-
-def test_killed_peer_under_every_operation() -> None:
-    """One process per operation dies; its successor joins in the next epoch."""
-    killed = 0
-    with cluster(3) as made:
-        made.everybody("case", lambda index: ("all_gather", index, 3))  # builds the group
-        for operation in OPERATIONS:
-            survivors = [made[0], made[2]]
-            made[VICTIM].stop()  # so that it dies in the middle of what it gets, and not after
-            for rank in (0, 2):
-                start_operation(made[rank], operation, rank)
-            for survivor in survivors:
-                survivor.wait_blocked()
-            start = time.monotonic()
-            made[VICTIM].kill()
-            killed += 1
-            outcomes = {} if operation in UNNOTICED else first_to_raise(survivors, operation)
-            for survivor in survivors:  # the same for one that waits for the other survivor
-                survivor.control("abort", "a test killed m1")
-            for survivor in survivors:
-                if survivor.name not in outcomes:
-                    outcomes[survivor.name] = survivor.outcome()
-            raised = [outcome for outcome in outcomes.values() if outcome is not None]
-            assert raised, operation
-            for outcome in raised:
-                assert outcome.kind in LOST, f"{operation}: {outcome}"
-                WAKE["killed"].append(outcome.when - start)
-            failures = [pair for survivor in survivors for pair in survivor.control("failures")]
-            if operation not in UNNOTICED:
-                assert "m1" in {member for member, _ in failures}, f"{operation}: {failures}"
-            made.replace_member(VICTIM)
-            made.attach()
-            made[VICTIM].run("init", VICTIM, 3)
-            results = made.everybody("case", lambda index: ("all_gather", index, 3))
-            assert results[0] == results[1] == results[2]
-    assert killed == len(OPERATIONS)
-
-
-def large_all_reduce(member: Member) -> None:
-    data = torch.zeros(1 << 24)
-    while True:
-        dist.all_reduce(data)
-
-
-def large_transfers(member: Member) -> None:
-    data, room = torch.ones(1 << 22), [torch.ones(1 << 22) for _ in range(3)]
-    others = [rank for rank in range(3) if rank != dist.get_rank()]
-    while True:
-        works = [dist.isend(data, rank) for rank in others] + [dist.irecv(room[rank], rank) for rank in others]
-        for work in works:
-            assert work is not None
-            work.wait()
-
-
-@pytest.mark.parametrize("fault", ["stopped", "killed"])
-@pytest.mark.parametrize("operation", [large_all_reduce, large_transfers])
-def test_peer_lost_in_the_middle_of_its_data(operation: Any, fault: str) -> None:
-    """gloo never wakes an operation that has a part of its data; the others go on and end cleanly all the same."""
-    with cluster(3) as made:
-        check_alive(made)
-        for index in range(3):
-            made[index].start("call", operation)
-        for index in range(3):
-            made[index].wait_blocked()
-        made[VICTIM].stop()
-        start = time.monotonic()
-        if fault == "killed":
-            made[VICTIM].kill()
-        for index in (0, 2):
-            if fault == "stopped":
-                made[index].control("abort", "a test stopped m1")
-        outcomes = [made[index].outcome() for index in (0, 2)]
-        for outcome in outcomes:
-            assert outcome is not None and outcome.kind in LOST, outcome
-            WAKE[fault].append(outcome.when - start)
-        if fault == "killed":
-            made.replace_member(VICTIM)
-            made.attach()
-            made[VICTIM].run("init", VICTIM, 3)
-        else:
-            made[VICTIM].resume()
-            assert made[VICTIM].outcome() is not None
-        check_alive(made)
-
-
-def test_wait_for_a_peer_that_never_comes(trio: Cluster) -> None:
-    """Stopped before attaching, so the others wait for its address; the next epoch works."""
-    trio[VICTIM].stop()
-    try:
-        plan = trio.next_plan()
-        port = trio[0].run("host", plan)
-        survivors = [trio[0], trio[2]]
-        for survivor in survivors:
-            survivor.start("attach", plan, (trio.address, port))
-        for survivor in survivors:
-            survivor.wait_blocked()
-        for survivor in survivors:
-            survivor.control("abort", "m1 never came", plan.epoch)
-        for survivor in survivors:
-            outcome = survivor.outcome()
-            assert outcome is not None and outcome.kind == "EpochChanged", outcome
-    finally:
-        trio[VICTIM].resume()
-    check_alive(trio)
-
-
-def stop_while_connecting(member: Member) -> None:
-    """Be stopped with the address published and no connection made: gloo waits for us, perhaps without a socket."""
-    import os
-    import signal
-
-    from bamboo_ds.comm import epoch as module
-
-    real = module.create_inner
-
-    def stopping(*arguments: Any) -> Any:
-        class Stopping(dist.Store):  # type: ignore[misc]
-            def __init__(self) -> None:
-                super().__init__()
-                self.real = arguments[1]
-
-            def set(self, key: str, value: Any) -> None:
-                self.real.set(key, value)
-                os.kill(os.getpid(), signal.SIGSTOP)
-
-            def get(self, key: str) -> Any:
-                return self.real.get(key)
-
-            def wait(self, keys: list[str], timeout: Any = None) -> None:
-                self.real.wait(keys)
-
-        return real(arguments[0], Stopping(), *arguments[2:])
-
-    module.create_inner = stopping
-    try:
-        dist.barrier()
-    finally:
-        module.create_inner = real
-
-
-def test_peer_stopped_in_the_middle_of_connecting(trio: Cluster) -> None:
-    """Whichever side connects: with port numbers at random some of the tries wait without any socket."""
-    for _ in range(4):
-        trio.attach()
-        trio[VICTIM].start("call", stop_while_connecting)
-        for index in (0, 2):
-            trio[index].start("case", "barrier", index, 3)
-        trio[VICTIM].wait_stopped()
-        when = {}
-        for index in (0, 2):
-            trio[index].wait_blocked()
-            when[index] = trio[index].control("abort", "m1 stopped while connecting")
-        for index in (0, 2):
-            outcome = trio[index].outcome()
-            assert outcome is not None and outcome.kind in LOST, outcome
-            WAKE["stopped"].append(max(0.0, outcome.when - when[index]))
-            trio[index].start("case", "barrier", index, 3)
-            after = trio[index].outcome()
-            assert after is not None and after.kind == "EpochChanged"
-        trio[VICTIM].resume()
-        trio[VICTIM].control("abort", "it was stopped for too long")
-        assert trio[VICTIM].outcome() is not None
-    check_alive(trio)
-
-
-def test_store_host_stopped(trio: Cluster) -> None:
-    """Attaching to a store whose host answers no more is abortable; another host serves the next epoch."""
-    plan = trio.next_plan(store_host="m1")
-    port = trio[VICTIM].run("host", plan)
-    trio[VICTIM].stop()
-    try:
-        for index in (0, 2):
-            trio[index].start("attach", plan, (trio.address, port))
-        for index in (0, 2):
-            trio[index].wait_blocked()
-            when = trio[index].control("abort", "m1 is stopped")
-            outcome = trio[index].outcome()
-            assert outcome is not None and outcome.kind == "EpochChanged", outcome
-            WAKE["stopped"].append(outcome.when - when)
-    finally:
-        trio[VICTIM].resume()
-    trio.plan = trio.next_plan(store_host="m0")
-    check_alive(trio)
-
-
-def test_store_host_gone(trio: Cluster) -> None:
-    """Nobody listens at the store's address: its host is accused at once."""
-    before = len(trio[0].control("failures"))
-    plan = trio.next_plan(store_host="m2")
-    trio[0].start("attach", plan, (trio.address, free_port()))
-    outcome = trio[0].outcome()
-    assert outcome is not None and outcome.kind == "PeerLost", outcome
-    assert [member for member, _ in trio[0].control("failures")[before:]] == ["m2"]
-    trio.plan = trio.next_plan(store_host="m0")
-    check_alive(trio)
-
-
-def test_abort_that_comes_before_its_epoch_or_after(trio: Cluster) -> None:
-    plan = trio.next_plan()
-    port = trio[0].run("host", plan)
-    for index in range(3):
-        trio[index].control("abort", "a newer plan is known", plan.epoch)
-    for index in range(3):
-        trio[index].start("attach", plan, (trio.address, port))
-        outcome = trio[index].outcome()
-        assert outcome is not None and outcome.kind == "EpochChanged", outcome
-    trio.attach()
-    for index in range(3):
-        trio[index].control("abort", "late", plan.epoch)  # of the epoch before
-    results = trio.everybody("case", lambda index: ("all_reduce", index, 3))
-    assert results[0] == results[1] == results[2]
-
-
-def test_many_epochs_leave_nothing_behind() -> None:
-    """Survivors alone, then all again, over and over: threads and descriptors stay as many."""
-    with cluster(3) as made:
-        made.everybody("case", lambda index: ("all_reduce", index, 3))
-        census = []
-        for _ in range(5):
-            made.attach(members=("m0", "m2"), owners=("m0", "m0", "m2"))
-            made.everybody("case", lambda index: ("all_gather", index and 2, 3))
-            for index in (0, 2):
-                made[index].start("call", recv_from_victim_of_survivors)
-            for index in (0, 2):
-                made[index].wait_blocked()
-                made[index].control("abort", "next")
-                assert made[index].outcome() is not None
-            made.attach(members=made.names, owners=made.names)
-            results = made.everybody("case", lambda index: ("all_reduce", index, 3))
-            assert results[0] == results[1] == results[2]
-            census.append(made.everybody("census"))
-        assert census[1] == census[2] == census[3] == census[4], census
-
-
-def recv_from_victim_of_survivors(member: Member) -> None:
-    dist.barrier()
-    dist.recv(torch.zeros(1), 2 if dist.get_rank() == 0 else 0, tag=4)
 
 
 # -- roles that share a member --------------------------------------------------------------------------------
@@ -595,6 +234,7 @@ def adopted_group(member: Member) -> Any:
         assert dist.get_world_size(group) == 2 and dist.get_backend(group) == "bamboo"
     tensor = torch.tensor([1.0 if member.name == "m0" else 20.0])
     dist.all_reduce(tensor, group=group)
+    dist.destroy_process_group(group)
     return tensor.tolist()
 
 

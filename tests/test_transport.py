@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
+import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -11,9 +14,10 @@ import pytest
 import torch
 
 from bamboo_ds.comm import wire
+from bamboo_ds.comm.keyvalue import Client, Server, TorchStore
 from bamboo_ds.comm.transport import Lane, Transport
 from bamboo_ds.errors import ProtocolError
-from tests.support.comm_worker import Cluster, Member, cluster, portable, stop_fork_server
+from tests.support.comm_worker import Cluster, Member, cluster, portable, stop_fork_server, tell_wake_times
 
 LOST = ("EpochChanged", "PeerLost")
 WAKE: dict[str, list[float]] = {"stopped": [], "killed": []}
@@ -22,18 +26,12 @@ WAKE: dict[str, list[float]] = {"stopped": [], "killed": []}
 @pytest.fixture(scope="module", autouse=True)
 def fork_server() -> Iterator[None]:
     yield
+    tell_wake_times(WAKE)
     stop_fork_server()
-    for fault, seconds in WAKE.items():
-        if seconds:
-            ordered = sorted(seconds)
-            print(
-                f"\ntransport woken after a peer was {fault}: median {1e3 * ordered[len(ordered) // 2]:.1f} ms, "
-                f"worst {1e3 * ordered[-1]:.1f} ms, {len(ordered)} survivors"
-            )
 
 
 @pytest.fixture(scope="module")
-def trio() -> Iterator[Cluster]:
+def trio(fork_server: None) -> Iterator[Cluster]:
     """Three members that many tests share; each test leaves all three alive, without a transport."""
     with cluster(3, world=False) as made:
         yield made
@@ -133,6 +131,54 @@ def test_wire_refuses_a_foreign_message() -> None:
     head = wire.decode_head(bytearray(wire.encode(b"key", 1, torch.zeros(2))[0]))
     with pytest.raises(ProtocolError, match="dtype 99"):
         wire.decode_meta(head, head.meta[:3] + (99).to_bytes(8, "little") + head.meta[11:])
+
+
+# -- the epoch's store ----------------------------------------------------------------------------------------
+def test_keys_and_values() -> None:
+    server = Server("127.0.0.1", 7)
+    try:
+        one, two = (
+            TorchStore(Client(socket.create_connection(("127.0.0.1", server.port)), 7, timedelta(seconds=5)), "p/")
+            for _ in range(2)
+        )
+        every = bytes(range(256))
+        waiting = threading.Thread(target=lambda: found.append(two.multi_get(["late", "a"])))
+        found: list[Any] = []
+        waiting.start()
+        one.set("a", every)
+        assert not one.check(["a", "late"])
+        one.set("late", "x")
+        waiting.join(10)
+        assert found == [[b"x", every]]
+        assert (one.add("n", 2), two.add("n", -5), one.get("n")) == (2, -3, b"-3")
+        assert one.compare_set("c", "", "first") == b"first" == two.compare_set("c", "", "second")
+        assert two.compare_set("c", "first", "second") == b"second"
+        assert one.compare_set("missing", "other", "x") == b"other" and not one.check(["missing"])
+        assert one.delete_key("c") and not one.delete_key("c") and one.num_keys() == 3
+        with pytest.raises(RuntimeError, match="Timed out"):
+            one.wait(["never"], timedelta(milliseconds=20))
+        assert one.get("a") == every  # the late answer of a wait given up disturbs nobody
+    finally:
+        server.close()
+    with pytest.raises(RuntimeError, match="connection ended"):
+        one.get("a")
+
+
+def test_the_store_refuses_strangers() -> None:
+    server = Server("127.0.0.1", 7)
+    try:
+        place = ("127.0.0.1", server.port)
+        with pytest.raises(OSError, match=r"closed|reset"):
+            Client(socket.create_connection(place), 6, timedelta(seconds=5))
+        for junk in (b"GET / HTTP/1.1\r\n\r\n", b"\xff\xff\xff\x7f", b"\x02\0\0\0{}", b"\x01\0\0\0{"):
+            with socket.create_connection(place) as stranger:
+                stranger.settimeout(5)
+                stranger.sendall(junk)
+                with contextlib.suppress(ConnectionError):
+                    assert stranger.recv(1) == b""
+        TorchStore(Client(socket.create_connection(place), 7, timedelta(seconds=5))).set("still", "there")
+    finally:
+        server.close()
 
 
 # -- transport ------------------------------------------------------------------------------------------------

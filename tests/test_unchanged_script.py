@@ -109,7 +109,7 @@ def worker_of_rank(launcher: int, rank: int) -> int:
     """Process id of the worker with ``RANK`` ``rank``."""
     for process in psutil.Process(launcher).children(recursive=True):
         command = process.cmdline()
-        if any(part.endswith("pictures.py") for part in command) and "bamboo_ds.control.agent" not in command:
-            if process.environ().get("RANK") == str(rank):
-                return process.pid
+        is_worker = any(part.endswith("pictures.py") for part in command) and "bamboo_ds.control.agent" not in command
+        if is_worker and process.environ().get("RANK") == str(rank):
+            return process.pid
     raise AssertionError(f"no worker of rank {rank}")

@@ -13,7 +13,6 @@ from . import p2p, wire
 from .c10d import dist, registry
 from .cohosted import Cohosted
 from .epoch import Epoch
-from .failures import translate
 from .inner import GLOO, NCCL, issue, kind_for
 from .local import LocalGroup
 from .session import Session, current
@@ -206,16 +205,12 @@ class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         kind = GLOO if device is None else kind_for(device)
         inner = epoch.group(self._key, owners, kind)
         finish: Callable[[], None] | None = None
-        try:
-            with epoch.blocking():
-                if len(owners) == len(self.ranks):
-                    work = issue(inner, operation, arguments)
-                else:
-                    hosts = [owners.index(epoch.plan.owners[rank]) for rank in self.ranks]
-                    work, finish = getattr(Cohosted(inner, hosts, self._index), operation)(*arguments)
-        except RuntimeError as error:
-            raised = translate(error, epoch, operation)
-            raise raised from (None if raised is error else error)
+        with epoch.calling(operation):
+            if len(owners) == len(self.ranks):
+                work = issue(inner, operation, arguments)
+            else:
+                hosts = [owners.index(epoch.plan.owners[rank]) for rank in self.ranks]
+                work, finish = getattr(Cohosted(inner, hosts, self._index), operation)(*arguments)
         return BambooWork(epoch, work, operation, owners, finish, poll=kind == GLOO)
 
     # -- collectives -------------------------------------------------------------------------------------
@@ -369,11 +364,8 @@ class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     def _nccl(self, epoch: Epoch, operation: str, tensors: Tensors, peer: str, tag: int) -> Any:
         owners = self._owners(epoch)
         inner = epoch.group(self._key, owners, NCCL)
-        try:
+        with epoch.calling(operation, peer):
             work = getattr(inner, operation)(tensors, owners.index(peer), tag)
-        except RuntimeError as error:
-            raised = translate(error, epoch, operation, peer)
-            raise raised from (None if raised is error else error)
         return self._coalesced(BambooWork(epoch, work, operation, [peer]))
 
     def _coalesced(self, work: Any) -> Any:

@@ -14,9 +14,10 @@ from typing import Any
 from ..errors import EpochChanged, PeerLost
 from ..topology import Plan
 from . import sockets
-from .c10d import Store, dist
+from .c10d import dist
 from .failures import ended, translate
 from .inner import GLOO, abort_inner, create_inner
+from .keyvalue import Client, TorchStore
 from .links import Links
 from .p2p import Receives
 from .sockets import Endpoint
@@ -24,8 +25,6 @@ from .work import BambooWork
 
 logger = logging.getLogger(__name__)
 
-#: A store host that answered once and then not within this time is left to the control plane to judge.
-_STORE_CONNECT = timedelta(seconds=5)
 #: Seconds between two sweeps over the sockets of an aborted epoch while operations are still blocked in it.
 _SWEEP_EVERY = 0.01
 #: Seconds to find out who is gone when a collective failed.
@@ -64,14 +63,14 @@ class Epoch:
         self._building = threading.RLock()
         self._aborted: str | None = None
         self._blocked = 0
-        self._callbacks: dict[object, Callable[[], None]] = {self.links: self.links.shut_down}
+        self._callbacks: dict[object, Callable[[], None]] = {self.links: self.links.leave}
         self._works: weakref.WeakSet[BambooWork] = weakref.WeakSet()
         self._sweeper: threading.Thread | None = None
-        self._connector: threading.Thread | None = None
         self._undertaker: threading.Thread | None = None
         self._accused: set[str | None] = set()
-        self._store: Store | None = None
-        self._store_endpoint: Endpoint | None = None
+        self._client: Client | None = None
+        self._stores: list[TorchStore] = []  # of the groups, which do not keep them
+        self._sockets: set[socket.socket] = set()
         self._device: Any = None
         self._listener: Endpoint | None = None
         self._endpoints: dict[Endpoint, str] = {}
@@ -83,74 +82,38 @@ class Epoch:
     # -- entering ----------------------------------------------------------------------------------------
     def open(self, store_address: tuple[str, int]) -> None:
         """Connect to the epoch's store and, through it, to all its members. Collective over all of them."""
-        host = self.plan.store_host
-        try:
+        with self.calling("attaching", self.plan.store_host):
             self._connect_store(store_address)
-            with self.blocking():
-                mine = self.links.listen(self._address)
-                self.links.connect(self._exchange("link", mine, self.plan.members), self.timeout)
-        except RuntimeError as error:
-            raised = translate(error, self, "attaching", host)
-            raise raised from (None if raised is error else error)
+            mine = self.links.listen(self._address)
+            self.links.connect(self._exchange("link", mine, self.plan.members), self.timeout)
 
     def _connect_store(self, store_address: tuple[str, int]) -> None:
+        host = self.plan.store_host
         try:
             family, name = sockets.resolve(*store_address)
         except OSError as error:
-            raise self.lost(self.plan.store_host, f"resolving {store_address[0]!r} failed: {error}") from error
-        self._store_endpoint = sockets.endpoint(name)
-        # The client's constructor retries a refused connection and cannot be interrupted while it pauses. So
-        # the port is tried first, and the constructor runs in a thread of its own.
-        probe = socket.socket(family, socket.SOCK_STREAM)
-        with probe, self.blocking():
-            probe.settimeout(self.timeout.total_seconds())
-            try:
-                probe.connect(name)
-            except OSError as error:
-                self.check("attaching")
-                reason = f"connecting to the store at {store_address} failed: {error}"
-                raise self.lost(self.plan.store_host, reason) from error
+            raise self.lost(host, f"resolving {store_address[0]!r} failed: {error}") from error
+        connection = self.own(socket.socket(family, socket.SOCK_STREAM))
+        try:
+            connection.settimeout(self.timeout.total_seconds())
+            connection.connect(name)
+            self._client = Client(connection, self.number, self.timeout)
+        except OSError as error:
+            self.check("attaching")
+            raise self.lost(host, f"connecting to the store at {store_address} failed: {error}") from error
 
-        def construct() -> Store:
-            return dist.TCPStore(
-                store_address[0], store_address[1], is_master=False, timeout=_STORE_CONNECT, wait_for_workers=False
-            )
-
-        with self.blocking():
-            store, self._connector = self.detachable("attaching", construct)
-        store.set_timeout(self.timeout)
-        self._store = store
-
-    def detachable(self, operation: str, function: Callable[[], Any]) -> tuple[Any, threading.Thread]:
-        """Run ``function``, which nothing can interrupt, in a thread that an abort leaves behind.
-
-        Returns:
-            Its result, and the thread.
-        """
-        outcome: list[Any] = []
-
-        def run() -> None:
-            result: Any
-            try:
-                result = function()
-            except Exception as error:  # handed to the thread that waits for it
-                result = error
-            with self._lock:
-                outcome.append(result)
-                self._quiet.notify_all()
-
-        thread = threading.Thread(target=run, name=f"bamboo-{operation}", daemon=True)
+    def own(self, opened: socket.socket) -> socket.socket:
+        """Shut a socket of ours down with the epoch (at once if it has been aborted), and close it in the end."""
         with self._lock:
-            thread.start()
-            self._quiet.wait_for(lambda: bool(outcome) or self._aborted is not None)
-        self.check(operation)
-        if isinstance(outcome[0], Exception):
-            raise outcome[0]
-        return outcome[0], thread
+            self._sockets.add(opened)
+            aborted = self._aborted is not None
+        if aborted:
+            sockets.shut(opened)
+        return opened
 
     def _exchange(self, what: str, mine: str, members: Sequence[str]) -> dict[str, str]:
         """Publish a text in the store, and wait for those of ``members``."""
-        store = self.store
+        store = self.store("place/")
         store.set(f"{what}/{self.member}", mine)
         answers = store.multi_get([f"{what}/{member}" for member in members])
         return {member: answer.decode() for member, answer in zip(members, answers, strict=True)}
@@ -177,31 +140,33 @@ class Epoch:
         """Why the epoch was aborted, or ``None``."""
         return self._aborted
 
-    @property
-    def store(self) -> Store:
-        """The client of the epoch's store; raises ``EpochChanged`` if aborted or destroyed."""
-        store = self._store
-        if store is None or self._aborted is not None:
+    def store(self, prefix: str) -> TorchStore:
+        """The keys with ``prefix`` of the epoch's store; raises ``EpochChanged`` if aborted or destroyed."""
+        if self._client is None or self._aborted is not None:
             raise ended(self, "using the store")
-        return store
+        return TorchStore(self._client, prefix)
 
     def check(self, operation: str) -> None:
         """Raise ``EpochChanged`` if the epoch is aborted."""
         if self._aborted is not None:
             raise ended(self, operation)
 
-    def blocking(self) -> _Blocking:
-        """A context around every call into gloo or the store that may block; an abort sweeps until all are left.
+    def calling(self, operation: str, peer: str | None = None) -> _Calling:
+        """A context around every call into gloo, NCCL or the store: it may block, and its errors are translated.
 
-        Entering raises ``EpochChanged`` if the epoch is aborted.
+        Entering raises ``EpochChanged`` if the epoch is aborted. An abort sweeps until all have been left.
+
+        Args:
+            operation: for messages.
+            peer: the member on whom alone it depends, if there is one.
         """
-        return _Blocking(self)
+        return _Calling(self, operation, peer)
 
-    def enter(self) -> None:
+    def enter(self, operation: str) -> None:
         """Count a caller that may block."""
         with self._lock:
             if self._aborted is not None:
-                raise ended(self, "operation")
+                raise ended(self, operation)
             self._blocked += 1
 
     def leave(self) -> None:
@@ -289,21 +254,18 @@ class Epoch:
             return self._groups[identity]
 
     def _build(self, key: str, members: tuple[str, ...], kind: str) -> Any:
-        prefix = f"group/{kind}/{key}/{','.join(members)}"
-        store = dist.PrefixStore(prefix, self.store)
+        store = self.store(f"group/{kind}/{key}/{','.join(members)}/")
         size = len(members)
         try:
-            with self.blocking():
+            with self.calling(f"building group {key} of {', '.join(members)}"):
                 if kind == GLOO:
                     self._open_device(members)
                     self._connecting_pairs = range(self._pairs, self._pairs + size)
                     self._pairs += size
                 group = create_inner(kind, store, members.index(self.member), size, self.timeout, self._device)
             self.check(f"building group {key}")
+            self._stores.append(store)
             return group
-        except RuntimeError as error:
-            raised = translate(error, self, f"building group {key} of {', '.join(members)}")
-            raise raised from (None if raised is error else error)
         finally:
             self._connecting_pairs = range(0)
 
@@ -316,10 +278,13 @@ class Epoch:
             self._aborted = reason
             callbacks = list(self._callbacks.values())
             groups = list(self._groups.items())
+            own = list(self._sockets)
             self._quiet.notify_all()
         logger.info("epoch %d: aborted: %s", self.number, reason)
         for callback in callbacks:
             callback()
+        for opened in own:
+            sockets.shut(opened)
         for (_, kind, _), group in groups:
             abort_inner(kind, group)
         with self._lock:
@@ -341,14 +306,16 @@ class Epoch:
             pause = min(0.1, pause * 1.5)
 
     def _shut_down(self) -> None:
-        listener, store, peers = self._listener, self._store_endpoint, self._endpoints
+        listener, peers = self._listener, self._endpoints
+        if listener is None:
+            return
 
         def ours(local: Endpoint, remote: Endpoint) -> bool:
-            return local == listener or remote == store or (remote in peers and remote != listener)
+            return local == listener or (remote in peers and remote != listener)
 
         sockets.shut_down(ours)
         pairs = self._connecting_pairs
-        if listener is not None and pairs:
+        if pairs:
             self._answer_for_peers(listener, pairs)
 
     def _answer_for_peers(self, listener: Endpoint, pairs: range) -> None:
@@ -371,30 +338,26 @@ class Epoch:
         gloo's part of it happens in a thread of its own: an operation that was in the middle of its data when
         a connection ended keeps its group's threads until its timeout, whatever one does.
         """
-        if self._aborted is None:
-            with self._lock:
-                busy = self._blocked > 0
-            if busy or any(not work.is_completed() for work in list(self._works)):
-                self.abort("left with operations in flight")
-        with self._lock:
-            self._aborted = self._aborted or "left"
-            self._quiet.notify_all()
+        self.abort("left")
         self.links.close()
         if self._sweeper is not None:
             self._sweeper.join()
-        if self._connector is not None:
-            self._connector.join()
         # Not the last to be dropped: the groups hold the device, too, and end it without the interpreter's lock.
         self._device = None
-        remains: list[Any] = [*self._groups.values(), self._store]
+        remains: list[Any] = [*self._groups.values(), *self._stores]
         remains += [work.abandon() for work in list(self._works)]
         if self._groups:
             # Here and not later: what is freed now may be somebody's port in the next epoch.
             self._shut_down()
         self._groups.clear()
-        self._store = None
+        self._stores.clear()
+        self._client = None
         with self._lock:
             self._callbacks.clear()
+            own = list(self._sockets)
+            self._sockets.clear()
+        for opened in own:
+            opened.close()
 
         self._undertaker = threading.Thread(target=remains.clear, name="bamboo-release", daemon=True)
         self._undertaker.start()
@@ -407,18 +370,29 @@ class Epoch:
         return not self._undertaker.is_alive()
 
 
-class _Blocking:
-    """See :meth:`Epoch.blocking`."""
+class _Calling:
+    """See :meth:`Epoch.calling`."""
 
-    __slots__ = ("_epoch",)
+    __slots__ = ("_epoch", "_operation", "_peer")
 
-    def __init__(self, epoch: Epoch) -> None:
+    def __init__(self, epoch: Epoch, operation: str, peer: str | None) -> None:
         self._epoch = epoch
+        self._operation = operation
+        self._peer = peer
 
     def __enter__(self) -> None:
-        self._epoch.enter()
+        self._epoch.enter(self._operation)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._epoch.leave()
+        if not isinstance(error, RuntimeError):
+            return
+        raised = translate(error, self._epoch, self._operation, self._peer)
+        if raised is not error:
+            try:
+                raise raised from error
+            finally:
+                # A cycle through these frames would keep gloo's objects, and their sockets, for the collector.
+                del raised, error, trace

@@ -10,7 +10,6 @@ comes and sorts it by key; one more writes what the kernel did not take at once.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import secrets
 import socket
@@ -104,27 +103,15 @@ class Links:
         self._inbox: dict[bytes, deque[Message]] = {}
         self._listener: socket.socket | None = None
         self._token = secrets.token_bytes(_TOKEN)
-        self._opening: set[socket.socket] = set()
-        self._lock = threading.Lock()
         self._rounds = 0
         self._closed = False
 
     # -- opening -----------------------------------------------------------------------------------------
     def listen(self, address: str) -> str:
         """Open the listening socket; returns what peers must know, as text."""
-        listener = sockets.listen(address)
-        self._register(listener)
-        self._listener = listener
+        listener = self._listener = self._epoch.own(sockets.listen(address))
         host, port = sockets.endpoint(listener.getsockname())
         return f"{host} {port} {self._token.hex()}"
-
-    def _register(self, opened: socket.socket) -> None:
-        """Have the socket shut down by an abort, also one that came already."""
-        with self._lock:
-            self._opening.add(opened)
-            closed = self._closed
-        if closed:
-            _shut(opened)
 
     def connect(self, places: dict[str, str], timeout: timedelta) -> None:
         """Connect to every member; collective. ``places`` are all members' results of :meth:`listen`.
@@ -154,16 +141,12 @@ class Links:
                     missing.discard(caller)
                     self._add(caller, connection)
         finally:
-            with self._lock:
-                self._opening.discard(listener)
             listener.close()
-            self._listener = None
 
     def _call(self, member: str, place: str, timeout: timedelta) -> socket.socket:
         host, port, token = place.split(" ")
         family, name = sockets.resolve(host, int(port))
-        connection = socket.socket(family, socket.SOCK_STREAM)
-        self._register(connection)
+        connection = self._epoch.own(socket.socket(family, socket.SOCK_STREAM))
         try:
             connection.settimeout(timeout.total_seconds())
             connection.connect(name)
@@ -178,7 +161,7 @@ class Links:
 
     def _identify(self, connection: socket.socket, expected: Iterable[str]) -> str | None:
         """Who calls; ``None``, and the connection closed, if it is nobody whom we expect."""
-        self._register(connection)
+        self._epoch.own(connection)
         try:
             connection.settimeout(_HELLO_TIMEOUT)
             magic, epoch, token, length = _HELLO.unpack(_read(connection, _HELLO.size))
@@ -217,7 +200,7 @@ class Links:
         except Exception as error:  # a broken peer: whoever waits for it must not wait for ever
             logger.exception("epoch %d: messages from %s", self._epoch.number, peer.member)
             self._end(peer, f"{type(error).__name__}: {error}")
-            _shut(peer.connection)
+            sockets.shut(peer.connection)
 
     def _read_frame(self, peer: _Peer) -> None:
         block = _read(peer.connection, wire.HEAD)
@@ -417,21 +400,13 @@ class Links:
         return {member: found[member] for member in self._epoch.plan.members}
 
     # -- end ---------------------------------------------------------------------------------------------
-    def shut_down(self) -> None:
-        """End all connections; everybody who waits is woken. From any thread, any number of times."""
-        with self._lock:
-            first, self._closed = not self._closed, True
-            opening = list(self._opening)
-        if first:
-            for peer in list(self._peers.values()):
-                self._say_bye(peer)
-        for opened in opening:
-            _shut(opened)
+    def leave(self) -> None:
+        """Say farewell and wake everybody who waits, before the connections are shut down. From any thread, once."""
+        self._closed = True
+        for peer in list(self._peers.values()):
+            self._say_bye(peer)
         with self.changed:
             self.changed.notify_all()
-        for peer in list(self._peers.values()):
-            with peer.lock:
-                peer.work.notify_all()
 
     def _say_bye(self, peer: _Peer) -> None:
         """Tell the peer that we leave on purpose, unless we are in the middle of a frame."""
@@ -440,16 +415,12 @@ class Links:
                 _send_now(peer.connection, [wire.control(wire.BYE)])
 
     def close(self) -> None:
-        """Shut down, join the threads, release everything."""
-        self.shut_down()
+        """Join the threads; the connections have been shut down."""
         for peer in self._peers.values():
+            with peer.lock:
+                peer.work.notify_all()
             for thread in peer.threads:
                 thread.join()
-            peer.connection.close()
-        with self._lock:
-            for opened in self._opening:
-                opened.close()
-            self._opening.clear()
         self._peers.clear()
         self._inbox.clear()
 
@@ -495,11 +466,6 @@ def _all_read(peer: _Peer) -> bool:
 
 def _has_from(inbox: Iterable[Message], member: str) -> bool:
     return any(message.source == member for message in inbox)
-
-
-def _shut(opened: socket.socket) -> None:
-    with contextlib.suppress(OSError):  # not connected any more
-        opened.shutdown(socket.SHUT_RDWR)
 
 
 def _again(failure: EpochChanged) -> EpochChanged:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 from ..errors import EpochChanged
 from ..topology import Plan
-from . import sockets
-from .c10d import Store, dist
+from .c10d import Store
 from .epoch import Epoch
+from .keyvalue import Server
 from .stores import EpochStore
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class Session:
         self._ended = 0  # the newest epoch known to have ended
         self._reason = "no epoch is attached yet"
         self._left: list[Epoch] = []
-        self._hosted: dict[int, dist.TCPStore] = {}
+        self._hosted: dict[int, Server] = {}
         self._closed = False
         #: What torch.distributed's groups use as their store.
         self.torch_store = EpochStore(self)
@@ -125,7 +125,7 @@ class Session:
     @property
     def store(self) -> Store:
         """Client of the current epoch's store; raises ``EpochChanged`` when aborted or never attached."""
-        return self.current.store
+        return self.current.store("")
 
     def check(self) -> None:
         """Raise ``EpochChanged`` if the current epoch is aborted."""
@@ -135,7 +135,7 @@ class Session:
 
     # -- epochs ------------------------------------------------------------------------------------------
     def host_store(self, plan: Plan, address: str | None = None) -> int:
-        """Create the ``TCPStore`` server of ``plan``'s epoch, bound to ``address`` (default: ours) only.
+        """Create the store of ``plan``'s epoch, bound to ``address`` (default: ours) only.
 
         Called by the worker that ``plan.store_host`` names, before it attaches. The server lives until
         the epoch after the next one is hosted or attached, or until :meth:`close`. Calling it again for
@@ -146,25 +146,15 @@ class Session:
         """
         hosted = self._hosted.get(plan.epoch)
         if hosted is not None:
-            return int(hosted.port)
+            return hosted.port
         self._drop_stores(plan.epoch)
-        host = address or self._address
-        listener = sockets.listen(host)
-        port = int(listener.getsockname()[1])
-        self._hosted[plan.epoch] = dist.TCPStore(
-            host,
-            port,
-            is_master=True,
-            timeout=self._timeout,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
-        return port
+        server = self._hosted[plan.epoch] = Server(address or self._address, plan.epoch)
+        return server.port
 
     def _drop_stores(self, epoch: int) -> None:
         """Drop the servers of all epochs before ``epoch - 1``."""
         for number in [number for number in self._hosted if number < epoch - 1]:
-            del self._hosted[number]
+            self._hosted.pop(number).close()
 
     def attach(self, plan: Plan, store_address: tuple[str, int]) -> None:
         """Enter ``plan``'s epoch: connect to its store and to all its members, clear the aborted state.
@@ -197,7 +187,7 @@ class Session:
         self._drop_stores(plan.epoch)
 
     def abort(self, reason: str, epoch: int | None = None) -> None:
-        """End the current epoch; callable from any thread, any number of times.
+        """End the current epoch; callable from any thread (not from a signal handler), any number of times.
 
         Whatever is blocked in it raises ``EpochChanged`` within 200 ms, also if the peer is merely stopped;
         every later operation raises at once until the next :meth:`attach`.
@@ -254,7 +244,8 @@ class Session:
         if self._epoch is not None:
             self._leave(self._epoch)
         self.released(timedelta(seconds=_RELEASE))
-        self._hosted.clear()
+        while self._hosted:
+            self._hosted.popitem()[1].close()
         if _current is self:
             _current = None
         atexit.unregister(self.close)

@@ -6,7 +6,6 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from .c10d import Store, dist
-from .failures import translate
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,12 +27,8 @@ class EpochStore(dist.Store):  # type: ignore[misc]
 
     def _call(self, operation: Callable[[Store], Any]) -> Any:
         epoch = self._session.current
-        try:
-            with epoch.blocking():
-                return operation(dist.PrefixStore("torch", epoch.store))
-        except RuntimeError as error:
-            raised = translate(error, epoch, "using the store", epoch.plan.store_host)
-            raise raised from (None if raised is error else error)
+        with epoch.calling("using the store", epoch.plan.store_host):
+            return operation(epoch.store("torch/"))
 
     def set(self, key: str, value: str | bytes) -> None:
         """See ``torch.distributed.Store``."""

@@ -110,12 +110,8 @@ class BambooWork(dist.Work):  # type: ignore[misc]
         inner = self._inner
         if inner is None:
             raise ended(self._epoch, self._operation)
-        try:
-            with self._epoch.blocking():
-                done = self._wait_polling(inner, timeout) if self._poll else _wait(inner, timeout)
-        except RuntimeError as error:
-            raised = translate(error, self._epoch, self._operation)
-            raise raised from (None if raised is error else error)
+        with self._epoch.calling(self._operation):
+            done = self._wait_polling(inner, timeout) if self._poll else _wait(inner, timeout)
         if self._finish is not None:
             finish, self._finish = self._finish, None
             finish()

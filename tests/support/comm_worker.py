@@ -13,6 +13,7 @@ import multiprocessing.forkserver
 import os
 import queue
 import signal
+import socket
 import sys
 import threading
 import time
@@ -344,9 +345,27 @@ def cluster(size: int, world: bool = True) -> Iterator[Cluster]:
         made.destroy()
 
 
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def tell_wake_times(seconds: dict[str, list[float]]) -> None:
+    """Print how soon survivors raised, by the fault of their peer."""
+    for fault, times in seconds.items():
+        if times:
+            times = sorted(times)
+            median, worst = 1e3 * times[len(times) // 2], 1e3 * times[-1]
+            print(f"\nwoken after a peer was {fault}: median {median:.1f} ms, worst {worst:.1f} ms of {len(times)}")
+
+
 def stop_fork_server() -> None:
-    """End the fork server, which would otherwise outlive the tests of this module."""
+    """End the fork server, which would otherwise outlive the tests of this module; fails if a member is left."""
+    left = [remote.name for remote in _REMOTES if remote.process.is_alive()]
     multiprocessing.forkserver._forkserver._stop()  # type: ignore[attr-defined]
+    assert not left, f"processes left behind: {left}"
 
 
 if __name__ == "__main__":

@@ -1,0 +1,350 @@
+"""The store of an epoch: keys and values in the memory of one worker.
+
+Not torch's ``TCPStore``: its client cannot be interrupted while it connects, and looks the peer's name up in
+the DNS for every connection, which costs seconds where that does not answer.
+
+A request is an object in JSON, preceded by its length (4 bytes, little-endian); so is the answer, which repeats
+the request's number. Values are bytes, one character each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import selectors
+import socket
+import struct
+import threading
+from datetime import timedelta
+from typing import Any
+
+from . import sockets
+from .c10d import dist
+
+_LENGTH = struct.Struct("<I")
+_LARGEST = 1 << 26
+_HELLO = "bamboo-store-1"
+
+
+class Server:
+    """Serves one epoch's keys to its members, from a thread.
+
+    Args:
+        host: the address to listen on, and no other.
+        epoch: number of the epoch; clients of another are refused.
+    """
+
+    def __init__(self, host: str, epoch: int) -> None:
+        self._epoch = epoch
+        self._listener = sockets.listen(host)
+        self._listener.setblocking(False)
+        self.port = int(self._listener.getsockname()[1])
+        self._data: dict[str, str] = {}
+        self._clients: dict[socket.socket, _Client] = {}
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._wake, self._woken = socket.socketpair()
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._serve, name="bamboo-store", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the service; clients see their connections end. Idempotent."""
+        with contextlib.suppress(OSError):
+            self._wake.send(b"x")
+        self._thread.join()
+        self._wake.close()
+
+    def _serve(self) -> None:
+        try:
+            while True:
+                for key, events in self._selector.select():
+                    if key.fileobj is self._woken:
+                        return
+                    if key.fileobj is self._listener:
+                        self._accept()
+                    else:
+                        self._attend(self._clients[key.fileobj], events)  # type: ignore[index]
+        finally:
+            for opened in (*self._clients, self._listener, self._woken):
+                opened.close()
+            self._selector.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):  # it has gone again
+            connection, _ = self._listener.accept()
+            connection.setblocking(False)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._clients[connection] = _Client(connection)
+            self._selector.register(connection, selectors.EVENT_READ)
+
+    def _attend(self, client: _Client, events: int) -> None:
+        try:
+            if events & selectors.EVENT_READ:
+                for request in client.read():
+                    self._handle(client, request)
+            if self._clients.get(client.connection) is client:
+                self._flush(client)
+        except (OSError, ValueError, KeyError, TypeError):  # gone, or none of ours
+            self._drop(client)
+
+    def _flush(self, client: _Client) -> None:
+        left = client.write()
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if left else 0)
+        self._selector.modify(client.connection, events)
+
+    def _drop(self, client: _Client) -> None:
+        if self._clients.pop(client.connection, None) is not None:
+            self._selector.unregister(client.connection)
+            client.connection.close()
+
+    def _handle(self, client: _Client, request: dict[str, Any]) -> None:
+        operation, number = request["op"], request["n"]
+        if operation == "hello":
+            if request["key"] != _HELLO or request["value"] != self._epoch:
+                raise ValueError("not a client of this epoch")
+            client.known = True
+            client.answer(number, True)
+            return
+        if not client.known:
+            raise ValueError("not introduced")
+        data = self._data
+        if operation == "get":
+            client.waiting[number] = list(request["keys"])
+            self._tell(client)
+        elif operation == "check":
+            client.answer(number, all(key in data for key in request["keys"]))
+        elif operation == "forget":  # the client's patience is over
+            client.waiting.pop(request["key"], None)
+        elif operation == "count":
+            client.answer(number, len(data))
+        elif operation == "delete":
+            client.answer(number, data.pop(request["key"], None) is not None)
+        else:
+            client.answer(number, self._change(operation, request["key"], request))
+            for other in list(self._clients.values()):
+                if other.waiting:
+                    self._tell(other)
+                    if other is not client:
+                        try:
+                            self._flush(other)
+                        except OSError:
+                            self._drop(other)
+
+    def _change(self, operation: str, key: str, request: dict[str, Any]) -> Any:
+        data = self._data
+        if operation == "set":
+            data[key] = str(request["value"])
+        elif operation == "add":
+            data[key] = str(int(data.get(key, "0")) + int(request["value"]))
+            return int(data[key])
+        elif operation == "compare_set":
+            # As TCPStore: a missing key equals the empty value; the answer is what is there then.
+            if data.get(key, "") == request["expected"]:
+                data[key] = str(request["value"])
+            return data.get(key, request["expected"])
+        else:
+            raise ValueError(f"unknown operation {operation!r}")
+        return True
+
+    def _tell(self, client: _Client) -> None:
+        """Answer those of a client's requests whose keys are all there."""
+        for number, keys in list(client.waiting.items()):
+            if all(key in self._data for key in keys):
+                del client.waiting[number]
+                client.answer(number, [self._data[key] for key in keys])
+
+
+class _Client:
+    """The server's end of a connection."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self.known = False
+        self.waiting: dict[int, list[str]] = {}
+        self._received = bytearray()
+        self._answers = bytearray()
+
+    def read(self) -> list[dict[str, Any]]:
+        """The requests that have arrived; raises ``OSError`` or ``ValueError`` if there will be none."""
+        data = self.connection.recv(1 << 16)
+        if not data:
+            raise ConnectionError("closed by the client")
+        self._received += data
+        found = []
+        while len(self._received) >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._received)
+            if length > (_LARGEST if self.known else 256):
+                raise ValueError("too large a request")
+            end = _LENGTH.size + length
+            if len(self._received) < end:
+                break
+            found.append(json.loads(self._received[_LENGTH.size : end]))
+            del self._received[:end]
+        return found
+
+    def answer(self, number: int, value: Any) -> None:
+        """Queue an answer."""
+        data = json.dumps({"n": number, "value": value}).encode()
+        self._answers += _LENGTH.pack(len(data)) + data
+
+    def write(self) -> bool:
+        """Send what can be sent; whether something is left."""
+        while self._answers:
+            try:
+                sent = self.connection.send(self._answers)
+            except BlockingIOError:
+                return True
+            del self._answers[:sent]
+        return False
+
+
+class Client:
+    """A connection to a :class:`Server`. One request at a time; others wait their turn.
+
+    Args:
+        connection: connected socket; shutting it down makes every call raise ``OSError``.
+        epoch: number of the epoch.
+        timeout: default for calls that wait.
+
+    Raises:
+        OSError: the connection has ended, or the server refused us.
+    """
+
+    def __init__(self, connection: socket.socket, epoch: int, timeout: timedelta) -> None:
+        self._connection = connection
+        self._timeout = timeout
+        self._lock = threading.Lock()
+        self._number = 0
+        self._received = bytearray()
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._call("hello", key=_HELLO, value=epoch)
+
+    def _call(self, operation: str, timeout: timedelta | None = None, **fields: Any) -> Any:
+        with self._lock:
+            self._number += 1
+            number = self._number
+            try:
+                self._send({"op": operation, "n": number, **fields})
+                self._connection.settimeout((timeout or self._timeout).total_seconds())
+                while True:
+                    answer = self._receive()
+                    if answer["n"] == number:
+                        return answer["value"]
+            except TimeoutError:
+                self._send({"op": "forget", "n": 0, "key": number})
+                raise
+
+    def _send(self, request: dict[str, Any]) -> None:
+        data = json.dumps(request).encode()
+        self._connection.settimeout(self._timeout.total_seconds())
+        self._connection.sendall(_LENGTH.pack(len(data)) + data)
+
+    def _receive(self) -> dict[str, Any]:
+        while True:
+            if len(self._received) >= _LENGTH.size:
+                end = _LENGTH.size + _LENGTH.unpack_from(self._received)[0]
+                if len(self._received) >= end:
+                    answer: dict[str, Any] = json.loads(self._received[_LENGTH.size : end])
+                    del self._received[:end]
+                    return answer
+            more = self._connection.recv(1 << 16)
+            if not more:
+                raise ConnectionError("closed by the store's host")
+            self._received += more
+
+    def set(self, key: str, value: bytes) -> None:
+        """Set ``key``; wakes those who wait for it."""
+        self._call("set", key=key, value=value.decode("latin-1"))
+
+    def get(self, keys: list[str], timeout: timedelta | None = None) -> list[bytes]:
+        """The values of ``keys``, when all are there; raises ``TimeoutError`` if that takes too long."""
+        return [value.encode("latin-1") for value in self._call("get", timeout, keys=keys)]
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a number, that is 0 at first; returns the sum."""
+        return int(self._call("add", key=key, value=amount))
+
+    def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
+        """Set ``key`` if it has the expected value, or is missing and that is empty; returns what is there then."""
+        value = self._call("compare_set", key=key, expected=expected.decode("latin-1"), value=desired.decode("latin-1"))
+        return str(value).encode("latin-1")
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all ``keys`` are there."""
+        return bool(self._call("check", keys=keys))
+
+    def delete(self, key: str) -> bool:
+        """Remove ``key``; whether it was there."""
+        return bool(self._call("delete", key=key))
+
+    def count(self) -> int:
+        """How many keys there are."""
+        return int(self._call("count"))
+
+
+class TorchStore(dist.Store):  # type: ignore[misc]
+    """A :class:`Client` as torch's groups want it. Keep a reference: torch's C++ side keeps none.
+
+    Waiting in vain raises ``RuntimeError``, a connection that ended ``DistNetworkError``.
+    """
+
+    def __init__(self, client: Client, prefix: str = "") -> None:
+        super().__init__()
+        self._client = client
+        self._prefix = prefix
+
+    def _call(self, function: Any, *arguments: Any) -> Any:
+        try:
+            return function(*arguments)
+        except TimeoutError as error:
+            raise dist.DistStoreError(f"Timed out waiting for {arguments[0]} in the store") from error
+        except OSError as error:
+            raise dist.DistNetworkError(f"the store's connection ended: {error}") from error
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """See ``torch.distributed.Store``."""
+        self._call(self._client.set, self._prefix + key, value.encode() if isinstance(value, str) else bytes(value))
+
+    def get(self, key: str) -> bytes:
+        """See ``torch.distributed.Store``; waits for the key."""
+        value: bytes = self._call(self._client.get, [self._prefix + key])[0]
+        return value
+
+    def add(self, key: str, value: int) -> int:
+        """See ``torch.distributed.Store``."""
+        return int(self._call(self._client.add, self._prefix + key, value))
+
+    def check(self, keys: list[str]) -> bool:
+        """See ``torch.distributed.Store``."""
+        return bool(self._call(self._client.check, [self._prefix + key for key in keys]))
+
+    def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
+        """See ``torch.distributed.Store``."""
+        both = [text.encode() if isinstance(text, str) else bytes(text) for text in (expected_value, desired_value)]
+        value: bytes = self._call(self._client.compare_set, self._prefix + key, *both)
+        return value
+
+    def delete_key(self, key: str) -> bool:
+        """See ``torch.distributed.Store``."""
+        return bool(self._call(self._client.delete, self._prefix + key))
+
+    def num_keys(self) -> int:
+        """See ``torch.distributed.Store``."""
+        return int(self._call(self._client.count))
+
+    # The names by which torch's C++ side looks for them.
+    deleteKey = delete_key
+    getNumKeys = num_keys
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """See ``torch.distributed.Store``."""
+        self._call(self._client.get, [self._prefix + key for key in keys], timeout)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        """See ``torch.distributed.Store``; waits for the keys."""
+        values: list[bytes] = self._call(self._client.get, [self._prefix + key for key in keys])
+        return values
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """The session's timeout applies."""
