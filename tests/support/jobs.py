@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 SUPPORT = Path(__file__).parent
 TRAIN = SUPPORT / "train.py"
+MARK = "BAMBOO_TEST_JOB"
 #: Seconds after which a job counts as hanging.
 DEADLINE_S = 180
 
@@ -136,13 +138,37 @@ def run_bamboo(
     """The job under ``bamboo run``."""
     command = [bamboo_command(), "run", "-n", str(world), "--events", str(folder / "events.jsonl"), str(script)]
     command += ["--deepspeed_config", str(config), "--out", str(folder), *arguments]
-    done = subprocess.Popen(
-        command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
-    )
+    # Marks every process of this job, and gives it a place of its own for temporary files.
+    temporary = folder / "tmp"
+    temporary.mkdir()
+    env = environment() | {MARK: str(folder), "TMPDIR": str(temporary), "XDG_RUNTIME_DIR": str(temporary)}
+    shared = set(os.listdir("/dev/shm"))
+    done = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
     try:
         output, _ = done.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
         done.terminate()
         output, _ = done.communicate(timeout=30)
         raise AssertionError(f"the job hangs:\n{output.decode(errors='replace')[-6000:]}") from None
+    left = {name for name in set(os.listdir("/dev/shm")) - shared if "bamboo" in name and not in_use(name)}
+    left |= {str(path.relative_to(temporary)) for path in temporary.rglob("*") if path.is_file()}
+    assert not left, f"the job left files behind: {left}"
+    assert not marked(str(folder)), f"the job left processes behind: {marked(str(folder))}"
     return Result(folder, done.returncode, output.decode(errors="replace"))
+
+
+def in_use(name: str) -> bool:
+    """Whether a living process (of another job) names this file on its command line."""
+    return any(name in part for process in psutil.process_iter(["cmdline"]) for part in process.info["cmdline"] or ())
+
+
+def marked(mark: str) -> list[str]:
+    """Command lines of the living processes that carry a job's mark."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(" ".join(process.cmdline()))
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue  # it has ended meanwhile, or is not ours
+    return found
