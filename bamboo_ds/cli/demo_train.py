@@ -104,6 +104,7 @@ def main() -> None:
             print(f"step {step} loss {losses[-1]}", flush=True)
     (arguments.out / f"losses-{rank}.json").write_text(json.dumps(losses))
     engine.save_checkpoint(str(arguments.out), tag="final")
+    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
