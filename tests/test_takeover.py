@@ -168,6 +168,12 @@ def test_loss_during_evaluation(tmp_path: Path, reference: Reference, rank: int)
     survive(tmp_path, reference, faults, stages=3, arguments=("--evaluate-every", "2"))
 
 
+def test_loss_of_the_outputs_of_an_evaluation(tmp_path: Path, reference: Reference) -> None:
+    # All others have entered the commit by then; what they would commit died with the last stage.
+    faults = [fault(2, 2, "._reduce_outputs")]
+    survive(tmp_path, reference, faults, stages=3, arguments=("--evaluate-every", "2"))
+
+
 def test_loss_between_iterations(tmp_path: Path, reference: Reference) -> None:
     survive(tmp_path, reference, [fault(2, 2, "._train_schedule"), fault(0, 4, "._train_schedule")])
 

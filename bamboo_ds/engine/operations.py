@@ -56,6 +56,11 @@ class TrainIteration:
         engine = self._engine
         self._execute(commit_program(engine._plan, engine._job.session.member), until_commit=True)
 
+    def repeatable(self) -> bool:
+        engine = self._engine
+        last = [r for r in engine._binding.owned() if r.role.stage == engine.num_stages - 1]
+        return all(runtime.reduced_loss is not None for runtime in last)
+
     def finish(self, behind: bool) -> None:
         engine = self._engine
         assert engine._vector is not None
@@ -155,6 +160,11 @@ class Evaluation:
             vector[pipeline] = loss
         engine._vector = tuple(engine._transport.all_reduce(vector).tolist())
 
+    def repeatable(self) -> bool:
+        # The outputs of a last stage died with its owner; the others may have entered long before it was through.
+        engine = self._engine
+        return not any(r.adopted for r in engine._binding.owned() if r.role.stage == engine.num_stages - 1)
+
     def finish(self, behind: bool) -> None:
         engine = self._engine
         if behind:
@@ -206,6 +216,9 @@ class CheckpointSave:
         vector = torch.zeros(1, dtype=torch.float64)
         engine._vector = tuple(engine._transport.all_reduce(vector).tolist())
 
+    def repeatable(self) -> bool:
+        return True
+
     def finish(self, behind: bool) -> None:
         engine = self._engine
         engine._binding.refresh()
@@ -226,6 +239,9 @@ class End:
         engine = self._engine
         engine._entered = True
         engine._vector = tuple(engine._transport.all_reduce(torch.zeros(1, dtype=torch.float64)).tolist())
+
+    def repeatable(self) -> bool:
+        return True
 
     def finish(self, behind: bool) -> None:
         self._engine._transport.close()

@@ -34,6 +34,9 @@ class Operation(Protocol):
     def commit(self) -> None:
         """Only the commit: all members had entered it."""
 
+    def repeatable(self) -> bool:
+        """Whether this member, which has entered the commit, could enter it again under the current plan."""
+
     def finish(self, behind: bool) -> None:
         """After the commit; no communication that a peer has to take part in at once.
 
@@ -64,6 +67,7 @@ class RecoveringExecutor(PassExecutor):
     """Runs operations until they commit."""
 
     _recovery: Recovery | None = None
+    _operation: Operation
 
     def _protected(self, operation: Operation) -> None:
         """Run ``operation`` until it commits.
@@ -73,6 +77,7 @@ class RecoveringExecutor(PassExecutor):
             Evicted: this member was taken for lost.
         """
         session = self._job.session
+        self._operation = operation
         interrupted = session.aborted is not None
         behind = False
         while True:
@@ -197,6 +202,7 @@ class RecoveringExecutor(PassExecutor):
             "roles": roles,
             "commit": list(self._vector) if self._vector is not None else None,
             "labels": self._batches.received,
+            "repeatable": self._operation.repeatable(),
         }
 
     def _decide(self, plan: Plan, records: Mapping[str, Mapping[str, Any]]) -> Decision:
@@ -213,6 +219,8 @@ class RecoveringExecutor(PassExecutor):
             for member, record in records.items()
         }
         decision = decide(parsed, plan.world)
+        if decision.mode == "commit" and not all(record["repeatable"] for record in records.values()):
+            decision = replace(decision, mode="resume")
         if decision.mode == "commit" or not self.is_data_parallel:
             return decision
         # Another pipeline may have to repeat the reduction, for which a replica's reduced gradients do not serve.
