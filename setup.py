@@ -28,6 +28,7 @@ setup(
         "pydantic>=2.7",
         "psutil>=5.9",
         "tenacity>=8.2",
+        "aiohttp>=3.9",
         "click>=8.1",
         "rich>=13",
     ],

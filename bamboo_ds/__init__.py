@@ -9,7 +9,18 @@ from typing import Any
 
 from .version import __version__
 
-__all__ = ["__version__", "init_distributed"]
+__all__ = ["__version__", "init_distributed", "is_replaying"]
+
+
+def is_replaying() -> bool:
+    """Whether the script's calls return what the job has done before this worker joined it.
+
+    Meanwhile ``train_batch`` returns recorded losses at once. A script may want to print or log nothing then.
+    Always false in a worker that was there from the start, and in a job without a ``"bamboo"`` block.
+    """
+    from . import launch
+
+    return launch.is_replaying()
 
 
 def init_distributed(config: Any, **kwargs: Any) -> None:

@@ -103,12 +103,24 @@ class RecoveryConfig(_Block):
     )
 
 
+class TopologyConfig(_Block):
+    """``bamboo.topology``"""
+
+    transfer_mb_per_s: float | None = Field(
+        500.0, gt=0, description="bound in MB/s on what a member sends of its state to new replicas; `null`: none"
+    )
+    min_gain: float = Field(
+        0.05, ge=0, lt=1, description="share of the iteration time that must be won before a stage moves for speed"
+    )
+
+
 class BambooConfig(_Block):
     """The whole ``"bamboo"`` block; ``{}`` switches everything on with its defaults."""
 
     enabled: bool = Field(True, description="`false` is the same as no block")
     redundancy: RedundancyConfig = Field(default_factory=lambda: RedundancyConfig())
     membership: MembershipConfig = Field(default_factory=lambda: MembershipConfig())
+    topology: TopologyConfig = Field(default_factory=lambda: TopologyConfig())
     recovery: RecoveryConfig = Field(default_factory=lambda: RecoveryConfig())
 
 

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 from .config import BLOCK, BambooConfig, bamboo_config, config_path_from_argv
 from .errors import EXIT_EVICTED, EXIT_FATAL_LOSS, ConfigError, EpochChanged, Evicted, FatalLoss
 from .observe import logs
-from .topology import Plan
 
 if TYPE_CHECKING:
     from .comm.session import Session
     from .control.channel import WorkerChannel
+    from .topology import Plan
 
 logger = logging.getLogger("bamboo_ds")
 
@@ -53,10 +53,11 @@ class Job:
         self.channel = channel
         self.settings = settings or BambooConfig()
         self.session: Session = Session(channel.member, channel.address, timeout, self._peer_failed)
-        self.homes: tuple[str, ...] = ()
         #: Called at a clean exit of the script, while all peers are still there.
         self.at_finish: Callable[[], None] | None = None
         self.lost_at: float | None = None
+        #: The script's calls return what the job has computed before this member came.
+        self.replaying = False
         self._lock = threading.Lock()
         self._failures: dict[str, str] = {}
         self._exit_code: int | None = None
@@ -64,15 +65,17 @@ class Job:
     # -- epochs -------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Join the first epoch and create the default process group on the ``bamboo`` backend."""
+        """Join the first epoch and create the default process group on the ``bamboo`` backend.
+
+        A member that joins a running job stays detached: its engine is built without peers.
+        """
         from .comm.backend import init_process_group
 
         logs.configure()
         logs.set_context(member=self.channel.member)
         self.channel.start(self._plan_arrived, self._agent_gone)
-        plan = self.channel.wait_plan(0, self.settings.recovery.plan_timeout_s)
-        self.homes = plan.owners
-        self.enter(plan)
+        if not self.channel.joiner:
+            self.enter(self.channel.wait_plan(0, self.settings.recovery.plan_timeout_s))
         init_process_group(self.session, self.channel.rank, self.channel.world_size, self.session.timeout)
         self._watch_exit()
 
@@ -114,6 +117,8 @@ class Job:
             TimeoutError: no plan came within ``bamboo.recovery.plan_timeout_s``.
         """
         recovery = self.settings.recovery
+        if self.channel.joiner and not self.session.epoch:
+            return self._first_plan()
         try:
             return self.channel.wait_plan(after_epoch, recovery.suspect_after_s)
         except TimeoutError:
@@ -129,6 +134,13 @@ class Job:
                 f"{recovery.plan_timeout_s} s; operations failed towards: {failures or 'nobody in particular'}. "
                 "Check that etcd is reachable from the agents"
             ) from error
+
+    def _first_plan(self) -> Plan:
+        """The first plan that lists this member, which has asked to be admitted."""
+        plan = self.channel.wait_plan(0, self.session.timeout.total_seconds())
+        while self.channel.member not in plan.members:
+            plan = self.channel.wait_plan(plan.epoch, self.session.timeout.total_seconds())
+        return plan
 
     @property
     def newest_checkpoint(self) -> str | None:
@@ -146,6 +158,8 @@ class Job:
     # -- called on other threads ----------------------------------------------------------------------
 
     def _plan_arrived(self, plan: Plan) -> None:
+        if not plan.immediate:
+            return  # the engine looks at the next boundary whether all know it
         if self.session.epoch and plan.epoch > self.session.epoch:
             if self.session.aborted is None:
                 self.lost_at = time.monotonic()
@@ -213,6 +227,11 @@ def current_job() -> Job:
 
 
 require_job = current_job
+
+
+def is_replaying() -> bool:
+    """See :func:`bamboo_ds.is_replaying`."""
+    return _job is not None and _job.replaying
 
 
 def before_init_distributed(timeout: timedelta | None = None, config: Any = None) -> None:

@@ -82,7 +82,7 @@ def agent() -> Iterator[Agent]:
     yield one
     one.close()
     assert not [t for t in threading.enumerate() if t.name == "bamboo-channel"]
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def test_messages_survive_their_line() -> None:

@@ -19,6 +19,7 @@ from types import FrameType
 from typing import BinaryIO
 
 import psutil
+from tenacity import Retrying, retry_if_result, stop_after_delay, wait_fixed
 
 from ..control.access import ENV_STORE, open_store
 from ..control.agent_settings import AgentSettings
@@ -38,6 +39,9 @@ _AGENT_GRACE_S = 3.0
 #: Seconds that members get to stop by themselves after a fatal loss, each with its own message.
 _FATAL_GRACE_S = 30.0
 _STORE_TIMEOUT_S = 10.0
+#: Seconds that members which have joined get at the end of the job, and between two looks whether they are gone.
+_GUESTS_S = 10.0
+_GUESTS_POLL_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -177,12 +181,28 @@ class Launcher:
             if not self._stopping:
                 self._spawn(urls, str(state.path))
             self._serve()
+            if options.store == EMBEDDED and self._interrupted is None:
+                self._await_guests(urls)
             for reporter in self._reporters:
                 reporter.join(_AGENT_GRACE_S)
             code = self._exit_code()
             seconds = time.monotonic() - begin
             emit_or_log(events, RunFinished(job=options.job, epoch=0, exit_code=code, run_seconds=seconds))
             return code
+
+    def _await_guests(self, urls: str) -> None:
+        """Let members that have joined say good-bye to our etcd before it ends."""
+        with open_store(urls, self._options.job, _STORE_TIMEOUT_S) as store:
+            gone = Retrying(
+                retry=retry_if_result(lambda members: bool(members)),
+                stop=stop_after_delay(_GUESTS_S),
+                wait=wait_fixed(_GUESTS_POLL_S),
+                retry_error_callback=lambda state: logger.warning("members that have joined are still there"),
+            )
+            try:
+                gone(lambda: store.get_prefix(Keys.MEMBERS).entries)
+            except StoreError as error:
+                logger.warning("cannot see whether members that have joined are gone: %s", error)
 
     @contextmanager
     def _handling_signals(self) -> Iterator[None]:

@@ -22,6 +22,7 @@ from ..observe import logs
 from ..version import __version__
 from . import jobs
 from .launcher import EMBEDDED, Launcher, RunOptions
+from .plan import plan
 from .status import JobStatus, job_status, status_table
 
 _TIMEOUT_S = 5.0
@@ -101,6 +102,72 @@ def run(
         command=script_command(script, arguments, module),
     )
     sys.exit(Launcher(options).run())
+
+
+@cli.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})
+@click.option("--store", help="URLs of the job's etcd.  [default: found through the launcher on this host]")
+@click.option("--job", help="Name of the job.  [default: the only one that runs here]")
+@click.option("--address", default="127.0.0.1", show_default=True, help="IP address to bind to.")
+@click.option("--zone", default="", help="Availability zone of this host, for the placement of replicas.")
+@click.option("--events", type=click.Path(dir_okay=False), help="File to append events to, as JSON lines.")
+@click.option("--config", type=click.Path(exists=True, dir_okay=False), help="DeepSpeed configuration to read.")
+@click.option("--lease-ttl-s", type=click.FloatRange(min=1), help="Overrides bamboo.membership.lease_ttl_s.")
+@click.option("--heartbeat-timeout-s", type=click.FloatRange(min=0.5), help="Overrides the block's setting.")
+@click.option("--settle-ms", type=click.FloatRange(min=0), help="Overrides the block's setting.")
+@click.option(
+    "--grace-s", type=click.FloatRange(min=0), default=5.0, show_default=True, help="From SIGTERM to SIGKILL."
+)
+@click.option(
+    "--wait-s", type=click.FloatRange(min=0), default=120.0, show_default=True, help="For the job to be ready."
+)
+@click.option("-m", "--module", is_flag=True, help="SCRIPT is the name of a module.")
+@click.argument("script")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def join(
+    store: str | None,
+    job: str | None,
+    address: str,
+    zone: str,
+    events: str | None,
+    config: str | None,
+    lease_ttl_s: float | None,
+    heartbeat_timeout_s: float | None,
+    settle_ms: float | None,
+    grace_s: float,
+    wait_s: float,
+    module: bool,
+    script: str,
+    arguments: tuple[str, ...],
+) -> None:
+    """Add a worker to a running job; SCRIPT and ARGUMENTS are those of the job.
+
+    The worker builds its engine, catches up with the job and is admitted between two iterations, as a standby or with
+    the stages that the plan gives to it. This command ends with the worker.
+    """
+    from .join import JoinOptions
+    from .join import join as start
+
+    job, store = _located(job, store)
+    membership = _membership(config, arguments)
+    ttl = lease_ttl_s if lease_ttl_s is not None else float(membership.lease_ttl_s)
+    start(
+        JoinOptions(
+            store=store,
+            job=jobs.check_name(job),
+            address=address,
+            zone=zone,
+            events=None if events is None else os.path.abspath(events),
+            lease_ttl_s=ttl,
+            heartbeat_timeout_s=heartbeat_timeout_s or membership.heartbeat_timeout_s or ttl,
+            settle_s=(membership.settle_ms if settle_ms is None else settle_ms) / 1000,
+            grace_s=grace_s,
+            wait_s=wait_s,
+            command=script_command(script, arguments, module),
+        )
+    )
+
+
+cli.add_command(plan)
 
 
 def _membership(config: str | None, arguments: Sequence[str]) -> MembershipConfig:

@@ -38,6 +38,7 @@ from .membership import (
     LeftRecord,
     MemberRecord,
     ProgressRecord,
+    StandingRecord,
     StopRecord,
     StoreRecord,
     SuspicionRecord,
@@ -49,7 +50,10 @@ from .messages import (
     ExitNotice,
     Heartbeat,
     LayoutReport,
+    Place,
+    Places,
     PlanPush,
+    Standing,
     StoreAddress,
     Suspicion,
     parse_to_agent,
@@ -87,6 +91,7 @@ class Agent:
         self._events = EventWriter(settings.events)
         self._stop: StopRecord | None = None
         self._evicted = False
+        self._admitted = settings.home is None
         self._terminated = False  # by SIGTERM
         self._channel_open = True
         self._coordinator_ended = False
@@ -113,6 +118,8 @@ class Agent:
             pid=self._worker.pid,
             agent_pid=os.getpid(),
             incarnation=self._incarnation,
+            home=self._settings.rank,
+            joiner=self._settings.home is not None,
         )
         self._coordinator = self._make_coordinator(record)
         self._coordinator.start()
@@ -148,6 +155,7 @@ class Agent:
         callbacks = Callbacks(
             on_plan=self.on_plan,
             on_store=self.on_store,
+            on_places=self.on_places,
             on_stop=lambda stop: self._post(partial(self._begin_stop, stop)),
             on_error=lambda error: self._post(partial(self._give_up, error)),
             on_ended=lambda: self._post(self._note_end_of_coordinator),
@@ -160,7 +168,7 @@ class Agent:
             callbacks=callbacks,
             last_heartbeat=lambda: self._worker.last_sign_of_life,
         )
-        if settings.slot == 0:
+        if settings.slot == 0 and settings.home is None:
             spec = JobRecord(
                 job=settings.job,
                 world_size=settings.world_size,
@@ -182,6 +190,10 @@ class Agent:
         self._worker.send(StoreAddress(epoch=epoch, host=host, port=port))
         if self._worker.wire.backlog:
             self._post(lambda: None)  # the main thread writes the rest
+
+    def on_places(self, places: list[Place]) -> None:
+        """Hand to a worker that waits to be admitted where it can learn what the job has done."""
+        self._worker.send(Places(places=places))
 
     def _post(self, action: Callable[[], None]) -> None:
         self._posted.put(action)
@@ -269,7 +281,8 @@ class Agent:
 
     def _note_plan(self, plan: Plan) -> None:
         logs.set_context(epoch=plan.epoch)
-        if self._id not in plan.members and not self._evicted:
+        self._admitted = self._admitted or self._id in plan.members
+        if self._admitted and self._id not in plan.members and not self._evicted:
             self._evicted = True
             logger.error("the plan of epoch %d does not list this member: its worker must stop", plan.epoch)
             self._kill_at = time.monotonic() + _EVICTION_GRACE_S
@@ -302,6 +315,9 @@ class Agent:
         elif isinstance(message, LayoutReport):
             report = LayoutRecord(id=me, layout=message.layout, redundant=message.redundant)
             self._coordinator.write(Keys.report(me), report)
+        elif isinstance(message, Standing):
+            standing = StandingRecord(id=me, epoch=message.epoch, replicas=tuple(message.replicas), place=message.place)
+            self._coordinator.write(Keys.standing(me), standing)
         elif isinstance(message, StoreAddress):
             address = StoreRecord(epoch=message.epoch, host=message.host, port=message.port)
             self._coordinator.write(Keys.store(message.epoch), address)
@@ -402,7 +418,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run an agent; returns the exit code of its worker, 128 + n for signal n."""
     settings = parse_arguments(sys.argv[1:] if argv is None else argv)
     logs.configure()
-    die_with_parent(signal.SIGTERM, settings.parent_pid)
+    if settings.home is None:  # who joins a job is nobody's child
+        die_with_parent(signal.SIGTERM, settings.parent_pid)
     adopt_orphans()
     try:
         departure = Agent(settings).run()

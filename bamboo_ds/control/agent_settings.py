@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from .access import ENV_STORE, without_access
-from .channel import ENV_ADDRESS, ENV_HEARTBEAT_TIMEOUT, ENV_JOB, ENV_MEMBER
+from .channel import ENV_ADDRESS, ENV_HEARTBEAT_TIMEOUT, ENV_JOB, ENV_JOINER, ENV_MEMBER
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,9 @@ class AgentSettings:
     """The settings of one agent.
 
     Attributes:
-        slot: number of the slot, ``RANK`` of its worker.
+        slot: number of the slot, unique in the job.
+        home: ``RANK`` of the worker of a slot that joins a running job; ``None``: the slot is there from the start,
+            its number is the rank.
         world_size: number of slots at the start.
         store: comma-separated URLs of etcd.
         job: name of the job.
@@ -53,6 +55,12 @@ class AgentSettings:
     result_fd: int | None
     state_file: str | None
     command: tuple[str, ...]
+    home: int | None = None
+
+    @property
+    def rank(self) -> int:
+        """``RANK`` of the worker."""
+        return self.slot if self.home is None else self.home
 
     def to_arguments(self) -> list[str]:
         """The command line that :func:`parse_arguments` turns into these settings (without the store)."""
@@ -68,6 +76,7 @@ def parse_arguments(argv: Sequence[str]) -> AgentSettings:
     """Parse an agent's command line; exits with a message if it is wrong."""
     parser = argparse.ArgumentParser(prog="python -m bamboo_ds.control.agent", allow_abbrev=False)
     parser.add_argument("--slot", type=int, required=True)
+    parser.add_argument("--home", type=int)
     parser.add_argument("--world-size", type=int, required=True)
     parser.add_argument("--store", default=os.environ.get(ENV_STORE), help=f"default: ${ENV_STORE}")
     parser.add_argument("--job", required=True)
@@ -109,9 +118,9 @@ def worker_environment(settings: AgentSettings, member: str) -> dict[str, str]:
             ENV_JOB: settings.job,
             ENV_ADDRESS: settings.address,
             ENV_HEARTBEAT_TIMEOUT: str(settings.heartbeat_timeout_s),
-            "RANK": str(settings.slot),
+            "RANK": str(settings.rank),
             "WORLD_SIZE": str(settings.world_size),
-            "LOCAL_RANK": str(settings.slot),
+            "LOCAL_RANK": str(settings.rank),
             "LOCAL_WORLD_SIZE": str(settings.world_size),
             # DeepSpeed on CPU asks for this one.
             "LOCAL_SIZE": str(settings.world_size),
@@ -121,6 +130,9 @@ def worker_environment(settings: AgentSettings, member: str) -> dict[str, str]:
             "MASTER_PORT": str(settings.master_port),
         }
     )
+    env.pop(ENV_JOINER, None)
+    if settings.home is not None:
+        env[ENV_JOINER] = "1"
     if settings.pipelines is not None:
         env["BAMBOO_PIPELINES"] = str(settings.pipelines)
     return env

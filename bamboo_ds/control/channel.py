@@ -7,7 +7,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..errors import EpochChanged
@@ -19,7 +19,10 @@ from .messages import (
     Heartbeat,
     LayoutReport,
     Message,
+    Place,
+    Places,
     PlanPush,
+    Standing,
     StoreAddress,
     Suspicion,
     parse_to_worker,
@@ -32,6 +35,7 @@ ENV_MEMBER = "BAMBOO_MEMBER"
 ENV_JOB = "BAMBOO_JOB"
 ENV_ADDRESS = "BAMBOO_ADDRESS"
 ENV_HEARTBEAT_TIMEOUT = "BAMBOO_HEARTBEAT_TIMEOUT"
+ENV_JOINER = "BAMBOO_JOINER"
 
 _DEFAULT_HEARTBEAT_TIMEOUT_S = 5.0
 _LONGEST_HEARTBEAT_INTERVAL_S = 0.2
@@ -48,9 +52,10 @@ class WorkerChannel:
     Attributes:
         member: id of the member that this process is the worker of.
         job: name of the job.
-        rank: the slot's number, which is the rank at the start of the job.
+        rank: the rank that the script runs as, its home; at the start of the job the slot's number.
         world_size: number of slots at the start of the job.
         address: IP address that other workers reach this one at; the only one to bind to.
+        joiner: the job was running already when this worker was started.
     """
 
     def __init__(
@@ -63,17 +68,20 @@ class WorkerChannel:
         world_size: int,
         address: str,
         heartbeat_timeout_s: float = _DEFAULT_HEARTBEAT_TIMEOUT_S,
+        joiner: bool = False,
     ) -> None:
         self.member = member
         self.job = job
         self.rank = rank
         self.world_size = world_size
         self.address = address
+        self.joiner = joiner
         self._interval = min(_LONGEST_HEARTBEAT_INTERVAL_S, 0.25 * heartbeat_timeout_s)
         self._wire = LineSocket(sock)
         self._changed = threading.Condition()
         self._plan: Plan | None = None
         self._stores: dict[int, tuple[str, int]] = {}
+        self._places: tuple[Place, ...] = ()
         self._progress = Heartbeat()
         self._gone = False  # the agent is, or its socket
         self._closing = False
@@ -104,6 +112,7 @@ class WorkerChannel:
             world_size=int(os.environ["WORLD_SIZE"]),
             address=os.environ[ENV_ADDRESS],
             heartbeat_timeout_s=float(os.environ.get(ENV_HEARTBEAT_TIMEOUT, _DEFAULT_HEARTBEAT_TIMEOUT_S)),
+            joiner=bool(os.environ.get(ENV_JOINER)),
         )
         _inherited = (os.getpid(), channel)
         return channel
@@ -182,6 +191,15 @@ class WorkerChannel:
                 raise EpochChanged(f"epoch {epoch} ended: the newest plan is {self._plan.epoch}")
             return self._stores[epoch]
 
+    def wait_places(self, timeout_s: float) -> tuple[Place, ...]:
+        """Where a worker that is not admitted yet can ask what the job has done; waits until somebody is known.
+
+        Raises ``TimeoutError`` after ``timeout_s`` seconds, ``ConnectionError`` when the agent is gone.
+        """
+        with self._changed:
+            self._wait(lambda: bool(self._places), timeout_s, "no worker of the job is known")
+            return self._places
+
     def publish_store(self, epoch: int, host: str, port: int) -> None:
         """Tell all members that this worker hosts the ``TCPStore`` of ``epoch``."""
         with self._changed:
@@ -203,6 +221,10 @@ class WorkerChannel:
     def report_layout(self, layout: Layout, redundant: bool) -> None:
         """Report that the engine is built; ``redundant`` asks for shadows."""
         self._send(LayoutReport(layout=layout, redundant=redundant))
+
+    def standing(self, epoch: int, replicas: Sequence[int], place: Place | None = None) -> None:
+        """Report the epoch that was entered, the ranks of the replicas that are complete, and where it serves."""
+        self._send(Standing(epoch=epoch, replicas=sorted(replicas), place=place))
 
     def suspect(self, epoch: int, member: str, reason: str) -> None:
         """Report that an operation of ``epoch`` towards ``member`` failed."""
@@ -264,6 +286,10 @@ class WorkerChannel:
                 self._plan = message.plan
                 self._changed.notify_all()
             self._on_plan(message.plan)
+        elif isinstance(message, Places):
+            with self._changed:
+                self._places = tuple(message.places)
+                self._changed.notify_all()
         else:
             with self._changed:
                 self._stores[message.epoch] = (message.host, message.port)

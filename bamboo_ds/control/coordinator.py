@@ -29,6 +29,7 @@ from .membership import (
     TimingRecord,
     VoucherRecord,
 )
+from .messages import Place
 from .mirror import Mirror
 
 logger = logging.getLogger("bamboo_ds.control.coordinator")
@@ -51,6 +52,7 @@ class Callbacks:
     Attributes:
         on_plan: a plan with a newer epoch.
         on_store: epoch, host and port of a ``TCPStore``.
+        on_places: where a member that waits to be admitted can learn what the job has done; again when it changes.
         on_stop: the job is to end.
         on_error: the coordinator has ended by this error; the member cannot be kept.
         on_ended: the coordinator has ended, after the departure or by an error; always the last call.
@@ -58,6 +60,7 @@ class Callbacks:
 
     on_plan: Callable[[Plan], None]
     on_store: Callable[[int, str, int], None]
+    on_places: Callable[[list[Place]], None]
     on_stop: Callable[[StopRecord], None]
     on_error: Callable[[BaseException], None]
     on_ended: Callable[[], None]
@@ -101,6 +104,8 @@ class Coordinator:
         self._mirror: Mirror | None = None
         self._pushed_epoch = 0
         self._evicted = False
+        self._admitted = not record.joiner
+        self._places: list[Place] = []
         self._stop_told = False
         self._resigned = False
         self._last_contact = time.monotonic()
@@ -209,7 +214,7 @@ class Coordinator:
 
     def _register(self, plan: Plan | None) -> None:
         """Put the member's record under a new lease, unless the plan has gone on without it."""
-        if plan is not None and self._record.id not in plan.members:
+        if plan is not None and self._admitted and self._record.id not in plan.members:
             return
         lease = self._store.lease(self._ttl_s)
         record = self._record.model_copy(update={"lease": lease.id})
@@ -245,8 +250,11 @@ class Coordinator:
         plan, stop = mirror.plan, mirror.stop
         if plan is not None and plan.epoch > self._pushed_epoch:
             self._pushed_epoch = plan.epoch
-            self._evicted = self._record.id not in plan.members
+            self._admitted = self._admitted or self._record.id in plan.members
+            self._evicted = self._admitted and self._record.id not in plan.members
             self._callbacks.on_plan(plan)
+        if plan is not None and not self._admitted:
+            self._follow(mirror, plan)
         if stop is not None and not self._stop_told:
             self._stop_told = True
             self._callbacks.on_stop(stop)
@@ -270,6 +278,19 @@ class Coordinator:
             self._lease = None
             return time.monotonic()
         return min((wake for wake in wakes if wake is not None), default=None)
+
+    def _follow(self, mirror: Mirror, plan: Plan) -> None:
+        """What a member does that waits to be admitted."""
+        standings = mirror.standings
+        places = [standings[m].place for m in plan.members if m in standings]
+        known = [place for place in places if place is not None]
+        if known != self._places:
+            self._places = known
+            self._callbacks.on_places(known)
+        left = mirror.left
+        if all(m in left and left[m].outcome == "finished" for m in plan.members) and not self._stop_told:
+            self._stop_told = True
+            self._callbacks.on_stop(StopRecord(code=0, reason="the job has finished", by=self._record.id))
 
     def _vouch(self, mirror: Mirror, plan: Plan | None) -> float | None:
         """Answer an accusation as soon as a heartbeat disproves it."""

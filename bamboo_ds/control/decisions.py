@@ -10,9 +10,11 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from ..errors import EXIT_FATAL_LOSS
+from ..topology import Candidate, Policy, holders_of
 from ..topology.plan import Plan
 from ..topology.planner import initial_plan, takeover, with_redundancy
-from .membership import LayoutRecord, LeftRecord, MemberRecord, SuspicionRecord, in_slot_order
+from .membership import LayoutRecord, LeftRecord, MemberRecord, StandingRecord, SuspicionRecord, in_slot_order
+from .reconfiguration import next_change, ready_copies
 
 #: Exit code of a job whose workers disagree about the layout.
 EXIT_CONFIG = 2
@@ -28,6 +30,7 @@ class View:
         members: living members by id.
         left: departures by member id.
         reports: layout reports by member id.
+        standings: the epoch that each worker has entered and the replicas that it holds, by member id.
         suspicions: of any epoch; only the current one's count.
         vouched: members whose agents answered an accusation, with the epoch of their newest answer.
         trusted_from: monotonic time in seconds from which on the absence of a member without a
@@ -41,6 +44,7 @@ class View:
     members: Mapping[str, MemberRecord] = field(default_factory=dict)
     left: Mapping[str, LeftRecord] = field(default_factory=dict)
     reports: Mapping[str, LayoutRecord] = field(default_factory=dict)
+    standings: Mapping[str, StandingRecord] = field(default_factory=dict)
     suspicions: Sequence[SuspicionRecord] = ()
     vouched: Mapping[str, int] = field(default_factory=dict)
     trusted_from: float = 0.0
@@ -106,11 +110,17 @@ class Decider:
         patience_s: how long a single accusation waits for the accused's agent to vouch for its worker.
             Without a voucher the accused is dropped; with one, both are right and the connection between
             them is at fault: a new epoch with the same members rebuilds it.
+        min_gain: see :class:`~bamboo_ds.topology.Policy`.
+        standby_replicas: see there.
     """
 
-    def __init__(self, settle_s: float, patience_s: float) -> None:
+    def __init__(
+        self, settle_s: float, patience_s: float, min_gain: float = 0.05, standby_replicas: bool = False
+    ) -> None:
         self._settle_s = settle_s
         self._patience_s = patience_s
+        self._min_gain = min_gain
+        self._standby_replicas = standby_replicas
         self._since: dict[tuple[str, int, str], float] = {}
 
     def decide(self, view: View, now: float) -> Action:
@@ -133,7 +143,7 @@ class Decider:
         for departure in view.left.values():
             if departure.outcome != "finished":
                 return _stop_after(departure, "was lost before the job had started")
-        slots = {member.slot: member.id for member in in_slot_order(view.members.values())}
+        slots = {member.slot: member.id for member in in_slot_order(view.members.values()) if not member.joiner}
         if len(slots) < view.world_size:
             return Wait()
         return WritePlan(initial_plan([slots[slot] for slot in sorted(slots)]), "all members are there")
@@ -152,7 +162,20 @@ class Decider:
         if isinstance(action, Wait) and absent:
             until = view.trusted_from if action.until is None else min(view.trusted_from, action.until)
             return Wait(until)
+        if isinstance(action, Wait) and action.until is None and plan.layout is not None:
+            change = next_change(view, plan, self._policy(view))
+            if change is not None:
+                return WritePlan(change.plan, change.reason)
         return action
+
+    def _policy(self, view: View) -> Policy:
+        redundant = any(report.redundant for report in view.reports.values())
+        return Policy(
+            redundant=redundant,
+            standby_replicas=self._standby_replicas,
+            near_shadows=True,
+            min_gain=self._min_gain,
+        )
 
     def _settle_layout(self, view: View, plan: Plan) -> Action | None:
         """Give the roles their shadows once every engine has reported the same layout."""
@@ -174,7 +197,10 @@ class Decider:
                 )
         if len(reports) < len(plan.members):
             return None
-        new_plan = with_redundancy(plan, reports[0].layout, reports[0].redundant)
+        candidates = [
+            Candidate(m, r.slot, r.host, r.zone, r.home) for m, r in view.members.items() if m in plan.members
+        ]
+        new_plan = with_redundancy(plan, reports[0].layout, reports[0].redundant, candidates)
         return WritePlan(new_plan, f"the engines are built: {_described(reports[0])}")
 
     # -- losses -------------------------------------------------------------------------------------
@@ -186,7 +212,8 @@ class Decider:
             return StopJob(EXIT_FATAL_LOSS, what, tuple(losses))
         # A member that has finished can own nothing any more, although it is no loss by itself.
         gone = {loss.member for loss in losses} | {m for m in plan.members if view.finished(m)}
-        return WritePlan(takeover(plan, gone), f"lost {who}", tuple(losses))
+        holders = holders_of(plan, ready_copies(view.standings, plan))
+        return WritePlan(takeover(plan, gone, holders), f"lost {who}", tuple(losses))
 
     def _loss(self, view: View, plan: Plan, member: str, now: float) -> Loss:
         noticed = self._first_seen("absent", plan.epoch, member, now)
@@ -216,7 +243,7 @@ class Decider:
             elif several or view.vouched.get(accused) != plan.epoch:
                 return self._take_over(view, plan, [Loss(accused, "suspects", ", ".join(by), None, noticed)])
             else:
-                new_plan = replace(plan, epoch=plan.epoch + 1, lost=())
+                new_plan = replace(plan, epoch=plan.epoch + 1, lost=(), immediate=True)
                 return WritePlan(new_plan, f"{by[0]} cannot reach {accused}, which is alive")
         return Wait(min(wake, default=None))
 

@@ -81,6 +81,7 @@ class Leader:
             members=mirror.members,
             left=mirror.left,
             reports=mirror.reports,
+            standings=mirror.standings,
             suspicions=mirror.suspicions,
             vouched=mirror.vouched,
             trusted_from=trusted_from,
@@ -131,19 +132,18 @@ class Leader:
 
     def _emit_changes(self, old: Plan | None, action: WritePlan, mirror: Mirror) -> None:
         new = action.plan
-        if old is None:
-            for member in in_slot_order(mirror.members.values()):
-                if member.id in new.members:
-                    self._emit(
-                        MemberJoined(
-                            job=self._job,
-                            member=self._member,
-                            epoch=new.epoch,
-                            member_id=member.id,
-                            host=member.host,
-                            rank=member.slot,
-                        )
+        for member in in_slot_order(mirror.members.values()):
+            if member.id in new.members and (old is None or member.id not in old.members):
+                self._emit(
+                    MemberJoined(
+                        job=self._job,
+                        member=self._member,
+                        epoch=new.epoch,
+                        member_id=member.id,
+                        host=member.host,
+                        rank=member.home,
                     )
+                )
         self._emit_losses(action.losses, old.epoch if old else 0)
         self._emit(
             PlanWritten(

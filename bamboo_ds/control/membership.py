@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict
 from typing_extensions import Self
 
 from ..topology.roles import Layout
+from .messages import Place
 
 SCHEMA = 1
 
@@ -49,6 +50,8 @@ class MemberRecord(Record):
         pid: process id of the worker, on ``host``.
         agent_pid: process id of the agent, on ``host``.
         lease: id of the lease that the record lives under.
+        home: rank that the worker's script runs as.
+        joiner: the member came while the job was running; it waits to be admitted.
     """
 
     id: str
@@ -60,6 +63,8 @@ class MemberRecord(Record):
     agent_pid: int
     incarnation: str
     lease: int = 0
+    home: int = 0
+    joiner: bool = False
     state: Literal["running", "leaving"] = "running"
 
 
@@ -98,6 +103,19 @@ class LayoutRecord(Record):
     id: str
     layout: Layout
     redundant: bool
+
+
+class StandingRecord(Record):
+    """``standing/<id>``: the epoch that the member's worker has entered, and the replicas that it has complete.
+
+    Attributes:
+        place: where it offers its history and snapshots, and to whom (a secret: never logged).
+    """
+
+    id: str
+    epoch: int
+    replicas: tuple[int, ...] = ()
+    place: Place | None = None
 
 
 class SuspicionRecord(Record):
@@ -174,10 +192,12 @@ class Keys:
     MEMBERS = "members/"
     LEFT = "left/"
     REPORTS = "reports/"
+    STANDINGS = "standings/"
     SUSPECTS = "suspects/"
     VOUCHERS = "vouchers/"
     EPOCHS = "epochs/"
     PROGRESS = "progress/"
+    SLOTS = "slots/"
 
     @classmethod
     def member(cls, member: str) -> str:
@@ -193,6 +213,16 @@ class Keys:
     def report(cls, member: str) -> str:
         """Key of a :class:`LayoutRecord`."""
         return f"{cls.REPORTS}{member}"
+
+    @classmethod
+    def slot(cls, slot: int) -> str:
+        """Key that claims the number of a slot that joins."""
+        return f"{cls.SLOTS}{slot}"
+
+    @classmethod
+    def standing(cls, member: str) -> str:
+        """Key of a :class:`StandingRecord`."""
+        return f"{cls.STANDINGS}{member}"
 
     @classmethod
     def suspect(cls, accused: str, by: str) -> str:

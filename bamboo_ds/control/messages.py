@@ -59,6 +59,36 @@ class LayoutReport(Message):
     redundant: bool
 
 
+class Place(BaseModel):
+    """Where a worker offers its history and snapshots (see :class:`~bamboo_ds.state.server.StateServer`)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    url: str
+    token: str = Field(repr=False)
+
+
+class Standing(Message):
+    """Worker to agent: it has entered ``epoch``, and which copies of others' state it holds.
+
+    Attributes:
+        replicas: ranks of the roles whose replicas are complete, shadows' and learners'.
+        place: where others find what it offers.
+    """
+
+    type: Literal["standing"] = "standing"
+    epoch: int
+    replicas: list[int] = Field(default_factory=list)
+    place: Place | None = None
+
+
+class Places(Message):
+    """Agent to a worker that has not been admitted yet: where it can ask what the job has done so far."""
+
+    type: Literal["places"] = "places"
+    places: list[Place]
+
+
 class Suspicion(Message):
     """Worker to agent: an operation of ``epoch`` towards ``member`` failed."""
 
@@ -89,25 +119,25 @@ class ExitNotice(Message):
     failed: bool = False
 
 
-ToWorker = Annotated[PlanPush | StoreAddress, Field(discriminator="type")]
+ToWorker = Annotated[PlanPush | StoreAddress | Places, Field(discriminator="type")]
 ToAgent = Annotated[
-    StoreAddress | Heartbeat | LayoutReport | Suspicion | EventReport | ExitNotice,
+    StoreAddress | Heartbeat | LayoutReport | Standing | Suspicion | EventReport | ExitNotice,
     Field(discriminator="type"),
 ]
 
-_TO_WORKER: TypeAdapter[PlanPush | StoreAddress] = TypeAdapter(ToWorker)
-_TO_AGENT: TypeAdapter[StoreAddress | Heartbeat | LayoutReport | Suspicion | EventReport | ExitNotice] = TypeAdapter(
-    ToAgent
+_TO_WORKER: TypeAdapter[PlanPush | StoreAddress | Places] = TypeAdapter(ToWorker)
+_TO_AGENT: TypeAdapter[StoreAddress | Heartbeat | LayoutReport | Standing | Suspicion | EventReport | ExitNotice] = (
+    TypeAdapter(ToAgent)
 )
 
 
-def parse_to_worker(line: bytes) -> PlanPush | StoreAddress:
+def parse_to_worker(line: bytes) -> PlanPush | StoreAddress | Places:
     """Parse one line that an agent sent; raises ``pydantic.ValidationError``."""
     return _TO_WORKER.validate_json(line)
 
 
 def parse_to_agent(
     line: bytes,
-) -> StoreAddress | Heartbeat | LayoutReport | Suspicion | EventReport | ExitNotice:
+) -> StoreAddress | Heartbeat | LayoutReport | Standing | Suspicion | EventReport | ExitNotice:
     """Parse one line that a worker sent; raises ``pydantic.ValidationError``."""
     return _TO_AGENT.validate_json(line)

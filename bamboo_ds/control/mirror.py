@@ -15,6 +15,7 @@ from .membership import (
     MemberRecord,
     ProgressRecord,
     Record,
+    StandingRecord,
     StopRecord,
     SuspicionRecord,
     VoucherRecord,
@@ -79,6 +80,11 @@ class Mirror:
     def reports(self) -> dict[str, LayoutRecord]:
         """Layout reports by member id."""
         return {record.id: record for record in self._records(Keys.REPORTS, LayoutRecord)}
+
+    @property
+    def standings(self) -> dict[str, StandingRecord]:
+        """What the workers have last said of themselves, by member id."""
+        return {record.id: record for record in self._records(Keys.STANDINGS, StandingRecord)}
 
     @property
     def suspicions(self) -> list[SuspicionRecord]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import os
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -16,19 +14,19 @@ from ..config import bamboo_config
 from ..errors import ConfigError, EpochChanged, ProtocolError
 from ..launch import current_job
 from ..observe import logs
-from ..state import join, split
 from ..topology import Layout, Role
 from .bubbles import IdleTimes
 from .commit import mean_over_pipelines
-from .data import Batches
+from .data import Batches, Dataset
+from .history import History
+from .joining import JoiningExecutor
 from .lanes import Stream
+from .learning import Snapshots
 from .operations import CheckpointSave, End, Evaluation, TrainIteration
-from .recovery import RecoveringExecutor
-from .replica import build_replica, capture, clone_scheduler, restore
 from .runtime import RuntimeBinding, StageRuntime
 
 
-class BambooPipelineEngine(RecoveringExecutor):
+class BambooPipelineEngine(JoiningExecutor):
     """DeepSpeed's ``PipelineEngine`` whose iterations survive the loss of members.
 
     ``train_batch``, ``eval_batch``, ``save_checkpoint`` and ``load_checkpoint`` have DeepSpeed's signatures and
@@ -58,9 +56,25 @@ class BambooPipelineEngine(RecoveringExecutor):
         self._entered = self._interrupted = False
         self._vector = self._committed = self._pending = None
         self._bubble_begin = {}
-        self._lanes = {}
+        self._learners = {}
+        self._history = History()
+        self._snapshots = Snapshots(job.session.address, settings.topology.transfer_mb_per_s, self._history)
+        self._switch_due = self._joining = False
+        self._seed = torch.initial_seed()
+        self._operation = End(self)
+        self._consumed = 0
+        self._dataset, self._dataset_iterator = None, self.data_iterator
+        if self.training_data:
+            size = self.train_micro_batch_size_per_gpu()
+            self._dataset = Dataset(
+                self.training_data, layout.pipelines, size, lambda sampler: self._loader_with(sampler)
+            )
+            self._dataset.adopt(self.grid.data_parallel_id, self.data_iterator)
         self._transport: Transport = None  # type: ignore[assignment]  # until the first epoch with roles
         self._join(layout)
+
+    def _loader_with(self, sampler: Any) -> Any:
+        return self.deepspeed_io(self.training_data, data_sampler=sampler)
 
     # -- start --------------------------------------------------------------------------------------------
 
@@ -69,104 +83,44 @@ class BambooPipelineEngine(RecoveringExecutor):
         job = self._job
         role = Role(self.grid.data_parallel_id, self.stage_id)
         logs.set_context(role=str(role))
-        self._home = StageRuntime(role, owned=True)
+        self._home = StageRuntime(role, owned=not job.channel.joiner)
+        self.fwd_outputs: list[torch.Tensor] = []
+        if job.channel.joiner:
+            self._install_groups(role, self.grid, layout)
+            self._binding = RuntimeBinding(self, self._home)
+            job.at_finish = self._leave
+            self._begin_joining(layout)
+            return
         job.channel.report_layout(layout, self._mode.replicas)
         plan = job.channel.wait_plan(job.session.epoch, job.session.timeout.total_seconds())
         self._enter(plan)
         job.lost_at = None
         if plan.world != layout:
             raise ProtocolError(f"the plan is for {plan.world}, this engine has {layout}")
-        self._install_groups(role, self.grid)
-        self.fwd_outputs: list[torch.Tensor] = []
+        self._install_groups(role, self.grid, layout)
         self._binding = RuntimeBinding(self, self._home)
         self._connect_batches({})
-        facts = json.dumps({"seed": torch.initial_seed(), "micro_batches": self.micro_batches})
+        facts = json.dumps({"seed": self._seed, "micro_batches": self.micro_batches})
         everybody = {member: json.loads(text) for member, text in self._transport.exchange(facts).items()}
         self._seed = everybody[plan.owner(Role(0, 0))]["seed"]
         self._copy_state([r for r in layout.roles if plan.shadow(r) is not None])
+        self._report_standing()
         job.at_finish = self._leave
 
-    def _install_groups(self, role: Role, grid: Any) -> None:
-        """Give ``grid`` the data-parallel group of ``role``'s stage, under a name that is equal on all members."""
-        layout = self._plan.world
-        ranks = [layout.rank(Role(d, role.stage)) for d in range(layout.pipelines)]
-        group = self._job.session.logical_group(f"bamboo/data/{role.stage}", ranks, layout.rank(role))
-        grid.dp_group, grid.dp_proc_group = ranks, group
-
-    def _replica_runtime(self, role: Role) -> StageRuntime:
-        """A runtime for another role of this pipeline, with everything that the topology determines."""
-        home = self._home
-        self._binding.refresh()
-        layout = self._plan.world
-        grid = copy.copy(home.attributes["grid"])
-        grid.global_rank = layout.rank(role)
-        grid.stage_id = role.stage
-        grid.is_first_stage, grid.is_last_stage = role.stage == 0, role.stage == layout.stages - 1
-        # The model-parallel group of a pipeline is the pipeline itself: its ranks are the stages.
-        grid.ds_model_rank = role.stage
-        self._install_groups(role, grid)
-        buffers = {name: [None] * self.micro_batches for name in home.attributes["pipe_buffers"]}
-        runtime = StageRuntime(role, owned=False)
-        runtime.attributes = dict(home.attributes)
-        runtime.attributes.update(
-            stage_id=role.stage,
-            prev_stage=role.stage - 1,
-            next_stage=role.stage + 1,
-            global_rank=layout.rank(role),
-            checkpoint_mp_rank=role.stage,
-            grid=grid,
-            mpu=grid,
-            pipe_buffers=buffers,
-            num_pipe_buffers=self.micro_batches,
-            loss=torch.tensor(0.0, device=self.device),
-        )
-        return runtime
-
-    def _scheduler_for(self, optimizer: torch.optim.Optimizer) -> Any:
-        """A learning-rate scheduler for a replica's optimizer, made as DeepSpeed made this stage's own."""
-        own = self._home.attributes["lr_scheduler"]
-        if own is None:
-            return None
-        if self.client_lr_scheduler is None:
-            return self._scheduler_from_config(optimizer)
-        if callable(self.client_lr_scheduler):
-            return self.client_lr_scheduler(optimizer)
-        return clone_scheduler(own, self._home.attributes["basic_optimizer"], optimizer)
-
-    def _copy_state(self, roles: Iterable[Role]) -> None:
-        """Copy the full state of ``roles`` from their owners to their shadows. Collective."""
-        roles = list(roles)
-        self._binding.refresh()
-        runtimes = self._binding.runtimes
-        for role in roles:
-            if self._plan.owner(role) == self._job.session.member:
-                text, tensors = split(capture(runtimes[role]))
-                header = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-                self._transport.send(self._lanes[Stream.STATE, role], self._sequence, (header, *tensors))
-        for role in roles:
-            if self._plan.shadow(role) == self._job.session.member:
-                payload = self._transport.recv(self._lanes[Stream.STATE, role], self._sequence)
-                assert isinstance(payload, tuple)
-                state = join(bytes(payload[0].tolist()).decode(), payload[1:])
-                if role in runtimes:
-                    restore(runtimes[role], state)
-                    if runtimes[role] is self._binding.current:
-                        self._binding.reload()
-                else:
-                    self._build_replica(role, state)
-        self._transport.drain()
-
-    def _build_replica(self, role: Role, state: Any) -> None:
-        runtime = self._replica_runtime(role)
-        build_replica(self._home, runtime, state, self.device, self._scheduler_for)
-        self._binding.runtimes[role] = runtime
-        self._binding.use(runtime)
-        self.module_forward_pre_hook = self._create_module_forward_pre_hook()
-        self.module_forward_post_hook = self._create_module_forward_post_hook()
-        self._binding.use(self._home)
-        runtime.begin_iteration()
+    def _use_training_batches(self) -> None:
+        """Set where the batches of the next iteration come from."""
+        if self._dataset is not None and self.data_iterator is self._dataset_iterator:
+            self._batches.use_dataset(self._dataset, self._consumed, self.batch_fn)
+        else:
+            iterator = self.data_iterator if self._is_source() else None
+            self._batches.use_iterator(self._home.role.pipeline, iterator, self.batch_fn)
 
     # -- training -----------------------------------------------------------------------------------------
+
+    def train_batch(self, data_iter: Any = None) -> Any:
+        """As DeepSpeed's; a member that joins gets the results of iterations that were done before it came."""
+        losses = self._recorded("train")
+        return super().train_batch(data_iter) if losses is None else self._replay_iteration(losses, data_iter)
 
     def _train_schedule(self) -> Any:
         return TrainIteration(self)
@@ -189,7 +143,7 @@ class BambooPipelineEngine(RecoveringExecutor):
         """Take in labels (and gradients for shadows) that were not needed; their senders drained before the commit."""
         try:
             self._batches.end(micro_batches)
-            for (stream, role), lane in self._lanes.items() if gradients else ():
+            for (stream, role), lane in self._lanes.streams.items() if gradients else ():
                 if stream is Stream.SHADOW_GRADIENT and lane.destination == self._job.session.member:
                     for m in range(self._binding.runtimes[role].backwards, micro_batches):
                         self._transport.recv(lane, m)
@@ -228,9 +182,14 @@ class BambooPipelineEngine(RecoveringExecutor):
         num_micro_batches: int | None = None,
     ) -> Any:
         """As DeepSpeed's; an evaluation that a loss interrupts is done again with the same batches."""
+        micro_batches = self.micro_batches if num_micro_batches is None else num_micro_batches
+        recorded = self._recorded("evaluate")
+        if recorded is not None:
+            self._drop_batches(data_iter, micro_batches)
+            found = mean_over_pipelines(recorded).to(self.device)
+            return (found, None) if return_logits else found
         self.eval_return_logits = return_logits
         self._compute_loss = compute_loss
-        micro_batches = self.micro_batches if num_micro_batches is None else num_micro_batches
         evaluation = Evaluation(self, data_iter, micro_batches, reduce_output)
         self._protected(evaluation)
         self._compute_loss = True
@@ -260,6 +219,8 @@ class BambooPipelineEngine(RecoveringExecutor):
         if not save_dir:
             raise ValueError(f"save_dir must be a non-empty string, got {save_dir!r}")
         name = str(tag) if tag is not None else f"global_step{self.global_steps}"
+        if self._recorded("save") is not None:
+            return True
 
         def save(folder: str) -> None:
             self._create_checkpoint_file(folder, name, False)
@@ -269,20 +230,32 @@ class BambooPipelineEngine(RecoveringExecutor):
         self._job.progressed(self._committed_steps, os.path.join(save_dir, name))
         return True
 
-    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
-        """As DeepSpeed's; replicas get the loaded state too. Call it before or between iterations."""
+    def load_checkpoint(self, load_dir: str, tag: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        """As DeepSpeed's; replicas get the loaded state too. Call it before or between iterations.
+
+        A member that joins gets the newest checkpoint that the job has written since, if that is in ``load_dir``, and
+        goes on from there.
+        """
+        load = super().load_checkpoint
+        if self._job.replaying:
+            return self._replay_load(lambda name: load(load_dir, name, *args, **kwargs), load_dir, tag)
         result: Any = (None, None)
         for runtime in self._binding.owned():
             self._binding.use(runtime)
-            loaded = super().load_checkpoint(*args, **kwargs)
-            if runtime is self._home:
+            loaded = load(load_dir, tag, *args, **kwargs)
+            if runtime is self._home or result[0] is None:
                 result = loaded
         self._binding.use(self._home)
         layout = self._plan.world
         self._copy_state([r for r in layout.roles if self._plan.shadow(r) is not None])
+        name = os.path.basename(os.path.dirname(result[0])) if result[0] is not None else None
+        self._history.add("load", {"folder": os.path.abspath(load_dir), "tag": name})
         return result
 
     # -- end ----------------------------------------------------------------------------------------------
 
     def _leave(self) -> None:
-        self._protected(End(self))
+        if not self._joining:
+            self._protected(End(self))
+        self._cancel_copies()
+        self._snapshots.close()

@@ -2,119 +2,310 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from deepspeed.runtime.dataloader import RepeatingLoader
+from torch.utils.data import DistributedSampler
 
 from ..comm.transport import Lane, Payload, Transport
 from ..errors import ProtocolError, UnsupportedError
 
+PARTS = ("inputs", "labels")
 
-def as_payload(labels: Any) -> Payload:
-    """Labels in a form that a lane carries.
+
+def as_payload(part: str, value: Any) -> Payload:
+    """A part of a batch in a form that a lane carries.
 
     Raises:
-        UnsupportedError: labels are neither ``None``, a tensor, nor a list or tuple of tensors.
+        UnsupportedError: it is neither ``None``, a tensor, nor a list or tuple of tensors.
     """
-    if labels is None or torch.is_tensor(labels):
-        return labels
-    if isinstance(labels, (list, tuple)) and all(torch.is_tensor(x) for x in labels):
-        return tuple(labels)
+    if value is None or torch.is_tensor(value):
+        return value
+    if isinstance(value, (list, tuple)) and all(torch.is_tensor(x) for x in value):
+        return tuple(value)
     raise UnsupportedError(
-        f"the second element of a batch (labels) is a {type(labels).__name__}: with redundancy it must be None, a "
-        "tensor, or a tuple of tensors, since the last stage's shadow needs it"
+        f"the {part} of a batch are a {type(value).__name__}: with redundancy they must be None, a tensor, or a tuple "
+        "of tensors, since other members may need them"
     )
 
 
-class Batches:
-    """The micro-batches of this member's pipeline in the current operation.
+class _ResumedSampler(DistributedSampler):  # type: ignore[type-arg]
+    """The sampler that DeepSpeed makes for a pipeline, without the first samples of its first pass."""
 
-    A *holder* has an iterator and draws from it; every other member that computes or shadows the last stage
-    receives the labels from a holder. What was drawn or received is kept until :meth:`end`, so a takeover never
+    def __init__(self, dataset: Any, pipelines: int, pipeline: int, skipped: int) -> None:
+        super().__init__(dataset, num_replicas=pipelines, rank=pipeline, shuffle=False)
+        self._skipped = skipped
+
+    def __iter__(self) -> Iterator[int]:
+        indices = list(super().__iter__())[self._skipped :]
+        self._skipped = 0
+        return iter(indices)
+
+
+@dataclass
+class _Stream:
+    """An open loader of one pipeline and the number of the batch that it gives next."""
+
+    loader: Iterator[Any]
+    position: int
+
+
+class Dataset:
+    """Batches of every pipeline from the ``training_data`` that all members have.
+
+    What batch k of pipeline d contains depends on k and d only, so any member can read it.
+
+    Args:
+        data: the dataset.
+        pipelines: their number.
+        batch_size: samples of a micro-batch.
+        loader: makes DeepSpeed's loader with a sampler.
+    """
+
+    def __init__(self, data: Any, pipelines: int, batch_size: int, loader: Callable[[Any], Any]) -> None:
+        self._data, self._pipelines, self._batch_size, self._loader = data, pipelines, batch_size, loader
+        self._streams: dict[int, _Stream] = {}
+
+    def adopt(self, pipeline: int, loader: Iterator[Any]) -> None:
+        """Use a loader that exists already and has given nothing yet."""
+        self._streams[pipeline] = _Stream(loader, 0)
+
+    def batch(self, pipeline: int, position: int) -> Any:
+        """Batch ``position`` of ``pipeline``, counted from the start of training; best asked for in order."""
+        stream = self._streams.get(pipeline)
+        if stream is None or stream.position != position:
+            stream = self._streams[pipeline] = _Stream(self._open(pipeline, position), position)
+        stream.position += 1
+        return next(stream.loader)
+
+    def _open(self, pipeline: int, position: int) -> Iterator[Any]:
+        with torch.random.fork_rng(devices=[]):  # a loader draws a seed for its workers
+            passes = self._loader(_ResumedSampler(self._data, self._pipelines, pipeline, 0))
+            skipped = position % len(passes) * self._batch_size
+            return iter(RepeatingLoader(self._loader(_ResumedSampler(self._data, self._pipelines, pipeline, skipped))))
+
+
+class PipelineBatches:
+    """The micro-batches of one pipeline in the current operation.
+
+    A *source* has an iterator and draws from it; any other member that computes or shadows an end of the pipeline
+    receives what it needs from a source. What was drawn or received is kept until :meth:`end`, so a takeover never
     draws again: each sample is consumed once.
     """
 
     def __init__(self) -> None:
         self._iterator: Iterator[Any] | None = None
+        self._shared = False
         self._process: Callable[[Any], Any] | None = None
         self._drawn: list[Any] = []
-        self._labels: list[Payload] = []
+        self._received: dict[str, list[Payload]] = {part: [] for part in PARTS}
         self._transport: Transport | None = None
-        self._serving: dict[Lane, int] = {}
-        self._source: Lane | None = None
+        self._serving: dict[Lane, tuple[str, int]] = {}
+        self._sources: dict[str, Lane] = {}
+        self._eager = False
 
-    def set_source(self, iterator: Iterator[Any] | None, process: Callable[[Any], Any] | None) -> None:
-        """Where batches come from in the current operation; ``None``: this member is no holder."""
-        self._iterator, self._process = iterator, process
+    def set_source(
+        self, iterator: Iterator[Any] | None, process: Callable[[Any], Any] | None, shared: bool = False
+    ) -> None:
+        """Where batches come from in the current operation.
+
+        Args:
+            iterator: of this pipeline; ``None``: this member is no source.
+            process: applied to each batch.
+            shared: every member that needs batches has such an iterator, so nobody serves others.
+        """
+        self._iterator, self._process, self._shared = iterator, process, shared
 
     @property
-    def received(self) -> int:
-        """How many labels this member has received in this operation."""
-        return len(self._labels)
+    def received(self) -> dict[str, int]:
+        """How many inputs and labels this member has received in this operation."""
+        return {part: len(values) for part, values in self._received.items()}
 
-    def connect(self, transport: Transport, serving: dict[Lane, int], source: Lane | None) -> None:
+    def connect(
+        self,
+        transport: Transport,
+        serving: Mapping[Lane, tuple[str, int]],
+        sources: Mapping[str, Lane],
+        eager: bool,
+    ) -> None:
         """Use the lanes of a new epoch.
 
         Args:
             transport: the epoch's.
-            serving: lanes on which this member, a holder, sends labels, and the first label that each needs.
-            source: the lane on which this member receives labels.
+            serving: lanes on which this member, a source, sends a part, and the first that each needs.
+            sources: the lanes on which this member receives each part.
+            eager: whether others could wait for what this member draws before it needs it itself.
         """
-        self._transport, self._serving, self._source = transport, dict(serving), source
+        self._transport, self._serving, self._sources = transport, dict(serving), dict(sources)
+        self._eager = eager
         self._serve()
 
-    def batch(self, micro_batch: int) -> Any:
-        """Batch ``micro_batch``: a holder's own, or ``(None, labels)``. Draws or receives what is missing.
+    def batch(self, micro_batch: int, inputs: bool, labels: bool) -> Any:
+        """Batch ``micro_batch``: a source's own, or the parts asked for. Draws or receives what is missing.
 
         Raises:
             StopIteration: the iterator is exhausted.
-            EpochChanged: while labels were awaited.
+            EpochChanged: while a part was awaited.
         """
         if self._iterator is not None:
-            while len(self._drawn) <= micro_batch:
-                batch = next(self._iterator)
-                self._drawn.append(self._process(batch) if self._process else batch)
-                self._serve()
+            self._draw(micro_batch + 1)
             return self._drawn[micro_batch]
-        while len(self._labels) <= micro_batch:
-            if self._source is None or self._transport is None:
-                raise ProtocolError(f"nobody sends the labels of micro-batch {micro_batch} to this member")
-            self._labels.append(self._transport.recv(self._source, len(self._labels)))
-        return None, self._labels[micro_batch]
+        wanted = {"inputs": inputs, "labels": labels}
+        return tuple(self._part(part, micro_batch) if wanted[part] else None for part in PARTS)
 
-    def ready(self, micro_batch: int) -> bool:
-        """Whether :meth:`batch` would not wait for another member."""
-        if self._iterator is not None or len(self._labels) > micro_batch:
+    def _draw(self, count: int) -> None:
+        while len(self._drawn) < count:
+            assert self._iterator is not None
+            batch = next(self._iterator)
+            self._drawn.append(self._process(batch) if self._process else batch)
+            self._serve()
+
+    def _part(self, part: str, micro_batch: int) -> Payload:
+        values = self._received[part]
+        while len(values) <= micro_batch:
+            lane = self._sources.get(part)
+            if lane is None or self._transport is None:
+                raise ProtocolError(f"nobody sends the {part} of micro-batch {micro_batch} to this member")
+            values.append(self._transport.recv(lane, len(values)))
+        return values[micro_batch]
+
+    def ready(self, micro_batch: int, part: str) -> bool:
+        """Whether :meth:`batch` would not wait for another member for this part."""
+        if self._iterator is not None or len(self._received[part]) > micro_batch:
             return True
-        if self._source is None or self._transport is None or len(self._labels) < micro_batch:
+        lane = self._sources.get(part)
+        if lane is None or self._transport is None or len(self._received[part]) < micro_batch:
             return False
-        return self._transport.ready(self._source)
+        return self._transport.ready(lane)
+
+    def draw_ahead(self, micro_batches: int) -> None:
+        """Draw everything now if others could otherwise wait for it in vain."""
+        if self._iterator is not None and self._serving and self._eager and not self._shared:
+            self._draw(micro_batches)
 
     def complete(self, micro_batches: int) -> None:
-        """A holder draws what it has not needed, so that all holders consume the same number of batches."""
-        if self._iterator is not None and micro_batches:
-            self.batch(micro_batches - 1)
+        """A source draws what it has not needed, so that all sources consume the same number of batches."""
+        if self._iterator is not None and (self._drawn or not self._shared):
+            self._draw(micro_batches)
 
     def end(self, micro_batches: int) -> None:
-        """The operation has committed: take in labels that were not needed and forget everything.
+        """The operation has committed: take in what was not needed and forget everything.
 
-        They have arrived already: their sender drained its sends before it entered the commit.
+        It has arrived already: its sender drained its sends before it entered the commit.
         """
-        if self._source is not None and self._transport is not None and self._iterator is None:
-            while len(self._labels) < micro_batches:
-                self._labels.append(self._transport.recv(self._source, len(self._labels)))
+        if self._iterator is None:
+            for part in self._sources:
+                self._part(part, micro_batches - 1)
         self.drop()
 
     def drop(self) -> None:
         """Forget everything of the current operation."""
         self._drawn.clear()
-        self._labels.clear()
-        self._serving = dict.fromkeys(self._serving, 0)
+        for values in self._received.values():
+            values.clear()
+        self._serving = {lane: (part, 0) for lane, (part, _) in self._serving.items()}
 
     def _serve(self) -> None:
-        for lane, sent in self._serving.items():
+        if self._shared:
+            return
+        for lane, (part, sent) in self._serving.items():
             for m in range(sent, len(self._drawn)):
                 assert self._transport is not None
-                self._transport.send(lane, m, as_payload(self._drawn[m][1]))
-            self._serving[lane] = max(sent, len(self._drawn))
+                self._transport.send(lane, m, as_payload(part, self._drawn[m][PARTS.index(part)]))
+            self._serving[lane] = part, max(sent, len(self._drawn))
+
+
+class Batches:
+    """The micro-batches of all pipelines that this member has to do with, in the current operation."""
+
+    def __init__(self) -> None:
+        self._pipelines: dict[int, PipelineBatches] = {}
+        self._sources: Callable[[int], tuple[Iterator[Any] | None, bool]] = lambda pipeline: (None, False)
+        self._process: Callable[[Any], Any] | None = None
+
+    def __getitem__(self, pipeline: int) -> PipelineBatches:
+        batches = self._pipelines.get(pipeline)
+        if batches is None:
+            batches = self._pipelines[pipeline] = PipelineBatches()
+            self._set_source(pipeline)
+        return batches
+
+    def _set_source(self, pipeline: int) -> None:
+        iterator, shared = self._sources(pipeline)
+        self._pipelines[pipeline].set_source(iterator, self._process, shared)
+
+    def use_iterator(self, pipeline: int, iterator: Iterator[Any] | None, process: Callable[[Any], Any] | None) -> None:
+        """In this operation batches come from the script's iterators, this member's being for ``pipeline``."""
+        self._sources = lambda d: (iterator if d == pipeline else None, False)
+        self._begin(process)
+        if iterator is not None:
+            self[pipeline]  # drawn from in any case, to keep pace with the other sources
+
+    def use_dataset(self, dataset: Dataset, position: int, process: Callable[[Any], Any] | None) -> None:
+        """In this operation everybody reads batches, from number ``position`` of each pipeline on."""
+
+        def read(pipeline: int) -> Iterator[Any]:
+            at = position
+            while True:
+                yield dataset.batch(pipeline, at)
+                at += 1
+
+        self._sources = lambda pipeline: (read(pipeline), True)
+        self._begin(process)
+
+    def _begin(self, process: Callable[[Any], Any] | None) -> None:
+        self._process = process
+        for pipeline in self._pipelines:
+            self._set_source(pipeline)
+
+    @property
+    def received(self) -> dict[str, dict[str, int]]:
+        """How much of each part of each pipeline (by its number as text) has been received in this operation."""
+        return {str(pipeline): batches.received for pipeline, batches in self._pipelines.items()}
+
+    def connect(
+        self,
+        transport: Transport,
+        serving: Iterable[tuple[int, Lane, str, int]],
+        sources: Iterable[tuple[int, Lane, str]],
+        eager: Callable[[int], bool],
+    ) -> None:
+        """Use the lanes of a new epoch, see :meth:`PipelineBatches.connect`.
+
+        Args:
+            transport: the epoch's.
+            serving: pipeline, lane, part and first micro-batch wanted, where this member serves others.
+            sources: pipeline, lane and part, where it is served.
+            eager: whether it draws ahead for a pipeline.
+        """
+        outgoing: dict[int, dict[Lane, tuple[str, int]]] = {}
+        incoming: dict[int, dict[str, Lane]] = {}
+        for pipeline, lane, part, first in serving:
+            outgoing.setdefault(pipeline, {})[lane] = part, first
+        for pipeline, lane, part in sources:
+            incoming.setdefault(pipeline, {})[part] = lane
+        for pipeline in sorted({*self._pipelines, *outgoing, *incoming}):
+            self[pipeline].connect(transport, outgoing.get(pipeline, {}), incoming.get(pipeline, {}), eager(pipeline))
+
+    def draw_ahead(self, micro_batches: int) -> None:
+        """See :meth:`PipelineBatches.draw_ahead`."""
+        for batches in self._pipelines.values():
+            batches.draw_ahead(micro_batches)
+
+    def complete(self, micro_batches: int) -> None:
+        """See :meth:`PipelineBatches.complete`."""
+        for batches in self._pipelines.values():
+            batches.complete(micro_batches)
+
+    def end(self, micro_batches: int) -> None:
+        """See :meth:`PipelineBatches.end`."""
+        for batches in self._pipelines.values():
+            batches.end(micro_batches)
+
+    def drop(self) -> None:
+        """See :meth:`PipelineBatches.drop`."""
+        for batches in self._pipelines.values():
+            batches.drop()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from enum import IntEnum
 
 from ..comm.transport import Lane
@@ -26,56 +25,106 @@ class Stream(IntEnum):
     SHADOW_GRADIENT = 5
     #: Full state of the role, from its owner to its shadow.
     STATE = 6
+    #: Inputs of a first stage, to its owner.
+    INPUTS = 7
+    #: Inputs of a first stage, to its shadow.
+    SHADOW_INPUTS = 8
 
 
-def batch_holders(plan: Plan, homes: Sequence[str], pipeline: int) -> tuple[str | None, str | None]:
-    """The living members that have an iterator over the batches of ``pipeline``.
+#: Streams that carry parts of batches: which part, inputs or labels.
+BATCH_PARTS = {
+    Stream.INPUTS: "inputs",
+    Stream.SHADOW_INPUTS: "inputs",
+    Stream.LABELS: "labels",
+    Stream.SHADOW_LABELS: "labels",
+}
 
-    These are the first owners (``homes``, by rank) of its first and of its last stage: scripts give iterators
-    to the ends of a pipeline only.
 
-    Returns:
-        The first stage's and the last stage's first owner; ``None`` for one that was lost.
+def batch_sources(plan: Plan, pipeline: int) -> tuple[str, ...]:
+    """The members whose scripts have an iterator over the batches of ``pipeline``; the one that serves others first.
+
+    Scripts give iterators to the ends of a pipeline only, so these are the members at home there. Best are those
+    that also own an end of it, since they draw in time anyway.
     """
     layout = plan.world
-    ends = (Role(pipeline, 0), Role(pipeline, layout.stages - 1))
-    first, last = (homes[layout.rank(end)] for end in ends)
-    return (first if first in plan.members else None, last if last in plan.members else None)
+    ends = [layout.rank(Role(pipeline, stage)) for stage in sorted({0, layout.stages - 1}, reverse=True)]
+    found = [member for end in ends for member, home in zip(plan.members, plan.homes, strict=True) if home == end]
+    return tuple(sorted(found, key=lambda member: all(plan.owners[end] != member for end in ends)))
 
 
-def lanes(plan: Plan, homes: Sequence[str], shadow_gradients: bool) -> dict[tuple[Stream, Role], Lane]:
-    """All lanes of ``plan``'s epoch, by what they carry and the role concerned.
+def assists(plan: Plan, role: Role) -> bool:
+    """Whether the shadow of ``role`` computes its redundant passes: it owns what precedes the role."""
+    return plan.shadow(role) == plan.owner(plan.world.predecessor(role))
 
-    Args:
+
+class Lanes:
+    """All lanes of ``plan``'s epoch.
+
+    Attributes:
+        streams: by what they carry and the role concerned.
+        learners: reduced gradients and buffers of a role, to a member that makes a copy of its state.
+    """
+
+    def __init__(self, plan: Plan, shadow_gradients: bool) -> None:
+        """Args:
         plan: the plan, without unheld roles.
-        homes: first owner of every role, by rank.
         shadow_gradients: whether gradients are also sent to shadows.
-    """
-    layout = plan.world
-    table: dict[tuple[Stream, Role], Lane] = {}
-
-    def add(stream: Stream, role: Role, source: str, destination: str) -> None:
-        tag = int(stream) * layout.size + layout.rank(role)
-        table[stream, role] = Lane(tag, source, destination, f"{stream.name.lower()} {role}")
-
-    for role in layout.roles:
-        owner, shadow = plan.owner(role), plan.shadow(role)
-        if role.stage > 0:
-            add(Stream.ACTIVATION, role, plan.owner(layout.predecessor(role)), owner)
-        if role.stage < layout.stages - 1:
-            add(Stream.GRADIENT, role, plan.owner(layout.successor(role)), owner)
-            if shadow is not None and shadow_gradients:
-                add(Stream.SHADOW_GRADIENT, role, plan.owner(layout.successor(role)), shadow)
-        if shadow is not None:
-            add(Stream.REPLICA, role, owner, shadow)
-            add(Stream.STATE, role, owner, shadow)
-        if role.stage == layout.stages - 1:
-            first, last = batch_holders(plan, homes, role.pipeline)
-            source = last or first
-            if source is None:
+        """
+        self.streams: dict[tuple[Stream, Role], Lane] = {}
+        self.learners: dict[tuple[Role, str], Lane] = {}
+        layout = plan.world
+        for role in layout.roles:
+            owner, shadow = plan.owner(role), plan.shadow(role)
+            helper = shadow if shadow is not None and assists(plan, role) else None
+            if role.stage > 0:
+                self._add(Stream.ACTIVATION, role, plan.owner(layout.predecessor(role)), owner)
+            if role.stage < layout.stages - 1:
+                self._add(Stream.GRADIENT, role, plan.owner(layout.successor(role)), owner)
+                if helper is not None and shadow_gradients:
+                    self._add(Stream.SHADOW_GRADIENT, role, plan.owner(layout.successor(role)), helper)
+            if shadow is not None:
+                self._add(Stream.REPLICA, role, owner, shadow)
+                self._add(Stream.STATE, role, owner, shadow)
+            sources = batch_sources(plan, role.pipeline)
+            if not sources:
                 continue
-            if owner not in (first, last):
-                add(Stream.LABELS, role, source, owner)
-            if shadow is not None and shadow not in (first, last):
-                add(Stream.SHADOW_LABELS, role, source, shadow)
-    return table
+            for stage, to_owner, to_shadow in (
+                (0, Stream.INPUTS, Stream.SHADOW_INPUTS),
+                (layout.stages - 1, Stream.LABELS, Stream.SHADOW_LABELS),
+            ):
+                if role.stage != stage:
+                    continue
+                if owner not in sources:
+                    self._add(to_owner, role, sources[0], owner)
+                if helper is not None and helper not in sources:
+                    self._add(to_shadow, role, sources[0], helper)
+        for rank, learner in plan.learners:
+            role = layout.role(rank)
+            name = f"learn {role} {learner}"
+            self.learners[role, learner] = Lane(self._count(), plan.owner(role), learner, name)
+
+    def _count(self) -> int:
+        return len(self.streams) + len(self.learners)
+
+    def _add(self, stream: Stream, role: Role, source: str, destination: str) -> None:
+        self.streams[stream, role] = Lane(self._count(), source, destination, f"{stream.name.lower()} {role}")
+
+    def __getitem__(self, key: tuple[Stream, Role]) -> Lane:
+        return self.streams[key]
+
+    def get(self, key: tuple[Stream, Role]) -> Lane | None:
+        """The lane, if the plan has it."""
+        return self.streams.get(key)
+
+    def replica(self, role: Role, member: str) -> Lane:
+        """The lane of reduced gradients of ``role`` to ``member``, its shadow or a learner."""
+        return self.learners.get((role, member)) or self.streams[Stream.REPLICA, role]
+
+    def replicas(self, role: Role) -> list[Lane]:
+        """The lanes on which the owner of ``role`` sends its reduced gradients."""
+        shadow = self.streams.get((Stream.REPLICA, role))
+        return [*([shadow] if shadow else []), *(lane for (r, _), lane in self.learners.items() if r == role)]
+
+    def all(self) -> list[Lane]:
+        """Every lane."""
+        return [*self.streams.values(), *self.learners.values()]

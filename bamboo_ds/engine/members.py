@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..comm.transport import Lane, Transport
+from ..comm.transport import Transport
 from ..config import BambooConfig, RedundancyMode
 from ..schedule import Decision
 from ..topology import Plan, Role
 from .bubbles import IdleTimes
 from .commit import Committed
-from .data import Batches
-from .lanes import Stream
+from .data import Batches, Dataset
+from .history import History
+from .lanes import Lanes
+from .learning import Learner, Snapshots
 from .runtime import RuntimeBinding, StageRuntime
 
 if TYPE_CHECKING:
@@ -28,9 +30,15 @@ class EngineState:
         _retain: whether boundary tensors are kept until commit.
         _plan: the plan of the current epoch.
         _binding: the runtimes, and which one is bound.
-        _home: the runtime of the role that this member had first; bound between operations.
+        _home: the runtime of the role that this member's script runs as; bound between operations. It may be a
+            role that others own now; then it only carries the counters that the script looks at.
         _transport, _lanes: the current epoch's streams.
         _batches: micro-batches of the current operation.
+        _dataset: the ``training_data`` of ``deepspeed.initialize``, if it was given.
+        _consumed: micro-batches of each pipeline that committed iterations have used.
+        _learners: copies that this member makes.
+        _snapshots: states that it offers to learners.
+        _switch_due: all members know of a newer plan that waits for the next boundary.
         _idle: measured idle times.
         _seed: seed of the forward passes' generators, equal on all members.
         _sequence: operations (iterations, evaluations, saves) committed so far, equal on all members.
@@ -40,6 +48,8 @@ class EngineState:
         _committed: the same, decoded, for the current iteration.
         _interrupted: the current operation was interrupted and resumed.
         _pending: decision of a recovery that the operation about to run carries out.
+        _history: what the script has done.
+        _joining: this member waits to be admitted.
         _evaluating: an evaluation runs.
         _loading: micro-batch that is being loaded.
         _bubble_begin: begin of waits that are in progress, by place.
@@ -55,8 +65,13 @@ class EngineState:
     _binding: RuntimeBinding
     _home: StageRuntime
     _transport: Transport
-    _lanes: dict[tuple[Stream, Role], Lane]
+    _lanes: Lanes
     _batches: Batches
+    _dataset: Dataset | None
+    _consumed: int
+    _learners: dict[Role, Learner]
+    _snapshots: Snapshots
+    _switch_due: bool
     _idle: IdleTimes
     _seed: int
     _sequence: int
@@ -66,6 +81,9 @@ class EngineState:
     _committed: Committed | None
     _interrupted: bool
     _pending: Decision | None
+    _history: History
+    _joining: bool
+    _dataset_iterator: Any
     _evaluating: bool
     _loading: int
     _bubble_begin: dict[tuple[Any, ...], float]

@@ -30,16 +30,19 @@ logger = logging.getLogger("bamboo_ds")
 class TrainIteration:
     """One iteration: pipeline, reduction, replication, commit, step."""
 
+    goes_on = True
+
     def __init__(self, engine: BambooPipelineEngine) -> None:
         self._engine = engine
         self._begin = time.monotonic()
-        engine._batches.set_source(engine.data_iterator if engine._is_holder() else None, engine.batch_fn)
+        engine._use_training_batches()
 
     def run(self, progress: Mapping[Role, RoleProgress] | None) -> None:
         engine = self._engine
         for runtime in engine._binding.runtimes.values():
             runtime.module.train()
         engine._evaluating = False
+        engine._batches.draw_ahead(engine.micro_batches)
         program = member_program(
             engine._plan,
             engine._job.session.member,
@@ -73,9 +76,13 @@ class TrainIteration:
         else:
             engine._collect_leftovers(engine.micro_batches, gradients=not engine._interrupted)
         engine._binding.begin_iteration()
+        engine._history.add("train", [list(losses) for losses in engine._committed.losses])
         engine._committed_steps += 1
+        engine._consumed += engine.micro_batches
+        engine._advance_home()
         if mismatches and not behind:
             self._mend(mismatches)
+        engine._advance_copies()
         engine._job.progressed(engine._committed_steps)
         engine._report_step(time.monotonic() - self._begin)
 
@@ -100,12 +107,16 @@ class TrainIteration:
 class Evaluation:
     """Forward passes of all micro-batches without gradients; done again from the start after a loss."""
 
+    goes_on = True
+
     def __init__(self, engine: BambooPipelineEngine, iterator: Any, micro_batches: int, reduce: str | None) -> None:
         self._engine = engine
         self._micro_batches = micro_batches
         self._reduce = reduce
         self.losses: dict[int, Any] = {}
-        engine._batches.set_source(iterator if engine._is_holder() else None, engine.batch_fn)
+        engine._batches.use_iterator(
+            engine._home.role.pipeline, iterator if engine._is_source() else None, engine.batch_fn
+        )
 
     def run(self, progress: Mapping[Role, RoleProgress] | None) -> None:
         engine, layout = self._engine, self._engine._plan.world
@@ -117,6 +128,7 @@ class Evaluation:
                     engine._reserve_pipe_buffers(self._micro_batches)
                     engine.module.eval()
                     engine.fwd_outputs = []
+                engine._batches.draw_ahead(self._micro_batches)
                 for m in range(self._micro_batches):
                     for runtime in engine._binding.owned():
                         self._forward(runtime.role, m, layout.stages)
@@ -158,7 +170,7 @@ class Evaluation:
         vector = torch.zeros(engine._plan.world.pipelines, dtype=torch.float64)
         for pipeline, loss in losses:
             vector[pipeline] = loss
-        engine._vector = tuple(engine._transport.all_reduce(vector).tolist())
+        engine._vector = engine._agree(vector)
 
     def repeatable(self) -> bool:
         # The outputs of a last stage died with its owner; the others may have entered long before it was through.
@@ -171,13 +183,18 @@ class Evaluation:
             engine._batches.drop()
         else:
             engine._collect_leftovers(self._micro_batches, gradients=False)
+        assert engine._vector is not None
+        engine._history.add("evaluate", list(engine._vector))
         engine._binding.begin_iteration()
         for runtime in engine._binding.owned():
             runtime.module.train()
+        engine._advance_copies()
 
 
 class CheckpointSave:
     """All roles' files into a folder that becomes the checkpoint by one rename, after everybody has written."""
+
+    goes_on = True
 
     def __init__(
         self, engine: BambooPipelineEngine, folder: str, tag: str, latest: bool, save: Callable[[str], None]
@@ -214,7 +231,7 @@ class CheckpointSave:
         engine = self._engine
         engine._entered = True
         vector = torch.zeros(1, dtype=torch.float64)
-        engine._vector = tuple(engine._transport.all_reduce(vector).tolist())
+        engine._vector = engine._agree(vector)
 
     def repeatable(self) -> bool:
         return True
@@ -224,10 +241,14 @@ class CheckpointSave:
         engine._binding.refresh()
         for runtime in engine._binding.runtimes.values():
             runtime.adopted = False
+        engine._history.add("save", {"folder": os.path.abspath(self._target.parent), "tag": self._tag})
+        engine._advance_copies()
 
 
 class End:
     """The end of the script: nobody leaves before all have finished."""
+
+    goes_on = False
 
     def __init__(self, engine: BambooPipelineEngine) -> None:
         self._engine = engine
@@ -238,7 +259,7 @@ class End:
     def commit(self) -> None:
         engine = self._engine
         engine._entered = True
-        engine._vector = tuple(engine._transport.all_reduce(torch.zeros(1, dtype=torch.float64)).tolist())
+        engine._vector = engine._agree(torch.zeros(1, dtype=torch.float64))
 
     def repeatable(self) -> bool:
         return True

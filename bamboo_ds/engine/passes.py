@@ -17,7 +17,7 @@ from ..comm.transport import Lane, Payload
 from ..errors import ProtocolError
 from ..topology import Role
 from .commit import Contribution, encode, global_norm
-from .lanes import Stream
+from .lanes import Stream, assists
 from .members import EngineState
 from .replica import checksum
 from .rng import forward_seed, keyed_generators
@@ -54,7 +54,8 @@ class PassExecutor(EngineState, PipelineEngine):  # type: ignore[misc]  # DeepSp
         super()._exec_load_micro_batch(buffer_id)
 
     def _next_batch(self) -> Any:
-        return self._batches.batch(self._loading)
+        batches = self._batches[self._binding.current.role.pipeline]
+        return batches.batch(self._loading, self.is_first_stage(), self.is_last_stage())
 
     # -- forward and backward ---------------------------------------------------------------------------
 
@@ -164,7 +165,7 @@ class PassExecutor(EngineState, PipelineEngine):  # type: ignore[misc]  # DeepSp
         place: tuple[Any, ...]
         if awaits == "replica":
             assert role is not None
-            lane, place = self._lanes[Stream.REPLICA, role], (role, awaits, None)
+            lane, place = self._lanes.replica(role, self._job.session.member), (role, awaits, None)
         else:
             stream = Stream.ACTIVATION if awaits == "activation" else Stream.GRADIENT
             lane, place = self._lanes[stream, current], (current, awaits, buffer_id)
@@ -190,10 +191,11 @@ class PassExecutor(EngineState, PipelineEngine):  # type: ignore[misc]  # DeepSp
         if not self._mode.eager_forward:
             return None
         for replica in self._binding.replicas():
-            if replica.reduced is not None:
+            role = replica.role
+            assisted = self._plan.shadow(role) == self._job.session.member and assists(self._plan, role)
+            if replica.reduced is not None or not assisted:
                 continue
-            m, role = replica.backwards, replica.role
-            last = role.stage == self.num_stages - 1
+            m, last = replica.backwards, role.stage == self.num_stages - 1
             if self._mode.eager_backward and not self._interrupted and m < replica.forwards:
                 lane = self._lanes.get((Stream.SHADOW_GRADIENT, role))
                 if last or (lane is not None and self._transport.ready(lane)):
@@ -203,7 +205,10 @@ class PassExecutor(EngineState, PipelineEngine):  # type: ignore[misc]  # DeepSp
                 continue
             if role.stage > 0 and m not in self._binding.runtimes[self._plan.world.predecessor(role)].activations:
                 continue
-            if last and not self._batches.ready(m):
+            batches = self._batches[role.pipeline]
+            if role.stage == 0 and not batches.ready(m, "inputs"):
+                continue
+            if last and not batches.ready(m, "labels"):
                 continue
             return replica, "forward"
         return None
@@ -255,21 +260,31 @@ class PassExecutor(EngineState, PipelineEngine):  # type: ignore[misc]  # DeepSp
     # -- reduction and replication ------------------------------------------------------------------------
 
     def _exec_reduce_grads(self) -> None:
-        """Average the gradients over the pipelines into ``runtime.reduced``.
+        """Average the gradients over the pipelines into ``runtime.reduced`` of all roles of this stage.
 
         With several pipelines the sums of this role stay untouched in the parameters' ``grad`` until the
         iteration commits: a member lost during the reduction makes the others repeat it from them.
         """
         runtime = self._binding.current
-        if runtime.reduced is not None:
+        # A collective counts a member once: roles of one stage are summed here and reduced with the last of them.
+        same = [r for r in self._binding.owned() if r.role.stage == runtime.role.stage]
+        if runtime is not same[-1] or all(r.reduced is not None for r in same):
             return
-        gradients, _ = self._get_gradients_for_reduction()
+        sums = []
+        for each in same:
+            self._binding.use(each)
+            sums.append(self._get_gradients_for_reduction()[0])
+            if self.is_last_stage():
+                each.reduced_loss = self._pipeline_losses()
         if self.is_data_parallel and self.pipeline_enable_backward_allreduce:
-            gradients = [g.clone() for g in gradients]
-            self.buffered_allreduce_fallback(grads=gradients, elements_per_buffer=MEMORY_OPT_ALLREDUCE_SIZE)
-        runtime.reduced = gradients
-        if self.is_last_stage():
-            runtime.reduced_loss = self._pipeline_losses()
+            total = [g.clone() for g in sums[0]]
+            for more in sums[1:]:
+                for gradient, addend in zip(total, more, strict=True):
+                    gradient.add_(addend)
+            self.buffered_allreduce_fallback(grads=total, elements_per_buffer=MEMORY_OPT_ALLREDUCE_SIZE)
+            sums = [total, *([g.clone() for g in total] for _ in same[1:])]
+        for each, reduced in zip(same, sums, strict=True):
+            each.reduced = reduced
 
     def _pipeline_losses(self) -> torch.Tensor:
         """The pipeline's mean loss and its mean additional losses, as float64."""
@@ -285,14 +300,20 @@ class PassExecutor(EngineState, PipelineEngine):  # type: ignore[misc]  # DeepSp
         loss = runtime.reduced_loss if runtime.reduced_loss is not None else torch.empty(0, dtype=torch.float64)
         buffers = [b.detach() for b in runtime.module.buffers()]
         payload = (header, loss, *runtime.reduced, *buffers)
-        self._transport.send(self._lanes[Stream.REPLICA, runtime.role], self._sequence, payload)
+        for lane in self._lanes.replicas(runtime.role):
+            self._transport.send(lane, self._sequence, payload)
 
     def _exec_recv_replica(self, role: Role) -> None:
-        replica = self._binding.runtimes[role]
-        payload = self._receive(self._lanes[Stream.REPLICA, role], self._sequence, (role, "replica", None))
+        lane = self._lanes.replica(role, self._job.session.member)
+        payload = self._receive(lane, self._sequence, (role, "replica", None))
         assert isinstance(payload, tuple)
         header, loss, *tensors = payload
         check, count = header.tolist()
+        learner = self._learners.get(role)
+        if learner is not None:
+            learner.incoming = tensors[:count], tensors[count:]
+            return
+        replica = self._binding.runtimes[role]
         replica.reduced, replica.received_buffers = tensors[:count], tensors[count:]
         replica.reduced_loss = loss if loss.numel() else None
         if check >= 0 and replica.checksum is not None:
@@ -320,8 +341,21 @@ class PassExecutor(EngineState, PipelineEngine):  # type: ignore[misc]  # DeepSp
         self._batches.complete(self.micro_batches)
         self._transport.drain()
         self._entered = True
-        vector = encode(self._plan.world, self._loss_count(), self._contribution())
-        self._vector = tuple(self._transport.all_reduce(vector).tolist())
+        self._vector = self._agree(encode(self._plan.world, self._loss_count(), self._contribution()))
+
+    def _agree(self, vector: torch.Tensor) -> tuple[float, ...]:
+        """The sum of ``vector`` (float64) over all members: the commit of an operation.
+
+        Every member also tells the newest epoch that it knows. When all know of a new one, all switch after this
+        operation.
+        """
+        members = self._plan.members
+        newest = self._job.channel.newest_plan
+        told = torch.zeros(len(members), dtype=torch.float64)
+        told[members.index(self._job.session.member)] = newest.epoch if newest is not None else self._plan.epoch
+        total = self._transport.all_reduce(torch.cat([vector, told])).tolist()
+        self._switch_due = min(total[len(vector) :]) > self._plan.epoch
+        return tuple(total[: len(vector)])
 
     def _loss_count(self) -> int:
         return 1 + len(self.module.get_additional_losses() or {})
@@ -383,14 +417,23 @@ class PassExecutor(EngineState, PipelineEngine):  # type: ignore[misc]  # DeepSp
         self._note_checksum(runtime)
 
     def _exec_step_replica(self, role: Role) -> None:
+        learner = self._learners.get(role)
+        if learner is not None:
+            assert self._committed is not None
+            learner.keep(self._sequence, self._committed)
+            return
         before = self._binding.current
         runtime = self._binding.use(self._binding.runtimes[role])
         self._apply_reduced(runtime)
+        self._step_quietly()
+        self._note_checksum(runtime)
+        self._binding.use(before)
+
+    def _step_quietly(self) -> None:
+        """The optimizer step of the bound runtime, without DeepSpeed's reports."""
         self._force_grad_boundary = True
         self._take_model_step(None)
         self._force_grad_boundary = False
-        self._note_checksum(runtime)
-        self._binding.use(before)
 
     def _note_checksum(self, runtime: StageRuntime) -> None:
         every = self._settings.redundancy.verify_every

@@ -14,12 +14,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from ..comm.transport import Lane, Transport
-from ..errors import EpochChanged, Evicted, FatalLoss
-from ..schedule import Decision, MemberRecord, RoleProgress, decide
+from ..comm.transport import Transport
+from ..errors import EpochChanged
+from ..schedule import Decision, MemberRecord, RoleProgress, decide, settle
 from ..topology import Plan, Role
-from .lanes import Stream, batch_holders, lanes
-from .passes import PassExecutor
+from .copies import CopyingExecutor
+from .lanes import BATCH_PARTS, Lanes, batch_sources
 from .runtime import StageRuntime
 
 logger = logging.getLogger("bamboo_ds")
@@ -36,6 +36,10 @@ class Operation(Protocol):
 
     def repeatable(self) -> bool:
         """Whether this member, which has entered the commit, could enter it again under the current plan."""
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether members may change their plan after it."""
 
     def finish(self, behind: bool) -> None:
         """After the commit; no communication that a peer has to take part in at once.
@@ -63,8 +67,8 @@ class Recovery:
     backwards_redone: int
 
 
-class RecoveringExecutor(PassExecutor):
-    """Runs operations until they commit."""
+class RecoveringExecutor(CopyingExecutor):
+    """Runs operations until they commit, and changes the plan between them."""
 
     _recovery: Recovery | None = None
     _operation: Operation
@@ -111,6 +115,39 @@ class RecoveringExecutor(PassExecutor):
         if self._recovery is not None and not behind:
             self._report_recovery(self._recovery)
             self._recovery = None
+        if self._switch_due and operation.goes_on:
+            self._switch()
+
+    def _switch(self) -> None:
+        """Enter the plan that all members know of, at the boundary where all of them are."""
+        begin, before = time.monotonic(), self._plan
+        self._switch_due = False
+        undisturbed = True
+        try:
+            self._transport.close()
+        except EpochChanged as error:
+            logger.info("interrupted at a boundary: %s", error)
+            undisturbed = False
+        while True:
+            try:
+                decision = self._recover()
+                break
+            except EpochChanged as error:
+                logger.info("interrupted at a boundary: %s", error)
+                undisturbed = False
+        done = any(p != RoleProgress() for p in decision.progress.values())
+        if done or decision.behind or decision.mode == "commit":
+            self._pending = decision
+        if not undisturbed:
+            return
+        self._recovery = None
+        self._job.channel.event(
+            "reconfigured", step=self._committed_steps, pause_seconds=time.monotonic() - begin, previous=before.epoch
+        )
+
+    def _joined(self, decision: Decision, records: Mapping[str, Mapping[str, Any]]) -> None:
+        """This member has just been admitted: take over from the others' ``records`` where the job stands."""
+        raise NotImplementedError
 
     # -- one recovery -------------------------------------------------------------------------------------
 
@@ -133,13 +170,17 @@ class RecoveringExecutor(PassExecutor):
         others = self._transport.exchange(json.dumps(mine))
         records = {member: json.loads(text) for member, text in others.items()}
         decision = self._decide(plan, records)
+        self._begin_copies(plan, records)
+        if self._joining:
+            self._joined(decision, records)
+        self._report_standing()
         logger.info("agreed to %s operation %d", decision.mode, decision.step)
         behind = session.member in decision.behind
         if behind:
             self._batches.drop()
         if decision.mode == "resume" and not behind:
-            self._drop_reductions(promoted)
-        self._connect_batches({m: 0 if m in decision.behind else r["labels"] for m, r in records.items()})
+            self._drop_reductions(decision.progress)
+        self._connect_batches({m: {} if m in decision.behind else r["received"] for m, r in records.items()})
         self._job.lost_at = None
         self._recovery = Recovery(
             noticed,
@@ -156,29 +197,38 @@ class RecoveringExecutor(PassExecutor):
             self._transport.close()
         self._job.enter(plan)
         self._plan = plan
-        self._lanes = lanes(plan, self._job.homes, self._mode.eager_backward)
-        self._transport = Transport.open(self._job.session, list(self._lanes.values()))
+        self._switch_due = False
+        self._lanes = Lanes(plan, self._mode.eager_backward)
+        self._transport = Transport.open(self._job.session, self._lanes.all())
 
     def _adopt_roles(self, plan: Plan) -> list[StageRuntime]:
-        """Become the owner of replicas whose owner was lost; drop replicas that the plan does not know.
+        """Make the runtimes those that ``plan`` gives to this member, from what it holds already.
+
+        Replicas whose owner was lost become owners; owners become replicas where the plan says so (what both hold
+        is equal between iterations, and sums that are in progress are the owner's alone); what the plan does not
+        mention is dropped.
 
         Returns:
             The runtimes that became owners now or in an attempt at this recovery that was interrupted.
+
+        Raises:
+            FatalLoss: this member has no valid state for a role that the plan gives to it.
         """
         member, runtimes = self._job.session.member, self._binding.runtimes
-        owned, shadowed = plan.owned_by(member), plan.shadowed_by(member)
+        owned, followed = plan.owned_by(member), {*plan.shadowed_by(member), *plan.learned_by(member)}
         for role in owned:
             runtime = runtimes.get(role)
             if runtime is None or not (runtime.owned or runtime.valid):
-                raise FatalLoss([(role.pipeline, role.stage)], plan.lost, self._job.newest_checkpoint)
+                runtime = self._clone_sibling(role, plan)
             if not runtime.owned:
                 logger.warning("taking over role %s with %d forwards done", role, runtime.forwards)
                 runtime.owned = True
                 runtime.adopted = True
-        for role in [r for r in runtimes if r not in owned and r not in shadowed]:
-            if runtimes[role] is self._home:
-                raise Evicted(f"the plan of epoch {plan.epoch} gives role {role} of this living member to another")
-            del runtimes[role]
+        for role in [r for r in runtimes if r not in owned]:
+            if role in followed and (runtimes[role].owned or runtimes[role].valid):
+                runtimes[role].owned = False
+            else:
+                self._binding.drop(role)
         return [runtimes[role] for role in owned if runtimes[role].adopted]
 
     def _record(self) -> dict[str, Any]:
@@ -192,8 +242,7 @@ class RecoveringExecutor(PassExecutor):
                     "forwards": runtime.forwards,
                     "backwards": runtime.backwards,
                     "reduced": reduced,
-                    # Its sums died with the owner: good for a commit, not for another reduction.
-                    "sums": not runtime.adopted or runtime.backwards == self.micro_batches,
+                    "bare": runtime.adopted,
                 }
             )
         return {
@@ -201,47 +250,51 @@ class RecoveringExecutor(PassExecutor):
             "entered": self._entered,
             "roles": roles,
             "commit": list(self._vector) if self._vector is not None else None,
-            "labels": self._batches.received,
+            "received": self._batches.received,
             "repeatable": self._operation.repeatable(),
+            "replicas": [self._plan.world.rank(r.role) for r in self._binding.replicas() if r.valid],
+            "place": self._snapshots.place.model_dump(),
+            "joining": self._joining,
+            "history": len(self._history),
+            "steps": self._committed_steps,
+            "consumed": self._consumed,
+            "seed": self._seed,
         }
 
     def _decide(self, plan: Plan, records: Mapping[str, Mapping[str, Any]]) -> Decision:
-        """The same decision on all survivors."""
+        """The same decision on all survivors. What is resumed from is settled."""
         parsed = {
             member: MemberRecord(
                 step=record["step"],
                 entered=record["entered"],
                 roles={
-                    Role(*r["role"]): RoleProgress(r["forwards"], r["backwards"], r["reduced"]) for r in record["roles"]
+                    Role(*r["role"]): RoleProgress(r["forwards"], r["backwards"], r["reduced"], r["bare"])
+                    for r in record["roles"]
                 },
                 commit=tuple(record["commit"]) if record["commit"] is not None else None,
             )
             for member, record in records.items()
+            if not record["joining"]
         }
         decision = decide(parsed, plan.world)
         if decision.mode == "commit" and not all(record["repeatable"] for record in records.values()):
             decision = replace(decision, mode="resume")
-        if decision.mode == "commit" or not self.is_data_parallel:
+        if decision.mode == "commit":
             return decision
-        # Another pipeline may have to repeat the reduction, for which a replica's reduced gradients do not serve.
-        progress = dict(decision.progress)
-        for record in records.values():
-            for r in record["roles"]:
-                role = Role(*r["role"])
-                if progress[role].reduced and not r["sums"]:
-                    progress[role] = RoleProgress(r["forwards"], r["backwards"], False)
-        return replace(decision, progress=progress)
+        return replace(decision, progress=settle(plan.world, self.micro_batches, decision.progress))
 
-    def _drop_reductions(self, promoted: list[StageRuntime]) -> None:
-        """Reductions are done again, except where an adopted role has nothing but its reduced gradients."""
+    def _drop_reductions(self, progress: Mapping[Role, RoleProgress]) -> None:
+        """The iteration is resumed from ``progress``: reductions are done again, but for roles that need nothing more.
+
+        With several pipelines that is none: another one may have to repeat the reduction.
+        """
         self._entered = False
-        for runtime in self._binding.runtimes.values():
-            if runtime in promoted and not self.is_data_parallel:
-                continue
-            if not runtime.owned and not self.is_data_parallel:
-                # Still what the owner has: it protects the role while the iteration is finished.
-                continue
-            runtime.reduced = runtime.reduced_loss = runtime.received_buffers = None
+        for role, runtime in self._binding.runtimes.items():
+            # A replica's are still what the owner has: they protect the role while the iteration is finished.
+            if not (progress[role].reduced and not self.is_data_parallel):
+                runtime.reduced = runtime.reduced_loss = runtime.received_buffers = None
+        for learner in self._learners.values():
+            learner.incoming = None
 
     def _redone(self, plan: Plan, decision: Decision, promoted: list[StageRuntime]) -> tuple[int, int]:
         """Passes of adopted roles that their lost owners may have done already and that are done again here."""
@@ -263,22 +316,30 @@ class RecoveringExecutor(PassExecutor):
 
     # -- data ---------------------------------------------------------------------------------------------
 
-    def _connect_batches(self, received: Mapping[str, int]) -> None:
-        """Tell the batches which lanes they serve, given how many labels each member has."""
-        member = self._job.session.member
-        serving: dict[Lane, int] = {}
-        source = None
-        for (stream, _), lane in self._lanes.items():
-            if stream in (Stream.LABELS, Stream.SHADOW_LABELS):
-                if lane.source == member:
-                    serving[lane] = received.get(lane.destination, 0)
-                if lane.destination == member:
-                    source = lane
-        self._batches.connect(self._transport, serving, source)
+    def _connect_batches(self, received: Mapping[str, Mapping[str, Mapping[str, int]]]) -> None:
+        """Tell the batches which lanes they serve, given what each member has received of this operation."""
+        member, plan = self._job.session.member, self._plan
+        serving, sources = [], []
+        for (stream, role), lane in self._lanes.streams.items():
+            part = BATCH_PARTS.get(stream)
+            if part is None:
+                continue
+            if lane.source == member:
+                has = received.get(lane.destination, {}).get(str(role.pipeline), {})
+                serving.append((role.pipeline, lane, part, has.get(part, 0)))
+            if lane.destination == member:
+                sources.append((role.pipeline, lane, part))
+        feeding = {pipeline for pipeline, _, part, _ in serving if part == "inputs"}
 
-    def _is_holder(self) -> bool:
-        """Whether this member draws batches for its pipeline."""
-        return self._job.session.member in batch_holders(self._plan, self._job.homes, self._home.role.pipeline)
+        def eager(pipeline: int) -> bool:
+            ends = (plan.owner(Role(pipeline, stage)) for stage in (0, plan.world.stages - 1))
+            return pipeline in feeding or member not in ends
+
+        self._batches.connect(self._transport, serving, sources, eager)
+
+    def _is_source(self) -> bool:
+        """Whether this member draws batches for its home pipeline."""
+        return self._job.session.member in batch_sources(self._plan, self._home.role.pipeline)
 
     # -- events -------------------------------------------------------------------------------------------
 

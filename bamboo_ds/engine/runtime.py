@@ -136,7 +136,7 @@ class RuntimeBinding:
 
     def __init__(self, engine: torch.nn.Module, home: StageRuntime) -> None:
         self._engine = engine
-        self.current = home
+        self.current = self.home = home
         self.runtimes: dict[Role, StageRuntime] = {home.role: home}
         self._save(home)
 
@@ -161,6 +161,18 @@ class RuntimeBinding:
         """Bring the engine up to date with the current runtime's saved attributes."""
         self._engine.__dict__.update(self.current.attributes)
         self._engine._modules["module"] = self.current.attributes["module"]
+
+    def drop(self, role: Role) -> None:
+        """Forget a runtime. That of the home role stays bound, but is none of them any more."""
+        runtime = self.runtimes.pop(role)
+        if runtime is not self.home:
+            return
+        self.refresh()
+        runtime.owned = runtime.valid = False
+        runtime.begin_iteration()
+        for parameter in runtime.module.parameters():
+            parameter.grad = None
+        self.reload()
 
     def begin_iteration(self) -> None:
         """Forget the iteration before on all runtimes."""

@@ -87,7 +87,7 @@ class MemberJoined(EventBase):
     event: Literal["member_joined"] = "member_joined"
     member_id: str = Field(description="who joined")
     host: str = Field(description="its host")
-    rank: int = Field(description="its slot, RANK of its worker")
+    rank: int = Field(description="RANK of its worker")
 
 
 class MemberLost(EventBase):
@@ -153,6 +153,25 @@ class Recovered(EventBase):
     )
 
 
+class Reconfigured(EventBase):
+    """A member has entered a new plan at a boundary between two operations, without redoing anything."""
+
+    event: Literal["reconfigured"] = "reconfigured"
+    step: int = Field(ge=0, description="steps committed so far")
+    pause_seconds: float = Field(ge=0, description="from the boundary to the new epoch")
+    previous: int = Field(ge=0, description="epoch that it left")
+
+
+class ReplicaBuilt(EventBase):
+    """A member has completed a copy of a role's state while training went on."""
+
+    event: Literal["replica_built"] = "replica_built"
+    step: int = Field(ge=0, description="last step contained in the copy")
+    role: Role = Field(description="the role, [pipeline, stage]")
+    seconds: float = Field(ge=0, description="since the copy was begun")
+    bytes: int = Field(ge=0, description="size of the state")
+
+
 class Step(EventBase):
     """A step is committed and done."""
 
@@ -200,6 +219,8 @@ Event = (
     | PlanWritten
     | Takeover
     | Recovered
+    | Reconfigured
+    | ReplicaBuilt
     | Step
     | ReplicaVerified
     | ReplicaMismatch

@@ -14,7 +14,7 @@ from .instructions import (
 )
 from .orders import Kind, Work, compute_order, one_f_one_b
 from .program import Program, commit_program, epilogue, member_program
-from .progress import Decision, MemberRecord, RoleProgress, decide
+from .progress import Decision, MemberRecord, RoleProgress, decide, settle
 from .redundant import Placement, RedundantTrainSchedule
 
 __all__ = [
@@ -42,4 +42,5 @@ __all__ = [
     "epilogue",
     "member_program",
     "one_f_one_b",
+    "settle",
 ]

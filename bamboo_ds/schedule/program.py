@@ -89,10 +89,11 @@ def epilogue(plan: Plan, member: str, placement: Placement = "idle") -> Program:
     program: list[PipeInstruction] = []
     for role in plan.owned_by(member):
         program += [UseRole(role), ReduceTiedGrads(), ReduceGrads()]
+    copied = {plan.world.role(rank) for rank, _ in plan.learners}
     for role in plan.owned_by(member):
-        if plan.shadow(role) is not None:
+        if plan.shadow(role) is not None or role in copied:
             program += [UseRole(role), SendReplica()]
-    for role in plan.shadowed_by(member):
+    for role in _followed(plan, member):
         if placement == "idle":
             program.append(FillBubble("replica", role=role))
         program.append(RecvReplica(role))
@@ -105,8 +106,13 @@ def commit_program(plan: Plan, member: str) -> Program:
     program: list[PipeInstruction] = [Commit()]
     for role in plan.owned_by(member):
         program += [UseRole(role), OptimizerStep()]
-    program += [StepReplica(role) for role in plan.shadowed_by(member)]
+    program += [StepReplica(role) for role in _followed(plan, member)]
     return tuple(program)
+
+
+def _followed(plan: Plan, member: str) -> tuple[Role, ...]:
+    """Roles whose reduced gradients ``member`` receives: those that it shadows or makes a copy of, in rank order."""
+    return tuple(sorted((*plan.shadowed_by(member), *plan.learned_by(member)), key=plan.world.rank))
 
 
 @lru_cache(maxsize=64)

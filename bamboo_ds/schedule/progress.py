@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from ..errors import ProtocolError
@@ -21,10 +21,8 @@ class RoleProgress:
         backwards: backward passes whose gradients are in the owner's sum; 0 for a role just taken over.
         reduced: the role's reduced gradients are held, by its owner or because its shadow had received them.
             The role needs nothing more from its pipeline and counts as finished, whatever the counters say.
-            Boundary tensors may then be missing (a shadow never had them), so whoever reports it without them
-            must know that no neighbour needs them: true of a shadow whose program has come to its
-            ``RecvReplica``, for by then the neighbours that are its own roles are finished, and a loss of the
-            other neighbour, whose shadow the lost owner was, would be fatal.
+        bare: the role was taken over: of the passes beyond ``forwards`` and ``backwards`` there are neither
+            boundary tensors nor sums, also if it is reduced. See :func:`settle`.
 
     Raises:
         ProtocolError: not ``0 <= backwards <= forwards``.
@@ -33,6 +31,7 @@ class RoleProgress:
     forwards: int = 0
     backwards: int = 0
     reduced: bool = False
+    bare: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.backwards <= self.forwards:
@@ -63,6 +62,37 @@ def finished(layout: Layout, micro_batches: int, progress: Mapping[Role, RolePro
             raise ProtocolError(f"role {role} reports {done.forwards} forwards of {micro_batches} micro-batches")
         counters.append((micro_batches,) * 2 if done.reduced else (done.forwards, done.backwards))
     return tuple(counters)
+
+
+def settle(layout: Layout, micro_batches: int, progress: Mapping[Role, RoleProgress]) -> Mapping[Role, RoleProgress]:
+    """What of ``progress`` an iteration that is resumed can build on.
+
+    A role that was taken over with nothing but its reduced gradients is finished only if nobody needs anything
+    from it: no neighbour a boundary tensor, no other pipeline its sums for another reduction. Else its passes are
+    done again; for that its neighbours may have to do theirs again.
+    """
+    settled = dict(progress)
+
+    def over(role: Role, counter: str) -> bool:
+        done = settled[role]
+        return done.reduced or getattr(done, counter) == micro_batches
+
+    def needed(role: Role) -> bool:
+        if layout.pipelines > 1:
+            return True
+        before, after = Role(role.pipeline, role.stage - 1), Role(role.pipeline, role.stage + 1)
+        return (role.stage > 0 and not over(before, "backwards")) or (
+            role.stage < layout.stages - 1 and not over(after, "forwards")
+        )
+
+    again = True
+    while again:
+        again = False
+        for role, done in settled.items():
+            if done.bare and done.reduced and needed(role):
+                settled[role] = replace(done, reduced=False)
+                again = True
+    return settled
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,27 @@
 """Roles, plans and the planner. Pure: no I/O, no torch."""
 
+from .costs import Candidate, Costs, Policy, predicted_s
+from .explain import explain
+from .moves import Move, holders_of, learners_for, moves
 from .plan import Plan
 from .planner import initial_plan, takeover, with_redundancy
 from .roles import Layout, Role
 
-__all__ = ["Layout", "Plan", "Role", "initial_plan", "takeover", "with_redundancy"]
+# The function ``planner.plan`` is not here: it would hide the module ``plan``.
+__all__ = [
+    "Candidate",
+    "Costs",
+    "Layout",
+    "Move",
+    "Plan",
+    "Policy",
+    "Role",
+    "explain",
+    "holders_of",
+    "initial_plan",
+    "learners_for",
+    "moves",
+    "predicted_s",
+    "takeover",
+    "with_redundancy",
+]

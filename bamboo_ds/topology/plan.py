@@ -24,6 +24,12 @@ class Plan:
         shadows: shadow of every role, indexed by rank; ``None`` where a role has no replica.
         lost: members that this plan removed from the one before it.
         unheld: ranks of roles without any living holder. Not empty means a fatal loss.
+        learners: (rank, member): copies of a role's state that are being made; they follow the owner like a
+            shadow does, but hold nothing to rely on before they are reported ready.
+        homes: for every one of ``members``, the rank that its worker's script runs as. Its data iterators are
+            those of that rank. Not unique: a standby shares the home of another member.
+        immediate: whether workers break off what they do to enter this epoch, as after a loss. Otherwise they
+            switch together at the next boundary between two operations.
         schema: version of this record.
     """
 
@@ -35,6 +41,9 @@ class Plan:
     shadows: tuple[str | None, ...] = ()
     lost: tuple[str, ...] = ()
     unheld: tuple[int, ...] = ()
+    learners: tuple[tuple[int, str], ...] = ()
+    homes: tuple[int, ...] = ()
+    immediate: bool = True
     schema: int = SCHEMA
 
     @property
@@ -59,6 +68,14 @@ class Plan:
     def shadowed_by(self, member: str) -> tuple[Role, ...]:
         """Roles whose replica ``member`` holds, in rank order."""
         return tuple(self.world.role(rank) for rank, shadow in enumerate(self.shadows) if shadow == member)
+
+    def learned_by(self, member: str) -> tuple[Role, ...]:
+        """Roles of whose state ``member`` is making a copy, in rank order."""
+        return tuple(self.world.role(rank) for rank, learner in sorted(self.learners) if learner == member)
+
+    def home(self, member: str) -> int:
+        """The rank that the script of ``member`` runs as; raises ``ValueError`` if the plan does not list it."""
+        return self.homes[self.members.index(member)]
 
     def to_json(self) -> str:
         """The plan as JSON, as it is stored in etcd and pushed to workers."""

@@ -9,21 +9,36 @@ A job with four stages, one pipeline and members ``a b c d``; ``x/y`` is owner/s
     takeover {a}         d/-       b/-       b/-       d/-
     takeover {b}         d/-       unheld    unheld    d/-
 
+With healing between losses nothing becomes unheld (members on hosts of their own)::
+
+    takeover {c}         a/d       b/a       b/-       d/-
+    plan                 a/d       b/a       b/a       d/b
+    plan, e has joined   a/d       b/a       e/b       d/b
+
 Equal arguments give equal plans, so any agent that becomes leader writes the plan its predecessor would have.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from ..errors import ConfigError
+from .board import Holders
+from .costs import Candidate, Costs, Policy, Roster
+from .moves import holders_of, learners_for
+from .placement import place_owners
 from .plan import Plan
 from .roles import Layout
+from .shadows import place_shadows
+
+#: How often a target is looked for that is still the target while its copies are made. Mostly the first one is.
+_ATTEMPTS = 4
 
 
 def initial_plan(members: Sequence[str]) -> Plan:
-    """The plan of epoch 1: ``members[rank]`` owns the role of that rank, nobody shadows.
+    """The plan of epoch 1: ``members[rank]`` is at home at ``rank`` and owns its role, nobody shadows.
 
     Args:
         members: member ids in slot order, one per rank.
@@ -36,15 +51,24 @@ def initial_plan(members: Sequence[str]) -> Plan:
         raise ConfigError("a job needs at least one member, got none")
     if len(set(owners)) != len(owners):
         raise ConfigError(f"member ids must be unique, got {', '.join(owners)}: give each slot its own id")
-    return Plan(epoch=1, owners=owners, members=owners, store_host=owners[0])
+    homes = tuple(range(len(owners)))
+    return Plan(epoch=1, owners=owners, members=owners, store_host=owners[0], homes=homes)
 
 
-def with_redundancy(plan: Plan, layout: Layout, redundant: bool) -> Plan:
+def with_redundancy(plan: Plan, layout: Layout, redundant: bool, members: Sequence[Candidate] = ()) -> Plan:
     """The plan after ``plan`` in which the roles are known and, if ``redundant``, shadowed.
 
     A role's shadow is the owner of its predecessor in the pipeline: that member computes the role's inputs,
     so redundant forward passes need no message. Stage 0 is shadowed by the owner of the last stage, which
     loads the same batches. Where that would be the owner itself (one stage) the role has no shadow.
+
+    Args:
+        plan: the plan before; all of its roles are owned by living members.
+        layout: the logical world.
+        redundant: whether roles are shadowed.
+        members: the members with their hosts, leaving or not. Where they are given, shadows are those of
+            :func:`plan`, on other hosts than the owners: no host takes a role away before the first
+            reconfiguration. A member that is not among them has a host of its own.
 
     Raises:
         ConfigError: ``layout`` has another number of roles than the plan has owners.
@@ -54,40 +78,68 @@ def with_redundancy(plan: Plan, layout: Layout, redundant: bool) -> Plan:
             f"{layout.pipelines} pipelines x {layout.stages} stages need {layout.size} workers, "
             f"the job has {len(plan.owners)}: start it with -n {layout.size} or change the number of stages"
         )
+    known = replace(plan, epoch=plan.epoch + 1, layout=layout, shadows=(None,) * layout.size, lost=())
+    if not redundant:
+        return known
+    if members:
+        found = {member.id: replace(member, leaving=False) for member in members}
+        roster = Roster(found.get(m) or Candidate(m, slot, m) for slot, m in enumerate(plan.members))
+        return replace(known, shadows=place_shadows(known, known.owners, roster, Costs(), {}, Policy()))
     alive = frozenset(plan.members)
     shadows: list[str | None] = []
     for role in layout.roles:
         owner = plan.owners[layout.rank(role)]
         candidate = plan.owners[layout.rank(layout.predecessor(role))]
-        shadows.append(candidate if redundant and candidate != owner and candidate in alive else None)
-    return replace(plan, epoch=plan.epoch + 1, layout=layout, shadows=tuple(shadows), lost=())
+        shadows.append(candidate if candidate != owner and candidate in alive else None)
+    return replace(known, shadows=tuple(shadows))
 
 
-def takeover(plan: Plan, lost: Collection[str]) -> Plan:
-    """The plan after the loss of ``lost``: each of their roles goes to its shadow.
+def takeover(plan: Plan, lost: Collection[str], holders: Holders | None = None) -> Plan:
+    """The plan after the loss of ``lost``: each of their roles goes to a living holder of its state.
 
-    A role whose owner and shadow are both gone keeps its last owner's name and its rank is listed in
-    ``unheld``: a fatal loss, which the caller has to report. Before the layout is known nobody shadows, so
-    every role of a lost member is unheld. Nothing else moves: a surviving owner keeps all its roles. Names
-    that the plan does not list are ignored (they are gone already); with nobody lost the result is the same
-    topology in a new epoch.
+    That is its shadow; else a learner that is ready; else, with several pipelines, the owner of the same stage
+    in another one, which has the same parameters and clones them locally. Of several, the one that owns fewest
+    roles. A role that nobody holds keeps its last owner's name and its rank is listed in ``unheld``: a fatal
+    loss, which the caller has to report. Before the layout is known nobody shadows, so every role of a lost
+    member is unheld.
+
+    Nothing else moves: a surviving owner keeps all its roles, living learners go on learning. Names that the
+    plan does not list are ignored (they are gone already); with nobody lost the result is the same topology in
+    a new epoch.
+
+    Args:
+        plan: the newest written plan, whether or not workers had switched to it: what it names as owner and
+            shadow is valid in the plan before it, too.
+        lost: members that are gone.
+        holders: members with a valid copy besides owner and shadow (learners that are ready), by rank.
     """
     members = tuple(m for m in plan.members if m not in lost)
     alive = frozenset(members)
-    owners: list[str] = []
-    shadows: list[str | None] = []
-    unheld: list[int] = []
+    owners = list(plan.owners)
+    shadows = [m if m in alive else None for m in plan.shadows] if plan.shadows else [None] * len(owners)
+    duties = Counter(owner for owner in owners if owner in alive)
+    unheld = []
+
+    def give(rank: int, candidates: Collection[str]) -> bool:
+        able = [m for m in members if m in candidates]
+        if able:
+            owners[rank] = min(able, key=lambda m: duties[m])
+            duties[owners[rank]] += 1
+        return bool(able)
+
     for rank, owner in enumerate(plan.owners):
-        shadow = plan.shadows[rank] if plan.shadows else None
-        if shadow not in alive:
-            shadow = None
-        if owner not in alive:
-            if shadow is None:
-                unheld.append(rank)
-            else:
-                owner, shadow = shadow, None
-        owners.append(owner)
-        shadows.append(shadow)
+        if owner in alive:
+            continue
+        shadow, shadows[rank] = shadows[rank], None
+        if not give(rank, [shadow] if shadow else holders.get(rank, ()) if holders else ()):
+            unheld.append(rank)
+    if plan.layout is not None:
+        held = {rank: owner for rank, owner in enumerate(owners) if rank not in unheld}
+        pipelines = plan.layout.pipelines
+        for rank in list(unheld):
+            first = rank - rank % pipelines
+            if give(rank, [held[twin] for twin in range(first, first + pipelines) if twin in held]):
+                unheld.remove(rank)
     host = plan.store_host
     if host not in alive:
         host = next((owner for owner in owners if owner in alive), host)
@@ -100,4 +152,95 @@ def takeover(plan: Plan, lost: Collection[str]) -> Plan:
         shadows=tuple(shadows) if plan.shadows else (),
         lost=tuple(m for m in plan.members if m in lost),
         unheld=tuple(unheld),
+        learners=tuple((rank, m) for rank, m in plan.learners if m in alive and owners[rank] != m),
+        homes=tuple(home for m, home in zip(plan.members, plan.homes, strict=False) if m in alive),
+        immediate=True,
+    )
+
+
+def plan(
+    previous: Plan,
+    members: Sequence[Candidate],
+    costs: Costs | None = None,
+    policy: Policy | None = None,
+    holders: Holders | None = None,
+) -> Plan:
+    """The topology to aim at with ``members``, as a boundary plan.
+
+    Rules, in order: every role is owned by a member that is not leaving; every role is shadowed on another host
+    where there are two, else by another member; the slowest member has least to do (changed only for a gain of
+    ``policy.min_gain``); fewest bytes are moved; roles on one member are neighbours; shadows are where redundant
+    passes need no messages; adjacent stages are in different zones. Without a violated rule or a gain nothing
+    moves, so the plan of a plan is itself, but for the epoch. Nor does the target change while the learners of
+    ``previous`` make the copies that it needs, as long as members, costs and policy are the same; with unequal costs it
+    may, once.
+
+    Members that are leaving are not among the result's, unless everybody is leaving. Their copies may still be
+    sources of :func:`~bamboo_ds.topology.moves`.
+
+    Args:
+        previous: the newest plan, in which the roles are known.
+        members: all living members, in any order, joiners included.
+        costs: of the stages; equal if not given.
+        policy: what the user wants; the defaults if not given.
+        holders: members with a valid copy by rank, see :func:`~bamboo_ds.topology.holders_of`; owners and
+            shadows of ``previous`` if not given. Empty: nobody holds anything, all state comes from a
+            checkpoint; the result lists all ranks as ``unheld``, and places them all the same.
+
+    Raises:
+        ConfigError: no members, two of one id, or costs of another number of stages.
+        ValueError: ``previous`` has no layout.
+    """
+    costs, policy = costs or Costs(), policy or Policy()
+    costs.check(previous.world.stages)
+    holders = holders_of(previous) if holders is None else holders
+    roster = Roster(members)
+    # Copies that are under way count as made, lest the target depend on how far they are: wanted is one that is still
+    # the target when its own copies are made.
+    learners = frozenset(previous.learners)
+    for _ in range(_ATTEMPTS):
+        target = _target(previous, roster, costs, policy, _promised(learners, previous, roster, holders))
+        before, learners = learners, frozenset(learners_for(previous, target))
+        if learners == before:
+            break
+    else:
+        # What owners and shadows hold does not depend on copies at all.
+        target = _target(previous, roster, costs, policy, _settled(previous, holders))
+    nobody = (rank for rank in range(previous.world.size) if roster.everyone.keys().isdisjoint(holders.get(rank, ())))
+    return replace(target, unheld=tuple(nobody))
+
+
+def _promised(learners: Collection[tuple[int, str]], previous: Plan, roster: Roster, holders: Holders) -> Holders:
+    """``holders`` and, where there is one to copy from, ``learners``."""
+    promised = {rank: frozenset(holders.get(rank, ())) for rank in range(previous.world.size)}
+    for rank, learner in learners:
+        if not roster.everyone.keys().isdisjoint(holders.get(rank, ())):
+            promised[rank] |= {learner}
+    return promised
+
+
+def _settled(previous: Plan, holders: Holders) -> Holders:
+    """``holders`` without learners."""
+    shadows = previous.shadows or previous.owners
+    named = enumerate(zip(previous.owners, shadows, strict=True))
+    return {rank: [member for member in holders.get(rank, ()) if member in pair] for rank, pair in named}
+
+
+def _target(previous: Plan, roster: Roster, costs: Costs, policy: Policy, holders: Holders) -> Plan:
+    """What the rules make of ``previous`` if ``holders`` hold copies."""
+    owners = place_owners(previous, roster, costs, holders, policy.min_gain, policy.redundant)
+    shadows: tuple[str | None, ...] = (None,) * len(owners)
+    if policy.redundant:
+        shadows = place_shadows(previous, owners, roster, costs, holders, policy)
+    return replace(
+        previous,
+        epoch=previous.epoch + 1,
+        owners=owners,
+        members=tuple(member.id for member in roster.usable),
+        store_host=previous.store_host if previous.store_host in roster.order else owners[0],
+        shadows=shadows,
+        lost=(),
+        learners=(),
+        homes=tuple(member.home for member in roster.usable),
+        immediate=False,
     )

@@ -1,7 +1,8 @@
 """Faults at exact places: a worker kills or stops itself at one point of one step.
 
-A fault is JSON: ``{"rank", "step", "at", "micro_batch", "signal", "stage", "evaluating"}``. ``at`` is the name of
-an instruction class, or of an engine method with a leading dot. Before it strikes it leaves a file, so that
+A fault is JSON: ``{"rank", "step", "at", "micro_batch", "signal", "stage", "evaluating", "healed", "after"}``. ``at``
+is the name of an instruction class, or of an engine method with a leading dot. With ``healed`` it waits from ``step``
+on until every stage has a shadow and the plan has lost the slot ``after``. Before it strikes it leaves a file, so that
 a test can count it.
 """
 
@@ -45,11 +46,24 @@ def strike(fault: dict[str, Any], folder: Path) -> None:
     os.kill(os.getpid(), getattr(signal, fault.get("signal", "SIGKILL")))
 
 
+def _due(engine: Any, fault: dict[str, Any]) -> bool:
+    if fault.get("healed"):
+        plan = engine._plan
+        after = fault.get("after")
+        return (
+            engine._committed_steps >= fault["step"]
+            and None not in plan.shadows
+            and not engine._learners
+            and not any(member.startswith(f"m{after}-") for member in plan.members)
+        )
+    return bool(engine._committed_steps == fault["step"])
+
+
 def _wrapped(handler: Callable[..., Any], fault: dict[str, Any], folder: Path) -> Callable[..., Any]:
     def run(engine: Any, *args: Any, **kwargs: Any) -> Any:
         at = kwargs.get("buffer_id", args[0] if args else None)
         here = (
-            engine._committed_steps == fault["step"]
+            _due(engine, fault)
             and fault.get("micro_batch") in (None, at)
             and fault.get("stage") in (None, engine._binding.current.role.stage)
             and bool(fault.get("evaluating")) == engine._evaluating

@@ -8,6 +8,8 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,17 +61,21 @@ class Result:
         files = self.out.glob("result-*.pt")
         return {int(f.stem.split("-")[1]): torch.load(f, weights_only=True) for f in files}
 
+    def joined(self) -> list[dict[str, Any]]:
+        """The dump of every worker that joined the job and reached the end."""
+        return [torch.load(f, weights_only=True) for f in sorted(self.out.glob("joined-*.pt"))]
+
     def roles(self) -> dict[tuple[int, int], Any]:
         """State of every role at its owner."""
         found: dict[tuple[int, int], Any] = {}
-        for result in self.ranks().values():
+        for result in [*self.ranks().values(), *self.joined()]:
             found.update(result["roles"])
         return found
 
     def replicas(self) -> dict[tuple[int, int], Any]:
         """State of every replica."""
         found: dict[tuple[int, int], Any] = {}
-        for result in self.ranks().values():
+        for result in [*self.ranks().values(), *self.joined()]:
             found.update(result["replicas"])
         return found
 
@@ -81,6 +87,10 @@ class Result:
         """Events of one kind."""
         lines = (self.out / "events.jsonl").read_text().splitlines()
         return [event for event in map(json.loads, lines) if event["event"] == kind]
+
+    def drawn(self) -> list[list[int]]:
+        """Indices of the samples that each worker read that joined the job, in order."""
+        return [[int(x) for x in f.read_text().split()] for f in sorted(self.out.glob("drawn-*.txt"))]
 
     def samples(self) -> dict[int, list[int]]:
         """Indices of the samples that each worker read, in order."""
@@ -155,6 +165,83 @@ def run_bamboo(
     assert not left, f"the job left files behind: {left}"
     assert not marked(str(folder)), f"the job left processes behind: {marked(str(folder))}"
     return Result(folder, done.returncode, output.decode(errors="replace"))
+
+
+class RunningJob:
+    """A job under ``bamboo run`` that a test acts upon while it runs. Use it in a ``with`` statement."""
+
+    def __init__(self, folder: Path, world: int, arguments: list[str], config: Path, script: Path = TRAIN) -> None:
+        self.folder = folder
+        temporary = folder / "tmp"
+        temporary.mkdir()
+        self.env = environment() | {MARK: str(folder), "TMPDIR": str(temporary), "XDG_RUNTIME_DIR": str(temporary)}
+        self.command = [str(script), "--deepspeed_config", str(config), "--out", str(folder), *arguments]
+        self.name = f"job-{os.urandom(4).hex()}"
+        options = ["--job", self.name, "--events", str(folder / "events.jsonl")]
+        self.process = self._start("run", ["-n", str(world), *options], "run")
+        self.joiners: list[subprocess.Popen[bytes]] = []
+
+    def _start(self, command: str, options: list[str], log: str) -> subprocess.Popen[bytes]:
+        with open(self.folder / f"{log}.log", "wb") as file:
+            return subprocess.Popen(
+                [bamboo_command(), command, *options, *self.command],
+                env=self.env,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def join(self) -> subprocess.Popen[bytes]:
+        """``bamboo join`` with the job's script."""
+        options = ["--job", self.name, "--events", str(self.folder / "events.jsonl")]
+        self.joiners.append(self._start("join", options, f"join-{len(self.joiners)}"))
+        return self.joiners[-1]
+
+    def events(self, kind: str | None = None) -> list[dict[str, Any]]:
+        """Events so far; a line that is being written is left out."""
+        try:
+            text = (self.folder / "events.jsonl").read_text()
+        except FileNotFoundError:
+            return []
+        found = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+        return [event for event in found if kind in (None, event["event"])]
+
+    def plan(self) -> dict[str, Any]:
+        """The newest plan."""
+        return self.events("plan")[-1]
+
+    def wait_for(self, what: str, condition: Callable[[], bool], seconds: float = 60.0) -> None:
+        """Wait for a condition; fails when the job ends or the time is over before."""
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert self.process.poll() is None, f"the job ended before: {what}\n{self.output()[-6000:]}"
+            assert time.monotonic() < deadline, f"not within {seconds} s: {what}\n{self.output()[-6000:]}"
+            time.sleep(0.02)
+
+    def output(self) -> str:
+        """Everything that was printed."""
+        return "".join(f.read_text(errors="replace") for f in sorted(self.folder.glob("*.log")))
+
+    def finish(self, seconds: float = DEADLINE_S) -> Result:
+        """Wait for the end of everything."""
+        try:
+            code = self.process.wait(seconds)
+            for joiner in self.joiners:
+                joiner.wait(30)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"the job hangs:\n{self.output()[-6000:]}") from None
+        return Result(self.folder, code, self.output())
+
+    def __enter__(self) -> RunningJob:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        for process in (self.process, *self.joiners):
+            if process.poll() is None:
+                process.terminate()
+                process.wait(30)
+        if kind is None:
+            assert not marked(str(self.folder)), f"the job left processes behind: {marked(str(self.folder))}"
 
 
 def in_use(name: str) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ import deepspeed
 import torch
 from deepspeed.pipe import LayerSpec, PipelineModule
 from torch import nn
+
+import bamboo_ds
 
 HIDDEN, CLASSES = 16, 10
 
@@ -152,7 +155,20 @@ def dump(engine: Any, out: Path, rank: int, results: dict[str, Any]) -> None:
             binding.use(runtime)
             (roles if runtime.owned else replicas)[runtime.role.pipeline, runtime.role.stage] = state_of(engine)
         binding.use(engine._home)
-    torch.save({**results, "roles": roles, "replicas": replicas}, out / f"result-{rank}.pt")
+    name = f"joined-{os.getpid()}" if joined() else f"result-{rank}"
+    torch.save({**results, "roles": roles, "replicas": replicas}, out / f"{name}.pt")
+
+
+def joined() -> bool:
+    """Whether this worker came when the job was running already."""
+    return bool(os.environ.get("BAMBOO_JOINER"))
+
+
+def wait_a_little(until: Path, seconds: float) -> None:
+    """Slow the job down as long as a file does not exist."""
+    deadline = time.monotonic() + seconds
+    while not until.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
 
 
 def main() -> None:
@@ -173,13 +189,15 @@ def main() -> None:
     parser.add_argument("--save-every", type=int, default=0)
     parser.add_argument("--load", default=None)
     parser.add_argument("--skip", type=int, default=0, help="micro-batches of so many steps are passed over")
+    parser.add_argument("--resume", action="store_true", help="from the newest checkpoint that the job has written")
+    parser.add_argument("--slow-until", type=Path, default=None, help="0.3 s a step until this file exists")
     parser.add_argument("--faults", default="[]")
     arguments = parser.parse_args()
     torch.manual_seed(7)
     deepspeed.init_distributed()
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     net = build(arguments)
-    ledger = arguments.out / f"samples-{rank}.txt"
+    ledger = arguments.out / (f"drawn-{os.getpid()}.txt" if joined() else f"samples-{rank}.txt")
     config = json.loads(Path(arguments.deepspeed_config).read_text())
     batch = config["train_micro_batch_size_per_gpu"]
     # Its loader reads ahead in processes of its own, so what is read is not what is used.
@@ -203,17 +221,24 @@ def main() -> None:
         source = iterator(arguments, pipeline, pipelines, batch, ledger)
     if arguments.load:
         engine.load_checkpoint(arguments.load)
+    first = 0
+    if arguments.resume:
+        path, state = engine.load_checkpoint(str(arguments.out / "checkpoints"))
+        first = state["step"] if path is not None else 0
     if source is not None:
-        for _ in range(arguments.skip * config["gradient_accumulation_steps"]):
+        for _ in range((arguments.skip + first) * config["gradient_accumulation_steps"]):
             next(source)
     losses, evaluations = [], []
-    for step in range(arguments.steps):
+    for step in range(first, arguments.steps):
+        if arguments.slow_until is not None and not bamboo_ds.is_replaying():
+            wait_a_little(arguments.slow_until, 0.3)
         losses.append(float(engine.train_batch(data_iter=source)))
         if arguments.evaluate_every and (step + 1) % arguments.evaluate_every == 0:
             held_out = iterator(arguments, pipeline, pipelines, batch, None) if ends else None
             evaluations.append(float(engine.eval_batch(held_out)))
         if arguments.save_every and (step + 1) % arguments.save_every == 0:
-            engine.save_checkpoint(str(arguments.out / "checkpoints"), tag=f"step{step + 1}")
+            state = {"step": step + 1}
+            engine.save_checkpoint(str(arguments.out / "checkpoints"), tag=f"step{step + 1}", client_state=state)
     dump(engine, arguments.out, rank, {"losses": losses, "evaluations": evaluations, "pid": os.getpid()})
 
 

@@ -1,0 +1,337 @@
+"""``bamboo plan``: what the planner would do next with a job, or with a job that does not exist."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+import click
+from pydantic import BaseModel, ConfigDict
+from rich.console import Console
+from rich.table import Table
+
+from ..control.access import open_store
+from ..control.mirror import Mirror
+from ..control.reconfiguration import ready_copies
+from ..errors import ConfigError
+from ..topology import (
+    Candidate,
+    Costs,
+    Layout,
+    Plan,
+    Policy,
+    explain,
+    holders_of,
+    initial_plan,
+    moves,
+    predicted_s,
+    takeover,
+    with_redundancy,
+)
+from ..topology.planner import plan as next_plan
+from . import jobs
+
+_TIMEOUT_S = 5.0
+
+
+class RoleReport(BaseModel):
+    """A role's holders now and in the next plan."""
+
+    model_config = ConfigDict(frozen=True)
+
+    pipeline: int
+    stage: int
+    owner: str
+    shadow: str | None
+    next_owner: str
+    next_shadow: str | None
+
+
+class MoveReport(BaseModel):
+    """A copy of a stage's state; ``bytes`` is ``None`` where unknown."""
+
+    model_config = ConfigDict(frozen=True)
+
+    pipeline: int
+    stage: int
+    source: str
+    destination: str
+    bytes: int | None
+
+
+class PlanReport(BaseModel):
+    """What ``bamboo plan --json`` prints.
+
+    Attributes:
+        job: name of the job; ``None`` for a job that does not exist.
+        epoch: of the plan in force.
+        members: members of the next plan.
+        lost: members whose loss is taken over first.
+        unheld: (pipeline, stage) of roles whose state nobody has: a fatal loss.
+        slowest: relative time of the slowest member per micro-batch, in seconds or in stages of equal cost.
+        next_slowest: the same in the next plan.
+        reasons: one sentence per change, and per rule that cannot be met.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    job: str | None
+    epoch: int
+    members: list[str]
+    lost: list[str]
+    unheld: list[tuple[int, int]]
+    slowest: float
+    next_slowest: float
+    roles: list[RoleReport]
+    moves: list[MoveReport]
+    reasons: list[str]
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What the planner is asked about.
+
+    Attributes:
+        plan: the plan in force.
+        members: living members, also of those that are to be lost.
+        ready: ranks that learners hold completely, by member.
+    """
+
+    plan: Plan
+    members: tuple[Candidate, ...]
+    ready: dict[str, tuple[int, ...]]
+    redundant: bool = True
+    job: str | None = None
+
+
+@click.command("plan")
+@click.option("--job", help="Name of the job.  [default: the only one that runs here]")
+@click.option("--store", help="URLs of its etcd.  [default: found through the launcher on this host]")
+@click.option("--stages", type=click.IntRange(min=1), help="Ask about a job that does not exist, of so many stages.")
+@click.option("--pipelines", type=click.IntRange(min=1), help="Its pipelines.  [default: 1]")
+@click.option(
+    "--members",
+    "groups",
+    multiple=True,
+    metavar="N[,host=H][,zone=Z]",
+    help="So many members of it, on hosts of their own or on one; may be repeated.",
+)
+@click.option("--lose", multiple=True, metavar="MEMBER", help="What if this member vanished; may be repeated.")
+@click.option("--leave", multiple=True, metavar="MEMBER", help="What if this one were to leave; may be repeated.")
+@click.option("--seconds", metavar="S,S,..", help="Time of each stage per micro-batch.  [default: equal]")
+@click.option("--bytes", "sizes", metavar="B,B,..", help="Size of each stage's state.  [default: equal]")
+@click.option("--min-gain", type=float, default=Policy.min_gain, show_default=True, help="As in the job's settings.")
+@click.option("--standby-replicas", is_flag=True, help="As in the job's settings.")
+@click.option("--explain", "explained", is_flag=True, help="Say why.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def plan(
+    job: str | None,
+    store: str | None,
+    stages: int | None,
+    pipelines: int | None,
+    groups: tuple[str, ...],
+    lose: tuple[str, ...],
+    leave: tuple[str, ...],
+    seconds: str | None,
+    sizes: str | None,
+    min_gain: float,
+    standby_replicas: bool,
+    explained: bool,
+    as_json: bool,
+) -> None:
+    """Show what the planner would do next: who owns and who shadows which stage, and what is copied.
+
+    About a job that runs, or with --stages and --members about one that does not exist.
+    """
+    if stages is None and pipelines is None and not groups:
+        situation = _running(job, store)
+    elif job is not None or store is not None:
+        raise ConfigError("--job and --store are about a job that runs, --stages and --members about one that does not")
+    elif stages is None or not groups:
+        raise ConfigError("a job that does not exist needs --stages and --members")
+    else:
+        situation = imagined(Layout(pipelines or 1, stages), _parse_members(groups))
+    costs = Costs(_numbers("--seconds", seconds, float), _numbers("--bytes", sizes, int))
+    policy = Policy(situation.redundant, standby_replicas, min_gain=min_gain)
+    report = plan_report(situation, costs, policy, lose, leave)
+    if as_json:
+        click.echo(report.model_dump_json(indent=2))
+        return
+    Console().print(plan_table(report))
+    for move in report.moves:
+        size = "" if move.bytes is None else f" ({move.bytes} bytes)"
+        click.echo(f"copy of ({move.pipeline},{move.stage}){size}: {move.source} -> {move.destination}")
+    if explained:
+        click.echo("\n".join(report.reasons))
+
+
+def plan_report(
+    situation: Situation, costs: Costs, policy: Policy, lose: Collection[str] = (), leave: Collection[str] = ()
+) -> PlanReport:
+    """What the planner makes of ``situation`` if ``lose`` vanish and ``leave`` are to leave.
+
+    Raises:
+        ConfigError: nobody is left, a name is unknown, or ``costs`` are of another number of stages.
+    """
+    known = {member.id for member in situation.members}
+    for name in (*lose, *leave):
+        if name not in known:
+            raise ConfigError(f"there is no member {name!r}; members are {', '.join(sorted(known))}")
+    members = [replace(m, leaving=m.leaving or m.id in leave) for m in situation.members if m.id not in lose]
+    now = situation.plan
+    alive = {member.id for member in members}
+    lost = [member for member in now.members if member not in alive]
+    current = takeover(now, lost, holders_of(now, situation.ready)) if lost else now
+    holders = holders_of(current, situation.ready)
+    target = next_plan(current, members, costs, policy, holders)
+    shadows = now.shadows or (None,) * len(now.owners)
+    return PlanReport(
+        job=situation.job,
+        epoch=now.epoch,
+        members=list(target.members),
+        lost=lost,
+        unheld=[_place(target.world, rank) for rank in current.unheld],
+        slowest=predicted_s(current, costs),
+        next_slowest=predicted_s(target, costs),
+        roles=[
+            RoleReport(
+                pipeline=role.pipeline,
+                stage=role.stage,
+                owner=now.owners[rank],
+                shadow=shadows[rank],
+                next_owner=target.owners[rank],
+                next_shadow=target.shadows[rank],
+            )
+            for rank, role in enumerate(now.world.roles)
+        ],
+        moves=[
+            MoveReport(
+                pipeline=target.world.role(move.rank).pipeline,
+                stage=target.world.role(move.rank).stage,
+                source=move.source,
+                destination=move.destination,
+                bytes=move.bytes if costs.state_bytes else None,
+            )
+            for move in moves(current, target, holders, costs)
+        ],
+        reasons=_takeover_reasons(now, current, lost) + explain(current, target, members, costs, holders),
+    )
+
+
+def _takeover_reasons(now: Plan, current: Plan, lost: Sequence[str]) -> list[str]:
+    if not lost:
+        return []
+    found = [f"lost: {', '.join(lost)}"]
+    for rank, role in enumerate(now.world.roles):
+        if rank in current.unheld:
+            found.append(f"role {role}: nobody holds its state any more")
+        elif current.owners[rank] != now.owners[rank]:
+            how = "its shadow" if now.shadows and now.shadows[rank] == current.owners[rank] else "which has its state"
+            found.append(f"role {role}: taken over from {now.owners[rank]} by {current.owners[rank]}, {how}")
+    return found
+
+
+def _place(layout: Layout, rank: int) -> tuple[int, int]:
+    role = layout.role(rank)
+    return role.pipeline, role.stage
+
+
+def plan_table(report: PlanReport) -> Table:
+    """The report for people."""
+    table = Table(
+        title=f"job {report.job or '(imagined)'}   after epoch {report.epoch}", title_justify="left", min_width=64
+    )
+    for column in ("pipeline", "stage", "owner", "shadow"):
+        table.add_column(column, justify="right" if column in ("pipeline", "stage") else "left", no_wrap=True)
+    for role in report.roles:
+        owner, shadow = _change(role.owner, role.next_owner), _change(role.shadow, role.next_shadow)
+        table.add_row(str(role.pipeline), str(role.stage), owner, shadow)
+    standbys = [m for m in report.members if m not in {role.next_owner for role in report.roles}]
+    table.caption = f"{len(report.members)} members; standbys: {', '.join(standbys) or 'none'}"
+    return table
+
+
+def _change(now: str | None, then: str | None) -> str:
+    return then or "-" if now == then else f"{now or '-'} -> {then or '-'}"
+
+
+# -- a job that runs ------------------------------------------------------------------------------------
+
+
+def _running(job: str | None, store: str | None) -> Situation:
+    if store is None:
+        file = jobs.choose(job)
+        job, store = file.job, file.store
+    elif job is None:
+        raise ConfigError("--store needs --job: an etcd may serve several jobs")
+    with open_store(store, job, _TIMEOUT_S) as connection:
+        snapshot = connection.get_prefix("")
+    if not snapshot.entries:
+        raise ConfigError(f"no job {job!r} is known at {store}")
+    return observed(job, Mirror(snapshot))
+
+
+def observed(job: str, mirror: Mirror) -> Situation:
+    """The situation that a job's keys tell. Joiners count once their engines are built.
+
+    Raises:
+        ConfigError: the engines are not built yet.
+    """
+    current = mirror.plan
+    if current is None or current.layout is None:
+        raise ConfigError(f"job {job!r} has not built its engines yet: there is nothing to plan")
+    homes = dict(zip(current.members, current.homes, strict=False))
+    living = [r for r in mirror.members.values() if r.id in current.members or r.id in mirror.reports]
+    members = tuple(
+        Candidate(
+            r.id, r.slot, r.host, r.zone, homes.get(r.id, r.home), leaving=r.state == "leaving" or r.id in mirror.left
+        )
+        for r in living
+    )
+    redundant = any(report.redundant for report in mirror.reports.values())
+    return Situation(current, members, ready_copies(mirror.standings, current), redundant, job)
+
+
+# -- a job that does not exist --------------------------------------------------------------------------
+
+
+def imagined(layout: Layout, members: Sequence[Candidate]) -> Situation:
+    """A job that began with a member for every role and has now ``members``.
+
+    Where these are fewer, the others were lost one by one, with healing between, but for the last one; where they are
+    more, they have just joined.
+    """
+    everybody = list(members)
+    for slot in range(len(members), layout.size):
+        everybody.append(Candidate(f"m{slot}", slot, f"gone{slot}", home=slot))
+    present = everybody[: layout.size]
+    current = with_redundancy(initial_plan([m.id for m in present]), layout, True, present)
+    while len(present) > max(len(members), 1):
+        gone = present.pop()
+        current = takeover(current, [gone.id])
+        if len(present) > len(members):
+            current = next_plan(current, present)
+    return Situation(current, tuple(members), {})
+
+
+def _parse_members(groups: Sequence[str]) -> list[Candidate]:
+    """Members ``m0``, ``m1``, ... of ``N[,host=H][,zone=Z]`` each."""
+    found: list[Candidate] = []
+    for group in groups:
+        count, *settings = group.split(",")
+        values = dict(setting.partition("=")[::2] for setting in settings)
+        if not count.isdecimal() or int(count) < 1 or set(values) - {"host", "zone"}:
+            raise ConfigError(f"--members {group!r}: write a number, then host=NAME and zone=NAME if wanted")
+        for slot in range(len(found), len(found) + int(count)):
+            found.append(Candidate(f"m{slot}", slot, values.get("host", f"host{slot}"), values.get("zone", ""), slot))
+    return found
+
+
+def _numbers(option: str, text: str | None, kind: type[int] | type[float]) -> tuple:
+    try:
+        return tuple(kind(part) for part in text.split(",")) if text else ()
+    except ValueError as error:
+        raise ConfigError(f"{option} {text!r}: write a number for each stage, separated by commas") from error
+
+
+__all__ = ["PlanReport", "Situation", "imagined", "observed", "plan", "plan_report", "plan_table"]

@@ -1,0 +1,152 @@
+"""How a member joins a job that is running.
+
+Its worker runs the same script as all others, from the beginning. The engine is built without peers; then the
+script's calls are *replayed*: they return at once with what the job computed, and batches are drawn and dropped, until
+the script stands where the job stands. There the member asks to be admitted, enters the epoch whose plan lists it,
+replays what the others did meanwhile, and from then on takes part. The plan gives it roles as it gives them to anybody.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import EpochChanged, ProtocolError, TransferError
+from ..schedule import Decision, RoleProgress
+from ..state.fetch import fetch
+from ..topology import Layout
+from .commit import Committed
+from .history import History, Kind
+from .recovery import RecoveringExecutor
+
+logger = logging.getLogger("bamboo_ds")
+
+#: Seconds that one member may take to tell what the job has done, before another one is asked.
+_ASK_TIMEOUT_S = 10.0
+
+
+class JoiningExecutor(RecoveringExecutor):
+    """Replays what the job has done before this member came.
+
+    Attributes:
+        _position: operations of the script that this member has replayed.
+        _target: how many it has to replay; ``None`` until it is admitted.
+    """
+
+    _position = 0
+    _target: int | None = None
+
+    def _begin_joining(self, layout: Layout) -> None:
+        """The engine is built; from now on the script's calls are replayed."""
+        self._joining, self._job.replaying = True, True
+        self._layout = layout
+        self._binding.drop(self._home.role)
+        self._ask()
+        logger.info("joining as rank %d: the job has done %d operations", self.global_rank, len(self._history))
+
+    def _recorded(self, kind: Kind) -> Any:
+        """What the job computed in the operation that the script asks for; ``None``: it has yet to be done.
+
+        Raises:
+            ProtocolError: the script does something else than the job did.
+        """
+        while self._job.replaying:
+            if self._position < len(self._history):
+                done = self._history[self._position]
+                if done.kind != kind:
+                    raise ProtocolError(
+                        f"this worker's script wants to {kind} where the job did {done.kind}: a worker that joins must "
+                        "run the same script with the same arguments"
+                    )
+                self._position += 1
+                return done.data
+            if self._target is not None:
+                if self._position < self._target:
+                    self._ask()
+                    continue
+                logger.info("caught up with the job after %d operations", self._position)
+                self._job.replaying = False
+            elif not self._ask():
+                self._be_admitted()
+        return None
+
+    def _ask(self) -> int:
+        """Learn what the job has done since; returns how many operations."""
+        timeout_s = self._job.settings.recovery.plan_timeout_s
+        failures = []
+        for place in self._job.channel.wait_places(timeout_s):
+            try:
+                answer, _ = fetch(
+                    place.url, History.key(len(self._history)), token=place.token, timeout_s=_ASK_TIMEOUT_S
+                )
+                return self._history.extend(answer)
+            except TransferError as error:
+                failures.append(str(error))
+        raise ProtocolError(f"no worker of the job tells what it has done: {'; '.join(failures)}")
+
+    def _be_admitted(self) -> None:
+        """Enter the first epoch whose plan lists this member."""
+        self._job.channel.report_layout(self._layout, self._mode.replicas)
+        while True:
+            try:
+                decision = self._recover()
+                break
+            except EpochChanged as error:
+                logger.info("interrupted while joining: %s", error)
+        self._recovery = None
+        if decision.behind or any(done != RoleProgress() for done in decision.progress.values()):
+            self._pending = decision
+
+    def _joined(self, decision: Decision, records: Mapping[str, Mapping[str, Any]]) -> None:
+        """Take over from the others' ``records`` where the job stands."""
+        facts = max((r for r in records.values() if not r["joining"]), key=lambda r: (r["history"], r["step"]))
+        self._target = facts["history"]
+        self._sequence = decision.step
+        self._committed_steps, self._consumed, self._seed = facts["steps"], facts["consumed"], facts["seed"]
+        self._joining = False
+
+    # -- the script's calls -------------------------------------------------------------------------------
+
+    def _drop_batches(self, iterator: Any, count: int) -> None:
+        """Draw what the others drew from their iterators."""
+        if self._is_end() and iterator is not None and iterator is not self._dataset_iterator:
+            for _ in range(count):
+                next(iterator)
+
+    def _is_end(self) -> bool:
+        return self._home.role.stage in (0, self.num_stages - 1)
+
+    def _replay_iteration(self, losses: list[list[float]], data_iter: Any) -> Any:
+        """An iteration that the job has done."""
+        if data_iter is not None:
+            self.set_dataiterator(data_iter)
+        self._drop_batches(self.data_iterator, self.micro_batches)
+        self._count_home_step()
+        self._committed = Committed(tuple(tuple(x) for x in losses), (), 0, ())
+        self.agg_train_loss = self._aggregate_total_loss()
+        return self.agg_train_loss
+
+    def _replay_load(self, load: Any, folder: str, tag: str | None) -> Any:
+        """Load what makes the script go on where it can be replayed from: the newest checkpoint of the job.
+
+        Args:
+            load: DeepSpeed's own, called with a tag.
+            folder: as the script gave it.
+            tag: the same.
+        """
+        self._ask()
+        saves = self._history.newest_save(os.path.abspath(folder)) if tag is None else []
+        for number in saves:
+            name = self._history[number].data["tag"]
+            if os.path.isdir(os.path.join(folder, name)):
+                self._position = number + 1
+                return load(name)
+        data = self._recorded("load")
+        if data is None:
+            raise ProtocolError(
+                "the script loads a checkpoint where the job has not come to yet: a worker that joins must run the "
+                "same script with the same arguments"
+            )
+        return load(data["tag"]) if data["tag"] is not None else (None, {})

@@ -1,0 +1,153 @@
+"""Copies of a role's state that are made while training goes on.
+
+A *learner* asks the role's owner for a snapshot. The owner takes one at its next boundary between two operations (a
+copy in host memory) and offers it; it travels in the background. Meanwhile the learner receives the reduced gradients
+of every iteration, as a shadow does, and keeps them. When the snapshot is there it is built and the kept iterations
+are performed on it, in order, by the same optimizer steps; then it is a replica like any other::
+
+    iteration   t       t+1     t+2     t+3     t+4
+    owner       step    step    step    step    step
+                 |snapshot of t ......v
+    learner     -       keep    keep    t+1 t+2 step
+                                        t+3
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp.web  # noqa: F401  # the server's; loading it takes time that a recovery does not have
+import torch
+
+from ..control.messages import Place
+from ..state import Tree, join, split
+from ..state.fetch import Fetch, start_fetch
+from ..state.server import StateServer
+from ..topology import Role
+from .commit import Committed
+from .history import History
+from .runtime import StageRuntime
+
+#: Seconds without any progress of a transfer until it has failed. The owner offers the snapshot at the end of an
+#: operation, which may take long.
+FETCH_TIMEOUT_S = 1800.0
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What one iteration's optimizer step needs.
+
+    Attributes:
+        sequence: number of the operation.
+        reduced: reduced gradients, in the order of the module's trainable parameters.
+        buffers: the module's buffers after the iteration.
+        committed: what the commit agreed on.
+    """
+
+    sequence: int
+    reduced: list[torch.Tensor]
+    buffers: list[torch.Tensor]
+    committed: Committed
+
+
+@dataclass
+class Learner:
+    """A copy that this member makes.
+
+    Attributes:
+        role: whose.
+        source: key of the snapshot and where it is offered.
+        fetch: the transfer.
+        begun: monotonic seconds.
+        incoming: reduced gradients and buffers of the current iteration.
+        kept: iterations since the copy was begun that it does not contain yet.
+        runtime: what is built from the snapshot, once that has arrived.
+    """
+
+    role: Role
+    source: tuple[str, Place]
+    fetch: Fetch
+    begun: float = field(default_factory=time.monotonic)
+    incoming: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None
+    kept: deque[Kept] = field(default_factory=deque)
+    runtime: StageRuntime | None = None
+
+    def keep(self, sequence: int, committed: Committed) -> None:
+        """The iteration has committed. Without gradients the snapshot is taken after it and contains it."""
+        if self.incoming is not None:
+            self.kept.append(Kept(sequence, *self.incoming, committed))
+            self.incoming = None
+
+    def forget(self, sequence: int) -> None:
+        """Drop the kept iterations that a snapshot of ``sequence`` contains."""
+        while self.kept and self.kept[0].sequence <= sequence:
+            self.kept.popleft()
+
+
+class Snapshots:
+    """What this member offers to others: snapshots to learners, the history of the job to those that join.
+
+    Args:
+        address: to listen on.
+        rate_mb_per_s: bound on all transfers together; ``None``: none.
+        history: what the job has done.
+
+    Attributes:
+        place: where others find it.
+    """
+
+    def __init__(self, address: str, rate_mb_per_s: float | None, history: History) -> None:
+        token = secrets.token_urlsafe(16)
+        self._server = StateServer(address, rate_mb_per_s, token=token)
+        self._server.answer(History.PREFIX, history.answer)
+        self.place = Place(url=self._server.url, token=token)
+        self._wanted: set[Role] = set()
+        self._offered: dict[Role, str] = {}
+
+    def begin(self) -> None:
+        """A new epoch begins: what was offered in the one before is void."""
+        for key in self._offered.values():
+            self._server.withdraw(key)
+        self._offered.clear()
+        self._wanted.clear()
+
+    def want(self, role: Role) -> None:
+        """A snapshot of ``role`` is due at the next boundary."""
+        self._wanted.add(role)
+
+    def wanted(self) -> list[Role]:
+        """Roles of which a snapshot is due now."""
+        return sorted(self._wanted)
+
+    def offer(self, role: Role, key: str, state: Tree, sequence: int) -> None:
+        """Copy ``state`` as it is after operation ``sequence`` and offer it."""
+        text, tensors = split({"sequence": sequence, "state": state})
+        self._server.offer(key, text, [t.detach().to("cpu", copy=True).contiguous() for t in tensors])
+        self._offered[role] = key
+        self._wanted.discard(role)
+
+    def close(self) -> None:
+        """End the service."""
+        self._server.close()
+
+
+def snapshot_key(epoch: int, rank: int) -> str:
+    """Name of the snapshot of a role that is taken in an epoch."""
+    return f"{epoch}/{rank}"
+
+
+def begin_fetch(key: str, place: Place) -> Fetch:
+    """Start to fetch the snapshot ``key`` from where its owner offers it."""
+    return start_fetch(place.url, key, token=place.token, timeout_s=FETCH_TIMEOUT_S)
+
+
+def arrived(learner: Learner) -> tuple[int, Any] | None:
+    """Operation and state of the snapshot, if it is there. Raises ``TransferError`` if the transfer failed."""
+    if not learner.fetch.done():
+        return None
+    content = join(*learner.fetch.result())
+    return content["sequence"], content["state"]

@@ -1,0 +1,295 @@
+"""Offers snapshots of state to other members over HTTP, at a bounded rate."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import logging
+import socket
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..errors import TransferError
+from .transfer import CHUNK_BYTES, PATH, Snapshot, Withdrawn, authorization
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+log = logging.getLogger(__name__)
+
+#: Longest time that an answer is held back for a key that is not offered yet.
+_LONGEST_WAIT_S = 5.0
+#: A receiver that takes nothing for so long is cut off.
+_STALL_S = 60.0
+#: How many withdrawn keys are remembered.
+_REMEMBERED = 4096
+_BACKLOG = 128
+_CLOSING_TICK_S = 0.02
+
+
+class TokenBucket:
+    """Spreads bytes over time: by any time t no more than ``burst + rate * t`` were let through.
+
+    Args:
+        rate: bytes per second.
+        burst: bytes that may go at once after a pause.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, rate: float, burst: float, clock: Callable[[], float] = time.monotonic) -> None:
+        if rate <= 0:
+            raise ValueError(f"a rate of {rate} bytes per second transfers nothing; give a positive one, or None")
+        self._rate, self._burst, self._clock = rate, burst, clock
+        self._tokens, self._at = burst, clock()
+
+    def reserve(self, size: int) -> float:
+        """Take ``size`` bytes; they may go in the returned number of seconds. First come, first served."""
+        now = self._clock()
+        self._tokens = min(self._burst, self._tokens + (now - self._at) * self._rate) - size
+        self._at = now
+        return max(0.0, -self._tokens / self._rate)
+
+
+class StateServer:
+    """Serves what is offered, from a thread of its own. All methods may be called from any thread.
+
+    Args:
+        address: the only address to bind to; the port is chosen by the system.
+        rate_mb_per_s: bound on the tensors' bytes of all answers together, in 10^6 bytes per second; ``None``: none.
+        token: the job's secret; requests without it are refused. Never logged.
+        chunk_bytes: bytes under one checksum.
+
+    Raises:
+        OSError: cannot listen on ``address``.
+
+    Attributes:
+        url: where :func:`~bamboo_ds.state.fetch.fetch` finds this server.
+    """
+
+    def __init__(
+        self, address: str, rate_mb_per_s: float | None, *, token: str, chunk_bytes: int = CHUNK_BYTES
+    ) -> None:
+        self._expected = authorization(token).encode()
+        self._bucket = None if rate_mb_per_s is None else TokenBucket(rate_mb_per_s * 1e6, chunk_bytes)
+        self._chunk_bytes = chunk_bytes
+        self._lock = threading.Lock()
+        self._offers: dict[str, Snapshot] = {}
+        self._answers: dict[str, Callable[[str], str]] = {}
+        self._withdrawn: OrderedDict[str, None] = OrderedDict()
+        self._closed = False
+        # Of the loop's thread alone:
+        self._streams: dict[asyncio.Transport, Snapshot] = {}
+        self._change = asyncio.Event()
+        self._end = asyncio.Event()
+
+        family, _, _, _, name = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+        self._socket = socket.create_server((str(name[0]), 0), family=family, backlog=_BACKLOG)
+        host, port = self._socket.getsockname()[:2]
+        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        started: Future[asyncio.AbstractEventLoop] = Future()
+        self._thread = threading.Thread(target=self._run, args=(started,), name="bamboo-state-server", daemon=True)
+        self._thread.start()
+        self._loop = started.result()
+
+    # -- offers -------------------------------------------------------------------------------------
+
+    def offer(self, key: str, text: str, tensors: Sequence[torch.Tensor]) -> None:
+        """Publish a snapshot; what was offered under ``key`` before is withdrawn.
+
+        Contiguous tensors in host memory are not copied: none may change until :meth:`withdraw`, or another
+        offer for ``key``, has returned.
+
+        Raises:
+            UnsupportedError: a tensor that cannot be sent.
+            TransferError: the server is closed.
+        """
+        snapshot = Snapshot(text, tensors, self._chunk_bytes)
+        with self._lock:
+            if self._closed:
+                raise TransferError(key, self.url, "closed", "this server is closed")
+            previous = self._offers.pop(key, None)
+            self._offers[key] = snapshot
+            self._withdrawn.pop(key, None)
+            self._changed(previous)
+
+    def offer_text(self, key: str, text: str) -> None:
+        """Publish a text, such as a small JSON document."""
+        self.offer(key, text, ())
+
+    def answer(self, prefix: str, text: Callable[[str], str]) -> None:
+        """Answer whoever asks for a key that begins with ``prefix`` with ``text(key)``, as it is then.
+
+        ``text`` is called on the server's thread and must be quick.
+        """
+        with self._lock:
+            self._answers[prefix] = text
+
+    def withdraw(self, key: str) -> None:
+        """End the offer: transfers of it break off, and whoever asks for ``key`` is told.
+
+        Takes no longer than the checksum of one chunk. A key that was never offered can be withdrawn too, so
+        that nobody waits for it.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            self._withdrawn[key] = None
+            while len(self._withdrawn) > _REMEMBERED:
+                self._withdrawn.popitem(last=False)
+            self._changed(self._offers.pop(key, None))
+
+    def _changed(self, previous: Snapshot | None) -> None:
+        """Under the lock and not closed, so that the loop lives."""
+        if previous is not None:
+            previous.withdraw()
+        self._loop.call_soon_threadsafe(self._notice, previous)
+
+    def close(self) -> None:
+        """Withdraw everything and end: no thread, task or socket stays behind. Idempotent."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                for snapshot in self._offers.values():
+                    snapshot.withdraw()
+                self._offers.clear()
+                self._loop.call_soon_threadsafe(self._end.set)
+        self._thread.join()
+
+    # -- the loop's thread --------------------------------------------------------------------------
+
+    def _run(self, started: Future[asyncio.AbstractEventLoop]) -> None:
+        with self._socket:
+            try:
+                asyncio.run(self._serve(started))
+            except BaseException as error:
+                if started.done():
+                    raise
+                started.set_exception(error)
+
+    async def _serve(self, started: Future[asyncio.AbstractEventLoop]) -> None:
+        from aiohttp import web
+
+        # A receiver that hangs up must not leave its request waiting here.
+        # Its logger would show headers, and with them the token, of requests that it cannot parse.
+        silent = logging.Logger("silent", logging.CRITICAL + 1)
+        server = web.Server(self._handle, handler_cancellation=True, access_log=None, logger=silent)
+        runner = web.ServerRunner(server, shutdown_timeout=0.1)
+        await runner.setup()
+        await web.SockSite(runner, self._socket, backlog=_BACKLOG).start()
+        started.set_result(asyncio.get_running_loop())
+        await self._end.wait()
+        # asyncio loses connections that it is accepting while its server closes: let them arrive first.
+        asyncio.get_running_loop().remove_reader(self._socket)
+        with contextlib.suppress(OSError):  # a copy in a forked child must not go on accepting
+            self._socket.shutdown(socket.SHUT_RDWR)
+        while (tasks := asyncio.all_tasks() - {asyncio.current_task()}) or server.connections:
+            for connection in server.connections:
+                if connection.transport is not None:
+                    _abort(connection.transport)
+            if tasks:
+                await asyncio.wait(tasks, timeout=_CLOSING_TICK_S)
+            else:
+                await asyncio.sleep(0)
+        await runner.cleanup()
+
+    def _notice(self, previous: Snapshot | None) -> None:
+        self._change.set()
+        self._change = asyncio.Event()
+        for transport, snapshot in list(self._streams.items()):
+            if snapshot is previous:
+                _abort(transport)
+
+    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        try:
+            return await self._answer(request)
+        except ConnectionError:
+            raise  # the receiver is gone, or was cut off
+        except Exception:
+            log.exception("a request to the state server at %s failed", self.url)
+            raise
+
+    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        from aiohttp import web
+
+        given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
+        if not hmac.compare_digest(given, self._expected):
+            return web.Response(status=403, text="wrong or missing token")
+        try:
+            key = request.query["key"]
+            first, wait_s = int(request.query.get("from", 0)), float(request.query.get("wait", 0))
+        except (KeyError, ValueError):
+            return web.Response(status=400, text="expected ?key=KEY&from=CHUNK&wait=SECONDS")
+        if request.method != "GET" or request.path != PATH:
+            return web.Response(status=404 if request.method == "GET" else 405, text=f"only GET {PATH} is served")
+        snapshot = await self._find(key, min(max(0.0, wait_s), _LONGEST_WAIT_S))
+        if snapshot is None:
+            return web.Response(status=404, headers={"Retry-After": "0"}, text="not offered yet")
+        if isinstance(snapshot, Withdrawn):
+            return web.Response(status=410, text="withdrawn")
+        if not 0 <= first <= len(snapshot):
+            return web.Response(status=416, text=f"there are {len(snapshot)} chunks")
+        return await self._send(request, snapshot, first)
+
+    async def _find(self, key: str, wait_s: float) -> Snapshot | Withdrawn | None:
+        """What is offered under ``key``, as soon as it is; ``None`` after ``wait_s`` seconds."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + wait_s
+        while True:
+            change = self._change
+            with self._lock:
+                if key in self._withdrawn:
+                    return Withdrawn()
+                if key in self._offers:
+                    return self._offers[key]
+                text = next((text for prefix, text in self._answers.items() if key.startswith(prefix)), None)
+            if text is not None:
+                return Snapshot(text(key), (), self._chunk_bytes)
+            try:
+                await asyncio.wait_for(change.wait(), deadline - loop.time())
+            except asyncio.TimeoutError:
+                return None
+
+    async def _send(self, request: web.BaseRequest, snapshot: Snapshot, first: int) -> web.StreamResponse:
+        from aiohttp import web
+
+        transport: Any = request.transport
+        if transport is None:
+            raise ConnectionResetError("the receiver is gone")
+        response = web.StreamResponse(headers={"Content-Type": "application/octet-stream"})
+        response.content_length = snapshot.bytes_from(first)
+        loop = asyncio.get_running_loop()
+        self._streams[transport] = snapshot
+        stall = loop.call_later(_STALL_S, _abort, transport)
+        try:
+            await response.prepare(request)
+            await response.write(snapshot.head)
+            for number in range(first, len(snapshot)):
+                stall.cancel()
+                if self._bucket is not None:
+                    await asyncio.sleep(self._bucket.reserve(snapshot.size(number)))
+                stall = loop.call_later(_STALL_S, _abort, transport)
+                data, checksum = snapshot.read(number)
+                await response.write(data)
+                await response.write(checksum)
+            await response.write_eof()
+        except Withdrawn:
+            _abort(transport)
+            raise ConnectionResetError("withdrawn") from None
+        finally:
+            stall.cancel()
+            del self._streams[transport]
+        return response
+
+
+def _abort(transport: asyncio.Transport) -> None:
+    """End a connection at once, also where a forked child holds a copy of its socket."""
+    with contextlib.suppress(OSError):  # it has ended already
+        transport.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
+    transport.abort()

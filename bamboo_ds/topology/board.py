@@ -1,0 +1,158 @@
+"""Roles lying on members while a plan is being made."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from .costs import Costs, Roster
+from .partition import SLACK
+from .plan import Plan
+from .roles import Layout, Role
+
+Holders = Mapping[int, Collection[str]]
+
+
+class Board:
+    """Roles lying on members while a plan is being made.
+
+    Attributes:
+        owners: owner by rank; ``None`` where a role lies nowhere yet.
+        loads: seconds per micro-batch by usable member.
+        beside: ranks of the stages before and after each role.
+        adjacent: ranks that are well co-hosted with each role: those beside it, and its stage in the pipelines beside.
+    """
+
+    def __init__(self, previous: Plan, roster: Roster, costs: Costs, holders: Holders) -> None:
+        self.layout: Layout = previous.world
+        self.roster = roster
+        self.seconds = [costs.time(role.stage) for role in self.layout.roles]
+        self.weights = [costs.weight(role.stage) for role in self.layout.roles]
+        self.beside = [[self.layout.rank(other) for other in beside(self.layout, role)] for role in self.layout.roles]
+        twins = [[p for p in (d - 1, d + 1) if 0 <= p < self.layout.pipelines] for d in range(self.layout.pipelines)]
+        self.adjacent = [
+            [*self.beside[rank], *(rank - role.pipeline + twin for twin in twins[role.pipeline])]
+            for rank, role in enumerate(self.layout.roles)
+        ]
+        self.owners: list[str | None] = [None] * self.layout.size
+        self.loads = {member.id: 0.0 for member in roster.usable}
+        self._previous = previous
+        self._holders = [
+            self._in_order(rank, [m for m in holders.get(rank, ()) if m in roster.order])
+            for rank in range(self.layout.size)
+        ]
+        self._guests: dict[str, tuple[int, ...]] = {}
+        for rank, owner in enumerate(previous.owners):
+            if owner in roster.order:
+                self.put(rank, owner)
+        self._guests.clear()
+
+    def copy(self) -> Board:
+        """The same board, to try something on."""
+        other = object.__new__(Board)
+        other.__dict__.update(self.__dict__)
+        other.owners, other.loads, other._guests = list(self.owners), dict(self.loads), dict(self._guests)
+        return other
+
+    def put(self, rank: int, member: str) -> None:
+        """Give a role that lies nowhere to ``member``."""
+        self.owners[rank] = member
+        self.loads[member] += self.seconds[rank]
+        self._guests[member] = (*self._guests.get(member, ()), rank)
+
+    def take(self, rank: int) -> None:
+        """Take a role from its owner."""
+        owner = self.owners[rank]
+        assert owner is not None
+        self.owners[rank] = None
+        self.loads[owner] -= self.seconds[rank]
+        self._guests[owner] = tuple(guest for guest in self._guests.get(owner, ()) if guest != rank)
+
+    def fits(self, rank: int, member: str, limit: float) -> bool:
+        """Whether ``member`` could take the role without exceeding ``limit`` seconds."""
+        return self.loads[member] + self.seconds[rank] <= limit * (1 + SLACK)
+
+    @property
+    def slowest(self) -> float:
+        """Seconds per micro-batch of the slowest member."""
+        return max(self.loads.values())
+
+    @property
+    def homeless(self) -> list[int]:
+        """Roles that lie nowhere, stage by stage within each pipeline."""
+        return in_pipeline_order(self.layout, (rank for rank, owner in enumerate(self.owners) if owner is None))
+
+    def holder(self, rank: int, limit: float, besides: str | None = None) -> str | None:
+        """The member that takes the role for nothing, because it holds a copy and has room within ``limit``."""
+        return next((m for m in self._holders[rank] if m != besides and self.fits(rank, m, limit)), None)
+
+    def seat(self, rank: int, limit: float, besides: str | None = None) -> bool:
+        """Give a role that lies nowhere to a holder with room within ``limit``; False if that is impossible.
+
+        Roles that have been given to that holder before make room if another holder can take them: an augmenting
+        path of bipartite matching.
+        """
+        return self._seat(rank, limit, set() if besides is None else {besides})
+
+    def _seat(self, rank: int, limit: float, tried: set[str]) -> bool:
+        for member in self._holders[rank]:
+            if member not in tried and self.fits(rank, member, limit):
+                self.put(rank, member)
+                return True
+        for member in self._holders[rank]:
+            if member in tried:
+                continue
+            tried.add(member)
+            for guest in self._guests.get(member, ()):
+                self.take(guest)
+                if self.fits(rank, member, limit) and self._seat(guest, limit, tried):
+                    self.put(rank, member)
+                    return True
+                self.put(guest, member)
+        return False
+
+    def shadowable(self, rank: int, owner: str) -> bool:
+        """Whether another member holds a copy that may shadow the role of ``owner``."""
+        return any(self.roster.apart(owner, member) for member in self._holders[rank])
+
+    def only_domain(self, rank: int) -> str | None:
+        """The failure domain of all copies of the role, if there is one."""
+        domains = {self.roster.domain(member) for member in self._holders[rank]}
+        return domains.pop() if len(domains) == 1 else None
+
+    def held(self, rank: int) -> Sequence[str]:
+        """Usable members with a copy of the role."""
+        return self._holders[rank]
+
+    def neighbours(self, rank: int) -> dict[str, int]:
+        """Owners of the role's neighbours and how many of them each owns."""
+        found: dict[str, int] = {}
+        for neighbour in self.adjacent[rank]:
+            owner = self.owners[neighbour]
+            if owner is not None:
+                found[owner] = found.get(owner, 0) + 1
+        return found
+
+    def zones_beside(self, rank: int) -> set[str]:
+        """Known zones of the owners of the stages before and after the role."""
+        owners = (self.owners[other] for other in self.beside[rank])
+        return {self.roster.everyone[owner].zone for owner in owners if owner is not None} - {""}
+
+    def _in_order(self, rank: int, holders: Collection[str]) -> list[str]:
+        """The role's owner, its shadow, then the other holders."""
+        first = (self._previous.owners[rank], self._previous.shadows[rank] if self._previous.shadows else None)
+        return sorted(holders, key=lambda m: (first.index(m) if m in first else 2, self.roster.order[m]))
+
+
+def beside(layout: Layout, role: Role) -> list[Role]:
+    """The stages before and after ``role``, without wrapping around."""
+    found = []
+    if role.stage > 0:
+        found.append(layout.predecessor(role))
+    if role.stage < layout.stages - 1:
+        found.append(layout.successor(role))
+    return found
+
+
+def in_pipeline_order(layout: Layout, ranks: Iterable[int]) -> list[int]:
+    """``ranks`` stage by stage within each pipeline."""
+    return sorted(ranks, key=lambda rank: (rank % layout.pipelines, rank))

@@ -1,0 +1,130 @@
+"""What the planner knows besides the plan: members, costs and the user's policy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ..errors import ConfigError
+from .plan import Plan
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A living member as the planner sees it.
+
+    Attributes:
+        id: member id.
+        slot: number of its slot; orders members.
+        host: its failure domain: all members of a host vanish together.
+        zone: availability zone; empty where unknown.
+        home: the rank that its script runs as.
+        leaving: whether it is going to vanish soon: it gets no role and no replica.
+    """
+
+    id: str
+    slot: int
+    host: str
+    zone: str = ""
+    home: int = 0
+    leaving: bool = False
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What stages cost, indexed by stage. An empty tuple stands for equal, unknown costs.
+
+    Attributes:
+        seconds: forward and backward pass of one micro-batch.
+        state_bytes: parameters and optimizer state.
+    """
+
+    seconds: tuple[float, ...] = ()
+    state_bytes: tuple[int, ...] = ()
+
+    def check(self, stages: int) -> None:
+        """Raise :class:`ConfigError` unless both tuples are empty or have ``stages`` numbers >= 0."""
+        for name, values in (("seconds", self.seconds), ("state_bytes", self.state_bytes)):
+            if values and len(values) != stages:
+                raise ConfigError(f"costs.{name} has {len(values)} entries: give one for each of {stages} stages")
+            if not all(math.isfinite(value) and value >= 0 for value in values):
+                raise ConfigError(f"costs.{name} is {values}: costs must be finite and not negative")
+
+    def time(self, stage: int) -> float:
+        """Seconds per micro-batch of ``stage``; 1 where unknown."""
+        return float(self.seconds[stage]) if self.seconds else 1.0
+
+    def weight(self, stage: int) -> int:
+        """What a copy of ``stage`` costs when copies are compared: its bytes, but no copy is free."""
+        return max(1, self.state_bytes[stage]) if self.state_bytes else 1
+
+    def size(self, stage: int) -> int:
+        """Bytes of state of ``stage``; 0 where unknown."""
+        return self.state_bytes[stage] if self.state_bytes else 0
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What the user wants.
+
+    Attributes:
+        redundant: whether roles have replicas.
+        standby_replicas: whether standbys may hold replicas although owners could.
+        near_shadows: whether a replica is copied to the owner of the stage before, where redundant passes need no
+            messages, although its present shadow may stay. Off, nothing is copied unless a rule is violated.
+        min_gain: share by which the predicted iteration time must improve before owners change for speed.
+    """
+
+    redundant: bool = True
+    standby_replicas: bool = False
+    near_shadows: bool = False
+    min_gain: float = 0.05
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.min_gain < 1:
+            raise ConfigError(f"min_gain is {self.min_gain}: it is a share of the iteration time, from 0 to below 1")
+
+
+class Roster:
+    """The members that roles may be given to, in the order of their slots.
+
+    Attributes:
+        usable: those that are not leaving; all where everybody is.
+        everyone: all living members by id, also those that are leaving.
+        order: position in ``usable`` by id.
+        hosts: hosts of ``usable``.
+
+    Raises:
+        ConfigError: no member, or two of one id.
+    """
+
+    def __init__(self, members: Iterable[Candidate]) -> None:
+        ordered = sorted(members, key=lambda member: (member.slot, member.id))
+        self.everyone = {member.id: member for member in ordered}
+        if not ordered:
+            raise ConfigError("a plan needs at least one member, got none")
+        if len(self.everyone) != len(ordered):
+            raise ConfigError("member ids must be unique: give each slot its own id")
+        self.usable = tuple(member for member in ordered if not member.leaving) or tuple(ordered)
+        self.order = {member.id: position for position, member in enumerate(self.usable)}
+        self.hosts = frozenset(member.host for member in self.usable)
+
+    def domain(self, member: str) -> str:
+        """What a role's owner and its shadow may not have in common: the host, or the member on a single host."""
+        return self.everyone[member].host if len(self.hosts) > 1 else member
+
+    def apart(self, owner: str, shadow: str) -> bool:
+        """Whether ``shadow`` may shadow a role of ``owner``."""
+        return shadow in self.order and shadow != owner and self.domain(shadow) != self.domain(owner)
+
+
+def predicted_s(plan: Plan, costs: Costs) -> float:
+    """Predicted seconds per micro-batch in steady state: the largest sum of its roles' costs of any member.
+
+    Pipelines meet in the reduction of gradients, so the slowest member sets the pace of all.
+    """
+    loads: dict[str, float] = {}
+    for role, owner in zip(plan.world.roles, plan.owners, strict=True):
+        loads[owner] = loads.get(owner, 0.0) + costs.time(role.stage)
+    return max(loads.values())

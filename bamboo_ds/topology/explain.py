@@ -1,0 +1,156 @@
+"""Why a plan is what it is, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .board import Holders, beside
+from .costs import Candidate, Costs, Roster, predicted_s
+from .moves import holders_of, moves
+from .plan import Plan
+from .roles import Role
+
+
+def explain(
+    previous: Plan,
+    new: Plan,
+    members: Sequence[Candidate],
+    costs: Costs | None = None,
+    holders: Holders | None = None,
+) -> list[str]:
+    """Reasons for every role whose owner or shadow changes, and for every rule that cannot be met.
+
+    Args:
+        previous: the plan in force.
+        new: what :func:`~bamboo_ds.topology.planner.plan` made of it.
+        members: as given to the planner.
+        costs: as given to the planner.
+        holders: as given to the planner.
+    """
+    return _Explanation(previous, new, Roster(members), costs or Costs(), holders).lines()
+
+
+class _Explanation:
+    def __init__(self, previous: Plan, new: Plan, roster: Roster, costs: Costs, holders: Holders | None) -> None:
+        self._previous, self._new, self._roster, self._costs = previous, new, roster, costs
+        self._holders = holders_of(previous) if holders is None else holders
+        self._sources = {(move.rank, move.destination): move for move in moves(previous, new, self._holders, costs)}
+
+    def lines(self) -> list[str]:
+        found = []
+        for rank, role in enumerate(self._new.world.roles):
+            owner, old = self._new.owners[rank], self._previous.owners[rank]
+            if owner != old:
+                found.append(f"role {role}: {old} -> {owner}, {self._why_owner(old)}; {self._how(rank, owner)}")
+            line = self._shadow(rank, role)
+            if line is not None:
+                found.append(line)
+        if not found:
+            found.append("no role changes: no rule is violated, and no change would gain enough")
+        return found + self._pace() + self._unmet()
+
+    # -- changes ------------------------------------------------------------------------------------
+
+    def _why_owner(self, old: str) -> str:
+        if old not in self._roster.everyone:
+            return f"because {old} is gone"
+        if old not in self._roster.order:
+            return f"because {old} is leaving"
+        count = self._previous.owners.count(old)
+        return f"because {old} had {_roles(count)} and the slowest member gets less to do"
+
+    def _how(self, rank: int, member: str) -> str:
+        move = self._sources.get((rank, member))
+        if move is None:
+            if rank in self._new.unheld:
+                return "nobody holds its state, which comes from a checkpoint"
+            return "which holds its state already"
+        size = f" ({move.bytes / 2**20:.1f} MiB)" if self._costs.state_bytes else ""
+        return f"which copies its state from {move.source}{size}"
+
+    def _shadow(self, rank: int, role: Role) -> str | None:
+        new = self._new.shadows[rank] if self._new.shadows else None
+        old = self._previous.shadows[rank] if self._previous.shadows else None
+        if new == old or new is None:
+            return None if new == old else f"shadow of {role}: {old} -> nobody, because there is none to choose"
+        return f"shadow of {role}: {old or 'nobody'} -> {new}, {self._why_shadow(rank, old)}; {self._where(rank, new)}"
+
+    def _why_shadow(self, rank: int, old: str | None) -> str:
+        owner = self._new.owners[rank]
+        if old is None:
+            return "because it had none"
+        if old not in self._roster.everyone:
+            return f"because {old} is gone"
+        if old not in self._roster.order:
+            return f"because {old} is leaving"
+        if old == owner:
+            return f"because {old} owns the role now"
+        if not self._roster.apart(owner, old):
+            return f"because {old} is on host {self._roster.everyone[old].host}, as the owner {owner} is"
+        if owner != self._previous.owners[rank]:
+            return "because the owner changes"
+        return f"because {old} does not compute its inputs"
+
+    def _where(self, rank: int, shadow: str) -> str:
+        layout = self._new.world
+        if shadow == self._new.owner(layout.predecessor(layout.role(rank))):
+            reason = "which computes its inputs"
+        elif shadow not in self._new.owners:
+            reason = "a standby"
+        elif (rank, shadow) in self._sources:
+            reason = "which has fewest replicas"
+        else:
+            return self._how(rank, shadow)
+        return f"{reason} and {self._how(rank, shadow).removeprefix('which ')}"
+
+    # -- the whole ----------------------------------------------------------------------------------
+
+    def _pace(self) -> list[str]:
+        before, after = predicted_s(self._previous, self._costs), predicted_s(self._new, self._costs)
+        unit = "s per micro-batch" if self._costs.seconds else "stages, taken as equal"
+        if before == after:
+            return [f"slowest member: {after:.4g} {unit}"]
+        return [f"slowest member: {before:.4g} -> {after:.4g} {unit} ({after / before - 1:+.0%} time)"]
+
+    def _unmet(self) -> list[str]:
+        new, roster, found = self._new, self._roster, []
+        size, usable = new.world.size, len(roster.usable)
+        leaving = [member.id for member in roster.usable if member.leaving]
+        if leaving:
+            found.append("everybody is leaving, so members that are leaving keep their roles")
+        if new.unheld:
+            held = ", ".join(str(new.world.role(rank)) for rank in new.unheld)
+            found.append(f"no living member holds {held}: only a checkpoint helps")
+        if usable == 1:
+            found.append(f"no role has a shadow: {roster.usable[0].id} is the only member")
+        elif not any(new.shadows):
+            found.append("no role has a shadow: redundancy is switched off")
+        elif len(roster.hosts) == 1:
+            found.append(f"shadows share their owners' host: {next(iter(roster.hosts))} is the only one")
+        standbys = [member.id for member in roster.usable if member.id not in new.owners]
+        if standbys and usable <= size:
+            names = ", ".join(standbys)
+            found.append(f"stand by: {names}; with {usable} members for {_roles(size)} they would not improve the pace")
+        elif standbys:
+            found.append(f"stand by: {', '.join(standbys)}; all {_roles(size)} have owners")
+        close = self._same_zone()
+        if close:
+            found.append(f"in one zone with the stage before: {', '.join(close)}; members for that are missing")
+        return found
+
+    def _same_zone(self) -> list[str]:
+        zones = {member.zone for member in self._roster.usable}
+        if len(zones) < 2:
+            return []
+        layout = self._new.world
+        zone = {role: self._roster.everyone[self._new.owner(role)].zone for role in layout.roles}
+        return [
+            str(role)
+            for role in layout.roles
+            for other in beside(layout, role)
+            if other.stage < role.stage and zone[role] == zone[other] != ""
+        ]
+
+
+def _roles(count: int) -> str:
+    return f"{count} role" if count == 1 else f"{count} roles"

@@ -1,0 +1,233 @@
+"""Who owns what: the least iteration time, then the fewest bytes moved, then neighbours together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from heapq import heapify, heappop, heappush, heapreplace
+
+from .board import Board, Holders
+from .costs import Costs, Roster
+from .least_loaded import LeastLoaded
+from .partition import SLACK, fast_enough, partition
+from .plan import Plan
+
+
+def place_owners(
+    previous: Plan, roster: Roster, costs: Costs, holders: Holders, min_gain: float, redundant: bool
+) -> tuple[str, ...]:
+    """The owner of every role, all of them usable members.
+
+    Roles whose owners are usable stay where they are, unless moving some makes the slowest member faster by a
+    share of ``min_gain``.
+    """
+    board = Board(previous, roster, costs, holders)
+    still = _settled(board, redundant)
+    best, bins = partition(board.seconds, len(roster.usable))
+    enough = fast_enough(best, min_gain)
+    if still.slowest <= enough * (1 + SLACK):
+        return _owners(still)
+    # Next to the best: worth a change, and leaving nothing to gain that would be worth another.
+    for limit in (best, min(enough, still.slowest * (1 - min_gain))):
+        moved = _levelled(board, limit, redundant)
+        if moved.slowest <= limit * (1 + SLACK):
+            return _owners(moved)
+    return _owners(_from_scratch(board, bins))
+
+
+def _owners(board: Board) -> tuple[str, ...]:
+    assert not board.homeless
+    return tuple(str(owner) for owner in board.owners)
+
+
+def _settled(board: Board, redundant: bool) -> Board:
+    """Only the homeless roles are placed; all others stay."""
+    ranks = board.homeless
+    if not ranks:
+        return board
+    _, level = _spread(board, ranks)
+    limit = max(board.slowest, level)
+    cheap = _placed(board, limit, redundant)
+    if cheap.slowest <= limit * (1 + SLACK):
+        return cheap
+    fast = board.copy()
+    for rank, member in _spread(board, ranks)[0].items():
+        fast.put(rank, member)
+    return fast
+
+
+def _levelled(board: Board, limit: float, redundant: bool) -> Board:
+    """Members above ``limit`` give roles away. The result may still exceed ``limit``."""
+    board = board.copy()
+    for rank in board.homeless:
+        board.seat(rank, limit)
+    finder = _Finder(board) if redundant else None
+    owned: dict[str, set[int]] = {}
+    for rank, owner in enumerate(board.owners):
+        if owner is not None:
+            owned.setdefault(owner, set()).add(rank)
+    for member in board.roster.usable:
+        if board.loads[member.id] > limit * (1 + SLACK):
+            _shed(board, member.id, owned[member.id], limit, finder)
+    return _placed(board, limit, redundant)
+
+
+def _shed(board: Board, member: str, own: set[int], limit: float, finder: _Finder | None) -> None:
+    """Take roles from ``member``, whose roles are ``own``, until it is within ``limit``: the cheapest ones first.
+
+    A role costs nothing if a holder has room for it, or if it needs another copy anyway because nobody can
+    shadow it: the copy becomes its owner and ``member`` its shadow.
+    """
+    apart = finder.in_other_domain(board.roster.domain(member)) if finder else None
+
+    def price(rank: int) -> tuple[int, int, int]:
+        free = board.holder(rank, limit, besides=member) is not None
+        if apart is not None and not free and not board.shadowable(rank, member):
+            free = board.fits(rank, apart, limit)
+        together = sum(neighbour in own for neighbour in board.adjacent[rank])
+        return (0 if free else board.weights[rank], together, -rank)
+
+    heap = [(price(rank), rank) for rank in own]
+    heapify(heap)
+    loose = []
+    while board.loads[member] > limit * (1 + SLACK):
+        quoted, rank = heappop(heap)
+        if rank not in own:
+            continue
+        if quoted != price(rank):  # dearer by now: its holder has no room any more
+            heappush(heap, (price(rank), rank))
+            continue
+        own.remove(rank)
+        board.take(rank)
+        if not board.seat(rank, limit, besides=member):
+            loose.append(rank)
+        for neighbour in board.adjacent[rank]:
+            if neighbour in own:  # cheaper by now: it has lost a neighbour
+                heappush(heap, (price(neighbour), neighbour))
+    for rank in reversed(loose):
+        if board.fits(rank, member, limit):
+            board.put(rank, member)
+
+
+def _placed(board: Board, limit: float, redundant: bool) -> Board:
+    """All homeless roles placed: with holders that have room within ``limit``, else as evenly as possible."""
+    board = board.copy()
+    for rank in board.homeless:
+        board.seat(rank, limit)
+    ranks = board.homeless
+    if not ranks:
+        return board
+    spread, level = _spread(board, ranks)
+    gathered = _gathered(board, ranks, level, limit, redundant)
+    if gathered is not None:
+        return gathered
+    for rank, member in spread.items():
+        board.put(rank, member)
+    return board
+
+
+def _spread(board: Board, ranks: Iterable[int]) -> tuple[dict[int, str], float]:
+    """The dearest role to the least loaded member, and so on; also the highest load that this makes."""
+    heap = [(load, board.roster.order[member], member) for member, load in board.loads.items()]
+    heapify(heap)
+    chosen, level = {}, 0.0
+    for rank in sorted(ranks, key=lambda rank: (-board.seconds[rank], rank)):
+        load, position, member = heap[0]
+        chosen[rank] = member
+        level = max(level, load + board.seconds[rank])
+        heapreplace(heap, (load + board.seconds[rank], position, member))
+    return chosen, level
+
+
+def _gathered(board: Board, ranks: Sequence[int], level: float, limit: float, redundant: bool) -> Board | None:
+    """``ranks`` placed as evenly as ``level``, neighbours together and zones apart where possible.
+
+    Nobody exceeds ``limit``, and nobody gets a second role while there are members without any. ``None`` if a role
+    does not fit.
+    """
+    board = board.copy()
+    finder = _Finder(board)
+    homes: dict[int, list[str]] = {}
+    for candidate in board.roster.usable:
+        homes.setdefault(candidate.home, []).append(candidate.id)
+    busy = {owner for owner in board.owners if owner is not None}
+    doubles = len(ranks) - (len(board.loads) - len(busy))
+    for rank in ranks:
+        wishes = [
+            (_neighbour(board, rank, level) if doubles > 0 else None, level),
+            (next((m for m in homes.get(rank, ()) if m not in busy), None), level),
+            (finder.in_other_zone(rank), level),
+        ]
+        only = board.only_domain(rank) if redundant else None
+        if only is not None:
+            # The holders stay free to shadow the role: that saves a copy, for which all of ``limit`` may be used.
+            wishes = [wish for wish in wishes if wish[0] and board.roster.domain(wish[0]) != only]
+            wishes.append((finder.in_other_domain(only), limit))
+        least = finder.least()
+        member = next((m for m, most in wishes if m is not None and board.fits(rank, m, most)), least)
+        if member in busy and least not in busy and doubles <= 0 and only is None:
+            member = least
+        if not board.fits(rank, member, limit):
+            return None
+        doubles -= member in busy
+        busy.add(member)
+        board.put(rank, member)
+        finder.update(member)
+    return board
+
+
+class _Finder:
+    """The least loaded member of a board, anywhere or outside some zones or a failure domain."""
+
+    def __init__(self, board: Board) -> None:
+        members = [member.id for member in board.roster.usable]
+        self._board = board
+        self._by_zone = LeastLoaded(members, board.loads, {m.id: m.zone for m in board.roster.usable})
+        self._by_domain = LeastLoaded(members, board.loads, {m: board.roster.domain(m) for m in members})
+
+    def least(self) -> str:
+        member = self._by_zone.pick(())
+        assert member is not None
+        return member
+
+    def in_other_zone(self, rank: int) -> str | None:
+        """Outside the zones of the stages beside the role; zones are worth no second role."""
+        return self._by_zone.pick(self._board.zones_beside(rank))
+
+    def in_other_domain(self, domain: str) -> str | None:
+        return self._by_domain.pick((domain,))
+
+    def update(self, member: str) -> None:
+        """The load of ``member`` has grown."""
+        self._by_zone.update(member, self._board.loads[member])
+        self._by_domain.update(member, self._board.loads[member])
+
+
+def _neighbour(board: Board, rank: int, level: float) -> str | None:
+    """The owner of most neighbours of the role that has room for it within ``level``, if any."""
+    found = board.neighbours(rank)
+    roomy = [member for member in found if board.fits(rank, member, level)]
+    return min(roomy, key=lambda m: (-found[m], board.loads[m], board.roster.order[m]), default=None)
+
+
+def _from_scratch(board: Board, bins: Sequence[int]) -> Board:
+    """The division ``bins`` (by rank), each part given to the member that holds most of it."""
+    held: dict[tuple[int, str], tuple[int, int]] = {}
+    for rank, part in enumerate(bins):
+        for member in board.held(rank):
+            free, stays = held.get((part, member), (0, 0))
+            stays += board.weights[rank] * (board.owners[rank] == member)
+            held[part, member] = (free + board.weights[rank], stays)
+    order = board.roster.order
+    chosen: dict[int, str] = {}
+    spare = dict.fromkeys(member.id for member in board.roster.usable)
+    for part, member in sorted(held, key=lambda key: (*(-x for x in held[key]), order[key[1]], key[0])):
+        if part not in chosen and member in spare:
+            chosen[part] = member
+            del spare[member]
+    chosen.update(zip((part for part in dict.fromkeys(bins) if part not in chosen), spare, strict=False))
+    fresh = board.copy()
+    fresh.owners = [None] * len(bins)
+    fresh.loads = dict.fromkeys(board.loads, 0.0)
+    for rank, part in enumerate(bins):
+        fresh.put(rank, chosen[part])
+    return fresh

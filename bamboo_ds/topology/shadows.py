@@ -1,0 +1,103 @@
+"""Who shadows what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from .board import Holders
+from .costs import Costs, Policy, Roster
+from .least_loaded import LeastLoaded
+from .partition import SLACK
+from .plan import Plan
+
+
+def place_shadows(
+    previous: Plan, owners: Sequence[str], roster: Roster, costs: Costs, holders: Holders, policy: Policy
+) -> tuple[str | None, ...]:
+    """The shadow of every role; ``None`` where only one member is usable.
+
+    A shadow that may stay stays. A role whose owner moves is shadowed by a member that holds a copy, if any may.
+    Only the others need a new copy: on the owner of the stage before, because that computes the role's inputs
+    and redundant forward passes need no message; else on a standby, if those are to hold replicas; else on the
+    owner with the fewest replicas; else on the standby with the fewest.
+    """
+    if len(roster.usable) < 2:
+        return (None,) * len(owners)
+    return _Shadows(previous, owners, roster, costs, holders, policy).place()
+
+
+class _Shadows:
+    def __init__(
+        self, previous: Plan, owners: Sequence[str], roster: Roster, costs: Costs, holders: Holders, policy: Policy
+    ) -> None:
+        layout = previous.world
+        self._previous, self._owners, self._roster = previous, owners, roster
+        self._holders, self._policy = holders, policy
+        self._seconds = [costs.time(role.stage) for role in layout.roles]
+        self._weights = [costs.weight(role.stage) for role in layout.roles]
+        self._before = [owners[layout.rank(layout.predecessor(role))] for role in layout.roles]
+        self._shadows: list[str | None] = [None] * layout.size
+        #: By member: bytes of replicas, and seconds per micro-batch that their owners need.
+        self._replicas = dict.fromkeys(roster.order, 0.0)
+        self._standing = dict.fromkeys(roster.order, 0.0)
+
+    def place(self) -> tuple[str | None, ...]:
+        ranks = range(len(self._owners))
+        copied = [rank for rank in ranks if not self._give(rank, self._free(rank))]
+        distant = [rank for rank in copied if not self._give(rank, self._near(rank))]
+        self._place_distant(distant)
+        return tuple(self._shadows)
+
+    def _give(self, rank: int, member: str | None) -> bool:
+        if member is None:
+            return False
+        self._shadows[rank] = member
+        self._replicas[member] += self._weights[rank]
+        self._standing[member] += self._seconds[rank]
+        return True
+
+    def _near(self, rank: int) -> str | None:
+        """The owner of the stage before, if it may be the shadow."""
+        return self._before[rank] if self._roster.apart(self._owners[rank], self._before[rank]) else None
+
+    def _free(self, rank: int) -> str | None:
+        """The best shadow that needs no copy; ``None`` if there is none, or a copy is worth it."""
+        owner, former = self._owners[rank], self._previous.owners[rank]
+        current = self._previous.shadows[rank] if self._previous.shadows else None
+        held = [member for member in self._holders.get(rank, ()) if self._roster.apart(owner, member)]
+        near = self._near(rank)
+        if self._policy.near_shadows and near is not None:
+            return near if near in held else None
+        wishes = (near, current, former) if owner != former else (current, near)
+        for wish in wishes:
+            if wish is not None and wish in held:
+                return wish
+        return min(held, key=lambda m: (self._replicas[m], self._roster.order[m]), default=None)
+
+    def _place_distant(self, ranks: Sequence[int]) -> None:
+        """Where the owner of the stage before may not be the shadow."""
+        order, replicas = self._roster.order, self._replicas
+        loads = dict.fromkeys(order, 0.0)
+        for rank, owner in enumerate(self._owners):
+            loads[owner] += self._seconds[rank]
+        slowest = max(loads.values())
+        domains = {member: self._roster.domain(member) for member in order}
+        busy = frozenset(self._owners)
+
+        def finder(members: Iterable[str]) -> LeastLoaded:
+            return LeastLoaded(sorted(members, key=lambda m: (loads[m], order[m])), replicas, domains)
+
+        workers = finder(m for m in order if m in busy)
+        standbys = finder(m for m in order if m not in busy)
+        for rank in ranks:
+            excluded = (domains[self._owners[rank]],)
+            member, standby = workers.pick(excluded), standbys.pick(excluded)
+            if member is None:
+                member = standby
+            elif standby is not None and self._policy.standby_replicas:
+                # One that has to take over all that it shadows at once shall not become the slowest.
+                fast = self._standing[standby] + self._seconds[rank] <= slowest * (1 + SLACK)
+                member = standby if fast or replicas[standby] < replicas[member] else member
+            assert member is not None, "two usable members are in two failure domains"
+            self._give(rank, member)
+            (workers if member in workers else standbys).update(member, replicas[member])

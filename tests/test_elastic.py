@@ -1,0 +1,168 @@
+"""Members come and go: redundancy heals, members join, roles move, and the results stay those of an undisturbed run."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .support.compare import differences
+from .support.faults import mark
+from .support.jobs import Result, RunningJob, run_bamboo, write_config
+
+pytestmark = pytest.mark.integration
+Reference = Callable[..., Result]
+
+
+def fault(rank: int, step: int, at: str, micro_batch: int | None = None, **more: Any) -> dict[str, Any]:
+    """A loss from ``step`` on, as soon as every stage has a shadow (again)."""
+    return {"rank": rank, "step": step, "at": at, "micro_batch": micro_batch, "healed": True, **more}
+
+
+def in_turn(*faults: dict[str, Any]) -> list[dict[str, Any]]:
+    """Each fault waits for the one before."""
+    for before, after in itertools.pairwise(faults):
+        after["after"] = before["rank"]
+    return list(faults)
+
+
+def assert_same(result: Result, reference: Result, faults: list[dict[str, Any]], joined: int = 0) -> None:
+    """All faults struck; losses, states of roles and replicas, and samples are those of the undisturbed run."""
+    tail = result.output[-5000:]
+    assert result.exit_code == 0, tail
+    assert result.faults() == sorted(mark(f) for f in faults), tail
+    plain = reference.ranks()[0]
+    survivors = [*result.ranks().values(), *result.joined()]
+    assert len(result.joined()) == joined, tail
+    assert len(survivors) == len(reference.ranks()) - len(faults) + joined, tail
+    for dump in survivors:
+        begin = len(plain["losses"]) - len(dump["losses"])  # a worker that joined may have begun at a checkpoint
+        assert dump["losses"] == plain["losses"][begin:]
+    roles = reference.roles()
+    assert differences(roles, result.roles()) == []
+    replicas = result.replicas()
+    assert differences({role: roles[role] for role in replicas}, replicas) == []
+    read = result.samples()
+    for rank, indices in reference.samples().items():
+        mine = read.get(rank, [])
+        lost = rank in {f["rank"] for f in faults}
+        assert mine == (indices[: len(mine)] if lost else indices), f"rank {rank} read other samples"
+    # The steps of the event file: each once, none missing.
+    steps = [event["step"] for event in result.events("step")]
+    assert sorted(steps) == list(range(1, len(plain["losses"]) + 1))
+
+
+@pytest.mark.parametrize(
+    ("places", "data"),
+    [
+        (("ForwardPass", "BackwardPass", "SendReplica"), ()),
+        (("RecvReplica", "ReduceGrads", "Commit"), ("--training-data",)),
+    ],
+    ids=["iterators", "training_data"],
+)
+def test_one_by_one_down_to_one_member(
+    tmp_path: Path, reference: Reference, places: tuple[str, ...], data: tuple[str, ...]
+) -> None:
+    """Three of four members vanish; between the losses every stage gets a new replica elsewhere."""
+    arguments = ("--steps", "40", *data)
+    undisturbed = reference(4, 1, 6, *arguments)
+    faults = in_turn(*(fault(rank, 3, at) for rank, at in zip((2, 1, 3), places, strict=True)))
+    config = write_config(tmp_path, {"redundancy": {"verify_every": 3}})
+    result = run_bamboo(tmp_path, 4, ["--stages", "4", *arguments, "--faults", json.dumps(faults)], config)
+    assert_same(result, undisturbed, faults)
+    owners = result.events("plan")[-1]["owners"]
+    assert len(set(owners)) == 1
+    assert len(result.events("replica_built")) >= 5
+    assert not result.events("replica_mismatch")
+    # Only a loss interrupts: replicas are built, and the plan changes, between iterations.
+    assert len(result.events("recovered")) == 3 + 2 + 1
+
+
+def test_a_whole_pipeline_vanishes(tmp_path: Path, reference: Reference) -> None:
+    """Owners and shadows of all stages of one pipeline at once: the other pipeline has the same parameters."""
+    arguments = ("--steps", "30", "--training-data")
+    undisturbed = reference(2, 2, 4, *arguments)
+    # Ranks 0..3 are (pipeline, stage) = (0,0), (1,0), (0,1), (1,1).
+    faults = [fault(0, 4, "BackwardPass", 2), fault(2, 4, "BackwardPass", 2)]
+    faults[0]["healed"] = faults[1]["healed"] = False
+    config = write_config(tmp_path, {"membership": {"settle_ms": 300}}, 4)
+    result = run_bamboo(tmp_path, 4, ["--stages", "2", *arguments, "--faults", json.dumps(faults)], config)
+    if "goes on from the state of role" not in result.output:
+        pytest.fail(f"no role was cloned:\n{result.output[-4000:]}")
+    assert_same(result, undisturbed, faults)
+
+
+def test_members_join(tmp_path: Path, reference: Reference) -> None:
+    """Two of four are lost, two come: each stage has a member of its own again."""
+    arguments = ("--steps", "150", "--evaluate-every", "10")
+    undisturbed = reference(4, 1, 6, *arguments)
+    go = tmp_path / "go"
+    faults = in_turn(fault(2, 3, "ForwardPass", 3), fault(0, 4, "BackwardPass", 2))
+    command = ["--stages", "4", *arguments, "--slow-until", str(go), "--faults", json.dumps(faults)]
+    with RunningJob(tmp_path, 4, command, write_config(tmp_path, {})) as job:
+        job.wait_for("two losses", lambda: len(job.events("member_lost")) == 2)
+        job.join()
+        job.join()
+        job.wait_for("each stage has an owner of its own", lambda: len(set(job.plan()["owners"])) == 4)
+        joined = {event["member_id"] for event in job.events("member_joined")[4:]}
+        assert len(joined) == 2 and joined < set(job.plan()["owners"])
+        go.touch()
+        result = job.finish()
+    assert_same(result, undisturbed, faults, joined=2)
+    # A joiner at an end of the pipeline has drawn what its predecessor would have drawn.
+    for indices in result.drawn():
+        assert indices == undisturbed.samples()[0]
+    assert len(result.drawn()) >= 1
+
+
+def test_join_a_job_with_checkpoints(tmp_path: Path, reference: Reference) -> None:
+    """A script that resumes by load_checkpoint begins at the job's newest checkpoint."""
+    arguments = ("--steps", "120", "--save-every", "7")
+    undisturbed = reference(4, 1, 6, *arguments)
+    go = tmp_path / "go"
+    faults = [fault(3, 9, "ForwardPass", 3)]
+    more = ["--resume", "--slow-until", str(go), "--faults", json.dumps(faults)]
+    with RunningJob(tmp_path, 4, ["--stages", "4", *arguments, *more], write_config(tmp_path, {})) as job:
+        job.wait_for("a loss", lambda: len(job.events("member_lost")) == 1)
+        job.join()
+        job.wait_for("each stage has an owner of its own", lambda: len(set(job.plan()["owners"])) == 4)
+        go.touch()
+        result = job.finish()
+    assert_same(result, undisturbed, faults, joined=1)
+    (dump,) = result.joined()
+    assert len(dump["losses"]) < 120, "it has replayed everything"
+    (indices,) = result.drawn()
+    assert indices == undisturbed.samples()[3]
+
+
+@pytest.mark.parametrize("when", ["starting", "admitted"])
+def test_a_joiner_that_dies_costs_nothing(tmp_path: Path, reference: Reference, when: str) -> None:
+    arguments = (
+        "--steps",
+        "60",
+    )
+    undisturbed = reference(4, 1, 6, *arguments)
+    go = tmp_path / "go"
+    command = ["--stages", "4", *arguments, "--slow-until", str(go)]
+    with RunningJob(tmp_path, 4, command, write_config(tmp_path, {})) as job:
+        job.wait_for("a step", lambda: bool(job.events("step")))
+        joiner = job.join()
+        log = tmp_path / "join-0.log"
+        if when == "starting":
+            job.wait_for("the joiner's script runs", lambda: log.exists() and "Using topology" in log.read_text())
+        else:
+            job.wait_for("it is admitted", lambda: len(job.events("member_joined")) == 5)
+        os.killpg(joiner.pid, signal.SIGKILL)
+        joiner.wait(30)
+        lost = 1 if when == "admitted" else 0
+        job.wait_for("its loss is known", lambda: len(job.events("member_lost")) == lost)
+        go.touch()
+        result = job.finish()
+    assert_same(result, undisturbed, [])
+    assert len(set(job.plan()["owners"])) == 4

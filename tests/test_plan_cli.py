@@ -1,0 +1,160 @@
+"""``bamboo plan``: about a job whose keys are in a real etcd, and about jobs that do not exist."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from bamboo_ds.cli.plan import plan as command
+from bamboo_ds.control.access import open_store
+from bamboo_ds.control.membership import Keys, LayoutRecord, MemberRecord, StandingRecord
+from bamboo_ds.errors import ConfigError
+from bamboo_ds.topology import Layout, Plan, initial_plan, takeover, with_redundancy
+
+from .support.etcd import EtcdServer, new_namespace
+
+pytest_plugins = ["tests.support.fixtures"]
+
+
+def bamboo_plan(*arguments: str) -> str:
+    result = CliRunner().invoke(command, arguments, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def report(*arguments: str) -> dict[str, Any]:
+    return json.loads(bamboo_plan(*arguments, "--json"))
+
+
+def next_owners(found: dict[str, Any]) -> list[str]:
+    return [role["next_owner"] for role in found["roles"]]
+
+
+def next_shadows(found: dict[str, Any]) -> list[str]:
+    return [role["next_shadow"] for role in found["roles"]]
+
+
+# -- a job that runs ------------------------------------------------------------------------------------
+
+
+class Keyspace:
+    """The keys of a job of four stages whose member ``c`` has been lost and whose member ``e`` has joined."""
+
+    def __init__(self, etcd: EtcdServer) -> None:
+        self.job = new_namespace().strip("/").replace("/", "-")
+        self.arguments = ["--store", etcd.url, "--job", self.job]
+        self.store = open_store(etcd.url, self.job, 5.0)
+        self.plan = takeover(with_redundancy(initial_plan("abcd"), Layout(1, 4), True), ["c"])
+        for name in "abd":
+            self.add(name)
+            self.put(Keys.report(name), LayoutRecord(id=name, layout=self.plan.world, redundant=True))
+
+    def put(self, key: str, record: Any) -> None:
+        self.store.put(key, record.to_json())
+
+    def add(self, name: str, **fields: Any) -> None:
+        slot = "abcdef".index(name)
+        record = MemberRecord(
+            id=name, slot=slot, host=name, address="127.0.0.1", pid=1, agent_pid=2, incarnation="x", home=slot % 4
+        )
+        self.put(Keys.member(name), record.model_copy(update=fields))
+
+
+@pytest.fixture
+def keys(etcd: EtcdServer) -> Any:
+    keyspace = Keyspace(etcd)
+    with keyspace.store:
+        yield keyspace
+
+
+def test_a_running_job(keys: Keyspace) -> None:
+    with pytest.raises(ConfigError, match="has not built its engines yet"):
+        bamboo_plan(*keys.arguments)
+    keys.put(Keys.PLAN, keys.plan)
+    healed = report(*keys.arguments)
+    assert (healed["job"], healed["epoch"], healed["members"]) == (keys.job, 3, ["a", "b", "d"])
+    assert next_owners(healed) == ["a", "b", "b", "d"] and next_shadows(healed) == ["d", "a", "a", "b"]
+    assert [(m["stage"], m["source"], m["destination"]) for m in healed["moves"]] == [(2, "b", "a"), (3, "d", "b")]
+    # A joiner counts when its engine is built.
+    keys.add("e", joiner=True)
+    assert report(*keys.arguments)["members"] == ["a", "b", "d"]
+    keys.put(Keys.report("e"), LayoutRecord(id="e", layout=keys.plan.world, redundant=True))
+    grown = report(*keys.arguments)
+    assert grown["members"] == ["a", "b", "d", "e"] and next_owners(grown) == ["a", "b", "e", "d"]
+    assert (grown["slowest"], grown["next_slowest"]) == (2, 1)
+    # A copy that a learner reports complete is not made again.
+    members = {"members": (*keys.plan.members, "e"), "homes": (*keys.plan.homes, 0)}
+    copying: Plan = replace(keys.plan, **members, learners=((2, "e"), (3, "b")))
+    keys.put(Keys.PLAN, copying)
+    keys.put(Keys.standing("e"), StandingRecord(id="e", epoch=copying.epoch, replicas=(2,)))
+    assert [m["stage"] for m in report(*keys.arguments)["moves"]] == [3]
+    # Somebody leaves, or has vanished just now.
+    keys.add("e", joiner=True, state="leaving")
+    assert report(*keys.arguments)["members"] == ["a", "b", "d"]
+    assert keys.store.delete(Keys.member("d"))
+    gone = report(*keys.arguments)
+    assert gone["lost"] == ["d"] and set(next_owners(gone)) == {"a", "b"}
+    assert gone["unheld"] == [[0, 3]], "its role had no shadow yet"
+    assert "role (0,3): nobody holds its state any more" in gone["reasons"]
+    assert "role (0,0): taken over" not in " ".join(gone["reasons"])
+
+
+def test_unknown_jobs(etcd: EtcdServer) -> None:
+    with pytest.raises(ConfigError, match="no job 'nobody' is known"):
+        bamboo_plan("--store", etcd.url, "--job", "nobody")
+    with pytest.raises(ConfigError, match="--store needs --job"):
+        bamboo_plan("--store", etcd.url)
+
+
+# -- jobs that do not exist -----------------------------------------------------------------------------
+
+
+def test_what_if() -> None:
+    full = report("--stages", "4", "--pipelines", "2", "--members", "8")
+    assert next_owners(full) == [f"m{slot}" for slot in range(8)] and not full["moves"]
+    assert any(reason.startswith("no role changes") for reason in full["reasons"])
+    few = report("--stages", "4", "--pipelines", "2", "--members", "3")
+    assert set(next_owners(few)) == {"m0", "m1", "m2"} and few["next_slowest"] == 3
+    one = report("--stages", "4", "--members", "1")
+    assert set(next_owners(one)) == {"m0"} and set(next_shadows(one)) == {None} and not one["unheld"]
+    hosts = report("--stages", "4", "--members", "2,host=a", "--members", "3,host=b,zone=z")
+    where = {"m0": "a", "m1": "a", "m2": "b", "m3": "b", "m4": "b"}
+    assert all(where[r["next_owner"]] != where[r["next_shadow"]] for r in hosts["roles"])
+    lost = report("--stages", "4", "--members", "5", "--lose", "m1", "--leave", "m2", "--bytes", "9,9,7,9")
+    assert lost["lost"] == ["m1"] and lost["members"] == ["m0", "m3", "m4"]
+    assert {move["bytes"] for move in lost["moves"] if move["stage"] == 2} == {7}
+    fatal = report("--stages", "4", "--members", "4", "--lose", "m1", "--lose", "m0")
+    assert fatal["unheld"] == [[0, 1]]
+    uneven = report("--stages", "3", "--members", "2", "--seconds", "1,2,3")
+    assert uneven["next_slowest"] == 3
+
+
+def test_what_people_see() -> None:
+    text = bamboo_plan("--stages", "4", "--members", "5", "--lose", "m1", "--explain", "--bytes", "5,6,7,8")
+    assert "m1 -> m4" in text and "standbys: none" in text
+    assert "copy of (0,1) (6 bytes): m0 -> m4" in text
+    assert "lost: m1" in text and "slowest member: 2 -> 1 stages" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--stages", "4"], "needs --stages and --members"),
+        (["--members", "4"], "needs --stages and --members"),
+        (["--stages", "4", "--members", "four"], "write a number"),
+        (["--stages", "4", "--members", "4,rack=3"], "write a number"),
+        (["--stages", "4", "--members", "4", "--job", "x"], "are about a job that runs"),
+        (["--stages", "4", "--members", "4", "--lose", "m9"], "no member 'm9'"),
+        (["--stages", "2", "--members", "1", "--lose", "m0"], "at least one member"),
+        (["--stages", "4", "--members", "4", "--seconds", "1,x"], "--seconds"),
+        (["--stages", "4", "--members", "4", "--seconds", "1,2"], "one for each of 4 stages"),
+        (["--stages", "4", "--members", "4", "--min-gain", "2"], "min_gain"),
+    ],
+)
+def test_refusals(arguments: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        bamboo_plan(*arguments)

@@ -1,0 +1,299 @@
+"""Transfers whose connections, owners and receivers fail: noticed, survived, and nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import warnings
+from urllib.parse import urlsplit
+
+import pytest
+import torch
+
+from bamboo_ds.errors import TransferError
+from bamboo_ds.state.fetch import start_fetch
+from bamboo_ds.state.server import StateServer
+from bamboo_ds.state.transfer import PREFIX, Header
+
+from .support.transfer import CHUNK, TOKEN, Proxy, get, nothing_left, same, server, state, wait_for
+
+__all__ = ["nothing_left", "server"]  # fixtures
+
+
+# -- faults --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("where", "verified"), [("the header", 0), ("the first chunk", 0), ("a later chunk", 9), ("a checksum", 9)]
+)
+def test_corruption_costs_one_chunk(server: StateServer, where: str, verified: int) -> None:
+    tensors = state()
+    server.offer("k", "landmark", tensors)
+    snapshot = server._offers["k"]
+    with Proxy(server.url) as proxy:
+        get(proxy.url)
+        lead = proxy.passed - snapshot.bytes_from(0) + len(snapshot.head)  # of HTTP and ours
+    later = lead + 9 * (CHUNK + 4)
+    at = {
+        "the header": lead - 10,
+        "the first chunk": lead + 5,
+        "a later chunk": later + 1000,
+        "a checksum": later + CHUNK + 2,
+    }[where]
+    with Proxy(server.url, "flip", at) as proxy:
+        text, got = get(proxy.url)
+        assert proxy.strikes == 1
+        assert proxy.asked == [0, verified]
+    assert text == "landmark"
+    assert same(got, tensors)
+
+
+def test_resuming_after_a_cut(server: StateServer) -> None:
+    tensors = state()
+    server.offer("k", "t", tensors)
+    with Proxy(server.url, "cut", at=10 * CHUNK) as proxy:
+        assert same(get(proxy.url)[1], tensors)
+        assert proxy.strikes == 1
+        assert proxy.asked[0] == 0
+        assert 8 <= proxy.asked[1] <= 9
+        assert len(proxy.asked) == 2
+        assert proxy.passed < 1.2 * sum(t.nbytes for t in tensors)
+
+
+def test_a_silent_connection_is_given_up(server: StateServer) -> None:
+    tensors = state()
+    server.offer("k", "t", tensors)
+    with Proxy(server.url, "hold", at=10 * CHUNK) as proxy:
+        assert same(get(proxy.url, timeout_s=3)[1], tensors)
+        assert proxy.strikes == 1
+        assert len(proxy.asked) == 2
+
+
+def test_a_receiver_that_takes_nothing_is_cut_off(server: StateServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bamboo_ds.state.server._STALL_S", 0.3)
+    tensors = state(24)  # more than all sockets on the way hold
+    server.offer("k", "t", tensors)
+    with Proxy(server.url, "hold", at=8 * CHUNK) as proxy:
+        one = start_fetch(proxy.url, "k", token=TOKEN, timeout_s=20)
+        wait_for(lambda: proxy.strikes == 1 and len(server._streams) == 1)
+        wait_for(lambda: not server._streams)
+        assert not one.done()
+        proxy.release.set()
+        assert same(one.result(20)[1], tensors)
+        assert proxy.asked[1] > 0
+
+
+def test_a_chunk_that_never_arrives_whole() -> None:
+    """A trickle of bytes is no progress."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        trickled = threading.Event()
+        end = threading.Event()
+
+        def trickle() -> None:
+            sock, _ = listener.accept()
+            with sock:
+                sock.recv(65536)
+                sock.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\nbamboo")
+                while not end.wait(0.02):
+                    try:
+                        sock.sendall(b"\0")
+                    except ConnectionError:
+                        return
+                    trickled.set()
+
+        thread = threading.Thread(target=trickle)
+        thread.start()
+        with pytest.raises(TransferError, match=r"no progress for 1 s"):
+            get(f"http://127.0.0.1:{listener.getsockname()[1]}", timeout_s=1)
+        assert trickled.is_set()
+        end.set()
+        thread.join()
+
+
+def test_another_version(server: StateServer) -> None:
+    server.offer("k", "", [torch.zeros(1)])
+    head = server._offers["k"].head
+    header = Header.model_validate_json(head[PREFIX.size :])
+    tensors = (header.tensors[0].model_copy(update={"dtype": "float7"}),)
+    server._offers["k"].head = header.model_copy(update={"tensors": tensors}).encode()
+    with pytest.raises(TransferError, match="'float7' is unknown to this torch") as caught:
+        get(server.url)
+    assert caught.value.failure == "refused"
+
+
+OTHER_PROCESS = f"""
+import sys, torch
+from bamboo_ds.state.server import StateServer
+server = StateServer("127.0.0.1", 4, token={TOKEN!r}, chunk_bytes={CHUNK})
+server.offer("k", "theirs", [torch.arange(1 << 21)])
+print(server.url, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_the_owner_is_killed() -> None:
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OTHER_PROCESS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert owner.stdin is not None
+    assert owner.stdout is not None
+    second = StateServer("127.0.0.1", None, token=TOKEN)
+    try:
+        url = owner.stdout.readline().strip()
+        with Proxy(url) as proxy:
+            one = start_fetch(proxy.url, "k", token=TOKEN, timeout_s=3)
+            wait_for(lambda: proxy.passed > 4 * CHUNK)
+            owner.kill()
+            assert owner.wait(20) == -signal.SIGKILL
+            with pytest.raises(TransferError, match="no progress") as caught:
+                one.result(20)
+            assert len(proxy.asked) > 1, "it tried again"
+        position = re.search(r"after (\d+) of (\d+) chunks", caught.value.reason)
+        assert position is not None
+        assert 0 < int(position[1]) < int(position[2]), "it died in the middle"
+        second.offer("k", "ours", [torch.arange(1 << 21)])
+        assert second.url != url
+        text, (got,) = get(second.url)
+        assert text == "ours"
+        assert torch.equal(got, torch.arange(1 << 21))
+    finally:
+        owner.kill()
+        owner.wait()
+        owner.stdin.close()
+        owner.stdout.close()
+        second.close()
+
+
+# -- ending --------------------------------------------------------------------------------------------
+
+
+def test_stopping_in_a_read(server: StateServer) -> None:
+    server.offer("k", "t", state())
+    with Proxy(server.url, "hold", at=5 * CHUNK) as proxy:
+        one = start_fetch(proxy.url, "k", token=TOKEN, timeout_s=600)
+        wait_for(lambda: proxy.strikes == 1)
+        assert not one.done()
+        with pytest.raises(TimeoutError):
+            one.result(0.01)
+        one.cancel()
+        with pytest.raises(TransferError, match="stopped after 4 of") as caught:
+            one.result(20)
+        assert caught.value.failure == "stopped"
+        assert one.done()
+
+
+def test_stopping_while_it_waits_for_the_offer(server: StateServer) -> None:
+    with Proxy(server.url) as proxy:
+        one = start_fetch(proxy.url, "k", token=TOKEN, timeout_s=600)
+        wait_for(lambda: len(proxy.asked) > 0)
+        one.cancel()
+        with pytest.raises(TransferError, match="stopped"):
+            one.result(20)
+
+
+def test_stopping_in_a_connect_and_between_attempts() -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        refused = start_fetch(url, "k", token=TOKEN, timeout_s=600)
+        refused.cancel()
+        with pytest.raises(TransferError, match="stopped"):
+            refused.result(20)
+        listener.listen(0)
+        waiting = []
+        while True:  # until the queue is full: further connections are not answered
+            waiting.append(sock := socket.socket())
+            sock.settimeout(0.2)
+            try:
+                sock.connect(listener.getsockname())
+            except TimeoutError:
+                break
+            assert len(waiting) < 10
+        one = start_fetch(url, "k", token=TOKEN, timeout_s=600)
+        with pytest.raises(TimeoutError):
+            one.result(0.2)
+        one.cancel()
+        with pytest.raises(TransferError, match="stopped before the first chunk"):
+            one.result(20)
+        for sock in waiting:
+            sock.close()
+
+
+def test_stopped_before_it_began(server: StateServer) -> None:
+    stop = threading.Event()
+    stop.set()
+    with pytest.raises(TransferError, match="stopped"):
+        get(server.url, stop=stop)
+
+
+def test_closing_with_everything_in_flight() -> None:
+    server = StateServer("127.0.0.1", None, token=TOKEN, chunk_bytes=CHUNK)
+    server.offer("k", "t", [torch.zeros(1 << 22)])
+    idle = socket.create_connection((str(urlsplit(server.url).hostname), urlsplit(server.url).port or 0))
+    with Proxy(server.url, "hold", at=5 * CHUNK) as held, Proxy(server.url) as waiting:
+        fetches = [
+            start_fetch(held.url, "k", token=TOKEN, timeout_s=60),
+            start_fetch(waiting.url, "absent", token=TOKEN, timeout_s=60),
+        ]
+        wait_for(lambda: held.strikes == 1 and len(waiting.asked) == 1)
+        server.close()
+        server.close()
+        assert idle.recv(1) == b""
+        held.release.set()
+        for one in fetches:
+            one.cancel()
+            with pytest.raises(TransferError, match="stopped"):
+                one.result(20)
+    idle.close()
+    server.withdraw("k")
+    with pytest.raises(TransferError, match="closed") as caught:
+        server.offer_text("k", "")
+    assert caught.value.failure == "closed"
+
+
+def test_closing_while_connections_arrive() -> None:
+    for number in range(60):
+        server = StateServer("127.0.0.1", None, token=TOKEN)
+        address = (str(urlsplit(server.url).hostname), urlsplit(server.url).port or 0)
+        arriving = [socket.create_connection(address) for _ in range(1 + number % 4)]
+        for sock in arriving:
+            sock.sendall(f"GET /state?key=k&wait=5 HTTP/1.1\r\nAuthorization: Bearer {TOKEN}\r\n\r\n".encode())
+        server.close()
+        port = f":{address[1]:04X} "
+        with open("/proc/self/net/tcp") as table:  # inode 0: no longer a descriptor of anybody
+            left = [line for line in table if port in line.split()[1] + " " and line.split()[9] != "0"]
+        assert not left
+        for sock in arriving:
+            sock.close()
+
+
+def test_a_forked_child_keeps_nothing_open() -> None:
+    """A DataLoader's worker inherits all sockets; the owner's receivers must still see its end."""
+    server = StateServer("127.0.0.1", None, token=TOKEN)
+    idle = socket.create_connection((str(urlsplit(server.url).hostname), urlsplit(server.url).port or 0))
+    server.offer_text("k", "")
+    get(server.url)  # the idle connection, which came before, has been accepted
+    reading, writing = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if child == 0:
+        os.close(writing)
+        os.read(reading, 1)
+        os._exit(0)
+    try:
+        server.close()
+        assert idle.recv(1) == b""
+        with pytest.raises(TransferError, match="refused"):
+            get(server.url, timeout_s=1)
+        assert os.waitpid(child, os.WNOHANG) == (0, 0), "it lived all the time"
+    finally:
+        os.close(writing)
+        os.close(reading)
+        os.waitpid(child, 0)
+        idle.close()
