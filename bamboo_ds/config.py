@@ -109,9 +109,6 @@ class TopologyConfig(_Block):
     transfer_mb_per_s: float | None = Field(
         500.0, gt=0, description="bound in MB/s on what a member sends of its state to new replicas; `null`: none"
     )
-    min_gain: float = Field(
-        0.05, ge=0, lt=1, description="share of the iteration time that must be won before a stage moves for speed"
-    )
 
 
 class BambooConfig(_Block):

@@ -159,7 +159,12 @@ class Job:
 
     def _plan_arrived(self, plan: Plan) -> None:
         if not plan.immediate:
-            return  # the engine looks at the next boundary whether all know it
+            # The engine looks at the next boundary whether all know it. Until then its store's address has reached
+            # everybody, so that entering the epoch does not depend on etcd.
+            if plan.store_host == self.channel.member:
+                port = self.session.host_store(plan, self.channel.address)
+                self.channel.publish_store(plan.epoch, self.channel.address, port)
+            return
         if self.session.epoch and plan.epoch > self.session.epoch:
             if self.session.aborted is None:
                 self.lost_at = time.monotonic()

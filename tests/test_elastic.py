@@ -84,6 +84,19 @@ def test_one_by_one_down_to_one_member(
     assert len(result.events("recovered")) == 3 + 2 + 1
 
 
+def test_nobody_left_who_draws_batches(tmp_path: Path, reference: Reference) -> None:
+    """Both members with iterators vanish; a worker that draws batches is started, and the iteration goes on."""
+    arguments = ("--steps", "30")
+    undisturbed = reference(4, 1, 6, *arguments)
+    faults = in_turn(fault(0, 3, "ForwardPass", 3), fault(3, 3, "BackwardPass", 2))
+    config = write_config(tmp_path, {})
+    result = run_bamboo(tmp_path, 4, ["--stages", "4", *arguments, "--faults", json.dumps(faults)], config)
+    assert_same(result, undisturbed, faults, joined=1)
+    assert "nobody else can draw its batches" in result.output
+    (drawn,) = result.drawn()
+    assert drawn == undisturbed.samples()[0]
+
+
 def test_a_whole_pipeline_vanishes(tmp_path: Path, reference: Reference) -> None:
     """Owners and shadows of all stages of one pipeline at once: the other pipeline has the same parameters."""
     arguments = ("--steps", "30", "--training-data")
@@ -166,3 +179,21 @@ def test_a_joiner_that_dies_costs_nothing(tmp_path: Path, reference: Reference, 
         result = job.finish()
     assert_same(result, undisturbed, [])
     assert len(set(job.plan()["owners"])) == 4
+
+
+def test_a_joiner_with_another_script_costs_nothing(tmp_path: Path, reference: Reference) -> None:
+    """It notices that it does something else than the job did, and ends; the job goes on."""
+    arguments = ("--steps", "60", "--evaluate-every", "2")
+    undisturbed = reference(4, 1, 6, *arguments)
+    go = tmp_path / "go"
+    command = ["--stages", "4", *arguments, "--slow-until", str(go)]
+    with RunningJob(tmp_path, 4, command, write_config(tmp_path, {})) as job:
+        job.wait_for("an evaluation", lambda: len(job.events("step")) >= 4)
+        job.command += ["--evaluate-every", "3"]
+        joiner = job.join()
+        job.wait_for("it has ended", lambda: joiner.poll() is not None)
+        assert joiner.returncode == 1
+        assert "must run the same script" in job.output()
+        go.touch()
+        result = job.finish()
+    assert_same(result, undisturbed, [])

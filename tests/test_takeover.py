@@ -213,7 +213,8 @@ def test_features(
 
 def test_adjacent_losses_are_fatal_and_say_so(tmp_path: Path) -> None:
     file = write_config(tmp_path, {}, 4)
-    faults = [fault(1, 1, "BackwardPass", 1), fault(0, 3, "ForwardPass", 1)]
+    # The owner of stage 1, and its shadow as soon as it takes the stage over.
+    faults = [fault(1, 3, "BackwardPass", 1), fault(0, 3, "._recover")]
     command = ["--stages", "3", "--steps", "5", "--faults", json.dumps(faults), "--save-every", "2"]
     result = run_bamboo(tmp_path, 3, command, file)
     assert len(result.faults()) == 2

@@ -47,7 +47,7 @@ net = PipelineModule(layers=layers, loss_fn=nn.CrossEntropyLoss(), num_stages=4,
 engine, _, _, _ = deepspeed.initialize(args=args, model=net,
     model_parameters=[p for p in net.parameters() if p.requires_grad], training_data=Pictures())
 losses = []
-for step in range(12):
+for step in range(40):
     losses.append(float(engine.train_batch()))
     if engine.global_rank == 0 or engine.is_last_stage():
         print(f"step {step} loss {losses[-1]}", flush=True)

@@ -11,6 +11,7 @@ from tenacity import Retrying, retry_if_result, stop_after_delay, wait_fixed
 
 from ..control.access import ENV_STORE, open_store
 from ..control.agent_settings import AgentSettings
+from ..control.leader import claim_slot
 from ..control.membership import JobRecord, Keys, LeftRecord, MemberRecord
 from ..control.mirror import Mirror
 from ..errors import ConfigError, LaunchError
@@ -33,6 +34,7 @@ class JoinOptions:
     store: str
     job: str
     address: str
+    host: str | None
     zone: str
     events: str | None
     lease_ttl_s: float
@@ -98,6 +100,7 @@ def prepare(options: JoinOptions) -> AgentSettings:
         result_fd=None,
         state_file=None,
         command=options.command,
+        host=options.host,
     )
 
 
@@ -134,10 +137,7 @@ def _over(plan: Plan | None, left: Mapping[str, LeftRecord]) -> bool:
 def _claim_slot(store: Store, first: int) -> int:
     """A slot number that nobody else has."""
     taken = [MemberRecord.from_json(e.value).slot for e in store.get_prefix(Keys.MEMBERS).entries.values()]
-    slot = max([first - 1, *taken]) + 1
-    while not store.create(Keys.slot(slot), str(slot)):
-        slot += 1
-    return slot
+    return claim_slot(store, max([first - 1, *taken]) + 1)
 
 
 def join(options: JoinOptions) -> None:

@@ -52,6 +52,7 @@ class RunOptions:
         workers: number of slots.
         store: URLs of etcd, or ``embedded``.
         prefix_output: whether each line of output begins with its slot.
+        emulate_hosts: number of hosts that the slots are said to be on; ``None``: the one that they are on.
         The others are as in :class:`~bamboo_ds.control.agent_settings.AgentSettings`.
     """
 
@@ -66,6 +67,7 @@ class RunOptions:
     settle_s: float
     grace_s: float
     prefix_output: bool
+    emulate_hosts: int | None
     command: tuple[str, ...]
 
 
@@ -263,6 +265,9 @@ class Launcher:
         env = {**os.environ, ENV_STORE: urls}
         port = _free_port(options.address)
         for slot in range(options.workers):
+            host = None
+            if options.emulate_hosts is not None:
+                host = f"emulated-{slot * options.emulate_hosts // options.workers}"
             settings = AgentSettings(
                 slot=slot,
                 world_size=options.workers,
@@ -281,6 +286,7 @@ class Launcher:
                 result_fd=None,
                 state_file=state_file,
                 command=options.command,
+                host=host,
             )
             agent = _Agent(settings, env, options.prefix_output)
             self._agents[slot] = agent

@@ -62,6 +62,11 @@ def cli() -> None:
     "--grace-s", type=click.FloatRange(min=0), default=5.0, show_default=True, help="From SIGTERM to SIGKILL."
 )
 @click.option("--prefix-output", is_flag=True, help="Begin each line of output with its slot.")
+@click.option(
+    "--emulate-hosts",
+    type=click.IntRange(min=1),
+    help="Treat the slots as if they were on so many hosts, to try what their loss does.",
+)
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is the name of a module.")
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
@@ -78,6 +83,7 @@ def run(
     settle_ms: float | None,
     grace_s: float,
     prefix_output: bool,
+    emulate_hosts: int | None,
     module: bool,
     script: str,
     arguments: tuple[str, ...],
@@ -99,6 +105,7 @@ def run(
         settle_s=(membership.settle_ms if settle_ms is None else settle_ms) / 1000,
         grace_s=grace_s,
         prefix_output=prefix_output,
+        emulate_hosts=emulate_hosts,
         command=script_command(script, arguments, module),
     )
     sys.exit(Launcher(options).run())
@@ -108,6 +115,7 @@ def run(
 @click.option("--store", help="URLs of the job's etcd.  [default: found through the launcher on this host]")
 @click.option("--job", help="Name of the job.  [default: the only one that runs here]")
 @click.option("--address", default="127.0.0.1", show_default=True, help="IP address to bind to.")
+@click.option("--host", help="Failure domain of this slot.  [default: the host's name]")
 @click.option("--zone", default="", help="Availability zone of this host, for the placement of replicas.")
 @click.option("--events", type=click.Path(dir_okay=False), help="File to append events to, as JSON lines.")
 @click.option("--config", type=click.Path(exists=True, dir_okay=False), help="DeepSpeed configuration to read.")
@@ -127,6 +135,7 @@ def join(
     store: str | None,
     job: str | None,
     address: str,
+    host: str | None,
     zone: str,
     events: str | None,
     config: str | None,
@@ -155,6 +164,7 @@ def join(
             store=store,
             job=jobs.check_name(job),
             address=address,
+            host=host,
             zone=zone,
             events=None if events is None else os.path.abspath(events),
             lease_ttl_s=ttl,

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from ..errors import EpochChanged
 from . import p2p, wire
 from .c10d import dist, registry
 from .cohosted import Cohosted
@@ -196,11 +195,8 @@ class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
             return getattr(LocalGroup(self._index, len(self.ranks)), operation)(*arguments)
         epoch = self._session.current
         owners = self._owners(epoch)
-        if epoch.member not in owners:
-            raise EpochChanged(
-                f"{operation}: member {epoch.member} owns no role of group {self._key} in epoch {epoch.number}"
-            )
-        if len(owners) == 1:
+        if len(owners) == 1 or epoch.member not in owners:
+            # A member that owns none of the ranks (a standby) cannot take part: the others do not wait for it.
             return getattr(LocalGroup(self._index, len(self.ranks)), operation)(*arguments)
         kind = GLOO if device is None else kind_for(device)
         inner = epoch.group(self._key, owners, kind)

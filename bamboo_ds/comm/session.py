@@ -67,6 +67,7 @@ class Session:
         self._reason = "no epoch is attached yet"
         self._left: list[Epoch] = []
         self._hosted: dict[int, Server] = {}
+        self._hosting = threading.RLock()
         self._closed = False
         #: What torch.distributed's groups use as their store.
         self.torch_store = EpochStore(self)
@@ -135,7 +136,7 @@ class Session:
 
     # -- epochs ------------------------------------------------------------------------------------------
     def host_store(self, plan: Plan, address: str | None = None) -> int:
-        """Create the store of ``plan``'s epoch, bound to ``address`` (default: ours) only.
+        """Create the store of ``plan``'s epoch, bound to ``address`` (default: ours) only. From any thread.
 
         Called by the worker that ``plan.store_host`` names, before it attaches. The server lives until
         the epoch after the next one is hosted or attached, or until :meth:`close`. Calling it again for
@@ -144,17 +145,19 @@ class Session:
         Returns:
             The server's TCP port.
         """
-        hosted = self._hosted.get(plan.epoch)
-        if hosted is not None:
-            return hosted.port
-        self._drop_stores(plan.epoch)
-        server = self._hosted[plan.epoch] = Server(address or self._address, plan.epoch)
-        return server.port
+        with self._hosting:
+            hosted = self._hosted.get(plan.epoch)
+            if hosted is not None:
+                return hosted.port
+            self._drop_stores(plan.epoch)
+            server = self._hosted[plan.epoch] = Server(address or self._address, plan.epoch)
+            return server.port
 
     def _drop_stores(self, epoch: int) -> None:
         """Drop the servers of all epochs before ``epoch - 1``."""
-        for number in [number for number in self._hosted if number < epoch - 1]:
-            self._hosted.pop(number).close()
+        with self._hosting:
+            for number in [number for number in self._hosted if number < epoch - 1]:
+                self._hosted.pop(number).close()
 
     def attach(self, plan: Plan, store_address: tuple[str, int]) -> None:
         """Enter ``plan``'s epoch: connect to its store and to all its members, clear the aborted state.

@@ -8,12 +8,14 @@ to the worker and never to etcd.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import logging
 import os
 import selectors
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -29,7 +31,7 @@ from ..errors import EXIT_EVICTED, EXIT_FATAL_LOSS, LaunchError
 from ..observe import logs
 from ..observe.events import EventWriter, parse_event
 from ..topology.plan import Plan
-from .access import open_store
+from .access import ENV_STORE, open_store
 from .agent_settings import AgentSettings, parse_arguments, worker_environment
 from .membership import (
     JobRecord,
@@ -112,7 +114,7 @@ class Agent:
         record = MemberRecord(
             id=self._id,
             slot=self._settings.slot,
-            host=socket.gethostname(),
+            host=self._settings.host or socket.gethostname(),
             zone=self._settings.zone,
             address=self._settings.address,
             pid=self._worker.pid,
@@ -120,6 +122,7 @@ class Agent:
             incarnation=self._incarnation,
             home=self._settings.rank,
             joiner=self._settings.home is not None,
+            feeder=self._settings.feeder,
         )
         self._coordinator = self._make_coordinator(record)
         self._coordinator.start()
@@ -151,6 +154,7 @@ class Agent:
             world_size=settings.world_size,
             settle_s=settings.settle_s,
             patience_s=settings.lease_ttl_s / 2,
+            on_feed=self.on_feed,
         )
         callbacks = Callbacks(
             on_plan=self.on_plan,
@@ -194,6 +198,26 @@ class Agent:
     def on_places(self, places: list[Place]) -> None:
         """Hand to a worker that waits to be admitted where it can learn what the job has done."""
         self._worker.send(Places(places=places))
+
+    def on_feed(self, slot: int, rank: int) -> None:
+        """Start a worker that draws the batches of the pipeline of ``rank``."""
+        self._post(partial(self._start_feeder, slot, rank))
+
+    def _start_feeder(self, slot: int, rank: int) -> None:
+        settings = dataclasses.replace(
+            self._settings,
+            slot=slot,
+            home=rank,
+            feeder=True,
+            parent_pid=os.getpid(),
+            result_fd=None,
+            state_file=None,
+        )
+        logger.warning("starting a worker for rank %d: nobody else can draw its batches", rank)
+        command = [sys.executable, "-m", "bamboo_ds.control.agent", *settings.to_arguments()]
+        environment = {**os.environ, ENV_STORE: settings.store}
+        # It ends with us, at the latest by `end_descendants`.
+        subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
 
     def _post(self, action: Callable[[], None]) -> None:
         self._posted.put(action)
@@ -313,7 +337,9 @@ class Agent:
                 if self._progress_due is None:
                     self._progress_due = time.monotonic() + _PROGRESS_INTERVAL_S
         elif isinstance(message, LayoutReport):
-            report = LayoutRecord(id=me, layout=message.layout, redundant=message.redundant)
+            report = LayoutRecord(
+                id=me, layout=message.layout, redundant=message.redundant, iterators=message.iterators
+            )
             self._coordinator.write(Keys.report(me), report)
         elif isinstance(message, Standing):
             standing = StandingRecord(id=me, epoch=message.epoch, replicas=tuple(message.replicas), place=message.place)
@@ -328,7 +354,7 @@ class Agent:
             self._forward(message)
         elif isinstance(message, ExitNotice):
             self._exit_notice = message.reason
-            if message.failed:
+            if message.failed and self._settings.home is None:
                 why = f"the worker of {me} failed: {message.reason}"
                 self._coordinator.write(Keys.STOP, StopRecord(code=1, reason=why, by=me))
 
@@ -366,7 +392,7 @@ class Agent:
             outcome, since, reason = "lost", self._hung_since, "heartbeat"
             detail = f"none for {died - since:.1f} s"
         elif self._broken is not None:
-            outcome, detail, code = "failed", f"control plane: {self._broken}", 1
+            outcome, detail, code = self._failure(), f"control plane: {self._broken}", 1
         elif self._stop is not None:
             outcome, code = "stopped", self._stop.code
         elif self._evicted or status == EXIT_EVICTED:
@@ -374,7 +400,7 @@ class Agent:
         elif status == EXIT_FATAL_LOSS:
             outcome = "fatal"
         elif status > 0 and not self._terminated:
-            outcome = "failed"
+            outcome = self._failure()
         else:
             outcome = "lost"
         return LeftRecord.model_validate(
@@ -389,6 +415,10 @@ class Agent:
                 "boot": boot_id(),
             }
         )
+
+    def _failure(self) -> str:
+        """What a failure of the worker is. One that has joined costs the job only this attempt."""
+        return "failed" if self._settings.home is None else "lost"
 
     def _announce(self, departure: LeftRecord) -> None:
         """Bring the news of the worker's end to etcd; give up when told to end, or after a while."""
@@ -418,7 +448,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run an agent; returns the exit code of its worker, 128 + n for signal n."""
     settings = parse_arguments(sys.argv[1:] if argv is None else argv)
     logs.configure()
-    if settings.home is None:  # who joins a job is nobody's child
+    if settings.home is None or settings.feeder:  # any other that joins a job is nobody's child
         die_with_parent(signal.SIGTERM, settings.parent_pid)
     adopt_orphans()
     try:

@@ -20,6 +20,7 @@ class AgentSettings:
         slot: number of the slot, unique in the job.
         home: ``RANK`` of the worker of a slot that joins a running job; ``None``: the slot is there from the start,
             its number is the rank.
+        feeder: the worker only draws batches. Another agent has started this one, which ends with it.
         world_size: number of slots at the start.
         store: comma-separated URLs of etcd.
         job: name of the job.
@@ -36,6 +37,7 @@ class AgentSettings:
         result_fd: descriptor to write the worker's departure to, as a line of JSON.
         state_file: the launcher's state file, to be removed if the launcher cannot.
         command: what the worker executes.
+        host: the failure domain, if it is another one than the machine by its name.
     """
 
     slot: int
@@ -56,6 +58,8 @@ class AgentSettings:
     state_file: str | None
     command: tuple[str, ...]
     home: int | None = None
+    feeder: bool = False
+    host: str | None = None
 
     @property
     def rank(self) -> int:
@@ -67,7 +71,9 @@ class AgentSettings:
         arguments = []
         for field in fields(self):
             name, value = field.name, getattr(self, field.name)
-            if value is not None and name not in ("store", "command"):
+            if value is True:
+                arguments.append(f"--{name.replace('_', '-')}")
+            elif value is not None and value is not False and name not in ("store", "command"):
                 arguments.append(f"--{name.replace('_', '-')}={value}")
         return [*arguments, "--", *self.command]
 
@@ -77,6 +83,8 @@ def parse_arguments(argv: Sequence[str]) -> AgentSettings:
     parser = argparse.ArgumentParser(prog="python -m bamboo_ds.control.agent", allow_abbrev=False)
     parser.add_argument("--slot", type=int, required=True)
     parser.add_argument("--home", type=int)
+    parser.add_argument("--feeder", action="store_true")
+    parser.add_argument("--host")
     parser.add_argument("--world-size", type=int, required=True)
     parser.add_argument("--store", default=os.environ.get(ENV_STORE), help=f"default: ${ENV_STORE}")
     parser.add_argument("--job", required=True)

@@ -170,6 +170,12 @@ class WorkerChannel:
             assert self._plan is not None
             return self._plan
 
+    def boundary(self) -> int:
+        """Epoch of the newest plan if everything is known that is needed to enter it, else 0."""
+        with self._changed:
+            plan = self._plan
+            return plan.epoch if plan is not None and (plan.immediate or plan.epoch in self._stores) else 0
+
     def wait_store(self, epoch: int, timeout_s: float) -> tuple[str, int]:
         """Wait for host and port of the ``TCPStore`` of ``epoch``.
 
@@ -218,9 +224,9 @@ class WorkerChannel:
 
     # -- reports ------------------------------------------------------------------------------------
 
-    def report_layout(self, layout: Layout, redundant: bool) -> None:
-        """Report that the engine is built; ``redundant`` asks for shadows."""
-        self._send(LayoutReport(layout=layout, redundant=redundant))
+    def report_layout(self, layout: Layout, redundant: bool, iterators: bool = True) -> None:
+        """Report that the engine is built; see :class:`~.messages.LayoutReport`."""
+        self._send(LayoutReport(layout=layout, redundant=redundant, iterators=iterators))
 
     def standing(self, epoch: int, replicas: Sequence[int], place: Place | None = None) -> None:
         """Report the epoch that was entered, the ranks of the replicas that are complete, and where it serves."""
@@ -233,7 +239,7 @@ class WorkerChannel:
     def event(self, kind: str, **fields: Any) -> None:
         """Hand an event to the agent's event writer; ``fields`` must be JSON values.
 
-        ``epoch`` is that of the newest plan, unless given.
+        ``epoch`` is that of the newest plan, unless given; the sender may not have entered that one yet.
         """
         plan = self._plan
         self._send(EventReport(kind=kind, fields={"epoch": plan.epoch if plan else 0, **fields}))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from ..errors import EXIT_FATAL_LOSS
-from ..topology import Candidate, Policy, holders_of
+from ..topology import Candidate, Policy, ends, holders_of, hungry
 from ..topology.plan import Plan
 from ..topology.planner import initial_plan, takeover, with_redundancy
 from .membership import LayoutRecord, LeftRecord, MemberRecord, StandingRecord, SuspicionRecord, in_slot_order
@@ -98,7 +98,14 @@ class StopJob:
     losses: tuple[Loss, ...] = ()
 
 
-Action = Wait | WritePlan | StopJob
+@dataclass(frozen=True)
+class Feed:
+    """Start a worker that runs as ``rank``, since nobody can draw the batches of that pipeline."""
+
+    rank: int
+
+
+Action = Wait | WritePlan | StopJob | Feed
 
 
 class Decider:
@@ -163,6 +170,9 @@ class Decider:
             until = view.trusted_from if action.until is None else min(view.trusted_from, action.until)
             return Wait(until)
         if isinstance(action, Wait) and action.until is None and plan.layout is not None:
+            if any(report.iterators for report in view.reports.values()):
+                for pipeline in hungry(plan):
+                    return _fed(view, plan, pipeline)
             change = next_change(view, plan, self._policy(view))
             if change is not None:
                 return WritePlan(change.plan, change.reason)
@@ -251,6 +261,24 @@ class Decider:
         for key in [key for key in self._since if key[1] < epoch]:
             del self._since[key]
         return self._since.setdefault((what, epoch, member), now)
+
+
+def _fed(view: View, plan: Plan, pipeline: int) -> Action:
+    """Admit a member that can draw the batches of ``pipeline``, at once: nobody comes to a boundary without them."""
+    at = ends(plan, pipeline)
+    able = [r for r in in_slot_order(view.members.values()) if r.joiner and r.home in at and r.id not in plan.members]
+    ready = [r for r in able if r.id in view.reports]
+    if ready:
+        new_plan = replace(
+            plan,
+            epoch=plan.epoch + 1,
+            members=(*plan.members, ready[0].id),
+            homes=(*plan.homes, ready[0].home),
+            lost=(),
+            immediate=True,
+        )
+        return WritePlan(new_plan, f"{ready[0].id} draws the batches of pipeline {pipeline}")
+    return Wait() if able else Feed(at[-1])
 
 
 def _stop_after(departure: LeftRecord, what: str) -> StopJob:

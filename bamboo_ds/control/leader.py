@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 
 from ..observe.events import (
     Event,
@@ -20,12 +21,15 @@ from ..observe.events import (
 )
 from ..store import Lease, Store
 from ..topology.plan import Plan
-from .decisions import Decider, Loss, StopJob, View, Wait, WritePlan
+from .decisions import Decider, Feed, Loss, StopJob, View, Wait, WritePlan
 from .membership import Keys, LeaderRecord, StopRecord, TimingRecord, in_slot_order
 from .mirror import Mirror
 from .reporting import emit_or_log
 
 logger = logging.getLogger("bamboo_ds.control.leader")
+
+#: Seconds that a feeder gets to register until another one is started.
+_FEEDER_S = 30.0
 
 
 class Leader:
@@ -39,6 +43,7 @@ class Leader:
         world_size: number of slots.
         settle_s: see :class:`Decider`.
         patience_s: see :class:`Decider`.
+        on_feed: starts a worker in a new slot (first argument) that runs as a rank (second), to draw its batches.
     """
 
     def __init__(
@@ -51,6 +56,7 @@ class Leader:
         world_size: int,
         settle_s: float,
         patience_s: float,
+        on_feed: Callable[[int, int], None] = lambda slot, rank: None,
     ) -> None:
         self._store = store
         self._events = events
@@ -58,6 +64,8 @@ class Leader:
         self._job = job
         self._world_size = world_size
         self._decider = Decider(settle_s, patience_s)
+        self._on_feed = on_feed
+        self._fed: dict[int, float] = {}  # when a feeder was started, by rank
         self._written = 0  # newest epoch written here; the mirror may still lag behind it
         self._stopped = False
 
@@ -90,26 +98,38 @@ class Leader:
         action = self._decider.decide(view, time.monotonic())
         if isinstance(action, Wait):
             return action.until
+        if isinstance(action, Feed):
+            return self._feed(action.rank, mirror)
         if isinstance(action, StopJob):
             self._stop(action, mirror)
         else:
             self._write(action, mirror)
         return None
 
+    def _feed(self, rank: int, mirror: Mirror) -> float:
+        """Have a feeder started, unless one is on its way; returns when to look again."""
+        now = time.monotonic()
+        if now >= self._fed.get(rank, 0.0) + _FEEDER_S:
+            self._fed[rank] = now
+            first = max([self._world_size - 1, *(member.slot for member in mirror.members.values())]) + 1
+            self._on_feed(claim_slot(self._store, first), rank)
+        return self._fed[rank] + _FEEDER_S
+
     def _write(self, action: WritePlan, mirror: Mirror) -> None:
         new_plan = action.plan
+        if action.losses:
+            # Before the plan, so that whoever knows the plan knows its times.
+            first = min(loss.noticed for loss in action.losses)
+            detections = [loss.detection_s for loss in action.losses if loss.detection_s is not None]
+            taken = time.monotonic() - first
+            timing = TimingRecord(epoch=new_plan.epoch, detection_s=max(detections, default=None), plan_s=taken)
+            self._store.put(Keys.timing(new_plan.epoch), timing.to_json())
         if not self._store.compare_and_swap(Keys.PLAN, mirror.plan_revision, new_plan.to_json()):
             logger.warning("lost the leadership: another leader wrote a plan before epoch %d", new_plan.epoch)
             return
-        now = time.monotonic()
         self._written = new_plan.epoch
         logger.info("wrote the plan of epoch %d: %s", new_plan.epoch, action.reason)
         self._emit_changes(mirror.plan, action, mirror)
-        if action.losses:
-            first = min(loss.noticed for loss in action.losses)
-            detections = [loss.detection_s for loss in action.losses if loss.detection_s is not None]
-            timing = TimingRecord(epoch=new_plan.epoch, detection_s=max(detections, default=None), plan_s=now - first)
-            self._store.put(Keys.timing(new_plan.epoch), timing.to_json())
         for loss in action.losses:
             if loss.member in mirror.members:
                 # Accused but registered: without its key it cannot take part in an election.
@@ -205,3 +225,11 @@ class Leader:
                 checkpoint=newest.checkpoint if newest else None,
             )
         )
+
+
+def claim_slot(store: Store, first: int) -> int:
+    """A slot number from ``first`` on that nobody else has; claimed for the job's whole life."""
+    slot = first
+    while not store.create(Keys.slot(slot), str(slot)):
+        slot += 1
+    return slot

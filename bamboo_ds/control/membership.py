@@ -52,6 +52,7 @@ class MemberRecord(Record):
         lease: id of the lease that the record lives under.
         home: rank that the worker's script runs as.
         joiner: the member came while the job was running; it waits to be admitted.
+        feeder: it only draws batches, for a pipeline at whose ends nobody else is at home.
     """
 
     id: str
@@ -65,6 +66,7 @@ class MemberRecord(Record):
     lease: int = 0
     home: int = 0
     joiner: bool = False
+    feeder: bool = False
     state: Literal["running", "leaving"] = "running"
 
 
@@ -103,6 +105,7 @@ class LayoutRecord(Record):
     id: str
     layout: Layout
     redundant: bool
+    iterators: bool = True
 
 
 class StandingRecord(Record):

@@ -52,11 +52,17 @@ class Heartbeat(Message):
 
 
 class LayoutReport(Message):
-    """Worker to agent: the engine is built; this is its logical world."""
+    """Worker to agent: the engine is built; this is its logical world.
+
+    Attributes:
+        redundant: whether roles are to be shadowed.
+        iterators: whether batches come from the script's iterators, which only the ends of a pipeline have.
+    """
 
     type: Literal["layout"] = "layout"
     layout: Layout
     redundant: bool
+    iterators: bool = True
 
 
 class Place(BaseModel):

@@ -42,7 +42,7 @@ def next_change(view: View, plan: Plan, policy: Policy) -> Change | None:
         return None
     candidates = _candidates(view, plan)
     holders = holders_of(plan, ready_copies(view.standings, plan))
-    target = best_plan(plan, candidates, policy=policy, holders=holders)
+    target = _with_feeders(view, best_plan(plan, candidates, policy=policy, holders=holders), candidates)
     joined = [c.id for c in candidates if c.id not in plan.members]
     missing = moves(plan, target, holders)
     if not missing:
@@ -77,10 +77,16 @@ def _candidates(view: View, plan: Plan) -> Sequence[Candidate]:
             host=r.host,
             zone=r.zone,
             home=homes.get(r.id, r.home),
-            leaving=r.state == "leaving",
+            leaving=r.state == "leaving" or r.feeder,
         )
         for r in sorted(records, key=lambda record: (record.slot, record.id))
     ]
+
+
+def _with_feeders(view: View, plan: Plan, candidates: Sequence[Candidate]) -> Plan:
+    """``plan`` with the members that have no roles but draw batches."""
+    kept = [c for c in candidates if c.id in plan.members or view.members[c.id].feeder]
+    return replace(plan, members=tuple(c.id for c in kept), homes=tuple(c.home for c in kept))
 
 
 def _waits(view: View, record: MemberRecord) -> bool:

@@ -69,7 +69,8 @@ class BambooPipelineEngine(JoiningExecutor):
             self._dataset = Dataset(
                 self.training_data, layout.pipelines, size, lambda sampler: self._loader_with(sampler)
             )
-            self._dataset.adopt(self.grid.data_parallel_id, self.data_iterator)
+            if self.data_iterator is not None:  # DeepSpeed opens one at the ends of a pipeline
+                self._dataset.adopt(self.grid.data_parallel_id, self.data_iterator)
         self._transport: Transport = None  # type: ignore[assignment]  # until the first epoch with roles
         self._join(layout)
 
@@ -91,7 +92,7 @@ class BambooPipelineEngine(JoiningExecutor):
             job.at_finish = self._leave
             self._begin_joining(layout)
             return
-        job.channel.report_layout(layout, self._mode.replicas)
+        job.channel.report_layout(layout, self._mode.replicas, self._dataset is None)
         plan = job.channel.wait_plan(job.session.epoch, job.session.timeout.total_seconds())
         self._enter(plan)
         job.lost_at = None
@@ -163,6 +164,7 @@ class BambooPipelineEngine(JoiningExecutor):
         shadowed = sum(shadow is not None for shadow in self._plan.shadows)
         self._job.channel.event(
             "step",
+            epoch=self._plan.epoch,
             step=self._committed_steps,
             loss=sum(x[0] for x in self._committed.losses) / layout.pipelines,
             seconds=seconds,

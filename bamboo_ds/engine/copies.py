@@ -200,6 +200,7 @@ class CopyingExecutor(PassExecutor):
         logger.info("the replica of role %s is complete", role)
         self._job.channel.event(
             "replica_built",
+            epoch=self._plan.epoch,
             step=self._committed_steps,
             role=[role.pipeline, role.stage],
             seconds=time.monotonic() - learner.begun,

@@ -223,8 +223,14 @@ class Batches:
 
     def __init__(self) -> None:
         self._pipelines: dict[int, PipelineBatches] = {}
+        self._shared = False
         self._sources: Callable[[int], tuple[Iterator[Any] | None, bool]] = lambda pipeline: (None, False)
         self._process: Callable[[Any], Any] | None = None
+
+    @property
+    def shared(self) -> bool:
+        """Whether everybody reads batches from the dataset."""
+        return self._shared
 
     def __getitem__(self, pipeline: int) -> PipelineBatches:
         batches = self._pipelines.get(pipeline)
@@ -240,6 +246,7 @@ class Batches:
     def use_iterator(self, pipeline: int, iterator: Iterator[Any] | None, process: Callable[[Any], Any] | None) -> None:
         """In this operation batches come from the script's iterators, this member's being for ``pipeline``."""
         self._sources = lambda d: (iterator if d == pipeline else None, False)
+        self._shared = False
         self._begin(process)
         if iterator is not None:
             self[pipeline]  # drawn from in any case, to keep pace with the other sources
@@ -254,6 +261,7 @@ class Batches:
                 at += 1
 
         self._sources = lambda pipeline: (read(pipeline), True)
+        self._shared = True
         self._begin(process)
 
     def _begin(self, process: Callable[[Any], Any] | None) -> None:

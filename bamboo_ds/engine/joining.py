@@ -88,7 +88,7 @@ class JoiningExecutor(RecoveringExecutor):
 
     def _be_admitted(self) -> None:
         """Enter the first epoch whose plan lists this member."""
-        self._job.channel.report_layout(self._layout, self._mode.replicas)
+        self._job.channel.report_layout(self._layout, self._mode.replicas, self._dataset is None)
         while True:
             try:
                 decision = self._recover()

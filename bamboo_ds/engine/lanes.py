@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import IntEnum
 
 from ..comm.transport import Lane
-from ..topology import Plan, Role
+from ..topology import Plan, Role, batch_sources
 
 
 class Stream(IntEnum):
@@ -38,18 +38,6 @@ BATCH_PARTS = {
     Stream.LABELS: "labels",
     Stream.SHADOW_LABELS: "labels",
 }
-
-
-def batch_sources(plan: Plan, pipeline: int) -> tuple[str, ...]:
-    """The members whose scripts have an iterator over the batches of ``pipeline``; the one that serves others first.
-
-    Scripts give iterators to the ends of a pipeline only, so these are the members at home there. Best are those
-    that also own an end of it, since they draw in time anyway.
-    """
-    layout = plan.world
-    ends = [layout.rank(Role(pipeline, stage)) for stage in sorted({0, layout.stages - 1}, reverse=True)]
-    found = [member for end in ends for member, home in zip(plan.members, plan.homes, strict=True) if home == end]
-    return tuple(sorted(found, key=lambda member: all(plan.owners[end] != member for end in ends)))
 
 
 def assists(plan: Plan, role: Role) -> bool:

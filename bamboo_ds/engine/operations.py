@@ -37,6 +37,10 @@ class TrainIteration:
         self._begin = time.monotonic()
         engine._use_training_batches()
 
+    @property
+    def draws(self) -> bool:
+        return not self._engine._batches.shared
+
     def run(self, progress: Mapping[Role, RoleProgress] | None) -> None:
         engine = self._engine
         for runtime in engine._binding.runtimes.values():
@@ -107,6 +111,7 @@ class TrainIteration:
 class Evaluation:
     """Forward passes of all micro-batches without gradients; done again from the start after a loss."""
 
+    draws = True
     goes_on = True
 
     def __init__(self, engine: BambooPipelineEngine, iterator: Any, micro_batches: int, reduce: str | None) -> None:
@@ -194,6 +199,7 @@ class Evaluation:
 class CheckpointSave:
     """All roles' files into a folder that becomes the checkpoint by one rename, after everybody has written."""
 
+    draws = False
     goes_on = True
 
     def __init__(
@@ -248,6 +254,7 @@ class CheckpointSave:
 class End:
     """The end of the script: nobody leaves before all have finished."""
 
+    draws = False
     goes_on = False
 
     def __init__(self, engine: BambooPipelineEngine) -> None:

@@ -346,13 +346,12 @@ class PassExecutor(EngineState, PipelineEngine):  # type: ignore[misc]  # DeepSp
     def _agree(self, vector: torch.Tensor) -> tuple[float, ...]:
         """The sum of ``vector`` (float64) over all members: the commit of an operation.
 
-        Every member also tells the newest epoch that it knows. When all know of a new one, all switch after this
-        operation.
+        Every member also tells the newest epoch that it could enter. When all know of a new one, all switch after
+        this operation.
         """
         members = self._plan.members
-        newest = self._job.channel.newest_plan
         told = torch.zeros(len(members), dtype=torch.float64)
-        told[members.index(self._job.session.member)] = newest.epoch if newest is not None else self._plan.epoch
+        told[members.index(self._job.session.member)] = self._job.channel.boundary()
         total = self._transport.all_reduce(torch.cat([vector, told])).tolist()
         self._switch_due = min(total[len(vector) :]) > self._plan.epoch
         return tuple(total[: len(vector)])

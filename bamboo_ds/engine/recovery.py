@@ -17,9 +17,9 @@ from typing import Any, Protocol
 from ..comm.transport import Transport
 from ..errors import EpochChanged
 from ..schedule import Decision, MemberRecord, RoleProgress, decide, settle
-from ..topology import Plan, Role
+from ..topology import Plan, Role, batch_sources, hungry
 from .copies import CopyingExecutor
-from .lanes import BATCH_PARTS, Lanes, batch_sources
+from .lanes import BATCH_PARTS, Lanes
 from .runtime import StageRuntime
 
 logger = logging.getLogger("bamboo_ds")
@@ -36,6 +36,10 @@ class Operation(Protocol):
 
     def repeatable(self) -> bool:
         """Whether this member, which has entered the commit, could enter it again under the current plan."""
+
+    @property
+    def draws(self) -> bool:
+        """Whether it needs batches from the scripts' iterators."""
 
     @property
     def goes_on(self) -> bool:
@@ -92,6 +96,8 @@ class RecoveringExecutor(CopyingExecutor):
                         self._vector = self._pending.commit_vector
                         behind = True
                         break
+                if operation.draws and hungry(self._plan):
+                    self._await_source()
                 decision = self._pending
                 self._interrupted = decision is not None
                 if decision is None:
@@ -118,6 +124,18 @@ class RecoveringExecutor(CopyingExecutor):
         if self._switch_due and operation.goes_on:
             self._switch()
 
+    def _await_source(self) -> None:
+        """Wait for a member that can draw the batches of all pipelines; the leader has one started.
+
+        Raises:
+            EpochChanged: there is a new plan.
+            TimeoutError: there is none within the timeout of the process groups.
+        """
+        pipelines = ", ".join(map(str, hungry(self._plan)))
+        logger.warning("no member left has an iterator over the batches of pipeline %s: waiting for one", pipelines)
+        plan = self._job.channel.wait_plan(self._plan.epoch, self._job.session.timeout.total_seconds())
+        raise EpochChanged(f"epoch {plan.epoch} follows")
+
     def _switch(self) -> None:
         """Enter the plan that all members know of, at the boundary where all of them are."""
         begin, before = time.monotonic(), self._plan
@@ -142,7 +160,11 @@ class RecoveringExecutor(CopyingExecutor):
             return
         self._recovery = None
         self._job.channel.event(
-            "reconfigured", step=self._committed_steps, pause_seconds=time.monotonic() - begin, previous=before.epoch
+            "reconfigured",
+            epoch=self._plan.epoch,
+            step=self._committed_steps,
+            pause_seconds=time.monotonic() - begin,
+            previous=before.epoch,
         )
 
     def _joined(self, decision: Decision, records: Mapping[str, Mapping[str, Any]]) -> None:
@@ -348,6 +370,7 @@ class RecoveringExecutor(CopyingExecutor):
         pause = recovery.planned + recovery.rebuilt
         self._job.channel.event(
             "recovered",
+            epoch=self._plan.epoch,
             step=self._committed_steps,
             pause_seconds=pause,
             detection_seconds=None,

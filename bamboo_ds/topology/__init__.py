@@ -6,6 +6,7 @@ from .moves import Move, holders_of, learners_for, moves
 from .plan import Plan
 from .planner import initial_plan, takeover, with_redundancy
 from .roles import Layout, Role
+from .sources import batch_sources, ends, hungry
 
 # The function ``planner.plan`` is not here: it would hide the module ``plan``.
 __all__ = [
@@ -16,8 +17,11 @@ __all__ = [
     "Plan",
     "Policy",
     "Role",
+    "batch_sources",
+    "ends",
     "explain",
     "holders_of",
+    "hungry",
     "initial_plan",
     "learners_for",
     "moves",
