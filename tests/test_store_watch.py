@@ -223,7 +223,8 @@ def test_watch_is_exact_through_random_faults(own_etcd: EtcdServer, seed: int) -
         # A put that was repeated after a lost answer has two revisions, of which its caller knows one.
         assert set(written) <= {(event.key, event.kv.mod_revision) for event in seen.events}
         assert revisions == list(range(revisions[0], revisions[-1] + 1)), "a change was missed"
-        assert watch.reconnects >= 3
+        # Cuts that follow each other quickly are one reconnection; pauses need none.
+        assert watch.reconnects >= 1
         assert watch.resyncs == 0
         assert watch.error is None
         print(f"{len(revisions)} changes, {watch.reconnects} reconnections")

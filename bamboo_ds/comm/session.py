@@ -69,6 +69,7 @@ class Session:
         self._hosted: dict[int, Server] = {}
         self._hosting = threading.RLock()
         self._closed = False
+        self._logical_groups: dict[tuple[str, tuple[int, ...], int], BambooProcessGroup] = {}
         #: What torch.distributed's groups use as their store.
         self.torch_store = EpochStore(self)
         _current = self
@@ -277,6 +278,9 @@ class Session:
 
         if rank not in ranks:
             raise ValueError(f"rank {rank} is not among the group's ranks {list(ranks)}")
-        handle = BambooProcessGroup(self, name, tuple(ranks), tuple(ranks).index(rank))
-        register_handle(handle, name)
-        return handle
+        identity = (name, tuple(ranks), rank)
+        if identity not in self._logical_groups:  # a role may come back to this member after it has left it
+            handle = BambooProcessGroup(self, name, tuple(ranks), tuple(ranks).index(rank))
+            register_handle(handle, name)
+            self._logical_groups[identity] = handle
+        return self._logical_groups[identity]
