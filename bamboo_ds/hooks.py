@@ -6,7 +6,7 @@ import functools
 from types import ModuleType
 from typing import Any
 
-from .config import BLOCK, bamboo_config
+from .config import BLOCK, bamboo_config, has_block
 from .errors import ConfigError, UnsupportedError
 
 _MARK = "_bamboo_patched"
@@ -37,7 +37,7 @@ def patch_engine(module: ModuleType) -> None:
 
     def new(cls: type, *args: Any, **kwargs: Any) -> Any:
         config = kwargs.get("config")
-        settings = bamboo_config(config) if isinstance(config, dict) and BLOCK in config else None
+        settings = bamboo_config(config) if config is not None and has_block(config) else None
         return object.__new__(cls if settings is None else _engine_class(cls))
 
     base.__new__ = new

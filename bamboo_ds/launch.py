@@ -14,7 +14,17 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from .config import BLOCK, BambooConfig, bamboo_config, config_path_from_argv
-from .errors import EXIT_EVICTED, EXIT_FATAL_LOSS, ConfigError, EpochChanged, Evicted, FatalLoss
+from .errors import (
+    EXIT_EVICTED,
+    EXIT_FATAL_LOSS,
+    EXIT_LEFT,
+    ConfigError,
+    EpochChanged,
+    Evicted,
+    FatalLoss,
+    Isolated,
+    Left,
+)
 from .observe import logs
 
 if TYPE_CHECKING:
@@ -25,14 +35,17 @@ if TYPE_CHECKING:
 logger = logging.getLogger("bamboo_ds")
 
 #: Default of DeepSpeed and torch for operations of a process group.
+#: Seconds that a worker whose script has failed gives its threads to end: the others wait for its end.
+_FAILED_CLOSE_S = 0.2
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 #: ``control.channel.ENV_FD``; looked at without importing the module, which a stock job has no use for.
 _CHANNEL_VARIABLE = "BAMBOO_CHANNEL_FD"
 
 _HOW_TO_START = (
-    "start the job with `bamboo run -n WORKERS SCRIPT ARGS` and let deepspeed.init_distributed() create the "
-    "process groups (or bamboo_ds.init_distributed(config) if the configuration is a dict in the script)"
+    "start the job with `bamboo run -n WORKERS SCRIPT ARGS`, `bamboo launch`, deepspeed, torchrun or srun, and let "
+    "deepspeed.init_distributed() create the process groups (or bamboo_ds.init_distributed(config) if the "
+    "configuration is a dict in the script)"
 )
 
 _job: Job | None = None
@@ -52,15 +65,22 @@ class Job:
 
         self.channel = channel
         self.settings = settings or BambooConfig()
-        self.session: Session = Session(channel.member, channel.address, timeout, self._peer_failed)
+        # Whoever reads nothing for so long has lost its lease, or been killed by its agent.
+        silence_s = 2 * max(self.settings.membership.lease_ttl_s, channel.heartbeat_timeout_s)
+        self.session: Session = Session(channel.member, channel.address, timeout, self._peer_failed, silence_s)
         #: Called at a clean exit of the script, while all peers are still there.
         self.at_finish: Callable[[], None] | None = None
+        #: Called at any exit that runs Python's exit handlers, after ``at_finish``.
+        self.at_end: Callable[[], None] | None = None
+        #: Looks for the newest complete checkpoint after a fatal loss.
+        self.find_checkpoint: Callable[[Plan], str | None] | None = None
         self.lost_at: float | None = None
         #: The script's calls return what the job has computed before this member came.
         self.replaying = False
         self._lock = threading.Lock()
         self._failures: dict[str, str] = {}
         self._exit_code: int | None = None
+        self._left = False
 
     # -- epochs -------------------------------------------------------------------------------------
 
@@ -73,6 +93,7 @@ class Job:
 
         logs.configure()
         logs.set_context(member=self.channel.member)
+        self.channel.activity.waiting = lambda: self.session.waiting
         self.channel.start(self._plan_arrived, self._agent_gone)
         if not self.channel.joiner:
             self.enter(self.channel.wait_plan(0, self.settings.recovery.plan_timeout_s))
@@ -85,24 +106,29 @@ class Job:
         Raises:
             EpochChanged: the epoch ended meanwhile.
             Evicted: ``plan`` does not list this member.
+            Left: nor does it name it as lost: the member had been told to leave, and others have what it had.
             FatalLoss: a role of ``plan`` has no living holder.
+            Isolated: nobody said where its members meet.
         """
+        if self.channel.member not in plan.members and self.channel.member not in plan.lost:
+            self._left = True
+            raise Left(f"member {self.channel.member} leaves the job: it has no part in the plan of epoch {plan.epoch}")
         if self.channel.member not in plan.members:
             raise Evicted(
                 f"member {self.channel.member} is not in the plan of epoch {plan.epoch}: it was taken for lost and "
-                "others own its roles now; the worker stops (start a new one to rejoin)"
+                "others own its roles now; the worker stops"
             )
         if plan.unheld:
             roles = [plan.world.role(rank) for rank in plan.unheld] if plan.layout else []
             stages = [(role.pipeline, role.stage) for role in roles]
-            raise FatalLoss(stages, plan.lost, self.newest_checkpoint)
+            raise FatalLoss(stages, plan.lost, self.newest_checkpoint(plan))
         with self._lock:
             self._failures.clear()
         epoch, address = plan.epoch, self.channel.address
         logs.set_context(epoch=epoch)
         if plan.store_host == self.channel.member:
             self.channel.publish_store(epoch, address, self.session.host_store(plan, address))
-        host, port = self.channel.wait_store(epoch, self.settings.recovery.plan_timeout_s)
+        host, port = self._store_of(plan)
         self.session.attach(plan, (host, port))
         newest = self.channel.newest_plan
         if newest is not None and newest.epoch > epoch:
@@ -110,11 +136,22 @@ class Job:
             self.session.abort(f"plan of epoch {newest.epoch} arrived", epoch=newest.epoch - 1)
             raise EpochChanged(f"epoch {epoch} ended while it was entered")
 
+    def _store_of(self, plan: Plan) -> tuple[str, int]:
+        """Where the ``TCPStore`` of ``plan``'s epoch is."""
+        timeout_s = self.settings.recovery.plan_timeout_s
+        try:
+            return self.channel.wait_store(plan.epoch, timeout_s)
+        except TimeoutError as error:
+            raise Isolated(
+                f"member {plan.store_host} has not said within bamboo.recovery.plan_timeout_s = {timeout_s} s where "
+                f"those of epoch {plan.epoch} meet. Check that etcd is reachable from the agents"
+            ) from error
+
     def next_plan(self, after_epoch: int) -> Plan:
         """The newest plan after ``after_epoch``; accuses the members that could not be reached meanwhile.
 
         Raises:
-            TimeoutError: no plan came within ``bamboo.recovery.plan_timeout_s``.
+            Isolated: no plan came within ``bamboo.recovery.plan_timeout_s``.
         """
         recovery = self.settings.recovery
         if self.channel.joiner and not self.session.epoch:
@@ -129,11 +166,22 @@ class Job:
         try:
             return self.channel.wait_plan(after_epoch, recovery.plan_timeout_s)
         except TimeoutError as error:
-            raise TimeoutError(
+            raise Isolated(
                 f"no plan after epoch {after_epoch} within bamboo.recovery.plan_timeout_s = "
                 f"{recovery.plan_timeout_s} s; operations failed towards: {failures or 'nobody in particular'}. "
-                "Check that etcd is reachable from the agents"
+                "Check that etcd is reachable from the agents. The worker stops, since others may go on without it"
             ) from error
+
+    def boundary(self, writing: bool) -> int:
+        """Epoch of the newest plan if this member could enter it now, else 0.
+
+        Args:
+            writing: it is writing a checkpoint, which it must not leave undone when it leaves.
+        """
+        plan = self.channel.newest_plan
+        if writing and plan is not None and self.channel.member not in plan.members:
+            return 0
+        return self.channel.boundary()
 
     def _first_plan(self) -> Plan:
         """The first plan that lists this member, which has asked to be admitted."""
@@ -142,18 +190,23 @@ class Job:
             plan = self.channel.wait_plan(plan.epoch, self.session.timeout.total_seconds())
         return plan
 
-    @property
-    def newest_checkpoint(self) -> str | None:
-        """Directory of the newest complete checkpoint that this job wrote."""
-        return self._checkpoint
+    def newest_checkpoint(self, plan: Plan) -> str | None:
+        """Directory of the newest complete checkpoint that this job wrote, after the fatal losses of ``plan``."""
+        found = self.find_checkpoint(plan) if self.find_checkpoint is not None else None
+        if found is not None:
+            self.completed(found)
+        return found
 
-    _checkpoint: str | None = None
+    _step = 0
 
-    def progressed(self, step: int, checkpoint: str | None = None) -> None:
-        """Tell the agent the newest committed step and, if one was written, the newest checkpoint."""
-        if checkpoint is not None:
-            self._checkpoint = checkpoint
-        self.channel.progress(step, self._checkpoint)
+    def progressed(self, step: int) -> None:
+        """Tell the agent the newest committed step."""
+        self._step = step
+        self.channel.progress(step)
+
+    def completed(self, checkpoint: str) -> None:
+        """Tell the agent the newest complete checkpoint."""
+        self.channel.progress(self._step, checkpoint)
 
     # -- called on other threads ----------------------------------------------------------------------
 
@@ -188,11 +241,23 @@ class Job:
     def _watch_exit(self) -> None:
         """Learn whether the script ends well: only then its peers may be waited for."""
         previous_hook, previous_exit = sys.excepthook, sys.exit
+        mine = os.getpid()
 
         def excepthook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
+            if os.getpid() != mine:
+                previous_hook(kind, value, trace)  # a process of a DataLoader, say: it does not speak for the worker
+                return
             self._exit_code = 1
-            previous_hook(kind, value, trace)
-            code = {FatalLoss: EXIT_FATAL_LOSS, Evicted: EXIT_EVICTED}.get(kind)
+            code = {FatalLoss: EXIT_FATAL_LOSS, Evicted: EXIT_EVICTED, Isolated: EXIT_EVICTED}.get(kind)
+            if code is None and _is_loss(value):
+                # A loss has hit what cannot be repeated: building the engine, loading, the script's sends and receives.
+                code = EXIT_FATAL_LOSS
+            if self._left:
+                # Whatever the script made of the exception: nothing has failed.
+                code = EXIT_LEFT
+                sys.stderr.write(f"bamboo_ds: {value}\n")
+            else:
+                previous_hook(kind, value, trace)
             self.channel.exit_notice(f"{kind.__name__}: {value}", failed=code is None)
             if code is not None:
                 self.channel.close()
@@ -211,11 +276,26 @@ class Job:
 
     def _finish(self) -> None:
         try:
-            if not self._exit_code and self.at_finish is not None:
+            if not self._exit_code and not self._left and self.at_finish is not None:
                 self.at_finish()
         finally:
-            self.session.close()
+            if self.at_end is not None:
+                self.at_end()
+            # Nobody takes over from a worker that is ending.
+            if self._exit_code:
+                self.session.close(_FAILED_CLOSE_S)
+            else:
+                self.session.close()
             self.channel.close()
+
+
+def _is_loss(error: BaseException | None) -> bool:
+    """Whether ``error`` comes from the loss of a member."""
+    while error is not None:
+        if isinstance(error, EpochChanged):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def current_job() -> Job:
@@ -243,11 +323,13 @@ def before_init_distributed(timeout: timedelta | None = None, config: Any = None
     """Create the process groups of a bamboo job; does nothing in any other job.
 
     Called before ``deepspeed.init_distributed`` does its work. The block is looked for in ``config`` and on the
-    command line (``--deepspeed_config``). A worker of ``bamboo run`` whose configuration is not known yet is
-    taken for a bamboo job.
+    command line (``--deepspeed_config``). A process of ``bamboo run`` or ``bamboo launch`` whose configuration is not
+    known yet is taken for one of a bamboo job. A process that another launcher has started becomes the keeper of its
+    slot (:mod:`.launched`).
 
     Raises:
-        ConfigError: the block is wrong, or the process has no agent.
+        ConfigError: the block is wrong, or the process has neither agent nor launcher.
+        LaunchError: the job's etcd cannot be had.
     """
     global _job
     if _job is not None:
@@ -258,14 +340,11 @@ def before_init_distributed(timeout: timedelta | None = None, config: Any = None
         settings = bamboo_config(source)
         if settings is None:
             return
-        from .compat import check_config
+        from .supported import check_config
 
         check_config(source)
     if _CHANNEL_VARIABLE not in os.environ:
-        if settings is not None:
-            raise ConfigError(
-                f'the configuration has a "{BLOCK}" block, but this process has no agent: {_HOW_TO_START}'
-            )
+        _become_keeper(settings, timeout or _DEFAULT_TIMEOUT)
         return
     import torch.distributed
 
@@ -281,6 +360,22 @@ def before_init_distributed(timeout: timedelta | None = None, config: Any = None
     job = Job(channel, settings, timeout or _DEFAULT_TIMEOUT)
     job.start()
     _job = job
+
+
+def _become_keeper(settings: BambooConfig | None, timeout: timedelta) -> None:
+    """Leave the script to a worker, if another launcher has started this process and the job is a bamboo job."""
+    from . import launched
+
+    if settings is None:
+        if launched.ENV_LAUNCH not in os.environ or launched.ENV_MEMBER in os.environ:
+            return
+        path = os.environ.get(launched.ENV_CONFIG)
+        settings = (bamboo_config(path) if path else None) or BambooConfig()
+    launched.adopt_slurm(os.environ)
+    place = launched.launched(os.environ)
+    if place is None:
+        raise ConfigError(f'the configuration has a "{BLOCK}" block, but this process has no agent: {_HOW_TO_START}')
+    launched.become_keeper(place, settings, timeout)
 
 
 def init_distributed(config: Any, **kwargs: Any) -> None:

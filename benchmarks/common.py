@@ -88,6 +88,36 @@ def write_config(folder: Path, micro_batches: int, block: Mapping[str, Any] | No
     return path
 
 
+@dataclass(frozen=True)
+class Training:
+    """What is trained: settings of DeepSpeed, arguments of the worker, number of pipelines."""
+
+    name: str
+    config: Mapping[str, Any] = field(default_factory=dict)
+    arguments: tuple[str, ...] = ()
+    pipelines: int = 1
+
+
+TRAININGS = {
+    training.name: training
+    for training in (
+        Training("fp32"),
+        Training("fp16", {"fp16": {"enabled": True, "initial_scale_power": 8}}),
+        Training("bf16", {"bf16": {"enabled": True}}),
+        Training(
+            "bf16-zero1",
+            {
+                "bf16": {"enabled": True},
+                "zero_optimization": {"stage": 1},
+                "data_types": {"grad_accum_dtype": "fp32"},
+            },
+            pipelines=2,
+        ),
+        Training("tied", arguments=("--tied",)),
+    )
+}
+
+
 def free_port() -> int:
     """A TCP port that was free a moment ago."""
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -126,16 +156,21 @@ def run_stock(folder: Path, workers: int, script: Path, arguments: Sequence[str]
 
 @contextmanager
 def bamboo_job(
-    folder: Path, workers: int, script: Path, arguments: Sequence[str], job: str | None = None
+    folder: Path,
+    workers: int,
+    script: Path,
+    arguments: Sequence[str],
+    job: str | None = None,
+    options: Sequence[str] = (),
+    variables: Mapping[str, str] | None = None,
 ) -> Iterator[subprocess.Popen[bytes]]:
     """``bamboo run`` of ``script`` with its events in ``folder``; ended when the body is left."""
     command = [sys.executable, "-m", "bamboo_ds.cli.main", "run", "-n", str(workers)]
     command += ["--events", str(folder / "events.jsonl")] + (["--job", job] if job else [])
-    command += [str(script), *arguments]
+    command += [*options, str(script), *arguments]
+    env = {**environment(), **(variables or {})}
     with open(folder / "log.txt", "wb") as log:
-        process = subprocess.Popen(
-            command, env=environment(), stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-        )
+        process = subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
     try:
         yield process
     finally:

@@ -10,7 +10,20 @@ from statistics import mean
 from typing import Any
 
 import click
-from common import WORKERS, Job, console, fresh, new_figure, run_bamboo, run_stock, save_figure, save_json, write_config
+from common import (
+    TRAININGS,
+    WORKERS,
+    Job,
+    Training,
+    console,
+    fresh,
+    new_figure,
+    run_bamboo,
+    run_stock,
+    save_figure,
+    save_json,
+    write_config,
+)
 from overhead import MODES, Mode
 from rich.table import Table
 
@@ -21,24 +34,29 @@ RETAINED = ("saved", "boundary", "redundant saved", "other")
 MIB = 2**20
 
 
-def measure(out: Path, mode: Mode | None, stages: int, micro_batches: int, width: int) -> dict[str, Any]:
+def measure(
+    out: Path, mode: Mode | None, training: Training, stages: int, micro_batches: int, width: int
+) -> dict[str, Any]:
     """Figures of one mode (``None``: stock): means over members, and the largest member's peak."""
     name = mode.name if mode else "stock"
     folder = fresh(out / "jobs" / f"memory-{name.replace(' ', '-')}")
     block = mode.block if mode else None
-    config = write_config(folder, micro_batches, block, train_micro_batch_size_per_gpu=BATCH)
+    config = write_config(folder, micro_batches, block, train_micro_batch_size_per_gpu=BATCH, **training.config)
     arguments = ["--deepspeed_config", str(config), "--out", str(folder), "--stages", str(stages)]
     arguments += ["--steps", "7", "--width", str(width), "--measure-memory"]
-    job: Job = (run_bamboo if mode else run_stock)(folder, stages, WORKERS / "small.py", arguments, 300)
+    job: Job = (run_bamboo if mode else run_stock)(
+        folder, stages * training.pipelines, WORKERS / "small.py", arguments, 300
+    )
     members = [result["memory"] for _, result in sorted(job.results().items())]
 
     def per_member(when: str, what: str) -> list[int]:
         return [member[when].get(what, 0) for member in members]
 
-    parameters = sum(member["parameters"] for member in members)
+    parameters = sum(member["parameters"] for member in members) / training.pipelines
     steps = job.events("step")[3:]
     total = sum(step["frc_total"] for step in steps)
     row: dict[str, Any] = {
+        "training": training.name,
         "mode": name,
         "frc_coverage": sum(step["frc_done"] for step in steps) / total if total else None,
         "bytes_per_parameter": {what: sum(per_member("commit", what)) / parameters for what in STATE},
@@ -100,17 +118,21 @@ def plot(rows: list[dict[str, Any]], title: str, path: Path) -> None:
 @click.option("--stages", type=int, default=4, show_default=True)
 @click.option("--micro-batches", type=int, default=8, show_default=True)
 @click.option("--width", type=int, default=1024, show_default=True, help="Of the model's linear layers.")
+@click.option(
+    "--training", type=click.Choice([name for name in TRAININGS if name != "tied"]), default="fp32", show_default=True
+)
 @click.option("--quick", is_flag=True, help="Stock, lazy and eager-frc only.")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("out"), show_default=True)
-def main(stages: int, micro_batches: int, width: int, quick: bool, out: Path) -> None:
-    """Measure the memory of every mode on a small real CPU model with Adam in fp32."""
+def main(stages: int, micro_batches: int, width: int, training: str, quick: bool, out: Path) -> None:
+    """Measure the memory of every mode on a small real CPU model with Adam."""
     out = out.resolve()
     modes = [mode for mode in MODES if not quick or mode.name in ("lazy", "eager-frc")]
     rows = []
     for mode in (None, *modes):
-        rows.append(measure(out, mode, stages, micro_batches, width))
+        rows.append(measure(out, mode, TRAININGS[training], stages, micro_batches, width))
         console.print(f"  {rows[-1]['mode']}: {rows[-1]['bytes_per_parameter']['all']:.1f} bytes per parameter")
-    title = f"Memory: fp32 Adam, P={stages} M={micro_batches}, micro-batches of {BATCH}, width {width} (real CPU model)"
+    size = f"P={stages} D={TRAININGS[training].pipelines} M={micro_batches}"
+    title = f"Memory: {training} Adam, {size}, micro-batches of {BATCH}, width {width} (real CPU model)"
     console.print(table(rows, title))
     save_json(out / "memory.json", {"title": title, "rows": rows})
     plot(rows, title, out / "memory.png")

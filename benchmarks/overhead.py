@@ -6,6 +6,7 @@ it, so that a slow change of the machine's speed cancels out. See ``--help``.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean, median
@@ -13,8 +14,10 @@ from typing import Any
 
 import click
 from common import (
+    TRAININGS,
     WORKERS,
     Job,
+    Training,
     console,
     fresh,
     new_figure,
@@ -70,6 +73,7 @@ class Figures:
 
     stages: int
     micro_batches: int
+    training: str
     mode: str
     stock_s: float
     mode_s: float
@@ -84,25 +88,35 @@ class Figures:
 class Runner:
     """Runs jobs of one size."""
 
-    def __init__(self, out: Path, stages: int, micro_batches: int, iterations: int, hold: tuple[float, float]) -> None:
+    def __init__(
+        self,
+        out: Path,
+        stages: int,
+        micro_batches: int,
+        training: Training,
+        iterations: int,
+        hold: tuple[float, float],
+    ) -> None:
         self._out, self._stages, self._micro_batches = out, stages, micro_batches
+        self.training = training
         self._steps = WARM_UP + iterations
         self.hold = hold
         self.ideal_s = (micro_batches + stages - 1) * sum(hold)
 
     def run(self, mode: Mode | None, trace: bool = False) -> Job:
         """One fresh job: ``mode``, or stock."""
-        name = f"{self._stages}-{self._micro_batches}-{mode.name.replace(' ', '-') if mode else 'stock'}"
+        training, label = self.training, mode.name if mode else "stock"
+        name = f"{self._stages}-{self._micro_batches}-{training.name}-{label.replace(' ', '-')}"
         folder = fresh(self._out / "jobs" / name)
-        config = write_config(folder, self._micro_batches, mode.block if mode else None)
+        config = write_config(folder, self._micro_batches, mode.block if mode else None, **training.config)
         arguments = ["--deepspeed_config", str(config), "--out", str(folder), "--stages", str(self._stages)]
         arguments += ["--steps", str(self._steps)]
         arguments += ["--forward-s", str(self.hold[0]), "--backward-s", str(self.hold[1])]
-        arguments += ["--trace"] if trace else []
-        start = run_bamboo if mode else run_stock
-        job = start(folder, self._stages, WORKERS / "emulated.py", arguments, 120 + 5 * self._steps * self.ideal_s)
-        label = mode.name if mode else "stock"
-        console.print(f"  P={self._stages} M={self._micro_batches} {label:20} {self.seconds(job):.4f} s")
+        arguments += [*training.arguments, *(["--trace"] if trace else [])]
+        start, workers = run_bamboo if mode else run_stock, self._stages * training.pipelines
+        job = start(folder, workers, WORKERS / "emulated.py", arguments, 120 + 5 * self._steps * self.ideal_s)
+        size = f"P={self._stages} D={training.pipelines} M={self._micro_batches}"
+        console.print(f"  {size} {training.name:10} {label:20} {self.seconds(job):.4f} s")
         return job
 
     def seconds(self, job: Job) -> float:
@@ -134,12 +148,16 @@ def compare(runner: Runner, stages: int, micro_batches: int, modes: list[Mode], 
         ratio = median(ratios[mode])
         covered = [c for c in coverage[mode] if c is not None]
         share = median(covered) if covered and "eager" in mode.mode else None
-        target = (stages, micro_batches) == (8, 16) and mode.limit is not None
-        reached = ratio <= (mode.limit or 0) and (mode.coverage is None or (share or 0) >= mode.coverage)
+        # Coverage was set as an aim at P=8, M=16 in fp32; the ratio holds for every training.
+        plain = runner.training.name == "fp32"
+        target = ((stages, micro_batches) == (8, 16) or not plain) and mode.limit is not None
+        enough = mode.coverage is None or not plain or (share or 0) >= mode.coverage
+        reached = ratio <= (mode.limit or 0) and enough
         rows.append(
             Figures(
                 stages,
                 micro_batches,
+                runner.training.name,
                 mode.name,
                 median(stock),
                 median(seconds[mode]),
@@ -157,12 +175,13 @@ def compare(runner: Runner, stages: int, micro_batches: int, modes: list[Mode], 
 def table(rows: list[Figures]) -> Table:
     """The figures for people."""
     result = Table(title=TITLE, caption=CAPTION)
-    for column in ("P", "M", "stock [s]", "mode", "[s]", "ratio", "spread", "FRC", "room", "limit", ""):
-        result.add_column(column, justify="left" if column in ("mode", "") else "right")
+    for column in ("P", "M", "training", "stock [s]", "mode", "[s]", "ratio", "spread", "FRC", "room", "limit", ""):
+        result.add_column(column, justify="left" if column in ("training", "mode", "") else "right")
     for row in rows:
         result.add_row(
             str(row.stages),
             str(row.micro_batches),
+            row.training,
             f"{row.stock_s:.3f}",
             row.mode,
             f"{row.mode_s:.3f}",
@@ -179,19 +198,19 @@ def table(rows: list[Figures]) -> Table:
 
 def plot(rows: list[Figures], path: Path) -> None:
     """Ratio per mode over the sizes."""
-    sizes = sorted({(row.stages, row.micro_batches) for row in rows})
+    sizes = list(dict.fromkeys((row.stages, row.micro_batches, row.training) for row in rows))
     names = [mode.name for mode in MODES if any(row.mode == mode.name for row in rows)]
     figure, axis = new_figure(figsize=(2 + 1.5 * len(sizes), 4.5))
     width = 0.8 / len(names)
     for index, name in enumerate(names):
-        found = {(row.stages, row.micro_batches): row for row in rows if row.mode == name}
+        found = {(row.stages, row.micro_batches, row.training): row for row in rows if row.mode == name}
         places = [i + (index - len(names) / 2 + 0.5) * width for i, size in enumerate(sizes) if size in found]
         shown = [found[size] for size in sizes if size in found]
         bars = axis.bar(places, [row.ratio for row in shown], width, label=name)
         labels = ["" if row.coverage is None else f"{row.coverage:.0%}" for row in shown]
         axis.bar_label(bars, labels, fontsize=6, rotation=90, padding=2)
     axis.axhline(1, color="black", linewidth=0.8)
-    axis.set_xticks(range(len(sizes)), [f"P={p}\nM={m}" for p, m in sizes])
+    axis.set_xticks(range(len(sizes)), [f"P={p}\nM={m}\n{training}" for p, m, training in sizes])
     axis.set_ylim(0.9, max(1.1, max(row.ratio for row in rows) + 0.05))
     axis.set_ylabel("iteration time / stock")
     axis.set_title(f"{TITLE}\n(percentages: coverage of redundant forwards)", fontsize=9)
@@ -202,6 +221,9 @@ def plot(rows: list[Figures], path: Path) -> None:
 @click.command()
 @click.option("--stages", type=int, multiple=True, default=(4, 8), show_default=True)
 @click.option("--factors", type=int, multiple=True, default=(1, 2, 4), show_default=True, help="M / P.")
+@click.option(
+    "--training", "trainings", type=click.Choice(list(TRAININGS)), multiple=True, default=("fp32",), show_default=True
+)
 @click.option("--mode", "wanted", type=click.Choice([m.name for m in MODES]), multiple=True, help="[default: all]")
 @click.option("--repetitions", type=click.IntRange(min=1), default=3, show_default=True)
 @click.option("--iterations", type=click.IntRange(min=1), default=10, show_default=True, help="Counted ones.")
@@ -213,6 +235,7 @@ def plot(rows: list[Figures], path: Path) -> None:
 def main(
     stages: tuple[int, ...],
     factors: tuple[int, ...],
+    trainings: tuple[str, ...],
     wanted: tuple[str, ...],
     repetitions: int,
     iterations: int,
@@ -228,9 +251,10 @@ def main(
     modes = [mode for mode in MODES if not wanted or mode.name in wanted]
     out = out.resolve()
     rows: list[Figures] = []
-    for p in stages:
-        for factor in factors:
-            runner = Runner(out, p, factor * p, iterations, (forward_ms / 1000, backward_ms / 1000))
+    for name in trainings:
+        for p, factor in itertools.product(stages, factors):
+            hold = forward_ms / 1000, backward_ms / 1000
+            runner = Runner(out, p, factor * p, TRAININGS[name], iterations, hold)
             console.print(f"P={p} M={factor * p}: ideal 1F1B takes {runner.ideal_s:.3f} s")
             if trace:
                 for mode in (None, *modes):

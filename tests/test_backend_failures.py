@@ -253,6 +253,45 @@ def test_wait_for_a_peer_that_never_comes(trio: Cluster) -> None:
     check_alive(trio)
 
 
+class Interrupted(RuntimeError):
+    """What a signal handler of the script raises."""
+
+
+def reduce_and_be_interrupted(member: Member, interrupted: bool) -> str:
+    """An all-reduce; a signal handler raises just when it is complete."""
+    import torch
+    import torch.distributed as dist
+
+    class Interrupting:
+        def __init__(self, inner: Any) -> None:
+            self._inner, self._signals = inner, ["enough"]
+
+        def wait(self, *timeout: Any) -> bool:
+            done = bool(self._inner.wait())
+            if self._signals:
+                raise Interrupted(self._signals.pop())
+            return done
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._inner, name)
+
+    work: Any = dist.all_reduce(torch.ones(4), async_op=True)
+    if interrupted:
+        work._inner = Interrupting(work._inner)
+    try:
+        work.wait()
+    except Interrupted as error:
+        return str(error)
+    return "done"
+
+
+def test_an_error_of_the_script_stays_its_own(trio: Cluster) -> None:
+    """Also one that is raised while an operation waits, and is a RuntimeError like those of the transport."""
+    said = trio.everybody("call", lambda index: (reduce_and_be_interrupted, index == 0))
+    assert said == ["enough", "done", "done"]
+    check_alive(trio)
+
+
 def stop_while_connecting(member: Member) -> None:
     """Be stopped with the address published and no connection made: gloo waits for us, perhaps without a socket."""
     import os

@@ -1,19 +1,28 @@
-"""Checkpoints of a bamboo job: complete or absent, and DeepSpeed's own."""
+"""Checkpoints of a bamboo job: written while it trains, complete or absent, and DeepSpeed's own."""
 
 from __future__ import annotations
 
+import errno
 import json
-from collections.abc import Callable
+import os
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from bamboo_ds.state.checkpoints import LOSSES, Status, list_checkpoints, newest_complete, verify
+
 from .support.compare import assert_equal, differences
-from .support.jobs import Result, run_bamboo, run_stock, write_config
+from .support.faults import in_turn, mark
+from .support.jobs import DEADLINE_S, Result, environment, run_bamboo, run_stock, slow_until, write_config
+from .support.precisions import BF16_ZERO, FP16, FP16_ZERO
+from .support.savers import rest, small_file_system
+from .support.surviving import Reference, fault, survive
 
 pytestmark = pytest.mark.integration
-Reference = Callable[..., Result]
 
 
 def contents(folder: Path) -> dict[str, object]:
@@ -30,28 +39,156 @@ def without_config(checkpoint: dict[str, object]) -> dict[str, object]:
     return checkpoint
 
 
-@pytest.mark.parametrize(("rank", "at"), [(1, "._save_checkpoint"), (0, "._save_checkpoint"), (2, ".save_checkpoint")])
-def test_loss_while_saving(tmp_path: Path, reference: Reference, rank: int, at: str) -> None:
+def assert_same_files(mine: Path, stocks: Path) -> None:
+    """A complete checkpoint with the content of stock DeepSpeed's."""
+    assert verify(mine) == []
+    assert differences(without_config(contents(stocks)), without_config(contents(mine))) == []
+
+
+def run_with_losses(folder: Path, reference: Reference, faults: list[dict[str, Any]], **settings: Any) -> Result:
+    """A job of five stages that saves at every other step and bears ``faults`` one by one; ends soon after the last."""
+    last = folder / mark(faults[-1])
+    command = ["--stages", "5", "--save-every", "2", *slow_until(last, 0.1), "--faults", json.dumps(in_turn(*faults))]
+    result = run_bamboo(folder, 5, command, write_config(folder, {"checkpoint": settings}, 4))
+    undisturbed = reference(5, 1, 4, "--save-every", "2", *result.length)
+    assert_equal(result, undisturbed, faults)
+    led = [event["from"][:2] for event in result.events("takeover") if event["role"] == [0, 0]]
+    assert led == ["m0", "m4"], "these were to be lost while they led"
+    return result
+
+
+def assert_saved(result: Result, reference: Reference, failed: set[int]) -> None:
+    """All checkpoints but those of the steps ``failed`` are there, with the content of stock DeepSpeed's."""
+    folder, last = result.out / "checkpoints", int(result.length[1])
+    steps = {step for step in range(2, last + 1, 2) if step not in failed}
+    assert sorted(p.name for p in folder.iterdir()) == sorted(["latest", *(f"step{step}" for step in steps)])
+    assert (folder / "latest").read_text() == f"step{max(steps)}"
+    undisturbed = reference(5, 1, 4, "--save-every", "2", *result.length)
+    for step in steps:
+        assert_same_files(folder / f"step{step}", undisturbed.out / "checkpoints" / f"step{step}")
+    assert {e["step"] for e in result.events("checkpoint_saved")} == steps
+    assert {e["step"] for e in result.events("checkpoint_failed")} == failed
+    losses = json.loads((folder / f"step{max(steps)}" / LOSSES).read_text())
+    assert losses == pytest.approx(undisturbed.ranks()[0]["losses"][: max(steps)], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "waits",
+    [pytest.param(False, id="asynchronous"), pytest.param(True, id="waits", marks=pytest.mark.exhaustive)],
+)
+def test_losses_while_saving(tmp_path: Path, reference: Reference, waits: bool) -> None:
+    """The others save again, the roles that they have taken over included."""
+    # A follower, the member that leads the save, one with two roles, the heir of the one that led.
+    faults = [fault(1, 2, "._save_checkpoint"), fault(0, 2, "._save_checkpoint"), fault(3, 2, ".save_checkpoint")]
+    faults.append(fault(4, 2, "._agree"))
+    result = run_with_losses(tmp_path, reference, faults, asynchronous=not waits)
+    assert_saved(result, reference, set())
+    if waits:
+        for dump in result.ranks().values():
+            assert dump["present"] == [True] * (int(result.length[1]) // 2)
+
+
+@pytest.mark.parametrize(
+    "places",
+    [
+        [(1, "@file", False), (3, "@part", False), (0, "@file", False), (4, "@manifest", True)],
+        [(0, "@rename", True), (4, "@latest", True)],
+    ],
+    ids=["before", "after"],
+)
+def test_killed_while_writing(tmp_path: Path, reference: Reference, places: list[tuple[int, str, bool]]) -> None:
+    """Training goes on meanwhile. What everybody has written is completed by another member; else it never appears.
+
+    The owner of the first stage leads: rank 0, then rank 4, which has its replica.
+    """
+    faults = [fault(rank, 2, at) for rank, at, _ in places]
+    result = run_with_losses(tmp_path, reference, faults)
+    tags = [(tmp_path / mark(fault)).read_text() for fault in faults]
+    assert len(set(tags)) == len(tags)
+    assert_saved(result, reference, {int(tag[4:]) for tag, place in zip(tags, places, strict=True) if not place[2]})
+
+
+def test_killed_while_all_wait(tmp_path: Path, reference: Reference) -> None:
+    """``save_checkpoint`` returns when the checkpoint is there, also if it has to be written twice."""
     arguments = ("--steps", "4", "--save-every", "2")
     undisturbed = reference(3, 1, 4, *arguments)
-    faults = [{"rank": rank, "step": 2, "at": at, "micro_batch": None}]
-    command = ["--stages", "3", *arguments, "--faults", json.dumps(faults)]
-    result = run_bamboo(tmp_path, 3, command, write_config(tmp_path, {}, 4))
+    faults = [fault(0, 2, "@file")]
+    config = write_config(tmp_path, {"checkpoint": {"asynchronous": False, "keep": 1}}, 4)
+    result = run_bamboo(tmp_path, 3, ["--stages", "3", *arguments, "--faults", json.dumps(faults)], config)
     assert_equal(result, undisturbed, faults)
-    mine, theirs = tmp_path / "checkpoints", undisturbed.out / "checkpoints"
-    assert (mine / "latest").read_text() == (theirs / "latest").read_text() == "step4"
-    assert sorted(p.name for p in mine.iterdir()) == ["latest", "step2", "step4"]
+    assert all(dump["present"] == [True, True] for dump in result.ranks().values())
+    assert [e["step"] for e in result.events("checkpoint_saved")] == [2, 4]
+    assert not result.events("checkpoint_failed")
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["latest", "step4"]
+
+
+def test_full_disk(tmp_path: Path, reference: Reference) -> None:
+    """Training goes on, the event says why, and what was there is as it was."""
+    arguments = ("--steps", "6", "--save-every", "2")
+    undisturbed = reference(3, 1, 4, *arguments)
+    pages = sum(-(-f.stat().st_size // 4096) for f in (undisturbed.out / "checkpoints" / "step2").iterdir())
+    with small_file_system(tmp_path / "checkpoints", 4096 * (pages * 3 // 2 + 12)) as folder:
+        result = run_bamboo(tmp_path, 3, ["--stages", "3", *arguments], write_config(tmp_path, {}, 4))
+        assert_equal(result, undisturbed, [])
+        failed = result.events("checkpoint_failed")
+        assert {e["step"] for e in failed} == {4, 6}
+        assert any(os.strerror(errno.ENOSPC) in e["reason"] for e in failed)
+        assert [info.status for info in list_checkpoints(folder, checksums=True)] == [Status.COMPLETE]
+        assert (folder / "latest").read_text() == "step2" and rest(folder) == []
+        assert_same_files(folder / "step2", undisturbed.out / "checkpoints" / "step2")
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        pytest.param({"checkpoint": {"parallel_write": {"pipeline_stage": True}}}, id="layers-by-both"),
+        pytest.param(BF16_ZERO, id="bf16-zero"),
+        pytest.param(FP16_ZERO, id="fp16-zero", marks=pytest.mark.exhaustive),
+        pytest.param(FP16, id="fp16", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_roles_on_few_members(tmp_path: Path, reference: Reference, layers: dict[str, Any]) -> None:
+    """Two pipelines that both write, on fewer and fewer members; stock DeepSpeed goes on from it."""
+    undisturbed = reference(2, 2, 4, "--steps", "6", "--save-every", "2", **layers)
+    # Ranks 0..3 are (pipeline, stage) = (0,0), (1,0), (0,1), (1,1).
+    faults = [fault(0, 1, "BackwardPass"), fault(3, 3, "ForwardPass")]
+    folders = {name: tmp_path / name for name in ("first", "second")}
+    for folder in folders.values():
+        folder.mkdir()
+    # The losses must not hit what is still being written.
+    config = write_config(folders["first"], {"checkpoint": {"asynchronous": False}}, 4, **layers)
+    command = ["--stages", "2", "--steps", "4", "--save-every", "2", "--faults", json.dumps(faults)]
+    first = run_bamboo(folders["first"], 4, command, config)
+    assert first.exit_code == 0 and len(first.faults()) == 2, first.output[-4000:]
+    saved, theirs = folders["first"] / "checkpoints", undisturbed.out / "checkpoints"
     for tag in ("step2", "step4"):
-        ours = without_config(contents(mine / tag))
-        stock = without_config(contents(theirs / tag))
-        assert differences(stock, ours) == []
+        assert_same_files(saved / tag, theirs / tag)
+    newest = newest_complete(saved, checksums=True)
+    assert newest is not None and newest.tag == "step4" and newest.latest
+    config = write_config(folders["second"], None, 4, **layers)
+    command = ["--stages", "2", "--steps", "2", "--load", str(saved), "--skip", "4"]
+    second = run_stock(folders["second"], 4, command, config)
+    assert second.exit_code == 0, second.output[-4000:]
+    assert second.ranks()[0]["losses"] == undisturbed.ranks()[0]["losses"][4:]
+    assert differences(undisturbed.roles(), second.roles()) == []
+
+
+def test_back_to_a_checkpoint(tmp_path: Path, reference: Reference) -> None:
+    """A script goes back to the checkpoint that is still being written, when its roles have other owners already."""
+    arguments = ("--steps", "6", "--save-every", "3", "--reload-at", "4")
+    undisturbed = reference(3, 1, 4, *arguments)
+    faults = [fault(1, 1, "ForwardPass")]
+    command = ["--stages", "3", *arguments, "--faults", json.dumps(faults)]
+    result = run_bamboo(tmp_path, 3, command, write_config(tmp_path, {"checkpoint": {"keep": 1}}, 4))
+    assert_equal(result, undisturbed, faults)
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["latest", "step6"]
 
 
 @pytest.mark.parametrize("direction", ["stock-to-bamboo", "bamboo-to-stock"])
-def test_checkpoints_are_deepspeeds(tmp_path: Path, direction: str) -> None:
+def test_checkpoints_are_deepspeeds(tmp_path: Path, reference: Reference, direction: str) -> None:
     runs = {"stock": run_stock, "bamboo": run_bamboo}
     first, second = direction.split("-to-")
-    folders = {name: tmp_path / name for name in ("whole", "first", "second")}
+    folders = {name: tmp_path / name for name in ("first", "second")}
     for folder in folders.values():
         folder.mkdir()
 
@@ -61,7 +198,7 @@ def test_checkpoints_are_deepspeeds(tmp_path: Path, direction: str) -> None:
         assert result.exit_code == 0, result.output[-4000:]
         return result
 
-    whole = run("stock", folders["whole"], "--steps", "4")
+    whole = reference(2, 1, 4, "--steps", "4")
     run(first, folders["first"], "--steps", "2", "--save-every", "2")
     load = str(folders["first"] / "checkpoints")
     resumed = run(second, folders["second"], "--steps", "2", "--load", load, "--skip", "2")
@@ -71,3 +208,42 @@ def test_checkpoints_are_deepspeeds(tmp_path: Path, direction: str) -> None:
     for role, state in resumed.replicas().items():
         assert differences(roles[role], state) == []
     assert bool(resumed.replicas()) == (second == "bamboo")
+
+
+def test_universal_checkpoints(tmp_path: Path, reference: Reference) -> None:
+    """DeepSpeed converts them for other topologies; stock and jobs that lose a member go on from them alike.
+
+    One of the jobs starts again, from a checkpoint of its own.
+    """
+    saved, stock, ours, restarted = (tmp_path / name for name in ("saved", "stock", "ours", "restarted"))
+    for folder in (saved, stock, ours, restarted):
+        folder.mkdir()
+    faults = [fault(1, 1, "ForwardPass")]
+    arguments = ("--steps", "2", "--save-every", "2")
+    survive(saved, reference, faults, 2, 2, arguments, micro_batches=4, **BF16_ZERO)
+    checkpoints = saved / "checkpoints"
+    whole = reference(2, 2, 4, *arguments, **BF16_ZERO)
+    assert_same_files(checkpoints / "step2", whole.out / "checkpoints" / "step2")
+    convert = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
+    folders = [f"--input_folder={checkpoints / 'step2'}", f"--output_folder={checkpoints / 'step2_universal'}"]
+    subprocess.run([*convert, *folders], env=environment(), check=True, timeout=DEADLINE_S)
+
+    settings = {**BF16_ZERO, "checkpoint": {"load_universal": True}}
+    command = ["--stages", "2", "--steps", "4", "--save-every", "2", "--load", str(checkpoints)]
+    undisturbed = run_stock(stock, 2, command, write_config(stock, None, 8, **settings))
+    assert undisturbed.exit_code == 0, undisturbed.output[-4000:]
+    for folder, mode, step in ((ours, "eager-frc-lazy-brc", 1), (restarted, "none", 3)):
+        faults = [fault(1, step, "ForwardPass")]
+        block = {"redundancy": {"mode": mode}, "checkpoint": {"asynchronous": False}}
+        config = write_config(folder, block, 8, **settings)
+        result = run_bamboo(folder, 2, [*command, "--faults", json.dumps(faults)], config)
+        if mode != "none":
+            assert_equal(result, undisturbed, faults)
+            continue
+        assert result.exit_code == 0, result.output[-4000:]
+        (event,) = result.events("restart")
+        assert event["checkpoint"] == str(folder / "checkpoints" / "step2")
+        assert result.faults() == [mark(f) for f in faults]
+        for survivor in result.ranks().values():
+            assert survivor["losses"] == undisturbed.ranks()[0]["losses"]
+        assert differences(undisturbed.roles(), result.roles()) == []

@@ -7,10 +7,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+from deepspeed.runtime.pipe import schedule
 
-from bamboo_ds.compat import check_config
 from bamboo_ds.config import (
     BambooConfig,
     RedundancyMode,
@@ -21,6 +22,8 @@ from bamboo_ds.config import (
     settings_markdown,
 )
 from bamboo_ds.errors import ConfigError, UnsupportedError
+from bamboo_ds.hooks import patch_engine
+from bamboo_ds.supported import check_config, check_schedule
 
 from .support.jobs import bamboo_command, environment, write_config
 
@@ -84,11 +87,16 @@ def test_there_may_be_none_on_the_command_line() -> None:
 @pytest.mark.parametrize(
     ("config", "name"),
     [
-        ({"fp16": {"enabled": True}}, "fp16.enabled"),
-        ({"bf16": {"enabled": True}}, "bf16.enabled"),
-        ({"zero_optimization": {"stage": 1}}, "zero_optimization.stage"),
+        ({"torch_autocast": {"enabled": True}}, "torch_autocast.enabled"),
+        (
+            {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}},
+            "zero_optimization.offload_optim",
+        ),
+        ({"zero_optimization": {"stage": 1, "reduce_scatter": False}}, "zero_optimization.reduce_scatter"),
+        ({"zero_optimization": {"stage": 1, "parameter_alignment": True}}, "zero_optimization.parameter_alignment"),
+        ({"zero_optimization": {"stage": 1, "zenflow": {"overlap_step": True}}}, "zero_optimization.zenflow"),
         ({"sparse_gradients": True}, "sparse_gradients"),
-        ({"curriculum_learning": {"enabled": True}}, "curriculum_learning.enabled"),
+        ({"data_efficiency": {"enabled": True}}, "data_efficiency.enabled"),
     ],
 )
 def test_unsupported_settings_are_refused(config: dict[str, object], name: str) -> None:
@@ -97,7 +105,8 @@ def test_unsupported_settings_are_refused(config: dict[str, object], name: str) 
 
 
 def test_supported_settings_pass() -> None:
-    check_config({"fp16": {"enabled": False}, "zero_optimization": {"stage": 0}, "gradient_clipping": 1.0})
+    check_config({"fp16": {"enabled": True}, "zero_optimization": {"stage": 1}, "gradient_clipping": 1.0})
+    check_config({"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}})
 
 
 def test_every_setting_is_in_the_table() -> None:
@@ -108,13 +117,11 @@ def test_every_setting_is_in_the_table() -> None:
 
 SCRIPT = """
 import sys, deepspeed
-from deepspeed.pipe import PipelineModule, LayerSpec, TiedLayerSpec
+from deepspeed.pipe import PipelineModule, LayerSpec
 from torch import nn
 kind = sys.argv[1]
 deepspeed.init_distributed()
-layer = TiedLayerSpec if kind == "tied" else LayerSpec
-key = ("shared",) if kind == "tied" else ()
-layers = [layer(*key, nn.Linear, 4, 4) for _ in range(2)]
+layers = [LayerSpec(nn.Linear, 4, 4) for _ in range(2)]
 net = nn.Linear(4, 4) if kind == "plain" else PipelineModule(
     layers, num_stages=1 if kind == "one-stage" else 2, loss_fn=nn.MSELoss(), partition_method="uniform")
 deepspeed.initialize(model=net, model_parameters=net.parameters(), config=sys.argv[3])
@@ -134,7 +141,6 @@ def run_script(folder: Path, kind: str, config: Path, launcher: list[str]) -> tu
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        ("tied", "tied layers (shared) are not supported"),
         ("one-stage", "needs at least 2 pipeline stages"),
         ("plain", "the model is not a PipelineModule"),
     ],
@@ -177,7 +183,8 @@ assert type(engine) is PipelineEngine, type(engine)
 assert type(torch.distributed.group.WORLD) is torch.distributed.ProcessGroup
 loaded = sorted(name for name in sys.modules if name.startswith("bamboo_ds"))
 assert set(loaded) <= {"bamboo_ds", "bamboo_ds.autoload", "bamboo_ds.config", "bamboo_ds.errors", "bamboo_ds.hooks",
-                       "bamboo_ds.launch", "bamboo_ds.observe", "bamboo_ds.observe.logs", "bamboo_ds.version"}, loaded
+                       "bamboo_ds.launch", "bamboo_ds.observe", "bamboo_ds.observe.logs", "bamboo_ds.plan_change",
+                       "bamboo_ds.version"}, loaded
 assert not [t.name for t in threading.enumerate() if "bamboo" in t.name]
 print("STOCK")
 """
@@ -206,3 +213,26 @@ def test_importing_the_package_imports_neither_torch_nor_deepspeed() -> None:
         [sys.executable, "-c", "import json; " + code], capture_output=True, check=True, env=dict(os.environ)
     )
     assert not {"torch", "deepspeed", "grpc", "etcd3"} & set(json.loads(done.stdout))
+
+
+def test_replaced_schedules_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_schedule()
+
+    class ZeroBubbleH1Pipeline(schedule.PipeSchedule):
+        pass
+
+    monkeypatch.setattr(schedule, "TrainSchedule", ZeroBubbleH1Pipeline)
+    with pytest.raises(UnsupportedError, match=r"ZeroBubbleH1Pipeline.*--enable-zbh1-pipeline"):
+        check_schedule()
+
+
+@pytest.mark.parametrize("as_path", [False, True], ids=["mapping", "path"])
+def test_the_engine_is_replaced_however_the_configuration_is_given(tmp_path: Path, as_path: bool) -> None:
+    module = ModuleType("engine")
+    module.DeepSpeedEngine = type("DeepSpeedEngine", (), {"__init__": lambda self, config: None})  # type: ignore[attr-defined]
+    patch_engine(module)
+    without = write_config(tmp_path, None)
+    assert type(module.DeepSpeedEngine(config=str(without))) is module.DeepSpeedEngine
+    path = write_config(tmp_path, {})
+    with pytest.raises(ConfigError, match="the model is not a PipelineModule"):
+        module.DeepSpeedEngine(config=str(path) if as_path else json.loads(path.read_text()))

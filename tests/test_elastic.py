@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import signal
@@ -13,8 +12,8 @@ from typing import Any
 import pytest
 
 from .support.compare import differences
-from .support.faults import mark
-from .support.jobs import Result, RunningJob, run_bamboo, write_config
+from .support.faults import in_turn, mark
+from .support.jobs import Result, RunningJob, run_bamboo, slow_until, write_config
 
 pytestmark = pytest.mark.integration
 Reference = Callable[..., Result]
@@ -23,13 +22,6 @@ Reference = Callable[..., Result]
 def fault(rank: int, step: int, at: str, micro_batch: int | None = None, **more: Any) -> dict[str, Any]:
     """A loss from ``step`` on, as soon as every stage has a shadow (again)."""
     return {"rank": rank, "step": step, "at": at, "micro_batch": micro_batch, "healed": True, **more}
-
-
-def in_turn(*faults: dict[str, Any]) -> list[dict[str, Any]]:
-    """Each fault waits for the one before."""
-    for before, after in itertools.pairwise(faults):
-        after["after"] = before["rank"]
-    return list(faults)
 
 
 def assert_same(result: Result, reference: Result, faults: list[dict[str, Any]], joined: int = 0) -> None:
@@ -111,14 +103,19 @@ def test_a_whole_pipeline_vanishes(tmp_path: Path, reference: Reference) -> None
     assert_same(result, undisturbed, faults)
 
 
-def test_members_join(tmp_path: Path, reference: Reference) -> None:
+@pytest.mark.parametrize(
+    ("more", "rate"),
+    [((), None), (("--count-samples",), 0.003), (("--adjust", "--dropout", "0.1"), 0.003)],
+    ids=["plain", "megatron-scheduler-slow-copies", "script-sets-slow-copies"],
+)
+def test_members_join(tmp_path: Path, reference: Reference, more: tuple[str, ...], rate: float | None) -> None:
     """Two of four are lost, two come: each stage has a member of its own again."""
-    arguments = ("--steps", "150", "--evaluate-every", "10")
-    undisturbed = reference(4, 1, 6, *arguments)
+    arguments = ("--evaluate-every", "10", *more)
     go = tmp_path / "go"
     faults = in_turn(fault(2, 3, "ForwardPass", 3), fault(0, 4, "BackwardPass", 2))
-    command = ["--stages", "4", *arguments, "--slow-until", str(go), "--faults", json.dumps(faults)]
-    with RunningJob(tmp_path, 4, command, write_config(tmp_path, {})) as job:
+    command = ["--stages", "4", *arguments, *slow_until(go), "--faults", json.dumps(faults)]
+    config = write_config(tmp_path, {"topology": {"transfer_mb_per_s": rate}})
+    with RunningJob(tmp_path, 4, command, config) as job:
         job.wait_for("two losses", lambda: len(job.events("member_lost")) == 2)
         job.join()
         job.join()
@@ -127,6 +124,7 @@ def test_members_join(tmp_path: Path, reference: Reference) -> None:
         assert len(joined) == 2 and joined < set(job.plan()["owners"])
         go.touch()
         result = job.finish()
+    undisturbed = reference(4, 1, 6, *arguments, *result.length, own="--dropout" in more)
     assert_same(result, undisturbed, faults, joined=2)
     # A joiner at an end of the pipeline has drawn what its predecessor would have drawn.
     for indices in result.drawn():
@@ -134,66 +132,77 @@ def test_members_join(tmp_path: Path, reference: Reference) -> None:
     assert len(result.drawn()) >= 1
 
 
+def test_a_standby_takes_over(tmp_path: Path, reference: Reference) -> None:
+    """A member without a stage holds replicas; a lost stage goes to it at once, and nobody gets a second one."""
+    now, go = tmp_path / "now", tmp_path / "go"
+    faults = [fault(1, 3, "BackwardPass", 2, when=str(now))]
+    command = ["--stages", "2", *slow_until(go), "--faults", json.dumps(faults)]
+    config = write_config(tmp_path, {"standby": {"replicas": True}, "redundancy": {"verify_every": 2}})
+    with RunningJob(tmp_path, 2, command, config) as job:
+        job.wait_for("a step", lambda: bool(job.events("step")))
+        job.join()
+        job.wait_for("it is admitted", lambda: len(job.events("member_joined")) == 3)
+        standby = job.events("member_joined")[-1]["member_id"]
+        job.wait_for("it holds replicas", lambda: set(job.plan()["shadows"]) == {standby})
+        assert standby not in job.plan()["owners"]
+        now.touch()
+        job.wait_for("the loss", lambda: len(job.events("member_lost")) == 1)
+        go.touch()
+        result = job.finish()
+    assert_same(result, reference(2, 1, 6, *result.length), faults, joined=1)
+    (event,) = result.events("takeover")
+    assert (event["role"], event["to"]) == ([0, 1], standby)
+    assert {e["role"][1] for e in result.events("replica_built") if e["member"] == standby} == {0, 1}
+    assert any(e["member"] == standby for e in result.events("replica_verified"))
+    assert not result.events("replica_mismatch")
+    assert len(set(job.plan()["owners"])) == 2
+
+
 def test_join_a_job_with_checkpoints(tmp_path: Path, reference: Reference) -> None:
     """A script that resumes by load_checkpoint begins at the job's newest checkpoint."""
-    arguments = ("--steps", "120", "--save-every", "7")
-    undisturbed = reference(4, 1, 6, *arguments)
     go = tmp_path / "go"
     faults = [fault(3, 9, "ForwardPass", 3)]
-    more = ["--resume", "--slow-until", str(go), "--faults", json.dumps(faults)]
-    with RunningJob(tmp_path, 4, ["--stages", "4", *arguments, *more], write_config(tmp_path, {})) as job:
+    command = ["--stages", "4", *slow_until(go), "--save-every", "7", "--resume", "--faults", json.dumps(faults)]
+    with RunningJob(tmp_path, 4, command, write_config(tmp_path, {})) as job:
         job.wait_for("a loss", lambda: len(job.events("member_lost")) == 1)
         job.join()
         job.wait_for("each stage has an owner of its own", lambda: len(set(job.plan()["owners"])) == 4)
         go.touch()
         result = job.finish()
+    undisturbed = reference(4, 1, 6, *result.length)
     assert_same(result, undisturbed, faults, joined=1)
     (dump,) = result.joined()
-    assert len(dump["losses"]) < 120, "it has replayed everything"
+    assert len(dump["losses"]) < len(undisturbed.ranks()[0]["losses"]), "it has replayed everything"
     (indices,) = result.drawn()
     assert indices == undisturbed.samples()[3]
 
 
-@pytest.mark.parametrize("when", ["starting", "admitted"])
-def test_a_joiner_that_dies_costs_nothing(tmp_path: Path, reference: Reference, when: str) -> None:
-    arguments = (
-        "--steps",
-        "60",
-    )
-    undisturbed = reference(4, 1, 6, *arguments)
+def test_joiners_that_fail_cost_nothing(tmp_path: Path, reference: Reference) -> None:
+    """One has another script, notices that and ends; one dies while it starts, one when it has been admitted."""
+    arguments = ("--evaluate-every", "2")
     go = tmp_path / "go"
-    command = ["--stages", "4", *arguments, "--slow-until", str(go)]
-    with RunningJob(tmp_path, 4, command, write_config(tmp_path, {})) as job:
-        job.wait_for("a step", lambda: bool(job.events("step")))
-        joiner = job.join()
-        log = tmp_path / "join-0.log"
-        if when == "starting":
-            job.wait_for("the joiner's script runs", lambda: log.exists() and "Using topology" in log.read_text())
-        else:
-            job.wait_for("it is admitted", lambda: len(job.events("member_joined")) == 5)
-        os.killpg(joiner.pid, signal.SIGKILL)
-        joiner.wait(30)
-        lost = 1 if when == "admitted" else 0
-        job.wait_for("its loss is known", lambda: len(job.events("member_lost")) == lost)
-        go.touch()
-        result = job.finish()
-    assert_same(result, undisturbed, [])
-    assert len(set(job.plan()["owners"])) == 4
-
-
-def test_a_joiner_with_another_script_costs_nothing(tmp_path: Path, reference: Reference) -> None:
-    """It notices that it does something else than the job did, and ends; the job goes on."""
-    arguments = ("--steps", "60", "--evaluate-every", "2")
-    undisturbed = reference(4, 1, 6, *arguments)
-    go = tmp_path / "go"
-    command = ["--stages", "4", *arguments, "--slow-until", str(go)]
+    command = ["--stages", "4", *arguments, *slow_until(go)]
     with RunningJob(tmp_path, 4, command, write_config(tmp_path, {})) as job:
         job.wait_for("an evaluation", lambda: len(job.events("step")) >= 4)
         job.command += ["--evaluate-every", "3"]
-        joiner = job.join()
-        job.wait_for("it has ended", lambda: joiner.poll() is not None)
-        assert joiner.returncode == 1
+        other = job.join()
+        job.wait_for("it has ended", lambda: other.poll() is not None)
+        assert other.returncode == 1
         assert "must run the same script" in job.output()
+
+        del job.command[-2:]
+        starting, log = job.join(), tmp_path / "join-1.log"
+        job.wait_for("the joiner's script runs", lambda: "Using topology" in log.read_text())
+        os.killpg(starting.pid, signal.SIGKILL)
+        starting.wait(30)
+
+        admitted = job.join()
+        job.wait_for("it is admitted", lambda: len(job.events("member_joined")) == 5)
+        assert not job.events("member_lost")
+        os.killpg(admitted.pid, signal.SIGKILL)
+        admitted.wait(30)
+        job.wait_for("its loss is known", lambda: len(job.events("member_lost")) == 1)
         go.touch()
         result = job.finish()
-    assert_same(result, undisturbed, [])
+    assert_same(result, reference(4, 1, 6, *arguments, *result.length), [])
+    assert len(set(job.plan()["owners"])) == 4

@@ -13,6 +13,7 @@ import textwrap
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -141,6 +142,7 @@ def test_a_stopped_etcd_is_ended_too() -> None:
 def test_ctrl_c_does_not_reach_etcd() -> None:
     code = """
         try:
+            print("ready", flush=True)
             sys.stdin.readline()
         except KeyboardInterrupt:
             print(json.dumps(dict(alive=etcd.alive())), flush=True)
@@ -148,8 +150,9 @@ def test_ctrl_c_does_not_reach_etcd() -> None:
         etcd.stop()
     """
     with embedding_process(code) as (process, about):
-        os.killpg(process.pid, signal.SIGINT)
         assert process.stdout is not None and process.stdin is not None
+        assert process.stdout.readline() == "ready\n"
+        os.killpg(process.pid, signal.SIGINT)
         assert json.loads(process.stdout.readline()) == {"alive": True}
         assert not gone(about)
         process.stdin.write("\n")
@@ -185,13 +188,33 @@ def test_a_taken_port_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
             assert etcd.alive() and len(tries) == 2
 
 
+def broken_etcd(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An etcd that ends at once, the first one in the path."""
+    broken = folder / "etcd"
+    broken.write_text("#!/bin/sh\necho the disk is on fire >&2\nexit 3\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+    return broken
+
+
+def test_an_end_before_the_greeting_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The greeting and the reason of the end lie in the pipe together."""
+
+    class Ended(subprocess.Popen[bytes]):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            assert self.wait(60.0) != 0
+
+    broken_etcd(tmp_path, monkeypatch)
+    monkeypatch.setattr("bamboo_ds.store.embedded.subprocess.Popen", Ended)
+    with pytest.raises(LaunchError, match=r"(?s)exit code 3.*the disk is on fire"):
+        EmbeddedEtcd().start()
+
+
 def test_failures_say_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"192\.0\.2\.1"):
         EmbeddedEtcd("192.0.2.1").start()
-    broken = tmp_path / "etcd"
-    broken.write_text("#!/bin/sh\necho the disk is on fire >&2\nexit 3\n")
-    broken.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    broken = broken_etcd(tmp_path, monkeypatch)
     assert find_etcd() == broken
     with pytest.raises(LaunchError, match=r"(?s)exit code 3.*the disk is on fire"):
         EmbeddedEtcd().start()

@@ -163,7 +163,20 @@ def check_rules(previous: Plan, new: Plan, members: Sequence[Candidate], costs: 
             for rank, (old, shadow) in enumerate(zip(previous.shadows, new.shadows, strict=True)):
                 kept = old in by_id and old != new.owners[rank] and policy.redundant
                 apart = kept and (by_id[old or ""].host != by_id[new.owners[rank]].host or len(hosts) == 1)
-                assert not apart or shadow == old or policy.near_shadows
+                to_standby = policy.standby_replicas and shadow not in new.owners
+                assert not apart or shadow == old or policy.near_shadows or to_standby
+    if policy.redundant and policy.standby_replicas:
+        check_standbys(new, usable)
+
+
+def check_standbys(new: Plan, usable: Sequence[Candidate]) -> None:
+    """No standby is without a replica while a role that it could shadow has none on a standby."""
+    hosts = {m.id: m.host for m in usable}
+    one_host = len(set(hosts.values())) == 1
+    idle = [m for m in hosts if m not in new.owners and m not in new.shadows]
+    for owner, shadow in zip(new.owners, new.shadows, strict=True):
+        if shadow in new.owners:
+            assert not any(one_host or hosts[m] != hosts[owner] for m in idle)
 
 
 def live(job: Job, rng: Random, events: int) -> Counter[str]:
@@ -364,7 +377,10 @@ def test_standbys_hold_replicas_if_they_may() -> None:
     members = [member(0, "a"), member(1, "a"), member(2, "b"), member(3, "b"), member(4, "b", home=0)]
     before = started(Layout(1, 4), members[:4], redundant=False)
     assert "m4" not in next_plan(before, members).shadows
-    assert next_plan(before, members, policy=Policy(standby_replicas=True)).shadows == ("m3", "m4", "m1", "m0")
+    # As much as an owner with a replica holds.
+    willing = Policy(standby_replicas=True)
+    assert next_plan(before, members, policy=willing).shadows == ("m4", "m4", "m1", "m0")
+    assert next_plan(before, [*members, member(5, "a", home=0)], policy=willing).shadows == ("m4", "m4", "m5", "m5")
     # Where the other host has nothing but a standby there is no choice.
     lonely = [replace(m, host="b" if m.id == "m4" else "a") for m in members]
     assert set(next_plan(before, lonely).shadows) == {"m4"}

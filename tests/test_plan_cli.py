@@ -131,6 +131,10 @@ def test_what_if() -> None:
     assert fatal["unheld"] == [[0, 1]]
     uneven = report("--stages", "3", "--members", "2", "--seconds", "1,2,3")
     assert uneven["next_slowest"] == 3
+    sliced = report("--stages", "2", "--pipelines", "2", "--slices", "2", "--members", "8", "--lose", "m5")
+    # A slice's shadow is the same slice of the stage before.
+    assert [(r["pipeline"], r["stage"]) for r in sliced["roles"] if r["owner"] == "m5"] == [(1, 1)]
+    assert next(r["shadow"] for r in sliced["roles"] if r["owner"] == "m5") == "m1" and not sliced["unheld"]
 
 
 def test_what_people_see() -> None:

@@ -464,6 +464,9 @@ def test_epochs_leave_nothing_behind(trio: Cluster) -> None:
         inside(trio, open_transport)
         inside(trio, close_transport)
         census.append(trio.everybody("census"))
+        deadline = time.monotonic() + 10.0
+        while len(census) > 2 and census[-1] != census[1] and time.monotonic() < deadline:
+            census[-1] = trio.everybody("census")  # gloo closes its sockets in the background
     assert census[1] == census[2] == census[3] == census[4], census
 
 

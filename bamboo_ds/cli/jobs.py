@@ -29,6 +29,7 @@ class JobFile(BaseModel):
     Attributes:
         store: etcd's URLs, separated by commas.
         pid: process id of the launcher.
+        foreign: it is not the launcher of all members, so that its end is not the job's.
         started: when the launcher's process began, in seconds since the epoch; with the pid it names the
             process for good.
     """
@@ -39,6 +40,7 @@ class JobFile(BaseModel):
     store: str
     pid: int
     started: float
+    foreign: bool = False
 
     @property
     def path(self) -> Path:
@@ -75,9 +77,9 @@ class JobFile(BaseModel):
         self.path.unlink(missing_ok=True)
 
 
-def this_process(job: str, store: str) -> JobFile:
-    """The file of a job whose launcher is this process."""
-    return JobFile(job=job, store=store, pid=os.getpid(), started=psutil.Process().create_time())
+def this_process(job: str, store: str, foreign: bool = False) -> JobFile:
+    """The file of a job whose launcher is this process; ``foreign``: see :class:`JobFile`."""
+    return JobFile(job=job, store=store, pid=os.getpid(), started=psutil.Process().create_time(), foreign=foreign)
 
 
 def folder() -> Path:

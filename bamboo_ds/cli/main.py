@@ -7,21 +7,22 @@ import os
 import select
 import signal
 import sys
-from collections.abc import Sequence
 
 import click
 from rich.console import Console
 
-from ..config import MembershipConfig, bamboo_config, config_path_from_argv
 from ..control.access import open_store
-from ..control.agent_settings import script_command
 from ..control.membership import Keys, StopRecord
 from ..control.mirror import Mirror
 from ..errors import BambooError, ConfigError, LaunchError
 from ..observe import logs
 from ..version import __version__
 from . import jobs
+from .chaos import chaos
+from .checkpoints import checkpoints
 from .launcher import EMBEDDED, Launcher, RunOptions
+from .ledger import ledger
+from .options import MemberArguments, block_of, member_arguments
 from .plan import plan
 from .status import JobStatus, job_status, status_table
 
@@ -32,7 +33,7 @@ EXIT_STOPPED = 143
 _EXIT_CODES = """
 \b
 Exit codes:
-  0    the workers finished; members that were lost and taken over do not count
+  0    the workers finished, or have left on notice; members that were lost and taken over do not count
   2    wrong usage or configuration
   86   fatal loss: no living member holds the state of some stage
   130  Ctrl-C
@@ -52,101 +53,85 @@ def cli() -> None:
 @click.option("--pipelines", type=click.IntRange(min=1), help="Number of pipelines; must divide the workers.")
 @click.option("--store", default=EMBEDDED, show_default=True, help="URLs of etcd, separated by commas.")
 @click.option("--job", help="Name of the job.  [default: random]")
-@click.option("--events", type=click.Path(dir_okay=False), help="File to append events to, as JSON lines.")
-@click.option("--address", default="127.0.0.1", show_default=True, help="IP address to bind to.")
-@click.option("--config", type=click.Path(exists=True, dir_okay=False), help="DeepSpeed configuration to read.")
-@click.option("--lease-ttl-s", type=click.FloatRange(min=1), help="Overrides bamboo.membership.lease_ttl_s.")
-@click.option("--heartbeat-timeout-s", type=click.FloatRange(min=0.5), help="Overrides the block's setting.")
-@click.option("--settle-ms", type=click.FloatRange(min=0), help="Overrides the block's setting.")
-@click.option(
-    "--grace-s", type=click.FloatRange(min=0), default=5.0, show_default=True, help="From SIGTERM to SIGKILL."
-)
 @click.option("--prefix-output", is_flag=True, help="Begin each line of output with its slot.")
 @click.option(
     "--emulate-hosts",
     type=click.IntRange(min=1),
     help="Treat the slots as if they were on so many hosts, to try what their loss does.",
 )
-@click.option("-m", "--module", is_flag=True, help="SCRIPT is the name of a module.")
-@click.argument("script")
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@member_arguments
 def run(
+    member: MemberArguments,
     workers: int,
     pipelines: int | None,
     store: str,
     job: str | None,
-    events: str | None,
-    address: str,
-    config: str | None,
-    lease_ttl_s: float | None,
-    heartbeat_timeout_s: float | None,
-    settle_ms: float | None,
-    grace_s: float,
     prefix_output: bool,
     emulate_hosts: int | None,
-    module: bool,
-    script: str,
-    arguments: tuple[str, ...],
 ) -> None:
     """Run SCRIPT with ARGUMENTS on N local workers that survive the loss of any of them."""
     if pipelines is not None and workers % pipelines:
         raise ConfigError(f"--pipelines {pipelines} does not divide -n {workers}")
-    membership = _membership(config, arguments)
-    ttl = lease_ttl_s if lease_ttl_s is not None else float(membership.lease_ttl_s)
     options = RunOptions(
+        **member.options(job or f"job-{os.urandom(4).hex()}"),
         workers=workers,
         store=store,
-        job=jobs.check_name(job or f"job-{os.urandom(4).hex()}"),
-        address=address,
-        events=None if events is None else os.path.abspath(events),
         pipelines=pipelines,
-        lease_ttl_s=ttl,
-        heartbeat_timeout_s=heartbeat_timeout_s or membership.heartbeat_timeout_s or ttl,
-        settle_s=(membership.settle_ms if settle_ms is None else settle_ms) / 1000,
-        grace_s=grace_s,
         prefix_output=prefix_output,
         emulate_hosts=emulate_hosts,
-        command=script_command(script, arguments, module),
     )
     sys.exit(Launcher(options).run())
+
+
+@cli.command(
+    "launch", context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True}, epilog=_EXIT_CODES
+)
+@click.option("--store", default=EMBEDDED, show_default=True, help="URLs of etcd, separated by commas.")
+@click.option("--job", help="Name of the job.  [default: random]")
+@click.option("--address", default="127.0.0.1", show_default=True, help="IP address of the embedded etcd.")
+@click.option("--events", type=click.Path(dir_okay=False), help="File to append events to, as JSON lines.")
+@click.option("--config", type=click.Path(exists=True, dir_okay=False), help="DeepSpeed configuration to read.")
+@click.option(
+    "--grace-s", type=click.FloatRange(min=0), default=5.0, show_default=True, help="From SIGTERM to SIGKILL."
+)
+@click.argument("command", nargs=-1, type=click.UNPROCESSED, required=True)
+def launch_command(
+    store: str,
+    job: str | None,
+    address: str,
+    events: str | None,
+    config: str | None,
+    grace_s: float,
+    command: tuple[str, ...],
+) -> None:
+    """Run COMMAND, another launcher (deepspeed, torchrun, srun, mpirun), so that the job survives the loss of ranks.
+
+    No process of a rank whose end the launcher sees ends the others. Write -- before COMMAND.
+    """
+    from .launch import LaunchOptions, Wrapper
+
+    options = LaunchOptions.from_block(
+        block_of(config, command),
+        job=jobs.check_name(job or f"job-{os.urandom(4).hex()}"),
+        address=address,
+        command=command,
+        events=None if events is None else os.path.abspath(events),
+        grace_s=grace_s,
+    )
+    sys.exit(Wrapper(LaunchOptions(**options.member_options(), store=store, config=config)).run())
 
 
 @cli.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})
 @click.option("--store", help="URLs of the job's etcd.  [default: found through the launcher on this host]")
 @click.option("--job", help="Name of the job.  [default: the only one that runs here]")
-@click.option("--address", default="127.0.0.1", show_default=True, help="IP address to bind to.")
 @click.option("--host", help="Failure domain of this slot.  [default: the host's name]")
 @click.option("--zone", default="", help="Availability zone of this host, for the placement of replicas.")
-@click.option("--events", type=click.Path(dir_okay=False), help="File to append events to, as JSON lines.")
-@click.option("--config", type=click.Path(exists=True, dir_okay=False), help="DeepSpeed configuration to read.")
-@click.option("--lease-ttl-s", type=click.FloatRange(min=1), help="Overrides bamboo.membership.lease_ttl_s.")
-@click.option("--heartbeat-timeout-s", type=click.FloatRange(min=0.5), help="Overrides the block's setting.")
-@click.option("--settle-ms", type=click.FloatRange(min=0), help="Overrides the block's setting.")
-@click.option(
-    "--grace-s", type=click.FloatRange(min=0), default=5.0, show_default=True, help="From SIGTERM to SIGKILL."
-)
 @click.option(
     "--wait-s", type=click.FloatRange(min=0), default=120.0, show_default=True, help="For the job to be ready."
 )
-@click.option("-m", "--module", is_flag=True, help="SCRIPT is the name of a module.")
-@click.argument("script")
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@member_arguments
 def join(
-    store: str | None,
-    job: str | None,
-    address: str,
-    host: str | None,
-    zone: str,
-    events: str | None,
-    config: str | None,
-    lease_ttl_s: float | None,
-    heartbeat_timeout_s: float | None,
-    settle_ms: float | None,
-    grace_s: float,
-    wait_s: float,
-    module: bool,
-    script: str,
-    arguments: tuple[str, ...],
+    member: MemberArguments, store: str | None, job: str | None, host: str | None, zone: str, wait_s: float
 ) -> None:
     """Add a worker to a running job; SCRIPT and ARGUMENTS are those of the job.
 
@@ -157,34 +142,13 @@ def join(
     from .join import join as start
 
     job, store = _located(job, store)
-    membership = _membership(config, arguments)
-    ttl = lease_ttl_s if lease_ttl_s is not None else float(membership.lease_ttl_s)
-    start(
-        JoinOptions(
-            store=store,
-            job=jobs.check_name(job),
-            address=address,
-            host=host,
-            zone=zone,
-            events=None if events is None else os.path.abspath(events),
-            lease_ttl_s=ttl,
-            heartbeat_timeout_s=heartbeat_timeout_s or membership.heartbeat_timeout_s or ttl,
-            settle_s=(membership.settle_ms if settle_ms is None else settle_ms) / 1000,
-            grace_s=grace_s,
-            wait_s=wait_s,
-            command=script_command(script, arguments, module),
-        )
-    )
+    start(JoinOptions(**member.options(job, zone, host), store=store, wait_s=wait_s))
 
 
 cli.add_command(plan)
-
-
-def _membership(config: str | None, arguments: Sequence[str]) -> MembershipConfig:
-    """The block's membership settings, from ``--config`` or from the script's own configuration."""
-    path = config or config_path_from_argv(arguments)
-    block = bamboo_config(path) if path else None
-    return block.membership if block else MembershipConfig.model_validate({})
+cli.add_command(checkpoints)
+cli.add_command(chaos)
+cli.add_command(ledger)
 
 
 @cli.command()
@@ -225,12 +189,7 @@ def _status(job: str, urls: str) -> JobStatus:
 def stop(job: str | None, store: str | None, timeout_s: float) -> None:
     """End a job in an orderly way."""
     if store is not None:
-        name, urls = _located(job, store)
-        with open_store(urls, name, _TIMEOUT_S) as connection:
-            if not connection.get_prefix(Keys.MEMBERS).entries:
-                raise ConfigError(f"no job {name!r} runs at {urls}")
-            record = StopRecord(code=EXIT_STOPPED, reason="bamboo stop", by="")
-            connection.create(Keys.STOP, record.to_json())
+        _stop_members(*_located(job, store))
         return
     file = jobs.choose(job)
     launcher = file.launcher()
@@ -242,11 +201,21 @@ def stop(job: str | None, store: str | None, timeout_s: float) -> None:
         return  # it has just ended
     try:
         if file.launcher() is not None:  # else it ended, and the descriptor may be of another process
-            signal.pidfd_send_signal(pidfd, signal.SIGTERM)
+            if file.foreign:
+                _stop_members(file.job, file.store)
+            else:
+                signal.pidfd_send_signal(pidfd, signal.SIGTERM)
             if not select.select([pidfd], [], [], timeout_s)[0]:
                 raise LaunchError(f"the launcher of {file.job!r} ({file.pid}) still runs")
     finally:
         os.close(pidfd)
+
+
+def _stop_members(job: str, urls: str) -> None:
+    with open_store(urls, job, _TIMEOUT_S) as connection:
+        if not connection.get_prefix(Keys.MEMBERS).entries:
+            raise ConfigError(f"no job {job!r} runs at {urls}")
+        connection.create(Keys.STOP, StopRecord(code=EXIT_STOPPED, reason="bamboo stop", by="").to_json())
 
 
 @cli.command(context_settings={"ignore_unknown_options": True}, add_help_option=False)

@@ -108,7 +108,8 @@ class Situation:
 @click.option("--job", help="Name of the job.  [default: the only one that runs here]")
 @click.option("--store", help="URLs of its etcd.  [default: found through the launcher on this host]")
 @click.option("--stages", type=click.IntRange(min=1), help="Ask about a job that does not exist, of so many stages.")
-@click.option("--pipelines", type=click.IntRange(min=1), help="Its pipelines.  [default: 1]")
+@click.option("--pipelines", type=click.IntRange(min=1), help="Its data-parallel pipelines.  [default: 1]")
+@click.option("--slices", type=click.IntRange(min=1), help="Its tensor slices, a member each.  [default: 1]")
 @click.option(
     "--members",
     "groups",
@@ -129,6 +130,7 @@ def plan(
     store: str | None,
     stages: int | None,
     pipelines: int | None,
+    slices: int | None,
     groups: tuple[str, ...],
     lose: tuple[str, ...],
     leave: tuple[str, ...],
@@ -143,14 +145,15 @@ def plan(
 
     About a job that runs, or with --stages and --members about one that does not exist.
     """
-    if stages is None and pipelines is None and not groups:
+    if stages is None and pipelines is None and slices is None and not groups:
         situation = _running(job, store)
     elif job is not None or store is not None:
         raise ConfigError("--job and --store are about a job that runs, --stages and --members about one that does not")
     elif stages is None or not groups:
         raise ConfigError("a job that does not exist needs --stages and --members")
     else:
-        situation = imagined(Layout(pipelines or 1, stages), _parse_members(groups))
+        count = slices or 1
+        situation = imagined(Layout((pipelines or 1) * count, stages, slices=count), _parse_members(groups))
     costs = Costs(_numbers("--seconds", seconds, float), _numbers("--bytes", sizes, int))
     policy = Policy(situation.redundant, standby_replicas, min_gain=min_gain)
     report = plan_report(situation, costs, policy, lose, leave)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import BaseModel, ConfigDict
 from rich.table import Table
 
-from ..control.membership import Keys, LeftRecord, in_slot_order
+from ..control.membership import Keys, LeftRecord, MemberRecord, in_slot_order
 from ..control.mirror import Mirror
 from ..topology.plan import Plan
 
@@ -31,7 +31,11 @@ class MemberStatus(BaseModel):
 
 
 class JobStatus(BaseModel):
-    """A job at one moment. ``epoch`` is 0 before the first plan, ``step`` the newest committed one."""
+    """A job at one moment.
+
+    ``epoch`` is 0 before the first plan, ``step`` the newest committed one, ``checkpoint`` the folder of the newest
+    complete checkpoint.
+    """
 
     model_config = ConfigDict(frozen=True)
 
@@ -49,7 +53,7 @@ def job_status(job: str, mirror: Mirror) -> JobStatus:
         MemberStatus(
             id=member.id,
             slot=member.slot,
-            state=_state(member.id, plan),
+            state=_state(member, plan),
             host=member.host,
             address=member.address,
             pid=member.pid,
@@ -75,16 +79,20 @@ def job_status(job: str, mirror: Mirror) -> JobStatus:
     )
 
 
-def _state(member: str, plan: Plan | None) -> str:
+def _state(member: MemberRecord, plan: Plan | None) -> str:
+    if member.state != "running":
+        return member.state
     if plan is None:
         return "starting"
-    if member not in plan.members:
+    if member.id not in plan.members:
         return "evicted"
     return "running" if plan.layout else "building"
 
 
 def _ending(left: LeftRecord) -> str:
-    return left.outcome if left.outcome == "finished" else f"{left.outcome} ({left.reason} {left.detail})"
+    if left.outcome == "finished":
+        return left.outcome
+    return f"left ({left.detail})" if left.outcome == "left" else f"{left.outcome} ({left.reason} {left.detail})"
 
 
 def _roles(plan: Plan | None, member: str, shadows: bool) -> list[tuple[int, int]]:
@@ -112,6 +120,8 @@ def status_table(status: JobStatus) -> Table:
             _listed(member.shadows),
         )
     table.caption = "* leads; roles are (pipeline,stage)"
+    if status.checkpoint is not None:
+        table.caption += f"\nnewest checkpoint: {status.checkpoint}"
     return table
 
 

@@ -2,29 +2,54 @@
 
 from __future__ import annotations
 
+import functools
+from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 
+from ..compat import WORKS_NEED_HOLDING
 from . import p2p, wire
 from .c10d import dist, registry
 from .cohosted import Cohosted
 from .epoch import Epoch
 from .inner import GLOO, NCCL, issue, kind_for
 from .local import LocalGroup
-from .session import Session, current
+from .script import Place
+from .session import Session, current, group_key
 from .work import BambooWork, CompletedWork
 
 NAME = "bamboo"
 Tensors = list[torch.Tensor]
+#: So many of the newest works are held where that is needed; nobody starts more before waiting.
+_HELD = 256
 
 
 def register() -> None:
     """Register the backend with torch.distributed. Idempotent; needs no session yet."""
     if NAME.upper() not in dist.Backend._plugins:
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
+        dist.get_backend = _naming_what_scripts_know(dist.get_backend)
+
+
+def _naming_what_scripts_know(original: Callable[..., str]) -> Callable[..., str]:
+    """``torch.distributed.get_backend`` that says of our groups what carries the tensors of this machine's devices.
+
+    Scripts choose devices by that name, and refuse names that they do not know.
+    """
+
+    @functools.wraps(original)
+    def get_backend(group: Any = None) -> str:
+        name = original(group)
+        if name != NAME:
+            return name
+        kind = kind_for(torch.device("cuda"))
+        found: str = dist.Backend.NCCL if kind == NCCL else dist.Backend.GLOO
+        return found
+
+    return get_backend
 
 
 def _create(options: Any, _: Any) -> BambooProcessGroup:
@@ -106,7 +131,8 @@ class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     others.
 
     Every operation, and every ``wait`` on a handle, raises ``EpochChanged`` once the epoch has ended, and
-    ``PeerLost`` if a connection broke before.
+    ``PeerLost`` if a connection broke before. The collectives that the script itself calls between two operations of
+    its engine do not (see :mod:`.script`).
 
     Args:
         session: this process's data plane.
@@ -127,13 +153,21 @@ class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         super().__init__(rank, len(ranks))
         self.ranks = ranks
         self._session = session
-        self._key = f"{name}/{'.'.join(map(str, ranks))}"
-        self._timeout = timeout or session.timeout
+        #: Equal on all members of the group.
+        self.key = group_key(name, ranks)
+        #: Default timeout of sends and receives, and of the script's collectives.
+        self.timeout = timeout or session.timeout
         self._index = rank
         self._coalescing: list[Any] | None = None
+        self._held: deque[Any] = deque(maxlen=_HELD)
         self._names = {"name": name, "desc": "undefined"}
 
     # -- identity ----------------------------------------------------------------------------------------
+    def rank(self) -> int:
+        """The group rank that this handle stands for; of the default group that of the role that is acted for."""
+        acting = self._session.acting
+        return acting.rank if acting is not None and registry._world.default_pg is self else super().rank()
+
     def getBackendName(self) -> str:
         """``bamboo``."""
         return NAME
@@ -161,53 +195,89 @@ class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     group_desc = property(getGroupDesc)
 
     def __repr__(self) -> str:
-        return f"BambooProcessGroup({self._key!r}, rank={self._index})"
+        return f"BambooProcessGroup({self.key!r}, rank={self._index})"
 
     def _get_backend(self, device: torch.device) -> Any:
         """The inner group of the current epoch; builds it, collectively."""
         epoch = self._session.current
-        return epoch.group(self._key, self._owners(epoch), kind_for(torch.device(device)))
+        return epoch.group(self._meant[0], self._owners(epoch), kind_for(torch.device(device)))
 
     def shutdown(self) -> None:
         """Nothing to do: inner groups end with their epoch."""
 
     def abort(self) -> None:
         """End the current epoch for the whole process."""
-        self._session.abort(f"abort() of group {self._key}")
+        self._session.abort(f"abort() of group {self.key}")
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Default timeout of sends and receives from now on."""
-        self._timeout = timeout
+        self.timeout = timeout
 
     _set_default_timeout = set_timeout
 
     # -- where operations run ----------------------------------------------------------------------------
+    @property
+    def _meant(self) -> tuple[str, tuple[int, ...]]:
+        """Key and ranks of the group that operations are for: for layers of another stage, its slices."""
+        slices = self._session.slices
+        if slices is not None and self.ranks in (slices.home, slices.ranks):
+            return slices.key, slices.ranks
+        return self.key, self.ranks
+
     def _owners(self, epoch: Epoch) -> tuple[str, ...]:
         """The distinct owners of the ranks, in the ranks' order."""
-        return tuple(dict.fromkeys(epoch.plan.owners[rank] for rank in self.ranks))
+        return tuple(dict.fromkeys(epoch.plan.owners[rank] for rank in self._meant[1]))
 
     def _collective(self, operation: str, device: torch.device | None, *arguments: Any) -> Any:
         """Run ``operation`` of the inner group (named as in torch's ``Backend``)."""
         return self._coalesced(self._start(operation, device, arguments))
 
     def _start(self, operation: str, device: torch.device | None, arguments: tuple[Any, ...]) -> Any:
-        if self._session.detached:
-            return getattr(LocalGroup(self._index, len(self.ranks)), operation)(*arguments)
+        acting = self._session.acting
+        if acting is not None:
+            acting.answer(self.ranks, operation, arguments)
+            return CompletedWork()
+        place = self._place
+        if place == "script":
+            assert self._session.script is not None
+            return self._session.script.start(self, operation, device, arguments)
+        if self._session.detached or place == "replay":
+            return getattr(LocalGroup(self._index, len(self.ranks), each=True), operation)(*arguments)
         epoch = self._session.current
         owners = self._owners(epoch)
         if len(owners) == 1 or epoch.member not in owners:
-            # A member that owns none of the ranks (a standby) cannot take part: the others do not wait for it.
+            # A member that owns none of the ranks (a standby) has no part in it: the others do not wait for it.
             return getattr(LocalGroup(self._index, len(self.ranks)), operation)(*arguments)
         kind = GLOO if device is None else kind_for(device)
-        inner = epoch.group(self._key, owners, kind)
+        key, ranks = self._meant
+        inner = epoch.group(key, owners, kind)
         finish: Callable[[], None] | None = None
         with epoch.calling(operation):
-            if len(owners) == len(self.ranks):
+            if len(owners) == len(ranks):
                 work = issue(inner, operation, arguments)
             else:
-                hosts = [owners.index(epoch.plan.owners[rank]) for rank in self.ranks]
+                hosts = [owners.index(epoch.plan.owners[rank]) for rank in ranks]
                 work, finish = getattr(Cohosted(inner, hosts, self._index), operation)(*arguments)
         return BambooWork(epoch, work, operation, owners, finish, poll=kind == GLOO)
+
+    @property
+    def _place(self) -> Place:
+        script = self._session.script
+        return "engine" if script is None else script.place
+
+    def _peer(self, epoch: Epoch, index: int) -> str | None:
+        """Whom to send to, or to receive from, for rank ``index`` of the group; ``None``: nobody, in silence."""
+        if self._place == "script":
+            assert self._session.script is not None
+            return self._session.script.peer(epoch, self, index)
+        return epoch.plan.owners[self._meant[1][index]]
+
+    def _peers(self, epoch: Epoch) -> tuple[str, tuple[str, ...]]:
+        """Among whom messages go, and the key of their inner group."""
+        if self._place == "script":
+            assert self._session.script is not None
+            return f"script/{self.key}", self._session.script.members(epoch, self)
+        return self._meant[0], self._owners(epoch)
 
     # -- collectives -------------------------------------------------------------------------------------
     def broadcast(self, tensors: Tensors, opts: Any) -> Any:
@@ -305,7 +375,7 @@ class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier with its own timeout. A lost member raises ``PeerLost``, which names it."""
         work = self.barrier()
-        work.wait(timeout or self._timeout)
+        work.wait(timeout or self.timeout)
 
     def _start_coalescing(self, device: torch.device) -> None:
         """Collect the works of the collectives that follow."""
@@ -320,53 +390,59 @@ class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     def send(self, tensors: Tensors, destination: int, tag: int) -> Any:
         """To group rank ``destination``. Completes when the tensor may be changed."""
         tensor = p2p.check(tensors, tag)
-        if self._session.detached:
+        if self._session.detached or self._place == "replay":
             return CompletedWork(tensors)
         epoch = self._session.current
-        peer = epoch.plan.owners[self.ranks[destination]]
+        peer = self._peer(epoch, destination)
+        if peer is None:
+            return CompletedWork(tensors)
         if kind_for(tensor.device) == NCCL and peer != epoch.member:
             return self._nccl(epoch, "send", tensors, peer, tag)
         key = self._stream(destination, tag)
         if peer == epoch.member:
             return self._coalesced(p2p.deliver_here(epoch, key, self._index, tensor))
         ticket = epoch.links.send(peer, wire.encode(key, self._index, tensor))
-        return self._coalesced(p2p.SendWork(epoch, peer, ticket, tensor, self._timeout))
+        return self._coalesced(p2p.SendWork(epoch, peer, ticket, tensor, self.timeout))
 
     def recv(self, tensors: Tensors, source: int, tag: int) -> Any:
         """From group rank ``source``."""
         tensor = p2p.check(tensors, tag)
-        if self._session.detached:
+        if self._session.detached or self._place == "replay":
             return CompletedWork(tensors, source)
         epoch = self._session.current
-        peer = epoch.plan.owners[self.ranks[source]]
+        peer = self._peer(epoch, source)
+        if peer is None:
+            return CompletedWork(tensors, source)
         if kind_for(tensor.device) == NCCL and peer != epoch.member:
             return self._nccl(epoch, "recv", tensors, peer, tag)
         return self._coalesced(
-            p2p.RecvWork(epoch, self._stream(self._index, tag), tensor, source, [peer], self._timeout)
+            p2p.RecvWork(epoch, self._stream(self._index, tag), tensor, source, [peer], self.timeout)
         )
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> Any:
         """From whoever sends first; ``source_rank()`` of the work tells."""
         tensor = p2p.check(tensors, tag)
-        if self._session.detached:
+        if self._session.detached or self._place == "replay":
             return CompletedWork(tensors, self._index)
         epoch = self._session.current
-        others = [member for member in self._owners(epoch) if member != epoch.member]
-        return self._coalesced(p2p.RecvWork(epoch, self._stream(self._index, tag), tensor, None, others, self._timeout))
+        others = [member for member in self._peers(epoch)[1] if member != epoch.member]
+        return self._coalesced(p2p.RecvWork(epoch, self._stream(self._index, tag), tensor, None, others, self.timeout))
 
     def _stream(self, destination: int, tag: int) -> bytes:
-        return f"p2p/{self._key}/{destination}/{tag}".encode()
+        return f"p2p/{self._meant[0]}/{destination}/{tag}".encode()
 
     def _nccl(self, epoch: Epoch, operation: str, tensors: Tensors, peer: str, tag: int) -> Any:
-        owners = self._owners(epoch)
-        inner = epoch.group(self._key, owners, NCCL)
+        key, members = self._peers(epoch)
+        inner = epoch.group(key, members, NCCL)
         with epoch.calling(operation, peer):
-            work = getattr(inner, operation)(tensors, owners.index(peer), tag)
+            work = getattr(inner, operation)(tensors, members.index(peer), tag)
         return self._coalesced(BambooWork(epoch, work, operation, [peer]))
 
     def _coalesced(self, work: Any) -> Any:
         if self._coalescing is not None:
             self._coalescing.append(work)
+        if WORKS_NEED_HOLDING:
+            self._held.append(work)
         return work
 
 

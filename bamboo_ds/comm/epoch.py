@@ -40,6 +40,7 @@ class Epoch:
         address: the advertised address.
         timeout: default timeout of operations.
         on_peer_failure: as for ``Session``; called once per member.
+        silence_s: as for ``Session``.
     """
 
     def __init__(
@@ -49,10 +50,12 @@ class Epoch:
         address: str,
         timeout: timedelta,
         on_peer_failure: Callable[[str | None, str], None],
+        silence_s: float,
     ) -> None:
         self.plan = plan
         self.member = member
         self.timeout = timeout
+        self.silence_s = silence_s
         self.number = plan.epoch
         self.links = Links(self)
         self.receives = Receives(self)
@@ -95,8 +98,9 @@ class Epoch:
             raise self.lost(host, f"resolving {store_address[0]!r} failed: {error}") from error
         connection = self.own(socket.socket(family, socket.SOCK_STREAM))
         try:
-            connection.settimeout(self.timeout.total_seconds())
+            connection.settimeout(min(self.timeout.total_seconds(), self.silence_s))
             connection.connect(name)
+            sockets.watch_silence(connection, self.silence_s)
             self._client = Client(connection, self.number, self.timeout)
         except OSError as error:
             self.check("attaching")
@@ -139,6 +143,11 @@ class Epoch:
     def aborted(self) -> str | None:
         """Why the epoch was aborted, or ``None``."""
         return self._aborted
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a caller may be blocked in it, or it has ended."""
+        return self._aborted is not None or self._blocked > 0 or self.links.waiting > 0
 
     def store(self, prefix: str) -> TorchStore:
         """The keys with ``prefix`` of the epoch's store; raises ``EpochChanged`` if aborted or destroyed."""

@@ -39,6 +39,11 @@ def ended(epoch: FailingEpoch, operation: str) -> EpochChanged:
     return EpochChanged(f"{operation}: epoch {epoch.number} ended ({epoch.aborted})")
 
 
+def of_transport(error: BaseException) -> bool:
+    """Whether torch may have raised it for an operation: no error that a signal handler raised in the same thread."""
+    return type(error) is RuntimeError or isinstance(error, dist.DistError)
+
+
 def translate(error: Exception, epoch: FailingEpoch, operation: str, peer: str | None = None) -> Exception:
     """The error to raise for ``error``, which ``operation`` met.
 
@@ -49,7 +54,7 @@ def translate(error: Exception, epoch: FailingEpoch, operation: str, peer: str |
     Args:
         peer: the member that the operation was directed to, if it was a single one.
     """
-    if isinstance(error, BambooError) or not isinstance(error, RuntimeError):
+    if isinstance(error, BambooError) or not of_transport(error):
         return error
     if epoch.aborted is not None:
         return ended(epoch, operation)

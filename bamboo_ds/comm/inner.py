@@ -23,13 +23,22 @@ _ONE_BY_ONE = {
 }
 
 
+_cuda_kind = NCCL
+
+
+def use_for_cuda(kind: str) -> None:
+    """From now on groups of CUDA tensors are of ``kind``, on all members: gloo takes them through host memory."""
+    global _cuda_kind
+    _cuda_kind = kind
+
+
 def kind_for(device: torch.device) -> str:
     """Which kind of inner group serves tensors on ``device``."""
     if device.type == "cpu":
         return GLOO
     if device.type == "cuda":
-        # gloo stages CUDA tensors through host memory: slow, but right, where NCCL is missing.
-        return NCCL if dist.is_nccl_available() else GLOO
+        # torch asks for the group of CUDA tensors also on a machine without a GPU.
+        return _cuda_kind if dist.is_nccl_available() and torch.cuda.is_available() else GLOO
     raise UnsupportedError(f"bamboo process groups carry cpu and cuda tensors, not {device.type}")
 
 

@@ -148,7 +148,7 @@ class Links:
         family, name = sockets.resolve(host, int(port))
         connection = self._epoch.own(socket.socket(family, socket.SOCK_STREAM))
         try:
-            connection.settimeout(timeout.total_seconds())
+            connection.settimeout(min(timeout.total_seconds(), self._epoch.silence_s))
             connection.connect(name)
             own = self._epoch.member.encode()
             hello = _HELLO.pack(_MAGIC, self._epoch.number, bytes.fromhex(token), len(own))
@@ -178,7 +178,7 @@ class Links:
     def _add(self, member: str, connection: socket.socket) -> None:
         connection.settimeout(None)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        sockets.watch_silence(connection, self._epoch.silence_s)
         peer = _Peer(member, connection)
         self._peers[member] = peer
         self._start(peer, self._read_all, "from")
@@ -398,6 +398,22 @@ class Links:
             found |= {message.source: message.payload() for message in inbox}
             del self._inbox[key]
         return {member: found[member] for member in self._epoch.plan.members}
+
+    def meet(self, operation: str, key: bytes, members: Sequence[str], timeout: timedelta) -> None:
+        """Wait until ``members`` meet this one at ``key``, which is used once in an epoch.
+
+        Raises:
+            EpochChanged, PeerLost: the epoch ended, or one of ``members`` is gone and had not come.
+            RuntimeError: one of them has not come within the timeout.
+        """
+        for member in members:
+            self.send(member, wire.encode(key, 0, None))
+        with self.changed:
+            inbox = self.inbox(key)
+            for member in members:
+                if not self.wait(operation, partial(_has_from, inbox, member), [member], timeout):
+                    raise RuntimeError(f"Timed out waiting {timeout} for {member} in {operation}")
+            del self._inbox[key]
 
     # -- end ---------------------------------------------------------------------------------------------
     def leave(self) -> None:

@@ -1,4 +1,4 @@
-"""Collectives of a member that is alone: it owns all roles of the group, or it is detached."""
+"""Collectives of a member that is alone: it owns all roles of the group, or it is detached or replays."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from .c10d import dist
 from .work import CompletedWork
 
 Tensors = list[torch.Tensor]
@@ -15,18 +16,36 @@ Tensors = list[torch.Tensor]
 class LocalGroup:
     """What a group of ``size`` logical ranks computes when all of them are this process.
 
-    Every rank contributes what the caller (``rank``) passes; reductions therefore leave their input as it is.
+    Every rank gets what the caller (``rank``) passes. It is a member's whole contribution to a reduction, which
+    therefore leaves it as it is.
+
+    Args:
+        rank: position of the caller.
+        size: number of ranks.
+        each: every rank contributes what the caller passes, so that a sum is ``size`` times that: for a caller without
+            peers, whose script wants to see a group of that size.
     """
 
-    def __init__(self, rank: int, size: int) -> None:
+    def __init__(self, rank: int, size: int, each: bool = False) -> None:
         self._rank = rank
         self._size = size
+        self._each = each
 
     def broadcast(self, tensors: Tensors, opts: Any = None) -> CompletedWork:
         """Leave ``tensors`` as they are."""
         return CompletedWork(tensors)
 
-    allreduce = allreduce_coalesced = reduce = broadcast
+    def allreduce(self, tensors: Tensors, opts: Any = None) -> CompletedWork:
+        """Leave ``tensors`` as they are, or multiply for a sum."""
+        self._reduce(tensors, opts)
+        return CompletedWork(tensors)
+
+    allreduce_coalesced = reduce = allreduce
+
+    def _reduce(self, tensors: Sequence[torch.Tensor], opts: Any) -> None:
+        if self._each and opts is not None and opts.reduceOp == dist.ReduceOp.SUM:
+            for tensor in tensors:
+                tensor.detach().mul_(self._size)
 
     def barrier(self, opts: Any = None) -> CompletedWork:
         """Return at once."""
@@ -73,17 +92,19 @@ class LocalGroup:
         """Copy our part of the inputs."""
         for output, row in zip(outputs, inputs, strict=True):
             output.copy_(row[self._rank])
+        self._reduce(outputs, opts)
         return CompletedWork(outputs)
 
     def _reduce_scatter_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> CompletedWork:
         """Copy our part of ``tensor``."""
         output.copy_(tensor.reshape(self._size, -1)[self._rank].view_as(output))
+        self._reduce([output], opts)
         return CompletedWork([output])
 
     def reduce_scatter_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> CompletedWork:
         """As :meth:`_reduce_scatter_base`, for each pair."""
         for output, tensor in zip(outputs, inputs, strict=True):
-            self._reduce_scatter_base(output, tensor)
+            self._reduce_scatter_base(output, tensor, opts)
         return CompletedWork(outputs)
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> CompletedWork:

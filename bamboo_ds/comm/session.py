@@ -5,9 +5,11 @@ from __future__ import annotations
 import atexit
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..errors import EpochChanged
 from ..topology import Plan
@@ -18,10 +20,14 @@ from .stores import EpochStore
 
 if TYPE_CHECKING:
     from .backend import BambooProcessGroup
+    from .script import ScriptCollectives
+
+#: Answers a collective: the logical ranks of the group, torch's name of the operation, its arguments.
+Answer = Callable[[tuple[int, ...], str, tuple[Any, ...]], None]
 
 _current: Session | None = None
 #: Seconds that the end of a session waits for gloo to let go of its threads.
-_RELEASE = 2.0
+CLOSE_S = 2.0
 
 
 def current() -> Session:
@@ -29,6 +35,38 @@ def current() -> Session:
     if _current is None:
         raise RuntimeError("the bamboo backend needs a Session: start the job with 'bamboo run'")
     return _current
+
+
+def slices_name(ranks: Sequence[int]) -> str:
+    """Name for :meth:`Session.logical_group` of the slices of a stage, whose logical ranks are ``ranks``."""
+    return f"bamboo/slices/{ranks[0]}"
+
+
+def group_key(name: str, ranks: Sequence[int]) -> str:
+    """Key of the group ``name`` of ``ranks``, equal on all of its members."""
+    return f"{name}/{'.'.join(map(str, ranks))}"
+
+
+@dataclass(frozen=True)
+class Acting:
+    """A thread that acts for a logical rank, see :meth:`Session.acting_for`."""
+
+    thread: int
+    rank: int
+    answer: Answer
+
+
+@dataclass(frozen=True)
+class SliceGroup:
+    """The slices of a stage among which layers communicate now, see :meth:`Session.among_slices`."""
+
+    home: tuple[int, ...]
+    ranks: tuple[int, ...]
+
+    @property
+    def key(self) -> str:
+        """Key of the group, equal on all of its members whatever handles they use."""
+        return group_key(slices_name(self.ranks), self.ranks)
 
 
 class Session:
@@ -44,6 +82,7 @@ class Session:
             towards ``member`` failed although the epoch was not aborted; ``None`` if it is not known who.
             Called once per member and epoch. Must not block. A member that has already aborted this epoch
             looks like a failed one: whoever judges accusations must drop those of an epoch that has ended.
+        silence_s: seconds without any answer of a member's host after which operations towards it fail.
     """
 
     def __init__(
@@ -52,6 +91,7 @@ class Session:
         address: str,
         timeout: timedelta,
         on_peer_failure: Callable[[str | None, str], None],
+        silence_s: float = 10.0,
     ) -> None:
         global _current
         if _current is not None:
@@ -60,6 +100,7 @@ class Session:
         self._address = address
         self._timeout = timeout
         self._on_peer_failure = on_peer_failure
+        self._silence_s = silence_s
         self._lock = threading.Lock()
         self._epoch: Epoch | None = None
         self._detached = True
@@ -69,7 +110,12 @@ class Session:
         self._hosted: dict[int, Server] = {}
         self._hosting = threading.RLock()
         self._closed = False
+        self._acting: Acting | None = None
+        #: Where the handles of slice groups lead now; ``None``: where they were made for.
+        self.slices: SliceGroup | None = None
         self._logical_groups: dict[tuple[str, tuple[int, ...], int], BambooProcessGroup] = {}
+        #: The script's own collectives, once there is an engine that recovers for them.
+        self.script: ScriptCollectives | None = None
         #: What torch.distributed's groups use as their store.
         self.torch_store = EpochStore(self)
         _current = self
@@ -114,6 +160,12 @@ class Session:
     def detached(self) -> bool:
         """Whether collectives are no-ops."""
         return self._detached
+
+    @property
+    def waiting(self) -> bool:
+        """Whether the process waits for another member, or has no epoch in which it could."""
+        epoch = self._epoch
+        return epoch is None or epoch.waiting
 
     @property
     def current(self) -> Epoch:
@@ -179,7 +231,7 @@ class Session:
         if previous is not None:
             previous.abort(f"epoch {plan.epoch} follows")
             self._leave(previous)
-        epoch = Epoch(plan, self._member, self._address, self._timeout, self._on_peer_failure)
+        epoch = Epoch(plan, self._member, self._address, self._timeout, self._on_peer_failure, self._silence_s)
         with self._lock:
             self._epoch = epoch
             self._detached = False
@@ -234,11 +286,14 @@ class Session:
         end = time.monotonic() + timeout.total_seconds()
         return all([epoch.released(max(0.0, end - time.monotonic())) for epoch in self._left])
 
-    def close(self) -> None:
+    def close(self, patience_s: float = CLOSE_S) -> None:
         """End cleanly: destroy all inner groups, stores and threads; abort what is still in flight. Idempotent.
 
         For a clean end let all members meet (``Transport.close``, or a barrier) first. Every later operation
         raises ``EpochChanged``.
+
+        Args:
+            patience_s: seconds for gloo's threads to end.
         """
         global _current
         if self._closed:
@@ -247,7 +302,7 @@ class Session:
         self._detached = False
         if self._epoch is not None:
             self._leave(self._epoch)
-        self.released(timedelta(seconds=_RELEASE))
+        self.released(timedelta(seconds=patience_s))
         while self._hosted:
             self._hosted.popitem()[1].close()
         if _current is self:
@@ -255,6 +310,47 @@ class Session:
         atexit.unregister(self.close)
 
     # -- groups ------------------------------------------------------------------------------------------
+    @property
+    def acting(self) -> Acting | None:
+        """For whom the calling thread acts, if not for itself."""
+        acting = self._acting
+        return acting if acting is not None and acting.thread == threading.get_ident() else None
+
+    @contextmanager
+    def acting_for(self, rank: int, answer: Answer) -> Iterator[None]:
+        """In the body the calling thread acts for another rank, alone.
+
+        ``torch.distributed.get_rank()`` is ``rank``, and collectives are not run but answered.
+
+        Args:
+            rank: logical rank.
+            answer: called for every collective.
+        """
+        before, self._acting = self._acting, Acting(threading.get_ident(), rank, answer)
+        try:
+            yield
+        finally:
+            self._acting = before
+
+    @contextmanager
+    def among_slices(self, home: Sequence[int], ranks: Sequence[int]) -> Iterator[None]:
+        """In the body, the layers of another stage may run in this process.
+
+        Layers that are cut into slices communicate in a group that they take from wherever their script has it, which
+        is the group of the stage that this process began as. In the body every handle of that group is one of the
+        group of the stage whose layers run; so is every handle of the latter. Holds for all threads (autograd has its
+        own).
+
+        Args:
+            home: logical ranks of the slices of the stage that the process began as.
+            ranks: those of the stage whose layers run, in the same order.
+        """
+        before, self.slices = self.slices, SliceGroup(tuple(home), tuple(ranks))
+        try:
+            yield
+        finally:
+            self.slices = before
+
     def logical_group(self, name: str, ranks: Sequence[int], rank: int) -> BambooProcessGroup:
         """A group handle made outside ``torch.distributed.new_group``.
 
@@ -262,7 +358,7 @@ class Session:
         ``deepspeed.comm``/``torch.distributed`` calls with ``group=handle`` work, as do ``get_world_size``,
         ``get_process_group_ranks`` and ``get_rank`` (which answers for the *process's* logical rank and
         raises ``ValueError`` if that is not in the group; ``handle.rank()`` answers for ``rank``).
-        Local: no communication. Needs an initialised default group.
+        Local: no communication. Needs an initialised default group. The same arguments give the same handle.
 
         Handles meet at the same inner group if they have the same ``name`` and ranks. To join a group that
         other members made by ``new_group``, pass its ``group_name`` there: torch numbers groups in the order

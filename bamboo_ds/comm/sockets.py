@@ -33,6 +33,19 @@ def resolve(host: str, port: int) -> tuple[socket.AddressFamily, tuple[object, .
     return family, name
 
 
+def watch_silence(opened: socket.socket, seconds: float) -> None:
+    """Have a TCP connection fail when the peer's host has answered nothing for so long.
+
+    Its kernel answers for a process that computes or is stopped, unless data waits there that nobody reads.
+    """
+    pause = max(1, int(seconds / 3))
+    opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, pause)
+    opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, pause)
+    opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+    opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(seconds * 1000))
+
+
 def socket_descriptors() -> dict[int, str]:
     """All sockets among this process's descriptors, with the kernel's identity of each."""
     found = {}

@@ -12,7 +12,7 @@ import torch
 
 from ..errors import EpochChanged
 from .c10d import dist
-from .failures import ended, translate
+from .failures import ended, of_transport, translate
 
 if TYPE_CHECKING:
     from .epoch import Epoch
@@ -128,7 +128,9 @@ class BambooWork(dist.Work):  # type: ignore[misc]
                 step = _GRACE
             try:
                 return bool(inner.wait(step))
-            except RuntimeError:
+            except RuntimeError as error:
+                if not of_transport(error):
+                    raise
                 if inner.is_completed():
                     # Either its own error, or it completed just after the step.
                     return bool(inner.wait())

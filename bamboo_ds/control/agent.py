@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import logging
 import os
+import select
 import selectors
 import signal
 import socket
-import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -27,40 +27,21 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
-from ..errors import EXIT_EVICTED, EXIT_FATAL_LOSS, LaunchError
+from ..errors import EXIT_LEFT, ConfigError, LaunchError
 from ..observe import logs
-from ..observe.events import EventWriter, parse_event
+from ..observe.events import EventWriter
 from ..topology.plan import Plan
-from .access import ENV_STORE, open_store
 from .agent_settings import AgentSettings, parse_arguments, worker_environment
-from .membership import (
-    JobRecord,
-    Keys,
-    LayoutRecord,
-    LeftRecord,
-    MemberRecord,
-    ProgressRecord,
-    StandingRecord,
-    StopRecord,
-    StoreRecord,
-    SuspicionRecord,
-    boot_id,
-    new_member_id,
-)
-from .messages import (
-    EventReport,
-    ExitNotice,
-    Heartbeat,
-    LayoutReport,
-    Place,
-    Places,
-    PlanPush,
-    Standing,
-    StoreAddress,
-    Suspicion,
-    parse_to_agent,
-)
-from .reporting import emit_or_log
+from .ending import Ending
+from .feeders import Feeders
+from .leaving import Leaving
+from .membership import Keys, LeftRecord, ProgressRecord, StopRecord, new_member_id
+from .messages import EventReport, ExitNotice, Heartbeat, Place, Places, PlanPush, StoreAddress, parse_to_agent
+from .notices import Notice
+from .rebirth import HANDLED_SIGNALS, reexecute
+from .relay import as_record
+from .reporting import forward
+from .watchdog import Watchdog
 from .worker_process import WorkerProcess, adopt_orphans, die_with_parent, end_descendants
 
 if TYPE_CHECKING:
@@ -74,10 +55,15 @@ _STALL_S = 0.5
 _EVICTION_GRACE_S = 5.0
 #: Seconds from SIGTERM to SIGKILL when the launcher is dead: nobody waits for an orderly end.
 _ORPHAN_GRACE_S = 0.5
+#: Seconds that a worker gets to stop itself after a fatal loss; a checkpoint may be being written.
+_FATAL_GRACE_S = 60.0
 #: Seconds that the news of a worker's end may take to reach etcd.
 _DEPARTURE_S = 60.0
 _PROGRESS_INTERVAL_S = 0.5
-_STORE_TIMEOUT_S = 2.0
+#: Seconds that workers which only draw batches get to end at the end of the job.
+_FEEDERS_S = 10.0
+#: Why a worker that only drew batches, or stood in for a member, is not needed any more.
+_RELIEVED = "others do its work"
 
 
 class Agent:
@@ -85,47 +71,42 @@ class Agent:
 
     def __init__(self, settings: AgentSettings) -> None:
         self._settings = settings
-        self._id, self._incarnation = new_member_id(settings.slot)
+        self._id = new_member_id(settings.slot)
         self._posted: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._wake_read, self._wake_write = socket.socketpair()
         self._wake_read.setblocking(False)
         self._wake_write.setblocking(False)
         self._events = EventWriter(settings.events)
         self._stop: StopRecord | None = None
-        self._evicted = False
-        self._admitted = settings.home is None
+        self._admitted = not settings.joins
+        self._fatal: int | None = None  # epoch of the plan that some stage is lost in
+        self._member_since = time.monotonic()
+        self._evicted = self._restarts = False
         self._terminated = False  # by SIGTERM
         self._channel_open = True
-        self._coordinator_ended = False
+        self._coordinator_ended = threading.Event()
         self._kill_at: float | None = None
-        self._hung_since: float | None = None
+        self._watchdog = Watchdog(settings.heartbeat_timeout_s, settings.start_timeout_s, settings.hang_timeout_s)
+        self._feeders = Feeders(settings)
         self._broken: BaseException | None = None
         self._progress: Heartbeat | None = None
         self._progress_due: float | None = None
-        self._exit_notice: str | None = None
+        self._exit_notice: ExitNotice | None = None
+        self._epoch = self._listed = 0  # of the newest plan, and of the newest that lists this member
+        self._leaving = Leaving(settings, self._id, self._events)
         signal.set_wakeup_fd(self._wake_write.fileno(), warn_on_full_buffer=False)
-        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        for signum in HANDLED_SIGNALS:
             signal.signal(signum, self._on_signal)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED_SIGNALS)  # who has started us may have blocked them
         self._worker = WorkerProcess(settings.command, worker_environment(settings, self._id))
         logs.set_context(member=self._id)
 
     def run(self) -> LeftRecord:
         """Serve until the worker has ended and etcd knows; returns how it ended."""
-        record = MemberRecord(
-            id=self._id,
-            slot=self._settings.slot,
-            host=self._settings.host or socket.gethostname(),
-            zone=self._settings.zone,
-            address=self._settings.address,
-            pid=self._worker.pid,
-            agent_pid=os.getpid(),
-            incarnation=self._incarnation,
-            home=self._settings.rank,
-            joiner=self._settings.home is not None,
-            feeder=self._settings.feeder,
-        )
-        self._coordinator = self._make_coordinator(record)
+        self._feeders.start_extra()
+        self._coordinator = self._make_coordinator()
         self._coordinator.start()
+        self._leaving.watch(lambda notice: self._post(partial(self._note_notice, notice)))
         with selectors.DefaultSelector() as selector:
             selector.register(self._worker.pidfd, selectors.EVENT_READ, "worker")
             selector.register(self._worker.wire, selectors.EVENT_READ, "channel")
@@ -134,53 +115,38 @@ class Agent:
         departure = self._departure(self._worker.reap(), died)
         self._announce(departure)
         self._worker.close()
+        if departure.outcome == "left" and self._leaving.notice is not None:
+            self._leaving.report(self._epoch)
+        self._await_feeders(departure)
         end_descendants()
+        self._leaving.close(abandoned=departure.outcome == "left" and self._coordinator.last_of_host)
         self._coordinator.close(timeout_s=0.0 if self._terminated else 1.0)
+        if departure.outcome == "evicted":
+            self._come_back()
         self._events.close()
         return departure
 
-    def _make_coordinator(self, record: MemberRecord) -> Coordinator:
-        # Loads gRPC, which a process must not have loaded when it forks: so not before the worker is there.
-        from .coordinator import Callbacks, Coordinator
-        from .leader import Leader
+    def _make_coordinator(self) -> Coordinator:
+        from .assembly import make_coordinator
+        from .coordinator import Callbacks
 
-        settings = self._settings
-        store = open_store(settings.store, settings.job, _STORE_TIMEOUT_S)
-        leader = Leader(
-            store,
-            self._events,
-            member=self._id,
-            job=settings.job,
-            world_size=settings.world_size,
-            settle_s=settings.settle_s,
-            patience_s=settings.lease_ttl_s / 2,
-            on_feed=self.on_feed,
-        )
         callbacks = Callbacks(
             on_plan=self.on_plan,
             on_store=self.on_store,
             on_places=self.on_places,
             on_stop=lambda stop: self._post(partial(self._begin_stop, stop)),
             on_error=lambda error: self._post(partial(self._give_up, error)),
-            on_ended=lambda: self._post(self._note_end_of_coordinator),
+            on_ended=lambda: self._post(self._coordinator_ended.set),
         )
-        coordinator = Coordinator(
-            store,
-            leader,
-            record,
-            lease_ttl_s=settings.lease_ttl_s,
-            callbacks=callbacks,
+        return make_coordinator(
+            self._settings,
+            self._id,
+            self._worker.pid,
+            self._events,
+            callbacks,
+            on_feed=self.on_feed,
             last_heartbeat=lambda: self._worker.last_sign_of_life,
         )
-        if settings.slot == 0 and settings.home is None:
-            spec = JobRecord(
-                job=settings.job,
-                world_size=settings.world_size,
-                pipelines=settings.pipelines,
-                command=settings.command,
-            )
-            coordinator.write(Keys.SPEC, spec)
-        return coordinator
 
     # -- callbacks of the coordinator, on its thread ------------------------------------------------
 
@@ -201,23 +167,7 @@ class Agent:
 
     def on_feed(self, slot: int, rank: int) -> None:
         """Start a worker that draws the batches of the pipeline of ``rank``."""
-        self._post(partial(self._start_feeder, slot, rank))
-
-    def _start_feeder(self, slot: int, rank: int) -> None:
-        settings = dataclasses.replace(
-            self._settings,
-            slot=slot,
-            home=rank,
-            feeder=True,
-            parent_pid=os.getpid(),
-            result_fd=None,
-            state_file=None,
-        )
-        logger.warning("starting a worker for rank %d: nobody else can draw its batches", rank)
-        command = [sys.executable, "-m", "bamboo_ds.control.agent", *settings.to_arguments()]
-        environment = {**os.environ, ENV_STORE: settings.store}
-        # It ends with us, at the latest by `end_descendants`.
-        subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
+        self._post(partial(self._feeders.start, slot, rank))
 
     def _post(self, action: Callable[[], None]) -> None:
         self._posted.put(action)
@@ -253,22 +203,23 @@ class Agent:
         wakes = [now + 1.0]
         last = self._worker.last_sign_of_life
         if last is not None:
-            wakes.append(last + self._settings.heartbeat_timeout_s)
-        wakes += [at for at in (self._kill_at, self._progress_due) if at is not None]
+            wakes.append(last + self._watchdog.patience_s)
+        wakes += [at for at in (self._kill_at, self._progress_due, self._leaving.end_at) if at is not None]
         return max(0.0, min(wakes) - now)
 
     def _meet_deadlines(self) -> None:
         now = time.monotonic()
-        last = self._worker.last_sign_of_life
-        if last is not None and now - last >= self._settings.heartbeat_timeout_s and self._hung_since is None:
-            self._hung_since = last
-            logger.error("killing worker %d: no heartbeat for %.1f s", self._worker.pid, now - last)
+        if self._watchdog.silent(self._worker.last_sign_of_life):
             self._worker.kill(signal.SIGKILL)
         if self._kill_at is not None and now >= self._kill_at:
             self._kill_at = None
             self._worker.kill(signal.SIGKILL)
         if self._progress_due is not None and now >= self._progress_due:
             self._write_progress()
+        if self._leaving.end_at is not None and now >= self._leaving.end_at:
+            self._leaving.end_at = None
+            logger.warning("this member did not get to leave in time")
+            self._terminate(grace_s=0.0)
 
     def _handle_posted(self) -> None:
         with contextlib.suppress(BlockingIOError):  # several wake-ups may have been read together
@@ -282,13 +233,44 @@ class Agent:
     # -- ending the worker --------------------------------------------------------------------------
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
-        self._posted.put(self._terminate)  # the wake-up comes through the wakeup fd
+        # The wake-up comes through the wakeup fd.
+        self._posted.put(partial(self._note_signal, signal.Signals(signum)))
 
-    def _terminate(self) -> None:
+    def _note_signal(self, signum: signal.Signals) -> None:
+        if signum is signal.SIGUSR1:
+            self._note_notice(Notice("leave", "signal", signum.name, None))
+        elif signum is signal.SIGTERM and self._settings.guest and self._may_leave():
+            # Nobody's child: it is the host that shuts down, or somebody who wants this member to go.
+            self._leaving.end_at = time.monotonic() + self._settings.grace_s
+            self._note_notice(Notice("leave", "signal", signum.name, self._settings.grace_s))
+        else:
+            self._terminate()
+
+    def _terminate(self, grace_s: float | None = None) -> None:
         self._terminated = True
         self._coordinator.resign()
         orphan = os.getppid() != self._settings.parent_pid
-        self._end_worker(_ORPHAN_GRACE_S if orphan else self._settings.grace_s)
+        if grace_s is None:
+            grace_s = _ORPHAN_GRACE_S if orphan else self._settings.grace_s
+        self._end_worker(grace_s)
+
+    def _may_leave(self) -> bool:
+        """Whether there is an orderly way to leave that is not under way."""
+        ending = self._stop or self._evicted or self._broken or self._terminated
+        return self._admitted and not ending and self._leaving.end_at is None
+
+    def _note_notice(self, notice: Notice) -> None:
+        first = self._leaving.notice is None
+        if not self._leaving.take(notice, self._epoch):
+            return
+        self._coordinator.write(Keys.notice(self._id), self._leaving.record)
+        if first:
+            self._coordinator.mark_leaving()
+            self._feeders.tell_to_leave()
+        if not self._admitted:
+            # It has nothing that others could need. It may be admitted in this moment, and leaves all the same.
+            self._leaving.dropped = True
+            self._end_worker(self._settings.grace_s)
 
     def _begin_stop(self, stop: StopRecord) -> None:
         self._stop = stop
@@ -305,11 +287,44 @@ class Agent:
 
     def _note_plan(self, plan: Plan) -> None:
         logs.set_context(epoch=plan.epoch)
-        self._admitted = self._admitted or self._id in plan.members
-        if self._admitted and self._id not in plan.members and not self._evicted:
-            self._evicted = True
+        self._epoch = plan.epoch
+        starting = not self._admitted or not self._listed
+        if plan.unheld and self._id not in plan.lost and (starting or self._id in plan.members):
+            self._note_fatal(plan)
+            return
+        if self._id in plan.members:
+            self._member_since = self._member_since if self._admitted else time.monotonic()
+            self._admitted, self._listed = True, plan.epoch
+        if not self._admitted or self._id in plan.members or self._evicted:
+            return
+        # A plan for the next boundary lets the worker go there; after any other it is late already.
+        late = plan.immediate or plan.epoch > self._listed + 1
+        if (self._leaving.notice is not None or self._settings.feeder) and self._id not in plan.lost:
+            self._leaving.dropped = True
+            logger.info("the plan of epoch %d goes on without this member", plan.epoch)
+        else:
+            self._evicted = late = True
             logger.error("the plan of epoch %d does not list this member: its worker must stop", plan.epoch)
+        if late and self._kill_at is None:
             self._kill_at = time.monotonic() + _EVICTION_GRACE_S
+
+    def _note_fatal(self, plan: Plan) -> None:
+        """A stage is lost: workers that take part stop by themselves, others have nothing left to join."""
+        self._fatal = plan.epoch
+        if self._id not in plan.members:
+            self._end_worker(self._settings.grace_s)
+        elif self._kill_at is None:
+            self._kill_at = time.monotonic() + _FATAL_GRACE_S
+
+    @property
+    def reborn(self) -> AgentSettings | None:
+        """What this agent becomes after :meth:`run`, if it goes on."""
+        settings = self._settings
+        given_up = self._terminated or self._stop or self._broken or self._leaving.notice is not None
+        if not settings.max_restarts or settings.feeder or given_up or not self._restarts:
+            return None
+        after = self._epoch if self._fatal is None else self._fatal
+        return dataclasses.replace(settings, waiting=True, after_epoch=after, extra=None)
 
     # -- the worker's messages ----------------------------------------------------------------------
 
@@ -330,31 +345,26 @@ class Agent:
     def _handle(self, line: bytes) -> None:
         message = parse_to_agent(line)
         me = self._id
-        if isinstance(message, Heartbeat):
+        record = as_record(message, me)
+        if record is not None:
+            self._coordinator.write(*record)
+        elif isinstance(message, Heartbeat):
             self._worker.heard()
-            if message.step is not None and message != self._progress:
+            self._leaving.note_step(message)
+            if self._watchdog.stuck(message):
+                self._worker.kill(signal.SIGKILL)
+            before = self._progress
+            news = before is None or (message.step, message.checkpoint) != (before.step, before.checkpoint)
+            if message.step is not None and news:
                 self._progress = message
                 if self._progress_due is None:
                     self._progress_due = time.monotonic() + _PROGRESS_INTERVAL_S
-        elif isinstance(message, LayoutReport):
-            report = LayoutRecord(
-                id=me, layout=message.layout, redundant=message.redundant, iterators=message.iterators
-            )
-            self._coordinator.write(Keys.report(me), report)
-        elif isinstance(message, Standing):
-            standing = StandingRecord(id=me, epoch=message.epoch, replicas=tuple(message.replicas), place=message.place)
-            self._coordinator.write(Keys.standing(me), standing)
-        elif isinstance(message, StoreAddress):
-            address = StoreRecord(epoch=message.epoch, host=message.host, port=message.port)
-            self._coordinator.write(Keys.store(message.epoch), address)
-        elif isinstance(message, Suspicion):
-            suspicion = SuspicionRecord(accused=message.member, by=me, epoch=message.epoch, reason=message.reason)
-            self._coordinator.write(Keys.suspect(message.member, me), suspicion)
         elif isinstance(message, EventReport):
-            self._forward(message)
+            forward(self._events, message, self._settings.job, me, self._coordinator.timing)
         elif isinstance(message, ExitNotice):
-            self._exit_notice = message.reason
-            if message.failed and self._settings.home is None:
+            self._exit_notice = message
+            stops = self._settings.on_exception == "stop" and not self._settings.joins
+            if message.failed and stops and self._fatal is None:
                 why = f"the worker of {me} failed: {message.reason}"
                 self._coordinator.write(Keys.STOP, StopRecord(code=1, reason=why, by=me))
 
@@ -364,61 +374,35 @@ class Agent:
             record = ProgressRecord(id=self._id, step=self._progress.step, checkpoint=self._progress.checkpoint)
             self._coordinator.write(Keys.progress(self._id), record)
 
-    def _forward(self, report: EventReport) -> None:
-        """Write an event of the worker, completed by what only the control plane knows."""
-        fields = {"job": self._settings.job, "member": self._id, **report.fields}
-        if report.kind == "recovered":
-            timing = self._coordinator.timing(fields.get("epoch"))
-            if timing is not None:
-                known = {"detection_seconds": timing.detection_s, "plan_seconds": timing.plan_s}
-                fields.update({k: v for k, v in known.items() if fields.get(k) is None})
-        try:
-            event = parse_event(json.dumps({"event": report.kind, **fields}))
-        except ValidationError as error:
-            logger.error("the worker sent an event that is none: %s", error)
-            return
-        emit_or_log(self._events, event)
-
     # -- the end ------------------------------------------------------------------------------------
 
     def _departure(self, status: int, died: float) -> LeftRecord:
         """Classify the end of the worker by its exit ``status``."""
-        since, reason = died, "exit" if status >= 0 else "signal"
-        detail = str(status) if status >= 0 else signal.Signals(-status).name
-        code = status if status >= 0 else 128 - status
-        if status == 0 and not (self._terminated or self._stop or self._evicted or self._broken):
-            outcome = "finished"
-        elif self._hung_since is not None:
-            outcome, since, reason = "lost", self._hung_since, "heartbeat"
-            detail = f"none for {died - since:.1f} s"
-        elif self._broken is not None:
-            outcome, detail, code = self._failure(), f"control plane: {self._broken}", 1
-        elif self._stop is not None:
-            outcome, code = "stopped", self._stop.code
-        elif self._evicted or status == EXIT_EVICTED:
-            outcome, code = "evicted", 0
-        elif status == EXIT_FATAL_LOSS:
-            outcome = "fatal"
-        elif status > 0 and not self._terminated:
-            outcome = self._failure()
-        else:
-            outcome = "lost"
-        return LeftRecord.model_validate(
-            {
-                "id": self._id,
-                "slot": self._settings.slot,
-                "outcome": outcome,
-                "reason": reason,
-                "detail": detail,
-                "code": code,
-                "since": since,
-                "boot": boot_id(),
-            }
+        free = self._leaving.dropped or not self._admitted or status == EXIT_LEFT
+        notice = self._exit_notice
+        step = self._progress.step if self._progress is not None else None
+        if notice is not None and notice.step is not None:
+            step = notice.step
+        ending = Ending(
+            died=died,
+            joined=self._settings.joins,
+            fatal=self._fatal is not None,
+            terminated=self._terminated,
+            stop=self._stop,
+            evicted=self._evicted,
+            left=(self._leaving.reason if free else None) or (_RELIEVED if self._leaving.dropped else None),
+            hung=self._watchdog.hung,
+            broken=self._broken,
+            error=notice.reason if notice is not None and notice.failed else None,
+            spared=self._settings.on_exception == "takeover" and self._admitted,
+            step=step,
         )
-
-    def _failure(self) -> str:
-        """What a failure of the worker is. One that has joined costs the job only this attempt."""
-        return "failed" if self._settings.home is None else "lost"
+        departure = ending.departure(self._id, self._settings.slot, status)
+        self._restarts = departure.outcome == "fatal"
+        if self._settings.feeder and departure.outcome == "fatal":
+            departure = departure.model_copy(update={"outcome": "evicted"})  # it does not come back
+        generation = None if self._settings.joins else self._settings.generation or 0
+        return departure.model_copy(update={"generation": generation})
 
     def _announce(self, departure: LeftRecord) -> None:
         """Bring the news of the worker's end to etcd; give up when told to end, or after a while."""
@@ -428,11 +412,11 @@ class Agent:
         stop = None
         if departure.outcome == "failed":
             what = f"the worker of {self._id} failed ({departure.reason} {departure.detail})"
-            why = f"{what}: {self._exit_notice}" if self._exit_notice else what
+            why = f"{what}: {self._exit_notice.reason}" if self._exit_notice else what
             stop = StopRecord(code=departure.code, reason=why, by=self._id)
         self._coordinator.leave(departure, stop)
         begin = time.monotonic()
-        while not self._coordinator_ended:
+        while not self._coordinator_ended.is_set():
             patience = _ORPHAN_GRACE_S if self._terminated else _DEPARTURE_S
             try:
                 self._posted.get(timeout=max(0.0, begin + patience - time.monotonic()))()
@@ -440,20 +424,65 @@ class Agent:
                 logger.error("could not tell etcd within %.1f s that the worker has ended", patience)
                 return
 
-    def _note_end_of_coordinator(self) -> None:
-        self._coordinator_ended = True
+    def _await_feeders(self, departure: LeftRecord) -> None:
+        """Workers that draw batches end with this agent: first let them finish, or others take that over, too."""
+        if departure.outcome not in ("finished", "left"):
+            return
+        end_at = self._leaving.end_at if departure.outcome == "left" else time.monotonic() + _FEEDERS_S
+
+        def patience() -> float | None:
+            self._handle_posted()
+            if self._terminated:
+                return 0.0
+            return None if end_at is None else end_at - time.monotonic()
+
+        self._feeders.wait(self._wake_read.fileno(), patience)
+
+    def _come_back(self) -> None:
+        """Join the job again as somebody new; returns if there is no way, or if the agent is to end."""
+        from .comeback import Comeback
+
+        def wait(seconds: float) -> bool:
+            until = time.monotonic() + seconds
+            while True:
+                self._handle_posted()
+                if self._terminated or self._leaving.notice is not None:
+                    return False
+                if (left := until - time.monotonic()) <= 0:
+                    return True
+                select.select([self._wake_read], [], [], left)
+
+        settings = Comeback(self._settings, self._id, time.monotonic() - self._member_since, wait).find()
+        if settings is not None and wait(0.0):
+            logger.warning("coming back into the job, as slot %d", settings.slot)
+            reexecute(settings)
+
+
+def _serve(settings: AgentSettings) -> LeftRecord:
+    """Run one worker, or wait for the job's restart; begins anew where the job does."""
+    if settings.waiting:
+        from .waiting import WaitingAgent
+
+        result = WaitingAgent(settings).run()
+        if isinstance(result, AgentSettings):
+            reexecute(result)
+        return result
+    departure = (agent := Agent(settings)).run()
+    if agent.reborn is not None:
+        reexecute(agent.reborn)
+    return departure
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run an agent; returns the exit code of its worker, 128 + n for signal n."""
     settings = parse_arguments(sys.argv[1:] if argv is None else argv)
     logs.configure()
-    if settings.home is None or settings.feeder:  # any other that joins a job is nobody's child
+    if not settings.guest:
         die_with_parent(signal.SIGTERM, settings.parent_pid)
     adopt_orphans()
     try:
-        departure = Agent(settings).run()
-    except LaunchError as error:
+        departure = _serve(settings)
+    except (ConfigError, LaunchError) as error:
         logger.error("%s", error)
         return 1
     if settings.result_fd is not None:

@@ -5,15 +5,110 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
 
+from ..config import BambooConfig, NoticesConfig
 from .access import ENV_STORE, without_access
-from .channel import ENV_ADDRESS, ENV_HEARTBEAT_TIMEOUT, ENV_JOB, ENV_JOINER, ENV_MEMBER
+from .channel import (
+    ENV_ADDRESS,
+    ENV_HEARTBEAT_TIMEOUT,
+    ENV_JOB,
+    ENV_JOINER,
+    ENV_MEMBER,
+    ENV_RESTART_FROM,
+    ENV_RESTARTS,
+)
+from .notices import build_sources
+
+#: Cold file systems take that long to load libraries, at least.
+_START_TIMEOUT_S = 60.0
+_GPUS = Path("/proc/driver/nvidia/gpus")
 
 
-@dataclass(frozen=True)
-class AgentSettings:
+@dataclass(frozen=True, kw_only=True)
+class MemberOptions:
+    """What a member goes by: its agent, and those who start agents.
+
+    Attributes:
+        job: name of the job.
+        address: IP address that other members reach this one at.
+        command: what the worker executes.
+        zone: failure zone, for the planner.
+        host: the failure domain, if it is another one than the machine by its name.
+        events: file to append events to.
+        lease_ttl_s: seconds of silence after which a member is lost.
+        heartbeat_timeout_s: seconds without a heartbeat after which a worker is killed.
+        start_timeout_s: the same before its first step, if that is longer.
+        hang_timeout_s: seconds without progress after which a worker is killed; ``None``: as it suggests itself.
+        settle_s: seconds that the leader waits for companions of a loss.
+        grace_s: seconds between SIGTERM and SIGKILL for a worker.
+        min_gain, standby_replicas: see :class:`~bamboo_ds.topology.Policy`.
+        notices: ``bamboo.notices`` as JSON.
+        max_restarts, min_members: see :class:`~bamboo_ds.control.restart.RestartPolicy`.
+        on_exception: ``bamboo.recovery.on_exception``.
+        rejoin_s: seconds for which it tries to come back when its worker was evicted.
+    """
+
+    job: str
+    address: str
+    command: tuple[str, ...]
+    zone: str
+    events: str | None
+    lease_ttl_s: float
+    heartbeat_timeout_s: float
+    settle_s: float
+    grace_s: float
+    host: str | None = None
+    start_timeout_s: float = 0.0
+    hang_timeout_s: float | None = None
+    min_gain: float = 0.05
+    standby_replicas: bool = False
+    notices: str | None = None
+    max_restarts: int = 0
+    min_members: int = 1
+    on_exception: str = "stop"
+    rejoin_s: float = 600.0
+
+    @classmethod
+    def from_block(cls, block: BambooConfig, **others: Any) -> MemberOptions:
+        """The options that ``block`` stands for; ``others`` by name, where ``None`` leaves it to the block."""
+        membership, recovery = block.membership, block.recovery
+        ttl = others.get("lease_ttl_s") or float(membership.lease_ttl_s)
+        patience = others.get("heartbeat_timeout_s") or membership.heartbeat_timeout_s
+        values: dict[str, Any] = {
+            "zone": "",
+            "grace_s": 5.0,
+            "lease_ttl_s": ttl,
+            "heartbeat_timeout_s": membership.heartbeat_timeout_s or ttl,
+            "start_timeout_s": membership.start_timeout_s or (0.0 if patience else _START_TIMEOUT_S),
+            "hang_timeout_s": membership.hang_timeout_s,
+            "settle_s": membership.settle_ms / 1000,
+            "min_gain": block.topology.min_gain,
+            "standby_replicas": block.standby.replicas,
+            "notices": block.notices.model_dump_json(),
+            "max_restarts": recovery.max_restarts,
+            "min_members": recovery.min_members,
+            "on_exception": recovery.on_exception,
+            "rejoin_s": membership.rejoin_s,
+            "events": None,
+        }
+        return MemberOptions(**values | {name: value for name, value in others.items() if value is not None})
+
+    def member_options(self) -> dict[str, Any]:
+        """These options alone, by name, without what a subclass adds."""
+        return {field.name: getattr(self, field.name) for field in fields(MemberOptions)}
+
+    def check_notices(self) -> None:
+        """Raise :class:`ConfigError` if the sources of notices cannot be asked. The agent asks, under its own name."""
+        if self.notices is not None:
+            build_sources(NoticesConfig.model_validate_json(self.notices), os.environ, {"slot": "0", "member": "m0"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentSettings(MemberOptions):
     """The settings of one agent.
 
     Attributes:
@@ -23,48 +118,57 @@ class AgentSettings:
         feeder: the worker only draws batches. Another agent has started this one, which ends with it.
         world_size: number of slots at the start.
         store: comma-separated URLs of etcd.
-        job: name of the job.
-        address: IP address that other members reach this one at.
-        zone: failure zone, for the planner.
-        events: file to append events to.
         parent_pid: process id of the launcher.
-        lease_ttl_s: seconds of silence after which a member is lost.
-        heartbeat_timeout_s: seconds without a heartbeat after which a worker is killed.
-        settle_s: seconds that the leader waits for companions of a loss.
-        grace_s: seconds between SIGTERM and SIGKILL for a worker.
         master_port: ``MASTER_PORT`` for jobs that do not use bamboo's groups.
         pipelines: number of pipelines that the user asked for, if any.
         result_fd: descriptor to write the worker's departure to, as a line of JSON.
         state_file: the launcher's state file, to be removed if the launcher cannot.
-        command: what the worker executes.
-        host: the failure domain, if it is another one than the machine by its name.
+        guest: nobody watches this agent: it is no launcher's and no other agent's child.
+        comebacks: how many times it has come back, lately.
+        generation: the restart (0: the first start) that the worker is part of from the beginning; ``None`` with a
+            ``home``: it joins what is running.
+        waiting: there is no worker yet: the job is about to be started again.
+        after_epoch: plans up to this one are over.
+        restart_from: folder of the checkpoint that the job goes on from.
+        extra: further workers to start, as ``rank:slot`` separated by commas.
+        launched: another launcher has placed the slot: what that says of the host (``LOCAL_RANK``, ``MASTER_ADDR``, …)
+            holds for the worker.
     """
 
     slot: int
     world_size: int
     store: str
-    job: str
-    address: str
-    zone: str
-    events: str | None
     parent_pid: int
-    lease_ttl_s: float
-    heartbeat_timeout_s: float
-    settle_s: float
-    grace_s: float
     master_port: int
     pipelines: int | None
     result_fd: int | None
     state_file: str | None
-    command: tuple[str, ...]
     home: int | None = None
     feeder: bool = False
-    host: str | None = None
+    guest: bool = False
+    generation: int | None = None
+    waiting: bool = False
+    after_epoch: int = 0
+    restart_from: str | None = None
+    extra: str | None = None
+    comebacks: int = 0
+    launched: bool = False
 
     @property
     def rank(self) -> int:
         """``RANK`` of the worker."""
         return self.slot if self.home is None else self.home
+
+    @property
+    def joins(self) -> bool:
+        """Whether the worker joins a running job."""
+        return self.home is not None and self.generation is None
+
+    @property
+    def extra_ranks(self) -> dict[int, int]:
+        """Slots of further workers by rank."""
+        pairs = (item.split(":") for item in (self.extra or "").split(",") if item)
+        return {int(rank): int(slot) for rank, slot in pairs}
 
     def to_arguments(self) -> list[str]:
         """The command line that :func:`parse_arguments` turns into these settings (without the store)."""
@@ -85,6 +189,22 @@ def parse_arguments(argv: Sequence[str]) -> AgentSettings:
     parser.add_argument("--home", type=int)
     parser.add_argument("--feeder", action="store_true")
     parser.add_argument("--host")
+    parser.add_argument("--hang-timeout-s", type=float)
+    parser.add_argument("--min-gain", type=float, default=0.05)
+    parser.add_argument("--standby-replicas", action="store_true")
+    parser.add_argument("--notices")
+    parser.add_argument("--guest", action="store_true")
+    parser.add_argument("--max-restarts", type=int, default=0)
+    parser.add_argument("--min-members", type=int, default=1)
+    parser.add_argument("--generation", type=int)
+    parser.add_argument("--waiting", action="store_true")
+    parser.add_argument("--after-epoch", type=int, default=0)
+    parser.add_argument("--restart-from")
+    parser.add_argument("--extra")
+    parser.add_argument("--rejoin-s", type=float, default=600.0)
+    parser.add_argument("--comebacks", type=int, default=0)
+    parser.add_argument("--launched", action="store_true")
+    parser.add_argument("--on-exception", choices=["stop", "takeover"], default="stop")
     parser.add_argument("--world-size", type=int, required=True)
     parser.add_argument("--store", default=os.environ.get(ENV_STORE), help=f"default: ${ENV_STORE}")
     parser.add_argument("--job", required=True)
@@ -94,6 +214,7 @@ def parse_arguments(argv: Sequence[str]) -> AgentSettings:
     parser.add_argument("--parent-pid", type=int, required=True)
     parser.add_argument("--lease-ttl-s", type=float, default=5.0)
     parser.add_argument("--heartbeat-timeout-s", type=float)
+    parser.add_argument("--start-timeout-s", type=float, default=0.0)
     parser.add_argument("--settle-s", type=float, default=0.02)
     parser.add_argument("--grace-s", type=float, default=5.0)
     parser.add_argument("--master-port", type=int, default=29500)
@@ -115,11 +236,27 @@ def script_command(script: str, arguments: Sequence[str], module: bool) -> tuple
     return (sys.executable, "-u", *(("-m",) if module else ()), script, *arguments)
 
 
+def local_rank(settings: AgentSettings, environ: Mapping[str, str], gpus: Path = _GPUS) -> int:
+    """``LOCAL_RANK`` of a worker: on a host with GPUs they go round by rank.
+
+    So a member that joins as a lost rank gets the GPU of that one, and what scripts expect, Megatron among them.
+
+    Args:
+        environ: where ``CUDA_VISIBLE_DEVICES`` may be.
+        gpus: the folder in which the driver has an entry for every GPU.
+    """
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        count = len([device for device in visible.split(",") if device.strip() not in ("", "-1")])
+    else:
+        count = len(list(gpus.iterdir())) if gpus.is_dir() else 0
+    return settings.rank % count if count else settings.rank
+
+
 def worker_environment(settings: AgentSettings, member: str) -> dict[str, str]:
     """The environment of the worker of ``member``, without the channel's descriptor."""
     env = dict(os.environ)
     without_access(env)
-    env.setdefault("OMP_NUM_THREADS", "1")
     env.update(
         {
             ENV_MEMBER: member,
@@ -128,19 +265,32 @@ def worker_environment(settings: AgentSettings, member: str) -> dict[str, str]:
             ENV_HEARTBEAT_TIMEOUT: str(settings.heartbeat_timeout_s),
             "RANK": str(settings.rank),
             "WORLD_SIZE": str(settings.world_size),
-            "LOCAL_RANK": str(settings.rank),
-            "LOCAL_WORLD_SIZE": str(settings.world_size),
-            # DeepSpeed on CPU asks for this one.
-            "LOCAL_SIZE": str(settings.world_size),
-            "CROSS_RANK": "0",
-            "CROSS_SIZE": "1",
-            "MASTER_ADDR": settings.address,
-            "MASTER_PORT": str(settings.master_port),
         }
     )
-    env.pop(ENV_JOINER, None)
-    if settings.home is not None:
+    size = env.get("LOCAL_WORLD_SIZE", "1") if settings.launched else str(settings.world_size)
+    placed = {
+        "LOCAL_RANK": str(local_rank(settings, env)),
+        "LOCAL_WORLD_SIZE": size,
+        # DeepSpeed on CPU asks for this one.
+        "LOCAL_SIZE": size,
+        "CROSS_RANK": "0",
+        "CROSS_SIZE": "1",
+        "MASTER_ADDR": settings.address,
+        "MASTER_PORT": str(settings.master_port),
+    }
+    if settings.launched:
+        env.update({name: value for name, value in placed.items() if name not in env})
+    else:
+        env.setdefault("OMP_NUM_THREADS", "1")
+        env.update(placed)
+    for name in (ENV_JOINER, ENV_RESTARTS, ENV_RESTART_FROM):
+        env.pop(name, None)
+    if settings.joins:
         env[ENV_JOINER] = "1"
+    if settings.generation:
+        env[ENV_RESTARTS] = str(settings.generation)
+    if settings.restart_from is not None:
+        env[ENV_RESTART_FROM] = settings.restart_from
     if settings.pipelines is not None:
         env["BAMBOO_PIPELINES"] = str(settings.pipelines)
     return env

@@ -36,11 +36,32 @@ ENV_JOB = "BAMBOO_JOB"
 ENV_ADDRESS = "BAMBOO_ADDRESS"
 ENV_HEARTBEAT_TIMEOUT = "BAMBOO_HEARTBEAT_TIMEOUT"
 ENV_JOINER = "BAMBOO_JOINER"
+#: Number of the job's restart that the worker belongs to; not set before the first one.
+ENV_RESTARTS = "BAMBOO_RESTART_COUNT"
+#: Folder of the checkpoint that a restart goes on from, if there is one.
+ENV_RESTART_FROM = "BAMBOO_RESTART_FROM"
 
 _DEFAULT_HEARTBEAT_TIMEOUT_S = 5.0
 _LONGEST_HEARTBEAT_INTERVAL_S = 0.2
 #: How long close() waits for an agent that does not read.
 _FLUSH_DEADLINE_S = 1.0
+
+
+class Activity:
+    """What a worker's main thread does, for its heartbeats. Written by that thread, read by the channel's.
+
+    Attributes:
+        beats: instructions done so far.
+        busy: whether the main thread executes instructions; else it is in the script, or recovers.
+        waiting: whether it waits for another member at this moment.
+        hang_after_s: see :class:`~.messages.Heartbeat`.
+    """
+
+    def __init__(self) -> None:
+        self.beats = 0
+        self.busy = False
+        self.waiting: Callable[[], bool] = lambda: False
+        self.hang_after_s: float | None = None
 
 
 class WorkerChannel:
@@ -56,6 +77,9 @@ class WorkerChannel:
         world_size: number of slots at the start of the job.
         address: IP address that other workers reach this one at; the only one to bind to.
         joiner: the job was running already when this worker was started.
+        restart_from: folder of the newest checkpoint that members had told of when the job was started again.
+        heartbeat_timeout_s: seconds without a heartbeat after which the agent kills this worker.
+        activity: what heartbeats tell of the main thread.
     """
 
     def __init__(
@@ -69,6 +93,7 @@ class WorkerChannel:
         address: str,
         heartbeat_timeout_s: float = _DEFAULT_HEARTBEAT_TIMEOUT_S,
         joiner: bool = False,
+        restart_from: str | None = None,
     ) -> None:
         self.member = member
         self.job = job
@@ -76,6 +101,8 @@ class WorkerChannel:
         self.world_size = world_size
         self.address = address
         self.joiner = joiner
+        self.restart_from = restart_from
+        self.heartbeat_timeout_s = heartbeat_timeout_s
         self._interval = min(_LONGEST_HEARTBEAT_INTERVAL_S, 0.25 * heartbeat_timeout_s)
         self._wire = LineSocket(sock)
         self._changed = threading.Condition()
@@ -83,6 +110,7 @@ class WorkerChannel:
         self._stores: dict[int, tuple[str, int]] = {}
         self._places: tuple[Place, ...] = ()
         self._progress = Heartbeat()
+        self.activity = Activity()
         self._gone = False  # the agent is, or its socket
         self._closing = False
         self._thread: threading.Thread | None = None
@@ -113,6 +141,7 @@ class WorkerChannel:
             address=os.environ[ENV_ADDRESS],
             heartbeat_timeout_s=float(os.environ.get(ENV_HEARTBEAT_TIMEOUT, _DEFAULT_HEARTBEAT_TIMEOUT_S)),
             joiner=bool(os.environ.get(ENV_JOINER)),
+            restart_from=os.environ.get(ENV_RESTART_FROM),
         )
         _inherited = (os.getpid(), channel)
         return channel
@@ -250,7 +279,15 @@ class WorkerChannel:
 
     def exit_notice(self, reason: str, failed: bool = False) -> None:
         """Tell the agent why this worker is about to end; ``failed``: because of the script, which ends the job."""
-        self._send(ExitNotice(reason=reason, failed=failed))
+        self._send(self._heartbeat())  # the newest progress: there may be no other after this
+        self._send(ExitNotice(reason=reason, failed=failed, step=self._progress.step))
+
+    def _heartbeat(self) -> Heartbeat:
+        activity = self.activity
+        computing = activity.busy and not activity.waiting()
+        return self._progress.model_copy(
+            update={"beats": activity.beats, "computing": computing, "hang_after_s": activity.hang_after_s}
+        )
 
     # -- the thread ---------------------------------------------------------------------------------
 
@@ -270,7 +307,7 @@ class WorkerChannel:
         while not self._closing:
             now = time.monotonic()
             if now >= next_heartbeat:
-                self._send(self._progress)
+                self._send(self._heartbeat())
                 next_heartbeat = now + self._interval
             ready = self._wire.poll(next_heartbeat - time.monotonic(), writing=self._wire.backlog > 0)
             if ready & select.POLLOUT:

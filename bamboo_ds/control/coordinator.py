@@ -18,12 +18,14 @@ from functools import partial
 from ..errors import LeaseExpired, StoreError, StoreUnavailable
 from ..store import Lease, Store, WatchEvent
 from ..topology.plan import Plan
+from .admission import over_for, places
 from .leader import Leader
 from .membership import (
     Keys,
     LeftRecord,
     MemberRecord,
     Record,
+    RestartRecord,
     StopRecord,
     StoreRecord,
     TimingRecord,
@@ -31,6 +33,7 @@ from .membership import (
 )
 from .messages import Place
 from .mirror import Mirror
+from .neighbours import Neighbours, report_dead_agent
 
 logger = logging.getLogger("bamboo_ds.control.coordinator")
 
@@ -54,6 +57,7 @@ class Callbacks:
         on_store: epoch, host and port of a ``TCPStore``.
         on_places: where a member that waits to be admitted can learn what the job has done; again when it changes.
         on_stop: the job is to end.
+        on_restart: workers are to be started again.
         on_error: the coordinator has ended by this error; the member cannot be kept.
         on_ended: the coordinator has ended, after the departure or by an error; always the last call.
     """
@@ -64,6 +68,7 @@ class Callbacks:
     on_stop: Callable[[StopRecord], None]
     on_error: Callable[[BaseException], None]
     on_ended: Callable[[], None]
+    on_restart: Callable[[RestartRecord], None] = lambda record: None
 
 
 class Coordinator:
@@ -77,6 +82,7 @@ class Coordinator:
         callbacks: see :class:`Callbacks`.
         last_heartbeat: monotonic seconds of the worker's newest heartbeat; asked from the coordinator's
             thread.
+        after_epoch: plans up to this one are none of the member's business.
     """
 
     def __init__(
@@ -88,6 +94,7 @@ class Coordinator:
         lease_ttl_s: float,
         callbacks: Callbacks,
         last_heartbeat: Callable[[], float | None],
+        after_epoch: int = 0,
     ) -> None:
         self._store = store
         self._leader = leader
@@ -98,16 +105,23 @@ class Coordinator:
         self._accused: tuple[int, float] | None = None  # epoch, and when we learnt of it
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._pending: dict[str, Record] = {}
-        self._departure: tuple[LeftRecord, StopRecord | None] | None = None
+        self._dead: dict[str, tuple[MemberRecord, float]] = {}  # members whose agents have died, and when
+        self._neighbours: Neighbours | None = None
+        self._departure: tuple[LeftRecord | None, StopRecord | None] | None = None
         self._ending = threading.Event()
         self._lease: Lease | None = None
         self._mirror: Mirror | None = None
-        self._pushed_epoch = 0
+        self._pushed_epoch = self._after_epoch = after_epoch
+        self._told_restart = 0
+        self._waits = record.state == "waiting"
         self._evicted = False
         self._admitted = not record.joiner
         self._places: list[Place] = []
         self._stop_told = False
         self._resigned = False
+        self._leaving = self._state_due = False
+        #: After the departure: no other member is left on this host. False while that is not known.
+        self.last_of_host = False
         self._last_contact = time.monotonic()
         self._trusted_from = 0.0
         self._thread = threading.Thread(target=self._run, name="bamboo-coordinator", daemon=True)
@@ -127,6 +141,15 @@ class Coordinator:
 
         self._inbox.put(enqueue)
 
+    def mark_leaving(self) -> None:
+        """Say in the member's record that it is going to vanish. The leader then gives its roles to others."""
+
+        def mark() -> None:
+            self._leaving = self._state_due = True
+            self._record = self._record.model_copy(update={"state": "leaving"})
+
+        self._inbox.put(mark)
+
     def resign(self) -> None:
         """Plan no more: the job is being ended."""
 
@@ -135,8 +158,11 @@ class Coordinator:
 
         self._inbox.put(stop_leading)
 
-    def leave(self, departure: LeftRecord, stop: StopRecord | None = None) -> None:
-        """Write why the member leaves, and ``stop`` if given, revoke the lease, end; ``on_ended`` tells."""
+    def leave(self, departure: LeftRecord | None, stop: StopRecord | None = None) -> None:
+        """Write why the member leaves (``None``: not worth a word), and ``stop`` if given; revoke the lease, end.
+
+        ``on_ended`` tells.
+        """
 
         def depart() -> None:
             self._departure = (departure, stop)
@@ -162,11 +188,13 @@ class Coordinator:
     def _run(self) -> None:
         try:
             self._serve()
-        except BaseException as error:
+        except BaseException as error:  # the agent ends its worker and says why
             logger.exception("the coordinator of %s failed", self._record.id)
             self._callbacks.on_error(error)
         finally:
             self._ending.set()
+            if self._neighbours is not None:
+                self._neighbours.close()
             self._store.close()
             self._callbacks.on_ended()
 
@@ -214,13 +242,29 @@ class Coordinator:
 
     def _register(self, plan: Plan | None) -> None:
         """Put the member's record under a new lease, unless the plan has gone on without it."""
-        if plan is not None and self._admitted and self._record.id not in plan.members:
+        if plan is not None and self._is_out(plan):
             return
         lease = self._store.lease(self._ttl_s)
         record = self._record.model_copy(update={"lease": lease.id})
         self._store.put(Keys.member(record.id), record.to_json(), lease)
         self._lease = lease
         self._last_contact = time.monotonic()
+        # Nothing is known of what was before: others may have lost their leases by an outage, and be about to return.
+        self._trusted_from = self._last_contact + self._ttl_s
+
+    def _is_out(self, plan: Plan) -> bool:
+        """Whether the job goes on without this member."""
+        concerns = self._admitted and not self._waits and plan.epoch > self._after_epoch
+        return concerns and self._record.id not in plan.members
+
+    def _renew(self, lease: Lease) -> None:
+        """Put the member's record again, unless the leader has removed it."""
+        key = Keys.member(self._record.id)
+        entry = self._store.get(key)
+        if entry is not None:
+            record = self._record.model_copy(update={"lease": lease.id})
+            self._store.compare_and_swap(key, entry.mod_revision, record.to_json(), lease)
+        self._state_due = False
 
     def _observe(self, event: WatchEvent) -> None:
         def apply() -> None:
@@ -251,13 +295,19 @@ class Coordinator:
         if plan is not None and plan.epoch > self._pushed_epoch:
             self._pushed_epoch = plan.epoch
             self._admitted = self._admitted or self._record.id in plan.members
-            self._evicted = self._admitted and self._record.id not in plan.members
+            # One that leaves is needed until it has left, although the plan goes on without it.
+            self._evicted = self._is_out(plan) and not self._leaving
             self._callbacks.on_plan(plan)
-        if plan is not None and not self._admitted:
+        restart = mirror.restart
+        if restart is not None and restart.generation > self._told_restart:
+            self._told_restart = restart.generation
+            self._callbacks.on_restart(restart)
+        if plan is not None and (self._record.joiner or (self._waits and not plan.unheld)):
             self._follow(mirror, plan)
         if stop is not None and not self._stop_told:
             self._stop_told = True
             self._callbacks.on_stop(stop)
+        self._attend_neighbours(mirror)
         if self._evicted:
             return None
         if self._lease is None:
@@ -271,6 +321,8 @@ class Coordinator:
                 key, record = next(iter(self._pending.items()))
                 self._store.put(key, record.to_json())
                 del self._pending[key]
+            if self._state_due:
+                self._renew(self._lease)
             wakes = [self._vouch(mirror, plan)]
             if not self._resigned:
                 wakes.append(self._leader.step(mirror, self._lease, self._trust(time.monotonic())))
@@ -279,16 +331,28 @@ class Coordinator:
             return time.monotonic()
         return min((wake for wake in wakes if wake is not None), default=None)
 
+    def _attend_neighbours(self, mirror: Mirror) -> None:
+        """Report members of this host whose agents have died."""
+        if self._neighbours is None:
+
+            def died(record: MemberRecord, at: float) -> None:
+                self._inbox.put(partial(self._dead.__setitem__, record.id, (record, at)))
+
+            self._neighbours = Neighbours(self._record.id, died)
+        self._neighbours.follow(mirror.members.values())
+        while self._dead:
+            member, (record, at) = next(iter(self._dead.items()))
+            report_dead_agent(self._store, record, at, f"agent died, as {self._record.id} saw")
+            del self._dead[member]
+
     def _follow(self, mirror: Mirror, plan: Plan) -> None:
-        """What a member does that waits to be admitted."""
-        standings = mirror.standings
-        places = [standings[m].place for m in plan.members if m in standings]
-        known = [place for place in places if place is not None]
-        if known != self._places:
-            self._places = known
-            self._callbacks.on_places(known)
-        left = mirror.left
-        if all(m in left and left[m].outcome == "finished" for m in plan.members) and not self._stop_told:
+        """What a member does that does not take part yet."""
+        if not self._admitted:
+            known = places(mirror, plan)
+            if known != self._places:
+                self._places = known
+                self._callbacks.on_places(known)
+        if not self._stop_told and over_for(self._record.id, mirror, plan):
             self._stop_told = True
             self._callbacks.on_stop(StopRecord(code=0, reason="the job has finished", by=self._record.id))
 
@@ -307,15 +371,19 @@ class Coordinator:
             return None
         return time.monotonic() + _VOUCH_POLL_S
 
-    def _depart(self, departure: LeftRecord, stop: StopRecord | None) -> None:
+    def _depart(self, departure: LeftRecord | None, stop: StopRecord | None) -> None:
         for key, record in self._pending.items():
             self._store.put(key, record.to_json())
         self._pending.clear()
         if stop is not None:
             self._store.create(Keys.STOP, stop.to_json())
-        self._store.put(Keys.left(departure.id), departure.to_json())
+        if departure is not None:
+            self._store.put(Keys.left(departure.id), departure.to_json())
         if self._lease is not None:
             self._lease.revoke()
+        others = self._store.get_prefix(Keys.MEMBERS).entries.values() if self._leaving else ()
+        hosts = {member.host for member in map(MemberRecord.from_json, (entry.value for entry in others))}
+        self.last_of_host = self._leaving and self._record.host not in hosts
 
     # -- the lease ----------------------------------------------------------------------------------
 

@@ -13,9 +13,23 @@ from ..errors import EXIT_FATAL_LOSS
 from ..topology import Candidate, Policy, ends, holders_of, hungry
 from ..topology.plan import Plan
 from ..topology.planner import initial_plan, takeover, with_redundancy
-from .membership import LayoutRecord, LeftRecord, MemberRecord, StandingRecord, SuspicionRecord, in_slot_order
+from .failures import hopeless
+from .handover import vanished, wanted_feeder
+from .membership import (
+    LayoutRecord,
+    LeftRecord,
+    MemberRecord,
+    ProgressRecord,
+    RestartRecord,
+    StandingRecord,
+    SuspicionRecord,
+    in_slot_order,
+)
 from .reconfiguration import next_change, ready_copies
+from .restart import Again, Assign, Begin, GiveUp, RestartPolicy, Restarts, fatal_plan
 
+#: A pair of members that cannot reach each other again in fewer epochs after a reconnection is not connected anew.
+_RECONNECTED_EPOCHS = 4
 #: Exit code of a job whose workers disagree about the layout.
 EXIT_CONFIG = 2
 
@@ -37,6 +51,9 @@ class View:
             departure record means its loss. It lies in the future for a while after etcd could not be
             reached, when leases have run out of members that are alive and about to return.
         stopping: the job is being ended; nothing is planned any more.
+        hurried: members that are going to vanish and have little time left.
+        progress: newest progress by member id, also of members that are gone.
+        restart: the newest restart.
     """
 
     world_size: int
@@ -49,6 +66,9 @@ class View:
     vouched: Mapping[str, int] = field(default_factory=dict)
     trusted_from: float = 0.0
     stopping: bool = False
+    hurried: frozenset[str] = frozenset()
+    progress: Mapping[str, ProgressRecord] = field(default_factory=dict)
+    restart: RestartRecord | None = None
 
     def finished(self, member: str) -> bool:
         """Whether the worker of ``member`` has done all its work."""
@@ -67,7 +87,7 @@ class Loss:
     """
 
     member: str
-    reason: Literal["exit", "signal", "heartbeat", "lease", "suspects"]
+    reason: Literal["exit", "signal", "heartbeat", "hang", "lease", "suspects"]
     detail: str
     detection_s: float | None
     noticed: float
@@ -75,9 +95,10 @@ class Loss:
 
 @dataclass(frozen=True)
 class Wait:
-    """Nothing to do before something changes, or before the monotonic time ``until``."""
+    """Nothing to do before something changes, or before the monotonic time ``until``; ``reason`` is worth telling."""
 
     until: float | None = None
+    reason: str | None = None
 
 
 @dataclass(frozen=True)
@@ -105,30 +126,39 @@ class Feed:
     rank: int
 
 
-Action = Wait | WritePlan | StopJob | Feed
+Action = Wait | WritePlan | StopJob | Feed | Assign
 
 
 class Decider:
-    """Decides for one leader; remembers only since when it has seen members absent or accused.
+    """Decides for one leader; remembers only since when it has seen members absent or accused, and of whom both.
 
     Args:
         settle_s: how long a loss waits for companions, because preemptions come in bulk; also how long
             accusations wait for a better explanation.
         patience_s: how long a single accusation waits for the accused's agent to vouch for its worker.
             Without a voucher the accused is dropped; with one, both are right and the connection between
-            them is at fault: a new epoch with the same members rebuilds it.
+            them is at fault: a new epoch with the same members rebuilds it. If they cannot reach each other
+            then either, one of them is dropped.
         min_gain: see :class:`~bamboo_ds.topology.Policy`.
         standby_replicas: see there.
+        restarts: when the job is started again after a fatal loss.
     """
 
     def __init__(
-        self, settle_s: float, patience_s: float, min_gain: float = 0.05, standby_replicas: bool = False
+        self,
+        settle_s: float,
+        patience_s: float,
+        min_gain: float = 0.05,
+        standby_replicas: bool = False,
+        restarts: RestartPolicy = RestartPolicy(max_restarts=0),  # noqa: B008  # immutable
     ) -> None:
         self._settle_s = settle_s
         self._patience_s = patience_s
         self._min_gain = min_gain
         self._standby_replicas = standby_replicas
+        self._restarts = Restarts(restarts) if restarts.max_restarts else None
         self._since: dict[tuple[str, int, str], float] = {}
+        self._reconnected: dict[frozenset[str], int] = {}  # pairs of members: the epoch that connected them anew
 
     def decide(self, view: View, now: float) -> Action:
         """The next action; ``now`` is monotonic seconds."""
@@ -137,14 +167,34 @@ class Decider:
         for departure in view.left.values():
             if departure.outcome == "failed":
                 return _stop_after(departure, "failed")
+        given_up = hopeless(view.left.values())
+        if given_up is not None:
+            return StopJob(given_up[0].code, given_up[1])
         if view.plan is None:
             return self._start(view)
         if view.plan.unheld:
-            return Wait()
+            return self._start_again(view, view.plan, now)
         for departure in view.left.values():
-            if departure.outcome == "fatal":
-                return _stop_after(departure, "reported a fatal loss")
+            if departure.outcome == "fatal" and departure.id in view.plan.members:
+                if self._restarts is None:
+                    return _stop_after(departure, "reported a fatal loss")
+                what = f"{departure.id} cannot go on ({departure.reason}: {departure.detail})"
+                return WritePlan(fatal_plan(view.plan, view.plan.members), what)
         return self._keep(view, view.plan, now)
+
+    def _start_again(self, view: View, plan: Plan, now: float) -> Action:
+        if self._restarts is None:
+            return Wait()
+        step = self._restarts.next(view, plan, now)
+        if isinstance(step, Assign):
+            return step
+        if isinstance(step, Begin):
+            return WritePlan(step.plan, "all workers have been started again")
+        if isinstance(step, Again):
+            return WritePlan(step.plan, step.reason)
+        if isinstance(step, GiveUp):
+            return StopJob(EXIT_FATAL_LOSS, step.reason)
+        return Wait(step.until, step.reason)
 
     def _start(self, view: View) -> Action:
         for departure in view.left.values():
@@ -156,7 +206,7 @@ class Decider:
         return WritePlan(initial_plan([slots[slot] for slot in sorted(slots)]), "all members are there")
 
     def _keep(self, view: View, plan: Plan, now: float) -> Action:
-        absent = [m for m in plan.members if m not in view.members and not view.finished(m)]
+        absent = [m for m in plan.members if m not in view.members and not view.finished(m)] + vanished(view, plan)
         sure = [m for m in absent if m in view.left or now >= view.trusted_from]
         if sure:
             noticed = min(self._first_seen("absent", plan.epoch, member, now) for member in sure)
@@ -176,6 +226,9 @@ class Decider:
             change = next_change(view, plan, self._policy(view))
             if change is not None:
                 return WritePlan(change.plan, change.reason)
+            rank = wanted_feeder(view, plan)
+            if rank is not None:
+                return Feed(rank)
         return action
 
     def _policy(self, view: View) -> Policy:
@@ -219,7 +272,11 @@ class Decider:
         who = ", ".join(f"{loss.member} ({loss.reason}: {loss.detail})" for loss in losses)
         if plan.layout is None:
             what = f"lost {who} before the engines were built, when nobody held a replica of its stage yet"
-            return StopJob(EXIT_FATAL_LOSS, what, tuple(losses))
+            if self._restarts is None:
+                return StopJob(EXIT_FATAL_LOSS, what, tuple(losses))
+            missed = [loss.member for loss in losses]
+            new_plan = fatal_plan(plan, [member for member in plan.members if member not in missed], missed)
+            return WritePlan(new_plan, what, tuple(losses))
         # A member that has finished can own nothing any more, although it is no loss by itself.
         gone = {loss.member for loss in losses} | {m for m in plan.members if view.finished(m)}
         holders = holders_of(plan, ready_copies(view.standings, plan))
@@ -253,9 +310,30 @@ class Decider:
             elif several or view.vouched.get(accused) != plan.epoch:
                 return self._take_over(view, plan, [Loss(accused, "suspects", ", ".join(by), None, noticed)])
             else:
-                new_plan = replace(plan, epoch=plan.epoch + 1, lost=(), immediate=True)
-                return WritePlan(new_plan, f"{by[0]} cannot reach {accused}, which is alive")
+                return self._reconnect(view, plan, accused, by[0], noticed)
         return Wait(min(wake, default=None))
+
+    def _reconnect(self, view: View, plan: Plan, accused: str, by: str, noticed: float) -> Action:
+        """One member cannot reach another one that is alive: they connect anew. If that does not help, one has to go.
+
+        The one whose loss costs less: there are holders for its roles; it has fewer of them.
+        """
+        pair = frozenset((accused, by))
+        recent = {p: at for p, at in self._reconnected.items() if plan.epoch - at < _RECONNECTED_EPOCHS or p == pair}
+        self._reconnected = recent
+        if plan.epoch - self._reconnected.get(pair, -_RECONNECTED_EPOCHS) >= _RECONNECTED_EPOCHS:
+            self._reconnected[pair] = plan.epoch + 1
+            new_plan = replace(plan, epoch=plan.epoch + 1, lost=(), immediate=True)
+            return WritePlan(new_plan, f"{by} cannot reach {accused}, which is alive")
+        del self._reconnected[pair]
+        holders = holders_of(plan, ready_copies(view.standings, plan)) if plan.layout else None
+
+        def cost(member: str) -> tuple[int, int, int]:
+            fatal = len(takeover(plan, {member}, holders).unheld)
+            return fatal, plan.owners.count(member), -view.members[member].slot
+
+        loser, winner = sorted(pair, key=cost)
+        return self._take_over(view, plan, [Loss(loser, "suspects", winner, None, noticed)])
 
     def _first_seen(self, what: str, epoch: int, member: str, now: float) -> float:
         for key in [key for key in self._since if key[1] < epoch]:
@@ -288,7 +366,6 @@ def _stop_after(departure: LeftRecord, what: str) -> StopJob:
 
 
 def _described(report: LayoutRecord) -> str:
-    return (
-        f"{report.layout.pipelines} pipelines of {report.layout.stages} stages "
-        f"{'with' if report.redundant else 'without'} redundancy"
-    )
+    layout = report.layout
+    sliced = f"{layout.copies} x {layout.slices}" if layout.slices > 1 else f"{layout.pipelines}"
+    return f"{sliced} pipelines of {layout.stages} stages {'with' if report.redundant else 'without'} redundancy"

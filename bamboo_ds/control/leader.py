@@ -7,8 +7,10 @@ been deposed without knowing loses the compare-and-swap on the plan.
 from __future__ import annotations
 
 import logging
+import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 from ..observe.events import (
     Event,
@@ -17,19 +19,49 @@ from ..observe.events import (
     MemberJoined,
     MemberLost,
     PlanWritten,
+    Restart,
     Takeover,
 )
 from ..store import Lease, Store
 from ..topology.plan import Plan
 from .decisions import Decider, Feed, Loss, StopJob, View, Wait, WritePlan
-from .membership import Keys, LeaderRecord, StopRecord, TimingRecord, in_slot_order
+from .handover import Deadlines, going
+from .membership import (
+    Keys,
+    LeaderRecord,
+    MemberRecord,
+    ProgressRecord,
+    RestartRecord,
+    StopRecord,
+    TimingRecord,
+    in_slot_order,
+)
 from .mirror import Mirror
+from .newcomer import claim_slot
+from .pruning import obsolete
 from .reporting import emit_or_log
+from .restart import Assign, RestartPolicy
 
 logger = logging.getLogger("bamboo_ds.control.leader")
 
 #: Seconds that a feeder gets to register until another one is started.
 _FEEDER_S = 30.0
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """A plan that may have been written: the answer has not come.
+
+    Attributes:
+        action: with the plan's nonce.
+        old: the plan that it replaces.
+        members, progress: those known at that time.
+    """
+
+    action: WritePlan
+    old: Plan | None
+    members: Mapping[str, MemberRecord]
+    progress: Mapping[str, ProgressRecord]
 
 
 class Leader:
@@ -43,6 +75,8 @@ class Leader:
         world_size: number of slots.
         settle_s: see :class:`Decider`.
         patience_s: see :class:`Decider`.
+        min_gain, standby_replicas: see :class:`~bamboo_ds.topology.Policy`.
+        restarts: when the job is started again after a fatal loss.
         on_feed: starts a worker in a new slot (first argument) that runs as a rank (second), to draw its batches.
     """
 
@@ -57,17 +91,28 @@ class Leader:
         settle_s: float,
         patience_s: float,
         on_feed: Callable[[int, int], None] = lambda slot, rank: None,
+        min_gain: float = 0.05,
+        standby_replicas: bool = False,
+        restarts: RestartPolicy = RestartPolicy(max_restarts=0),  # noqa: B008  # immutable
     ) -> None:
         self._store = store
         self._events = events
         self._member = member
         self._job = job
         self._world_size = world_size
-        self._decider = Decider(settle_s, patience_s)
+        self._decider = Decider(settle_s, patience_s, min_gain, standby_replicas, restarts)
         self._on_feed = on_feed
         self._fed: dict[int, float] = {}  # when a feeder was started, by rank
+        self._deadlines = Deadlines()
+        self._told_last = False
         self._written = 0  # newest epoch written here; the mirror may still lag behind it
+        self._assigned = 0  # the same for restarts
+        self._pruned = 0  # newest epoch in which keys were removed that nobody needs any more
+        self._told: str | None = None
         self._stopped = False
+        self._attempts: list[_Attempt] = []
+        self._stop_attempt: StopJob | None = None
+        self._evicted: set[str] = set()  # accused members whose records are still to be removed
 
     def step(self, mirror: Mirror, lease: Lease, trusted_from: float) -> float | None:
         """Contest, and act if leading. Returns the monotonic time at which to call again at the latest.
@@ -75,13 +120,21 @@ class Leader:
         Raises ``StoreUnavailable`` if etcd does not answer (call again), ``LeaseExpired`` if the member has
         to register anew first.
         """
+        now = time.monotonic()
+        self._recognise(mirror)
+        self._deadlines.note(mirror.notices, now)
         leader = mirror.leader
+        if self._yields(mirror):
+            if leader == self._member:
+                self._abdicate()
+            return None
         if leader is None and not self._stopped:
             self._store.create(Keys.LEADER, LeaderRecord(id=self._member).to_json(), lease)
             return None  # the watch tells who won
         plan = mirror.plan
         lagging = (plan is not None and plan.epoch < self._written) or (plan is None and self._written > 0)
-        if leader != self._member or lagging or self._stopped:
+        generation = mirror.restart.generation if mirror.restart else 0
+        if leader != self._member or lagging or generation < self._assigned or self._stopped:
             return None
         view = View(
             world_size=self._world_size,
@@ -94,17 +147,52 @@ class Leader:
             vouched=mirror.vouched,
             trusted_from=trusted_from,
             stopping=mirror.stop is not None,
+            hurried=self._deadlines.hurried(now),
+            progress=mirror.progress,
+            restart=mirror.restart,
         )
-        action = self._decider.decide(view, time.monotonic())
+        self._tell_last(view)
+        action = self._decider.decide(view, now)
         if isinstance(action, Wait):
-            return action.until
+            if action.reason is not None and action.reason != self._told:
+                logger.warning("the job waits: %s", action.reason)
+            self._told = action.reason
+            self._prune(mirror)
+            return _earliest(action.until, self._deadlines.wake(now))
+        if isinstance(action, Assign):
+            self._assign(action.record, mirror)
+            return None
         if isinstance(action, Feed):
-            return self._feed(action.rank, mirror)
+            return _earliest(self._feed(action.rank, mirror), self._deadlines.wake(now))
         if isinstance(action, StopJob):
             self._stop(action, mirror)
         else:
             self._write(action, mirror)
         return None
+
+    def _yields(self, mirror: Mirror) -> bool:
+        """Whether this member leaves and another one can lead."""
+        me, plan = mirror.get(Keys.member(self._member), MemberRecord), mirror.plan
+        if me is None or me.state != "leaving" or plan is None:
+            return False
+        return any(r.id in plan.members and r.state != "leaving" and not r.feeder for r in mirror.members.values())
+
+    def _abdicate(self) -> None:
+        entry = self._store.get(Keys.LEADER)
+        if entry is not None and LeaderRecord.from_json(entry.value).id == self._member:
+            logger.info("giving up the leadership: this member leaves")
+            self._store.compare_and_delete(Keys.LEADER, entry.mod_revision)
+
+    def _tell_last(self, view: View) -> None:
+        """Say once that members which should leave cannot, since nobody would be left."""
+        plan = view.plan
+        if plan is None or any(view.finished(member) for member in plan.members):
+            return
+        leaving = [r.id for r in view.members.values() if r.state == "leaving" and r.id in plan.members]
+        stuck = bool(leaving) and not going(view, plan)
+        if stuck and not self._told_last:
+            logger.warning("nobody is left who could take over from %s: they stay", ", ".join(leaving))
+        self._told_last = stuck
 
     def _feed(self, rank: int, mirror: Mirror) -> float:
         """Have a feeder started, unless one is on its way; returns when to look again."""
@@ -115,8 +203,45 @@ class Leader:
             self._on_feed(claim_slot(self._store, first), rank)
         return self._fed[rank] + _FEEDER_S
 
+    def _assign(self, record: RestartRecord, mirror: Mirror) -> None:
+        """Have the workers started again."""
+        first = max([self._world_size - 1, *(member.slot for member in mirror.members.values())]) + 1
+        extra = {rank: claim_slot(self._store, first) for ranks in record.ranks.values() for rank in ranks[1:]}
+        record = record.model_copy(update={"extra": extra})
+        if not self._store.compare_and_swap(Keys.RESTART, mirror.revision(Keys.RESTART), record.to_json()):
+            logger.warning("lost the leadership: another leader starts the job again")
+            return
+        self._assigned = record.generation
+        slots = sorted(record.ranks)
+        logger.warning(
+            "restart %d on slots %s, from %s", record.generation, slots, record.checkpoint or "the beginning"
+        )
+        self._emit(
+            Restart(
+                job=self._job,
+                member=self._member,
+                epoch=record.after_epoch,
+                number=record.generation,
+                slots=slots,
+                checkpoint=record.checkpoint,
+                step=record.step,
+            )
+        )
+
+    def _prune(self, mirror: Mirror) -> None:
+        """Once in an epoch, when everybody has entered it: every agent holds a copy of all keys."""
+        plan = mirror.plan
+        if plan is None or plan.epoch == self._pruned or (keys := obsolete(mirror, plan)) is None:
+            return
+        for key in keys:
+            self._store.delete(key)
+        self._pruned = plan.epoch
+        logger.debug("have removed %d keys of departed members and past epochs", len(keys))
+
+    # -- writing --------------------------------------------------------------------------------------
+
     def _write(self, action: WritePlan, mirror: Mirror) -> None:
-        new_plan = action.plan
+        new_plan = replace(action.plan, nonce=secrets.token_hex(8))
         if action.losses:
             # Before the plan, so that whoever knows the plan knows its times.
             first = min(loss.noticed for loss in action.losses)
@@ -124,35 +249,67 @@ class Leader:
             taken = time.monotonic() - first
             timing = TimingRecord(epoch=new_plan.epoch, detection_s=max(detections, default=None), plan_s=taken)
             self._store.put(Keys.timing(new_plan.epoch), timing.to_json())
-        if not self._store.compare_and_swap(Keys.PLAN, mirror.plan_revision, new_plan.to_json()):
+        # Several may be under way if answers are lost; etcd takes one of them at most.
+        self._attempts.append(_Attempt(replace(action, plan=new_plan), mirror.plan, mirror.members, mirror.progress))
+        if self._store.compare_and_swap(Keys.PLAN, mirror.plan_revision, new_plan.to_json()):
+            self._won(self._attempts[-1])
+            self._remove_evicted()
+        elif len(self._attempts) == 1:
             logger.warning("lost the leadership: another leader wrote a plan before epoch %d", new_plan.epoch)
-            return
-        self._written = new_plan.epoch
-        logger.info("wrote the plan of epoch %d: %s", new_plan.epoch, action.reason)
-        self._emit_changes(mirror.plan, action, mirror)
-        for loss in action.losses:
-            if loss.member in mirror.members:
-                # Accused but registered: without its key it cannot take part in an election.
-                self._store.delete(Keys.member(loss.member))
+
+    def _recognise(self, mirror: Mirror) -> None:
+        """Find out what has become of attempts without answer."""
+        for attempt in list(self._attempts):
+            epoch, nonce = attempt.action.plan.epoch, attempt.action.plan.nonce
+            if mirror.nonce(epoch) == nonce:
+                self._won(attempt)
+                break
+            if mirror.plan is not None and mirror.plan.epoch >= epoch:
+                self._attempts.remove(attempt)
+        if self._stop_attempt is not None and mirror.stop is not None:
+            action, self._stop_attempt = self._stop_attempt, None
+            if mirror.stop.by == self._member:
+                self._tell_stop(action, mirror)
+        self._remove_evicted()
+
+    def _remove_evicted(self) -> None:
+        for member in sorted(self._evicted):
+            # Accused but registered: without its key it cannot take part in an election.
+            self._store.delete(Keys.member(member))
+            self._evicted.discard(member)
+
+    def _won(self, attempt: _Attempt) -> None:
+        """The attempt is the plan now."""
+        action = attempt.action
+        self._attempts.clear()
+        self._written = action.plan.epoch
+        logger.info("wrote the plan of epoch %d: %s", action.plan.epoch, action.reason)
+        self._emit_changes(attempt)
+        self._evicted |= {loss.member for loss in action.losses} & attempt.members.keys()
 
     def _stop(self, action: StopJob, mirror: Mirror) -> None:
         record = StopRecord(code=action.code, reason=action.reason, by=self._member)
+        self._stop_attempt = action
         if self._store.create(Keys.STOP, record.to_json()):
-            logger.error("ending the job: %s", action.reason)
-            epoch = mirror.plan.epoch if mirror.plan else 0
-            self._emit_losses(action.losses, epoch)
-            if action.losses:
-                self._emit_fatal([], action.losses, epoch, mirror)
+            self._stop_attempt = None
+            self._tell_stop(action, mirror)
         self._stopped = True
+
+    def _tell_stop(self, action: StopJob, mirror: Mirror) -> None:
+        logger.error("ending the job: %s", action.reason)
+        epoch = mirror.plan.epoch if mirror.plan else 0
+        self._emit_losses(action.losses, epoch)
+        if action.losses:
+            self._emit_fatal([], action.losses, epoch, mirror.progress)
 
     def _emit(self, event: Event) -> None:
         emit_or_log(self._events, event)
 
     # -- events -------------------------------------------------------------------------------------
 
-    def _emit_changes(self, old: Plan | None, action: WritePlan, mirror: Mirror) -> None:
-        new = action.plan
-        for member in in_slot_order(mirror.members.values()):
+    def _emit_changes(self, attempt: _Attempt) -> None:
+        old, action, new = attempt.old, attempt.action, attempt.action.plan
+        for member in in_slot_order(attempt.members.values()):
             if member.id in new.members and (old is None or member.id not in old.members):
                 self._emit(
                     MemberJoined(
@@ -177,7 +334,11 @@ class Leader:
                 reason=action.reason,
             )
         )
-        if old is None or new.layout is None:
+        if new.unheld:
+            roles = [new.layout.role(rank) for rank in new.unheld] if new.layout else []
+            stages = [(role.pipeline, role.stage) for role in roles]
+            self._emit_fatal(stages, action.losses, new.epoch, attempt.progress)
+        if old is None or new.layout is None or old.unheld:
             return
         for role in new.layout.roles:
             before, after = old.owners[new.layout.rank(role)], new.owners[new.layout.rank(role)]
@@ -194,10 +355,6 @@ class Leader:
                         }
                     )
                 )
-        if new.unheld:
-            roles = [new.layout.role(rank) for rank in new.unheld]
-            stages = [(role.pipeline, role.stage) for role in roles]
-            self._emit_fatal(stages, action.losses, new.epoch, mirror)
 
     def _emit_losses(self, losses: tuple[Loss, ...], epoch: int) -> None:
         for loss in losses:
@@ -213,8 +370,14 @@ class Leader:
                 )
             )
 
-    def _emit_fatal(self, stages: list[tuple[int, int]], losses: tuple[Loss, ...], epoch: int, mirror: Mirror) -> None:
-        newest = max(mirror.progress.values(), key=lambda p: (p.checkpoint is not None, p.step), default=None)
+    def _emit_fatal(
+        self,
+        stages: list[tuple[int, int]],
+        losses: tuple[Loss, ...],
+        epoch: int,
+        progress: Mapping[str, ProgressRecord],
+    ) -> None:
+        newest = max(progress.values(), key=lambda p: (p.checkpoint is not None, p.step), default=None)
         self._emit(
             Fatal(
                 job=self._job,
@@ -227,9 +390,5 @@ class Leader:
         )
 
 
-def claim_slot(store: Store, first: int) -> int:
-    """A slot number from ``first`` on that nobody else has; claimed for the job's whole life."""
-    slot = first
-    while not store.create(Keys.slot(slot), str(slot)):
-        slot += 1
-    return slot
+def _earliest(*times: float | None) -> float | None:
+    return min((time for time in times if time is not None), default=None)

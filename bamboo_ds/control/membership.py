@@ -49,10 +49,15 @@ class MemberRecord(Record):
     Attributes:
         pid: process id of the worker, on ``host``.
         agent_pid: process id of the agent, on ``host``.
+        agent_started: when it began, and process_space: where its id means something; see :mod:`.neighbours`.
         lease: id of the lease that the record lives under.
         home: rank that the worker's script runs as.
         joiner: the member came while the job was running; it waits to be admitted.
         feeder: it only draws batches, for a pipeline at whose ends nobody else is at home.
+        state: ``leaving``: it is going to vanish and gets nothing any more; ``waiting``: it has no worker and waits
+            for the job's restart.
+        generation: the restart (0: the first start) that the worker is part of from the beginning; ``None``: it
+            joins what is running, or has no worker.
     """
 
     id: str
@@ -62,12 +67,54 @@ class MemberRecord(Record):
     address: str
     pid: int
     agent_pid: int
+    agent_started: int | None = None
+    process_space: str = ""
     incarnation: str
     lease: int = 0
     home: int = 0
     joiner: bool = False
     feeder: bool = False
-    state: Literal["running", "leaving"] = "running"
+    state: Literal["running", "leaving", "waiting"] = "running"
+    generation: int | None = 0
+
+
+class RestartRecord(Record):
+    """``restart``: who starts which workers after a fatal loss.
+
+    Attributes:
+        generation: number of the restart, from 1 on.
+        after_epoch: the epoch that was fatal.
+        ranks: the ranks whose workers each slot starts.
+        extra: numbers of the slots of the second and further workers of a member, by rank.
+        checkpoint: folder of the newest checkpoint that a member has told of.
+        step: newest step that any member has told of so far.
+        failures: restarts in a row, up to this one, that came after one that had not got beyond ``step``.
+    """
+
+    generation: int
+    after_epoch: int
+    ranks: dict[int, tuple[int, ...]]
+    extra: dict[int, int] = {}
+    checkpoint: str | None = None
+    step: int = 0
+    failures: int = 0
+
+
+class NoticeRecord(Record):
+    """``notices/<id>``: the member is going to vanish.
+
+    Attributes:
+        kind, source, detail: see :class:`~bamboo_ds.control.notices.Notice`.
+        deadline_s: seconds from the writing of this record until it vanishes; ``None`` where unknown.
+        iteration_s: duration of its newest iteration; ``None`` before the second one.
+    """
+
+    id: str
+    kind: str
+    source: str
+    detail: str
+    deadline_s: float | None = None
+    iteration_s: float | None = None
 
 
 class LeftRecord(Record):
@@ -76,10 +123,15 @@ class LeftRecord(Record):
     Attributes:
         outcome: ``finished`` (exit 0), ``failed`` (an error of the application), ``fatal`` and
             ``evicted`` (the worker stopped itself, see :mod:`bamboo_ds.errors`), ``lost`` (died by a
-            signal or was killed because it hung), ``stopped`` (ended on request).
-        reason: how the worker ended: by itself, by a signal, killed because its heartbeat stopped.
-        detail: exit code or name of the signal.
+            signal or was killed because it hung), ``stopped`` (the job was ended on request), ``left`` (went on
+            notice, after it had handed over what it had).
+        reason: how the worker ended: by itself, by a signal, killed because its heartbeat stopped or
+            because it made no progress.
+        detail: exit code or name of the signal; of a member that has left the notice.
         code: the exit code that the job should end with if this is a failure.
+        generation: see :class:`MemberRecord`.
+        error: in a job that takes such workers for lost: it has failed by itself, in this way.
+        step: newest step that it has committed, as far as known.
         since: ``CLOCK_MONOTONIC`` seconds at which the worker was last known to be well: its death as the
             agent saw it, or its last heartbeat. Comparable only where ``boot`` is the same.
         boot: id of the running kernel.
@@ -87,10 +139,13 @@ class LeftRecord(Record):
 
     id: str
     slot: int
-    outcome: Literal["finished", "failed", "fatal", "evicted", "lost", "stopped"]
-    reason: Literal["exit", "signal", "heartbeat"]
+    outcome: Literal["finished", "failed", "fatal", "evicted", "lost", "stopped", "left"]
+    reason: Literal["exit", "signal", "heartbeat", "hang"]
     detail: str
     code: int = 0
+    generation: int | None = None
+    error: str | None = None
+    step: int | None = None
     since: float
     boot: str
 
@@ -192,6 +247,7 @@ class Keys:
     LEADER = "leader"
     PLAN = "plan"
     STOP = "stop"
+    RESTART = "restart"
     MEMBERS = "members/"
     LEFT = "left/"
     REPORTS = "reports/"
@@ -201,6 +257,7 @@ class Keys:
     EPOCHS = "epochs/"
     PROGRESS = "progress/"
     SLOTS = "slots/"
+    NOTICES = "notices/"
 
     @classmethod
     def member(cls, member: str) -> str:
@@ -211,6 +268,11 @@ class Keys:
     def left(cls, member: str) -> str:
         """Key of a :class:`LeftRecord`."""
         return f"{cls.LEFT}{member}"
+
+    @classmethod
+    def notice(cls, member: str) -> str:
+        """Key of a :class:`NoticeRecord`."""
+        return f"{cls.NOTICES}{member}"
 
     @classmethod
     def report(cls, member: str) -> str:
@@ -264,7 +326,6 @@ def boot_id() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
-def new_member_id(slot: int) -> tuple[str, str]:
-    """A fresh member id for ``slot`` and its incarnation."""
-    incarnation = os.urandom(4).hex()
-    return f"m{slot}-{incarnation}", incarnation
+def new_member_id(slot: int) -> str:
+    """A fresh member id for ``slot``; what follows the hyphen is its incarnation."""
+    return f"m{slot}-{os.urandom(4).hex()}"

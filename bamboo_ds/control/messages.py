@@ -44,11 +44,21 @@ class StoreAddress(Message):
 
 
 class Heartbeat(Message):
-    """Worker to agent: the interpreter runs. Carries the newest committed step and checkpoint."""
+    """Worker to agent: the interpreter runs. Carries the newest committed step and checkpoint.
+
+    Attributes:
+        beats: grows with every instruction that is done.
+        computing: the worker is in the middle of an instruction and waits for nobody.
+        hang_after_s: seconds without a new beat while computing after which it hangs, as far as it can tell from
+            its own times; ``None`` while it cannot.
+    """
 
     type: Literal["heartbeat"] = "heartbeat"
     step: int | None = None
     checkpoint: str | None = None
+    beats: int = 0
+    computing: bool = False
+    hang_after_s: float | None = None
 
 
 class LayoutReport(Message):
@@ -117,12 +127,15 @@ class ExitNotice(Message):
 
     Attributes:
         reason: for people.
-        failed: the script failed. That ends the job, so nobody must take the worker for lost meanwhile.
+        failed: the script failed. That ends the job, so nobody must take the worker for lost meanwhile; unless
+            ``bamboo.recovery.on_exception`` says otherwise.
+        step: newest step that it has committed.
     """
 
     type: Literal["exit"] = "exit"
     reason: str
     failed: bool = False
+    step: int | None = None
 
 
 ToWorker = Annotated[PlanPush | StoreAddress | Places, Field(discriminator="type")]

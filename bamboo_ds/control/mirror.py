@@ -13,8 +13,10 @@ from .membership import (
     LeaderRecord,
     LeftRecord,
     MemberRecord,
+    NoticeRecord,
     ProgressRecord,
     Record,
+    RestartRecord,
     StandingRecord,
     StopRecord,
     SuspicionRecord,
@@ -23,6 +25,9 @@ from .membership import (
 
 R = TypeVar("R", bound=Record)
 
+#: Epochs whose nonces are known, the newest ones: more than one attempt to write a plan is hardly ever under way.
+_KNOWN_NONCES = 64
+
 
 class Mirror:
     """All keys of a job. Not thread-safe: one thread applies and reads."""
@@ -30,6 +35,8 @@ class Mirror:
     def __init__(self, snapshot: Snapshot) -> None:
         self._entries: dict[str, KeyValue] = dict(snapshot.entries)
         self._plan: tuple[int, Plan] | None = None
+        self._nonces: dict[int, str] = {}
+        self._note_plan()
 
     def apply(self, event: WatchEvent) -> None:
         """Take one change over."""
@@ -37,6 +44,18 @@ class Mirror:
             self._entries[event.key] = event.kv
         else:
             self._entries.pop(event.key, None)
+        if event.key == Keys.PLAN:
+            self._note_plan()
+
+    def _note_plan(self) -> None:
+        plan = self.plan
+        if plan is not None:
+            self._nonces[plan.epoch] = plan.nonce
+            self._nonces.pop(plan.epoch - _KNOWN_NONCES, None)
+
+    def nonce(self, epoch: int) -> str | None:
+        """That of the plan of ``epoch``, if this mirror has seen it."""
+        return self._nonces.get(epoch)
 
     @property
     def plan(self) -> Plan | None:
@@ -51,8 +70,7 @@ class Mirror:
     @property
     def plan_revision(self) -> int:
         """Revision to compare with when replacing the plan; 0 if there is none."""
-        entry = self._entries.get(Keys.PLAN)
-        return entry.mod_revision if entry else 0
+        return self.revision(Keys.PLAN)
 
     @property
     def leader(self) -> str | None:
@@ -67,6 +85,20 @@ class Mirror:
         return StopRecord.from_json(entry.value) if entry else None
 
     @property
+    def restart(self) -> RestartRecord | None:
+        """The newest restart."""
+        return self.get(Keys.RESTART, RestartRecord)
+
+    def revisions(self) -> list[tuple[str, int]]:
+        """All keys with the revisions of their last changes."""
+        return [(key, entry.mod_revision) for key, entry in self._entries.items()]
+
+    def revision(self, key: str) -> int:
+        """Revision to compare with when replacing the value at ``key``; 0 if there is none."""
+        entry = self._entries.get(key)
+        return entry.mod_revision if entry else 0
+
+    @property
     def members(self) -> dict[str, MemberRecord]:
         """Living members by id."""
         return {record.id: record for record in self._records(Keys.MEMBERS, MemberRecord)}
@@ -75,6 +107,11 @@ class Mirror:
     def left(self) -> dict[str, LeftRecord]:
         """Departures by member id."""
         return {record.id: record for record in self._records(Keys.LEFT, LeftRecord)}
+
+    @property
+    def notices(self) -> dict[str, NoticeRecord]:
+        """Notices by member id, also of members that are gone."""
+        return {record.id: record for record in self._records(Keys.NOTICES, NoticeRecord)}
 
     @property
     def reports(self) -> dict[str, LayoutRecord]:

@@ -1,4 +1,4 @@
-"""Changes of the plan at a boundary: healing, admission, rebalancing. Pure.
+"""Changes of the plan at a boundary: healing, admission, rebalancing, leaving. Pure.
 
 What the planner wants is reached in two steps. First the same owners and shadows with *learners*, which copy the state
 that the planner wants them to have while training goes on. When all of them are ready, the plan itself: an exchange of
@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 from ..topology import Candidate, Plan, Policy, explain, holders_of, learners_for, moves
 from ..topology.planner import plan as best_plan
-from .membership import MemberRecord, StandingRecord
+from .handover import feeding, going, handover, needed, waits
+from .membership import StandingRecord
 
 if TYPE_CHECKING:
     from .decisions import View
@@ -42,7 +43,7 @@ def next_change(view: View, plan: Plan, policy: Policy) -> Change | None:
         return None
     candidates = _candidates(view, plan)
     holders = holders_of(plan, ready_copies(view.standings, plan))
-    target = _with_feeders(view, best_plan(plan, candidates, policy=policy, holders=holders), candidates)
+    target = _with_sources(view, plan, best_plan(plan, candidates, policy=policy, holders=holders), candidates)
     joined = [c.id for c in candidates if c.id not in plan.members]
     missing = moves(plan, target, holders)
     if not missing:
@@ -50,6 +51,9 @@ def next_change(view: View, plan: Plan, policy: Policy) -> Change | None:
         if same and not plan.learners:
             return None
         return Change(target, _reason(plan, target, candidates))
+    rushed = handover(view, plan, candidates, holders)
+    if rushed is not None:
+        return Change(rushed, "short of time: " + _reason(plan, rushed, candidates))
     learners = tuple(sorted(learners_for(plan, target)))
     if learners == tuple(sorted(plan.learners)) and not joined:
         return None
@@ -68,7 +72,8 @@ def next_change(view: View, plan: Plan, policy: Policy) -> Change | None:
 
 def _candidates(view: View, plan: Plan) -> Sequence[Candidate]:
     """The members of the plan and those that wait to be admitted, in the order of their slots."""
-    records = [r for r in view.members.values() if r.id in plan.members or _waits(view, r)]
+    records = [r for r in view.members.values() if r.id in plan.members or waits(view, r)]
+    leaving = going(view, plan)
     homes = dict(zip(plan.members, plan.homes, strict=True))
     return [
         Candidate(
@@ -77,21 +82,17 @@ def _candidates(view: View, plan: Plan) -> Sequence[Candidate]:
             host=r.host,
             zone=r.zone,
             home=homes.get(r.id, r.home),
-            leaving=r.state == "leaving" or r.feeder,
+            leaving=r.id in leaving or r.feeder,
         )
         for r in sorted(records, key=lambda record: (record.slot, record.id))
     ]
 
 
-def _with_feeders(view: View, plan: Plan, candidates: Sequence[Candidate]) -> Plan:
-    """``plan`` with the members that have no roles but draw batches."""
-    kept = [c for c in candidates if c.id in plan.members or view.members[c.id].feeder]
-    return replace(plan, members=tuple(c.id for c in kept), homes=tuple(c.home for c in kept))
-
-
-def _waits(view: View, record: MemberRecord) -> bool:
-    """Whether it is a joiner that is ready: its engine is built like everybody's."""
-    return record.joiner and record.id in view.reports and record.id not in view.left
+def _with_sources(view: View, plan: Plan, target: Plan, candidates: Sequence[Candidate]) -> Plan:
+    """``target`` with the members that have no roles but draw batches."""
+    drawing = needed(view, plan, candidates) | feeding(view, plan, candidates)
+    kept = [c for c in candidates if c.id in target.members or c.id in drawing]
+    return replace(target, members=tuple(c.id for c in kept), homes=tuple(c.home for c in kept))
 
 
 def _reason(plan: Plan, target: Plan, candidates: Sequence[Candidate]) -> str:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import logging
+from collections.abc import Callable
 
-from ..observe.events import Event, EventWriter
+from pydantic import ValidationError
+
+from ..observe.events import Event, EventWriter, parse_event
+from .membership import TimingRecord
+from .messages import EventReport
 
 logger = logging.getLogger("bamboo_ds.control.reporting")
 
@@ -15,3 +21,25 @@ def emit_or_log(events: EventWriter, event: Event) -> None:
         events.emit(event)
     except OSError as error:
         logger.error("cannot write the event %s: %s", event.event, error)
+
+
+def forward(
+    events: EventWriter, report: EventReport, job: str, member: str, timing: Callable[[object], TimingRecord | None]
+) -> None:
+    """Write an event of the worker of ``member``, completed by what only the control plane knows.
+
+    Args:
+        timing: how the loss that made an epoch was learnt, where that is known.
+    """
+    fields = {"job": job, "member": member, **report.fields}
+    if report.kind == "recovered":
+        record = timing(fields.get("epoch"))
+        if record is not None:
+            known = {"detection_seconds": record.detection_s, "plan_seconds": record.plan_s}
+            fields.update({k: v for k, v in known.items() if fields.get(k) is None})
+    try:
+        event = parse_event(json.dumps({"event": report.kind, **fields}))
+    except ValidationError as error:
+        logger.error("the worker sent an event that is none: %s", error)
+        return
+    emit_or_log(events, event)

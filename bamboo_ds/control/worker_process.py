@@ -44,6 +44,18 @@ def adopt_orphans() -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
+def reap_adopted(own: Collection[int]) -> None:
+    """Collect dead children that became ours since their parents had died; those in ``own`` have somebody who does."""
+    for child in psutil.Process().children():
+        if child.pid in own:
+            continue
+        try:
+            if child.status() == psutil.STATUS_ZOMBIE:
+                os.waitpid(child.pid, os.WNOHANG)
+        except (psutil.NoSuchProcess, ChildProcessError):
+            continue  # somebody has just done so
+
+
 def end_descendants(spare: Collection[int] = (), grace_s: float = _LEFTOVER_GRACE_S) -> None:
     """End every child of this process, and theirs: SIGTERM, after ``grace_s`` seconds SIGKILL.
 

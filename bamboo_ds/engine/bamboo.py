@@ -4,34 +4,52 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from .. import plan_change
+from ..comm.inner import use_for_cuda
+from ..comm.script import ScriptCollectives
 from ..comm.transport import Transport
-from ..compat import check_config, check_module
 from ..config import bamboo_config
 from ..errors import ConfigError, EpochChanged, ProtocolError
 from ..launch import current_job
 from ..observe import logs
+from ..state.publish import check_tag
+from ..supported import check_config, check_schedule, layout_of
 from ..topology import Layout, Role
+from .accounts import Accounts, Consumed
+from .answers import ignore
+from .between import ScriptingExecutor, engine_call
 from .bubbles import IdleTimes
 from .commit import mean_over_pipelines
 from .data import Batches, Dataset
 from .history import History
-from .joining import JoiningExecutor
 from .lanes import Stream
 from .learning import Snapshots
+from .monitors import Monitors
 from .operations import CheckpointSave, End, Evaluation, TrainIteration
 from .runtime import RuntimeBinding, StageRuntime
+from .saving import HostCopyEngine, Saves
+from .schedulers import Pristine
+from .slices import mode_for
+from .tied import connect_ties, tied_stages
+from .wrappers import is_sharded, stage_optimizer
 
 
-class BambooPipelineEngine(JoiningExecutor):
+class BambooPipelineEngine(ScriptingExecutor):
     """DeepSpeed's ``PipelineEngine`` whose iterations survive the loss of members.
 
     ``train_batch``, ``eval_batch``, ``save_checkpoint`` and ``load_checkpoint`` have DeepSpeed's signatures and
     results. They raise :class:`~bamboo_ds.errors.FatalLoss` when a stage has no holder left.
     """
+
+    global_rank: int
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         job = current_job()
@@ -39,40 +57,55 @@ class BambooPipelineEngine(JoiningExecutor):
         settings = bamboo_config(config)
         assert settings is not None
         check_config(config)
+        check_schedule()
+        use_for_cuda(settings.comm.cuda_backend)
         module: Any = kwargs.get("model")
-        topology = module._topo
-        layout = Layout(pipelines=topology.get_dim("data") or 1, stages=topology.get_dim("pipe"))
-        check_module(module, layout)
+        layout = layout_of(module)
         # DeepSpeed's constructor runs its own schedule-free code on these.
         self.__dict__["_evaluating"] = False
         super().__init__(*args, **kwargs)
         if self.has_moe_layers:
             raise ConfigError('mixture-of-experts layers are not supported together with "bamboo" yet')
-        self._job, self._settings, self._mode = job, settings, settings.redundancy.mode
+        layout = replace(layout, sharded=layout.copies > 1 and is_sharded(self.optimizer))
+        self._layout = layout
+        self._send_whole()
+        self._job, self._settings = job, settings
+        self._mode = mode_for(settings.redundancy.mode, layout, self.global_rank)
         job.settings = settings
-        self._retain = self._mode.replicas
-        self._batches, self._idle = Batches(), IdleTimes()
+        self._retain = self._mode.replicas or layout.slices > 1
+        self._batches, self._idle = Batches(layout.slices), IdleTimes()
         self._sequence = self._committed_steps = self._loading = 0
         self._entered = self._interrupted = False
+        self._last_beat, self._longest_beat = time.monotonic(), 0.0
         self._vector = self._committed = self._pending = None
         self._bubble_begin = {}
         self._learners = {}
-        self._history = History()
+        self._history = History(layout.slices)
         self._snapshots = Snapshots(job.session.address, settings.topology.transfer_mb_per_s, self._history)
+        host = HostCopyEngine(self.checkpoint_engine)
+        self.checkpoint_engine: Any = host
+        self._saves = Saves(job, settings.checkpoint, host, self._history)
+        self.monitor: Any = Monitors(self.monitor, self.global_rank, job.session, self._speaks)
+        brought = self.client_lr_scheduler is not None and self.lr_scheduler is not None
+        self._pristine = Pristine(self.lr_scheduler, self.basic_optimizer) if brought else None
+        self._accounts = Accounts(settings.observe.ledger, job.session.member)
         self._switch_due = self._joining = False
+        self._agreed = ()
         self._seed = torch.initial_seed()
         self._operation = End(self)
         self._consumed = 0
+        self._tied_stages = tied_stages(module)
         self._dataset, self._dataset_iterator = None, self.data_iterator
         if self.training_data:
             size = self.train_micro_batch_size_per_gpu()
-            self._dataset = Dataset(
-                self.training_data, layout.pipelines, size, lambda sampler: self._loader_with(sampler)
-            )
+            self._dataset = Dataset(self.training_data, layout.copies, size, lambda sampler: self._loader_with(sampler))
             if self.data_iterator is not None:  # DeepSpeed opens one at the ends of a pipeline
                 self._dataset.adopt(self.grid.data_parallel_id, self.data_iterator)
         self._transport: Transport = None  # type: ignore[assignment]  # until the first epoch with roles
+        self._script = ScriptCollectives(job.session, self._where, self._recover_between)
         self._join(layout)
+        job.session.script = self._script
+        self._leave_to_script()
 
     def _loader_with(self, sampler: Any) -> Any:
         return self.deepspeed_io(self.training_data, data_sampler=sampler)
@@ -82,52 +115,90 @@ class BambooPipelineEngine(JoiningExecutor):
     def _join(self, layout: Layout) -> None:
         """Report the layout, enter the first epoch with roles, agree on the seed, build the replicas."""
         job = self._job
-        role = Role(self.grid.data_parallel_id, self.stage_id)
+        role = layout.role(self.global_rank)
         logs.set_context(role=str(role))
         self._home = StageRuntime(role, owned=not job.channel.joiner)
         self.fwd_outputs: list[torch.Tensor] = []
         if job.channel.joiner:
             self._install_groups(role, self.grid, layout)
-            self._binding = RuntimeBinding(self, self._home)
+            connect_ties(self.module, role, layout, job.session)
+            self._bind_home()
             job.at_finish = self._leave
-            self._begin_joining(layout)
+            self._begin_joining()
             return
         job.channel.report_layout(layout, self._mode.replicas, self._dataset is None)
         plan = job.channel.wait_plan(job.session.epoch, job.session.timeout.total_seconds())
+        self._agreed = plan.members
         self._enter(plan)
+        plan_change.begin(plan)
         job.lost_at = None
         if plan.world != layout:
             raise ProtocolError(f"the plan is for {plan.world}, this engine has {layout}")
         self._install_groups(role, self.grid, layout)
-        self._binding = RuntimeBinding(self, self._home)
+        connect_ties(self.module, role, layout, job.session)
+        self._bind_home()
         self._connect_batches({})
-        facts = json.dumps({"seed": self._seed, "micro_batches": self.micro_batches})
-        everybody = {member: json.loads(text) for member, text in self._transport.exchange(facts).items()}
-        self._seed = everybody[plan.owner(Role(0, 0))]["seed"]
-        self._copy_state([r for r in layout.roles if plan.shadow(r) is not None])
+        facts = {
+            "seed": self._seed,
+            "micro_batches": self.micro_batches,
+            "nonce": secrets.token_hex(4),
+            "resumed": self._find_resumed() if self._leads() else None,
+            "ledger": self._accounts.folder,
+        }
+        everybody = {m: json.loads(text) for m, text in self._transport.exchange(json.dumps(facts)).items()}
+        agreed = everybody[plan.owner(Role(0, 0))]
+        self._seed, self._saves.nonce = agreed["seed"], agreed["nonce"]
+        self._accounts.begin(agreed["nonce"], agreed["ledger"])
+        self._copy_state(layout.roles)
         self._report_standing()
         job.at_finish = self._leave
+        if agreed["resumed"] is not None:
+            self._begin_resuming(*agreed["resumed"])
+
+    def _bind_home(self) -> None:
+        self._binding = RuntimeBinding(self, self._home)
+        self._home.optimizer = stage_optimizer(self, self._home)
 
     def _use_training_batches(self) -> None:
         """Set where the batches of the next iteration come from."""
         if self._dataset is not None and self.data_iterator is self._dataset_iterator:
             self._batches.use_dataset(self._dataset, self._consumed, self.batch_fn)
         else:
-            iterator = self.data_iterator if self._is_source() else None
-            self._batches.use_iterator(self._home.role.pipeline, iterator, self.batch_fn)
+            self._batches.use_iterator(self._home.role.pipeline, self._source(self.data_iterator), self.batch_fn)
+
+    def _account(self) -> None:
+        """Write what the iteration that has just committed has consumed."""
+        assert self._committed is not None
+        self._binding.refresh()
+        self._accounts.commit(
+            Consumed(
+                step=self._committed_steps,
+                global_step=self._home.attributes["global_steps"],
+                checksums=self._committed.consumed,
+                position=self._consumed - self.micro_batches if self._batches.shared else None,
+            )
+        )
+        self._accounts.write(self._plan, self._dataset)
 
     # -- training -----------------------------------------------------------------------------------------
 
+    @engine_call
     def train_batch(self, data_iter: Any = None) -> Any:
         """As DeepSpeed's; a member that joins gets the results of iterations that were done before it came."""
-        losses = self._recorded("train")
-        return super().train_batch(data_iter) if losses is None else self._replay_iteration(losses, data_iter)
-
-    def _train_schedule(self) -> Any:
-        return TrainIteration(self)
+        done = self._recorded("train")
+        if done is not None:
+            return self._replay_iteration(done, data_iter)
+        rank = self.global_rank
+        try:
+            return super().train_batch(data_iter)
+        finally:
+            self.global_rank = rank
 
     def _exec_schedule(self, pipe_schedule: Any) -> None:
-        self._protected(pipe_schedule)
+        check_schedule()
+        self._protected(TrainIteration(self))  # in place of DeepSpeed's
+        # What DeepSpeed prints and gives to monitors now is the word of the member that speaks for the job.
+        self.global_rank = 0 if self._leads() else -1
 
     def _aggregate_total_loss(self) -> torch.Tensor:
         """The iteration's mean loss; the commit has agreed on it."""
@@ -136,9 +207,14 @@ class BambooPipelineEngine(JoiningExecutor):
         self.dp_group_loss = torch.tensor(losses[self._home.role.pipeline][0], dtype=torch.float32, device=self.device)
         names = list(self.module.get_additional_losses() or {})
         self.agg_additional_losses = {
-            n: mean_over_pipelines([x[1 + i] for x in losses]).to(self.device) for i, n in enumerate(names)
+            n: self._mean_loss([x[1 + i] for x in losses]) for i, n in enumerate(names)
         } or None
-        return mean_over_pipelines([x[0] for x in losses]).to(self.device)
+        return self._mean_loss([x[0] for x in losses])
+
+    def _mean_loss(self, losses: Sequence[float]) -> torch.Tensor:
+        """Mean of one loss over the copies of the model, of the slice that the script runs as."""
+        layout = self._layout
+        return mean_over_pipelines(losses[layout.slice_of(self._home.role) :: layout.slices]).to(self.device)
 
     def _collect_leftovers(self, micro_batches: int, gradients: bool) -> None:
         """Take in labels (and gradients for shadows) that were not needed; their senders drained before the commit."""
@@ -156,6 +232,10 @@ class BambooPipelineEngine(JoiningExecutor):
         """Whether this member owns the role of rank 0, whose owner speaks for the job."""
         return self._plan.owners[0] == self._job.session.member
 
+    def _speaks(self) -> bool:
+        """Whether this member leads, and its script is where the job is."""
+        return not self._joining and self._leads()
+
     def _report_step(self, seconds: float) -> None:
         if not self._leads():
             return
@@ -166,7 +246,7 @@ class BambooPipelineEngine(JoiningExecutor):
             "step",
             epoch=self._plan.epoch,
             step=self._committed_steps,
-            loss=sum(x[0] for x in self._committed.losses) / layout.pipelines,
+            loss=sum(x[0] for x in self._committed.losses[:: layout.slices]) / layout.copies,
             seconds=seconds,
             frc_done=self._committed.redundant,
             frc_total=shadowed * self.micro_batches,
@@ -174,6 +254,7 @@ class BambooPipelineEngine(JoiningExecutor):
 
     # -- evaluation ---------------------------------------------------------------------------------------
 
+    @engine_call
     def eval_batch(
         self,
         data_iter: Any,
@@ -188,19 +269,21 @@ class BambooPipelineEngine(JoiningExecutor):
         recorded = self._recorded("evaluate")
         if recorded is not None:
             self._drop_batches(data_iter, micro_batches)
-            found = mean_over_pipelines(recorded).to(self.device)
+            self.module.eval()
+            found = self._mean_loss(recorded)
             return (found, None) if return_logits else found
         self.eval_return_logits = return_logits
         self._compute_loss = compute_loss
         evaluation = Evaluation(self, data_iter, micro_batches, reduce_output)
         self._protected(evaluation)
+        self.module.eval()  # DeepSpeed leaves it so until the next iteration
         self._compute_loss = True
         self.eval_return_logits = False
         result: Any = evaluation.losses.get(self._home.role.pipeline)
         if compute_loss and (bcast_loss or self.monitor.enabled or self.is_last_stage()) and reduce_output is not None:
             assert self._vector is not None
-            result = mean_over_pipelines(self._vector).to(self.device)
-        if self.global_rank == 0 and self.monitor.enabled:
+            result = self._mean_loss(self._vector)
+        if self.monitor.enabled and result is not None:
             self.monitor.write_events([("Train/Samples/eval_loss", result.mean().item(), self.global_samples)])
         if return_logits:
             outputs, self.outputs = self.outputs, None
@@ -209,6 +292,7 @@ class BambooPipelineEngine(JoiningExecutor):
 
     # -- checkpoints --------------------------------------------------------------------------------------
 
+    @engine_call
     def save_checkpoint(
         self,
         save_dir: str,
@@ -217,21 +301,38 @@ class BambooPipelineEngine(JoiningExecutor):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """As DeepSpeed's. The folder of the checkpoint appears when it is complete, never before."""
+        """As DeepSpeed's. The folder of the checkpoint appears when it is complete, never before.
+
+        It returns after a copy to host memory (``bamboo.checkpoint.asynchronous``); a failure to write is an event.
+
+        Returns:
+            Whether the checkpoint is being written, or complete if it was waited for.
+
+        Raises:
+            CheckpointError: ``tag`` cannot name a checkpoint inside ``save_dir``.
+        """
         if not save_dir:
             raise ValueError(f"save_dir must be a non-empty string, got {save_dir!r}")
-        name = str(tag) if tag is not None else f"global_step{self.global_steps}"
-        if self._recorded("save") is not None:
-            return True
+        name = check_tag(str(tag) if tag is not None else f"global_step{self.global_steps}")
+        recorded = self._recorded("save")
+        if recorded is not None:
+            return recorded["save_id"] is not None
 
-        def save(folder: str) -> None:
-            self._create_checkpoint_file(folder, name, False)
-            self._save_checkpoint(folder, name, client_state or {}, exclude_frozen_parameters)
+        def save() -> None:
+            with self._answering(self._binding.current, ignore):
+                self._save_checkpoint(save_dir, name, client_state or {}, exclude_frozen_parameters)
+                if self.save_zero_checkpoint:
+                    self._save_zero_checkpoint(save_dir, name)
 
-        self._protected(CheckpointSave(self, save_dir, name, save_latest, save))
-        self._job.progressed(self._committed_steps, os.path.join(save_dir, name))
-        return True
+        operation = CheckpointSave(self, save_dir, name, save_latest, save)
+        self._protected(operation)
+        return operation.succeeded
 
+    def _copy_recovery_script(self, save_path: str) -> None:
+        os.makedirs(save_path, exist_ok=True)  # the checkpoint itself comes later
+        super()._copy_recovery_script(save_path)
+
+    @engine_call
     def load_checkpoint(self, load_dir: str, tag: str | None = None, *args: Any, **kwargs: Any) -> Any:
         """As DeepSpeed's; replicas get the loaded state too. Call it before or between iterations.
 
@@ -239,25 +340,25 @@ class BambooPipelineEngine(JoiningExecutor):
         goes on from there.
         """
         load = super().load_checkpoint
+        if self._resumed is not None:
+            return self._load_resumed(lambda name: load(load_dir, name, *args, **kwargs), load_dir, tag)
         if self._job.replaying:
             return self._replay_load(lambda name: load(load_dir, name, *args, **kwargs), load_dir, tag)
-        result: Any = (None, None)
-        for runtime in self._binding.owned():
-            self._binding.use(runtime)
-            loaded = load(load_dir, tag, *args, **kwargs)
-            if runtime is self._home or result[0] is None:
-                result = loaded
-        self._binding.use(self._home)
-        layout = self._plan.world
-        self._copy_state([r for r in layout.roles if self._plan.shadow(r) is not None])
-        name = os.path.basename(os.path.dirname(result[0])) if result[0] is not None else None
+        if self._history.save_folders():
+            # It may be the one that is being written.
+            self._saves.wait()
+            self._transport.barrier()
+        result = self._load_roles(load_dir, tag, None, *args, **kwargs)
+        name = os.path.relpath(os.path.dirname(result[0]), load_dir) if result[0] is not None else None
         self._history.add("load", {"folder": os.path.abspath(load_dir), "tag": name})
         return result
 
     # -- end ----------------------------------------------------------------------------------------------
 
+    @engine_call
     def _leave(self) -> None:
         if not self._joining:
             self._protected(End(self))
         self._cancel_copies()
         self._snapshots.close()
+        self._saves.close()

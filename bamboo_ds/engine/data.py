@@ -12,6 +12,7 @@ from torch.utils.data import DistributedSampler
 
 from ..comm.transport import Lane, Payload, Transport
 from ..errors import ProtocolError, UnsupportedError
+from ..state import join, split
 
 PARTS = ("inputs", "labels")
 
@@ -30,6 +31,22 @@ def as_payload(part: str, value: Any) -> Payload:
         f"the {part} of a batch are a {type(value).__name__}: with redundancy they must be None, a tensor, or a tuple "
         "of tensors, since other members may need them"
     )
+
+
+def as_message(batch: Any) -> Payload:
+    """A whole batch, as the script's iterator gave it, in a form that a lane carries; see :func:`from_message`.
+
+    Raises:
+        UnsupportedError: there is something in it other than tensors, numbers, text, lists, tuples and dictionaries.
+    """
+    text, tensors = split(batch)
+    return (torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8), *tensors)
+
+
+def from_message(payload: Payload) -> Any:
+    """What :func:`as_message` was given."""
+    assert isinstance(payload, tuple)
+    return join(payload[0].numpy().tobytes().decode(), payload[1:])
 
 
 class _ResumedSampler(DistributedSampler):  # type: ignore[type-arg]
@@ -68,6 +85,7 @@ class Dataset:
     def __init__(self, data: Any, pipelines: int, batch_size: int, loader: Callable[[Any], Any]) -> None:
         self._data, self._pipelines, self._batch_size, self._loader = data, pipelines, batch_size, loader
         self._streams: dict[int, _Stream] = {}
+        self._batches_per_pass: int | None = None
 
     def adopt(self, pipeline: int, loader: Iterator[Any]) -> None:
         """Use a loader that exists already and has given nothing yet."""
@@ -80,6 +98,23 @@ class Dataset:
             stream = self._streams[pipeline] = _Stream(self._open(pipeline, position), position)
         stream.position += 1
         return next(stream.loader)
+
+    def indices(self, pipeline: int, position: int) -> tuple[int, list[int]]:
+        """Which pass over the dataset batch ``position`` belongs to, and the indices of its samples.
+
+        Where the pipelines do not divide the dataset, the sampler completes a pass with its first samples.
+        """
+        if self._batches_per_pass is None:
+            self._batches_per_pass = len(self._loader(_ResumedSampler(self._data, self._pipelines, pipeline, 0)))
+        number, batch = divmod(position, self._batches_per_pass)
+        share = -(-len(self._data) // self._pipelines)
+        ordinals = range(batch * self._batch_size, min((batch + 1) * self._batch_size, share))
+        return number, [(pipeline + k * self._pipelines) % len(self._data) for k in ordinals]
+
+    @property
+    def size(self) -> int:
+        """Number of samples."""
+        return len(self._data)
 
     def _open(self, pipeline: int, position: int) -> Iterator[Any]:
         with torch.random.fork_rng(devices=[]):  # a loader draws a seed for its workers
@@ -98,7 +133,7 @@ class PipelineBatches:
 
     def __init__(self) -> None:
         self._iterator: Iterator[Any] | None = None
-        self._shared = False
+        self._shared = self._whole = False
         self._process: Callable[[Any], Any] | None = None
         self._drawn: list[Any] = []
         self._received: dict[str, list[Payload]] = {part: [] for part in PARTS}
@@ -108,7 +143,11 @@ class PipelineBatches:
         self._eager = False
 
     def set_source(
-        self, iterator: Iterator[Any] | None, process: Callable[[Any], Any] | None, shared: bool = False
+        self,
+        iterator: Iterator[Any] | None,
+        process: Callable[[Any], Any] | None,
+        shared: bool = False,
+        whole: bool = False,
     ) -> None:
         """Where batches come from in the current operation.
 
@@ -116,8 +155,9 @@ class PipelineBatches:
             iterator: of this pipeline; ``None``: this member is no source.
             process: applied to each batch.
             shared: every member that needs batches has such an iterator, so nobody serves others.
+            whole: batches have no known parts yet, and are sent as they are.
         """
-        self._iterator, self._process, self._shared = iterator, process, shared
+        self._iterator, self._process, self._shared, self._whole = iterator, process, shared, whole
 
     @property
     def received(self) -> dict[str, int]:
@@ -144,7 +184,9 @@ class PipelineBatches:
         self._serve()
 
     def batch(self, micro_batch: int, inputs: bool, labels: bool) -> Any:
-        """Batch ``micro_batch``: a source's own, or the parts asked for. Draws or receives what is missing.
+        """Batch ``micro_batch``: a source's own, or the parts asked for (all of it where batches are sent as they are).
+
+        Draws or receives what is missing.
 
         Raises:
             StopIteration: the iterator is exhausted.
@@ -153,6 +195,8 @@ class PipelineBatches:
         if self._iterator is not None:
             self._draw(micro_batch + 1)
             return self._drawn[micro_batch]
+        if self._whole:
+            return from_message(self._part("inputs" if inputs else "labels", micro_batch))
         wanted = {"inputs": inputs, "labels": labels}
         return tuple(self._part(part, micro_batch) if wanted[part] else None for part in PARTS)
 
@@ -214,14 +258,21 @@ class PipelineBatches:
         for lane, (part, sent) in self._serving.items():
             for m in range(sent, len(self._drawn)):
                 assert self._transport is not None
-                self._transport.send(lane, m, as_payload(part, self._drawn[m][PARTS.index(part)]))
+                batch = self._drawn[m]
+                message = as_message(batch) if self._whole else as_payload(part, batch[PARTS.index(part)])
+                self._transport.send(lane, m, message)
             self._serving[lane] = part, max(sent, len(self._drawn))
 
 
 class Batches:
-    """The micro-batches of all pipelines that this member has to do with, in the current operation."""
+    """The micro-batches of all pipelines that this member has to do with, in the current operation.
 
-    def __init__(self) -> None:
+    Args:
+        slices: tensor slices, each with a pipeline of its own. With several batches are sent as they are drawn.
+    """
+
+    def __init__(self, slices: int = 1) -> None:
+        self._slices = slices
         self._pipelines: dict[int, PipelineBatches] = {}
         self._shared = False
         self._sources: Callable[[int], tuple[Iterator[Any] | None, bool]] = lambda pipeline: (None, False)
@@ -241,7 +292,8 @@ class Batches:
 
     def _set_source(self, pipeline: int) -> None:
         iterator, shared = self._sources(pipeline)
-        self._pipelines[pipeline].set_source(iterator, self._process, shared)
+        process = self._process if self._slices == 1 else None
+        self._pipelines[pipeline].set_source(iterator, process, shared, self._slices > 1)
 
     def use_iterator(self, pipeline: int, iterator: Iterator[Any] | None, process: Callable[[Any], Any] | None) -> None:
         """In this operation batches come from the script's iterators, this member's being for ``pipeline``."""
@@ -257,7 +309,7 @@ class Batches:
         def read(pipeline: int) -> Iterator[Any]:
             at = position
             while True:
-                yield dataset.batch(pipeline, at)
+                yield dataset.batch(pipeline // self._slices, at)
                 at += 1
 
         self._sources = lambda pipeline: (read(pipeline), True)

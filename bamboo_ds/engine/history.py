@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,8 +15,9 @@ class Done:
     """One operation of the script.
 
     Attributes:
-        kind: ``train``: an iteration, with the losses of each pipeline; ``evaluate``: an evaluation, with the loss of
-            each pipeline; ``save``, ``load``: a checkpoint, with its folder and tag (``None``: there was none).
+        kind: ``train``: an iteration, with the losses of each pipeline, and whether optimizers skipped their step;
+            ``evaluate``: an evaluation, with the loss of each pipeline; ``save``, ``load``: a checkpoint, with its
+            folder and tag (``None``: there was none).
         data: the result, as JSON values.
     """
 
@@ -24,12 +26,17 @@ class Done:
 
 
 class History:
-    """All operations since the script began, in order; equal on all members. Appending is the main thread's alone."""
+    """All operations since the script began, in order; equal on all members. Appending is the main thread's alone.
+
+    Args:
+        slices: tensor slices, each of which has losses of its own; those of the first count.
+    """
 
     #: Key under which a state server answers with what was done from some number on.
     PREFIX = "history/"
 
-    def __init__(self) -> None:
+    def __init__(self, slices: int = 1) -> None:
+        self._slices = slices
         self._done: list[Done] = []
 
     def __len__(self) -> int:
@@ -41,6 +48,10 @@ class History:
     def add(self, kind: Kind, data: Any) -> None:
         """Note an operation."""
         self._done.append(Done(kind, data))
+
+    def add_iteration(self, losses: Sequence[Sequence[float]], skipped: bool) -> None:
+        """Note an iteration: its losses by pipeline, and whether the optimizers left out their step."""
+        self.add("train", {"losses": [list(each) for each in losses], "skipped": skipped})
 
     @classmethod
     def key(cls, first: int) -> str:
@@ -57,6 +68,23 @@ class History:
         new = [Done(kind, data) for kind, data in json.loads(answer)]
         self._done += new
         return len(new)
+
+    def first(self, count: int) -> list[list[Any]]:
+        """The first ``count`` operations, as JSON values; callable from any thread."""
+        return [[each.kind, each.data] for each in self._done[:count]]
+
+    def losses(self, count: int) -> list[float]:
+        """Mean loss of the global batch of every iteration among the first ``count`` operations; from any thread."""
+        iterations = [each.data["losses"][:: self._slices] for each in self._done[:count] if each.kind == "train"]
+        return [sum(losses[0] for losses in each) / len(each) for each in iterations]
+
+    def count(self, kind: Kind) -> int:
+        """How many operations of ``kind`` there are."""
+        return sum(done.kind == kind for done in self._done)
+
+    def save_folders(self) -> list[str]:
+        """Folders that checkpoints were saved into, the last one first."""
+        return list(dict.fromkeys(each.data["folder"] for each in reversed(self._done) if each.kind == "save"))
 
     def newest_save(self, folder: str) -> list[int]:
         """Numbers of the saves into ``folder``, the newest first."""

@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from ..errors import EpochChanged, ProtocolError, TransferError
 from ..schedule import Decision, RoleProgress
 from ..state.fetch import fetch
-from ..topology import Layout
 from .commit import Committed
 from .history import History, Kind
 from .recovery import RecoveringExecutor
+from .saving import is_complete
 
 logger = logging.getLogger("bamboo_ds")
 
@@ -33,18 +34,32 @@ class JoiningExecutor(RecoveringExecutor):
     Attributes:
         _position: operations of the script that this member has replayed.
         _target: how many it has to replay; ``None`` until it is admitted.
+        _universal: whether the checkpoint that is loaded may be a universal one.
     """
 
     _position = 0
+    _universal = True
     _target: int | None = None
 
-    def _begin_joining(self, layout: Layout) -> None:
+    def _begin_joining(self) -> None:
         """The engine is built; from now on the script's calls are replayed."""
         self._joining, self._job.replaying = True, True
-        self._layout = layout
         self._binding.drop(self._home.role)
         self._ask()
         logger.info("joining as rank %d: the job has done %d operations", self.global_rank, len(self._history))
+
+    @contextmanager
+    def _own_checkpoint(self) -> Iterator[None]:
+        """What is loaded in the body the job has saved itself, which may have begun with a universal checkpoint."""
+        self._universal = False
+        try:
+            yield
+        finally:
+            self._universal = True
+
+    def load_universal_checkpoint(self) -> bool:
+        """As DeepSpeed's: whether checkpoints are universal ones."""
+        return self._universal and bool(super().load_universal_checkpoint())
 
     def _recorded(self, kind: Kind) -> Any:
         """What the job computed in the operation that the script asks for; ``None``: it has yet to be done.
@@ -105,6 +120,8 @@ class JoiningExecutor(RecoveringExecutor):
         self._target = facts["history"]
         self._sequence = decision.step
         self._committed_steps, self._consumed, self._seed = facts["steps"], facts["consumed"], facts["seed"]
+        self._saves.nonce = facts["nonce"]
+        self._accounts.follow(facts["nonce"], facts["accounts"])
         self._joining = False
 
     # -- the script's calls -------------------------------------------------------------------------------
@@ -118,13 +135,13 @@ class JoiningExecutor(RecoveringExecutor):
     def _is_end(self) -> bool:
         return self._home.role.stage in (0, self.num_stages - 1)
 
-    def _replay_iteration(self, losses: list[list[float]], data_iter: Any) -> Any:
+    def _replay_iteration(self, done: Mapping[str, Any], data_iter: Any) -> Any:
         """An iteration that the job has done."""
         if data_iter is not None:
             self.set_dataiterator(data_iter)
         self._drop_batches(self.data_iterator, self.micro_batches)
-        self._count_home_step()
-        self._committed = Committed(tuple(tuple(x) for x in losses), (), 0, ())
+        self._count_home_step(done["skipped"])
+        self._committed = Committed(tuple(tuple(x) for x in done["losses"]), (), 0, ())
         self.agg_train_loss = self._aggregate_total_loss()
         return self.agg_train_loss
 
@@ -137,12 +154,22 @@ class JoiningExecutor(RecoveringExecutor):
             tag: the same.
         """
         self._ask()
-        saves = self._history.newest_save(os.path.abspath(folder)) if tag is None else []
+        first = tag is None and self._position == 0  # else the script does not begin with what it loads
+        saves = self._history.newest_save(os.path.abspath(folder)) if first else []
         for number in saves:
-            name = self._history[number].data["tag"]
-            if os.path.isdir(os.path.join(folder, name)):
-                self._position = number + 1
-                return load(name)
+            save = self._history[number].data
+            if not is_complete(save):
+                continue
+            try:
+                with self._own_checkpoint():
+                    result = load(save["tag"])
+            except Exception:  # whatever DeepSpeed makes of files that vanish while it reads them
+                if is_complete(save):
+                    raise
+                logger.info("checkpoint %s was replaced or removed while it was loaded", save["tag"])
+                continue
+            self._position = number + 1
+            return result
         data = self._recorded("load")
         if data is None:
             raise ProtocolError(

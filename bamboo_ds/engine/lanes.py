@@ -41,8 +41,11 @@ BATCH_PARTS = {
 
 
 def assists(plan: Plan, role: Role) -> bool:
-    """Whether the shadow of ``role`` computes its redundant passes: it owns what precedes the role."""
-    return plan.shadow(role) == plan.owner(plan.world.predecessor(role))
+    """Whether the shadow of ``role`` computes its redundant passes: it owns what precedes the role.
+
+    Those of tensor slices would communicate, for which all shadows would have to agree on when they run.
+    """
+    return plan.world.slices == 1 and plan.shadow(role) == plan.owner(plan.world.predecessor(role))
 
 
 class Lanes:
@@ -50,7 +53,10 @@ class Lanes:
 
     Attributes:
         streams: by what they carry and the role concerned.
-        learners: reduced gradients and buffers of a role, to a member that makes a copy of its state.
+        shards: parameters that a role's step has brought up to date, from its owner to a member that has other roles
+            of the stage; where the optimizer is partitioned.
+        learners: reduced gradients and buffers of a role, and its state where that is copied at once, to a member that
+            makes a copy of its state.
     """
 
     def __init__(self, plan: Plan, shadow_gradients: bool) -> None:
@@ -60,6 +66,7 @@ class Lanes:
         """
         self.streams: dict[tuple[Stream, Role], Lane] = {}
         self.learners: dict[tuple[Role, str], Lane] = {}
+        self.shards: dict[tuple[Role, str], Lane] = {}
         layout = plan.world
         for role in layout.roles:
             owner, shadow = plan.owner(role), plan.shadow(role)
@@ -90,9 +97,13 @@ class Lanes:
             role = layout.role(rank)
             name = f"learn {role} {learner}"
             self.learners[role, learner] = Lane(self._count(), plan.owner(role), learner, name)
+        for role in layout.roles if layout.sharded else ():
+            for member in _interested(plan, role):
+                name = f"shard {role} {member}"
+                self.shards[role, member] = Lane(self._count(), plan.owner(role), member, name)
 
     def _count(self) -> int:
-        return len(self.streams) + len(self.learners)
+        return len(self.streams) + len(self.learners) + len(self.shards)
 
     def _add(self, stream: Stream, role: Role, source: str, destination: str) -> None:
         self.streams[stream, role] = Lane(self._count(), source, destination, f"{stream.name.lower()} {role}")
@@ -113,6 +124,27 @@ class Lanes:
         shadow = self.streams.get((Stream.REPLICA, role))
         return [*([shadow] if shadow else []), *(lane for (r, _), lane in self.learners.items() if r == role)]
 
+    def state(self, role: Role, member: str) -> Lane:
+        """The lane of the full state of ``role`` to ``member``, its shadow or a learner."""
+        return self.learners.get((role, member)) or self.streams[Stream.STATE, role]
+
+    def states(self, role: Role) -> list[Lane]:
+        """The lanes on which the owner of ``role`` sends its full state."""
+        shadow = self.streams.get((Stream.STATE, role))
+        return [*([shadow] if shadow else []), *(lane for (r, _), lane in self.learners.items() if r == role)]
+
     def all(self) -> list[Lane]:
         """Every lane."""
-        return [*self.streams.values(), *self.learners.values()]
+        return [*self.streams.values(), *self.learners.values(), *self.shards.values()]
+
+
+def _interested(plan: Plan, role: Role) -> list[str]:
+    """Members, other than the owner of ``role``, that hold or copy another role of the stage, in the plan's order."""
+
+    def followers(each: Role) -> set[str | None]:
+        learners = {learner for rank, learner in plan.learners if rank == plan.world.rank(each)}
+        return {plan.owner(each), plan.shadow(each), *learners}
+
+    others = (sibling for sibling in plan.world.siblings(role) if sibling != role)
+    found = set[str | None]().union(*map(followers, others))
+    return [member for member in plan.members if member in found and member != plan.owner(role)]

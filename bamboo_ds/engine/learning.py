@@ -31,6 +31,7 @@ from ..topology import Role
 from .commit import Committed
 from .history import History
 from .runtime import StageRuntime
+from .schedulers import Standing
 
 #: Seconds without any progress of a transfer until it has failed. The owner offers the snapshot at the end of an
 #: operation, which may take long.
@@ -46,12 +47,14 @@ class Kept:
         reduced: reduced gradients, in the order of the module's trainable parameters.
         buffers: the module's buffers after the iteration.
         committed: what the commit agreed on.
+        before: where this member's own scheduler stood before the step.
     """
 
     sequence: int
     reduced: list[torch.Tensor]
     buffers: list[torch.Tensor]
     committed: Committed
+    before: Standing
 
 
 @dataclass
@@ -66,6 +69,8 @@ class Learner:
         incoming: reduced gradients and buffers of the current iteration.
         kept: iterations since the copy was begun that it does not contain yet.
         runtime: what is built from the snapshot, once that has arrived.
+        standings: where this member's own scheduler stood after each operation.
+        follows: whether the copy's scheduler stands where this member's own does.
     """
 
     role: Role
@@ -75,17 +80,24 @@ class Learner:
     incoming: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None
     kept: deque[Kept] = field(default_factory=deque)
     runtime: StageRuntime | None = None
+    standings: dict[int, Standing] = field(default_factory=dict)
+    follows: bool = False
 
-    def keep(self, sequence: int, committed: Committed) -> None:
+    def keep(self, sequence: int, committed: Committed, before: Standing) -> None:
         """The iteration has committed. Without gradients the snapshot is taken after it and contains it."""
         if self.incoming is not None:
-            self.kept.append(Kept(sequence, *self.incoming, committed))
+            self.kept.append(Kept(sequence, *self.incoming, committed, before))
             self.incoming = None
 
     def forget(self, sequence: int) -> None:
         """Drop the kept iterations that a snapshot of ``sequence`` contains."""
         while self.kept and self.kept[0].sequence <= sequence:
             self.kept.popleft()
+
+    def standing(self, sequence: int) -> Standing | None:
+        """Where this member's own scheduler stood after operation ``sequence``, if that is known."""
+        known = max((s for s in self.standings if s <= sequence), default=None)
+        return self.standings[known] if known is not None else None
 
 
 class Snapshots:

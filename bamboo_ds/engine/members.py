@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 from ..comm.transport import Transport
 from ..config import BambooConfig, RedundancyMode
 from ..schedule import Decision
-from ..topology import Plan, Role
+from ..topology import Layout, Plan, Role
+from .accounts import Accounts
 from .bubbles import IdleTimes
 from .commit import Committed
 from .data import Batches, Dataset
@@ -15,6 +16,8 @@ from .history import History
 from .lanes import Lanes
 from .learning import Learner, Snapshots
 from .runtime import RuntimeBinding, StageRuntime
+from .saving import Saves
+from .schedulers import Pristine, Standing
 
 if TYPE_CHECKING:
     from ..launch import Job
@@ -28,16 +31,23 @@ class EngineState:
         _settings: the ``"bamboo"`` block.
         _mode: its redundancy mode.
         _retain: whether boundary tensors are kept until commit.
+        _layout: the logical world.
         _plan: the plan of the current epoch.
+        _agreed: members of the plan by which all have agreed last on how to go on.
         _binding: the runtimes, and which one is bound.
+        _pristine: the script's own learning-rate scheduler as it was, if it has brought one.
+        _stood: where the scheduler of the home role stood when the iteration began.
         _home: the runtime of the role that this member's script runs as; bound between operations. It may be a
             role that others own now; then it only carries the counters that the script looks at.
         _transport, _lanes: the current epoch's streams.
         _batches: micro-batches of the current operation.
         _dataset: the ``training_data`` of ``deepspeed.initialize``, if it was given.
+        _tied_stages: stages that hold weights of other stages, too.
         _consumed: micro-batches of each pipeline that committed iterations have used.
         _learners: copies that this member makes.
         _snapshots: states that it offers to learners.
+        _saves: its checkpoints.
+        _accounts: what committed iterations have consumed, for the ledger.
         _switch_due: all members know of a newer plan that waits for the next boundary.
         _idle: measured idle times.
         _seed: seed of the forward passes' generators, equal on all members.
@@ -52,6 +62,7 @@ class EngineState:
         _joining: this member waits to be admitted.
         _evaluating: an evaluation runs.
         _loading: micro-batch that is being loaded.
+        _last_beat, _longest_beat: when the last instruction ended, and how long the longest took.
         _bubble_begin: begin of waits that are in progress, by place.
     """
 
@@ -61,16 +72,23 @@ class EngineState:
     _settings: BambooConfig
     _mode: RedundancyMode
     _retain: bool
+    _layout: Layout
     _plan: Plan
+    _agreed: tuple[str, ...]
     _binding: RuntimeBinding
+    _pristine: Pristine | None
+    _stood: Standing
     _home: StageRuntime
     _transport: Transport
     _lanes: Lanes
     _batches: Batches
     _dataset: Dataset | None
+    _tied_stages: frozenset[int]
     _consumed: int
     _learners: dict[Role, Learner]
     _snapshots: Snapshots
+    _saves: Saves
+    _accounts: Accounts
     _switch_due: bool
     _idle: IdleTimes
     _seed: int
@@ -86,4 +104,6 @@ class EngineState:
     _dataset_iterator: Any
     _evaluating: bool
     _loading: int
+    _last_beat: float
+    _longest_beat: float
     _bubble_begin: dict[tuple[Any, ...], float]

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import logging
-import os
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +15,9 @@ from ..schedule import Commit, RoleProgress, commit_program, member_program
 from ..topology import Role
 from .commit import decode
 from .lanes import Stream
+from .recomputing import end_iteration
+from .saving import saved
+from .schedulers import Standing
 
 if TYPE_CHECKING:
     from .bamboo import BambooPipelineEngine
@@ -30,11 +29,15 @@ logger = logging.getLogger("bamboo_ds")
 class TrainIteration:
     """One iteration: pipeline, reduction, replication, commit, step."""
 
+    watched = True
+    steps = True
     goes_on = True
 
     def __init__(self, engine: BambooPipelineEngine) -> None:
         self._engine = engine
         self._begin = time.monotonic()
+        engine._binding.refresh()
+        engine._stood = Standing.of(engine._home)
         engine._use_training_batches()
 
     @property
@@ -65,14 +68,17 @@ class TrainIteration:
 
     def repeatable(self) -> bool:
         engine = self._engine
-        last = [r for r in engine._binding.owned() if r.role.stage == engine.num_stages - 1]
-        return all(runtime.reduced_loss is not None for runtime in last)
+        owned, accounted = engine._binding.owned(), engine._accounted()
+        last = [r for r in owned if r.role.stage == engine.num_stages - 1]
+        ends = [*last, *(r for r in owned if r.role.stage == 0)]
+        known = all(len(runtime.consumed) >= accounted for runtime in ends)
+        return known and all(runtime.reduced_loss is not None for runtime in last)
 
     def finish(self, behind: bool) -> None:
         engine = self._engine
         assert engine._vector is not None
         layout = engine._plan.world
-        engine._committed = decode(layout, engine._loss_count(), engine._vector)
+        engine._committed = decode(layout, engine._form(), engine._vector)
         self._execute(commit_program(engine._plan, engine._job.session.member)[1:], until_commit=False)
         mismatches = engine._committed.mismatches
         if behind:
@@ -80,21 +86,25 @@ class TrainIteration:
         else:
             engine._collect_leftovers(engine.micro_batches, gradients=not engine._interrupted)
         engine._binding.begin_iteration()
-        engine._history.add("train", [list(losses) for losses in engine._committed.losses])
+        end_iteration()
+        engine._history.add_iteration(engine._committed.losses, engine._skipped())
         engine._committed_steps += 1
         engine._consumed += engine.micro_batches
         engine._advance_home()
+        if engine._accounts.on:
+            engine._account()
         if mismatches and not behind:
             self._mend(mismatches)
         engine._advance_copies()
+        engine._saves.poll()
         engine._job.progressed(engine._committed_steps)
         engine._report_step(time.monotonic() - self._begin)
 
     def _mend(self, mismatches: tuple[Role, ...]) -> None:
-        """Copy the state of ``mismatches`` to their shadows again. A replica stays invalid if a loss prevents it."""
+        """Copy the state of ``mismatches`` again. A replica stays invalid if a loss prevents it."""
         engine = self._engine
         try:
-            engine._copy_state([role for role in mismatches if engine._plan.shadow(role) is not None])
+            engine._copy_state(mismatches)
         except EpochChanged as error:
             # The next operation recovers; it refuses to take a role over from an invalid replica.
             logger.warning("replicas of %s were not mended: %s", mismatches, error)
@@ -104,6 +114,7 @@ class TrainIteration:
         handlers: Mapping[type, Callable[..., None]] = engine._INSTRUCTION_MAP
         for instruction in program:
             handlers[type(instruction)](engine, **instruction.kwargs)
+            engine._beat()
             if until_commit and type(instruction) is Commit:
                 return
 
@@ -112,6 +123,8 @@ class Evaluation:
     """Forward passes of all micro-batches without gradients; done again from the start after a loss."""
 
     draws = True
+    watched = True
+    steps = False
     goes_on = True
 
     def __init__(self, engine: BambooPipelineEngine, iterator: Any, micro_batches: int, reduce: str | None) -> None:
@@ -119,9 +132,7 @@ class Evaluation:
         self._micro_batches = micro_batches
         self._reduce = reduce
         self.losses: dict[int, Any] = {}
-        engine._batches.use_iterator(
-            engine._home.role.pipeline, iterator if engine._is_source() else None, engine.batch_fn
-        )
+        engine._batches.use_iterator(engine._home.role.pipeline, engine._source(iterator), engine.batch_fn)
 
     def run(self, progress: Mapping[Role, RoleProgress] | None) -> None:
         engine, layout = self._engine, self._engine._plan.world
@@ -137,6 +148,7 @@ class Evaluation:
                 for m in range(self._micro_batches):
                     for runtime in engine._binding.owned():
                         self._forward(runtime.role, m, layout.stages)
+                        engine._beat()
         finally:
             engine._evaluating = False
         self.commit()
@@ -194,73 +206,92 @@ class Evaluation:
         for runtime in engine._binding.owned():
             runtime.module.train()
         engine._advance_copies()
+        engine._saves.poll()
 
 
 class CheckpointSave:
-    """All roles' files into a folder that becomes the checkpoint by one rename, after everybody has written."""
+    """Copies of all roles' state. After the commit the members write them, while training goes on.
+
+    With ``bamboo.checkpoint.asynchronous`` off they write before the commit, which waits for the complete checkpoint; a
+    loss while they write makes them repeat all of it.
+
+    Args:
+        engine: the engine.
+        folder, tag: of the checkpoint.
+        latest: whether DeepSpeed's file ``latest`` is to name it.
+        save: DeepSpeed's own saving of the role that is bound.
+
+    Attributes:
+        succeeded: whether the checkpoint is written, or complete if it was waited for.
+    """
 
     draws = False
+    watched = False
+    steps = False
     goes_on = True
+    succeeded = False
 
     def __init__(
-        self, engine: BambooPipelineEngine, folder: str, tag: str, latest: bool, save: Callable[[str], None]
+        self, engine: BambooPipelineEngine, folder: str, tag: str, latest: bool, save: Callable[[], None]
     ) -> None:
         self._engine = engine
-        self._latest = latest
-        self._target = Path(folder) / tag
-        self._partial = Path(folder) / ".bamboo-partial"
-        self._tag = tag
+        self._folder, self._tag, self._latest = folder, tag, latest
         self._save = save
+        self._waits = not engine._settings.checkpoint.asynchronous
+        self._attempt = 0
+        self._left_out = self._complete = False
 
     def run(self, progress: Mapping[Role, RoleProgress] | None) -> None:
-        engine = self._engine
-        leads = engine._leads()
-        if leads:
-            shutil.rmtree(self._partial, ignore_errors=True)
-            self._partial.mkdir(parents=True)
-        engine._transport.barrier()
-        for runtime in engine._binding.owned():
-            engine._binding.use(runtime)
-            self._save(str(self._partial))
-        engine._transport.barrier()
-        if leads:
-            (self._partial / self._tag).mkdir(exist_ok=True)
-            if self._target.exists():
-                shutil.rmtree(self._target)
-            os.replace(self._partial / self._tag, self._target)
-            shutil.rmtree(self._partial)
-            if self._latest:
-                write_atomically(self._target.parent / "latest", self._tag)
+        engine, saves = self._engine, self._engine._saves
+        self._attempt, self._complete = engine._plan.epoch, False
+        self._left_out = not saves.collect(engine, self._folder, self._tag, self._latest, self._save)
+        if self._waits and not self._left_out:
+            saves.write_and_wait()
+            self._complete = saves.completed == saves.save_id(self._attempt, engine._sequence)
         self.commit()
 
     def commit(self) -> None:
         engine = self._engine
         engine._entered = True
-        vector = torch.zeros(1, dtype=torch.float64)
+        attempt = self._attempt if engine._leads() else 0
+        vector = torch.tensor([attempt, self._left_out, self._complete], dtype=torch.float64)
         engine._vector = engine._agree(vector)
 
     def repeatable(self) -> bool:
-        return True
+        # The copies of a role that was taken over died with its owner.
+        return not any(runtime.adopted for runtime in self._engine._binding.owned())
 
     def finish(self, behind: bool) -> None:
-        engine = self._engine
+        engine, saves = self._engine, self._engine._saves
+        assert engine._vector is not None
+        attempt, left_out, complete = map(int, engine._vector)
+        if left_out:
+            saves.forget()
+        else:
+            saves.write()
+        self.succeeded = bool(complete) if self._waits else not left_out
+        name = saves.save_id(attempt, engine._sequence) if self.succeeded else None
+        engine._history.add("save", saved(self._folder, self._tag, name))
+        saves.poll()
         engine._binding.refresh()
         for runtime in engine._binding.runtimes.values():
             runtime.adopted = False
-        engine._history.add("save", {"folder": os.path.abspath(self._target.parent), "tag": self._tag})
         engine._advance_copies()
 
 
 class End:
-    """The end of the script: nobody leaves before all have finished."""
+    """The end of the script: nobody leaves before all have finished, and their checkpoints are written."""
 
     draws = False
+    watched = False
+    steps = False
     goes_on = False
 
     def __init__(self, engine: BambooPipelineEngine) -> None:
         self._engine = engine
 
     def run(self, progress: Mapping[Role, RoleProgress] | None) -> None:
+        self._engine._saves.wait()
         self.commit()
 
     def commit(self) -> None:
@@ -273,13 +304,3 @@ class End:
 
     def finish(self, behind: bool) -> None:
         self._engine._transport.close()
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Replace the file at ``path``; a reader sees the old text or the new one, also after a crash."""
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
-    with os.fdopen(descriptor, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(name, path)

@@ -10,14 +10,18 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Mapping
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from .. import plan_change
+from ..comm.script import ScriptCollectives
 from ..comm.transport import Transport
-from ..errors import EpochChanged
+from ..errors import EpochChanged, FatalLoss
 from ..schedule import Decision, MemberRecord, RoleProgress, decide, settle
-from ..topology import Plan, Role, batch_sources, hungry
+from ..topology import Plan, Role, hungry
 from .copies import CopyingExecutor
 from .lanes import BATCH_PARTS, Lanes
 from .runtime import StageRuntime
@@ -38,8 +42,16 @@ class Operation(Protocol):
         """Whether this member, which has entered the commit, could enter it again under the current plan."""
 
     @property
+    def watched(self) -> bool:
+        """Whether it consists of many short instructions, so that one that does not end is a hang."""
+
+    @property
     def draws(self) -> bool:
         """Whether it needs batches from the scripts' iterators."""
+
+    @property
+    def steps(self) -> bool:
+        """Whether optimizers step in it."""
 
     @property
     def goes_on(self) -> bool:
@@ -76,6 +88,7 @@ class RecoveringExecutor(CopyingExecutor):
 
     _recovery: Recovery | None = None
     _operation: Operation
+    _script: ScriptCollectives
 
     def _protected(self, operation: Operation) -> None:
         """Run ``operation`` until it commits.
@@ -100,12 +113,13 @@ class RecoveringExecutor(CopyingExecutor):
                     self._await_source()
                 decision = self._pending
                 self._interrupted = decision is not None
-                if decision is None:
-                    operation.run(None)
-                elif decision.mode == "commit":
-                    operation.commit()
-                else:
-                    operation.run(decision.progress)
+                with self._busy(operation):
+                    if decision is None:
+                        operation.run(None)
+                    elif decision.mode == "commit":
+                        operation.commit()
+                    else:
+                        operation.run(decision.progress)
                 break
             except EpochChanged as error:
                 logger.info("operation %d interrupted: %s", self._sequence, error)
@@ -115,14 +129,32 @@ class RecoveringExecutor(CopyingExecutor):
         operation.finish(behind)
         self._entered = False
         self._sequence += 1
+        self._script.begin_gap(self._sequence)
         if behind and self._pending is not None:
             self._pending = replace(self._pending, behind=())
+        if operation.steps and self._plan.world.sharded:
+            try:
+                self._exchange_shards()
+            except EpochChanged as error:
+                logger.info("interrupted after operation %d: %s", self._sequence - 1, error)
+                self._recover_at_boundary()
         self._binding.use(self._home)
         if self._recovery is not None and not behind:
             self._report_recovery(self._recovery)
             self._recovery = None
         if self._switch_due and operation.goes_on:
             self._switch()
+
+    @contextmanager
+    def _busy(self, operation: Operation) -> Iterator[None]:
+        """The body executes instructions; each is to end within a time that the ones before it suggest."""
+        activity = self._job.channel.activity
+        self._beat()
+        activity.busy = operation.watched
+        try:
+            yield
+        finally:
+            activity.busy = False
 
     def _await_source(self) -> None:
         """Wait for a member that can draw the batches of all pipelines; the leader has one started.
@@ -146,17 +178,7 @@ class RecoveringExecutor(CopyingExecutor):
         except EpochChanged as error:
             logger.info("interrupted at a boundary: %s", error)
             undisturbed = False
-        while True:
-            try:
-                decision = self._recover()
-                break
-            except EpochChanged as error:
-                logger.info("interrupted at a boundary: %s", error)
-                undisturbed = False
-        done = any(p != RoleProgress() for p in decision.progress.values())
-        if done or decision.behind or decision.mode == "commit":
-            self._pending = decision
-        if not undisturbed:
+        if not (self._recover_at_boundary() and undisturbed):
             return
         self._recovery = None
         self._job.channel.event(
@@ -167,9 +189,27 @@ class RecoveringExecutor(CopyingExecutor):
             previous=before.epoch,
         )
 
+    def _recover_at_boundary(self) -> bool:
+        """Enter the newest epoch between two operations; whether that took one attempt."""
+        attempts = 0
+        while True:
+            attempts += 1
+            try:
+                decision = self._recover()
+                break
+            except EpochChanged as error:
+                logger.info("interrupted at a boundary: %s", error)
+        self._go_on_from(decision)
+        return attempts == 1
+
+    def _go_on_from(self, decision: Decision) -> None:
+        """The next operation begins as ``decision`` says."""
+        done = any(p != RoleProgress() for p in decision.progress.values())
+        self._pending = decision if done or decision.behind or decision.mode == "commit" else None
+
+    @abstractmethod
     def _joined(self, decision: Decision, records: Mapping[str, Mapping[str, Any]]) -> None:
         """This member has just been admitted: take over from the others' ``records`` where the job stands."""
-        raise NotImplementedError
 
     # -- one recovery -------------------------------------------------------------------------------------
 
@@ -188,10 +228,13 @@ class RecoveringExecutor(CopyingExecutor):
         self._enter(plan)
         logger.info("entered epoch %d", plan.epoch)
         promoted = self._adopt_roles(plan)
+        self._saves.follow(plan)
         mine = self._record()
         others = self._transport.exchange(json.dumps(mine))
         records = {member: json.loads(text) for member, text in others.items()}
+        self._check_setup(plan, records)
         decision = self._decide(plan, records)
+        self._script.agree(records, decision.step)
         self._begin_copies(plan, records)
         if self._joining:
             self._joined(decision, records)
@@ -202,7 +245,12 @@ class RecoveringExecutor(CopyingExecutor):
             self._batches.drop()
         if decision.mode == "resume" and not behind:
             self._drop_reductions(decision.progress)
+            self._begin_again(decision.progress)
         self._connect_batches({m: {} if m in decision.behind else r["received"] for m, r in records.items()})
+        self._accounts.write(plan, self._dataset)
+        # Whoever is behind steps first and takes part then.
+        if plan.world.sharded and not behind and (decision.behind or any(r["stale"] for r in records.values())):
+            self._exchange_shards()
         self._job.lost_at = None
         self._recovery = Recovery(
             noticed,
@@ -211,7 +259,20 @@ class RecoveringExecutor(CopyingExecutor):
             decision.mode,
             *self._redone(plan, decision, promoted),
         )
+        plan_change.tell(plan, session.member)
         return decision
+
+    def _check_setup(self, plan: Plan, records: Mapping[str, Mapping[str, Any]]) -> None:
+        """A loss that hits what scripts set up together before they train.
+
+        Raises:
+            FatalLoss: on all members alike.
+        """
+        begun = max(record["step"] for record in records.values())
+        lost = [member for member in self._agreed if member not in plan.members]
+        if lost and not begun and any(record["script"]["open"] for record in records.values()):
+            raise FatalLoss([], lost, self._job.newest_checkpoint(plan))
+        self._agreed = plan.members
 
     def _enter(self, plan: Plan) -> None:
         """Attach to ``plan``'s epoch and open its lanes."""
@@ -257,12 +318,12 @@ class RecoveringExecutor(CopyingExecutor):
         """What this member tells the others (JSON)."""
         roles = []
         for runtime in self._binding.owned():
-            reduced = runtime.reduced is not None and (self._entered or not self.is_data_parallel)
+            reduced = runtime.reduced is not None and (self._entered or not self._repeats_reduction(runtime.role))
             roles.append(
                 {
                     "role": [runtime.role.pipeline, runtime.role.stage],
-                    "forwards": runtime.forwards,
-                    "backwards": runtime.backwards,
+                    "forwards": 0 if runtime.torn else runtime.forwards,
+                    "backwards": 0 if runtime.torn else runtime.backwards,
                     "reduced": reduced,
                     "bare": runtime.adopted,
                 }
@@ -274,6 +335,7 @@ class RecoveringExecutor(CopyingExecutor):
             "commit": list(self._vector) if self._vector is not None else None,
             "received": self._batches.received,
             "repeatable": self._operation.repeatable(),
+            "stale": any(runtime.stale for runtime in self._binding.runtimes.values()),
             "replicas": [self._plan.world.rank(r.role) for r in self._binding.replicas() if r.valid],
             "place": self._snapshots.place.model_dump(),
             "joining": self._joining,
@@ -281,6 +343,9 @@ class RecoveringExecutor(CopyingExecutor):
             "steps": self._committed_steps,
             "consumed": self._consumed,
             "seed": self._seed,
+            "nonce": self._saves.nonce,
+            "accounts": self._accounts.record(),
+            "script": self._script.record(),
         }
 
     def _decide(self, plan: Plan, records: Mapping[str, Mapping[str, Any]]) -> Decision:
@@ -303,18 +368,20 @@ class RecoveringExecutor(CopyingExecutor):
             decision = replace(decision, mode="resume")
         if decision.mode == "commit":
             return decision
-        return replace(decision, progress=settle(plan.world, self.micro_batches, decision.progress))
+        settled = settle(plan.world, self.micro_batches, decision.progress, self._tied_stages)
+        return replace(decision, progress=settled)
 
     def _drop_reductions(self, progress: Mapping[Role, RoleProgress]) -> None:
         """The iteration is resumed from ``progress``: reductions are done again, but for roles that need nothing more.
 
-        With several pipelines that is none: another one may have to repeat the reduction.
+        With several pipelines that is none, and no tied stage: another role may have to repeat the reduction.
         """
         self._entered = False
         for role, runtime in self._binding.runtimes.items():
             # A replica's are still what the owner has: they protect the role while the iteration is finished.
-            if not (progress[role].reduced and not self.is_data_parallel):
-                runtime.reduced = runtime.reduced_loss = runtime.received_buffers = None
+            if self._repeats_reduction(role) or not progress[role].reduced:
+                runtime.tied.clear()
+                runtime.reduced = runtime.measured = runtime.reduced_loss = runtime.received_buffers = None
         for learner in self._learners.values():
             learner.incoming = None
 
@@ -358,10 +425,6 @@ class RecoveringExecutor(CopyingExecutor):
             return pipeline in feeding or member not in ends
 
         self._batches.connect(self._transport, serving, sources, eager)
-
-    def _is_source(self) -> bool:
-        """Whether this member draws batches for its home pipeline."""
-        return self._job.session.member in batch_sources(self._plan, self._home.role.pipeline)
 
     # -- events -------------------------------------------------------------------------------------------
 

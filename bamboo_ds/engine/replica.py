@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import copy
-import functools
 import zlib
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable
 from typing import Any
 
 import torch
+from deepspeed.runtime.utils import is_model_parallel_parameter
 from torch import nn
 
 from ..errors import ProtocolError, UnsupportedError
 from ..state import Tree
 from .runtime import StageRuntime
+from .schedulers import Pristine, load_state
 
 #: What every optimizer has of its own, or gets anew when it is cloned.
 _OPTIMIZER_OWN = {"state", "param_groups", "step"}
@@ -52,9 +52,14 @@ def build_stage_module(module: Any, stage: int, device: torch.device) -> Any:
         if isinstance(specs[index], nn.Module):
             specs[index] = copy.deepcopy(specs[index])
     other._layer_specs = specs
+    other.seed_layers = False  # it would seed every generator of the process
     with torch.random.fork_rng(enabled=True):
         other._build()
-    other._layer_specs = module._layer_specs
+    other._layer_specs, other.seed_layers = module._layer_specs, module.seed_layers
+    names = list(module._modules)
+    for name in names[names.index("tied_modules") :]:
+        if name not in layers:  # added by a subclass when it had its layers: states are lists in the modules' order
+            other._modules[name] = other._modules.pop(name)
     other.to(device)
     other.is_checkpointable_results, other.is_checkpointable_results_interval = [], None
     if other.activation_checkpoint_interval > 0:
@@ -105,29 +110,11 @@ def _holds_parameters(value: Any) -> bool:
     return any(isinstance(member, nn.Parameter) for member in members)
 
 
-def clone_scheduler(original: Any, old: torch.optim.Optimizer, new: torch.optim.Optimizer) -> Any:
-    """A copy of the learning-rate scheduler ``original`` of optimizer ``old`` that drives ``new``."""
-    scheduler = copy.deepcopy(original, {id(old): new})
-    if hasattr(getattr(old, "step", None), "_wrapped_by_lr_sched"):
-        # torch's schedulers mark the step of their optimizer and warn about one without the mark.
-        step = new.step
-
-        @functools.wraps(step)
-        def marked(*args: Any, **kwargs: Any) -> Any:
-            new._opt_called = True  # type: ignore[attr-defined]
-            return step(*args, **kwargs)
-
-        marked._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-        new.step = marked  # type: ignore[method-assign]
-    return scheduler
-
-
 def group_names(runtime: StageRuntime) -> list[list[str]]:
     """Names of the parameters of each group of the runtime's optimizer."""
     names = {id(p): n for n, p in runtime.module.named_parameters()}
-    groups = runtime.attributes["optimizer"].param_groups
     try:
-        return [[names[id(p)] for p in group["params"]] for group in groups]
+        return [[names[id(p)] for p in group] for group in runtime.optimizer.groups()]
     except KeyError as error:
         raise UnsupportedError(
             "the optimizer holds parameters that do not belong to the pipeline module; give it only those"
@@ -140,20 +127,25 @@ _COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
 
 def capture(runtime: StageRuntime) -> Tree:
     """The role's full state: what a replica must equal. The runtime's attributes must be up to date."""
-    optimizer, scheduler = runtime.attributes["optimizer"], runtime.attributes["lr_scheduler"]
+    scheduler = runtime.attributes["lr_scheduler"]
     return {
         "groups": group_names(runtime),
         "trainable": [n for n, p in runtime.module.named_parameters() if p.requires_grad],
+        "sliced": [n for n, p in runtime.module.named_parameters() if is_model_parallel_parameter(p)],
         "parameters": [p.detach() for p in runtime.module.parameters()],
         "buffers": [b.detach() for b in runtime.module.buffers()],
-        "optimizer": optimizer.state_dict(),
+        "optimizer": runtime.optimizer.capture(),
         "scheduler": scheduler.state_dict() if scheduler is not None else None,
         "counters": {name: runtime.attributes[name] for name in _COUNTERS},
     }
 
 
-def restore(runtime: StageRuntime, state: Tree) -> None:
-    """Make ``runtime`` equal to the state that :func:`capture` gave on its owner."""
+def restore(runtime: StageRuntime, state: Tree, pristine: Pristine | None) -> None:
+    """Make ``runtime`` equal to the state that :func:`capture` gave on its owner.
+
+    Args:
+        pristine: what its scheduler was made of, if the script has brought it.
+    """
     with torch.no_grad():
         for kind, mine in (("parameters", runtime.module.parameters()), ("buffers", runtime.module.buffers())):
             tensors = list(mine)
@@ -164,10 +156,10 @@ def restore(runtime: StageRuntime, state: Tree) -> None:
                 )
             for target, source in zip(tensors, state[kind], strict=True):
                 target.copy_(source)
-    runtime.attributes["optimizer"].load_state_dict(state["optimizer"])
     scheduler = runtime.attributes["lr_scheduler"]
     if scheduler is not None:
-        scheduler.load_state_dict(state["scheduler"])
+        load_state(scheduler, state["scheduler"], pristine, runtime.attributes["basic_optimizer"])
+    runtime.optimizer.restore(state["optimizer"])  # after the scheduler, which may change the groups
     runtime.attributes.update(state["counters"])
     runtime.valid = True
 
@@ -179,38 +171,3 @@ def checksum(runtime: StageRuntime) -> int:
         flat = tensor.detach().cpu().contiguous().reshape(-1)
         value = zlib.crc32(flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"", value)
     return value
-
-
-def build_replica(
-    home: StageRuntime,
-    runtime: StageRuntime,
-    state: Tree,
-    device: torch.device,
-    schedule_from: Callable[[torch.optim.Optimizer], Any],
-) -> None:
-    """Fill ``runtime`` with module, optimizer and scheduler of its role and copy the owner's ``state`` into them.
-
-    Args:
-        home: the runtime of this member's own role, the pattern.
-        runtime: the replica; its ``attributes`` hold what the topology determines already.
-        state: :func:`capture` of the owner.
-        device: where the replica lives.
-        schedule_from: makes the learning-rate scheduler for an optimizer (or gives ``None``).
-    """
-    module = build_stage_module(home.module, runtime.role.stage, device)
-    module._grid = runtime.attributes["grid"]
-    module.global_rank = runtime.attributes["global_rank"]
-    trainable = set(state["trainable"])
-    for name, parameter in module.named_parameters():
-        # A script may freeze layers after it has built them.
-        parameter.requires_grad_(name in trainable)
-    module.train()
-    optimizer = clone_optimizer(home.attributes["optimizer"], module, state["groups"])
-    runtime.attributes.update(
-        module=module,
-        optimizer=optimizer,
-        basic_optimizer=optimizer,
-        lr_scheduler=schedule_from(optimizer),
-        param_names={p: n for n, p in module.named_parameters()},
-    )
-    restore(runtime, state)

@@ -3,39 +3,97 @@
 from __future__ import annotations
 
 import hashlib
+import random
 import struct
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
+import numpy
 import torch
 
 from ..topology import Role
 
+#: Modules that track random number states by name, DeepSpeed's and Megatron's; each has its tracker as a global.
+_TRACKING = (
+    "deepspeed.runtime.activation_checkpointing.checkpointing",
+    "megatron.core.tensor_parallel.random",
+    "megatron.mpu.random",
+)
+
 
 def forward_seed(seed: int, step: int, role: Role, micro_batch: int) -> int:
     """Seed of one forward pass; equal for a role's owner and its shadow, different for any other pass."""
-    key = struct.pack("<qqqqq", seed, step, role.pipeline, role.stage, micro_batch)
+    return _hashed(struct.pack("<qqqqq", seed, step, role.pipeline, role.stage, micro_batch))
+
+
+def _hashed(key: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1
 
 
 @contextmanager
-def keyed_generators(seed: int, device: torch.device) -> Iterator[None]:
+def keyed_generators(seed: int, device: torch.device, number: int = 0) -> Iterator[None]:
     """Run the body with torch's default generators seeded by ``seed``; restore their states afterwards.
 
     So a forward pass draws the same dropout masks on whichever member it runs, activation checkpointing
     replays them (it records the generator's state inside the body), and the script's own stream of random
-    numbers is left alone. Covers the CPU's and, for a CUDA ``device``, that device's generator.
+    numbers is left alone. Covers the CPU's and, for a CUDA ``device``, that device's generator, and the states that
+    DeepSpeed's and Megatron's ``get_cuda_rng_tracker`` have by name.
+
+    With the same ``seed`` tensor slices draw the same numbers from the default generators, for what all of them
+    compute, and by their ``number`` different ones from the named states; as they do under Megatron.
     """
     cpu = torch.default_generator
     before = cpu.get_state()
     cuda = torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else None
     cuda_before = cuda.get_state() if cuda is not None else None
+    tracked = [(tracker, states) for tracker in _trackers() if (states := tracker.get_states())]
     cpu.manual_seed(seed)
     if cuda is not None:
         cuda.manual_seed(seed)
+    for tracker, states in tracked:
+        tracker.set_states({name: _state(seed, f"{name}/{number}" if number else name, device) for name in states})
     try:
         yield
     finally:
         cpu.set_state(before)
         if cuda is not None and cuda_before is not None:
             cuda.set_state(cuda_before)
+        for tracker, states in tracked:
+            tracker.set_states(states)
+
+
+def _trackers() -> list[Any]:
+    found = [getattr(sys.modules.get(name), "_CUDA_RNG_STATE_TRACKER", None) for name in _TRACKING]
+    return [tracker for tracker in found if tracker is not None]
+
+
+def _state(seed: int, name: str, device: torch.device) -> torch.Tensor:
+    """State of the generator ``name`` in the pass that ``seed`` belongs to."""
+    generator = torch.Generator(device if device.type == "cuda" else "cpu")
+    return generator.manual_seed(_hashed(struct.pack("<q", seed) + name.encode())).get_state()
+
+
+@contextmanager
+def seeded_layers(module: Any, before: int | None = None) -> Iterator[None]:
+    """Run a pass of a ``PipelineModule`` in the body, which seeds each of its layers if its ``seed_layers`` is on.
+
+    DeepSpeed makes the seed from the number of the forward pass, and seeds the generators of Python and NumPy, too;
+    these are restored, since a redundant pass runs at any time.
+
+    Args:
+        module: the module.
+        before: forward passes before this one, had all passes of the role run here; ``None``: it is a backward pass.
+    """
+    if not module.seed_layers:
+        yield
+        return
+    if before is not None:
+        module.micro_offset = before
+    states = random.getstate(), numpy.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        numpy.random.set_state(states[1])

@@ -9,12 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..comm.transport import Payload
 from ..topology import Role
+from .commit import Measured
+
+if TYPE_CHECKING:
+    from .optimizers import StageOptimizer
 
 #: Engine attributes that belong to a role rather than to the process (DeepSpeed 0.19).
 BOUND_ATTRIBUTES = (
@@ -24,6 +28,8 @@ BOUND_ATTRIBUTES = (
     "basic_optimizer",
     "lr_scheduler",
     "param_names",
+    "data_parallel_group",
+    "seq_data_parallel_group",
     "module_forward_pre_hook",
     "module_forward_post_hook",
     # Its place in the topology.
@@ -50,6 +56,7 @@ BOUND_ATTRIBUTES = (
     "micro_steps",
     # Which files of a checkpoint the role writes.
     "save_non_zero_checkpoint",
+    "save_zero_checkpoint",
     "checkpoint_mp_rank",
 )
 
@@ -62,6 +69,8 @@ class StageRuntime:
         role: the role.
         owned: whether this member computes the role; else it holds the role's replica.
         adopted: whether the role was taken over in this iteration.
+        torn: whether a loss has interrupted a pass that had changed something already.
+        optimizer: carries out and copies its steps.
         attributes: values of ``BOUND_ATTRIBUTES`` while the runtime is not bound.
         forwards: forward passes finished in this iteration (redundant ones for a replica).
         backwards: backward passes accumulated in this iteration.
@@ -69,31 +78,45 @@ class StageRuntime:
             commit: they are what the next stage's new owner needs.
         gradients: gradients of the inputs, sent to the previous stage, by micro-batch.
         micro_losses: loss of each micro-batch between its forward and its backward (last stage).
-        reduced: gradients after the data-parallel reduction, in the order of the module's trainable
-            parameters; ``None`` until then.
+        tied: gradients of tied weights, summed over the stages that hold them, by place in the list of trainable
+            parameters.
+        reduced: what the optimizer step needs of the gradients after the data-parallel reduction; ``None`` until then.
+        measured: what the commit has to know of them.
+        consumed: checksum of each micro-batch that a first or last stage has loaded, if there is a ledger. It travels
+            with the reduced gradients that the micro-batch has contributed to.
         reduced_loss: the pipeline's mean loss (and additional losses) of this iteration, if this runtime holds
             the last stage and all of its forwards are done or its replica was received.
         received_buffers: module buffers that came with a replica's reduced gradients; applied at the step.
         checksum: of the state after the last step, if that step was one to verify.
+        stale: the stage's other roles have stepped, and their shards of the parameters are not here yet.
         valid: whether a replica equals its owner; false between a failed check and the copy that mends it.
         saved_bytes: what autograd saved for the redundant forwards of this iteration.
+        first_buffers: the module's buffers before the first forward of this iteration, where passes may have to be done
+            again from the first one on.
     """
 
     role: Role
     owned: bool
     adopted: bool = False
+    torn: bool = False
     attributes: dict[str, Any] = field(default_factory=dict)
+    optimizer: StageOptimizer = field(init=False)
     forwards: int = 0
     backwards: int = 0
     activations: dict[int, Payload] = field(default_factory=dict)
     gradients: dict[int, Payload] = field(default_factory=dict)
     micro_losses: dict[int, torch.Tensor] = field(default_factory=dict)
+    consumed: dict[int, int] = field(default_factory=dict)
+    tied: dict[int, torch.Tensor] = field(default_factory=dict)
     reduced: list[torch.Tensor] | None = None
+    measured: Measured | None = None
     reduced_loss: torch.Tensor | None = None
     received_buffers: list[torch.Tensor] | None = None
     checksum: int | None = None
+    stale: bool = False
     valid: bool = True
     saved_bytes: int = 0
+    first_buffers: list[torch.Tensor] | None = None
 
     @property
     def module(self) -> torch.nn.Module:
@@ -104,31 +127,47 @@ class StageRuntime:
         """The stage's trainable parameters, in the order in which DeepSpeed reduces their gradients."""
         return [p for p in self.module.parameters() if p.requires_grad]
 
+    def checksums(self) -> list[int]:
+        """``consumed`` in the order of the micro-batches, all of which a first or last stage has loaded."""
+        return [self.consumed[m] for m in range(len(self.consumed))]
+
     def tensors(self) -> Iterator[torch.Tensor]:
         """Parameters, then buffers, then tensors of the optimizer state in a fixed order."""
         yield from self.module.parameters()
         yield from self.module.buffers()
-        optimizer = self.attributes["optimizer"]
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                state = optimizer.state.get(parameter, {})
-                yield from (state[name] for name in sorted(state) if torch.is_tensor(state[name]))
+        yield from self.optimizer.tensors()
 
     def begin_iteration(self) -> None:
         """Forget everything of the iteration before. The runtime must not be bound."""
-        self.adopted = False
+        self.adopted = self.torn = False
         self.forwards = self.backwards = 0
         self.activations.clear()
         self.gradients.clear()
         self.micro_losses.clear()
+        self.consumed.clear()
+        self.tied.clear()
         self.reduced = None
+        self.measured = None
         self.reduced_loss = None
         self.received_buffers = None
         self.saved_bytes = 0
+        self.first_buffers = None
         buffers = self.attributes["pipe_buffers"]
         for name in buffers:
             buffers[name] = [None] * len(buffers[name])
         self.attributes.update(total_loss=None, total_additional_losses=None, grad_layer=None, fwd_outputs=[])
+
+    def begin_again(self) -> None:
+        """Forget all passes of this iteration. The runtime must not be bound."""
+        adopted, buffers = self.adopted, self.first_buffers
+        self.begin_iteration()
+        self.adopted = adopted
+        self.optimizer.clear()
+        self.optimizer.abandon_pass()
+        if buffers is not None:
+            with torch.no_grad():
+                for buffer, first in zip(self.module.buffers(), buffers, strict=True):
+                    buffer.copy_(first)
 
 
 class RuntimeBinding:
@@ -170,8 +209,7 @@ class RuntimeBinding:
         self.refresh()
         runtime.owned = runtime.valid = False
         runtime.begin_iteration()
-        for parameter in runtime.module.parameters():
-            parameter.grad = None
+        runtime.optimizer.clear()
         self.reload()
 
     def begin_iteration(self) -> None:

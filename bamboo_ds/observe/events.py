@@ -95,12 +95,38 @@ class MemberLost(EventBase):
 
     event: Literal["member_lost"] = "member_lost"
     member_id: str = Field(description="who was lost")
-    reason: Literal["exit", "signal", "heartbeat", "lease", "suspects"] = Field(
-        description="how it was noticed: its worker exited, died by a signal, stopped its heartbeat; its "
-        "lease ran out; its peers accused it"
+    reason: Literal["exit", "signal", "heartbeat", "hang", "lease", "suspects"] = Field(
+        description="how it was noticed: its worker exited, died by a signal, stopped its heartbeat, made no "
+        "progress; its lease ran out; its peers accused it"
     )
     detail: str = Field(description="exit code, name of the signal, or names of the accusers")
     detection_seconds: float | None = Field(ge=0, description="from the fault to its notice; null where unknown")
+
+
+class NoticeReceived(EventBase):
+    """A member has heard that its node is about to vanish, or was asked to leave."""
+
+    event: Literal["notice"] = "notice"
+    kind: Literal["preempt", "rebalance", "maintenance", "leave"] = Field(
+        description="what is announced: the cloud takes the node away, it has become likely that it will, the host is "
+        "serviced, somebody asks the member to leave"
+    )
+    source: str = Field(description="who said so: `aws`, `gcp`, `azure`, `file`, `http` or `signal`")
+    deadline_seconds: float | None = Field(ge=0, description="until the node vanishes; null where unknown")
+    detail: str = Field(description="what the source said")
+    leaves: bool = Field(
+        description="whether the member leaves for it; false where the node only may vanish, or pauses"
+    )
+
+
+class MemberLeft(EventBase):
+    """A member has handed over what it had between two iterations, and its worker has ended. It is no loss."""
+
+    event: Literal["member_left"] = "member_left"
+    member_id: str = Field(description="who has left")
+    reason: str = Field(description="kind of the notice")
+    detail: str = Field(description="source of the notice and what it said")
+    seconds: float = Field(ge=0, description="from the notice to the end of its worker")
 
 
 class PlanWritten(EventBase):
@@ -202,13 +228,44 @@ class ReplicaMismatch(EventBase):
     found: str = Field(description="the replica's checksum")
 
 
+class CheckpointSaved(EventBase):
+    """A checkpoint is complete. Told again by the next member that leads if the one that completed it was lost."""
+
+    event: Literal["checkpoint_saved"] = "checkpoint_saved"
+    step: int = Field(ge=0, description="last step contained in the checkpoint")
+    path: str = Field(description="its folder")
+    seconds: float = Field(ge=0, description="from the end of the copy to host memory to the complete checkpoint")
+    bytes: int = Field(ge=0, description="size of all of its files")
+
+
+class CheckpointFailed(EventBase):
+    """A checkpoint could not be written; those before it are as they were. One event per member that has noticed."""
+
+    event: Literal["checkpoint_failed"] = "checkpoint_failed"
+    step: int = Field(ge=0, description="last step that it would have contained")
+    path: str = Field(description="the folder that it would have got")
+    reason: str = Field(description="what went wrong")
+
+
 class Fatal(EventBase):
-    """A stage has no living holder; the job stops."""
+    """A stage has no living holder; the job starts again (`recovery.max_restarts`) or ends."""
 
     event: Literal["fatal"] = "fatal"
-    stages: list[Role] = Field(description="the roles without a holder, [pipeline, stage]")
+    stages: list[Role] = Field(
+        description="the roles without a holder, [pipeline, stage]; none before the engines are built"
+    )
     members: list[str] = Field(description="members whose loss caused it")
     checkpoint: str | None = Field(description="newest complete checkpoint of the job, if any")
+
+
+class Restart(EventBase):
+    """All workers are started again after a fatal loss."""
+
+    event: Literal["restart"] = "restart"
+    number: int = Field(ge=1, description="which restart of the job it is")
+    slots: list[int] = Field(description="slots whose members take part")
+    checkpoint: str | None = Field(description="newest checkpoint that members had told of; null: from the beginning")
+    step: int = Field(ge=0, description="newest step that had been committed, as far as members had told")
 
 
 Event = (
@@ -216,6 +273,8 @@ Event = (
     | RunFinished
     | MemberJoined
     | MemberLost
+    | NoticeReceived
+    | MemberLeft
     | PlanWritten
     | Takeover
     | Recovered
@@ -224,7 +283,10 @@ Event = (
     | Step
     | ReplicaVerified
     | ReplicaMismatch
+    | CheckpointSaved
+    | CheckpointFailed
     | Fatal
+    | Restart
 )
 _ADAPTER: TypeAdapter[Event] = TypeAdapter(Annotated[Event, Field(discriminator="event")])
 
@@ -325,5 +387,5 @@ def _type_name(kind: Any) -> str:
         return " or ".join(_type_name(part) for part in inner)
     if origin is list:
         return f"list of {_type_name(inner[0])}"
-    names = {str: "string", int: "int", float: "float", datetime: "string", type(None): "null"}
+    names = {str: "string", bool: "bool", int: "int", float: "float", datetime: "string", type(None): "null"}
     return names[kind]

@@ -56,6 +56,13 @@ def compute_order(
     dependencies, and each member's order is a part of it. With blocking receives and asynchronous sends, the
     first pass of the extension that is not done yet has all its inputs sent, so its member goes on.
 
+    *Tensor slices* of a stage do each pass together, since their layers block in collectives: it begins when all their
+    owners are free, and occupies all of them. So what the simulation takes, one after the other, are such joint passes,
+    and each member's order is still a part of the one extension. The first joint pass that is not done yet is the next
+    one of *all* its owners (whatever is before it in their orders is before it in the extension, hence done), and all
+    its inputs are sent: they meet in it. No member owns two slices of one stage of a pipeline, so none would have to be
+    in a pass twice.
+
     Four stages, two micro-batches; ``c`` (stage 2) was lost after stage 3 had finished everything and stage 1
     F0 F1. Its shadow ``b`` had run F0 redundantly. Stage 3 re-sends two gradients, stage 0 waits
     (a column is one forward; ``2.F1`` is the forward of micro-batch 1 of stage 2)::
@@ -76,7 +83,8 @@ def compute_order(
         The passes of every owner, ``()`` for one with nothing left to compute. Cached and read-only.
 
     Raises:
-        ProtocolError: ``progress`` is not one of this layout and number of micro-batches.
+        ProtocolError: ``progress`` is not one of this layout and number of micro-batches, or differs between slices
+            (see :func:`~.progress.settle`).
     """
     done = finished(layout, micro_batches, progress)
     return ordered(layout, tuple(owners), micro_batches, done, forward_cost, backward_cost)
@@ -92,20 +100,29 @@ def ordered(
     backward_cost: float = 2,
 ) -> Mapping[str, tuple[Work, ...]]:
     """:func:`compute_order` with the progress as a hashable value."""
-    width, size = layout.pipelines, layout.size
-    roles = layout.roles
-    remaining = [_remaining(micro_batches, layout.stages, roles[rank].stage, done[rank]) for rank in range(size)]
+    slices = layout.slices
+    width, size = layout.copies, layout.size // slices
+    # What goes on together, by joint rank: the slices of a stage, of which there is mostly one.
+    roles = [layout.roles[first : first + slices] for first in range(0, layout.size, slices)]
+    hosts = [owners[first : first + slices] for first in range(0, layout.size, slices)]
+    counters = [done[first] for first in range(0, layout.size, slices)]
+    if any(done[rank] != counters[rank // slices] for rank in range(layout.size)):
+        raise ProtocolError(f"slices of a stage are at different places of an iteration of {layout}: {done}")
+    remaining = [_remaining(micro_batches, layout.stages, roles[rank][0].stage, counters[rank]) for rank in range(size)]
     cursor = [0] * size
-    # When each pass ends, by rank and micro-batch; finished passes ended at 0, None: not scheduled yet.
+    # When each pass ends, by joint rank and micro-batch; finished passes ended at 0, None: not scheduled yet.
     forward_end: list[list[float | None]]
     backward_end: list[list[float | None]]
-    forward_end = [[0 if m < f else None for m in range(micro_batches)] for f, _ in done]
-    backward_end = [[0 if m < b else None for m in range(micro_batches)] for _, b in done]
+    forward_end = [[0 if m < f else None for m in range(micro_batches)] for f, _ in counters]
+    backward_end = [[0 if m < b else None for m in range(micro_batches)] for _, b in counters]
     free: dict[str, float] = dict.fromkeys(owners, 0)
     orders: dict[str, list[Work]] = {owner: [] for owner in owners}
 
+    def all_free(rank: int) -> float:
+        return free[hosts[rank][0]] if slices == 1 else max(free[owner] for owner in hosts[rank])
+
     def ready(rank: int) -> tuple[float, int, int] | None:
-        """Heap entry of the next pass of a role: (earliest start, backward before forward, rank)."""
+        """Heap entry of the next pass of a joint rank: (earliest start, backward before forward, rank)."""
         if cursor[rank] == len(remaining[rank]):
             return None
         kind, m = remaining[rank][cursor[rank]]
@@ -114,30 +131,31 @@ def ordered(
         else:
             start = backward_end[rank + width][m] if rank + width < size else 0
         # The role's own earlier passes need no look: its member is busy with them until `free`.
-        return None if start is None else (max(start, free[owners[rank]]), int(kind == "F"), rank)
+        return None if start is None else (max(start, all_free(rank)), int(kind == "F"), rank)
 
     heap = [entry for rank in range(size) if (entry := ready(rank)) is not None]
     heapify(heap)
     while heap:
         start, is_forward, rank = heappop(heap)
-        owner = owners[rank]
-        if free[owner] > start:  # the member took another of its roles meanwhile
-            heappush(heap, (free[owner], is_forward, rank))
+        if all_free(rank) > start:  # a member took another of its roles meanwhile
+            heappush(heap, (all_free(rank), is_forward, rank))
             continue
         kind, m = remaining[rank][cursor[rank]]
         cursor[rank] += 1
-        orders[owner].append((roles[rank], kind, m))
         if is_forward:
-            end = forward_end[rank][m] = free[owner] = start + forward_cost
+            end = forward_end[rank][m] = start + forward_cost
             dependent = rank + width
         else:
-            end = backward_end[rank][m] = free[owner] = start + backward_cost
+            end = backward_end[rank][m] = start + backward_cost
             dependent = rank - width
+        for role, owner in zip(roles[rank], hosts[rank], strict=True):
+            orders[owner].append((role, kind, m))
+            free[owner] = end
         if (entry := ready(rank)) is not None:
             heappush(heap, entry)
         # A neighbour is in the heap already unless exactly this pass is what it waits for.
         if 0 <= dependent < size and _at(remaining[dependent], cursor[dependent]) == (kind, m):
-            heappush(heap, (max(end, free[owners[dependent]]), is_forward, dependent))
+            heappush(heap, (max(end, all_free(dependent)), is_forward, dependent))
     if any(cursor[rank] != len(remaining[rank]) for rank in range(size)):
         raise ProtocolError(f"no order finishes an iteration of {layout} from {done}")
     return MappingProxyType({owner: tuple(order) for owner, order in orders.items()})

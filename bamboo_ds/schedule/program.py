@@ -4,7 +4,7 @@
 
     prologue   owned roles          re-send what a receiver lost
     passes     owned roles, mixed   forwards and backwards in the order of compute_order
-    epilogue   owned roles          ReduceTiedGrads, ReduceGrads
+    epilogue   owned roles          ReduceTiedGrads; ReduceGrads
                owned and shadowed   SendReplica; RecvReplica
                the member           Commit
                owned, shadowed      OptimizerStep; StepReplica
@@ -83,12 +83,15 @@ def member_program(
 def epilogue(plan: Plan, member: str, placement: Placement = "idle") -> Program:
     """What ``member`` does from the end of its passes to the end of the iteration.
 
-    Roles come in rank order, that is by (stage, pipeline), so that members which share several reductions
-    meet them in the same order. All ``SendReplica`` come before any ``RecvReplica``.
+    Reductions block, so members that share several must meet them in one order: first those within pipelines, by
+    pipeline, then those over pipelines, by stage; a member takes part with the last of its roles in each. All
+    ``SendReplica`` come before any ``RecvReplica``.
     """
     program: list[PipeInstruction] = []
+    for role in sorted(plan.owned_by(member)):
+        program += [UseRole(role), ReduceTiedGrads()]
     for role in plan.owned_by(member):
-        program += [UseRole(role), ReduceTiedGrads(), ReduceGrads()]
+        program += [UseRole(role), ReduceGrads()]
     copied = {plan.world.role(rank) for rank, _ in plan.learners}
     for role in plan.owned_by(member):
         if plan.shadow(role) is not None or role in copied:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -64,12 +64,25 @@ def finished(layout: Layout, micro_batches: int, progress: Mapping[Role, RolePro
     return tuple(counters)
 
 
-def settle(layout: Layout, micro_batches: int, progress: Mapping[Role, RoleProgress]) -> Mapping[Role, RoleProgress]:
+def settle(
+    layout: Layout, micro_batches: int, progress: Mapping[Role, RoleProgress], tied: Collection[int] = ()
+) -> Mapping[Role, RoleProgress]:
     """What of ``progress`` an iteration that is resumed can build on.
 
     A role that was taken over with nothing but its reduced gradients is finished only if nobody needs anything
-    from it: no neighbour a boundary tensor, no other pipeline its sums for another reduction. Else its passes are
+    from it: no neighbour a boundary tensor, no other role its sums for another reduction. Else its passes are
     done again; for that its neighbours may have to do theirs again.
+
+    Tensor slices of a stage do their passes together. Where one of them has to do passes again, so have the others,
+    from the first one on: what went into a sum of gradients cannot be taken out of it, and of a backward pass there
+    is nothing left to do it again with. That is so for the slices of a role that was taken over, and where a loss
+    came when some slices had finished a pass and others had not.
+
+    Args:
+        layout: the logical world.
+        micro_batches: micro-batches per pipeline and iteration.
+        progress: progress of every role.
+        tied: stages that hold weights of other stages, too, and are reduced with these.
     """
     settled = dict(progress)
 
@@ -78,12 +91,16 @@ def settle(layout: Layout, micro_batches: int, progress: Mapping[Role, RoleProgr
         return done.reduced or getattr(done, counter) == micro_batches
 
     def needed(role: Role) -> bool:
-        if layout.pipelines > 1:
+        if layout.copies > 1 or role.stage in tied:
             return True
         before, after = Role(role.pipeline, role.stage - 1), Role(role.pipeline, role.stage + 1)
         return (role.stage > 0 and not over(before, "backwards")) or (
             role.stage < layout.stages - 1 and not over(after, "forwards")
         )
+
+    def counters(role: Role) -> tuple[int, int]:
+        done = settled[role]
+        return (micro_batches,) * 2 if done.reduced else (done.forwards, done.backwards)
 
     again = True
     while again:
@@ -91,6 +108,12 @@ def settle(layout: Layout, micro_batches: int, progress: Mapping[Role, RoleProgr
         for role, done in settled.items():
             if done.bare and done.reduced and needed(role):
                 settled[role] = replace(done, reduced=False)
+                again = True
+        for role in layout.roles if layout.slices > 1 else ():
+            together = layout.slices_with(role)
+            if layout.slice_of(role) == 0 and len({counters(each) for each in together}) > 1:
+                for each in together:
+                    settled[each] = RoleProgress(bare=settled[each].bare)
                 again = True
     return settled
 

@@ -77,7 +77,10 @@ class StateServer:
         self, address: str, rate_mb_per_s: float | None, *, token: str, chunk_bytes: int = CHUNK_BYTES
     ) -> None:
         self._expected = authorization(token).encode()
-        self._bucket = None if rate_mb_per_s is None else TokenBucket(rate_mb_per_s * 1e6, chunk_bytes)
+        self._bucket = None
+        if rate_mb_per_s is not None:
+            rate = rate_mb_per_s * 1e6
+            self._bucket = TokenBucket(rate, min(chunk_bytes, rate))  # no more at once than in a second
         self._chunk_bytes = chunk_bytes
         self._lock = threading.Lock()
         self._offers: dict[str, Snapshot] = {}

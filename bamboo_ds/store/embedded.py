@@ -131,6 +131,7 @@ class EmbeddedEtcd:
         self.address = address
         self._timeout_s = timeout_s
         self._supervisor: subprocess.Popen[bytes] | None = None
+        self._heard = b""
         self._pid = 0
         self._port = 0
         self._data_dir: Path | None = None
@@ -201,6 +202,7 @@ class EmbeddedEtcd:
             stdout=subprocess.PIPE,
             start_new_session=True,
         )
+        self._heard = b""
         hello = self._message(deadline)
         if "pid" not in hello:
             raise LaunchError(f"the supervisor of etcd ended at once (exit code {self._supervisor.wait()})")
@@ -217,17 +219,17 @@ class EmbeddedEtcd:
         """The supervisor's next line; empty if it ended without one."""
         process = self._running()
         assert process.stdout is not None
-        data = b""
         with selectors.DefaultSelector() as selector:
             selector.register(process.stdout, selectors.EVENT_READ)
-            while not data.endswith(b"\n"):
+            while b"\n" not in self._heard:
                 if not selector.select(max(0.0, deadline - time.monotonic())):
                     raise LaunchError("the supervisor of etcd says nothing; is the machine overloaded?")
                 piece = os.read(process.stdout.fileno(), 65536)
                 if not piece:
                     return {}
-                data += piece
-        message: dict[str, Any] = json.loads(data)
+                self._heard += piece
+        line, _, self._heard = self._heard.partition(b"\n")
+        message: dict[str, Any] = json.loads(line)
         return message
 
     def _running(self) -> subprocess.Popen[bytes]:

@@ -70,7 +70,7 @@ class Policy:
 
     Attributes:
         redundant: whether roles have replicas.
-        standby_replicas: whether standbys may hold replicas although owners could.
+        standby_replicas: whether standbys hold replicas, copied there although their present shadows may stay.
         near_shadows: whether a replica is copied to the owner of the stage before, where redundant passes need no
             messages, although its present shadow may stay. Off, nothing is copied unless a rule is violated.
         min_gain: share by which the predicted iteration time must improve before owners change for speed.

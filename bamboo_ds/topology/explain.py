@@ -89,6 +89,8 @@ class _Explanation:
             return f"because {old} is on host {self._roster.everyone[old].host}, as the owner {owner} is"
         if owner != self._previous.owners[rank]:
             return "because the owner changes"
+        if self._new.shadows[rank] not in self._new.owners:
+            return "so that a standby takes the role over if need be"
         return f"because {old} does not compute its inputs"
 
     def _where(self, rank: int, shadow: str) -> str:

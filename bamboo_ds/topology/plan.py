@@ -30,6 +30,7 @@ class Plan:
             those of that rank. Not unique: a standby shares the home of another member.
         immediate: whether workers break off what they do to enter this epoch, as after a loss. Otherwise they
             switch together at the next boundary between two operations.
+        nonce: drawn for every attempt to write a plan, so that its writer recognises it.
         schema: version of this record.
     """
 
@@ -44,6 +45,7 @@ class Plan:
     learners: tuple[tuple[int, str], ...] = ()
     homes: tuple[int, ...] = ()
     immediate: bool = True
+    nonce: str = ""
     schema: int = SCHEMA
 
     @property

@@ -15,6 +15,10 @@ With healing between losses nothing becomes unheld (members on hosts of their ow
     plan                 a/d       b/a       b/a       d/b
     plan, e has joined   a/d       b/a       e/b       d/b
 
+Tensor slices are planned one by one: layers find their slice in what their process is (the rank of its script, its
+groups), so a member has roles of the slice only that its home is one of. Thus no member ever has two slices of one
+stage, whose passes must go on at the same time.
+
 Equal arguments give equal plans, so any agent that becomes leader writes the plan its predecessor would have.
 """
 
@@ -32,6 +36,7 @@ from .placement import place_owners
 from .plan import Plan
 from .roles import Layout
 from .shadows import place_shadows
+from .slices import given_up, merged, only
 
 #: How often a target is looked for that is still the target while its copies are made. Mostly the first one is.
 _ATTEMPTS = 4
@@ -83,8 +88,16 @@ def with_redundancy(plan: Plan, layout: Layout, redundant: bool, members: Sequen
         return known
     if members:
         found = {member.id: replace(member, leaving=False) for member in members}
-        roster = Roster(found.get(m) or Candidate(m, slot, m) for slot, m in enumerate(plan.members))
-        return replace(known, shadows=place_shadows(known, known.owners, roster, Costs(), {}, Policy()))
+        everybody = [found.get(m) or Candidate(m, slot, m) for slot, m in enumerate(plan.members)]
+        parts = [only(known, number) for number in range(layout.slices)]
+        chosen = [
+            place_shadows(
+                part, part.owners, Roster(m for m in everybody if m.id in part.members), Costs(), {}, Policy()
+            )
+            for part in parts
+        ]
+        shadowed = [replace(part, shadows=shadows) for part, shadows in zip(parts, chosen, strict=True)]
+        return replace(known, shadows=merged(known, shadowed).shadows)
     alive = frozenset(plan.members)
     shadows: list[str | None] = []
     for role in layout.roles:
@@ -97,11 +110,11 @@ def with_redundancy(plan: Plan, layout: Layout, redundant: bool, members: Sequen
 def takeover(plan: Plan, lost: Collection[str], holders: Holders | None = None) -> Plan:
     """The plan after the loss of ``lost``: each of their roles goes to a living holder of its state.
 
-    That is its shadow; else a learner that is ready; else, with several pipelines, the owner of the same stage
-    in another one, which has the same parameters and clones them locally. Of several, the one that owns fewest
-    roles. A role that nobody holds keeps its last owner's name and its rank is listed in ``unheld``: a fatal
-    loss, which the caller has to report. Before the layout is known nobody shadows, so every role of a lost
-    member is unheld.
+    That is its shadow; else a learner that is ready; else, with several pipelines whose optimizer state is not
+    sharded, the owner of the same stage (and slice) in another one, which has the same state and clones it locally.
+    Of several, the one that owns fewest roles. A role that nobody holds keeps its last owner's name and its rank is
+    listed in ``unheld``: a fatal loss, which the caller has to report. Before the layout is known nobody shadows, so
+    every role of a lost member is unheld.
 
     Nothing else moves: a surviving owner keeps all its roles, living learners go on learning. Names that the
     plan does not list are ignored (they are gone already); with nobody lost the result is the same topology in
@@ -133,12 +146,11 @@ def takeover(plan: Plan, lost: Collection[str], holders: Holders | None = None) 
         shadow, shadows[rank] = shadows[rank], None
         if not give(rank, [shadow] if shadow else holders.get(rank, ()) if holders else ()):
             unheld.append(rank)
-    if plan.layout is not None:
+    if plan.layout is not None and not plan.layout.sharded:
         held = {rank: owner for rank, owner in enumerate(owners) if rank not in unheld}
-        pipelines = plan.layout.pipelines
         for rank in list(unheld):
-            first = rank - rank % pipelines
-            if give(rank, [held[twin] for twin in range(first, first + pipelines) if twin in held]):
+            twins = map(plan.layout.rank, plan.layout.siblings(plan.layout.role(rank)))
+            if give(rank, [held[twin] for twin in twins if twin in held]):
                 unheld.remove(rank)
     host = plan.store_host
     if host not in alive:
@@ -175,8 +187,9 @@ def plan(
     ``previous`` make the copies that it needs, as long as members, costs and policy are the same; with unequal costs it
     may, once.
 
-    Members that are leaving are not among the result's, unless everybody is leaving. Their copies may still be
-    sources of :func:`~bamboo_ds.topology.moves`.
+    The roles of a tensor slice that nobody is at home in keep their owners' names, and their ranks are ``unheld``.
+    Members that are leaving are not among the result's, unless everybody (of a slice) is leaving. Their copies may
+    still be sources of :func:`~bamboo_ds.topology.moves`.
 
     Args:
         previous: the newest plan, in which the roles are known.
@@ -194,7 +207,16 @@ def plan(
     costs, policy = costs or Costs(), policy or Policy()
     costs.check(previous.world.stages)
     holders = holders_of(previous) if holders is None else holders
+    slices = previous.world.slices
     roster = Roster(members)
+    if slices > 1:
+        parts = []
+        for number in range(slices):
+            mine = [replace(m, home=m.home // slices) for m in members if m.home % slices == number]
+            held = {rank // slices: holders[rank] for rank in holders if rank % slices == number}
+            part = only(previous, number)
+            parts.append(plan(part, mine, costs, policy, held) if mine else given_up(part))
+        return merged(previous, parts, roster.everyone.values())
     # Copies that are under way count as made, lest the target depend on how far they are: wanted is one that is still
     # the target when its own copies are made.
     learners = frozenset(previous.learners)

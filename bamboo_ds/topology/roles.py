@@ -1,9 +1,14 @@
-"""Roles: the fixed duties of a job, numbered as DeepSpeed's ``PipeDataParallelTopology`` numbers ranks."""
+"""Roles: the fixed duties of a job, numbered as DeepSpeed's topologies number ranks.
+
+Where layers are cut into tensor slices, every slice has a pipeline of its own: slice ``m`` of data-parallel copy ``d``
+is pipeline ``d * slices + m``. Its stages exchange activations and gradients among themselves only, and its state is
+held by nobody else. What slices have to do together are the collectives inside their layers, and so every pass.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 
 @dataclass(frozen=True, order=True)
@@ -21,17 +26,37 @@ class Role:
 class Layout:
     """The logical world of a job: ``pipelines`` x ``stages`` roles for its whole life.
 
-    A role's rank is its logical rank in DeepSpeed's ``PipeDataParallelTopology`` (axes ``pipe``,
-    ``data``): ``stage * pipelines + pipeline``.
+    A role's rank is its logical rank in DeepSpeed's ``PipeDataParallelTopology`` (axes ``pipe``, ``data``) or
+    ``PipeModelDataParallelTopology`` (axes ``pipe``, ``data``, ``model``): ``stage * pipelines + pipeline``.
+
+    Attributes:
+        pipelines: data-parallel copies of the model, times ``slices``.
+        stages: stages of each.
+        sharded: every role of a stage has optimizer state of its own (ZeRO), so none can stand in for another.
+        slices: tensor slices that the layers are cut into.
+
+    Raises:
+        ValueError: ``slices`` does not divide ``pipelines``.
     """
 
     pipelines: int
     stages: int
+    sharded: bool = False
+    slices: int = 1
+
+    def __post_init__(self) -> None:
+        if self.slices < 1 or self.pipelines % self.slices:
+            raise ValueError(f"{self.pipelines} pipelines cannot be those of {self.slices} slices each")
 
     @property
     def size(self) -> int:
         """Number of roles, which is the logical world size."""
         return self.pipelines * self.stages
+
+    @property
+    def copies(self) -> int:
+        """Data-parallel copies of the model."""
+        return self.pipelines // self.slices
 
     @cached_property
     def roles(self) -> tuple[Role, ...]:
@@ -54,3 +79,32 @@ class Layout:
     def successor(self, role: Role) -> Role:
         """The role after ``role`` in its pipeline; stage 0 for the last stage."""
         return Role(role.pipeline, (role.stage + 1) % self.stages)
+
+    def copy_of(self, role: Role) -> int:
+        """The data-parallel copy of the model that ``role`` is a part of."""
+        return role.pipeline // self.slices
+
+    def slice_of(self, role: Role) -> int:
+        """The tensor slice that ``role`` computes."""
+        return role.pipeline % self.slices
+
+    def siblings(self, role: Role) -> tuple[Role, ...]:
+        """The roles of the same stage and slice in all copies of the model, ``role`` included; of equal weights."""
+        return tuple(Role(pipeline, role.stage) for pipeline in range(self.slice_of(role), self.pipelines, self.slices))
+
+    def slices_with(self, role: Role) -> tuple[Role, ...]:
+        """All slices of the stage of one copy of the model, ``role`` included: they do their passes together."""
+        first = role.pipeline - self.slice_of(role)
+        return tuple(Role(pipeline, role.stage) for pipeline in range(first, first + self.slices))
+
+
+@lru_cache(maxsize=64)
+def groups_like(layout: Layout, ranks: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """For every rank its group that extends along the same axes (stages, copies, slices) as the group of ``ranks``."""
+    places = [(role.stage, layout.copy_of(role), layout.slice_of(role)) for role in layout.roles]
+    fixed = [axis for axis in range(3) if len({places[rank][axis] for rank in ranks}) == 1]
+    keys = [tuple(place[axis] for axis in fixed) for place in places]
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for rank, key in enumerate(keys):
+        groups.setdefault(key, []).append(rank)
+    return tuple(tuple(groups[key]) for key in keys)

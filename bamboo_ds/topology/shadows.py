@@ -16,10 +16,15 @@ def place_shadows(
 ) -> tuple[str | None, ...]:
     """The shadow of every role; ``None`` where only one member is usable.
 
-    A shadow that may stay stays. A role whose owner moves is shadowed by a member that holds a copy, if any may.
-    Only the others need a new copy: on the owner of the stage before, because that computes the role's inputs
-    and redundant forward passes need no message; else on a standby, if those are to hold replicas; else on the
-    owner with the fewest replicas; else on the standby with the fewest.
+    If standbys are to hold replicas, each shadows as much as it has room for: no more bytes than twice what a member
+    owns, which is what an owner with a replica holds, and no more work than twice that of the slowest member, in case
+    that it has to take over everything at once. A takeover by a standby computes the whole iteration of the role again,
+    but makes nobody slower.
+
+    Of the other roles, a shadow that may stay stays. A role whose owner moves is shadowed by a member that holds a
+    copy, if any may. Only the others need a new copy: on the owner of the stage before, because that computes the
+    role's inputs and redundant forward passes need no message; else on the owner with the fewest replicas; else on the
+    standby with the fewest.
     """
     if len(roster.usable) < 2:
         return (None,) * len(owners)
@@ -42,7 +47,9 @@ class _Shadows:
         self._standing = dict.fromkeys(roster.order, 0.0)
 
     def place(self) -> tuple[str | None, ...]:
-        ranks = range(len(self._owners))
+        ranks: Sequence[int] = range(len(self._owners))
+        if self._policy.standby_replicas:
+            ranks = self._place_on_standbys()
         copied = [rank for rank in ranks if not self._give(rank, self._free(rank))]
         distant = [rank for rank in copied if not self._give(rank, self._near(rank))]
         self._place_distant(distant)
@@ -55,6 +62,40 @@ class _Shadows:
         self._replicas[member] += self._weights[rank]
         self._standing[member] += self._seconds[rank]
         return True
+
+    def _place_on_standbys(self) -> Sequence[int]:
+        """Let standbys shadow what they have room for, what they hold already first; returns the other roles."""
+        ranks, busy = range(len(self._owners)), frozenset(self._owners)
+        loads, owned = dict.fromkeys(busy, 0.0), dict.fromkeys(busy, 0.0)
+        for rank, owner in enumerate(self._owners):
+            loads[owner] += self._seconds[rank]
+            owned[owner] += self._weights[rank]
+        work, room = 2 * max(loads.values()) * (1 + SLACK), 2 * max(owned.values())
+        domains = {member: self._roster.domain(member) for member in self._roster.order}
+        standbys = LeastLoaded((m for m in self._roster.order if m not in busy), self._replicas, domains)
+
+        def place(rank: int, member: str | None) -> bool:
+            if member is None or self._shadows[rank] is not None or member not in standbys:
+                return False
+            fits = self._standing[member] + self._seconds[rank] <= work
+            if not (fits and self._replicas[member] + self._weights[rank] <= room):
+                return False
+            self._give(rank, member)
+            standbys.update(member, self._replicas[member])
+            return True
+
+        current = self._previous.shadows or (None,) * len(ranks)
+        held = [[m for m in self._holders.get(r, ()) if self._roster.apart(self._owners[r], m)] for r in ranks]
+        for rank in ranks:
+            if current[rank] in held[rank]:
+                place(rank, current[rank])
+        for rank in ranks:
+            for member in sorted(held[rank], key=lambda m: (self._replicas[m], self._roster.order[m])):
+                place(rank, member)
+        for rank in sorted(ranks, key=lambda rank: self._near(rank) is not None):
+            if self._shadows[rank] is None:
+                place(rank, standbys.pick((domains[self._owners[rank]],)))
+        return [rank for rank in ranks if self._shadows[rank] is None]
 
     def _near(self, rank: int) -> str | None:
         """The owner of the stage before, if it may be the shadow."""
@@ -80,7 +121,6 @@ class _Shadows:
         loads = dict.fromkeys(order, 0.0)
         for rank, owner in enumerate(self._owners):
             loads[owner] += self._seconds[rank]
-        slowest = max(loads.values())
         domains = {member: self._roster.domain(member) for member in order}
         busy = frozenset(self._owners)
 
@@ -91,13 +131,7 @@ class _Shadows:
         standbys = finder(m for m in order if m not in busy)
         for rank in ranks:
             excluded = (domains[self._owners[rank]],)
-            member, standby = workers.pick(excluded), standbys.pick(excluded)
-            if member is None:
-                member = standby
-            elif standby is not None and self._policy.standby_replicas:
-                # One that has to take over all that it shadows at once shall not become the slowest.
-                fast = self._standing[standby] + self._seconds[rank] <= slowest * (1 + SLACK)
-                member = standby if fast or replicas[standby] < replicas[member] else member
+            member = workers.pick(excluded) or standbys.pick(excluded)
             assert member is not None, "two usable members are in two failure domains"
             self._give(rank, member)
             (workers if member in workers else standbys).update(member, replicas[member])

@@ -17,7 +17,8 @@ from typing import Any
 import deepspeed
 import deepspeed.comm
 import torch
-from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.accelerator import get_accelerator
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import nn
 
 WIDTH = 8
@@ -57,7 +58,14 @@ class EmulatedLayer(nn.Module):
         self.forward_s, self.backward_s = forward_s, backward_s
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return Hold.apply(self.linear(x), self.forward_s, self.backward_s)
+        return Hold.apply(self.linear(x.to(self.linear.weight.dtype)), self.forward_s, self.backward_s)
+
+
+class Loss(nn.MSELoss):
+    """In fp32, as is usual."""
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return super().forward(output.float(), target)
 
 
 def batches(size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -96,14 +104,22 @@ def main() -> None:
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--forward-s", type=float, required=True)
     parser.add_argument("--backward-s", type=float, required=True)
+    parser.add_argument("--tied", action="store_true", help="the first and the last stage share their weights")
     parser.add_argument("--trace", action="store_true")
     parser.add_argument("--out", type=Path, required=True)
     arguments = deepspeed.add_config_arguments(parser).parse_args()
     torch.set_num_threads(1)
+    # DeepSpeed refuses fp16 where the CPU has no instructions for it; torch computes it there all the same.
+    get_accelerator().is_fp16_supported = lambda: True
     deepspeed.init_distributed()
     torch.manual_seed(0)
-    specs = [LayerSpec(EmulatedLayer, arguments.forward_s, arguments.backward_s) for _ in range(arguments.stages)]
-    net = PipelineModule(specs, num_stages=arguments.stages, loss_fn=nn.MSELoss(), partition_method="uniform")
+    times = arguments.forward_s, arguments.backward_s
+    specs = [LayerSpec(EmulatedLayer, *times) for _ in range(arguments.stages)]
+    if arguments.tied:
+        specs[0], specs[-1] = (
+            TiedLayerSpec("ends", EmulatedLayer, *times, tied_weight_attr="linear.weight") for _ in range(2)
+        )
+    net = PipelineModule(specs, num_stages=arguments.stages, loss_fn=Loss(), partition_method="uniform")
     engine, *_ = deepspeed.initialize(args=arguments, model=net, model_parameters=list(net.parameters()))
     ends = engine.is_first_stage() or engine.is_last_stage()
     data = batches(engine.train_micro_batch_size_per_gpu()) if ends else None

@@ -12,6 +12,17 @@ import psutil
 import torch
 
 
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """All tensors in nested containers."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple, set)):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
+
+
 class _Saved:
     """A tensor that autograd saved for a backward pass; lives exactly as long as the graph holds it."""
 
@@ -129,10 +140,15 @@ class Meter:
     ) -> dict[str, int]:
         parameters = list(module.parameters())
         states = [value for state in optimizer.state.values() for value in state.values()]
+        # DeepSpeed's optimizers for half precision and ZeRO keep masters and buffers of gradients besides.
+        wraps = hasattr(optimizer, "optimizer")
+        kept = {name: list(_tensors(value)) for name, value in vars(optimizer).items()} if wraps else {}
+        summed = [tensor for name, tensors in kept.items() if "grad" in name for tensor in tensors]
+        masters = [tensor for name, tensors in kept.items() if "grad" not in name for tensor in tensors]
         return {
             f"{prefix}parameters": count(parameters),
-            f"{prefix}gradients": count([*(p.grad for p in parameters), *reduced]),
-            f"{prefix}optimizer": count(states),
+            f"{prefix}gradients": count([*(p.grad for p in parameters), *summed, *reduced]),
+            f"{prefix}optimizer": count([*states, *masters]),
         }
 
     def result(self) -> dict[str, Any]:

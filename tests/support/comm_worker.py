@@ -83,7 +83,12 @@ class Member:
     def case(self, name: str, rank: int, world: int) -> list[Any]:
         from tests.support.comm_cases import CASES
 
-        return [portable(value) for value in CASES[name](rank, world)]
+        try:
+            return [portable(value) for value in CASES[name](rank, world)]
+        except RuntimeError as error:
+            if "does not support" not in str(error):
+                raise
+            return ["unsupported"]  # gloo has learnt some operations with the years
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         return function(self, *arguments)

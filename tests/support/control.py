@@ -38,7 +38,7 @@ class Job:
         self.runtime = Path(tempfile.mkdtemp(prefix="bt-"))  # short: a socket's path must be
         self.told: list[dict[str, Any]] = []
         self._changed = threading.Condition()
-        self._lines: dict[int, socket.socket] = {}
+        self._lines: dict[str, socket.socket] = {}  # by member
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(str(self.runtime / "s"))
         self._listener.listen(64)
@@ -92,7 +92,8 @@ class Job:
                     if record["kind"] == "hello":
                         ranks[sock] = record["rank"]
                     with self._changed:
-                        self._lines[ranks[sock]] = sock
+                        if record["kind"] == "hello":
+                            self._lines[record["member"]] = sock
                         self.told.append({**record, "rank": ranks[sock]})
                         self._changed.notify_all()
 
@@ -123,8 +124,12 @@ class Job:
         assert not wrong, self.told[-3:]
 
     def tell(self, rank: int, words: str) -> None:
+        """Give an order to the newest worker of ``rank``."""
+        self.tell_member(self.find("hello", rank)[-1]["member"], words)
+
+    def tell_member(self, member: str, words: str) -> None:
         """Give an order to a worker."""
-        self._lines[rank].sendall(words.encode() + b"\n")
+        self._lines[member].sendall(words.encode() + b"\n")
 
     def tell_all(self, words: str, *but: int) -> None:
         for rank in range(self.world):

@@ -6,6 +6,7 @@ Fixtures made of it are in ``fixtures.py``.
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import select
 import shutil
@@ -13,6 +14,7 @@ import signal
 import socket
 import subprocess
 import threading
+import urllib.request
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -30,9 +32,9 @@ class EtcdServer:
 
     def __init__(self, folder: Path, extra: Sequence[str] = (), scheme: str = "http") -> None:
         self.folder = folder
-        self.port, self._peer = _free_ports("127.0.0.1")
+        self.port, self.peer_port = _free_ports("127.0.0.1")
         self.url = f"{scheme}://127.0.0.1:{self.port}"
-        self._scheme, self._extra = scheme, list(extra)
+        self._scheme, self.extra = scheme, list(extra)
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -42,22 +44,35 @@ class EtcdServer:
 
     def start(self) -> EtcdServer:
         """Start, also again on the old data, and wait until it serves."""
-        command = etcd_command(find_etcd(), str(self.folder / "data"), "127.0.0.1", self.port, self._peer)
+        self.spawn()
+        if self._scheme == "http":
+            wait_healthy("127.0.0.1", self.port, 20.0, self.check)
+        return self
+
+    def spawn(self) -> None:
+        """Start."""
+        command = etcd_command(find_etcd(), str(self.folder / "data"), "127.0.0.1", self.port, self.peer_port)
         command = [part.replace(f"http://127.0.0.1:{self.port}", self.url) for part in command]
         with open(self.folder / "etcd.log", "ab") as log:
             self._process = subprocess.Popen(
-                command + self._extra,
+                command + self.extra,
                 stdout=log,
                 stderr=log,
                 preexec_fn=lambda: die_with_parent(signal.SIGKILL),
             )
-        if self._scheme == "http":
-            wait_healthy("127.0.0.1", self.port, 20.0, self._check)
-        return self
 
-    def _check(self) -> None:
+    def check(self) -> None:
         assert self._process is not None
         assert self._process.poll() is None, (self.folder / "etcd.log").read_text()
+
+    def status(self) -> dict[str, Any] | None:
+        """What it says of itself and of its leader; ``None`` if it does not live."""
+        if self._process is None or self._process.poll() is not None:
+            return None
+        url = f"http://127.0.0.1:{self.port}/v3/maintenance/status"
+        with urllib.request.urlopen(url, b"{}", timeout=10) as answer:
+            found: dict[str, Any] = json.load(answer)
+        return found
 
     def kill(self) -> None:
         """SIGKILL; the data stays."""
@@ -92,6 +107,44 @@ class EtcdServer:
         self.stop()
 
 
+class EtcdCluster:
+    """Three etcds that elect a leader. Use it in a ``with`` statement."""
+
+    def __init__(self, folder: Path) -> None:
+        self.servers = []
+        for number in range(3):
+            (folder / f"node-{number}").mkdir(parents=True)
+            self.servers.append(EtcdServer(folder / f"node-{number}"))
+        peers = ",".join(f"n{i}=http://127.0.0.1:{server.peer_port}" for i, server in enumerate(self.servers))
+        for number, server in enumerate(self.servers):
+            server.extra += ["--name", f"n{number}", "--initial-cluster", peers, "--initial-cluster-token", str(folder)]
+
+    def leader(self) -> EtcdServer:
+        """Who leads, as the living say."""
+        for server in self.servers:
+            status = server.status()
+            if status is not None and status["leader"] == status["header"]["member_id"]:
+                return server
+        raise AssertionError("the cluster has no leader")
+
+    def __enter__(self) -> EtcdCluster:
+        try:
+            for server in self.servers:
+                server.spawn()
+            for server in self.servers:
+                wait_healthy("127.0.0.1", server.port, 30.0, server.check)
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for server in self.servers:
+            server.stop()
+
+
 class Proxy:
     """A TCP proxy in front of etcd, to break connections in chosen ways.
 
@@ -103,7 +156,7 @@ class Proxy:
         self._target = port
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
-        self.mode = "pass"
+        self.mode = self._wanted = "pass"
         self.swallowed = 0
         self._wake, self._waker = socket.socketpair()
         self._done = False
@@ -115,7 +168,7 @@ class Proxy:
     def set(self, mode: str) -> None:
         """Change the mode; in force at the return."""
         self._applied.clear()
-        self.mode = mode
+        self._wanted = mode
         self._waker.send(b"x")
         assert self._applied.wait(10), "the proxy hangs"
 
@@ -140,6 +193,7 @@ class Proxy:
             for sock in ready:
                 if sock is self._wake:
                     self._wake.recv(64)
+                    self.mode = self._wanted  # here, so that nothing passes between a hole and the cut behind it
                     if self.mode == "cut":
                         for one in list(pairs):
                             drop(one)

@@ -1,16 +1,19 @@
 """Faults at exact places: a worker kills or stops itself at one point of one step.
 
-A fault is JSON: ``{"rank", "step", "at", "micro_batch", "signal", "stage", "evaluating", "healed", "after"}``. ``at``
-is the name of an instruction class, or of an engine method with a leading dot. With ``healed`` it waits from ``step``
-on until every stage has a shadow and the plan has lost the slot ``after``. Before it strikes it leaves a file, so that
-a test can count it.
+A fault is JSON: ``{"rank", "step", "at", "micro_batch", "signal", "stage", "evaluating", "healed", "after", "when"}``.
+``at`` is the name of an instruction class, of an engine method with a leading dot, or with a leading ``@`` of a place
+in the thread that writes the checkpoint of that step. With ``healed`` it waits from ``step`` on until every stage has a
+shadow, the plan has lost the slot ``after`` and the file ``when`` exists. Before it strikes it leaves a file, so that a
+test can count it; in that file is the tag of the checkpoint.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,11 +28,49 @@ def install(engine: Any, faults: str, folder: str) -> None:
     known = {instruction.__name__: instruction for instruction in handlers}
     for fault in mine:
         name = fault["at"]
-        if name.startswith("."):
+        if name.startswith("@"):
+            _install_while_writing(engine, fault, Path(folder))
+        elif name.startswith("."):
             setattr(kind, name[1:], _wrapped(getattr(kind, name[1:]), fault, Path(folder)))
         else:
             handlers[known[name]] = _wrapped(handlers[known[name]], fault, Path(folder))
     kind._INSTRUCTION_MAP = handlers
+
+
+def _install_while_writing(engine: Any, fault: dict[str, Any], folder: Path) -> None:
+    """Strike in a file, before the role's record, before the manifest, before the rename, or before ``latest``."""
+    from bamboo_ds.state import publish, writer
+    from bamboo_ds.state.checkpoints import MANIFEST
+
+    def due(tag: str) -> bool:
+        if fault.get("healed"):
+            return tag.startswith("step") and int(tag[4:]) >= fault["step"] and _healed(engine, fault)
+        return tag == f"step{fault['step']}"
+
+    def before(function: Callable[..., Any], tag_of: Callable[..., str]) -> Callable[..., Any]:
+        def run(*arguments: Any) -> Any:
+            tag = tag_of(*arguments)
+            if due(tag) and not (folder / mark(fault)).exists():
+                strike(fault, folder, tag)
+            return function(*arguments)
+
+        return run
+
+    def in_folder(partial: Path) -> str:
+        return partial.name.rpartition("~")[2]
+
+    def named(start: str) -> Callable[..., str]:
+        return lambda path, _: in_folder(path.parent) if path.name.startswith(start) else ""
+
+    place: Any = {
+        "@file": (writer.ChecksummedFile, "_append", lambda file, _: in_folder(Path(file._file.name).parent)),
+        "@part": (publish, "write_atomically", named(".part-")),
+        "@manifest": (publish, "write_atomically", named(MANIFEST)),
+        "@rename": (publish, "publish", lambda partial, _, manifest: manifest.tag),
+        "@latest": (publish, "point_latest", lambda _, name: name),
+    }[fault["at"]]
+    owner, name, tag_of = place
+    setattr(owner, name, before(getattr(owner, name), tag_of))
 
 
 def mark(fault: dict[str, Any]) -> str:
@@ -37,25 +78,37 @@ def mark(fault: dict[str, Any]) -> str:
     return f"fault-{fault['rank']}-{fault['step']}-{fault['at']}-{fault.get('micro_batch')}"
 
 
-def strike(fault: dict[str, Any], folder: Path) -> None:
-    """Leave the mark and die (or stop)."""
+def in_turn(*faults: dict[str, Any]) -> list[dict[str, Any]]:
+    """Each fault waits until the one before has struck and every stage has a shadow again."""
+    for before, after in itertools.pairwise(({}, *faults)):
+        after["healed"], after["after"] = True, before.get("rank")
+    return list(faults)
+
+
+def strike(fault: dict[str, Any], folder: Path, note: str = "") -> None:
+    """Leave the mark, with ``note`` in it, and die (or stop)."""
     with open(folder / mark(fault), "w") as file:
-        file.write(str(os.getpid()))
+        file.write(note)
         file.flush()
         os.fsync(file.fileno())
+    if fault.get("signal") == "hang":
+        time.sleep(3600)  # the other threads go on, and with them the heartbeat
     os.kill(os.getpid(), getattr(signal, fault.get("signal", "SIGKILL")))
+
+
+def _healed(engine: Any, fault: dict[str, Any]) -> bool:
+    plan, after = engine._plan, fault.get("after")
+    return (
+        None not in plan.shadows
+        and not engine._learners
+        and not any(member.startswith(f"m{after}-") for member in plan.members)
+        and os.path.exists(fault.get("when", "/"))
+    )
 
 
 def _due(engine: Any, fault: dict[str, Any]) -> bool:
     if fault.get("healed"):
-        plan = engine._plan
-        after = fault.get("after")
-        return (
-            engine._committed_steps >= fault["step"]
-            and None not in plan.shadows
-            and not engine._learners
-            and not any(member.startswith(f"m{after}-") for member in plan.members)
-        )
+        return engine._committed_steps >= fault["step"] and _healed(engine, fault)
     return bool(engine._committed_steps == fault["step"])
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,9 +20,13 @@ from typing import Any
 import psutil
 import torch
 
+from .etcd import wait_until
+
 SUPPORT = Path(__file__).parent
 TRAIN = SUPPORT / "train.py"
 MARK = "BAMBOO_TEST_JOB"
+#: A temporary file that some versions of torch leave behind whenever they are imported.
+OF_TORCH = "_remote_module_non_scriptable."
 #: Seconds after which a job counts as hanging.
 DEADLINE_S = 180
 
@@ -48,6 +55,11 @@ def write_config(folder: Path, bamboo: dict[str, Any] | None, micro_batches: int
     return path
 
 
+def slow_until(file: Path, pace_s: float = 0.3) -> list[str]:
+    """Arguments of a job that takes ``pace_s`` seconds a step until ``file`` exists, and ends some steps later."""
+    return ["--steps", "1000", "--slow-until", str(file), "--slow-s", str(pace_s), "--end-after", "10"]
+
+
 @dataclass
 class Result:
     """What a job left behind."""
@@ -55,6 +67,11 @@ class Result:
     out: Path
     exit_code: int
     output: str
+
+    @property
+    def length(self) -> tuple[str, str]:
+        """The arguments that make an undisturbed run as long as this one, which has ended by :func:`slow_until`."""
+        return "--steps", (self.out / "last-step").read_text()
 
     def ranks(self) -> dict[int, dict[str, Any]]:
         """The dump of every worker that reached the end."""
@@ -99,47 +116,51 @@ class Result:
 
 
 def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+    """A port that nobody listens at, and that the system gives to nobody who asks for any."""
+    while True:
+        port = random.SystemRandom().randrange(20000, 32000)  # below Linux's range of ephemeral ports
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            return port
 
 
 def run_stock(folder: Path, world: int, arguments: list[str], config: Path, script: Path = TRAIN) -> Result:
-    """The job without bamboo: ``world`` plain processes."""
-    out = folder
-    port = str(free_port())
-    workers, logs = [], []
-    for rank in range(world):
-        env = environment() | {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(world),
-            "LOCAL_SIZE": str(world),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-        }
-        command = [sys.executable, str(SUPPORT / "stock.py"), str(script)]
-        command += ["--deepspeed_config", str(config), "--out", str(out), *arguments]
-        log = open(out / f"log-{rank}.txt", "wb")  # noqa: SIM115
-        logs.append(log)
-        workers.append(subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT))
-    try:
-        codes = [w.wait(DEADLINE_S) for w in workers]
-    finally:
-        for worker in workers:
-            if worker.poll() is None:
-                worker.kill()
-                worker.wait()
-        for log in logs:
-            log.close()
-    output = "".join((out / f"log-{r}.txt").read_text(errors="replace") for r in range(world))
-    return Result(out, max(codes, key=abs), output)
+    """The job without bamboo: ``world`` plain processes, forked from one that has done their imports."""
+    command = [sys.executable, str(SUPPORT / "stock.py"), "-n", str(world), "--logs", str(folder), str(script)]
+    command += ["--deepspeed_config", str(config), "--out", str(folder), *arguments]
+    env = environment() | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    with open(folder / "log.txt", "wb") as log:
+        # At a timeout all are killed, the ranks by the kernel.
+        code = subprocess.run(command, env=env, stdout=log, stderr=subprocess.STDOUT, timeout=DEADLINE_S).returncode
+    output = "".join(log.read_text(errors="replace") for log in sorted(folder.glob("log*.txt")))
+    return Result(folder, code, output)
 
 
 def bamboo_command() -> str:
     """The console script of the interpreter that runs the tests."""
     beside = Path(sys.executable).with_name("bamboo")
     return str(beside) if beside.exists() else str(shutil.which("bamboo"))
+
+
+class TemporaryFolder:
+    """A folder for the temporary files of a job, below ``folder``; its name leaves room for those of sockets in it.
+
+    Attributes:
+        variables: make processes use it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / "tmp"
+        self._path.mkdir()
+        self._name = Path(tempfile.gettempdir(), f"bamboo-test-{os.urandom(4).hex()}")
+        self._name.symlink_to(self._path)  # sockets of DataLoaders have names of at most 107 characters
+        self.variables = {"TMPDIR": str(self._name), "XDG_RUNTIME_DIR": str(self._name)}
+
+    def close(self) -> set[str]:
+        """Remove its name; returns the files that are left in it."""
+        self._name.unlink()
+        files = {path for path in self._path.rglob("*") if path.is_file() and not path.name.startswith(OF_TORCH)}
+        return {str(path.relative_to(self._path)) for path in files}
 
 
 def run_bamboo(
@@ -149,36 +170,55 @@ def run_bamboo(
     command = [bamboo_command(), "run", "-n", str(world), "--events", str(folder / "events.jsonl"), str(script)]
     command += ["--deepspeed_config", str(config), "--out", str(folder), *arguments]
     # Marks every process of this job, and gives it a place of its own for temporary files.
-    temporary = folder / "tmp"
-    temporary.mkdir()
-    env = environment() | {MARK: str(folder), "TMPDIR": str(temporary), "XDG_RUNTIME_DIR": str(temporary)}
-    shared = set(os.listdir("/dev/shm"))
+    temporary = TemporaryFolder(folder)
+    env = environment() | {MARK: str(folder)} | temporary.variables
+    shared = in_memory()
     done = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
     try:
         output, _ = done.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
         done.terminate()
         output, _ = done.communicate(timeout=30)
+        temporary.close()
         raise AssertionError(f"the job hangs:\n{output.decode(errors='replace')[-6000:]}") from None
-    left = {name for name in set(os.listdir("/dev/shm")) - shared if "bamboo" in name and not in_use(name)}
-    left |= {str(path.relative_to(temporary)) for path in temporary.rglob("*") if path.is_file()}
+    left = temporary.close()
     assert not left, f"the job left files behind: {left}"
+    # A job of another test may have made its folder a moment ago, or be about to remove it.
+    wait_until(lambda: not in_memory() - shared, f"the job left files behind: {in_memory() - shared}")
     assert not marked(str(folder)), f"the job left processes behind: {marked(str(folder))}"
     return Result(folder, done.returncode, output.decode(errors="replace"))
 
 
 class RunningJob:
-    """A job under ``bamboo run`` that a test acts upon while it runs. Use it in a ``with`` statement."""
+    """A job under ``bamboo run`` that a test acts upon while it runs. Use it in a ``with`` statement.
 
-    def __init__(self, folder: Path, world: int, arguments: list[str], config: Path, script: Path = TRAIN) -> None:
+    Args:
+        options: more options of ``bamboo run``.
+        variables: more environment variables.
+    """
+
+    _events: list[dict[str, Any]]
+    _parsed: int  # bytes of the event file
+
+    def __init__(
+        self,
+        folder: Path,
+        world: int,
+        arguments: list[str],
+        config: Path,
+        script: Path = TRAIN,
+        *,
+        options: Sequence[str] = (),
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
         self.folder = folder
-        temporary = folder / "tmp"
-        temporary.mkdir()
-        self.env = environment() | {MARK: str(folder), "TMPDIR": str(temporary), "XDG_RUNTIME_DIR": str(temporary)}
+        self._events, self._parsed = [], 0
+        self._temporary = TemporaryFolder(folder)
+        self.env = environment() | {MARK: str(folder)} | self._temporary.variables | dict(variables or {})
         self.command = [str(script), "--deepspeed_config", str(config), "--out", str(folder), *arguments]
         self.name = f"job-{os.urandom(4).hex()}"
-        options = ["--job", self.name, "--events", str(folder / "events.jsonl")]
-        self.process = self._start("run", ["-n", str(world), *options], "run")
+        usual = ["--job", self.name, "--events", str(folder / "events.jsonl")]
+        self.process = self._start("run", ["-n", str(world), *usual, *options], "run")
         self.joiners: list[subprocess.Popen[bytes]] = []
 
     def _start(self, command: str, options: list[str], log: str) -> subprocess.Popen[bytes]:
@@ -197,14 +237,22 @@ class RunningJob:
         self.joiners.append(self._start("join", options, f"join-{len(self.joiners)}"))
         return self.joiners[-1]
 
+    def status(self) -> dict[str, Any]:
+        """``bamboo status``."""
+        command = [bamboo_command(), "status", "--job", self.name, "--json"]
+        done = subprocess.run(command, env=self.env, capture_output=True, check=True, timeout=60)
+        report: dict[str, Any] = json.loads(done.stdout)
+        return report
+
     def events(self, kind: str | None = None) -> list[dict[str, Any]]:
-        """Events so far; a line that is being written is left out."""
-        try:
-            text = (self.folder / "events.jsonl").read_text()
-        except FileNotFoundError:
-            return []
-        found = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
-        return [event for event in found if kind in (None, event["event"])]
+        """Events so far; a line that is being written is left out. Each is parsed once: tests ask often."""
+        with contextlib.suppress(FileNotFoundError), open(self.folder / "events.jsonl", "rb") as file:
+            file.seek(self._parsed)
+            whole = file.read().rpartition(b"\n")[0]
+            if whole:
+                self._events += map(json.loads, whole.splitlines())
+                self._parsed += len(whole) + 1
+        return [event for event in self._events if kind in (None, event["event"])]
 
     def plan(self) -> dict[str, Any]:
         """The newest plan."""
@@ -214,9 +262,13 @@ class RunningJob:
         """Wait for a condition; fails when the job ends or the time is over before."""
         deadline = time.monotonic() + seconds
         while not condition():
-            assert self.process.poll() is None, f"the job ended before: {what}\n{self.output()[-6000:]}"
+            assert not self.over(), f"the job ended before: {what}\n{self.output()[-6000:]}"
             assert time.monotonic() < deadline, f"not within {seconds} s: {what}\n{self.output()[-6000:]}"
             time.sleep(0.02)
+
+    def over(self) -> bool:
+        """Whether the job has ended."""
+        return self.process.poll() is not None
 
     def output(self) -> str:
         """Everything that was printed."""
@@ -240,13 +292,15 @@ class RunningJob:
             if process.poll() is None:
                 process.terminate()
                 process.wait(30)
+        self._temporary.close()
         if kind is None:
             assert not marked(str(self.folder)), f"the job left processes behind: {marked(str(self.folder))}"
 
 
-def in_use(name: str) -> bool:
-    """Whether a living process (of another job) names this file on its command line."""
-    return any(name in part for process in psutil.process_iter(["cmdline"]) for part in process.info["cmdline"] or ())
+def in_memory() -> set[str]:
+    """Our files in ``/dev/shm`` that no living process (of another job) names on its command line."""
+    named = [part for process in psutil.process_iter(["cmdline"]) for part in process.info["cmdline"] or ()]
+    return {name for name in os.listdir("/dev/shm") if "bamboo" in name and not any(name in part for part in named)}
 
 
 def marked(mark: str) -> list[str]:

@@ -6,20 +6,27 @@ train.py --deepspeed_config FILE --out FOLDER --stages P [--steps N] [--model ml
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import time
 from pathlib import Path
 from typing import Any
 
+if __name__ == "__main__":
+    import lean_torch  # before torch
+
 import deepspeed
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec, PipelineModule
 from torch import nn
 
 import bamboo_ds
 
 HIDDEN, CLASSES = 16, 10
+#: File that tells how many steps a job had that ``--end-after`` has ended.
+LAST_STEP = "last-step"
 
 
 class Block(nn.Module):
@@ -32,6 +39,7 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.to(self.linear.weight.dtype)
         return x + self.dropout(torch.tanh(self.norm(self.linear(x))))
 
 
@@ -63,6 +71,13 @@ class LossHead(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.linear(x).square().mean()
+
+
+class CrossEntropy(nn.CrossEntropyLoss):
+    """In fp32, as is usual."""
+
+    def forward(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return super().forward(logits.float(), labels)
 
 
 class Samples(torch.utils.data.Dataset):  # type: ignore[type-arg]
@@ -108,7 +123,7 @@ def build(arguments: argparse.Namespace) -> PipelineModule:
     layers.append(LayerSpec(head) if head else LayerSpec(nn.Linear, HIDDEN, CLASSES))
     if arguments.instances:
         layers = [spec.build() for spec in layers]
-    loss = None if arguments.model == "loss" else nn.CrossEntropyLoss()
+    loss = None if arguments.model == "loss" else CrossEntropy()
     return PipelineModule(
         layers,
         num_stages=arguments.stages,
@@ -130,15 +145,23 @@ def state_of(engine: Any) -> dict[str, Any]:
     """Parameters, buffers, optimizer state, learning rate and counters of the role that is bound."""
     optimizer = engine.optimizer
     parameters = list(engine.module.parameters())
+    # DeepSpeed's own optimizers keep masters of the parameters, and torch's optimizer steps these.
+    inner = getattr(optimizer, "optimizer", optimizer)
+    stepped = [p for group in inner.param_groups for p in group["params"]]
+    masters = [] if inner is optimizer else [p.detach().clone() for p in stepped]
     moments = []
-    for p in parameters:
-        state = optimizer.state.get(p, {})
+    for p in stepped:
+        state = inner.state.get(p, {})
         moments.append({k: v.detach().clone() if torch.is_tensor(v) else v for k, v in sorted(state.items())})
     return {
         "parameters": [p.detach().clone() for p in parameters],
         "buffers": [b.detach().clone() for b in engine.module.buffers()],
         "moments": moments,
+        "masters": masters,
+        "scale": float(getattr(optimizer, "loss_scale", 1.0)),
         "lr": [g["lr"] for g in optimizer.param_groups],
+        "decay": [g.get("weight_decay") for g in optimizer.param_groups],
+        "scheduler": engine.lr_scheduler.state_dict() if engine.lr_scheduler is not None else None,
         "counters": [engine.global_steps, engine.global_samples, engine.skipped_steps],
     }
 
@@ -149,7 +172,9 @@ def dump(engine: Any, out: Path, rank: int, results: dict[str, Any]) -> None:
     replicas: dict[tuple[int, int], Any] = {}
     binding = getattr(engine, "_binding", None)
     if binding is None:
-        roles[engine.grid.data_parallel_id, engine.stage_id] = state_of(engine)
+        # Every tensor slice of a copy of the model has a pipeline of its own.
+        pipelines = torch.distributed.get_world_size() // engine.num_stages
+        roles[rank % pipelines, engine.stage_id] = state_of(engine)
     else:
         for runtime in binding.runtimes.values():
             binding.use(runtime)
@@ -162,6 +187,22 @@ def dump(engine: Any, out: Path, rank: int, results: dict[str, Any]) -> None:
 def joined() -> bool:
     """Whether this worker came when the job was running already."""
     return bool(os.environ.get("BAMBOO_JOINER"))
+
+
+def end_of(arguments: argparse.Namespace, step: int) -> int:
+    """How many steps this job has, as far as it is known before ``step``.
+
+    With ``--end-after`` whoever first finds the file of ``--slow-until`` decides: nobody is further than a step, since
+    every step ends with a commit of all.
+    """
+    file: Path = arguments.out / LAST_STEP
+    if arguments.end_after and not bamboo_ds.is_replaying() and arguments.slow_until.exists() and not file.exists():
+        mine = file.with_suffix(f".{os.getpid()}")
+        mine.write_text(str(step + arguments.end_after))
+        with contextlib.suppress(FileExistsError):
+            os.link(mine, file)  # whole, or not at all
+        mine.unlink()
+    return int(file.read_text()) if file.exists() else arguments.steps
 
 
 def wait_a_little(until: Path, seconds: float) -> None:
@@ -180,6 +221,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--model", default="mlp", choices=["mlp", "tuple", "loss"])
     parser.add_argument("--optimizer", default="config")
+    parser.add_argument("--count-samples", action="store_true", help="a client optimizer, a scheduler like Megatron's")
+    parser.add_argument("--adjust", action="store_true", help="set learning rates and the count of steps by hand")
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--norm", action="store_true")
     parser.add_argument("--instances", action="store_true")
@@ -190,10 +233,19 @@ def main() -> None:
     parser.add_argument("--load", default=None)
     parser.add_argument("--skip", type=int, default=0, help="micro-batches of so many steps are passed over")
     parser.add_argument("--resume", action="store_true", help="from the newest checkpoint that the job has written")
-    parser.add_argument("--slow-until", type=Path, default=None, help="0.3 s a step until this file exists")
+    parser.add_argument("--reload-at", type=int, default=0, help="go back to the newest checkpoint after this step")
+    parser.add_argument("--slow-until", type=Path, default=None, help="--slow-s a step until this file exists")
+    parser.add_argument("--slow-s", type=float, default=0.3)
+    parser.add_argument("--end-after", type=int, default=0, help="end so many steps after that file exists")
+    parser.add_argument("--snapshots", action="store_true", help="dump the state after every step, not only the last")
     parser.add_argument("--faults", default="[]")
     arguments = parser.parse_args()
+    from sample_scheduler import PROGRESS, SampleScheduler
+
     torch.manual_seed(7)
+    # DeepSpeed refuses fp16 where the CPU has no instructions for it; torch computes it there all the same.
+    get_accelerator().is_fp16_supported = lambda: True
+    lean_torch.install()
     deepspeed.init_distributed()
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     net = build(arguments)
@@ -202,17 +254,22 @@ def main() -> None:
     batch = config["train_micro_batch_size_per_gpu"]
     # Its loader reads ahead in processes of its own, so what is read is not what is used.
     data = Samples(4096, arguments.model, None) if arguments.training_data else None
+    optimizer, scheduler = make_optimizer(arguments.optimizer), None
+    if arguments.count_samples:
+        optimizer = torch.optim.AdamW(net.parameters())
+        scheduler = SampleScheduler(optimizer, 1000)
     engine, *_ = deepspeed.initialize(
         args=arguments,
         model=net,
         model_parameters=[p for p in net.parameters() if p.requires_grad],
-        optimizer=make_optimizer(arguments.optimizer),
+        optimizer=optimizer,
+        lr_scheduler=scheduler,
         training_data=data,
     )
     if arguments.faults != "[]":
-        from faults import install
+        from faults import install as strike
 
-        install(engine, arguments.faults, str(arguments.out))
+        strike(engine, arguments.faults, str(arguments.out))
     stage, pipeline = engine.stage_id, engine.grid.data_parallel_id
     pipelines = world // arguments.stages
     ends = stage in (0, arguments.stages - 1)
@@ -228,18 +285,35 @@ def main() -> None:
     if source is not None:
         for _ in range((arguments.skip + first) * config["gradient_accumulation_steps"]):
             next(source)
-    losses, evaluations = [], []
-    for step in range(first, arguments.steps):
+    losses, evaluations, present = [], [], []
+    step = first
+    if arguments.adjust:
+        engine.global_steps = 100
+    while step < end_of(arguments, step):
         if arguments.slow_until is not None and not bamboo_ds.is_replaying():
-            wait_a_little(arguments.slow_until, 0.3)
+            wait_a_little(arguments.slow_until, arguments.slow_s)
+        if arguments.adjust:
+            for group in engine.optimizer.param_groups:
+                group["lr"] = 0.01 / (1 + 0.1 * step)
         losses.append(float(engine.train_batch(data_iter=source)))
+        PROGRESS["tokens"] += 7 * engine.train_batch_size()
         if arguments.evaluate_every and (step + 1) % arguments.evaluate_every == 0:
             held_out = iterator(arguments, pipeline, pipelines, batch, None) if ends else None
-            evaluations.append(float(engine.eval_batch(held_out)))
+            with torch.no_grad():
+                evaluations.append(float(engine.eval_batch(held_out)))
+        if arguments.snapshots:
+            torch.save(state_of(engine), arguments.out / f"state-{rank}-{step + 1}.pt")
         if arguments.save_every and (step + 1) % arguments.save_every == 0:
             state = {"step": step + 1}
-            engine.save_checkpoint(str(arguments.out / "checkpoints"), tag=f"step{step + 1}", client_state=state)
-    dump(engine, arguments.out, rank, {"losses": losses, "evaluations": evaluations, "pid": os.getpid()})
+            folder, tag = arguments.out / "checkpoints", f"step{step + 1}"
+            engine.save_checkpoint(str(folder), tag=tag, client_state=state)
+            present.append((folder / tag).is_dir())
+        if arguments.reload_at == step + 1:
+            path, state = engine.load_checkpoint(str(arguments.out / "checkpoints"))
+            assert path is not None and state["step"] <= step + 1, (path, state)
+        step += 1
+    results = {"losses": losses, "evaluations": evaluations, "present": present, "pid": os.getpid()}
+    dump(engine, arguments.out, rank, results)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,368 @@
+"""From a command line to a verdict: finds the job's parts, runs the faults, verifies, reports."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+from urllib.parse import urlsplit
+
+import psutil
+from rich.console import Console
+
+from ..config import BLOCK, config_path_from_argv, load_config
+from ..control.access import ENV_STORE
+from ..control.agent_settings import AgentSettings, parse_arguments
+from ..control.membership import JobRecord
+from ..control.worker_process import adopt_orphans, end_descendants
+from ..errors import ConfigError, LaunchError
+from ..observe.events import read_events
+from . import report
+from .faults import WEIGHTS, Deed, Fault, Kind
+from .joiners import JoinCommand
+from .observer import Observer
+from .processes import Process, ProcessGone, agent_of, listener
+from .runner import Runner, RunnerOptions
+from .schedule import Change, by_trace, initial_nodes
+from .situation import Hosts, Situation
+from .sparing import Choice
+from .verify import Verdict, verify
+
+logger = logging.getLogger("bamboo_ds.chaos")
+
+#: Seconds that a job gets to heal after the last fault where its end is not waited for.
+_HEAL_S = 120.0
+#: Seconds that the launcher gets to end after the workers.
+_END_S = 120.0
+_LOOK_S = 0.2
+#: Columns of a table that goes into a file.
+_WIDTH = 150
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a job is.
+
+    Attributes:
+        job: its name.
+        store: URLs of its etcd.
+        launcher: process id of its launcher, if that is on this host.
+    """
+
+    job: str
+    store: str
+    launcher: int | None
+
+
+@dataclass(frozen=True)
+class CampaignOptions:
+    """What ``bamboo chaos`` was asked for; as its options say.
+
+    Attributes:
+        complete: whether every fault must have been reached before the job ends.
+        title: says where the faults come from.
+    """
+
+    place: Place
+    out: Path
+    events: str | None = None
+    picture: bool = True
+    wait: bool = True
+    ready_s: float = 120.0
+    spare_holders: bool = True
+    min_members: int = 1
+    spare_slots: tuple[int, ...] = ()
+    patience_s: float = 60.0
+    one_at_a_time: bool = False
+    keep: int = 0
+    hosts: Hosts = field(default_factory=Hosts)
+    compress: float = 1.0
+    limit: int | None = None
+    complete: bool = True
+    title: str = ""
+
+
+def run(options: CampaignOptions, faults: Sequence[Fault] = (), changes: Sequence[Change] = ()) -> int:
+    """Carry out ``faults``, or those of a trace's ``changes``; returns the command's exit code.
+
+    Raises:
+        ConfigError: there is no such job, or something of it is missing.
+        LaunchError: the job was not ready in time.
+        StoreError: etcd cannot be reached.
+    """
+    console = Console(stderr=True, soft_wrap=True)
+    if options.picture:
+        report.check_pictures()
+    options.out.mkdir(parents=True, exist_ok=True)
+    adopt_orphans()  # what a killed joiner leaves behind becomes ours
+    before = {child.pid for child in psutil.Process().children()}
+    journal = options.out / "faults.jsonl"
+    deeds: list[Deed] = []
+    with (
+        _orderly_end(),
+        _launcher(options.place) as ended,
+        Observer(options.place.store, options.place.job, options.ready_s) as observer,
+        open(journal, "w") as lines,
+    ):
+
+        def tell(deed: Deed) -> None:
+            deeds.append(deed)
+            lines.write(deed.model_dump_json() + "\n")
+            lines.flush()
+            console.print(_told(deed), highlight=False)
+
+        situation = _ready(observer, options, ended)
+        settings = _settings(situation, options.place.store)
+        events = options.events or (settings.events if settings else None)
+        if events is None:
+            raise ConfigError("the job writes no events: start it with --events FILE, or it cannot be verified")
+        if changes:
+            faults = by_trace(changes, len(situation.members), _limit(options, situation), options.compress)
+        runner = Runner(
+            observer, faults, _runner_options(options, observer.spec, situation, settings, changes), ended, tell
+        )
+        going: list[int] = []
+        try:
+            runner.run()
+            unhealed = None
+            if options.wait:
+                runner.attend(None)
+                if options.place.launcher is not None:
+                    runner.wait_for_end(_END_S)
+            else:
+                unhealed = runner.settle(_HEAL_S)
+            finished = ended() or observer.look().over
+            going = runner.close("waiting" if not finished else "all")
+        except KeyboardInterrupt:
+            going = runner.close("waiting")
+            console.print(_left(going))
+            return 130
+        finally:
+            end_descendants(before | set(going))
+    verdict = verify(
+        list(read_events(events)),
+        deeds,
+        finished=options.wait,
+        timeout_s=settings.heartbeat_timeout_s if settings else 5.0,
+    )
+    if options.complete and runner.reached < len(faults):
+        verdict.problems.append(f"the job ended after {runner.reached} of {len(faults)} faults")
+    if runner.overdue:
+        verdict.problems.append(f"joiners {runner.overdue} did not end with the job")
+    if unhealed is not None:
+        verdict.problems.append(f"{_HEAL_S:.0f} s after the last fault the job was not healed: {unhealed}")
+    _report(options, verdict, deeds, events, console)
+    if going:
+        console.print(_left(going))
+    return 1 if verdict.problems else 0
+
+
+def _report(options: CampaignOptions, verdict: Verdict, deeds: Sequence[Deed], events: str, console: Console) -> None:
+    title = f"job {options.place.job}: {options.title}"
+    report.save_json(options.out / "report.json", verdict, deeds, job=options.place.job, title=options.title)
+    if options.picture:
+        report.draw(options.out / "chaos.png", list(read_events(events)), deeds, title)
+    tables = Console()
+    if not tables.is_terminal:
+        tables = Console(width=_WIDTH)
+    tables.print(report.table(verdict, deeds, title))
+    for note in verdict.notes:
+        console.print(f"note: {note}", highlight=False, markup=False)
+    for problem in verdict.problems:
+        console.print(f"PROBLEM: {problem}", highlight=False, markup=False, style="red")
+    console.print(f"{'not verified' if verdict.problems else 'verified'}; see {options.out}", highlight=False)
+
+
+def _told(deed: Deed) -> str:
+    whom = ", ".join(deed.members) or ", ".join(map(str, deed.pids))
+    seconds = f" for {deed.seconds:.2f} s" if deed.seconds is not None else ""
+    number = "joiner" if deed.number is None else f"fault {deed.number}"
+    detail = f" ({deed.detail})" if deed.detail else ""
+    state = "" if deed.confirmed else " unconfirmed" if deed.outcome == "struck" else ""
+    return (
+        f"[dim]{deed.begun_s:7.1f} s[/dim] {number}: {deed.kind.value} {whom}{seconds}: {deed.outcome}{state}{detail}"
+    )
+
+
+def _left(pids: Sequence[int]) -> str:
+    return f"joiners go on as members of the job: {', '.join(map(str, pids))}" if pids else "nothing is left behind"
+
+
+# -- parts of the job -----------------------------------------------------------------------------------
+
+
+@contextmanager
+def _orderly_end() -> Iterator[None]:
+    """SIGTERM and SIGHUP are Ctrl-C: what is stopped must not stay so."""
+
+    def interrupt(signum: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = {signum: signal.signal(signum, interrupt) for signum in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
+@contextmanager
+def _launcher(place: Place) -> Iterator[Callable[[], bool]]:
+    """Tells whether the launcher is dead; without one on this host only etcd can tell."""
+    if place.launcher is None:
+        yield lambda: False
+        return
+    with Process(place.launcher) as launcher:
+        yield launcher.dead
+
+
+def _ready(observer: Observer, options: CampaignOptions, ended: Callable[[], bool]) -> Situation:
+    """Wait for the job's first step."""
+    waited = 0.0
+    while True:
+        situation = observer.look(_LOOK_S)
+        if situation.training:
+            return situation
+        waited += _LOOK_S
+        if ended() or situation.over:
+            raise LaunchError(f"job {options.place.job!r} has ended before its first step")
+        if waited > options.ready_s:
+            raise LaunchError(f"job {options.place.job!r} has not done a step within {options.ready_s:.0f} s")
+
+
+def _settings(situation: Situation, store: str) -> AgentSettings | None:
+    """The settings of an agent of the job on this host, from its command line."""
+    for record in situation.members.values():
+        if record.joiner:
+            continue
+        try:
+            with agent_of(record) as agent:
+                words = psutil.Process(agent.pid).cmdline()
+        except (ProcessGone, psutil.NoSuchProcess):
+            continue
+        start = words.index("bamboo_ds.control.agent") + 1 if "bamboo_ds.control.agent" in words else len(words)
+        if words[start:]:
+            return parse_arguments(["--store", store, *words[start:]])
+    return None
+
+
+def _limit(options: CampaignOptions, situation: Situation) -> int:
+    assert situation.plan is not None
+    return options.limit or situation.plan.world.size
+
+
+def _runner_options(
+    options: CampaignOptions,
+    spec: JobRecord | None,
+    situation: Situation,
+    settings: AgentSettings | None,
+    changes: Sequence[Change],
+) -> RunnerOptions:
+    place = options.place
+    command = spec.command if spec else ()
+    env, folder = _surroundings(place)
+    slots = sorted(record.slot for record in situation.members.values())
+    nodes = initial_nodes(changes, len(slots)) if changes else []
+    return RunnerOptions(
+        choice=Choice(options.spare_holders, options.min_members, options.hosts, spare_slots=options.spare_slots),
+        join=JoinCommand(place.store, place.job, settings, command, env, folder, options.out),
+        patience_s=options.patience_s,
+        one_at_a_time=options.one_at_a_time,
+        keep=options.keep,
+        ready_s=options.ready_s,
+        risk_s=(settings.lease_ttl_s if settings else 5.0) + 1.0,
+        notice_file=_notice_file(command, folder),
+        etcd_pid=_etcd(place),
+        nodes=dict(zip(nodes, slots, strict=False)),
+    )
+
+
+def _surroundings(place: Place) -> tuple[dict[str, str], str]:
+    """Environment and working directory of the launcher, else our own."""
+    if place.launcher is None:
+        return dict(os.environ), os.getcwd()
+    launcher = psutil.Process(place.launcher)
+    env = launcher.environ()
+    env.pop(ENV_STORE, None)
+    return env, launcher.cwd()
+
+
+def _notice_file(command: Sequence[str], folder: str) -> str | None:
+    """``bamboo.notices.file`` of the job's configuration, if its agents watch it."""
+    path = config_path_from_argv(command)
+    if path is None:
+        return None
+    block: Any = load_config(Path(folder) / path).get(BLOCK, {})
+    notices = block.get("notices", {}) if isinstance(block, dict) else {}
+    name = notices.get("file") if "file" in notices.get("sources", ()) else None
+    return str(Path(folder) / name) if name else None
+
+
+def _etcd(place: Place) -> int | None:
+    """Process id of the etcd that the launcher has started."""
+    url = urlsplit(place.store.split(",")[0])
+    if place.launcher is None or url.port is None:
+        return None
+    return listener(place.launcher, url.port)
+
+
+# -- settings of the command line -----------------------------------------------------------------------
+
+
+def parse_weights(texts: Sequence[str]) -> dict[Kind, float]:
+    """``KIND=W`` each; the defaults if there are none. Raises :class:`ConfigError`."""
+    found: dict[Kind, float] = {}
+    for text, kind, value in _settings_by_kind("--weight", texts):
+        try:
+            found[kind] = float(value)
+        except ValueError as error:
+            raise ConfigError(f"--weight {text!r}: {value!r} is no number") from error
+        if not 0 <= found[kind] < float("inf"):
+            raise ConfigError(f"--weight {text!r}: a weight is a number from 0 on")
+    return found or dict(WEIGHTS)
+
+
+def parse_seconds(texts: Sequence[str]) -> dict[Kind, tuple[float, float]]:
+    """``KIND=LOW:HIGH`` each. Raises :class:`ConfigError`."""
+    found: dict[Kind, tuple[float, float]] = {}
+    for text, kind, value in _settings_by_kind("--seconds", texts):
+        low, _, high = value.partition(":")
+        try:
+            found[kind] = float(low), float(high or low)
+        except ValueError as error:
+            raise ConfigError(f"--seconds {text!r}: write KIND=LOW:HIGH") from error
+        if not kind.timed:
+            raise ConfigError(f"--seconds {text!r}: {kind.value} is over at once")
+        if not 0 < found[kind][0] <= found[kind][1] < float("inf"):
+            raise ConfigError(f"--seconds {text!r}: 0 < LOW <= HIGH is needed")
+    return found
+
+
+def _settings_by_kind(option: str, texts: Sequence[str]) -> Iterator[tuple[str, Kind, str]]:
+    for text in texts:
+        name, _, value = text.partition("=")
+        try:
+            kind = Kind(name)
+        except ValueError as error:
+            known = ", ".join(kind.value for kind in Kind)
+            raise ConfigError(f"{option} {text!r}: there is no kind {name!r}; kinds are {known}") from error
+        yield text, kind, value
+
+
+def script_line(fault: Fault) -> str:
+    """The fault as a line of a script."""
+    words: dict[str, Any] = {"at_s": round(fault.at_s, 3), "kind": fault.kind.value}
+    if fault.target is not None:
+        words["target"] = str(fault.target)
+    if fault.seconds is not None:
+        words["seconds"] = round(fault.seconds, 3)
+    if fault.healed:
+        words["healed"] = True
+    return json.dumps(words)

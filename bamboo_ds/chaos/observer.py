@@ -1,0 +1,105 @@
+"""What etcd tells of a job, kept current by a watch; still there when etcd is not."""
+
+from __future__ import annotations
+
+import logging
+import queue
+from types import TracebackType
+
+from tenacity import Retrying, retry_if_result, stop_after_delay, wait_fixed
+from typing_extensions import Self
+
+from ..control.access import open_store
+from ..control.membership import JobRecord, Keys
+from ..control.mirror import Mirror
+from ..errors import ConfigError, StoreError, StoreUnavailable
+from ..store.records import Snapshot, WatchEvent
+from .situation import Situation
+
+logger = logging.getLogger("bamboo_ds.chaos")
+
+_TIMEOUT_S = 3.0
+_POLL_S = 0.1
+
+
+class Observer:
+    """The keys of one job. All methods belong to one thread. Use as a context manager.
+
+    Args:
+        urls: of etcd.
+        job: its name.
+        patience_s: how long to wait until etcd knows it.
+
+    Raises:
+        ConfigError: etcd knows no such job.
+        StoreError: etcd cannot be reached.
+    """
+
+    def __init__(self, urls: str, job: str, patience_s: float = 0.0) -> None:
+        self._store = open_store(urls, job, _TIMEOUT_S)
+        self._changes: queue.SimpleQueue[WatchEvent | BaseException] = queue.SimpleQueue()
+        patience = Retrying(
+            retry=retry_if_result(lambda found: not found.entries),
+            stop=stop_after_delay(patience_s),
+            wait=wait_fixed(_POLL_S),
+            retry_error_callback=lambda state: None,
+        )
+        try:
+            snapshot = patience(self._store.get_prefix, "")
+            if snapshot is None:
+                raise ConfigError(f"no job {job!r} is known at {urls}")
+            self._follow(snapshot)
+        except BaseException:  # goes on up; only what was begun must not stay
+            self._store.close()
+            raise
+        #: Whether the last fresh look succeeded.
+        self.reachable = True
+
+    def _follow(self, snapshot: Snapshot) -> None:
+        self._mirror = Mirror(snapshot)
+        self._store.watch("", self._changes.put, snapshot.revision + 1, on_error=self._changes.put)
+
+    @property
+    def spec(self) -> JobRecord | None:
+        """What ``bamboo run`` was asked for."""
+        return self._mirror.get(Keys.SPEC, JobRecord)
+
+    def look(self, timeout_s: float = 0.0) -> Situation:
+        """The newest situation that is known here; waits up to ``timeout_s`` seconds for something to change."""
+        try:
+            self._apply(self._changes.get(timeout=timeout_s) if timeout_s > 0 else self._changes.get_nowait())
+            while True:
+                self._apply(self._changes.get_nowait())
+        except queue.Empty:
+            return Situation.of(self._mirror)
+
+    def fresh(self) -> Situation | None:
+        """The situation as it is now; ``None`` if etcd does not answer."""
+        try:
+            snapshot = self._store.get_prefix("")
+        except StoreUnavailable as error:
+            logger.info("etcd does not answer: %s", error)
+            self.reachable = False
+            return None
+        self.reachable = True
+        return Situation.of(Mirror(snapshot))
+
+    def _apply(self, change: WatchEvent | BaseException) -> None:
+        if isinstance(change, WatchEvent):
+            self._mirror.apply(change)
+        elif isinstance(change, StoreError):
+            self._follow(self._store.get_prefix(""))
+        else:
+            raise change  # a defect here
+
+    def close(self) -> None:
+        """Let go of etcd. Idempotent."""
+        self._store.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,409 @@
+"""Carries a schedule out against a running job."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, Protocol
+
+from ..control.membership import MemberRecord
+from ..control.worker_process import reap_adopted
+from .faults import GIVEN_UP, HIT_ELSEWHERE, Deed, Fault, Kind
+from .joiners import Join, JoinCommand
+from .processes import ProcessGone, feeders_of, here
+from .situation import Situation
+from .sparing import Aim, Choice, aim
+from .strikes import Impossible, Kill, Notify, Obey, Partition, Raise, Stop, Strike
+
+logger = logging.getLogger("bamboo_ds.chaos")
+
+#: Longest time between two looks at what is under way, in seconds.
+_LOOK_S = 0.1
+#: Seconds between two fresh looks while a fault waits for the job to heal.
+_RETRY_S = 0.2
+#: Seconds between two times at which what killed agents have left behind is collected.
+_REAP_S = 1.0
+#: Seconds that joiners get to end when the job is over.
+_LINGER_S = 30.0
+#: Steps that must be told of between two failures of workers by themselves: what is told is a little old.
+_STEPS_BETWEEN_FAILURES = 5
+#: Seconds from SIGTERM to SIGKILL for a joiner that is given up.
+_GRACE_S = 5.0
+_FAILURES = (Kind.EXCEPTION, Kind.EXIT)
+_CHOSEN: dict[Kind, type[Strike]] = {
+    Kind.KILL: Kill,
+    Kind.KILL_AGENT: Kill,
+    Kind.HOST: Kill,
+    Kind.HOLD_GIL: Obey,
+    Kind.EXCEPTION: Raise,
+    Kind.EXIT: Obey,
+    Kind.PARTITION: Partition,
+}
+
+
+class View(Protocol):
+    """What the runner sees of the job, see :class:`~.observer.Observer`."""
+
+    def look(self, timeout_s: float = 0.0) -> Situation:
+        """The newest situation that is known, after at most ``timeout_s`` seconds."""
+
+    def fresh(self) -> Situation | None:
+        """The situation as it is now; ``None`` if nobody answers."""
+
+
+@dataclass(frozen=True)
+class RunnerOptions:
+    """How faults are carried out.
+
+    Attributes:
+        choice: whom they may hit; its ``nodes`` are kept by the runner.
+        patience_s: how long a fault waits until the job can bear it.
+        one_at_a_time: every fault waits until all that was lost before it has been replaced.
+        keep: start a joiner whenever fewer members live or are on their way; 0: never.
+        ready_s: how long to wait for so many, before the first fault.
+        max_joining: joiners on their way at the same time, of those that ``keep`` starts.
+        risk_s: how long after a timed fault its victim may still be lost by it.
+        notice_file: as in ``bamboo.notices.file``, if the job watches one.
+        etcd_pid: process id of the embedded etcd, if it is on this host.
+        join: how to start a joiner.
+        nodes: slot of the member that stands for a trace's node.
+    """
+
+    choice: Choice
+    join: JoinCommand
+    patience_s: float = 60.0
+    one_at_a_time: bool = False
+    keep: int = 0
+    ready_s: float = 120.0
+    max_joining: int = 2
+    risk_s: float = 6.0
+    notice_file: str | None = None
+    etcd_pid: int | None = None
+    nodes: Mapping[str, int] = field(default_factory=dict)
+
+
+class Runner:
+    """Carries faults out, one after the other. Use it once, in the main thread.
+
+    Attributes:
+        reached: faults that were carried out, or given up.
+        overdue: process ids of joiners that had to be ended although the job was over.
+
+    Args:
+        view: of the job.
+        faults: in order of time.
+        options: see there.
+        ended: whether the job is over, beyond what the view tells.
+        tell: called with every deed as soon as it is over.
+    """
+
+    def __init__(
+        self,
+        view: View,
+        faults: Sequence[Fault],
+        options: RunnerOptions,
+        ended: Callable[[], bool],
+        tell: Callable[[Deed], None],
+    ) -> None:
+        self._view = view
+        self._faults = faults
+        self._options = options
+        self._choice = replace(options.choice, reachable=here)
+        self._ended = ended
+        self._tell = tell
+        self._begin = time.monotonic()
+        self._active: list[tuple[Strike, float, Situation]] = []  # with the begin in the schedule
+        self._dead: set[str] = set()
+        self._hit: set[str] = set()  # by a fault that may have cost them, or has sent them away
+        self._risky: dict[str, float] = {}  # members that a timed fault may have cost, until when
+        self._nodes: dict[str, str] = {}
+        self._joins: list[Join] = []
+        self._failed_at: int | None = None  # newest step told of when a worker was made to fail by itself
+        self._reap_at = 0.0
+        self.reached = 0
+        self.overdue: list[int] = []
+
+    # -- called by the command ----------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Carry all faults out, until the job ends; then wait for those that are under way."""
+        self._begin = time.monotonic()
+        if self._options.keep:
+            self.settle(self._options.ready_s)
+            self._begin = time.monotonic()
+        self._name_nodes(self._view.look())
+        for fault in self._faults:
+            if not self._wait_until(self._begin + fault.at_s):
+                return
+            self._carry_out(fault)
+            self.reached += 1
+        while self._active and self._pump(_LOOK_S):
+            continue
+
+    def settle(self, timeout_s: float) -> str | None:
+        """Wait until the job has replaced what it has lost; returns what is missing after ``timeout_s`` seconds."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            missing = self._missing(self._view.look())
+            if missing is None or time.monotonic() >= deadline or not self._pump(_LOOK_S):
+                return missing
+
+    def attend(self, timeout_s: float | None) -> bool:
+        """Keep up the number of members until the job ends; false if it has not after ``timeout_s`` seconds."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while self._pump(_LOOK_S):
+            if deadline is not None and time.monotonic() >= deadline:
+                return False
+        return True
+
+    def wait_for_end(self, timeout_s: float) -> bool:
+        """Wait until the job is over for its launcher too; whether it is within ``timeout_s`` seconds."""
+        deadline = time.monotonic() + timeout_s
+        while not self._ended() and time.monotonic() < deadline:
+            self._view.look(_LOOK_S)
+        return self._ended()
+
+    def close(self, end_joiners: Literal["all", "waiting"] = "all", grace_s: float = 10.0) -> list[int]:
+        """Continue what is stopped, end joiners; returns process ids of those that go on. Idempotent.
+
+        The job is over if all are to end: they get a while to do so by themselves; those that did not are ``overdue``.
+
+        Args:
+            end_joiners: ``waiting``: only those that have not been admitted.
+            grace_s: seconds from SIGTERM to SIGKILL.
+        """
+        situation = self._view.look()
+        for strike, planned_s, seen in self._active:
+            if not strike.done(situation):
+                strike.undo()
+                strike.account.detail = strike.account.detail or GIVEN_UP
+            self._note(strike, planned_s, seen)
+        self._active.clear()
+        deadline = time.monotonic() + (_LINGER_S if end_joiners == "all" else 0.0)
+        for join in self._joins:
+            if end_joiners == "waiting" and join.account.confirmed:
+                continue
+            # One that was still on its way does not learn of the end before it has looked for the job in vain.
+            if join.account.confirmed and not join.ended(deadline - time.monotonic()):
+                self.overdue += join.account.pids
+            join.end(grace_s)
+        return [join.process.pid for join in self._joins if join.alive and join.process is not None]
+
+    # -- time ---------------------------------------------------------------------------------------------
+
+    def _wait_until(self, at: float) -> bool:
+        """Attend to what is under way until the monotonic time ``at``; false if the job ends before."""
+        while True:
+            left = at - time.monotonic()
+            if not self._pump(min(_LOOK_S, max(0.0, left))):
+                return False
+            if left <= 0:
+                return True
+
+    def _pump(self, timeout_s: float) -> bool:
+        """Look at everything once, after at most ``timeout_s`` seconds; false if the job is over."""
+        now = time.monotonic()
+        due = [strike.due - now for strike, _, _ in self._active if strike.due is not None and strike.due > now]
+        situation = self._view.look(min([timeout_s, *due]))
+        for entry in list(self._active):
+            strike, planned_s, seen = entry
+            over = strike.done(situation)
+            if isinstance(strike, Join) and strike.fault.target is not None and strike.member is not None:
+                self._nodes[strike.fault.target.name] = strike.member
+            if over:
+                self._active.remove(entry)
+                self._note(strike, planned_s, seen)
+        if self._ended() or situation.over:
+            return False
+        self._refill(situation)
+        if now >= self._reap_at:
+            self._reap_at = now + _REAP_S
+            reap_adopted({join.process.pid for join in self._joins if join.alive and join.process is not None})
+        return True
+
+    # -- one fault ----------------------------------------------------------------------------------------
+
+    def _carry_out(self, fault: Fault) -> None:
+        """Find a victim, wait until the job can bear it, strike."""
+        deadline = time.monotonic() + self._options.patience_s
+        while True:
+            found, situation = self._find(fault)
+            if found is not None and found.refusal is None:
+                self._strike(self._make(fault, found), fault.at_s, situation)
+                return
+            if time.monotonic() >= deadline or not self._pump(_RETRY_S):
+                self._refuse(fault, found, situation)
+                return
+
+    def _find(self, fault: Fault) -> tuple[Aim | None, Situation]:
+        """Whom the fault would hit now, in which situation."""
+        situation = self._view.fresh()
+        known = situation or self._view.look()
+        at_risk = self._at_risk(known)
+        missing = self._missing(known)
+        # Without etcd nobody can write a plan: what was settled still is.
+        blind = situation is None and fault.kind.risky and missing
+        if missing and (fault.healed or self._options.one_at_a_time or blind):
+            return Aim((), missing), known
+        if fault.kind in _FAILURES and self._failed_at is not None:
+            done = (known.step or 0) - self._failed_at
+            if done < _STEPS_BETWEEN_FAILURES:
+                return Aim((), "another worker has just failed, and a step that fails twice ends the job"), known
+        choice = replace(self._choice, nodes=self._nodes)
+        return aim(fault, known, at_risk, choice), known
+
+    def _missing(self, situation: Situation) -> str | None:
+        lost = self._at_risk(situation)
+        missing = situation.unsettled(lost)
+        admitted = len(set(situation.plan.members if situation.plan else ()) - lost)
+        if missing is None and admitted < self._options.keep:
+            missing = f"{self._options.keep - admitted} members are on their way"
+        return missing
+
+    def _at_risk(self, situation: Situation) -> set[str]:
+        """Members that are dead, or may be soon by what is under way."""
+        now = time.monotonic()
+        self._risky = {member: until for member, until in self._risky.items() if until > now}
+        active = {m for strike, _, _ in self._active if strike.fault.kind.risky for m in strike.account.members}
+        leaving = {
+            m for strike, _, _ in self._active if strike.fault.kind is Kind.NOTICE for m in strike.account.members
+        }
+        return self._dead | active | leaving | set(self._risky)
+
+    def _make(self, fault: Fault, found: Aim) -> Strike:
+        """The strike for a fault."""
+        members = found.members
+        if fault.kind is Kind.JOIN:
+            return self._join(fault)
+        if fault.kind in (Kind.STOP, Kind.FREEZE):
+            return Stop(fault, members)
+        if fault.kind is Kind.ETCD_STOP:
+            return Stop(fault, (), [self._options.etcd_pid] if self._options.etcd_pid else [])
+        if fault.kind is Kind.NOTICE:
+            return Notify(fault, members, self._options.notice_file)
+        return _CHOSEN[fault.kind](fault, members)
+
+    def _strike(self, strike: Strike, planned_s: float, situation: Situation) -> None:
+        fault = strike.fault
+        try:
+            if fault.kind is Kind.ETCD_STOP and self._options.etcd_pid is None:
+                raise Impossible("the job's etcd is not one that bamboo run has started on this host")
+            victims = [m for m in map(situation.members.get, strike.account.members) if m is not None]
+            feeders = feeders_of(victims, situation.members.values()) if fault.kind.risky else []
+            strike.begin()
+            strike.account.members += [record.id for record in feeders]
+        except ProcessGone as error:
+            self._conclude(strike, planned_s, situation, "absent", str(error))
+            return
+        except Impossible as error:
+            self._conclude(strike, planned_s, situation, "impossible", str(error))
+            return
+        if fault.kind.risky or fault.kind is Kind.NOTICE:
+            self._hit.update(strike.account.members)
+        if fault.kind in _FAILURES:
+            self._failed_at = situation.step or 0
+        if fault.kind.lethal:
+            self._dead.update(strike.account.members)
+        logger.info("%s %s", fault.kind.value, ", ".join(strike.account.members) or strike.account.pids)
+        if strike.due is None:
+            self._note(strike, planned_s, situation)
+        else:
+            self._active.append((strike, planned_s, situation))
+
+    def _note(self, strike: Strike, planned_s: float, situation: Situation) -> None:
+        """The strike is over."""
+        if strike.fault.kind.risky and not strike.fault.kind.lethal:
+            until = time.monotonic() + self._options.risk_s
+            self._risky.update(dict.fromkeys(strike.account.members, until))
+        failed = False
+        if isinstance(strike, Join) and not strike.account.confirmed:
+            failed = strike.member not in self._hit and strike.account.detail != GIVEN_UP
+            if failed:
+                strike.end(_GRACE_S)
+            elif strike.account.detail != GIVEN_UP:
+                strike.account.detail = HIT_ELSEWHERE
+        self._conclude(strike, planned_s, situation, "failed" if failed else "struck", strike.account.detail)
+
+    def _conclude(
+        self,
+        strike: Strike,
+        planned_s: float,
+        situation: Situation,
+        outcome: Literal["struck", "absent", "impossible", "failed"],
+        detail: str,
+    ) -> None:
+        account, fault = strike.account, strike.fault
+        self._tell(
+            Deed(
+                number=fault.number if fault.number >= 0 else None,
+                kind=fault.kind,
+                target=str(fault.target) if fault.target else None,
+                planned_s=planned_s,
+                begun_s=strike.began - self._begin,
+                time=time.time() - (time.monotonic() - strike.began),
+                members=account.members,
+                slots=account.slots,
+                pids=account.pids,
+                seconds=account.seconds,
+                outcome=outcome,
+                confirmed=account.confirmed,
+                detail=detail,
+                epoch=situation.epoch,
+                step=situation.step,
+            )
+        )
+
+    def _refuse(self, fault: Fault, found: Aim | None, situation: Situation) -> None:
+        """The fault does not happen."""
+        self._tell(
+            Deed(
+                number=fault.number,
+                kind=fault.kind,
+                target=str(fault.target) if fault.target else None,
+                planned_s=fault.at_s,
+                begun_s=time.monotonic() - self._begin,
+                members=[record.id for record in found.members] if found else [],
+                outcome="absent" if found is None else "spared",
+                detail=(found.refusal or "") if found else "nobody is there whom it means",
+                epoch=situation.epoch,
+                step=situation.step,
+            )
+        )
+
+    # -- members ------------------------------------------------------------------------------------------
+
+    def _name_nodes(self, situation: Situation) -> None:
+        slots = {record.slot: record.id for record in situation.members.values()}
+        self._nodes = {node: slots[slot] for node, slot in self._options.nodes.items() if slot in slots}
+
+    def _join(self, fault: Fault) -> Join:
+        join = Join(fault, self._options.join, len(self._joins))
+        self._joins.append(join)
+        return join
+
+    def _coming(self, situation: Situation) -> int:
+        """Joiners that live and are not registered yet."""
+        return sum(join.alive and join.member is None and join.record(situation) is None for join in self._joins)
+
+    def _living(self, situation: Situation) -> int:
+        """Members that live, as far as is known."""
+        return sum(m not in self._dead and m not in situation.left for m in situation.members)
+
+    def _refill(self, situation: Situation) -> None:
+        """Start a joiner if there are too few members."""
+        ending = any(left.outcome == "finished" for left in situation.left.values())
+        if not self._options.keep or not situation.training or ending:
+            return
+        underway = sum(isinstance(strike, Join) for strike, _, _ in self._active)
+        if underway >= self._options.max_joining:
+            return
+        if self._living(situation) + self._coming(situation) < self._options.keep:
+            now_s = time.monotonic() - self._begin
+            self._strike(self._join(Fault(-1, now_s, Kind.JOIN)), now_s, situation)
+
+
+def slots_of(members: Mapping[str, MemberRecord]) -> list[int]:
+    """Slots of the registered members, in order."""
+    return sorted(record.slot for record in members.values())

@@ -1,0 +1,314 @@
+"""How a job bore its faults, from its events and from the journal of what was done to it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import median
+
+from ..observe.events import (
+    Event,
+    Fatal,
+    MemberJoined,
+    MemberLost,
+    PlanWritten,
+    Reconfigured,
+    Recovered,
+    ReplicaMismatch,
+    RunFinished,
+    RunStarted,
+    Step,
+)
+from .faults import GIVEN_UP, HIT_ELSEWHERE, Deed, Kind
+
+#: Seconds after a fault within which its delay of training is looked for, beyond its own duration.
+_WINDOW_S = 3.0
+#: How much the begin of a deed and the time of an event may be confused, in seconds.
+_CLOCKS_S = 0.2
+#: A timed fault of a worker that is shorter than this share of the timeout must not cost the member.
+_SAFE_SHARE = 0.8
+
+
+@dataclass(frozen=True)
+class Effect:
+    """What a deed did to the job; ``None`` where it did not, or where events do not tell.
+
+    Attributes:
+        lost: members that were lost by it.
+        pause_s: the longest pause of a member: of the takeover, or of its admission or departure.
+        redo_s: longest time of redone and remaining work after a takeover.
+        delay_s: the longest iteration from the deed on, beyond the median of all.
+        healed_s: from the loss to the plan in which every role is shadowed again, and ``healed_steps`` committed
+            meanwhile.
+        alone: no other fault held a member or etcd still while the job paused.
+    """
+
+    deed: Deed
+    lost: tuple[str, ...] = ()
+    pause_s: float | None = None
+    redo_s: float | None = None
+    delay_s: float | None = None
+    healed_s: float | None = None
+    healed_steps: int | None = None
+    alone: bool = True
+
+
+@dataclass
+class Verdict:
+    """Whether the job is as it must be.
+
+    Attributes:
+        problems: what must not be; none: verified.
+        notes: what is worth knowing.
+        effects: of every deed that struck.
+        healing_s: pauses of boundary plans that no deed asked for: healing, rebalancing.
+    """
+
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    effects: list[Effect] = field(default_factory=list)
+    healing_s: list[float] = field(default_factory=list)
+    steps: int = 0
+    plans: int = 0
+
+
+def verify(
+    events: Sequence[Event],
+    deeds: Sequence[Deed],
+    *,
+    finished: bool,
+    timeout_s: float = 5.0,
+) -> Verdict:
+    """Check that the job went on through all ``deeds`` as if nothing had happened.
+
+    Args:
+        events: of the job, in the order of the file.
+        deeds: the journal.
+        finished: the job is over and must have ended well.
+        timeout_s: seconds of silence after which a member of the job is lost.
+    """
+    verdict = Verdict()
+    _check_run(events, verdict, finished)
+    _check_steps(events, deeds, verdict)
+    _check_plans(events, verdict)
+    _check_losses(events, deeds, verdict, timeout_s)
+    for deed in deeds:
+        _check_deed(deed, verdict)
+    causes = _causes(events, deeds)
+    verdict.effects = [
+        _effect(deed, causes.get(n, ()), events, deeds) for n, deed in enumerate(deeds) if deed.outcome == "struck"
+    ]
+    asked = {
+        e for effect in verdict.effects if effect.deed.kind in (Kind.JOIN, Kind.NOTICE) for e in _epochs(effect, events)
+    }
+    pauses: dict[int, float] = {}
+    for event in _of(events, Reconfigured):
+        if event.epoch not in asked:
+            pauses[event.epoch] = max(pauses.get(event.epoch, 0.0), event.pause_seconds)
+    verdict.healing_s = [pauses[epoch] for epoch in sorted(pauses)]
+    return verdict
+
+
+def _of(events: Sequence[Event], kind: type) -> list:
+    return [event for event in events if isinstance(event, kind)]
+
+
+def _check_run(events: Sequence[Event], verdict: Verdict, finished: bool) -> None:
+    starts, ends = _of(events, RunStarted), _of(events, RunFinished)
+    if len(starts) > 1:
+        verdict.problems.append(f"the job was started {len(starts)} times")
+    for event in _of(events, Fatal):
+        verdict.problems.append(f"fatal loss in epoch {event.epoch}: stages {event.stages}, lost {event.members}")
+    for event in _of(events, ReplicaMismatch):
+        verdict.problems.append(f"the replica of {event.role} differs from its owner at step {event.step}")
+    if finished and not ends:
+        verdict.problems.append("the job did not say how it ended")
+    for end in ends if finished else ():
+        if end.exit_code != 0:
+            verdict.problems.append(f"the job ended with exit code {end.exit_code}")
+
+
+def _check_steps(events: Sequence[Event], deeds: Sequence[Deed], verdict: Verdict) -> None:
+    """Steps are contiguous and each is done once. One member tells of them: what it has not told when it died is told
+    by nobody, or again by its successor."""
+    steps = _of(events, Step)
+    verdict.steps = len({event.step for event in steps})
+    if not steps:
+        verdict.problems.append("no step was done")
+        return
+    mortal = {event.member_id for event in _of(events, MemberLost)} | {m for deed in deeds for m in deed.members}
+    for before, event in pairwise(steps):
+        if event.step == before.step + 1:
+            continue
+        explained = event.member != before.member and before.member in mortal
+        if event.step == before.step:
+            if not explained or event.loss != before.loss:
+                verdict.problems.append(f"step {event.step} was done twice: losses {before.loss} and {event.loss}")
+            else:
+                verdict.notes.append(f"step {event.step} was told twice: {before.member} was lost after it had told")
+        elif event.step == before.step + 2 and explained:
+            verdict.notes.append(f"step {before.step + 1} was not told: {before.member} was lost before it could")
+        else:
+            verdict.problems.append(f"step {event.step} came after step {before.step}")
+    if steps[0].step > 1:
+        verdict.problems.append(f"the first step told of is {steps[0].step}")
+
+
+def _check_plans(events: Sequence[Event], verdict: Verdict) -> None:
+    """One chain of plans: each epoch once, nobody comes back, nobody owns who is no member."""
+    plans: list[PlanWritten] = _of(events, PlanWritten)
+    verdict.plans = len(plans)
+    gone: set[str] = set()
+    for before, plan in zip([None, *plans], plans, strict=False):
+        if before is not None:
+            if plan.epoch <= before.epoch:
+                verdict.problems.append(f"the plan of epoch {plan.epoch} was written after that of {before.epoch}")
+            elif plan.epoch > before.epoch + 1:
+                verdict.notes.append(f"nobody told of the plans between epochs {before.epoch} and {plan.epoch}")
+            gone |= set(before.members) - set(plan.members)
+        gone |= set(plan.lost)
+        for member in sorted(gone & set(plan.members)):
+            verdict.problems.append(f"{member} is a member again in epoch {plan.epoch}")
+        strangers = {*plan.owners, *(s for s in plan.shadows if s)} - set(plan.members)
+        if strangers:
+            verdict.problems.append(f"the plan of epoch {plan.epoch} gives roles to {', '.join(sorted(strangers))}")
+
+
+def _check_losses(events: Sequence[Event], deeds: Sequence[Deed], verdict: Verdict, timeout_s: float) -> None:
+    """Every loss has a cause and every lethal fault a loss."""
+    hits: dict[str, list[Deed]] = {}
+    for deed in deeds:
+        for member in deed.members if deed.outcome == "struck" and deed.kind.risky else ():
+            hits.setdefault(member, []).append(deed)
+    outages = [deed for deed in deeds if deed.kind is Kind.ETCD_STOP and deed.outcome == "struck"]
+    joined = {event.member_id: event.time.timestamp() for event in _of(events, MemberJoined)}
+    late = [
+        deed
+        for deed in deeds
+        if deed.time is not None and any(deed.time <= joined.get(m, 0.0) + _CLOCKS_S for m in deed.members)
+    ]
+    lost: dict[str, MemberLost] = {}
+    for event in _of(events, MemberLost):
+        lost.setdefault(event.member_id, event)
+    for member, event in lost.items():
+        found = hits.get(member, [])
+        what = f"{member} was lost ({event.reason}: {event.detail})"
+        if not found and any(member in d.members and d.kind is Kind.NOTICE for d in late):
+            verdict.notes.append(f"{what}: it was told to leave before it was admitted")
+        elif not found:
+            near = any(
+                o.time is not None and -1 <= event.time.timestamp() - o.time <= (o.seconds or 0) + 30 for o in outages
+            )
+            verdict.problems.append(f"{what} without a fault that hit it{' after etcd was away' if near else ''}")
+        elif all(not deed.kind.lethal and (deed.seconds or 0.0) < _SAFE_SHARE * timeout_s for deed in found):
+            length = max(deed.seconds or 0.0 for deed in found)
+            kinds = ", ".join(deed.kind.value for deed in found)
+            verdict.problems.append(f"{what} though it was hit for {length:.2f} s only ({kinds})")
+    members: set[str] = set()
+    plans = _of(events, PlanWritten)
+    for plan in plans:
+        members |= set(plan.members)
+    final = set(plans[-1].members) if plans else set()
+    for member, found in hits.items():
+        lethal = [deed for deed in found if deed.kind.lethal]
+        if lethal and member in members and member in final:
+            verdict.problems.append(f"{member} was hit by {lethal[0].kind.value}, but the last plan lists it")
+
+
+def _check_deed(deed: Deed, verdict: Verdict) -> None:
+    name = f"fault {deed.number}" if deed.number is not None else "joiner"
+    what = f"{name} ({deed.kind.value} {', '.join(deed.members)})"
+    if deed.outcome == "failed":
+        verdict.problems.append(f"{what} failed: {deed.detail}")
+    elif deed.outcome == "struck" and not deed.confirmed and deed.detail not in (HIT_ELSEWHERE, GIVEN_UP):
+        verdict.problems.append(f"{what} was not confirmed: {deed.detail}")
+    elif deed.outcome in ("spared", "absent"):
+        verdict.notes.append(f"{what} did not happen: {deed.detail}")
+
+
+# -- effects --------------------------------------------------------------------------------------------
+
+
+def _epochs(effect: Effect, events: Sequence[Event]) -> set[int]:
+    """Epochs that a joiner's admission or a notice's departure made."""
+    members, plans = set(effect.deed.members), _of(events, PlanWritten)
+    found = set()
+    for before, plan in pairwise(plans):
+        if members & (set(before.members) ^ set(plan.members)):
+            found.add(plan.epoch)
+    return found
+
+
+def _causes(events: Sequence[Event], deeds: Sequence[Deed]) -> dict[int, tuple[str, ...]]:
+    """The members lost by each deed (by its place in ``deeds``): the last one that hit them before."""
+    found: dict[int, tuple[str, ...]] = {}
+    for event in _of(events, MemberLost):
+        hits = [
+            (deed.time, n)
+            for n, deed in enumerate(deeds)
+            if deed.outcome == "struck"
+            and deed.kind.risky
+            and event.member_id in deed.members
+            and deed.time is not None
+        ]
+        before = [hit for hit in hits if hit[0] <= event.time.timestamp() + _CLOCKS_S]
+        if before:
+            cause = max(before)[1]
+            found[cause] = (*found.get(cause, ()), event.member_id)
+    return found
+
+
+def _effect(deed: Deed, lost: tuple[str, ...], events: Sequence[Event], deeds: Sequence[Deed]) -> Effect:
+    effect = Effect(deed, lost, delay_s=_delay(deed, events))
+    if deed.kind in (Kind.JOIN, Kind.NOTICE):
+        epochs = _epochs(effect, events)
+        changes = [e for e in _of(events, Reconfigured) if e.epoch in epochs]
+        pause = max((e.pause_seconds for e in changes), default=None)
+        return Effect(deed, lost, pause, None, effect.delay_s, alone=_alone(deed, changes, deeds))
+    plan = next((p for p in _of(events, PlanWritten) if set(p.lost) & set(lost)), None)
+    if plan is None:
+        return effect
+    recovered: list[Recovered] = [e for e in _of(events, Recovered) if e.epoch >= plan.epoch]
+    first = min((e.epoch for e in recovered), default=None)
+    taken = [e for e in recovered if e.epoch == first]
+    whole = next((p for p in _of(events, PlanWritten) if p.epoch > plan.epoch and p.shadows and all(p.shadows)), None)
+    healed_s = healed_steps = None
+    if plan.shadows and all(plan.shadows):
+        healed_s, healed_steps = 0.0, 0  # a standby without duties
+    elif whole is not None:
+        healed_s = (whole.time - plan.time).total_seconds()
+        healed_steps = sum(plan.time <= e.time <= whole.time for e in _of(events, Step))
+    return Effect(
+        deed,
+        lost,
+        max((e.pause_seconds for e in taken), default=None),
+        max((e.redo_seconds for e in taken), default=None),
+        effect.delay_s,
+        healed_s,
+        healed_steps,
+        _alone(deed, taken, deeds),
+    )
+
+
+def _alone(deed: Deed, pauses: Sequence[Recovered | Reconfigured], deeds: Sequence[Deed]) -> bool:
+    """Whether no other timed fault fell into the ``pauses`` of members that ``deed`` caused."""
+    if not pauses:
+        return True
+    redone = [e.redo_seconds if isinstance(e, Recovered) else 0.0 for e in pauses]
+    ends = [e.time.timestamp() - seconds for e, seconds in zip(pauses, redone, strict=True)]
+    begin = min(end - e.pause_seconds for e, end in zip(pauses, ends, strict=True))
+    others = [d for d in deeds if d is not deed and d.kind.timed and d.outcome == "struck"]
+    return not any(d.time is not None and d.time <= max(ends) and begin <= d.time + (d.seconds or 0) for d in others)
+
+
+def _delay(deed: Deed, events: Sequence[Event]) -> float | None:
+    """The longest time between two steps from the deed on, beyond the median."""
+    times = [event.time.timestamp() for event in _of(events, Step)]
+    if len(times) < 3 or deed.time is None:
+        return None
+    until = deed.time + _WINDOW_S + (deed.seconds or 0.0 if deed.kind.timed else 0.0)
+    gaps = list(pairwise(times))
+    normal = median(after - before for before, after in gaps)
+    near = [after - before for before, after in gaps if after >= deed.time and before <= until]
+    return max(0.0, max(near) - normal) if near else None

@@ -1,0 +1,173 @@
+"""``bamboo chaos``: seeded faults against a running job, and how it bore them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from ..errors import ConfigError
+from . import jobs
+
+if TYPE_CHECKING:
+    from ..chaos.campaign import Place
+
+_KINDS = """
+\b
+Kinds of faults:
+  kill        SIGKILL of a worker
+  kill_agent  SIGKILL of an agent, and so of its worker
+  stop        SIGSTOP of a worker for some seconds
+  freeze      SIGSTOP of a worker and its agent for some seconds
+  hold_gil    a worker's interpreter does nothing for some seconds (*)
+  exception   an exception in the main thread of a worker (*) (**)
+  exit        a worker exits with code 13 (*) (**)
+  host        SIGKILL of everything on a host
+  notice      the file of "bamboo.notices.file" is written for a member
+  join        a member more
+  partition   a member is cut off from the others (not possible on one host)
+  etcd_stop   SIGSTOP of the embedded etcd for some seconds
+(*) only if the script runs as `-m bamboo_ds.chaos.victim SCRIPT`, or calls its install() and BAMBOO_CHAOS=1 is set
+(**) only if asked for by --weight or --script, as it ends the job unless "bamboo.recovery.on_exception" is "takeover"
+
+\b
+Lines of a script: {"at_s": 10, "kind": "kill", "target": "owner:0,2", "seconds": null, "healed": true}
+Targets: slot:3, member:ID, host:NAME, owner:D,S, shadow:D,S, leader, standby, joiner; none: drawn.
+
+\b
+Exit codes:
+  0    verified
+  1    not verified: the problems are listed
+  2    wrong usage
+  130  Ctrl-C
+"""
+
+
+@click.command("chaos", epilog=_KINDS)
+@click.option("--job", help="Name of the job.  [default: the only one that runs here]")
+@click.option("--store", help="URLs of its etcd.  [default: found through the launcher on this host]")
+@click.option("--rate", type=click.FloatRange(min=0, min_open=True), help="Faults per minute, at random times.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of everything that is drawn.")
+@click.option("--count", type=click.IntRange(min=1), help="How many faults, with --rate.")
+@click.option("--duration-s", type=click.FloatRange(min=0, min_open=True), help="Up to when, with --rate.")
+@click.option("--weight", "weights", multiple=True, metavar="KIND=W", help="Only these kinds, that often.")
+@click.option("--seconds", "lengths", multiple=True, metavar="KIND=LOW:HIGH", help="How long faults of a kind last.")
+@click.option("--trace", type=click.Path(exists=True, dir_okay=False), help="File of lines ms,add|remove,node.")
+@click.option("--compress", type=float, default=1.0, show_default=True, help="How many times faster than the trace.")
+@click.option("--limit", type=click.IntRange(min=1), help="Most nodes of the trace.  [default: the job's roles]")
+@click.option("--script", type=click.Path(exists=True, dir_okay=False), help="File of JSON lines.")
+@click.option("--spare-holders/--no-spare-holders", default=True, show_default=True, help="Keep a holder per stage.")
+@click.option("--min-members", type=click.IntRange(min=1), default=1, show_default=True, help="Spare the last ones.")
+@click.option("--spare-slot", "spare_slots", type=int, multiple=True, help="Never hit it; may be repeated.")
+@click.option("--patience-s", type=click.FloatRange(min=0), default=60.0, show_default=True, help="A fault waits so"
+              " long until the job can bear it.")  # fmt: skip
+@click.option("--one-at-a-time", is_flag=True, help="Every fault waits until the job has healed.")
+@click.option("--keep", type=click.IntRange(min=0), default=0, help="Start joiners to keep up so many members.")
+@click.option("--host-of", multiple=True, metavar="NAME=SLOT,SLOT..", help="Simulate a host; may be repeated.")
+@click.option("--slots-per-host", type=click.IntRange(min=1), help="Simulate hosts of so many slots.")
+@click.option("--events", type=click.Path(dir_okay=False), help="The job's events.  [default: asked of its agents]")
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("out/chaos"), show_default=True,
+              help="Folder for journal, report, picture and output of joiners.")  # fmt: skip
+@click.option("--picture/--no-picture", default=True, show_default=True, help="Draw chaos.png.")
+@click.option("--wait/--no-wait", default=True, show_default=True, help="For the end of the job, before verifying.")
+@click.option("--ready-s", type=click.FloatRange(min=0), default=120.0, show_default=True, help="For its first step.")
+@click.option("--dry-run", is_flag=True, help="Only print the faults, as a script.")
+def chaos(
+    job: str | None,
+    store: str | None,
+    rate: float | None,
+    seed: int,
+    count: int | None,
+    duration_s: float | None,
+    weights: tuple[str, ...],
+    lengths: tuple[str, ...],
+    trace: str | None,
+    compress: float,
+    limit: int | None,
+    script: str | None,
+    spare_holders: bool,
+    min_members: int,
+    spare_slots: tuple[int, ...],
+    patience_s: float,
+    one_at_a_time: bool,
+    keep: int,
+    host_of: tuple[str, ...],
+    slots_per_host: int | None,
+    events: str | None,
+    out: Path,
+    picture: bool,
+    wait: bool,
+    ready_s: float,
+    dry_run: bool,
+) -> None:
+    """Do seeded harm to a running job on this host, and check that it bears it.
+
+    Give one of --rate, --trace and --script.
+    """
+    if sum(source is not None for source in (rate, trace, script)) != 1:
+        raise ConfigError("give one of --rate, --trace and --script")
+    # Only now: gRPC and the rest take their time to load.
+    from ..chaos import campaign
+    from ..chaos.schedule import by_rate, parse_script, parse_trace
+    from ..chaos.situation import Hosts
+
+    if dry_run and trace is not None:
+        raise ConfigError("--dry-run needs --rate or --script: what a trace does depends on the job")
+    faults, changes = [], []
+    if trace is not None:
+        changes = parse_trace(Path(trace).read_text(), trace)
+    elif script is not None:
+        faults = parse_script(Path(script).read_text(), script, seed)
+    elif rate is not None:
+        faults = by_rate(
+            rate,
+            seed,
+            count=count,
+            duration_s=duration_s,
+            weights=campaign.parse_weights(weights),
+            seconds=campaign.parse_seconds(lengths),
+        )
+    if dry_run:
+        for fault in faults:
+            click.echo(campaign.script_line(fault))
+        return
+    options = campaign.CampaignOptions(
+        place=_place(job, store),
+        events=events,
+        out=out.resolve(),
+        picture=picture,
+        wait=wait,
+        ready_s=ready_s,
+        spare_holders=spare_holders,
+        min_members=min_members,
+        spare_slots=spare_slots,
+        patience_s=patience_s,
+        one_at_a_time=one_at_a_time,
+        keep=keep,
+        hosts=Hosts.parse(host_of, slots_per_host),
+        compress=compress,
+        limit=limit,
+        complete=duration_s is None,
+        title=_title(rate, trace, script, seed, compress),
+    )
+    sys.exit(campaign.run(options, faults, changes))
+
+
+def _place(job: str | None, store: str | None) -> Place:
+    """The job that the options mean."""
+    from ..chaos.campaign import Place
+
+    if store is not None and job is None:
+        raise ConfigError("--store needs --job: an etcd may serve several jobs")
+    file = jobs.choose(job) if store is None else jobs.find(job or "")
+    if file is None:
+        return Place(job or "", store or "", None)
+    return Place(file.job, store or file.store, file.pid)
+
+
+def _title(rate: float | None, trace: str | None, script: str | None, seed: int, compress: float) -> str:
+    if rate is not None:
+        return f"{rate:g} faults per minute, seed {seed}"
+    return f"trace {Path(trace).name}, {compress:g} times faster" if trace else f"script {Path(script or '').name}"

@@ -1,0 +1,73 @@
+"""``bamboo checkpoints``: list the checkpoints in a folder and verify them."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+import click
+from pydantic import TypeAdapter
+from rich.console import Console
+from rich.filesize import decimal
+from rich.table import Table
+
+from ..errors import ConfigError
+
+if TYPE_CHECKING:
+    from ..state.checkpoints import CheckpointInfo
+
+
+@click.command()
+@click.argument("folder", type=click.Path(exists=True, file_okay=False))
+@click.option("--verify", is_flag=True, help="Read every file and compare its checksum.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def checkpoints(folder: str, verify: bool, as_json: bool) -> None:
+    """List the checkpoints in FOLDER (or the one that FOLDER is): complete or not, and why.
+
+    \b
+    States:
+      complete    as its manifest says (with --verify: every byte of it)
+      damaged     files differ from its manifest
+      unfinished  a save that is going on or was abandoned; the next save removes it
+      unknown     no manifest: written by stock DeepSpeed
+
+    Exit code 1 if a checkpoint is damaged.
+    """
+    # Loads torch, which other commands need not wait for.
+    from ..state.checkpoints import CheckpointError, CheckpointInfo, Status, list_checkpoints
+
+    try:
+        found = list_checkpoints(folder, checksums=verify)
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from error
+    if as_json:
+        click.echo(TypeAdapter(list[CheckpointInfo]).dump_json(found, indent=2).decode())
+    elif not found:
+        click.echo(f"no checkpoints in {folder}", err=True)
+    else:
+        Console().print(checkpoints_table(folder, found))
+    sys.exit(1 if any(info.status is Status.DAMAGED for info in found) else 0)
+
+
+def checkpoints_table(folder: str, found: list[CheckpointInfo]) -> Table:
+    """The list for people, oldest first."""
+    colours = {"complete": "green", "damaged": "red", "unfinished": "yellow", "unknown": "default"}
+    table = Table(title=f"checkpoints in {folder}", title_justify="left")
+    for column in ("tag", "step", "time (UTC)", "job", "roles", "size", "state"):
+        table.add_column(column, justify="right" if column in ("step", "size") else "left")
+    table.add_column("why", overflow="fold")
+    for info in found:
+        state = info.status.value + (", verified" if info.verified and info.status.value == "complete" else "")
+        layout = info.layout
+        table.add_row(
+            info.tag + (" *" if info.latest else ""),
+            "-" if info.step is None else str(info.step),
+            "-" if info.time is None else f"{info.time:%Y-%m-%d %H:%M:%S}",
+            info.job or "-",
+            "-" if layout is None else f"{layout.pipelines} x {layout.stages}",
+            decimal(info.size),
+            f"[{colours[info.status.value]}]{state}[/]",
+            "\n".join(info.reasons) or "-",
+        )
+    table.caption = "* the one that `latest` names; roles are pipelines x stages"
+    return table

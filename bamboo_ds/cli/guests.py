@@ -1,0 +1,120 @@
+"""Members that have joined a job: the launcher has not started them, and they may outlive those that it has."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Container
+
+from ..control.access import open_store
+from ..control.membership import Keys, MemberRecord, StopRecord
+from ..control.mirror import Mirror
+from ..errors import EXIT_FATAL_LOSS, StoreError, StoreUnavailable
+
+logger = logging.getLogger("bamboo_ds.cli.launcher")
+
+#: Short, because whoever waits for guests must hear a Ctrl-C too.
+_STORE_TIMEOUT_S = 2.0
+_POLL_S = 0.1
+#: Seconds that etcd has to tell for the first time who is there.
+_UNKNOWN_S = 30.0
+
+
+def exit_code(mirror: Mirror) -> int:
+    """What a job has come to in which nobody is left: 0 if some member has finished, since then all had."""
+    if mirror.stop is not None:
+        return mirror.stop.code
+    left = mirror.left.values()
+    if any(record.outcome == "finished" for record in left) or (left and all(r.outcome == "left" for r in left)):
+        return 0
+    return next((record.code for record in left if record.error is not None), EXIT_FATAL_LOSS)
+
+
+def is_guest(record: MemberRecord, own: Container[int]) -> bool:
+    """Whether a launcher with the slots ``own`` has not started it, nor an agent."""
+    return record.slot not in own and not record.feeder
+
+
+class Guests:
+    """Who is left of a job. Use it once, after all members that the launcher has started itself are gone.
+
+    Args:
+        own: slots of the launcher.
+        return_s: seconds that a member which etcd has forgotten has to register again, after an outage of etcd.
+    """
+
+    def __init__(self, own: Container[int], return_s: float) -> None:
+        self._own, self._return_s = own, return_s
+        self._absent_since: dict[str, float] = {}
+        #: Those that have been seen.
+        self.seen: set[str] = set()
+
+    def look(self, mirror: Mirror, now: float) -> set[str]:
+        """Members that are registered or expected to be soon; ``now`` is monotonic seconds."""
+        members = mirror.members
+        self.seen |= {record.id for record in members.values() if is_guest(record, self._own)}
+        silent = {*self.seen, *(mirror.plan.members if mirror.plan else ())} - members.keys() - mirror.left.keys()
+        self._absent_since = {member: self._absent_since.get(member, now) for member in silent}
+        return {*members, *(member for member, since in self._absent_since.items() if now < since + self._return_s)}
+
+
+def await_end(
+    urls: str,
+    job: str,
+    own: Container[int],
+    pause: Callable[[float], bool],
+    return_s: float,
+    quiet: bool = False,
+    departed: bool = False,
+) -> int | None:
+    """Wait until no member is left.
+
+    Args:
+        urls: of etcd.
+        pause: waits for so many seconds, attending to whatever else is to be done; false: wait no longer.
+        own, return_s: see :class:`Guests`.
+        quiet: do not say what is waited for.
+        departed: members that have left before count as well.
+
+    Returns:
+        The job's exit code; ``None`` if there were no guests, or if they are still there.
+    """
+    give_up_at = time.monotonic() + _UNKNOWN_S
+    guests, told = Guests(own, return_s), quiet
+    with open_store(urls, job, _STORE_TIMEOUT_S) as store:
+        while True:
+            try:
+                mirror = Mirror(store.get_prefix(""))
+            except StoreError as error:
+                refused = not isinstance(error, StoreUnavailable)
+                if refused or (not guests.seen and time.monotonic() >= give_up_at):
+                    logger.warning("cannot see whether members have joined that go on: %s", error)
+                    return None
+            else:
+                left = guests.look(mirror, time.monotonic())
+                if departed:
+                    guests.seen.update(mirror.left)
+                if not left or not guests.seen:
+                    return exit_code(mirror) if guests.seen else None
+                if not told:
+                    told = True
+                    logger.warning(
+                        "all members that were started here are gone, but %s have joined and go on: the job and its "
+                        "etcd stay until they end",
+                        ", ".join(sorted(guests.seen)),
+                    )
+            if not pause(_POLL_S):
+                if guests.seen:
+                    logger.warning("members that have joined may still be there: %s", ", ".join(sorted(guests.seen)))
+                return None
+
+
+def tell_to_stop(urls: str, job: str, own: Container[int], code: int, reason: str) -> None:
+    """Have members that have joined end, too. Without etcd they cannot be told."""
+    try:
+        with open_store(urls, job, _STORE_TIMEOUT_S) as store:
+            entries = store.get_prefix(Keys.MEMBERS).entries.values()
+            if any(is_guest(MemberRecord.from_json(entry.value), own) for entry in entries):
+                store.create(Keys.STOP, StopRecord(code=code, reason=reason, by="").to_json())
+    except StoreError as error:
+        logger.error("cannot tell members that have joined that the job ends: %s", error)

@@ -1,0 +1,202 @@
+"""``bamboo launch``: another launcher, whose processes it does not let end each other."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from ..control.access import open_store
+from ..control.agent_settings import MemberOptions
+from ..control.claims import claimed
+from ..control.membership import Keys, StopRecord
+from ..control.neighbours import process_space, started
+from ..control.reporting import emit_or_log
+from ..control.worker_process import die_with_parent
+from ..errors import ConfigError, LaunchError, StoreError
+from ..launched import ENV_CONFIG, ENV_EVENTS, ENV_JOB, ENV_LAUNCH, ENV_STORE
+from ..observe.events import EventWriter, RunFinished
+from ..store.embedded import EmbeddedEtcd
+from . import guests, jobs
+from .launcher import EMBEDDED
+from .slots import AGENT_GRACE_S, STORE_TIMEOUT_S, Slots
+
+logger = logging.getLogger("bamboo_ds.cli.launch")
+
+#: Names that DeepSpeed's file of variables for other hosts goes by.
+_DEEPSPEED_FILE = "DS_ENV_FILE"
+_DEEPSPEED_DEFAULT = ".deepspeed_env"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchOptions(MemberOptions):
+    """What ``bamboo launch`` was asked for; ``command`` is that of the other launcher.
+
+    Attributes:
+        store: URLs of etcd, or ``embedded``.
+        config: DeepSpeed's configuration, for scripts that do not name it on their command line.
+    """
+
+    store: str
+    config: str | None
+
+
+class Wrapper(Slots):
+    """Runs another launcher, and stays until the job is over. Use it once, in the main thread."""
+
+    def __init__(self, options: LaunchOptions) -> None:
+        super().__init__(options, ())
+        self._options = options
+        self._command: subprocess.Popen[bytes] | None = None
+
+    def run(self) -> int:
+        """Run to the end; returns the exit code.
+
+        Raises:
+            ConfigError, LaunchError: the job cannot be started.
+            StoreError: etcd cannot be used.
+        """
+        options = self._options
+        with ExitStack() as stack:
+            try:
+                events = stack.enter_context(EventWriter(options.events))
+            except OSError as error:
+                raise ConfigError(f"cannot write events to {options.events}: {error}") from error
+            stack.enter_context(self._prepared({child.pid for child in psutil.Process().children()}))
+            if options.store == EMBEDDED:
+                etcd = stack.enter_context(EmbeddedEtcd(options.address))
+                self._urls = etcd.url
+                self._watch_etcd(etcd.supervisor_pid, stack)
+            else:
+                self._urls = options.store
+                stack.enter_context(claimed(self._urls, options.job))
+            state = jobs.this_process(options.job, self._urls)
+            state.write()
+            stack.callback(state.remove)
+            begin = time.monotonic()
+            self._handle_signals()
+            if not self._stopping:
+                self._start(stack)
+            code = self._follow()
+            self._join_reporters()
+            seconds = time.monotonic() - begin
+            emit_or_log(events, RunFinished(job=options.job, epoch=0, exit_code=code, run_seconds=seconds))
+            return code
+
+    def _start(self, stack: ExitStack) -> None:
+        command, me = self._options.command, os.getpid()
+        try:
+            self._command = subprocess.Popen(
+                command,
+                env=self._environment(stack),
+                start_new_session=True,  # Ctrl-C is for this process, which ends the members in order
+                preexec_fn=lambda: die_with_parent(signal.SIGTERM, me),
+            )
+        except OSError as error:
+            raise LaunchError(f"cannot start {command[0]}: {error}") from error
+        self._own.add(self._command.pid)
+        self._watch_process(self._command.pid, lambda: None, stack)
+
+    def _environment(self, stack: ExitStack) -> dict[str, str]:
+        """What the processes of the launcher are told."""
+        options = self._options
+        told = {
+            ENV_STORE: self._urls,
+            ENV_JOB: options.job,
+            ENV_LAUNCH: f"{os.getpid()} {started(os.getpid())} {process_space()}",
+        }
+        if options.events is not None:
+            told[ENV_EVENTS] = options.events
+        if options.config is not None:
+            told[ENV_CONFIG] = os.path.abspath(options.config)
+        # To other hosts DeepSpeed passes what this file lists.
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="bamboo-launch-"))
+        told[_DEEPSPEED_FILE] = str(Path(folder, "deepspeed_env"))
+        Path(told[_DEEPSPEED_FILE]).write_text(deepspeed_variables(told, os.environ.get(_DEEPSPEED_FILE)))
+        return {**os.environ, **told}
+
+    def _follow(self) -> int:
+        """Until the launcher has ended, and then the job; returns the exit code."""
+        status: int | None = None
+        while self._command is not None and (status := self._command.poll()) is None:
+            self._attend(None if self._kill_at is None else max(0.0, self._kill_at - time.monotonic()))
+            if self._kill_at is not None and time.monotonic() >= self._kill_at:
+                self._kill_at = None
+                self._signal_launcher(signal.SIGKILL)
+        code = self._await_members(status)
+        if self._interrupted is not None:
+            return 128 + self._interrupted
+        if code is not None:
+            if status:
+                logger.warning(
+                    "%s has ended with %d; the job's exit code is %d", self._options.command[0], status, code
+                )
+            return code
+        return 0 if status is None else status if status >= 0 else 128 - status
+
+    def _await_members(self, status: int | None) -> int | None:
+        """Stay as long as there are members; what the job has come to, ``None`` if there never were any."""
+        if status and not self._stopping:
+            logger.warning("%s has ended with %d; members of the job may go on", self._options.command[0], status)
+
+        def pause(seconds: float) -> bool:
+            self._attend(seconds)
+            late = self._leave_at is not None and time.monotonic() >= self._leave_at
+            return not (late or self._etcd_ended or self._hurried)
+
+        options = self._options
+        return guests.await_end(self._urls, options.job, (), pause, 2 * options.lease_ttl_s, True, departed=True)
+
+    # -- the end ------------------------------------------------------------------------------------
+
+    def _stop(self) -> None:
+        if not self._stopping:
+            self._stopping = True
+            self._kill_at = time.monotonic() + self._options.grace_s + AGENT_GRACE_S
+            self._signal_launcher(signal.SIGTERM)
+
+    def _signal_launcher(self, signum: int) -> None:
+        """Signal the launcher and what it has started in its session; keepers on this host are not among them."""
+        if self._command is not None and self._command.poll() is None:
+            os.killpg(self._command.pid, signum)
+
+    def _signal_agents(self, signum: int) -> None:
+        if signum == signal.SIGKILL:
+            self._signal_launcher(signum)
+            return
+        for child in psutil.Process().children():
+            if child.pid not in self._own:  # a keeper: its parent is gone
+                child.send_signal(signum)
+
+    def _end_others(self, signum: int) -> None:
+        """In the background, because etcd may not answer."""
+        record = StopRecord(code=128 + signum, reason=f"{signal.Signals(signum).name} of bamboo launch", by="")
+
+        def tell() -> None:
+            try:
+                with open_store(self._urls, self._options.job, STORE_TIMEOUT_S) as store:
+                    store.create(Keys.STOP, record.to_json())
+            except StoreError as error:
+                logger.error("cannot tell the members that the job ends: %s", error)
+
+        self._in_background(tell)
+
+
+def deepspeed_variables(told: dict[str, str], file: str | None) -> str:
+    """The text of DeepSpeed's file of variables: what the user's own files list, and ``told``."""
+    name = file or _DEEPSPEED_DEFAULT
+    lines: list[str] = []
+    for folder in (os.path.expanduser("~"), "."):
+        path = Path(folder, name)
+        if path.is_file():
+            lines += [line for line in path.read_text().splitlines() if line.strip()]
+    lines += [f"{name}={value}" for name, value in told.items() if name != _DEEPSPEED_FILE]
+    return "".join(f"{line}\n" for line in lines)

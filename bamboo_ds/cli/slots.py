@@ -1,0 +1,344 @@
+"""Agents of some slots of a job on this host: started, watched, ended, judged by how their workers have ended."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from types import FrameType
+from typing import BinaryIO
+
+from ..control.access import ENV_STORE, open_store
+from ..control.agent_settings import AgentSettings, MemberOptions
+from ..control.membership import Keys, LeftRecord, MemberRecord
+from ..control.neighbours import report_dead_agent
+from ..control.worker_process import adopt_orphans, end_descendants, reap_adopted
+from ..errors import LaunchError, StoreError
+
+logger = logging.getLogger("bamboo_ds.cli.launcher")
+
+#: Seconds beyond the workers' grace until agents are killed that do not end.
+AGENT_GRACE_S = 3.0
+#: Seconds that members get to stop by themselves after a fatal loss, each with its own message.
+_FATAL_GRACE_S = 30.0
+STORE_TIMEOUT_S = 10.0
+#: Seconds beyond the workers' grace that members of other slots get when the job is ended.
+OTHERS_S = 5.0
+
+
+class _Agent:
+    """An agent process and what it tells."""
+
+    def __init__(self, settings: AgentSettings, env: dict[str, str], prefix_output: bool) -> None:
+        read_end, write_end = os.pipe()
+        output = subprocess.PIPE if prefix_output else None
+        # Until the agent handles it, a request to leave would kill it.
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+        try:
+            self.process = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "bamboo_ds.control.agent"),
+                    *dataclasses.replace(settings, result_fd=write_end).to_arguments(),
+                ],
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                pass_fds=[write_end],
+                start_new_session=True,  # Ctrl-C is for the launcher, which ends the others in order
+            )
+        except OSError as error:
+            os.close(read_end)
+            raise LaunchError(f"cannot start the agent of slot {settings.slot}: {error}") from error
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])
+            os.close(write_end)
+        self.slot = settings.slot
+        self.pidfd = os.pidfd_open(self.process.pid)
+        self._result: BinaryIO = os.fdopen(read_end, "rb")
+        self.departure: LeftRecord | None = None
+
+    def reap(self) -> None:
+        """Collect the dead agent and its result."""
+        self.process.wait()
+        line = self._result.readline()
+        self._result.close()
+        os.close(self.pidfd)
+        if line.endswith(b"\n"):
+            self.departure = LeftRecord.from_json(line)
+
+
+class _Output:
+    """Copies one stream of an agent line by line, each with the slot in front."""
+
+    def __init__(self, slot: int, source: BinaryIO, target: BinaryIO) -> None:
+        self.source = source
+        self._prefix = f"[{slot}] ".encode()
+        self._target = target
+        self._rest = b""
+        os.set_blocking(source.fileno(), False)
+
+    def copy(self) -> bool:
+        """Copy what has arrived; false at the end."""
+        try:
+            data = os.read(self.source.fileno(), 1 << 16)
+        except BlockingIOError:
+            return True
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        if not data and self._rest:
+            lines, self._rest = [self._rest], b""
+        self._target.write(b"".join(self._prefix + line + b"\n" for line in lines))
+        self._target.flush()
+        return bool(data)
+
+
+class Slots:
+    """Agents of some slots on this host, and the main loop of the process that is their parent.
+
+    Use it once, in the main thread. Subclasses say which slots there are, and what their ends come to.
+
+    Args:
+        options: of every member.
+        own: numbers of the slots.
+        prefix_output: whether each line of output begins with its slot.
+    """
+
+    def __init__(self, options: MemberOptions, own: Collection[int], prefix_output: bool = False) -> None:
+        self._common = options
+        self._slots = own
+        self._prefix_output = prefix_output
+        self._selector = selectors.DefaultSelector()
+        self._agents: dict[int, _Agent] = {}  # by slot; the running ones
+        self._departures: list[LeftRecord] = []
+        self._signals: list[int] = []
+        self._interrupted: int | None = None
+        self._stopping = False
+        self._kill_at: float | None = None
+        self._leave_at: float | None = None
+        self._urls = ""
+        self._reporters: list[threading.Thread] = []
+        self._etcd_ended = self._hurried = self._child_died = False
+        self._own: set[int] = set()  # children besides agents
+
+    @contextmanager
+    def _prepared(self, spare: Collection[int]) -> Iterator[None]:
+        """Be the parent of orphans, and handle signals; at the end no child is left but those in ``spare``."""
+        adopt_orphans()
+        with ExitStack() as stack:
+            stack.callback(end_descendants, spare)
+            stack.enter_context(self._selector)
+            stack.enter_context(self._handling_signals())
+            yield
+
+    @contextmanager
+    def _handling_signals(self) -> Iterator[None]:
+        reading, writing = socket.socketpair()
+        reading.setblocking(False)
+        writing.setblocking(False)
+        handled = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+        before = {signum: signal.signal(signum, self._on_signal) for signum in handled}
+        before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, self._on_child)
+        wakeup_before = signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
+        self._selector.register(reading, selectors.EVENT_READ, lambda: self._drain(reading))
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(wakeup_before)
+            for signum, handler in before.items():
+                signal.signal(signum, handler)
+            reading.close()
+            writing.close()
+
+    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        self._signals.append(signum)
+
+    def _on_child(self, signum: int, frame: FrameType | None) -> None:
+        self._child_died = True
+
+    def _drain(self, reading: socket.socket) -> None:
+        try:
+            reading.recv(4096)
+        except BlockingIOError:
+            return
+
+    def _in_background(self, action: Callable[[], None]) -> None:
+        thread = threading.Thread(target=action, daemon=True)
+        thread.start()
+        self._reporters.append(thread)
+
+    # -- etcd and the others ------------------------------------------------------------------------
+
+    def _watch_etcd(self, supervisor: int, stack: ExitStack) -> None:
+        """Notice the end of the embedded etcd with the supervisor of that process id, a child of ours."""
+        self._own.add(supervisor)
+
+        def ended() -> None:
+            self._etcd_ended = True
+            logger.error("the embedded etcd has ended: training goes on, but survives no loss any more")
+
+        self._watch_process(supervisor, ended, stack)
+
+    def _watch_process(self, pid: int, on_end: Callable[[], None], stack: ExitStack) -> None:
+        """Have ``on_end`` called once when the process ``pid``, which need not be a child, is dead."""
+        pidfd = os.pidfd_open(pid)
+        stack.callback(os.close, pidfd)
+
+        def ended() -> None:
+            self._selector.unregister(pidfd)
+            on_end()
+
+        self._selector.register(pidfd, selectors.EVENT_READ, ended)
+
+    def _end_others(self, signum: int) -> None:
+        """Have members of other slots end as well, since this process was told to by a signal."""
+
+    def _join_reporters(self) -> None:
+        for reporter in self._reporters:
+            reporter.join(AGENT_GRACE_S)
+
+    # -- agents -------------------------------------------------------------------------------------
+
+    def _spawn(self, settings: AgentSettings) -> None:
+        """Start the agent of one slot."""
+        env = {**os.environ, ENV_STORE: settings.store}
+        agent = _Agent(settings, env, self._prefix_output)
+        self._agents[agent.slot] = agent
+        self._register(agent)
+
+    def _register(self, agent: _Agent) -> None:
+        def ended() -> None:
+            self._selector.unregister(agent.pidfd)
+            agent.reap()
+            del self._agents[agent.slot]
+            self._judge(agent)
+
+        self._selector.register(agent.pidfd, selectors.EVENT_READ, ended)
+        for source, target in (
+            (agent.process.stdout, sys.stdout.buffer),
+            (agent.process.stderr, sys.stderr.buffer),
+        ):
+            if source is not None:
+                self._copy_output(_Output(agent.slot, source, target))  # type: ignore[arg-type]
+
+    def _copy_output(self, output: _Output) -> None:
+        def copy() -> None:
+            if not output.copy():
+                self._selector.unregister(output.source)
+                output.source.close()
+
+        self._selector.register(output.source, selectors.EVENT_READ, copy)
+
+    def _serve(self) -> None:
+        """Until all agents are gone."""
+        while self._agents:
+            self._attend(None if self._kill_at is None else max(0.0, self._kill_at - time.monotonic()))
+            if self._kill_at is not None and time.monotonic() >= self._kill_at:
+                self._kill_at = None
+                if self._stopping:
+                    self._signal_agents(signal.SIGKILL)  # the kernel ends their workers with them
+                else:
+                    self._stop()
+
+    def _attend(self, timeout_s: float | None) -> None:
+        """Handle what happens within ``timeout_s`` seconds, if anything."""
+        ready: Sequence[Callable[[], None]] = [key.data for key, _ in self._selector.select(timeout_s)]
+        for action in ready:
+            action()
+        if self._child_died:
+            self._child_died = False
+            # The worker of an agent that was killed.
+            reap_adopted({*self._own, *(agent.process.pid for agent in self._agents.values())})
+        self._handle_signals()
+
+    def _judge(self, agent: _Agent) -> None:
+        """What the end of an agent means for the others."""
+        departure = agent.departure
+        if departure is None:
+            logger.error("the agent of slot %d has died (%s)", agent.slot, agent.process.returncode)
+            if not self._stopping:
+                self._in_background(lambda: self._report_dead_agent(agent))
+            return
+        self._departures.append(departure)
+        if departure.outcome == "failed" and not self._stopping:
+            what = f"{departure.reason} {departure.detail}"
+            logger.error("the worker of slot %d has failed (%s): ending the job", agent.slot, what)
+        if departure.error is not None and not self._stopping:
+            logger.error("the worker of slot %d has failed (%s): it counts as lost", agent.slot, departure.error)
+        if departure.outcome in ("failed", "stopped"):
+            self._stop()
+        elif departure.outcome == "fatal" and not self._stopping and self._kill_at is None:
+            self._kill_at = time.monotonic() + _FATAL_GRACE_S
+
+    def _report_dead_agent(self, agent: _Agent) -> None:
+        """Tell the leader of a member whose agent cannot: its lease would take a while to run out.
+
+        Runs in a thread of its own; without etcd the lease has to do.
+        """
+        died = time.monotonic()
+        try:
+            with open_store(self._urls, self._common.job, STORE_TIMEOUT_S) as store:
+                for entry in store.get_prefix(Keys.MEMBERS).entries.values():
+                    member = MemberRecord.from_json(entry.value)
+                    # Not by its slot: an agent that has come back has got another one.
+                    if member.address == self._common.address and member.agent_pid == agent.process.pid:
+                        status = agent.process.returncode
+                        report_dead_agent(store, member, died, f"agent died with exit status {status}")
+        except StoreError as error:
+            logger.error("cannot report the death of slot %d, its lease will run out: %s", agent.slot, error)
+
+    def _handle_signals(self) -> None:
+        while self._signals:
+            self._interrupt(self._signals.pop(0))
+
+    def _interrupt(self, signum: int) -> None:
+        if signum == signal.SIGUSR1:
+            self._signal_agents(signum)  # this host is to be left
+        elif self._interrupted is None:
+            self._interrupted = signum
+            self._leave_at = time.monotonic() + self._common.grace_s + AGENT_GRACE_S + OTHERS_S
+            self._stop()
+            self._end_others(signum)
+        else:
+            self._hurried = True  # asked twice
+            self._signal_agents(signal.SIGKILL)
+
+    def _stop(self) -> None:
+        if not self._stopping:
+            self._stopping = True
+            self._kill_at = time.monotonic() + self._common.grace_s + AGENT_GRACE_S
+            self._signal_agents(signal.SIGTERM)
+
+    def _signal_agents(self, signum: int) -> None:
+        for agent in self._agents.values():
+            agent.process.send_signal(signum)
+            if signum == signal.SIGTERM:
+                agent.process.send_signal(signal.SIGCONT)
+
+    @property
+    def _outcomes(self) -> set[str]:
+        return {departure.outcome for departure in self._departures}
+
+    def _worst(self) -> int | None:
+        """The exit code of a departure that ends the job, if there was one."""
+        for outcome in ("failed", "stopped", "fatal"):
+            for departure in self._departures:
+                if departure.outcome == outcome:
+                    return departure.code
+        return None
+
+
+def free_port(address: str) -> int:
+    """A port at ``address`` that nobody listens at."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.create_server((address, 0), family=family) as server:
+        port: int = server.getsockname()[1]
+        return port

@@ -1,0 +1,327 @@
+"""The collectives that a script calls itself, between the operations of its engine: logging, barriers, timers.
+
+They are among the members that live (:mod:`.living`), and a loss does not show in them: whoever is in one recovers as
+in an operation of the engine, and it goes on among those that are left.
+
+All members must come out of a collective alike. So it has two parts: the collective itself, then a meeting in which all
+tell each other that they have its result. If a member has come out of the meeting, all have the result; whoever was
+still in the meeting takes it. If nobody has, nobody uses a result that may be missing somewhere, and all do it again
+from what they had passed. The recovery tells which it is: every member says how many collectives of each group it has
+come out of, since the last operation of the engine.
+
+Between two operations all members do the same collectives of a group in the same order, as torch.distributed asks for.
+The operations themselves number those gaps, and nobody is in a gap while others are beyond the operation after it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from ..errors import EpochChanged, PeerLost, ProtocolError
+from .c10d import dist
+from .inner import GLOO, NCCL, issue, kind_for
+from .living import LivingGroup, living
+from .local import LocalGroup
+from .work import NO_TIMEOUT, BambooWork
+
+if TYPE_CHECKING:
+    from .backend import BambooProcessGroup
+    from .epoch import Epoch
+    from .session import Session
+
+#: Where the main thread is: in the engine, in the script, or in a script whose calls are replayed.
+Place = Literal["engine", "script", "replay"]
+
+#: Collectives that write over what they are given.
+_IN_PLACE = ("allreduce", "allreduce_coalesced", "broadcast", "reduce")
+#: Attributes of torch's options of collectives.
+_OPTIONS = ("reduceOp", "rootRank", "rootTensor", "timeout", "asyncOp")
+
+
+class ScriptCollectives:
+    """What a script does between operations, for one process. Of the main thread alone.
+
+    Args:
+        session: this process's data plane.
+        place: where the main thread is.
+        recover: recovers after a loss, and calls :meth:`agree` meanwhile.
+    """
+
+    def __init__(self, session: Session, place: Callable[[], Place], recover: Callable[[], None]) -> None:
+        self._session = session
+        self._place = place
+        self._recover = recover
+        self._gap = 0
+        self._done: dict[str, int] = {}  # collectives of each group that this member has come out of, in this gap
+        self._begun: dict[str, int] = {}
+        self._open: deque[ScriptWork] = deque()
+        self._newcomers: dict[str, int] = {}  # members by the operation that each has taken part in first
+
+    @property
+    def place(self) -> Place:
+        """Where the caller is; other threads count as the engine's."""
+        return self._place() if threading.current_thread() is threading.main_thread() else "engine"
+
+    # -- gaps and recoveries ------------------------------------------------------------------------------
+
+    def begin_gap(self, number: int) -> None:
+        """The operation before gap ``number`` is over."""
+        self._gap = number
+        self._newcomers = {member: step for member, step in self._newcomers.items() if step >= number}
+        self._done.clear()
+        self._begun.clear()
+
+    def record(self) -> dict[str, Any]:
+        """What the others must know after a loss (JSON)."""
+        return {"gap": self._gap, "done": dict(self._done), "open": len(self._open)}
+
+    def agree(self, records: Mapping[str, Mapping[str, Any]], step: int) -> None:
+        """Learn what has become of the collectives that this member is in.
+
+        Args:
+            records: what every member has told; see :meth:`record`. Members that join have ``joining`` set.
+            step: the operation that goes on; members that join begin with it.
+        """
+        self._newcomers |= {member: step for member, record in records.items() if record["joining"]}
+        best: dict[str, int] = {}
+        for record in records.values():
+            told = record["script"]
+            if told["gap"] == self._gap and not record["joining"]:
+                best = {key: max(best.get(key, 0), told["done"].get(key, 0)) for key in {*best, *told["done"]}}
+        for work in self._open:
+            work.decide(work.number <= best.get(work.key, 0))
+
+    @property
+    def absent(self) -> set[str]:
+        """Members of the plan whose scripts are not in this gap: they replay it."""
+        return {member for member, step in self._newcomers.items() if step >= self._gap}
+
+    # -- collectives ---------------------------------------------------------------------------------------
+
+    def start(
+        self, handle: BambooProcessGroup, operation: str, device: torch.device | None, arguments: tuple[Any, ...]
+    ) -> ScriptWork:
+        """Begin a collective of the script."""
+        number = self._begun[handle.key] = self._begun.get(handle.key, 0) + 1
+        work = ScriptWork(self, handle, number, operation, device, arguments)
+        self._open.append(work)
+        with contextlib.suppress(EpochChanged):  # it recovers where it is waited for
+            work.start()
+        return work
+
+    def complete(self, work: ScriptWork, timeout: timedelta = NO_TIMEOUT) -> None:
+        """Wait until ``work`` is over, and before it those of its group that were begun earlier."""
+        if work.error is not None:
+            raise work.error
+        while not work.over:
+            first = next(each for each in self._open if each.key == work.key)
+            try:
+                first.advance(timeout)
+            except EpochChanged:
+                self._recover_all()
+                continue
+            except BaseException as error:  # goes on up, and comes again from every later wait for this work
+                first.error, first.over = error, True
+                self._open.remove(first)
+                raise
+            self._done[first.key] = first.number
+            self._open.remove(first)
+
+    def flush(self) -> None:
+        """Complete whatever the script has begun and not waited for: an operation of the engine comes."""
+        while self._open:
+            self.complete(self._open[0])
+
+    def _recover_all(self) -> None:
+        """Recover, and begin again what nobody has completed."""
+        while True:
+            self._recover()
+            try:
+                for work in self._open:
+                    work.start()
+                return
+            except EpochChanged:
+                continue
+
+    # -- point to point ---------------------------------------------------------------------------------------
+
+    def peer(self, epoch: Epoch, handle: BambooProcessGroup, index: int) -> str | None:
+        """The member that runs as rank ``index`` of the group; ``None``: this member runs beside another one.
+
+        Raises:
+            PeerLost: no living process runs as that rank.
+        """
+        group = living(epoch.plan, handle.ranks, self.absent)
+        if group.of_rank[handle.rank()] != epoch.member:
+            return None
+        member = group.of_rank[index]
+        if member is None:
+            raise PeerLost(f"epoch {epoch.number}: no living process runs as rank {handle.ranks[index]}")
+        return member
+
+    def members(self, epoch: Epoch, handle: BambooProcessGroup) -> tuple[str, ...]:
+        """The members that run as the ranks of the group, those that do so beside another one included."""
+        return living(epoch.plan, handle.ranks, self.absent).members
+
+    @property
+    def session(self) -> Session:
+        """This process's data plane."""
+        return self._session
+
+
+class ScriptWork(dist.Work):  # type: ignore[misc]
+    """A collective of the script; see the module.
+
+    Attributes:
+        key: of the group.
+        number: of the collective, among those of the group in this gap.
+        over: every member has the result, or will take it; or it has failed.
+        error: what it has failed by, other than a loss.
+    """
+
+    def __init__(
+        self,
+        script: ScriptCollectives,
+        handle: BambooProcessGroup,
+        number: int,
+        operation: str,
+        device: torch.device | None,
+        arguments: tuple[Any, ...],
+    ) -> None:
+        super().__init__()
+        self.key, self.number = handle.key, number
+        self.over = False
+        self.error: BaseException | None = None
+        self._script, self._handle = script, handle
+        self._operation, self._device, self._arguments = operation, device, arguments
+        changed = arguments[0] if operation in _IN_PLACE else []
+        self._passed = [(tensor, tensor.detach().clone()) for tensor in changed]
+        self._epoch: Epoch | None = None
+        self._work: Any = None
+        self._others: tuple[str, ...] = ()
+        self._computed = self._settled = False
+
+    def start(self) -> None:
+        """Begin it in the current epoch, if it has to be done (again).
+
+        Raises:
+            EpochChanged: the epoch is over.
+        """
+        if self._settled or self._epoch is not None:
+            return
+        epoch = self._script.session.current
+        for tensor, passed in self._passed:
+            tensor.detach().copy_(passed)
+        self._issue(epoch)
+        self._epoch = epoch
+
+    def _issue(self, epoch: Epoch) -> None:
+        handle, operation = self._handle, self._operation
+        group = living(epoch.plan, handle.ranks, self._script.absent)
+        self._others = tuple(member for member in group.members if member != epoch.member)
+        arguments = (*self._arguments[:-1], _copied(self._arguments[-1]))
+        if not self._others:
+            self._work = getattr(LocalGroup(handle.rank(), len(handle.ranks)), operation)(*arguments)
+            return
+        if operation == "barrier":
+            return  # the meeting is one
+        kind = GLOO if self._device is None else kind_for(self._device)
+        inner = epoch.group(f"script/{handle.key}", group.members, kind)
+        finish: Callable[[], None] | None = None
+        with epoch.calling(operation):
+            if group.complete:
+                work = issue(inner, operation, arguments)
+            else:
+                translated = LivingGroup(inner, group, epoch.member, handle.rank())
+                work, finish = getattr(translated, operation)(*arguments)
+        self._work = BambooWork(epoch, work, operation, group.members, finish, poll=kind == GLOO)
+
+    def advance(self, timeout: timedelta) -> None:
+        """Come out of it.
+
+        Raises:
+            EpochChanged: a loss; :meth:`decide` tells what follows.
+            RuntimeError: as torch raises it.
+        """
+        if not self._settled:
+            self.start()
+            assert self._epoch is not None
+            if not self._computed:
+                if self._work is not None:
+                    self._work.wait(timeout)
+                    if self._device is not None and kind_for(self._device) == NCCL:
+                        torch.cuda.current_stream(self._device).synchronize()
+                self._computed = True
+            if self._others:
+                key = f"script/{self.key}/{self.number}".encode()
+                limit = timeout if timeout != NO_TIMEOUT else self._handle.timeout
+                self._epoch.links.meet(self._operation, key, self._others, limit)
+        self.over = True
+        self._epoch = self._work = None
+        self._passed.clear()
+
+    def decide(self, settled: bool) -> None:
+        """After a loss: whether some member has come out of it, so that the result counts."""
+        if settled and not self._computed:
+            raise ProtocolError(
+                f"{self._operation} number {self.number} of group {self.key}: another member has come out of it, this "
+                "one has no result"
+            )
+        self._settled = settled
+        if not settled:
+            self._epoch, self._work, self._computed = None, None, False
+
+    # -- torch's interface -------------------------------------------------------------------------------------
+
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
+        """Wait until every living member of the group has the result.
+
+        Raises:
+            FatalLoss, Evicted, Left, Isolated: as ``train_batch``.
+            RuntimeError: as torch raises it, for timeouts and misuse.
+        """
+        self._script.complete(self, timeout)
+        return True
+
+    synchronize = wait
+
+    def is_completed(self) -> bool:
+        """Whether :meth:`wait` has nothing to wait for but the other members' word, or a recovery."""
+        return self.over or self._work is None or bool(self._work.is_completed())
+
+    def is_success(self) -> bool:
+        """Whether every living member of the group has the result."""
+        return self.over and self.error is None
+
+    def exception(self) -> BaseException | None:
+        """What :meth:`wait` has raised."""
+        return self.error
+
+    def result(self) -> list[torch.Tensor]:
+        """The tensors that the collective has written."""
+        self.wait()
+        written: Any = [] if self._operation == "barrier" else self._arguments[0]
+        rows = [written] if isinstance(written, torch.Tensor) else written
+        return [tensor for row in rows for tensor in (row if isinstance(row, list) else [row])]
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """A completed future: it waits here."""
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result(self.result())
+        return future
+
+
+def _copied(options: Any) -> Any:
+    """A copy of torch's options: those of the caller serve for a second attempt."""
+    copy = type(options)()
+    for name in _OPTIONS:
+        if hasattr(options, name):
+            setattr(copy, name, getattr(options, name))
+    return copy

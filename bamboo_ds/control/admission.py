@@ -1,0 +1,26 @@
+"""What a member that waits to take part needs to know. Pure."""
+
+from __future__ import annotations
+
+from ..topology.plan import Plan
+from .messages import Place
+from .mirror import Mirror
+
+
+def places(mirror: Mirror, plan: Plan) -> list[Place]:
+    """Where it can learn what the job has done."""
+    standings = mirror.standings
+    found = (standings[member].place for member in plan.members if member in standings)
+    return [place for place in found if place is not None]
+
+
+def over_for(member: str, mirror: Mirror, plan: Plan) -> bool:
+    """Whether the job has ended without ``member``: it takes no part yet, and all that did are gone, some well.
+
+    The plan may list it already: nobody enters a plan after the last operation. Then others wait in vain like it.
+    """
+    entered, left = mirror.standings, mirror.left
+    if member in entered:
+        return False
+    finished = any(m in left and left[m].outcome == "finished" for m in plan.members)
+    return finished and entered.keys().isdisjoint(mirror.members.keys() & set(plan.members))

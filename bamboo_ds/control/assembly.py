@@ -1,0 +1,87 @@
+"""Puts an agent's side towards etcd together.
+
+Importing this loads gRPC, which a process must not have loaded when it forks: so not before the worker is there.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+
+from ..observe.events import EventWriter
+from .access import open_store
+from .agent_settings import AgentSettings
+from .coordinator import Callbacks, Coordinator
+from .leader import Leader
+from .membership import JobRecord, Keys, MemberRecord
+from .neighbours import process_space, started
+from .restart import RestartPolicy
+
+_STORE_TIMEOUT_S = 2.0
+
+
+def make_coordinator(
+    settings: AgentSettings,
+    member: str,
+    pid: int,
+    events: EventWriter,
+    callbacks: Callbacks,
+    *,
+    on_feed: Callable[[int, int], None] = lambda slot, rank: None,
+    last_heartbeat: Callable[[], float | None] = lambda: None,
+) -> Coordinator:
+    """The coordinator of ``member``, not started; see there and :class:`Leader` for the callbacks.
+
+    Args:
+        pid: process id of the worker, or of the agent if that waits for the job's restart.
+    """
+    record = MemberRecord(
+        id=member,
+        slot=settings.slot,
+        host=settings.host or socket.gethostname(),
+        zone=settings.zone,
+        address=settings.address,
+        pid=pid,
+        agent_pid=os.getpid(),
+        agent_started=None if settings.waiting else started(os.getpid()),
+        process_space="" if settings.waiting else process_space(),
+        incarnation=member.rpartition("-")[2],
+        home=settings.rank,
+        joiner=settings.joins and not settings.waiting,
+        feeder=settings.feeder,
+        state="waiting" if settings.waiting else "running",
+        generation=None if settings.joins or settings.waiting else settings.generation or 0,
+    )
+    store = open_store(settings.store, settings.job, _STORE_TIMEOUT_S)
+    leader = Leader(
+        store,
+        events,
+        member=member,
+        job=settings.job,
+        world_size=settings.world_size,
+        settle_s=settings.settle_s,
+        patience_s=settings.lease_ttl_s / 2,
+        on_feed=on_feed,
+        min_gain=settings.min_gain,
+        standby_replicas=settings.standby_replicas,
+        restarts=RestartPolicy(settings.max_restarts, settings.min_members),
+    )
+    coordinator = Coordinator(
+        store,
+        leader,
+        record,
+        lease_ttl_s=settings.lease_ttl_s,
+        callbacks=callbacks,
+        last_heartbeat=last_heartbeat,
+        after_epoch=settings.after_epoch,
+    )
+    if settings.slot == 0 and settings.home is None and not settings.waiting:
+        spec = JobRecord(
+            job=settings.job,
+            world_size=settings.world_size,
+            pipelines=settings.pipelines,
+            command=settings.command,
+        )
+        coordinator.write(Keys.SPEC, spec)
+    return coordinator

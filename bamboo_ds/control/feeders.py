@@ -1,0 +1,75 @@
+"""Workers that an agent starts only to draw batches, for a pipeline at whose ends nobody else is at home."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+
+from .access import ENV_STORE
+from .agent_settings import AgentSettings
+
+logger = logging.getLogger("bamboo_ds.control.feeders")
+
+
+class Feeders:
+    """The feeders of one agent, each with an agent of its own. They end with this one.
+
+    Args:
+        settings: of the agent that starts them.
+    """
+
+    def __init__(self, settings: AgentSettings) -> None:
+        self._settings = settings
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    def start(self, slot: int, rank: int) -> None:
+        """Start a worker in a slot of its own that joins as ``rank``."""
+        logger.warning("starting a worker for rank %d: nobody else can draw its batches", rank)
+        self._start(dataclasses.replace(self._settings, slot=slot, home=rank, generation=None))
+
+    def start_extra(self) -> None:
+        """Start the workers that a restart wants besides the agent's own; they give their roles to others soon."""
+        for rank, slot in self._settings.extra_ranks.items():
+            logger.warning("starting a worker for rank %d as well: there are too few members", rank)
+            self._start(dataclasses.replace(self._settings, slot=slot, home=rank))
+
+    def _start(self, settings: AgentSettings) -> None:
+        settings = dataclasses.replace(
+            settings, feeder=True, guest=False, parent_pid=os.getpid(), result_fd=None, state_file=None, extra=None
+        )
+        command = [sys.executable, "-m", "bamboo_ds.control.agent", *settings.to_arguments()]
+        environment = {**os.environ, ENV_STORE: settings.store}
+        # It ends with us, at the latest by `end_descendants`.
+        process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
+        self._processes.append(process)
+
+    def tell_to_leave(self) -> None:
+        """The agent leaves, and they have to leave with it."""
+        for process in self._processes:
+            if process.poll() is None:
+                process.send_signal(signal.SIGUSR1)
+
+    def wait(self, wake: int, on_wake: Callable[[], float | None]) -> None:
+        """Wait for the end of all.
+
+        Args:
+            wake: a descriptor that is readable when there is something else to do.
+            on_wake: does that; returns for how many seconds to wait on at most, ``None``: as long as it takes.
+        """
+        with ExitStack() as stack:
+            living = [os.pidfd_open(process.pid) for process in self._processes if process.poll() is None]
+            for pidfd in living:
+                stack.callback(os.close, pidfd)
+            while living:
+                timeout = on_wake()
+                if timeout is not None and timeout <= 0:
+                    return
+                ready = select.select([*living, wake], [], [], timeout)[0]
+                living = [pidfd for pidfd in living if pidfd not in ready]

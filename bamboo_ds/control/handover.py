@@ -1,0 +1,158 @@
+"""Members that leave on notice, as the leader sees it. Pure.
+
+A member that is going to vanish gets nothing any more, and what it has goes to others as in any other change of the
+plan: copies first, then an exchange of names, in which it is listed no more (see :mod:`.reconfiguration`). Where the
+copies would take longer than it has, the exchange comes first: shadows hold the state already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from ..topology import Candidate, Plan, ends
+from ..topology.planner import takeover
+from .membership import MemberRecord, NoticeRecord
+
+if TYPE_CHECKING:
+    from .decisions import View
+
+#: A member hurries when it has no more than so many seconds left, so many iterations, or this share of its time.
+_HURRY_S = 2.0
+_HURRY_ITERATIONS = 3.0
+_HURRY_SHARE = 0.5
+
+
+@dataclass(frozen=True)
+class _Due:
+    """A notice, and the monotonic time in seconds from which on its member hurries."""
+
+    record: NoticeRecord
+    hurry_at: float
+
+
+class Deadlines:
+    """Since when members hurry, on this process's clock."""
+
+    def __init__(self) -> None:
+        self._due: dict[str, _Due] = {}
+
+    def note(self, notices: Mapping[str, NoticeRecord], now: float) -> None:
+        """Take over what is in etcd; ``now`` is monotonic seconds. A later deadline does not replace a nearer one."""
+        self._due = {member: due for member, due in self._due.items() if member in notices}
+        for member, record in notices.items():
+            known = self._due.get(member)
+            if record.deadline_s is None or (known is not None and known.record == record):
+                continue
+            margin = max(_HURRY_S, _HURRY_SHARE * record.deadline_s, _HURRY_ITERATIONS * (record.iteration_s or 0.0))
+            hurry_at = now + record.deadline_s - margin
+            self._due[member] = _Due(record, hurry_at if known is None else min(hurry_at, known.hurry_at))
+
+    def hurried(self, now: float) -> frozenset[str]:
+        """Members that are short of time."""
+        return frozenset(member for member, due in self._due.items() if now >= due.hurry_at)
+
+    def wake(self, now: float) -> float | None:
+        """When the next member becomes short of time."""
+        return min((due.hurry_at for due in self._due.values() if due.hurry_at > now), default=None)
+
+
+def waits(view: View, record: MemberRecord) -> bool:
+    """Whether it is a joiner that can be admitted: its engine is built like everybody's."""
+    known = record.id in view.reports and record.id not in view.left
+    return record.joiner and known and record.state != "leaving"
+
+
+def going(view: View, plan: Plan) -> frozenset[str]:
+    """Members that are to get rid of what they have; nobody if there is nobody to take it over."""
+    there = [r for r in view.members.values() if r.id in plan.members or waits(view, r)]
+    if all(r.feeder or r.state == "leaving" for r in there):
+        return frozenset()
+    return frozenset(r.id for r in there if r.state == "leaving")
+
+
+def needed(view: View, plan: Plan, candidates: Sequence[Candidate]) -> frozenset[str]:
+    """Members that leave but must stay as long as they can: the last ones that draw the batches of some pipeline."""
+    gone, kept = going(view, plan), set()
+    for pipeline in _fed_by_iterators(view, plan):
+        at = ends(plan, pipeline)
+        sources = [c for c in candidates if c.home in at]
+        leaving = [c for c in sources if c.id in gone and c.id in plan.members]
+        if leaving and len(leaving) == len(sources):
+            kept.add(min(leaving, key=lambda c: (c.id in view.hurried, c.slot)).id)
+    return frozenset(kept)
+
+
+def feeding(view: View, plan: Plan, candidates: Sequence[Candidate]) -> frozenset[str]:
+    """Members that are there only for the batches of some pipeline, which nobody else draws who stays."""
+    gone, kept = going(view, plan), set()
+    for pipeline in _fed_by_iterators(view, plan):
+        at = ends(plan, pipeline)
+        staying = [c for c in candidates if c.home in at and c.id not in gone]
+        feeders = [c for c in staying if view.members[c.id].feeder]
+        if feeders and len(feeders) == len(staying):
+            kept.add(min(feeders, key=lambda c: c.slot).id)
+    return frozenset(kept)
+
+
+def wanted_feeder(view: View, plan: Plan) -> int | None:
+    """The rank that a worker should run as which takes over drawing batches from a member that leaves, if any."""
+    gone = going(view, plan)
+    for pipeline in _fed_by_iterators(view, plan):
+        at = ends(plan, pipeline)
+        able = [r for r in view.members.values() if r.home in at and (r.id in plan.members or r.joiner)]
+        if able and all(r.id in gone or r.state == "leaving" for r in able) and not gone.isdisjoint(r.id for r in able):
+            return at[-1]
+    return None
+
+
+def handover(
+    view: View, plan: Plan, candidates: Sequence[Candidate], holders: Mapping[int, Collection[str]]
+) -> Plan | None:
+    """The boundary plan in which members that are short of time have nothing any more and are gone, if there is one.
+
+    Their roles go to members that hold the state already, which leaves some without a shadow for a while. Members
+    whose state nobody else holds are left as they are.
+    """
+    gone, kept = going(view, plan), needed(view, plan, candidates)
+    leaving: list[str] = []
+    moved = None
+    for member in (m for m in plan.members if m in gone and m in view.hurried):
+        attempt = takeover(plan, {*leaving, member}, holders)
+        changes = zip(plan.owners, attempt.owners, strict=True)
+        held = all(new == old or new in holders.get(rank, ()) for rank, (old, new) in enumerate(changes))
+        if held and not attempt.unheld:
+            leaving.append(member)
+            moved = attempt
+    if moved is None:
+        return None
+    pairs = zip(plan.members, plan.homes, strict=True)
+    stay = [(member, home) for member, home in pairs if member not in leaving or member in kept]
+    moved = replace(moved, members=tuple(m for m, _ in stay), homes=tuple(h for _, h in stay), lost=(), immediate=False)
+    same = (moved.owners, moved.shadows, moved.members) == (plan.owners, plan.shadows, plan.members)
+    return None if same else moved
+
+
+def vanished(view: View, plan: Plan) -> list[str]:
+    """Members whom the boundary plan ``plan`` lists no more, and that were lost before all others had entered it.
+
+    The others still need them where they are, so they must not wait for the boundary.
+    """
+    entered = [view.standings[m].epoch for m in plan.members if m in view.standings]
+    if plan.immediate or not entered or min(entered) == plan.epoch:
+        return []
+    return [
+        member
+        for member, standing in view.standings.items()
+        if standing.epoch >= min(entered)
+        and member not in plan.members
+        and member not in view.members
+        and not (member in view.left and view.left[member].outcome in ("left", "finished"))
+    ]
+
+
+def _fed_by_iterators(view: View, plan: Plan) -> range:
+    """Pipelines whose batches come from the scripts' iterators."""
+    iterators = any(report.iterators for report in view.reports.values())
+    return range(plan.world.pipelines if iterators else 0)

@@ -1,0 +1,80 @@
+"""What a notice is, and the seam behind which the clouds differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from typing import TYPE_CHECKING, Literal, Protocol
+
+if TYPE_CHECKING:
+    import aiohttp
+
+NoticeKind = Literal["preempt", "rebalance", "maintenance", "leave"]
+
+#: Tells the current time, with its time zone.
+Clock = Callable[[], datetime]
+
+
+@dataclass(frozen=True)
+class Notice:
+    """Something will happen to this node.
+
+    Attributes:
+        kind: ``preempt`` (the cloud takes the node away), ``rebalance`` (it has become likely that it will),
+            ``maintenance`` (the host is serviced), ``leave`` (somebody asks the member to leave).
+        source: name of the source that it came from.
+        detail: what the source said, for the log.
+        deadline_s: seconds from the receipt of the notice until the node vanishes (pauses, where
+            ``vanishes`` is false); ``None`` where unknown.
+        vanishes: false where the node only pauses for a while (live migration, freeze) or is merely at risk
+            (rebalance).
+        key: tells a source's notices apart; the deadline does not, because it counts down.
+    """
+
+    kind: NoticeKind
+    source: str
+    detail: str
+    deadline_s: float | None
+    vanishes: bool = True
+    key: str = ""
+
+
+class NoticeSource(Protocol):
+    """Something that can be asked for a notice. All calls are made on one event loop, one at a time."""
+
+    @property
+    def name(self) -> str:
+        """Unique among the sources of a watcher; what :attr:`Notice.source` says."""
+
+    @property
+    def where(self) -> str:
+        """The URL or path that is asked, for the log."""
+
+    async def poll(self, session: aiohttp.ClientSession) -> Notice | None:
+        """The most urgent notice that stands, every time again until it is withdrawn; ``None``: there is none.
+
+        May take its time: other sources do not wait for this one.
+
+        Raises:
+            SourceError: the source does not answer, or not as its protocol demands.
+        """
+
+    async def acknowledge(self, session: aiohttp.ClientSession, notice: Notice) -> bool:
+        """Tell the source that this node has been left and need not be spared any longer.
+
+        Returns whether the source was told: false where it takes no such message.
+
+        Raises:
+            SourceError: as :meth:`poll`.
+        """
+
+
+def utc_now() -> datetime:
+    """The current time."""
+    return datetime.now(timezone.utc)
+
+
+def seconds_until(when: datetime, clock: Clock) -> float:
+    """Seconds from now to ``when``, 0 if that has passed."""
+    return max(0.0, (when - clock()).total_seconds())

@@ -1,0 +1,168 @@
+"""The thread that asks all sources, each at its own pace."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from .notice import Notice, NoticeSource
+from .transport import SourceBroken, SourceError, open_session
+
+if TYPE_CHECKING:
+    import aiohttp
+
+logger = logging.getLogger("bamboo_ds.control.notices")
+
+
+class NoticeWatcher:
+    """Asks sources for notices on one daemon thread, ``bamboo-notices``, until stopped.
+
+    A source that does not answer, or answers nonsense, is logged once when that begins and once when it
+    ends; it is asked again every ``poll_s`` seconds and delays no other. Without sources there is no thread
+    and aiohttp is not loaded.
+
+    Args:
+        sources: whom to ask; their names differ.
+        on_notice: called on the watcher's thread, once per distinct notice; must not block. A notice that
+            a source withdraws and gives again is a new one.
+        poll_s: seconds between an answer of a source and the next question to it.
+    """
+
+    def __init__(
+        self, sources: Sequence[NoticeSource], on_notice: Callable[[Notice], None], poll_s: float = 1.0
+    ) -> None:
+        self._sources = {source.name: source for source in sources}
+        if len(self._sources) != len(sources):
+            raise ValueError(f"sources of the same name: {[source.name for source in sources]}")
+        self._on_notice = on_notice
+        self._poll_s = poll_s
+        self._thread: threading.Thread | None = None
+        self._running = threading.Event()
+        self._loop: asyncio.AbstractEventLoop
+        self._session: asyncio.Future[aiohttp.ClientSession]
+        self._stopping = asyncio.Event()
+
+    def start(self) -> None:
+        """Start asking. Call it once, in a process that will not fork any more."""
+        if self._thread is not None:
+            raise RuntimeError("the watcher has been started before")
+        if not self._sources:
+            return
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._main()), name="bamboo-notices", daemon=True)
+        self._thread.start()
+        self._running.wait()
+
+    def acknowledge(self, notice: Notice, timeout_s: float = 2.0) -> bool:
+        """Tell the source of ``notice`` that this node has been left; from any thread but the watcher's.
+
+        Call it when nobody on this node needs it any more: the cloud may take it at once. Returns whether
+        the source was told, within ``timeout_s`` seconds; failures are logged.
+        """
+        if self._thread is None or not self._thread.is_alive():
+            return False
+        call = self._acknowledge(notice)
+        try:
+            future = asyncio.run_coroutine_threadsafe(call, self._loop)
+        except RuntimeError:  # the thread has closed its loop in this moment
+            call.close()
+            return False
+        try:
+            return future.result(timeout_s)
+        except (concurrent.futures.TimeoutError, concurrent.futures.CancelledError):
+            future.cancel()
+            logger.warning("%s did not take the acknowledgement within %.1f s", notice.source, timeout_s)
+            return False
+
+    def stop(self, timeout_s: float = 5.0) -> bool:
+        """End the thread and close its connections; returns whether that took less than ``timeout_s`` seconds.
+
+        A file system or a resolver that hangs can delay it. Further calls are allowed, but none from the
+        watcher's thread.
+        """
+        if self._thread is None:
+            return True
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the thread has ended, or is about to
+            self._loop.call_soon_threadsafe(self._stopping.set)
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            logger.warning("the thread of the notices has not ended within %.1f s", timeout_s)
+        return not self._thread.is_alive()
+
+    async def _main(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._session = self._loop.create_future()
+        self._running.set()
+        async with open_session() as session:
+            self._session.set_result(session)
+            tasks = [asyncio.create_task(self._follow(source, session)) for source in self._sources.values()]
+            await self._stopping.wait()
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+
+    async def _follow(self, source: NoticeSource, session: aiohttp.ClientSession) -> None:
+        told: set[tuple[str, str]] = set()
+        health = _Health(source)
+        while True:
+            try:
+                notice = await source.poll(session)
+            except Exception as error:  # even a defect of one source must not silence the others
+                health.note(error)
+            else:
+                health.note(None)
+                if notice is None:
+                    told.clear()
+                elif (notice.kind, notice.key) not in told:
+                    told.add((notice.kind, notice.key))
+                    self._tell(notice)
+            await asyncio.sleep(self._poll_s)
+
+    def _tell(self, notice: Notice) -> None:
+        try:
+            self._on_notice(notice)
+        except Exception:  # the next notice may be the one that counts
+            logger.exception("%s could not be handled", notice)
+
+    async def _acknowledge(self, notice: Notice) -> bool:
+        source = self._sources.get(notice.source)
+        if source is None:
+            return False
+        try:
+            return await source.acknowledge(await asyncio.shield(self._session), notice)
+        except SourceError as error:
+            logger.warning("%s was not acknowledged: %s", notice.detail, error)
+            return False
+
+
+class _Health:
+    """Logs how a source does, whenever that changes."""
+
+    def __init__(self, source: NoticeSource) -> None:
+        self._who = f"notice source {source.name} ({source.where})"
+        self._state = "answers"
+
+    def note(self, error: Exception | None) -> None:
+        """The newest question was answered, or failed by ``error``."""
+        before, self._state = self._state, self._classify(error)
+        if self._state == before:
+            return
+        if error is None:
+            logger.warning("%s answers again", self._who)
+        else:
+            defect = None if isinstance(error, SourceError) else error
+            logger.warning(
+                "%s %s, its notices are missed meanwhile: %s", self._who, self._state, error, exc_info=defect
+            )
+
+    @staticmethod
+    def _classify(error: Exception | None) -> str:
+        if error is None:
+            return "answers"
+        if not isinstance(error, SourceError):
+            return "failed by a defect"
+        return "breaks its protocol" if isinstance(error, SourceBroken) else "does not answer"

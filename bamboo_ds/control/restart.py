@@ -1,0 +1,173 @@
+"""How a job starts again after a fatal loss, as the leader sees it. Pure.
+
+Every worker ends, and every agent waits, registered but without a worker. The leader waits for those that are on their
+way back and for as many as the job needs, and says who starts which workers: one for every rank, several on a member
+where there are too few. When all are registered it writes their first plan, as at the job's first start. Workers
+beyond the first of a member give their roles away as soon as the job runs. A loss on the way is one more fatal loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from ..topology import Plan
+from ..topology.planner import initial_plan
+from .membership import MemberRecord, RestartRecord, in_slot_order
+
+if TYPE_CHECKING:
+    from .decisions import View
+
+
+@dataclass(frozen=True)
+class RestartPolicy:
+    """When a job is started again.
+
+    Attributes:
+        max_restarts: restarts in a row without getting beyond the newest step after which it is given up; 0: none.
+        min_members: members that it needs.
+        return_s: seconds that members on their way back are waited for.
+        start_s: seconds that the workers have to register.
+    """
+
+    max_restarts: int = 10
+    min_members: int = 1
+    return_s: float = 15.0
+    start_s: float = 300.0
+
+
+@dataclass(frozen=True)
+class Assign:
+    """Start workers: for every rank, on the slots that the record names."""
+
+    record: RestartRecord
+
+
+@dataclass(frozen=True)
+class Begin:
+    """All workers are there: this is their first plan."""
+
+    plan: Plan
+
+
+@dataclass(frozen=True)
+class Again:
+    """Something was lost on the way: this plan ends the attempt."""
+
+    plan: Plan
+    reason: str
+
+
+@dataclass(frozen=True)
+class GiveUp:
+    """It makes no sense to start again."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Pause:
+    """Wait for a change, or until a monotonic time in seconds; ``reason`` is worth telling, if there is one."""
+
+    until: float | None = None
+    reason: str | None = None
+
+
+def assign(waiting: Sequence[MemberRecord], world_size: int) -> dict[int, tuple[int, ...]]:
+    """The ranks whose workers each slot starts: all of them, neighbours together where slots are few."""
+    slots = [record.slot for record in in_slot_order(waiting)][:world_size]
+    bounds = [i * world_size // len(slots) for i in range(len(slots) + 1)]
+    return {slot: tuple(range(bounds[i], bounds[i + 1])) for i, slot in enumerate(slots)}
+
+
+def fatal_plan(plan: Plan, members: Sequence[str], lost: Sequence[str] = ()) -> Plan:
+    """The plan after ``plan`` that makes ``members`` end their workers."""
+    return replace(
+        plan,
+        epoch=plan.epoch + 1,
+        members=tuple(members),
+        homes=(0,) * len(members),
+        lost=tuple(lost),
+        unheld=tuple(range(len(plan.owners))),
+        learners=(),
+        immediate=True,
+    )
+
+
+class Restarts:
+    """Decides for one leader; remembers only since when it has waited for what."""
+
+    def __init__(self, policy: RestartPolicy) -> None:
+        self._policy = policy
+        self._since: dict[tuple[str, int], float] = {}
+
+    def next(self, view: View, plan: Plan, now: float) -> Assign | Begin | Again | GiveUp | Pause:
+        """What comes next after the fatal ``plan``; ``now`` is monotonic seconds."""
+        for key in [key for key in self._since if key[1] < plan.epoch]:
+            del self._since[key]
+        record = view.restart
+        if record is None or record.after_epoch != plan.epoch:
+            return self._gather(view, plan, now)
+        return self._start(view, plan, record, now)
+
+    def _until(self, what: str, plan: Plan, now: float, seconds: float) -> float:
+        return self._since.setdefault((what, plan.epoch), now) + seconds
+
+    def _gather(self, view: View, plan: Plan, now: float) -> Assign | GiveUp | Pause:
+        waiting = [record for record in view.members.values() if record.state == "waiting"]
+        if any(member in view.members for member in plan.members):
+            return Pause()  # their workers have yet to end
+        coming = self._coming(view, plan, now) - {record.slot for record in waiting}
+        until = self._until("back", plan, now, self._policy.return_s)
+        if coming and now < until:
+            return Pause(until)
+        previous, step = view.restart, max((p.step for p in view.progress.values()), default=0)
+        failures = 0 if previous is None or step > previous.step else previous.failures + 1
+        if failures >= self._policy.max_restarts:
+            return GiveUp(f"it was started again {failures} times in a row without getting beyond step {step}")
+        if len(waiting) < self._policy.min_members:
+            return Pause(None, f"{len(waiting)} of bamboo.recovery.min_members = {self._policy.min_members} are there")
+        newest = max(view.progress.values(), key=lambda p: (p.checkpoint is not None, p.step), default=None)
+        record = RestartRecord(
+            generation=1 if previous is None else previous.generation + 1,
+            after_epoch=plan.epoch,
+            ranks=assign(waiting, view.world_size),
+            checkpoint=newest.checkpoint if newest else None,
+            step=step,
+            failures=failures,
+        )
+        return Assign(record)
+
+    def _coming(self, view: View, plan: Plan, now: float) -> set[int]:
+        """Slots whose agents come back: of the newest plan, or evicted shortly before it."""
+        concerned = {*plan.members, *plan.lost}
+        back = set()
+        for left in view.left.values():
+            age = left.age_s(now)
+            recent = left.id in concerned or (age is not None and age < self._policy.return_s)
+            if recent and left.outcome in ("fatal", "evicted"):
+                back.add(left.slot)
+        return back
+
+    def _start(self, view: View, plan: Plan, record: RestartRecord, now: float) -> Begin | Again | Pause:
+        mine = [m for m in view.members.values() if m.generation == record.generation and m.state != "waiting"]
+        workers = {m.home: m.id for m in mine}
+        if len(workers) == view.world_size:
+            first = initial_plan([workers[rank] for rank in range(view.world_size)])
+            return Begin(replace(first, epoch=plan.epoch + 1))
+        gone = [left for left in view.left.values() if left.generation == record.generation]
+        here = {m.slot for m in view.members.values() if m.state == "waiting"} | {m.slot for m in mine}
+        missing = [slot for slot in record.ranks if slot not in here]
+        if missing:
+            return_by = self._until(f"slots {missing}", plan, now, self._policy.return_s)
+        started_by = self._until("start", plan, now, self._policy.start_s)
+        if gone:
+            why = f"{gone[0].id} was lost ({gone[0].reason}: {gone[0].detail})"
+        elif missing and now >= return_by:
+            why = f"slot {missing[0]} did not come back"
+        elif now >= started_by:
+            why = f"{view.world_size - len(workers)} workers have not registered"
+        else:
+            return Pause(min(started_by, return_by) if missing else started_by)
+        return Again(fatal_plan(plan, sorted(workers.values())), f"restart {record.generation} failed: {why}")

@@ -1,0 +1,91 @@
+"""What happens between two operations: the script's own collectives, and the losses that hit them."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Concatenate, ParamSpec, TypeVar
+
+from ..comm.script import Place
+from ..errors import EpochChanged
+from .changes import Adjustable
+from .resuming import ResumingExecutor
+
+logger = logging.getLogger("bamboo_ds")
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_E = TypeVar("_E", bound="ScriptingExecutor")
+
+
+def engine_call(method: Callable[Concatenate[_E, _P], _R]) -> Callable[Concatenate[_E, _P], _R]:
+    """A method that a script calls: what it does is the engine's."""
+
+    @functools.wraps(method)
+    def call(self: _E, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        with self._inside():
+            return method(self, *args, **kwargs)
+
+    return call
+
+
+class ScriptingExecutor(ResumingExecutor):
+    """Knows whether the main thread is in the engine or in the script, and recovers in the script's collectives.
+
+    Attributes:
+        _left_at: how the script has found what it may set, after the engine's last call.
+    """
+
+    _depth = 0
+    _left_at: Adjustable
+
+    @contextmanager
+    def _inside(self) -> Iterator[None]:
+        if not self._depth:
+            self._script.flush()
+            self._follow_script()
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            if not self._depth:
+                self._leave_to_script()
+
+    def _leave_to_script(self) -> None:
+        """The script goes on: remember how it finds what it may set."""
+        self._binding.refresh()
+        self._left_at = Adjustable.of(self._home)
+
+    def _follow_script(self) -> None:
+        """Give to all roles what the script has set since it went on."""
+        self._binding.refresh()
+        found = Adjustable.of(self._home)
+        if found != self._left_at:
+            changed = found.since(self._left_at)
+            for runtime in self._binding.runtimes.values():
+                if runtime is not self._home:
+                    changed.give(runtime)
+
+    def _where(self) -> Place:
+        if self._depth or self._resumed is not None:
+            return "engine"
+        return "replay" if self._job.replaying or self._joining else "script"
+
+    def _recover_between(self) -> None:
+        """Recover from a loss that has hit the script, and remember for the next operation how it goes on."""
+        self._follow_script()
+        self._depth += 1
+        try:
+            while True:
+                try:
+                    self._go_on_from(self._recover())
+                    break
+                except EpochChanged as error:
+                    logger.info("interrupted between two operations: %s", error)
+            self._binding.use(self._home)
+            self._leave_to_script()
+        finally:
+            self._depth -= 1

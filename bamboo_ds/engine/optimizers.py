@@ -1,0 +1,271 @@
+"""DeepSpeed's optimizers: where gradients add up, what a step needs of them, what belongs to a role's state.
+
+Their ``step()`` runs unmodified, but alone: every collective in it is *answered* from what the commit agreed on (see
+:mod:`.answers`). Where the optimizer is partitioned over the pipelines (ZeRO stage 1, and DeepSpeed's bf16 optimizer
+with several pipelines), a step brings only the role's own *shard* of the parameters up to date; the members of a stage
+exchange their shards after it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from deepspeed.runtime.engine import MEMORY_OPT_ALLREDUCE_SIZE
+from deepspeed.runtime.utils import (
+    get_flattened_grad_norm,
+    get_weight_norm,
+    is_model_parallel_parameter,
+)
+
+from ..compat import forget_backward, loss_scaler
+from ..errors import ProtocolError
+from ..state import Tree
+from .answers import Recorder
+from .commit import Measured
+
+if TYPE_CHECKING:
+    from .runtime import StageRuntime
+
+Tensors = list[torch.Tensor]
+
+
+class StageOptimizer(ABC):
+    """The optimizer of one runtime. Methods that compute are called while the runtime is bound.
+
+    Args:
+        engine: DeepSpeed's engine.
+        runtime: the runtime.
+
+    Attributes:
+        wrapper: what DeepSpeed calls ``engine.optimizer``.
+        inner: the torch optimizer in it.
+        sums: reductions of each norm, along different axes.
+        wraps: whether DeepSpeed has put an optimizer of its own around torch's.
+    """
+
+    sums = 1
+    wraps = True
+
+    @property
+    def norms(self) -> int:
+        """Norms that a step computes."""
+        return 1
+
+    @property
+    def skips(self) -> bool:
+        """Whether a step is left out when gradients overflow."""
+        return True
+
+    def __init__(self, engine: Any, runtime: StageRuntime) -> None:
+        self._engine, self._runtime = engine, runtime
+        self.wrapper: Any = runtime.attributes["optimizer"]
+        self.inner: Any = self.wrapper.optimizer if self.wraps else self.wrapper
+
+    # -- gradients ----------------------------------------------------------------------------------------
+
+    def local(self) -> Tensors:
+        """This role's own sums over the micro-batches. They stay as they are until the step."""
+        found: Tensors = self._engine._get_gradients_for_reduction()[0]
+        return found
+
+    def part(self, sums: Tensors, parameter: torch.nn.Parameter) -> torch.Tensor:
+        """The gradient of ``parameter`` in what :meth:`local` gave, as a view."""
+        return sums[self._places()[id(parameter)]]
+
+    def replaced(self, sums: Tensors, gradients: Mapping[int, torch.Tensor]) -> Tensors:
+        """What :meth:`local` gave, with other ``gradients`` for some parameters, by ``id``. Changes nothing."""
+        places = self._places()
+        found = list(sums)
+        for parameter, gradient in gradients.items():
+            found[places[parameter]] = gradient
+        return found
+
+    def _places(self) -> dict[int, int]:
+        """Where the gradients of parameters are in what :meth:`local` gives."""
+        return {id(p): i for i, p in enumerate(self._runtime.trainable())}
+
+    def average(self, total: Tensors) -> None:
+        """Average the sums ``total`` of this member's roles of the stage over all pipelines, in place. Collective."""
+        self._engine.buffered_allreduce_fallback(grads=total, elements_per_buffer=MEMORY_OPT_ALLREDUCE_SIZE)
+
+    @abstractmethod
+    def measure(self, reduced: Tensors) -> Measured:
+        """What the commit has to know. Without communication; the engine answers collectives by a recorder."""
+
+    def keep(self, reduced: Tensors) -> Tensors:
+        """What the step of this role needs of the reduced gradients, for its owner and its shadow alike."""
+        return reduced
+
+    def apply(self, kept: Tensors) -> None:
+        """Put in place what :meth:`keep` gave."""
+        for parameter, gradient in zip(self._runtime.trainable(), kept, strict=True):
+            parameter.grad = gradient.reshape(parameter.shape)
+
+    def clear(self) -> None:
+        """Forget all sums."""
+        for parameter in self._runtime.module.parameters():
+            parameter.grad = None
+
+    def abandon_pass(self) -> None:
+        """A backward pass may have been interrupted, and none will be gone on with: DeepSpeed waits for its hooks."""
+        forget_backward(self.wrapper)
+
+    # -- state --------------------------------------------------------------------------------------------
+
+    def groups(self) -> list[list[torch.nn.Parameter]]:
+        """The module's parameters of each parameter group."""
+        return [group["params"] for group in self.wrapper.param_groups]
+
+    def masters(self) -> Tensors:
+        """Copies of parameters in higher precision."""
+        return []
+
+    def capture(self) -> Tree:
+        """The state, without the module's parameters."""
+        masters = [master.detach() for master in self.masters()]
+        return {"inner": self.inner.state_dict(), "masters": masters, "scaler": self._scaler()}
+
+    def restore(self, state: Tree) -> None:
+        """Take over what :meth:`capture` gave elsewhere."""
+        self.inner.load_state_dict(state["inner"])
+        with torch.no_grad():
+            for mine, given in zip(self.masters(), state["masters"], strict=True):
+                mine.copy_(given)
+        self._restore_scaler(state["scaler"])
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Masters, then tensors of the state, in a fixed order."""
+        masters = self.masters()
+        yield from masters
+        for group in self.inner.param_groups:
+            for parameter in group["params"]:
+                state = self.inner.state.get(parameter, {})
+                yield from (state[name] for name in sorted(state) if torch.is_tensor(state[name]))
+
+    def _scaler(self) -> dict[str, Any]:
+        """Numbers of the loss scaler."""
+        return {}
+
+    def _restore_scaler(self, numbers: dict[str, Any]) -> None:
+        """Take over what :meth:`_scaler` gave elsewhere."""
+        assert not numbers
+
+    # -- shards -------------------------------------------------------------------------------------------
+
+    def shard(self) -> Tensors:
+        """Views of the parameters that this role's step brings up to date, if it does not do so with all."""
+        return []
+
+    def fill(self, part: int, shard: Tensors) -> None:
+        """Take over the parameters that the step of the stage's role in copy ``part`` of the model has updated."""
+        raise ProtocolError("this optimizer is not partitioned")
+
+
+class PlainOptimizer(StageOptimizer):
+    """A torch optimizer over fp32 parameters, without a wrapper."""
+
+    wraps = False
+
+    @property
+    def skips(self) -> bool:
+        """See :class:`StageOptimizer`."""
+        return False
+
+    def measure(self, reduced: Tensors) -> Measured:
+        """Sum of squares of the gradients that count for clipping, in fp32 as DeepSpeed computes it.
+
+        DeepSpeed counts a parameter on the first rank of the model-parallel group (which in a pipeline is its first
+        stage) or where the parameter is marked as model-parallel.
+        """
+        if not self._engine.gradient_clipping():
+            return Measured(False, (0.0,))
+        first = self._engine.mpu.get_model_parallel_rank() == 0
+        norms = [
+            g.detach().float().norm(2.0)
+            for p, g in zip(self._runtime.trainable(), reduced, strict=True)
+            if first or is_model_parallel_parameter(p)
+        ]
+        return Measured(False, (float(torch.stack(norms).pow(2.0).sum().float()) if norms else 0.0,))
+
+
+class HalfOptimizer(StageOptimizer):
+    """DeepSpeed's fp16 optimizers without ZeRO: masters in fp32, a loss scale."""
+
+    _SCALER = ("cur_scale", "cur_iter", "last_overflow_iter")
+    OWN = ("custom_loss_scaler", "external_loss_scale")
+
+    def measure(self, reduced: Tensors) -> Measured:
+        """See :class:`StageOptimizer`."""
+        recorder = Recorder()
+        gradients = {id(p): g for p, g in zip(self._runtime.trainable(), reduced, strict=True)}
+        overflow = any(not torch.isfinite(g).all() for g in reduced)
+        with self._engine._answering(self._runtime, recorder):
+            self._norms([[gradients[id(p)] for p in group] for group in self.groups()])
+        return Measured(overflow, tuple(recorder.values))
+
+    @abstractmethod
+    def _norms(self, gradients: list[Tensors]) -> None:
+        """Compute the norms that the step will."""
+
+    def groups(self) -> list[list[torch.nn.Parameter]]:
+        """See :class:`StageOptimizer`."""
+        found: list[list[torch.nn.Parameter]] = self.wrapper.fp16_groups
+        return found
+
+    def _scaler(self) -> dict[str, Any]:
+        config = loss_scaler(self.wrapper)
+        numbers = {name: getattr(config, name) for name in self._SCALER if hasattr(config, name)}
+        return {**numbers, **{name: getattr(self.wrapper, name) for name in self.OWN}}
+
+    def _restore_scaler(self, numbers: dict[str, Any]) -> None:
+        config = loss_scaler(self.wrapper)
+        for name, value in numbers.items():
+            setattr(self.wrapper if name in self.OWN else config, name, value)
+
+
+class UnfusedHalfOptimizer(HalfOptimizer):
+    """``FP16_UnfusedOptimizer``: one norm for each parameter group."""
+
+    @property
+    def norms(self) -> int:
+        """See :class:`StageOptimizer`."""
+        return len(self.groups())
+
+    def masters(self) -> Tensors:
+        """See :class:`StageOptimizer`."""
+        return [p for group in self.wrapper.fp32_groups for p in group]
+
+    def _norms(self, gradients: list[Tensors]) -> None:
+        for group in gradients:
+            get_weight_norm(group, mpu=self.wrapper.mpu)
+
+
+class FusedHalfOptimizer(HalfOptimizer):
+    """``FP16_Optimizer``: one norm, of flattened groups."""
+
+    def masters(self) -> Tensors:
+        """See :class:`StageOptimizer`."""
+        return list(self.wrapper.fp32_groups_flat)
+
+    def _norms(self, gradients: list[Tensors]) -> None:
+        flat = [torch.cat([g.reshape(-1) for g in group]).float() for group in gradients]
+        holders = [torch.nn.Parameter(g) for g in flat]
+        for holder in holders:
+            holder.grad = holder.data
+        masks = [self._mask(group, given) for group, given in zip(self.groups(), gradients, strict=True)]
+        get_flattened_grad_norm(holders, mpu=self.wrapper.mpu, grad_norm_mask=masks)
+
+    def _mask(self, group: list[torch.nn.Parameter], gradients: Tensors) -> torch.Tensor:
+        """DeepSpeed's own mask looks at ``grad``, which is not there yet."""
+        before = [p.grad for p in group]
+        try:
+            for parameter, gradient in zip(group, gradients, strict=True):
+                parameter.grad = gradient.reshape(parameter.shape)
+            mask: torch.Tensor = self.wrapper._get_norm_mask_idx(group)
+        finally:
+            for parameter, own in zip(group, before, strict=True):
+                parameter.grad = own
+        return mask

@@ -1,0 +1,133 @@
+"""Learning-rate schedulers of roles: DeepSpeed's, torch's, and objects of the script's own such as Megatron's.
+
+Megatron's ``OptimizerParamScheduler`` counts samples: its ``step`` takes how many, and its ``load_state_dict`` adds the
+count that it loads to its own and changes the optimizer's groups. So a scheduler is made as it was before its first
+step before a state is loaded into it, and the optimizer's own state comes after it.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..errors import UnsupportedError
+from ..state import Tree
+from .runtime import StageRuntime
+
+
+def take_step(scheduler: Any, samples: int) -> None:
+    """A step as DeepSpeed's engine takes it.
+
+    Args:
+        samples: of the iteration, for schedulers that count them.
+    """
+    try:
+        scheduler.step()
+    except TypeError:
+        scheduler.step(samples)
+
+
+class Pristine:
+    """A script's scheduler as it was before its first step, to make others of.
+
+    Args:
+        scheduler: has not taken a step.
+        optimizer: the one that it drives.
+
+    Raises:
+        UnsupportedError: it cannot be copied.
+    """
+
+    def __init__(self, scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        try:
+            self._scheduler = copy.deepcopy(scheduler, {id(optimizer): optimizer})
+        except Exception as error:  # whatever a script's object makes of being copied
+            raise UnsupportedError(
+                f"the learning-rate scheduler {type(scheduler).__name__} cannot be copied ({error}), so no replica can "
+                "have one: keep in it only what copy.deepcopy can copy"
+            ) from error
+
+    def clone(self, optimizer: torch.optim.Optimizer) -> Any:
+        """One more, that drives ``optimizer``."""
+        scheduler = copy.deepcopy(self._scheduler, {id(self._optimizer): optimizer})
+        if hasattr(getattr(self._optimizer, "step", None), "_wrapped_by_lr_sched"):
+            # torch's schedulers mark the step of their optimizer and warn about one without the mark.
+            step = optimizer.step
+
+            @functools.wraps(step)
+            def marked(*args: Any, **kwargs: Any) -> Any:
+                optimizer._opt_called = True  # type: ignore[attr-defined]
+                return step(*args, **kwargs)
+
+            marked._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+            optimizer.step = marked  # type: ignore[method-assign]
+        return scheduler
+
+    def renew(self, scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
+        """Make ``scheduler``, which drives ``optimizer``, as it was before its first step; a script may hold it."""
+        known = {id(self._optimizer): optimizer, id(self._scheduler): scheduler}
+        attributes = copy.deepcopy(vars(self._scheduler), known)
+        vars(scheduler).clear()
+        vars(scheduler).update(attributes)
+
+
+def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Learning rate and the like of each of the optimizer's groups."""
+    # Some optimizers count their own steps in the groups.
+    return [
+        {name: value for name, value in group.items() if name != "step" and _plain(value)}
+        for group in optimizer.param_groups
+    ]
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where a scheduler stands, and what its optimizer's groups are set to.
+
+    A step may depend on more than that: a scheduler may ask what the script has counted so far, or the script may set
+    the groups itself. So a step that is taken late stands where another role's stood that has taken it in time.
+    """
+
+    state: Tree | None
+    groups: list[dict[str, Any]]
+
+    @classmethod
+    def of(cls, runtime: StageRuntime) -> Standing:
+        """Of what ``runtime`` has. Its attributes must be up to date."""
+        scheduler = runtime.attributes["lr_scheduler"]
+        state = copy.deepcopy(scheduler.state_dict()) if scheduler is not None else None
+        return cls(state, settings_of(runtime.attributes["basic_optimizer"]))
+
+    def give(self, runtime: StageRuntime, pristine: Pristine | None) -> None:
+        """Make what ``runtime`` has stand there; its optimizer has as many groups."""
+        scheduler, optimizer = (runtime.attributes[name] for name in ("lr_scheduler", "basic_optimizer"))
+        if scheduler is not None:
+            load_state(scheduler, self.state, pristine, optimizer)
+        for group, given in zip(optimizer.param_groups, self.groups, strict=True):
+            group.update(given)
+
+
+def load_state(scheduler: Any, state: Any, pristine: Pristine | None, optimizer: torch.optim.Optimizer) -> None:
+    """Give ``scheduler``, which drives ``optimizer``, the ``state`` of another one.
+
+    Args:
+        pristine: what it was made of, if it is a script's.
+    """
+    if pristine is not None:
+        pristine.renew(scheduler, optimizer)
+    scheduler.load_state_dict(state)
+    if pristine is not None:
+        # What its loading takes from elsewhere, Megatron's count of tokens from the script's arguments.
+        own = vars(scheduler)
+        own.update({name: value for name, value in state.items() if name in own and _plain(value)})
+
+
+def _plain(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_plain, value))
+    return value is None or isinstance(value, (bool, int, float, str))

@@ -1,0 +1,248 @@
+"""A process that another launcher has started: it becomes the keeper of its slot, whose worker runs the script.
+
+``deepspeed``, ``torchrun``, ``srun`` and others start one process per rank and know nothing of agents. When such a
+process comes to ``deepspeed.init_distributed`` and the job has the block, all of them agree on an etcd, and each
+replaces itself (``exec``) by the keeper of its slot, :mod:`.cli.keeper`. That runs the agent, and the agent runs the
+command line of the process again, as its worker. The launcher goes on seeing the process that it has started.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import os
+import socket
+import sys
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from . import slurm
+from .config import BambooConfig
+from .errors import BambooError, ConfigError, LaunchError
+
+if TYPE_CHECKING:
+    from .store.embedded import EmbeddedEtcd
+
+logger = logging.getLogger("bamboo_ds.launched")
+
+#: What ``bamboo launch`` and users set for the processes: see the README.
+ENV_STORE = "BAMBOO_STORE"
+ENV_JOB = "BAMBOO_JOB"
+ENV_ADDRESS = "BAMBOO_ADDRESS"
+ENV_EVENTS = "BAMBOO_EVENTS"
+#: ``bamboo launch`` itself: its process id, when it began, and the space of process ids, with blanks between.
+ENV_LAUNCH = "BAMBOO_LAUNCH"
+#: The configuration whose block counts, where the script's is not on its command line.
+ENV_CONFIG = "BAMBOO_CONFIG"
+#: Set in every worker: who has it is none of another launcher's processes.
+ENV_MEMBER = "BAMBOO_MEMBER"
+_NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class Launched:
+    """What the launcher has told the process: its rank, the number of ranks, and where they meet."""
+
+    rank: int
+    world_size: int
+    master_address: str
+    master_port: int
+
+
+def adopt_slurm(environ: MutableMapping[str, str]) -> None:
+    """In a task of ``srun``, set the variables that DeepSpeed asks for; nothing that is set is changed.
+
+    Raises:
+        ConfigError: Slurm's variables cannot be read.
+    """
+    if slurm.is_task(environ) and ENV_MEMBER not in environ and "RANK" not in environ:
+        environ.update(slurm.variables(environ))
+
+
+def launched(environ: Mapping[str, str]) -> Launched | None:
+    """What another launcher has told this process; ``None`` if there is none, or if it is a worker already.
+
+    Raises:
+        ConfigError: a variable is no number.
+    """
+    if ENV_MEMBER in environ or any(name not in environ for name in _NEEDED):
+        return None
+    try:
+        rank, size, port = (int(environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    except ValueError as error:
+        raise ConfigError(f"RANK, WORLD_SIZE and MASTER_PORT must be numbers: {error}") from error
+    return Launched(rank, size, environ["MASTER_ADDR"], port)
+
+
+def become_keeper(place: Launched, block: BambooConfig, timeout: timedelta) -> NoReturn:
+    """Agree with the processes of the other ranks, then replace this process. Does not return.
+
+    Raises:
+        ConfigError: the process cannot be started again by its command line.
+        LaunchError: the etcd of the job cannot be had.
+    """
+    command = own_command()
+    meeting = _Meeting(place, timeout)
+    try:
+        shared = meeting.agree(lambda: _prepare(place))
+    except BaseException:  # goes on up; only what was begun must not stay
+        if _etcd is not None:
+            _etcd.stop()
+        raise
+    arguments = _keeper(place, block, command, shared)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execve(sys.executable, arguments, {**os.environ, ENV_STORE: shared["store"]})
+
+
+def own_command() -> tuple[str, ...]:
+    """The command line that starts this process again.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    arguments = sys.orig_argv[1:]
+    if multiprocessing.parent_process() is not None or "--multiprocessing-fork" in arguments:
+        raise ConfigError(
+            "this rank was started by multiprocessing, so that no command line starts it again: start the script by "
+            "`bamboo run`, `bamboo launch`, deepspeed, torchrun or srun"
+        )
+    main: Any = sys.modules.get("__main__")
+    if not arguments or arguments[0] == "-" or not (hasattr(main, "__file__") or "-c" in arguments):
+        raise ConfigError("this rank reads its script from standard input: give it a file, it is started twice")
+    return (sys.executable, *arguments)
+
+
+# -- the agreement ----------------------------------------------------------------------------------------
+
+
+#: The etcd that this process has started; it outlives the ``exec``.
+_etcd: EmbeddedEtcd | None = None
+
+
+def _prepare(place: Launched) -> dict[str, Any]:
+    """What rank 0 decides for all: where the job's etcd is, and the job's name."""
+    global _etcd
+    job = os.environ.get(ENV_JOB) or f"job-{os.urandom(4).hex()}"
+    store, wrapped = os.environ.get(ENV_STORE), ENV_LAUNCH in os.environ
+    if store is None:
+        from .store.embedded import EmbeddedEtcd
+
+        _etcd = EmbeddedEtcd(_address(place)).start()
+        store = _etcd.url
+    elif not wrapped:
+        from .control.claims import claim
+
+        claim(store, job)
+    return {"store": store, "job": job, "embedded": _etcd is not None, "wrapped": wrapped}
+
+
+class _Meeting:
+    """Where the processes of all ranks meet, at ``MASTER_ADDR``:``MASTER_PORT``, as torch's do."""
+
+    def __init__(self, place: Launched, timeout: timedelta) -> None:
+        from torch.distributed.rendezvous import rendezvous
+
+        self._place = place
+        store, _, _ = next(rendezvous("env://", place.rank, place.world_size, timeout=timeout))
+        self._store: Any = store
+        # torchrun keeps the store when it starts the processes again.
+        self._prefix = f"bamboo/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+
+    def agree(self, decide: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """What rank 0 has decided; returns on no rank before all have come.
+
+        Raises:
+            LaunchError: rank 0 could not decide.
+        """
+        said, rank = f"{self._prefix}/said", self._place.rank
+        if rank == 0:
+            try:
+                answer = decide()
+            except (BambooError, OSError) as error:
+                self._store.set(said, json.dumps({"error": str(error)}))
+                self._all_have_read()
+                raise
+            self._store.set(said, json.dumps(answer))
+            self._all_have_read()
+            return dict(answer)
+        answer = json.loads(self._store.get(said))
+        self._store.set(f"{self._prefix}/read/{rank}", "1")
+        if "error" in answer:
+            raise LaunchError(f"rank 0 cannot start the job: {answer['error']}")
+        return dict(answer)
+
+    def _all_have_read(self) -> None:
+        """The store may end with this process."""
+        others = [f"{self._prefix}/read/{rank}" for rank in range(1, self._place.world_size)]
+        if others:
+            self._store.wait(others)
+
+
+def _address(place: Launched) -> str:
+    """The address of this host at which the others reach it: ``BAMBOO_ADDRESS``, else that towards rank 0's host."""
+    given = os.environ.get(ENV_ADDRESS)
+    if given:
+        return given
+    try:
+        family, _, _, _, name = socket.getaddrinfo(place.master_address, place.master_port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(name)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise LaunchError(
+            f"cannot tell this host's address from MASTER_ADDR={place.master_address!r} ({error}); set {ENV_ADDRESS}"
+        ) from error
+
+
+def _keeper(place: Launched, block: BambooConfig, command: tuple[str, ...], shared: Mapping[str, Any]) -> list[str]:
+    """The command of the keeper."""
+    from .cli.jobs import check_name
+    from .cli.keeper import KeeperSettings, keeper_command
+    from .control.agent_settings import AgentSettings, MemberOptions
+
+    options = MemberOptions.from_block(
+        block,
+        job=check_name(shared["job"]),
+        address=_address(place),
+        command=command,
+        events=os.environ.get(ENV_EVENTS),
+    )
+    options.check_notices()
+    agent = AgentSettings(
+        **options.member_options(),
+        slot=place.rank,
+        world_size=place.world_size,
+        store=shared["store"],
+        parent_pid=os.getpid(),
+        master_port=place.master_port,
+        pipelines=None,
+        result_fd=None,
+        state_file=None,
+        generation=0,
+        launched=True,
+    )
+    wrapper = _wrapper_here()
+    keeper = KeeperSettings(
+        owner=place.rank == 0 and not shared["wrapped"],
+        supervisor=None if _etcd is None else _etcd.supervisor_pid,
+        embedded=shared["embedded"],
+        wrapper=None if wrapper is None else wrapper[0],
+        wrapper_started=None if wrapper is None else wrapper[1],
+    )
+    return keeper_command(keeper, agent)
+
+
+def _wrapper_here() -> tuple[int, int] | None:
+    """Process id and start of ``bamboo launch``, if it runs on this host."""
+    text = os.environ.get(ENV_LAUNCH)
+    if text is None:
+        return None
+    from .control.neighbours import process_space, started
+
+    pid, begin, space = text.split(" ", 2)
+    here = space == process_space() and started(int(pid)) == int(begin)
+    return (int(pid), int(begin)) if here else None

@@ -1,0 +1,152 @@
+"""Copies of state dictionaries in host memory: what they hold stays as it was, whatever happens to the original."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import threading
+from collections import defaultdict
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+
+class BufferPool:
+    """Host memory that is used again from one copy to the next.
+
+    Touching fresh memory takes several times as long as copying into memory that is there. Between two saves the pool
+    keeps what the last one needed; memory for a CUDA device's tensors is page-locked. For several threads.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._free: dict[tuple[int, bool], list[torch.Tensor]] = defaultdict(list)
+
+    def take(self, nbytes: int, pinned: bool) -> torch.Tensor:
+        """A buffer of ``nbytes`` bytes (``uint8``, one dimension); what it holds is arbitrary."""
+        with self._lock:
+            free = self._free[nbytes, pinned]
+            if free:
+                return free.pop()
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
+
+    def give(self, buffers: list[torch.Tensor]) -> None:
+        """Give buffers back; nobody may look at them any more."""
+        with self._lock:
+            for buffer in buffers:
+                self._free[buffer.numel(), buffer.is_pinned()].append(buffer)
+
+    def trim(self) -> None:
+        """Free what nobody has taken."""
+        with self._lock:
+            self._free.clear()
+
+
+class HostCopy:
+    """A deep copy of ``state`` whose tensors lie in host memory.
+
+    Works for everything that ``torch.save`` takes: tensors are copied one by one, what is around them is pickled at
+    once. So an object that cannot be saved is reported to the caller, not later by a writer. Tensors that show the
+    same elements of the same storage become one tensor, others become independent of each other.
+
+    Args:
+        state: what to copy.
+        pool: where to take memory from.
+
+    Attributes:
+        nbytes: bytes of the copied tensors.
+
+    Raises:
+        pickle.PicklingError, TypeError, AttributeError: an object cannot be pickled; as ``torch.save`` does.
+    """
+
+    def __init__(self, state: Any, pool: BufferPool | None = None) -> None:
+        structure = io.BytesIO()
+        pickler = _Pickler(structure, pool)
+        pickler.dump(state)
+        self._structure = structure.getvalue()
+        self._tensors, self._buffers, self._pool = pickler.copies, pickler.buffers, pool
+        self.nbytes = sum(t.numel() * t.element_size() for t in self._tensors if t.layout is torch.strided)
+
+    def state(self) -> Any:
+        """The state with the copied tensors."""
+        return _Unpickler(self._structure, self._tensors).load()
+
+    def release(self) -> None:
+        """Give the memory back to the pool. Nobody may use :meth:`state` or what it has given any more."""
+        buffers, self._tensors, self._buffers = self._buffers, [], []
+        if self._pool is not None:
+            self._pool.give(buffers)
+
+
+def _tensor(index: int) -> NoReturn:
+    """What stands for a tensor in the pickled structure; :class:`_Unpickler` has its own in its place."""
+    raise pickle.UnpicklingError("a host copy can only be read by its owner")
+
+
+class _Pickler(pickle.Pickler):
+    """Puts every tensor aside."""
+
+    def __init__(self, structure: io.BytesIO, pool: BufferPool | None) -> None:
+        super().__init__(structure, pickle.HIGHEST_PROTOCOL)
+        self.copies: list[torch.Tensor] = []
+        self.buffers: list[torch.Tensor] = []
+        self._pool = pool
+        self._known: dict[Any, int] = {}
+        # A tensor that only exists while its owner is pickled must not leave its address to another one.
+        self._alive: list[torch.Tensor] = []
+
+    # Unlike persistent_id this is not called for every number in a list.
+    def reducer_override(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return NotImplemented
+        identity = _identity(value)
+        if identity not in self._known:
+            self._known[identity] = len(self.copies)
+            self._alive.append(value)
+            self.copies.append(self._copy(value))
+        return _tensor, (self._known[identity],)
+
+    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        plain = tensor.detach()
+        if plain.device.type == "meta":
+            return plain
+        if self._pool is None or type(plain) is not torch.Tensor or not _simple(plain):
+            copied = plain.to("cpu", copy=True)
+        else:
+            buffer = self._pool.take(plain.numel() * plain.element_size(), pinned=plain.is_cuda)
+            self.buffers.append(buffer)
+            copied = buffer.view(plain.dtype).view(plain.shape)
+            copied.copy_(plain)
+        if isinstance(tensor, nn.Parameter):
+            return nn.Parameter(copied, requires_grad=tensor.requires_grad)
+        return copied.requires_grad_(tensor.requires_grad)
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, structure: bytes, tensors: list[torch.Tensor]) -> None:
+        super().__init__(io.BytesIO(structure))
+        self._tensors = tensors
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == (__name__, _tensor.__name__):
+            return self._tensors.__getitem__
+        return super().find_class(module, name)
+
+
+def _simple(tensor: torch.Tensor) -> bool:
+    """Whether the bytes of ``tensor`` are its elements, one after the other."""
+    ordinary = (
+        tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_conj() and not tensor.is_neg()
+    )
+    return ordinary and tensor.numel() > 0 and tensor.is_contiguous()
+
+
+def _identity(tensor: torch.Tensor) -> Any:
+    """Equal for tensors that show the same elements in the same way."""
+    if tensor.layout is not torch.strided or tensor.device.type == "meta" or not tensor.numel():
+        return id(tensor)
+    place = (tensor.device, tensor.untyped_storage().data_ptr(), tensor.storage_offset())
+    view = (tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg())
+    return (*place, *view, type(tensor), tensor.requires_grad)

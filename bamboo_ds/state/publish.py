@@ -1,0 +1,257 @@
+"""Changing a folder of checkpoints so that a reader, and whoever comes after a crash, never meets half of a change.
+
+Everything appears and disappears by one rename. Folders that are to be deleted get a hidden name first, so that a
+late writer finds no path to write to and half of a checkpoint is never seen under its name.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import logging
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Collection
+from pathlib import Path, PurePosixPath
+from urllib.parse import quote, unquote
+
+from .checkpoints import (
+    LOADED,
+    MANIFEST,
+    MAX_DEPTH,
+    PARTIAL,
+    REMOVING,
+    REPLACED,
+    SAVE,
+    SEPARATOR,
+    CheckpointError,
+    Manifest,
+    SaveRecord,
+    Status,
+    hidden,
+    list_checkpoints,
+    read_manifest,
+)
+
+logger = logging.getLogger("bamboo_ds")
+
+#: How names of files begin that are about to replace another one.
+NEW = ".bamboo-new-"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_RENAME_EXCHANGE = 2
+_AT_FDCWD = -100
+
+
+def check_tag(tag: str) -> str:
+    """``tag`` itself; raises :class:`CheckpointError` if it cannot name a checkpoint inside a folder."""
+    parts = PurePosixPath(tag).parts
+    usable = parts and len(parts) <= MAX_DEPTH and not any(p.startswith((".", "/")) or "\0" in p for p in parts)
+    if not usable or tag in ("latest", "latest_universal"):
+        raise CheckpointError(f"{tag!r} is not usable as the tag of a checkpoint: take a name without leading dots")
+    return tag
+
+
+def check_id(name: str) -> str:
+    """``name`` itself; raises :class:`CheckpointError` if it cannot be a field of a hidden folder's name."""
+    if not _NAME.fullmatch(name):
+        raise CheckpointError(f"{name!r} is not usable here: take letters, digits, '.', '_' and '-', up to 100 of them")
+    return name
+
+
+def partial_folder(folder: Path, job: str, save_id: str, tag: str) -> Path:
+    """Where the save ``save_id`` is put together; equal on all members."""
+    return folder / SEPARATOR.join((PARTIAL, job, save_id, quote(tag, safe="")[:80]))
+
+
+def open_partial(folder: Path, record: SaveRecord) -> Path:
+    """Create the partial folder with its record, in one step; raises ``OSError``."""
+    target = partial_folder(folder, record.job, record.save_id, record.tag)
+    fresh = _hidden_name(folder, REMOVING, record.job)
+    fresh.mkdir()
+    write_atomically(fresh / SAVE, record.to_json())
+    os.rename(fresh, target)
+    return target
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace the file at ``path``; a reader sees the old text or the new one, also after a crash."""
+    fresh = path.with_name(f"{NEW}{secrets.token_hex(4)}")
+    try:
+        with open(fresh, "x") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(fresh, path)
+    except BaseException:  # goes on up; only what was begun must not stay
+        fresh.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in ``folder`` survive a crash of the host."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # a file system without it, such as some FUSE ones
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def next_serial(folder: Path) -> int:
+    """One more than the highest serial of a complete checkpoint in ``folder``."""
+    return 1 + max((info.serial for info in list_checkpoints(folder)), default=0)
+
+
+def publish(partial: Path, folder: Path, manifest: Manifest) -> Path:
+    """Give the finished ``partial`` folder (manifest included) its name. A checkpoint of that name is replaced.
+
+    Files in the replaced folder that belong to no checkpoint (a script's own) are kept.
+
+    Returns:
+        The checkpoint's folder.
+    """
+    target = folder / manifest.tag
+    sync_folder(partial)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if target.exists():
+        _keep_foreign_files(target, partial)
+        if _exchange(partial, target):
+            discard(partial, folder, manifest.job)
+        else:
+            old = _hidden_name(folder, REPLACED, manifest.job)
+            old = old.with_name(f"{old.name}{SEPARATOR}{quote(manifest.tag, safe='')}")
+            os.rename(target, old)
+            os.rename(partial, target)
+            discard(old, folder, manifest.job)
+    else:
+        os.rename(partial, target)
+    sync_folder(target.parent)
+    return target
+
+
+def put_back(folder: Path, job: str) -> list[Path]:
+    """Give checkpoints of ``job`` their names back that a crash has caught while they were being replaced.
+
+    Needed only where the file system cannot swap two names (some network file systems). For the one member that
+    leads, or while nobody writes.
+
+    Returns:
+        What is back.
+    """
+    back = []
+    for old in hidden(folder, REPLACED, job):
+        target = folder / unquote(old.name.split(SEPARATOR, 3)[3])
+        if target.exists():
+            discard(old, folder, job)
+        else:
+            os.rename(old, target)
+            logger.warning("checkpoint %s was being replaced when its writer ended; it is back", target)
+            back.append(target)
+    return back
+
+
+def clean(folder: Path, job: str, keep: Collection[str] = ()) -> list[Path]:
+    """Finish what a crash has interrupted: :func:`put_back`, and remove abandoned saves of ``job``.
+
+    Args:
+        keep: ids of saves that are going on.
+
+    Returns:
+        The abandoned partial folders.
+    """
+    put_back(folder, job)
+    abandoned = [p for p in hidden(folder, PARTIAL, job) if p.name.split(SEPARATOR, 3)[2] not in keep]
+    for partial in abandoned:
+        logger.warning("removing %s: its save was abandoned", partial)
+        discard(partial, folder, job)
+    for rest in hidden(folder, REMOVING, job):
+        shutil.rmtree(rest)
+    return abandoned
+
+
+def point_latest(folder: Path, tag: str) -> bool:
+    """Let ``latest`` name the complete checkpoint ``tag``, unless it names a newer one of the same job.
+
+    Returns:
+        Whether it names ``tag`` now.
+    """
+    file = folder / "latest"
+    mine = read_manifest(folder / tag)
+    try:
+        other = read_manifest(folder / file.read_text().strip())
+        if other.job == mine.job and other.serial > mine.serial:
+            return False  # this member was slow, and is no longer the one that leads
+    except (FileNotFoundError, CheckpointError):
+        pass
+    write_atomically(file, tag)
+    return True
+
+
+def prune(folder: Path, job: str, keep: int, newest: Path) -> list[Path]:
+    """Remove all but the ``keep`` newest complete checkpoints that ``job`` wrote.
+
+    Never removed: ``newest``, the one that ``latest`` names, checkpoints without a manifest or of other jobs, and
+    damaged ones (they do not count as kept either, and somebody may want to look at them).
+
+    Returns:
+        What was removed.
+    """
+    own = [i for i in list_checkpoints(folder) if i.status is Status.COMPLETE and i.job == job]
+    removed = []
+    for info in own[: max(0, len(own) - max(1, keep))]:
+        if info.path != newest and not info.latest:
+            discard(info.path, folder, job)
+            removed.append(info.path)
+    return removed
+
+
+def discard(path: Path, folder: Path, job: str) -> None:
+    """Delete the folder ``path``: at once under its name, then in peace. No such folder: nothing to do."""
+    doomed = _hidden_name(folder, REMOVING, job)
+    try:
+        os.rename(path, doomed)
+    except FileNotFoundError:
+        return
+    shutil.rmtree(doomed)
+
+
+def _hidden_name(folder: Path, kind: str, job: str) -> Path:
+    return folder / SEPARATOR.join((kind, job, secrets.token_hex(4)))
+
+
+def _keep_foreign_files(old: Path, new: Path) -> None:
+    """Link (or copy) the files of ``old`` that no checkpoint has written to ``new``."""
+    try:
+        known = {MANIFEST, *read_manifest(old).files}
+    except CheckpointError:
+        known = {MANIFEST}
+    for parent, _, names in os.walk(old):
+        for name in names:
+            source = Path(parent, name)
+            relative = source.relative_to(old)
+            target = new / relative
+            if relative.as_posix() in known or LOADED.search(name) or target.exists():
+                continue
+            target.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                os.link(source, target, follow_symlinks=False)
+            except OSError:  # a file system without links
+                shutil.copy2(source, target, follow_symlinks=False)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Swap two names in one step (Linux, ``renameat2``); ``False`` where the file system cannot do that."""
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is None:
+        return False
+    if renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+        return False
+    raise OSError(number, os.strerror(number), str(other))

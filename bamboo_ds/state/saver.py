@@ -1,0 +1,469 @@
+"""Asynchronous checkpoints: the job waits for a copy to host memory, a thread does the rest.
+
+A save from the view of the job's main thread, on every member that owns a role::
+
+    saver.begin(folder, tag, save_id=…, step=…, layout=…, owners=…)
+    saver.add(rank, files)          for every role that it owns
+    (all agree that the save takes place)
+    saver.submit()                  the thread begins to write
+    …                               training
+    saver.poll()                    once in a while: calls on_complete or on_failed
+
+and what can come in between: :meth:`~CheckpointSaver.follow` when members were lost, another ``begin`` or
+:meth:`~CheckpointSaver.abort` when the save has to be repeated, :meth:`~CheckpointSaver.close`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from ..topology.roles import Layout
+from . import publish
+from .checkpoints import CheckpointError, Manifest, SaveRecord, read_manifest
+from .writer import HostFile, KnownFolder, Save, SaveAborted, perform
+
+logger = logging.getLogger("bamboo_ds")
+
+THREAD = "bamboo-checkpoint"
+#: How often a waiting main thread looks whether it is needed elsewhere, in seconds.
+_INTERRUPT_POLL_S = 0.05
+_EXIT_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True)
+class SaveResult:
+    """How a save ended on this member.
+
+    Attributes:
+        folder: what the script gave to ``save_checkpoint``.
+        path: the complete checkpoint, on the member that leads.
+        error: why it failed; ``None`` with ``path`` ``None``: this member, which does not lead, has written its part.
+        aborted: the failure is nothing but that this member, or the one that leads, has given the save up.
+        size: bytes that this member has written.
+        total: bytes of the whole checkpoint, on the member that leads.
+        seconds: from ``submit`` to the end.
+    """
+
+    folder: Path
+    tag: str
+    save_id: str
+    step: int
+    path: Path | None = None
+    error: str | None = None
+    aborted: bool = False
+    size: int = 0
+    total: int = 0
+    seconds: float = 0.0
+
+
+Callback = Callable[[SaveResult], None]
+
+
+class CheckpointSaver:
+    """Writes the checkpoints of one worker, one after the other, in a thread of its own.
+
+    No method raises because a checkpoint could not be written: that is logged as an error and given to ``on_failed``
+    by the next :meth:`poll` (which ``begin``, ``wait`` and ``close`` call). Methods are for one thread, the job's
+    main thread, except :meth:`follow`, :meth:`abort` and :meth:`wake`, which any thread may call.
+
+    Args:
+        job: name of the job; only its checkpoints are pruned, only its abandoned saves are removed.
+        member: this member, as it occurs among the owners of roles.
+        keep: how many complete checkpoints to keep in a folder; 0: all.
+        on_complete: called when a checkpoint is complete, on the member that leads.
+        on_failed: called when a save has failed or was aborted, on the member that has noticed.
+        timeout_s: a save fails if nothing moves in its folder for so many seconds.
+        when_busy: what ``begin`` does while an earlier save is being written: wait for it (the default; the iteration
+            is as slow as the disk then, and no checkpoint is left out), or abort that one.
+        stop_at_exit: call :meth:`stop` when the interpreter ends.
+    """
+
+    def __init__(
+        self,
+        job: str,
+        member: str,
+        *,
+        keep: int = 0,
+        on_complete: Callback | None = None,
+        on_failed: Callback | None = None,
+        timeout_s: float = 600.0,
+        when_busy: Literal["wait", "abort"] = "wait",
+        stop_at_exit: bool = True,
+    ) -> None:
+        self._job, self._member = publish.check_id(job), member
+        self._keep, self._timeout_s, self._when_busy = keep, timeout_s, when_busy
+        self._on_complete, self._on_failed = on_complete, on_failed
+        self._changed = threading.Condition()
+        # All below is guarded by it. A save is open (begun), then queued, then running.
+        self._open: Save | None = None
+        self._queue: deque[tuple[Save, float]] = deque()
+        self._running: Save | None = None
+        self._last: Save | None = None
+        self._used: set[str] = set()
+        self._aborted: dict[str, str] = {}
+        self._beyond: str | None = None
+        self._results: list[SaveResult] = []
+        self._folders: dict[Path, KnownFolder] = {}
+        self._thread: threading.Thread | None = None
+        self._closing = False
+        # When the thread was last seen between two calls of the operating system.
+        self._alive_at = time.monotonic()
+        self._pid = os.getpid()
+        if stop_at_exit:
+            atexit.register(self.stop)
+
+    # -- a save -------------------------------------------------------------------------------------------
+
+    def begin(
+        self,
+        folder: str | Path,
+        tag: str,
+        *,
+        save_id: str,
+        step: int,
+        layout: Layout,
+        owners: Sequence[str],
+        latest: bool = True,
+        seed: int | None = None,
+        consumed: int | None = None,
+        losses: Callable[[], Sequence[float]] | None = None,
+        history: Callable[[], str] | None = None,
+        interrupt: Callable[[], None] | None = None,
+    ) -> bool:
+        """Begin to collect a checkpoint. Nothing touches the file system before :meth:`submit`.
+
+        A save that was begun and not submitted is forgotten. One of the same tag and step that is still being written
+        is aborted: this one repeats it. If another one is being written, see ``when_busy``.
+
+        Args:
+            save_id: equal on all members, different for every attempt, also of an earlier run of the same job; such as
+                a random number of the run, the epoch and the number of the operation.
+            step: number of committed steps in the state.
+            owners: member that adds each role, by rank. The first one leads: it completes the checkpoint.
+            latest: whether DeepSpeed's file ``latest`` is to name it.
+            seed, consumed: noted in the manifest.
+            losses: gives those of all steps up to this one; called by the thread of the member that leads.
+            history: the same, the JSON list of what the job has done, this save included.
+            interrupt: called every 50 ms and after :meth:`wake` while waiting; may raise to end the wait.
+
+        Returns:
+            Whether there is something to collect for. ``False``: the writer hangs in an earlier save (a dead network
+            file system), so this one is left out; reported as failed.
+
+        Raises:
+            CheckpointError: ``tag`` or ``save_id`` cannot be used, or the saver is closed.
+        """
+        publish.check_tag(tag)
+        root = Path(os.path.abspath(folder))
+        record = SaveRecord(
+            job=self._job,
+            save_id=publish.check_id(save_id),
+            tag=tag,
+            step=step,
+            layout=layout,
+            seed=seed,
+            consumed=consumed,
+        )
+        with self._changed:
+            if self._closing:
+                raise CheckpointError("the saver is closed")
+            if save_id in self._used:
+                raise CheckpointError(f"save id {save_id} was used before: a repeated save needs another one")
+            self._open = None
+            repeated = [s for s in self._active() if (s.folder, s.record.tag, s.record.step) == (root, tag, step)]
+            for save in self._active() if self._when_busy == "abort" else repeated:
+                self._give_up(save, "superseded by a newer save")
+        if not self.wait(interrupt=interrupt):
+            result = SaveResult(root, tag, save_id, step, error="left out: the writer hangs in an earlier save")
+            with self._changed:
+                self._results.append(result)
+            self.poll()
+            return False
+        with self._changed:
+            known = self._folders.get(root)
+            leads = owners[0] == self._member
+            self._open = Save(root, record, tuple(owners), leads, latest, losses, history, self._timeout_s, known)
+        return True
+
+    def add(self, rank: int, files: Sequence[HostFile]) -> None:
+        """The files of one role; roles that write nothing are added with an empty list."""
+        with self._changed:
+            self._opened().parts[rank] = list(files)
+
+    def submit(self) -> None:
+        """Hand the collected files to the writer. Returns at once."""
+        with self._changed:
+            save, self._open = self._opened(), None
+            self._used.add(save.record.save_id)
+            self._queue.append((save, time.monotonic()))
+            self._alive_at = time.monotonic()
+            self._start()
+            self._changed.notify_all()
+
+    def skip(self) -> None:
+        """A save takes place without this member, which owns no role: earlier ones have ended where they are led."""
+        with self._changed:
+            self._open = self._last = None
+
+    def _opened(self) -> Save:
+        if self._open is None:
+            raise CheckpointError("no save was begun, or it was aborted")
+        return self._open
+
+    # -- what others do meanwhile -------------------------------------------------------------------------
+
+    def abort(self, reason: str) -> SaveRecord | None:
+        """Give up the save that is going on, so that it can be done again. Does not wait.
+
+        Returns:
+            What was given up; ``None`` if nothing was going on or it is too late: the checkpoint gets its name.
+        """
+        with self._changed:
+            given_up = self._open.record if self._open is not None else None
+            self._open = None
+            for save in self._active():
+                if self._give_up(save, reason):
+                    given_up = save.record
+            return given_up
+
+    def follow(self, members: Collection[str]) -> None:
+        """Only ``members`` are left of those that own roles.
+
+        What the others have completely written still counts; if something of theirs is missing the save fails. The
+        first owner that is left comes to lead: it completes what is going on, or the last save, which the one before
+        may have completed already.
+        """
+        with self._changed:
+            for save in self._unfinished():
+                gone = {rank for rank, owner in enumerate(save.owners) if owner not in members}
+                save.gone.update(gone)
+                heir = next((owner for owner in save.owners if owner in members), None)
+                if gone and heir == self._member and not save.leads:
+                    save.leads = True
+                    if save is self._last and save not in self._active():
+                        self._alive_at = time.monotonic()
+                        self._queue.append((save, time.monotonic()))
+                        self._start()
+            self._changed.notify_all()
+
+    def wake(self) -> None:
+        """Let a waiting main thread call its ``interrupt`` at once."""
+        with self._changed:
+            self._changed.notify_all()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a submitted save is going on."""
+        with self._changed:
+            return bool(self._active())
+
+    # -- results ------------------------------------------------------------------------------------------
+
+    def poll(self) -> list[SaveResult]:
+        """Log and report what has ended since the last call; returns that too."""
+        with self._changed:
+            results, self._results = self._results, []
+        for result in results:
+            if result.error is not None:
+                logger.error("checkpoint %s of step %d: %s", result.tag, result.step, result.error)
+            if result.path is not None and self._on_complete is not None:
+                self._on_complete(result)
+            if result.error is not None and self._on_failed is not None:
+                self._on_failed(result)
+        return results
+
+    def wait(self, timeout_s: float | None = None, interrupt: Callable[[], None] | None = None) -> bool:
+        """Wait until nothing is being written; then as :meth:`poll`.
+
+        Returns:
+            Whether that is so; ``False`` after ``timeout_s`` seconds, or if the writer hangs: if the operating system
+            has not finished one of its calls for longer than the saver's ``timeout_s``.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            if interrupt is not None:
+                interrupt()
+            with self._changed:
+                idle, now = not self._active(), time.monotonic()
+                if not idle and (deadline is None or now < deadline) and now < self._alive_at + self._timeout_s:
+                    self._changed.wait(_INTERRUPT_POLL_S)
+                    continue
+            self.poll()
+            return idle
+
+    def close(self, timeout_s: float | None = None, interrupt: Callable[[], None] | None = None) -> None:
+        """Wait for what is being written (abort it after ``timeout_s`` seconds) and end the thread."""
+        done = self.wait(timeout_s, interrupt)
+        if not done:
+            self.abort("not written in time when the job ended")
+        self._stop(None if done else _EXIT_TIMEOUT_S)
+        self.poll()
+        atexit.unregister(self.stop)
+
+    def stop(self) -> None:
+        """Abort what is being written and end the thread, within seconds; what is unfinished stays behind.
+
+        A process that ends must not leave a thread in native code. Does nothing in a forked child, nor after
+        :meth:`close`.
+        """
+        if os.getpid() == self._pid:
+            self.abort("the process ends")
+            self._stop(_EXIT_TIMEOUT_S)
+            self.poll()
+
+    def _stop(self, timeout_s: float | None) -> None:
+        with self._changed:
+            self._closing, self._open = True, None
+            self._changed.notify_all()
+            thread = self._thread
+        if thread is not None:
+            thread.join(timeout_s)
+
+    # -- the thread ---------------------------------------------------------------------------------------
+
+    def _active(self) -> list[Save]:
+        running = [self._running] if self._running is not None else []
+        return running + [save for save, _ in self._queue]
+
+    def _unfinished(self) -> list[Save]:
+        """Saves that this member may have to see through.
+
+        The last one only if no newer one was submitted: nobody submits a save before the one before has ended where
+        it is led.
+        """
+        saves = self._active() or ([self._last] if self._last is not None else [])
+        return saves + ([self._open] if self._open is not None else [])
+
+    def _give_up(self, save: Save, reason: str) -> bool:
+        save_id = save.record.save_id
+        if self._beyond == save_id:
+            return False
+        self._aborted.setdefault(save_id, reason)
+        self._changed.notify_all()
+        return True
+
+    def _start(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name=THREAD, daemon=True)
+            self._thread.start()
+
+    def _work(self) -> None:
+        # Training has the cores first.
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+        while True:
+            with self._changed:
+                while not self._queue and not self._closing:
+                    self._changed.wait()
+                if not self._queue:
+                    return
+                self._running, begin = self._queue.popleft()
+                save = self._running
+            result = replace(self._run(save), size=save.written, seconds=time.monotonic() - begin)
+            with self._changed:
+                written = result.path is None and result.error is None
+                if written and save.leads:
+                    self._queue.appendleft((save, begin))  # it came to lead in the last moment
+                else:
+                    save.parts.clear()
+                    self._aborted.pop(save.record.save_id, None)
+                    self._results.append(result)
+                    self._last = save if written else None
+                self._running, self._beyond = None, None
+                self._changed.notify_all()
+
+    def _run(self, save: Save) -> SaveResult:
+        """Carry out ``save``; whatever goes wrong becomes the result's error."""
+        record = save.record
+        result = SaveResult(save.folder, record.tag, record.save_id, record.step)
+        try:
+            if save.parts_done and (path := _completed(save)) is not None:
+                return self._inherited(save, result, path)
+            path = perform(save, self)
+        except SaveAborted as error:
+            return replace(result, error=_joined(f"aborted: {error}", self._remove_partial(save)), aborted=True)
+        except Exception as error:  # told as `checkpoint_failed`; training goes on
+            if save.leads and (path := _completed(save)) is not None:
+                return self._inherited(save, result, path)
+            logger.debug("checkpoint %s failed", record.tag, exc_info=True)
+            text = f"{type(error).__name__}: {error}" if not isinstance(error, OSError) else str(error)
+            return replace(result, error=_joined(text, self._remove_partial(save)))
+        if path is None:
+            return result
+        return replace(result, path=path, total=save.total, error=self._tidy(save, path))
+
+    def _inherited(self, save: Save, result: SaveResult, path: Path) -> SaveResult:
+        """A member that led before has completed ``save``; whether it came to tidy up is not known."""
+        try:
+            total = sum(file.size for file in read_manifest(path).files.values())
+        except CheckpointError as error:  # its file system has gone since
+            return replace(result, path=path, error=str(error))
+        return replace(result, path=path, total=total, error=self._tidy(save, path))
+
+    def _remove_partial(self, save: Save) -> str | None:
+        """Free the space at once; what cannot be removed now is removed at the next save."""
+        try:
+            if save.leads:
+                publish.discard(save.partial, save.folder, save.record.job)
+        except OSError as error:
+            return f"its partial folder could not be removed: {error}"
+        return None
+
+    def _tidy(self, save: Save, path: Path) -> str | None:
+        """``latest`` and ``keep``; an error here does not make the checkpoint less complete."""
+        try:
+            known = KnownFolder(os.stat(path).st_dev, path)
+            with self._changed:
+                self._folders[save.folder] = known
+            if save.latest:
+                publish.point_latest(save.folder, save.record.tag)
+            if self._keep:
+                publish.prune(save.folder, self._job, self._keep, path)
+        except (OSError, CheckpointError) as error:
+            return f"complete, but the folder could not be tidied up: {error}"
+        return None
+
+    # -- what the running save asks (see writer.Control) ---------------------------------------------------
+
+    def check(self, save: Save) -> None:
+        """Raise :class:`SaveAborted` if the save was given up."""
+        with self._changed:
+            self._alive_at = time.monotonic()
+            reason = self._aborted.get(save.record.save_id)
+        if reason is not None:
+            raise SaveAborted(reason)
+
+    def pause(self, save: Save, seconds: float) -> None:
+        """Wait until something is asked of the saver or ``seconds`` have passed; then as :meth:`check`."""
+        with self._changed:
+            if save.record.save_id not in self._aborted:
+                self._changed.wait(seconds)
+        self.check(save)
+
+    def point_of_no_return(self, save: Save) -> None:
+        """As :meth:`check`; from now on :meth:`abort` leaves the save alone."""
+        with self._changed:
+            self.check(save)
+            self._beyond = save.record.save_id
+
+
+def _completed(save: Save) -> Path | None:
+    """The checkpoint if another member has completed the save already."""
+    path = save.folder / save.record.tag
+    try:
+        manifest: Manifest = read_manifest(path)
+    except CheckpointError:
+        return None
+    return path if manifest.save_id == save.record.save_id else None
+
+
+def _joined(text: str, more: str | None) -> str:
+    return text if more is None else f"{text}; {more}"

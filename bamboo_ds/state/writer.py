@@ -1,0 +1,394 @@
+"""One save, as the writer thread carries it out: the files of this member's roles, then, on the member that leads,
+the completion.
+
+::
+
+    member that leads            other members
+    opens the partial folder
+    writes its files             wait for the folder, write their files
+    .part-<rank>.json            .part-<rank>.json (or .failed-<rank>.json)
+    waits for all parts
+    manifest, rename, latest, prune
+
+The members need nothing but the shared folder for that, so training goes on meanwhile.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from pydantic import ValidationError
+
+from ..errors import BambooError
+from . import publish
+from .checkpoints import (
+    HISTORY,
+    LOSSES,
+    MANIFEST,
+    SAVE,
+    CheckpointError,
+    FileRecord,
+    Manifest,
+    PartRecord,
+    SaveRecord,
+    read_manifest,
+)
+from .hostcopy import HostCopy
+
+logger = logging.getLogger("bamboo_ds")
+
+_CHUNK = 1 << 22
+_FIRST_POLL_S, _LONGEST_POLL_S = 0.01, 0.5
+
+
+class SaveAborted(BambooError, RuntimeError):
+    """The save was given up by its own job; nothing is wrong with the folder."""
+
+
+class SaveFailed(BambooError, RuntimeError):
+    """The checkpoint could not be written."""
+
+
+@dataclass(frozen=True)
+class HostFile:
+    """One file of a checkpoint, ready to be written.
+
+    Attributes:
+        name: path inside the checkpoint.
+        content: what it will hold.
+        zipped: whether torch's zip format is used (the default of DeepSpeed) or the older one.
+    """
+
+    name: str
+    content: HostCopy
+    zipped: bool = True
+
+
+@dataclass(frozen=True)
+class KnownFolder:
+    """What was seen of a folder of checkpoints: its device, and the checkpoint that was last completed there."""
+
+    device: int
+    newest: Path | None = None
+
+
+@dataclass
+class Save:
+    """One save on one member.
+
+    Attributes:
+        folder: what the script gave to ``save_checkpoint``.
+        owners: member that has copied each role, by rank.
+        leads: whether this member completes the checkpoint; it may come to lead while the save goes on.
+        latest: whether DeepSpeed's file ``latest`` is to name it.
+        losses: gives those of all steps up to this one; ``None``: none are kept.
+        history: gives the JSON list of what the job has done; ``None``: none is kept.
+        timeout_s: for how many seconds nothing may move in the partial folder.
+        known: the folder as this process has seen it before; ``None`` the first time.
+        parts: files by rank of the role; emptied while they are written.
+        gone: ranks whose members are lost: what they have not written will never come.
+        written: bytes that this member has written.
+        total: bytes of the checkpoint, once this member has completed it.
+    """
+
+    folder: Path
+    record: SaveRecord
+    owners: tuple[str, ...]
+    leads: bool
+    latest: bool
+    losses: Callable[[], Sequence[float]] | None
+    history: Callable[[], str] | None
+    timeout_s: float
+    known: KnownFolder | None = None
+    parts: dict[int, list[HostFile]] = field(default_factory=dict)
+    gone: set[int] = field(default_factory=set)
+    written: int = 0
+    total: int = 0
+    parts_done: bool = False
+
+    @property
+    def partial(self) -> Path:
+        """Where it is put together."""
+        return publish.partial_folder(self.folder, self.record.job, self.record.save_id, self.record.tag)
+
+
+class Control(Protocol):
+    """What a running save asks of the thread that runs it."""
+
+    def check(self, save: Save) -> None:
+        """Raise :class:`SaveAborted` if the save was given up."""
+
+    def pause(self, save: Save, seconds: float) -> None:
+        """Wait until something is asked of the save or the time has passed; then as :meth:`check`."""
+
+    def point_of_no_return(self, save: Save) -> None:
+        """As :meth:`check`, and from now on the save cannot be given up."""
+
+
+class ChecksummedFile:
+    """A file for ``torch.save`` that counts and sums up what passes through.
+
+    It has no descriptor, so that torch cannot write around it. ``write`` raises nothing, since an exception must not
+    fly through torch's C++ writer: after the first error everything is dropped, and :meth:`close` raises it.
+    """
+
+    def __init__(self, path: Path, check: Callable[[], None]) -> None:
+        self._file = open(path, "xb", buffering=0)  # noqa: SIM115
+        self._check = check
+        self._error: Exception | None = None
+        self._crc = self._size = 0
+
+    def write(self, data: Any) -> int:
+        """Append; pretends to have done so after an error."""
+        view = memoryview(data).cast("B")
+        for start in range(0, len(view), _CHUNK):
+            if self._error is not None:
+                break
+            try:
+                self._check()
+                self._append(view[start : start + _CHUNK])
+            except (OSError, BambooError) as error:
+                self._error = error
+        return len(view)
+
+    def _append(self, chunk: memoryview) -> None:
+        self._crc, self._size = zlib.crc32(chunk, self._crc), self._size + len(chunk)
+        while chunk:  # a write may be cut short, as by a file system that fills up
+            chunk = chunk[self._file.write(chunk) :]
+
+    def flush(self) -> None:
+        """Nothing is buffered."""
+
+    def close(self) -> FileRecord:
+        """Flush to the disk; raises the first error of any ``write``, or ``OSError``."""
+        with self._file:
+            if self._error is None:
+                os.fsync(self._file.fileno())
+        if self._error is not None:
+            raise self._error
+        return FileRecord(size=self._size, crc32=self._crc)
+
+
+def perform(save: Save, control: Control) -> Path | None:
+    """Carry out a save.
+
+    Returns:
+        The folder of the complete checkpoint on the member that leads, else ``None``: the parts are written.
+
+    Raises:
+        SaveAborted: it was given up.
+        SaveFailed, OSError: it cannot be completed.
+    """
+    control.check(save)
+    try:
+        if not save.parts_done:
+            _enter(save, control)
+            _write_parts(save, control)
+        if not save.leads:
+            return None
+        manifest = _await_manifest(save, control)
+        return _complete(save, manifest, control)
+    except FileNotFoundError as error:
+        if not save.leads and save.folder.exists():
+            raise SaveAborted("the member that leads has given it up") from error
+        raise SaveFailed(
+            f"{error.filename or save.partial} has vanished while {save.record.tag!r} was saved"
+        ) from error
+
+
+def _enter(save: Save, control: Control) -> None:
+    """Create the partial folder, or wait for the member that leads to do so."""
+    deadline, poll = time.monotonic() + save.timeout_s, _FIRST_POLL_S
+    while not _has_entry(save.partial):
+        control.check(save)
+        if save.leads:
+            _check_folder(save)
+            publish.clean(save.folder, save.record.job, keep=(save.record.save_id,))
+            publish.open_partial(save.folder, save.record)
+            return
+        if time.monotonic() > deadline:
+            raise SaveFailed(
+                f"{save.partial} has not appeared within {save.timeout_s:g} s: is {save.folder} on a file system that "
+                "all members share, and mounted here?"
+            )
+        control.pause(save, poll)
+        poll = min(2 * poll, _LONGEST_POLL_S)
+
+
+def _has_entry(path: Path) -> bool:
+    # Network file systems remember for a while that a name does not exist, but list a folder afresh.
+    try:
+        with os.scandir(path.parent) as entries:
+            return any(entry.name == path.name for entry in entries)
+    except FileNotFoundError:
+        return False
+
+
+def _check_folder(save: Save) -> None:
+    """Create the folder if need be, but never below a mount point whose file system is gone."""
+    known = save.known
+    if known is not None:
+        there = next(path for path in (save.folder, *save.folder.parents) if path.exists())
+        lost = known.newest is not None and not known.newest.exists()
+        if lost and os.stat(there).st_dev != known.device:
+            raise SaveFailed(f"{save.folder} is on another file system than before: is it mounted?")
+    save.folder.mkdir(parents=True, exist_ok=True)
+
+
+def _write_parts(save: Save, control: Control) -> None:
+    root = save.partial
+    for rank in list(save.parts):
+        try:
+            records = {}
+            while save.parts[rank]:
+                file = save.parts[rank][0]
+                records[file.name] = _write(root, file, lambda: control.check(save))
+                save.written += records[file.name].size
+                save.parts[rank].pop(0).content.release()
+            part = PartRecord(save_id=save.record.save_id, rank=rank, files=records)
+            publish.write_atomically(root / f".part-{rank}.json", part.to_json())
+        except SaveAborted:
+            raise
+        except Exception as error:
+            _tell_failure(root, rank, save.parts[rank], error)
+            raise
+    save.parts_done = True
+
+
+def _write(root: Path, file: HostFile, check: Callable[[], None]) -> FileRecord:
+    path = root / file.name
+    folder = root
+    for name in path.relative_to(root).parts[:-1]:  # not makedirs: that would bring a vanished root back
+        folder /= name
+        folder.mkdir(exist_ok=True)
+    target = ChecksummedFile(path, check)
+    try:
+        torch.save(file.content.state(), target, _use_new_zipfile_serialization=file.zipped)  # type: ignore[arg-type]
+    finally:
+        record = target.close()
+    return record
+
+
+def _tell_failure(root: Path, rank: int, unwritten: Sequence[HostFile], error: Exception) -> None:
+    """Let the member that leads know at once instead of at its deadline."""
+    note = root / f".failed-{rank}.json"
+    try:
+        for file in unwritten[:1]:  # on a full disk this makes room for the note
+            (root / file.name).unlink(missing_ok=True)
+        try:
+            publish.write_atomically(note, json.dumps(f"{type(error).__name__}: {error}"))
+        except OSError:
+            note.touch()  # another member has taken the room; an empty file needs none
+    except OSError as second:
+        logger.info("the failure of role %d could not be noted in %s: %s", rank, root, second)
+
+
+def _await_manifest(save: Save, control: Control) -> Manifest:
+    """The manifest, once all roles have written their parts."""
+    root, expected = save.partial, set(range(save.record.layout.size))
+    parts: dict[int, PartRecord] = {}
+    before: Any = None
+    deadline, poll = time.monotonic() + save.timeout_s, _FIRST_POLL_S
+    while True:
+        control.check(save)
+        gone = set(save.gone)  # before the look into the folder: what they wrote, they wrote before they were lost
+        with os.scandir(root) as entries:
+            sizes = {entry.name: entry.stat().st_size for entry in entries if not entry.name.startswith(publish.NEW)}
+        if MANIFEST in sizes:  # of a member that led before this one
+            return read_manifest(root)
+        for rank in sorted(expected):
+            if f".failed-{rank}.json" in sizes:
+                raise SaveFailed(f"role {rank} could not write its files: {_note(root, rank)}")
+            if rank not in parts and f".part-{rank}.json" in sizes:
+                parts[rank] = _read_part(root / f".part-{rank}.json", rank, save.record.save_id)
+        missing = expected - set(parts)
+        if not missing:
+            return _write_manifest(save, parts)
+        if missing & gone:
+            raise SaveFailed(f"the owners of roles {_listed(missing & gone)} were lost before they had written them")
+        if sizes != before:
+            before, deadline, poll = sizes, time.monotonic() + save.timeout_s, _FIRST_POLL_S
+        elif time.monotonic() > deadline:
+            raise SaveFailed(
+                f"nothing has moved in {root} for {save.timeout_s:g} s; roles {_listed(missing)} are missing: is it on "
+                "a file system that all members share?"
+            )
+        control.pause(save, poll)
+        poll = min(2 * poll, _LONGEST_POLL_S)
+
+
+def _note(root: Path, rank: int) -> str:
+    text = (root / f".failed-{rank}.json").read_text()
+    return str(json.loads(text)) if text else "its member had no space left for the reason"
+
+
+def _read_part(path: Path, rank: int, save_id: str) -> PartRecord:
+    try:
+        part = PartRecord.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        raise SaveFailed(f"{path} cannot be read: {error}") from error
+    if (part.rank, part.save_id) != (rank, save_id):
+        raise SaveFailed(f"{path} belongs to role {part.rank} of save {part.save_id}")
+    return part
+
+
+def _write_manifest(save: Save, parts: Mapping[int, PartRecord]) -> Manifest:
+    """Check the parts against the folder and write the manifest."""
+    root, record = save.partial, save.record
+    files: dict[str, FileRecord] = {}
+    for rank, part in sorted(parts.items()):
+        for name, file in part.files.items():
+            if name in files:
+                raise SaveFailed(f"role {rank} has written {name} besides another role")
+            if (size := os.stat(root / name).st_size) != file.size:
+                raise SaveFailed(f"{root / name} has {size:,} bytes; role {rank} has written {file.size:,}")
+            files[name] = file
+    notes = {LOSSES: json.dumps(list(save.losses()))} if save.losses is not None else {}
+    if save.history is not None:
+        notes[HISTORY] = save.history()
+    for name, text in notes.items():
+        publish.write_atomically(root / name, text)
+        files[name] = FileRecord(size=len(text.encode()), crc32=zlib.crc32(text.encode()))
+    manifest = Manifest(
+        job=record.job,
+        save_id=record.save_id,
+        serial=publish.next_serial(save.folder),
+        tag=record.tag,
+        step=record.step,
+        layout=record.layout,
+        roles={rank: sorted(part.files) for rank, part in sorted(parts.items())},
+        files=files,
+        time=datetime.now(timezone.utc),
+        losses=LOSSES if LOSSES in notes else None,
+        history=HISTORY if HISTORY in notes else None,
+        seed=record.seed,
+        consumed=record.consumed,
+    )
+    publish.write_atomically(root / MANIFEST, manifest.to_json())
+    return manifest
+
+
+def _complete(save: Save, manifest: Manifest, control: Control) -> Path:
+    """Give the finished folder its name."""
+    control.point_of_no_return(save)
+    save.total = sum(file.size for file in manifest.files.values())
+    for name in (*(f".part-{rank}.json" for rank in range(save.record.layout.size)), SAVE):
+        (save.partial / name).unlink(missing_ok=True)
+    return publish.publish(save.partial, save.folder, manifest)
+
+
+def _listed(ranks: set[int]) -> str:
+    return ", ".join(map(str, sorted(ranks)))
+
+
+__all__ = ["CheckpointError", "Control", "HostFile", "Save", "SaveAborted", "SaveFailed", "perform"]

@@ -1,0 +1,111 @@
+"""What a bamboo job may use of DeepSpeed, checked before anything is built."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from .config import BLOCK, load_config
+from .errors import ConfigError, UnsupportedError
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.pipe.module import PipelineModule
+
+    from .topology import Layout
+
+
+def _enabled(config: Mapping[str, Any], name: str) -> bool:
+    block = config.get(name)
+    return isinstance(block, Mapping) and bool(block.get("enabled", False))
+
+
+def check_config(source: Any) -> None:
+    """Refuse DeepSpeed settings that bamboo_ds does not carry through a takeover yet.
+
+    Raises:
+        UnsupportedError: names the setting and what to do.
+    """
+    config = load_config(source)
+    refused: list[tuple[str, str]] = []
+    if _enabled(config, "torch_autocast"):
+        refused.append(("torch_autocast.enabled", "use fp16 or bf16"))
+    zero = config.get("zero_optimization")
+    if isinstance(zero, Mapping) and zero.get("stage", 0) == 1:  # DeepSpeed refuses higher ones for pipelines itself
+        if (zero.get("offload_optimizer") or {}).get("device", "none") != "none":
+            refused.append(("zero_optimization.offload_optimizer", "remove it"))
+        if not zero.get("reduce_scatter", True):
+            refused.append(("zero_optimization.reduce_scatter", "set it to true"))
+        if zero.get("parameter_alignment"):
+            refused.append(("zero_optimization.parameter_alignment", "set it to false"))
+        if zero.get("zenflow"):
+            refused.append(("zero_optimization.zenflow", "remove it"))
+    if config.get("sparse_gradients"):
+        refused.append(("sparse_gradients", "set it to false"))
+    if _enabled(config, "flops_profiler"):
+        refused.append(("flops_profiler.enabled", "profile without bamboo"))
+    for name in ("data_efficiency", "progressive_layer_drop", "eigenvalue"):
+        if _enabled(config, name):
+            refused.append((f"{name}.enabled", "set it to false"))
+    if config.get("compression_training"):
+        refused.append(("compression_training", "remove it"))
+    if (config.get("tensor_parallel") or {}).get("autotp_size", 0) > 1:
+        refused.append(("tensor_parallel.autotp_size", "remove it"))
+    if refused:
+        listed = "; ".join(f'"{name}": {cure}' for name, cure in refused)
+        raise UnsupportedError(
+            f'these settings are not supported together with "{BLOCK}" yet: {listed} (or remove "{BLOCK}")'
+        )
+
+
+def check_schedule() -> None:
+    """Refuse schedules that a script has put in the place of DeepSpeed's, as Megatron-DeepSpeed does for ZBH1.
+
+    Raises:
+        UnsupportedError: names the schedule and what to do.
+    """
+    from deepspeed.runtime.pipe import schedule
+
+    found = schedule.TrainSchedule
+    if found.__module__ != schedule.__name__:
+        raise UnsupportedError(
+            f"the script has replaced DeepSpeed's TrainSchedule by {found.__module__}.{found.__qualname__}, which "
+            f'"{BLOCK}" does not support: train without it (Megatron-DeepSpeed: without --enable-zbh1-pipeline)'
+        )
+
+
+def check_module(module: PipelineModule, layout: Layout) -> None:
+    """Refuse models that bamboo_ds does not carry through a takeover yet.
+
+    Raises:
+        UnsupportedError, ConfigError: name the property and what to do.
+    """
+    if layout.stages < 2:
+        raise ConfigError(
+            f'"{BLOCK}" needs at least 2 pipeline stages, the model has {layout.stages}: raise num_stages'
+        )
+    axes = {axis: module._topo.get_dim(axis) for axis in module._topo.get_axis_names()}
+    others = {axis: size for axis, size in axes.items() if axis not in ("pipe", "data", "model") and size > 1}
+    if others:
+        raise UnsupportedError(f'the topology axes {others} are not supported together with "{BLOCK}" yet')
+    for role in layout.roles:
+        place = {"pipe": role.stage, "data": layout.copy_of(role), "model": layout.slice_of(role)}
+        if module._topo.get_rank(**{axis: place.get(axis, 0) for axis in axes}) != layout.rank(role):
+            raise UnsupportedError(
+                f'"{BLOCK}" needs the rank order of PipeDataParallelTopology or PipeModelDataParallelTopology, the '
+                f"topology orders its axes {list(axes)}"
+            )
+
+
+def layout_of(module: PipelineModule) -> Layout:
+    """The roles of ``module``'s topology.
+
+    Raises:
+        UnsupportedError, ConfigError: see :func:`check_module`.
+    """
+    from .topology import Layout
+
+    topology = module._topo
+    slices = topology.get_dim("model") or 1
+    layout = Layout((topology.get_dim("data") or 1) * slices, topology.get_dim("pipe"), slices=slices)
+    check_module(module, layout)
+    return layout

@@ -1,0 +1,85 @@
+"""A plan as one plan per tensor slice, and back.
+
+Within a slice everything is as in a job without slices: rank ``r`` of the job is rank ``r // slices`` of its slice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+from .costs import Candidate
+from .plan import Plan
+
+_T = TypeVar("_T")
+
+
+def only(plan: Plan, number: int) -> Plan:
+    """What ``plan`` says of slice ``number`` and of the members at home in it."""
+    layout = plan.world
+    slices = layout.slices
+    if slices == 1:
+        return plan
+    here = [(member, home) for member, home in zip(plan.members, plan.homes, strict=True) if home % slices == number]
+    return replace(
+        plan,
+        layout=replace(layout, pipelines=layout.copies, slices=1),
+        owners=plan.owners[number::slices],
+        shadows=plan.shadows[number::slices],
+        members=tuple(member for member, _ in here),
+        homes=tuple(home // slices for _, home in here),
+        unheld=tuple(rank // slices for rank in plan.unheld if rank % slices == number),
+        learners=tuple((rank // slices, member) for rank, member in plan.learners if rank % slices == number),
+    )
+
+
+def given_up(part: Plan) -> Plan:
+    """The plan after ``part``, that of a slice that has no members any more."""
+    return replace(
+        part,
+        epoch=part.epoch + 1,
+        members=(),
+        homes=(),
+        shadows=(None,) * len(part.owners),
+        lost=(),
+        learners=(),
+        unheld=tuple(range(len(part.owners))),
+        immediate=False,
+    )
+
+
+def merged(previous: Plan, parts: Sequence[Plan], candidates: Iterable[Candidate] = ()) -> Plan:
+    """The plan whose slices are ``parts``.
+
+    Args:
+        previous: the plan before; its layout and, as long as it lives, its store's host stay.
+        parts: by slice.
+        candidates: in the order of their slots; default: the members of ``previous``.
+    """
+    layout = previous.world
+    if layout.slices == 1:
+        return parts[0]
+    owners, shadows = (_woven([getattr(part, name) for part in parts]) for name in ("owners", "shadows"))
+    homes = {member.id: member.home for member in candidates} or dict(
+        zip(previous.members, previous.homes, strict=True)
+    )
+    members = [member for member in homes if any(member in part.members for part in parts)]
+    return replace(
+        parts[0],
+        layout=layout,
+        owners=owners,
+        shadows=shadows,
+        members=tuple(members),
+        homes=tuple(homes[member] for member in members),
+        store_host=previous.store_host if previous.store_host in members else next(o for o in owners if o in members),
+        unheld=tuple(sorted(rank * layout.slices + m for m, part in enumerate(parts) for rank in part.unheld)),
+        learners=tuple(
+            sorted((r * layout.slices + m, who) for m, part in enumerate(parts) for r, who in part.learners)
+        ),
+    )
+
+
+def _woven(parts: Sequence[tuple[_T, ...]]) -> tuple[_T, ...]:
+    """By rank of the job what ``parts`` say by rank of the slice."""
+    return tuple(each for ranks in zip(*parts, strict=True) for each in ranks)

@@ -1,0 +1,281 @@
+"""Several "hosts" on one machine: network namespaces, each with an address on a common bridge.
+
+Agents run directly in them, as launchers on real hosts would start them. The etcd is outside, at the bridge's address.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import IO, Any
+
+import psutil
+import pytest
+
+from bamboo_ds.control.access import ENV_STORE
+from bamboo_ds.control.agent_settings import AgentSettings, script_command
+from bamboo_ds.control.membership import LeftRecord, MemberRecord
+from bamboo_ds.store.embedded import EmbeddedEtcd
+
+from .jobs import DEADLINE_S, MARK, TRAIN, Result, RunningJob, TemporaryFolder, environment, marked
+from .watching import registered
+
+
+def ip(*words: str) -> None:
+    """Run ``ip``; raises with its message if it fails."""
+    done = subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"ip {' '.join(words)}: {done.stderr}"
+
+
+@functools.lru_cache(maxsize=1)
+def why_not() -> str | None:
+    """Why there can be no namespaces here, and what to do about it; ``None`` if there can."""
+    if shutil.which("ip") is None:
+        return "the command `ip` is missing: install iproute2 (apt-get install iproute2)"
+    if os.geteuid() != 0:
+        return "network namespaces need root: run these tests as root, or under `sudo -E` or `unshare -rnm`"
+    name = f"bds-try-{os.getpid()}"
+    tries = [
+        ["netns", "add", name],
+        ["link", "add", f"bdst{os.getpid()}", "type", "bridge"],
+        ["link", "delete", f"bdst{os.getpid()}"],
+        ["netns", "exec", name, "true"],
+        ["netns", "delete", name],
+    ]
+    try:
+        for words in tries:
+            done = subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
+            if done.returncode:
+                said = done.stderr.strip()
+                return f"no network namespaces here: `ip {' '.join(words)}` says {said!r}; CAP_SYS_ADMIN is needed"
+    finally:
+        for words in (["link", "delete", f"bdst{os.getpid()}"], ["netns", "delete", name]):
+            subprocess.run(["ip", *words], capture_output=True, check=False)  # if it was made at all
+    return None
+
+
+class Hosts:
+    """A bridge and ``count`` namespaces with one address each. Use it in a ``with`` statement.
+
+    Attributes:
+        outside: address of the bridge, that everybody reaches.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._tag = f"bds{os.urandom(2).hex()}"
+        self._net = ""
+        self._undo = ExitStack()
+
+    @property
+    def outside(self) -> str:
+        return f"{self._net}.254"
+
+    def name(self, host: int) -> str:
+        """The namespace of a host."""
+        return f"{self._tag}-{host}"
+
+    def address(self, host: int) -> str:
+        """The address of a host."""
+        return f"{self._net}.{host + 1}"
+
+    def __enter__(self) -> Hosts:
+        with contextlib.ExitStack() as guard:
+            guard.callback(self._undo.close)
+            self._build()
+            guard.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._undo.close()
+
+    def _build(self) -> None:
+        taken = subprocess.run(["ip", "-4", "route"], capture_output=True, text=True, check=True).stdout
+        nets = [f"10.77.{number}" for number in range(256)]
+        self._net = random.choice([net for net in nets if f"{net}." not in taken])
+        ip("link", "add", self._tag, "type", "bridge")
+        self._undo.callback(ip, "link", "delete", self._tag)
+        ip("address", "add", f"{self.outside}/24", "dev", self._tag)
+        ip("link", "set", self._tag, "up")
+        for host in range(self.count):
+            name, cable = self.name(host), self._cable(host)
+            ip("netns", "add", name)
+            self._undo.callback(ip, "netns", "delete", name)
+            self._undo.callback(self.kill, host)
+            ip("link", "add", cable, "type", "veth", "peer", "name", "eth0", "netns", name)
+            ip("link", "set", cable, "master", self._tag, "up")
+            ip("-n", name, "link", "set", "lo", "up")
+            ip("-n", name, "address", "add", f"{self.address(host)}/24", "dev", "eth0")
+            ip("-n", name, "link", "set", "eth0", "up")
+
+    def _cable(self, host: int) -> str:
+        return f"{self._tag}v{host}"
+
+    def pids(self, host: int) -> list[int]:
+        """The processes on a host."""
+        done = subprocess.run(["ip", "netns", "pids", self.name(host)], capture_output=True, text=True, check=True)
+        return [int(pid) for pid in done.stdout.split()]
+
+    def kill(self, host: int) -> None:
+        """SIGKILL to all processes of a host."""
+        for pid in self.pids(host):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def cut(self, host: int) -> None:
+        """Pull the cable: nothing that is sent arrives, and nobody is told so."""
+        ip("link", "set", self._cable(host), "down")
+
+    def mend(self, host: int) -> None:
+        """Put the cable back."""
+        ip("link", "set", self._cable(host), "up")
+
+    def separate(self, one: int, other: int) -> None:
+        """What one of two hosts sends to the other is lost; both reach everybody else."""
+        for sender, receiver in ((one, other), (other, one)):
+            ip("-n", self.name(sender), "route", "add", "blackhole", f"{self.address(receiver)}/32")
+
+    def unite(self, one: int, other: int) -> None:
+        """End that."""
+        for sender, receiver in ((one, other), (other, one)):
+            ip("-n", self.name(sender), "route", "delete", "blackhole", f"{self.address(receiver)}/32")
+
+    def command(self, host: int, command: Sequence[str]) -> list[str]:
+        """``command`` on a host; it becomes the process itself."""
+        return ["ip", "netns", "exec", self.name(host), *command]
+
+
+class HostJob(RunningJob):
+    """A job whose slots are on ``hosts``. Use it in a ``with`` statement.
+
+    Args:
+        places: the host of each slot.
+        settings: changes of :class:`AgentSettings`.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        hosts: Hosts,
+        places: Sequence[int],
+        arguments: list[str],
+        config: Path,
+        script: Path = TRAIN,
+        settings: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.folder = folder
+        self._events, self._parsed = [], 0
+        self.hosts = hosts
+        self.name = f"job-{os.urandom(4).hex()}"
+        self.command = [str(script), "--deepspeed_config", str(config), "--out", str(folder), *arguments]
+        self.joiners = []
+        self.agents: list[subprocess.Popen[bytes]] = []
+        self._results: list[IO[bytes]] = []
+        self._stack = ExitStack()
+        temporary = TemporaryFolder(folder)
+        self._stack.callback(temporary.close)
+        self.env = environment() | {MARK: str(folder)} | temporary.variables
+        self._etcd = self._stack.enter_context(EmbeddedEtcd(hosts.outside))
+        for slot, host in enumerate(places):
+            self._start_agent(slot, host, len(places), settings or {})
+
+    def _start_agent(self, slot: int, host: int, world: int, changes: Mapping[str, Any]) -> None:
+        reading, writing = os.pipe()
+        self._results.append(os.fdopen(reading, "rb"))
+        script, *arguments = self.command
+        values: dict[str, Any] = {
+            "slot": slot,
+            "world_size": world,
+            "store": self._etcd.url,
+            "job": self.name,
+            "address": self.hosts.address(host),
+            "zone": "",
+            "events": str(self.folder / "events.jsonl"),
+            "parent_pid": os.getpid(),
+            "lease_ttl_s": 5.0,
+            "heartbeat_timeout_s": 5.0,
+            "settle_s": 0.05,
+            "grace_s": 5.0,
+            "master_port": 29500,
+            "pipelines": None,
+            "result_fd": writing,
+            "state_file": None,
+            "command": script_command(script, arguments, False),
+            "host": f"h{host}",
+        }
+        agent = AgentSettings(**{**values, **changes})
+        command = [sys.executable, "-m", "bamboo_ds.control.agent", *agent.to_arguments()]
+        with open(self.folder / f"agent-{slot}.log", "wb") as log:
+            process = subprocess.Popen(
+                self.hosts.command(host, command),
+                env={**self.env, ENV_STORE: agent.store},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                pass_fds=[writing],
+                start_new_session=True,
+            )
+        os.close(writing)
+        self.agents.append(process)
+
+    def members(self) -> dict[int, MemberRecord]:
+        """The members that etcd knows, by the process ids of their agents."""
+        return {record.agent_pid: record for record in registered(self._etcd.url, self.name)}
+
+    def member(self, slot: int) -> MemberRecord:
+        """The member that the agent which began as ``slot`` has registered."""
+        return self.members()[self.agents[slot].pid]
+
+    def over(self) -> bool:
+        return all(agent.poll() is not None for agent in self.agents)
+
+    def departures(self) -> list[LeftRecord | None]:
+        """What each agent has said at its end, by the slot that it began as; ``None``: nothing."""
+        lines = [result.readline() for result in self._results]
+        return [LeftRecord.from_json(line) if line else None for line in lines]
+
+    def finish(self, seconds: float = DEADLINE_S) -> Result:
+        """Wait for the end of everything; the exit code is that of the last agent that ended otherwise than well."""
+        deadline = time.monotonic() + seconds
+        while not self.over():
+            assert time.monotonic() < deadline, f"the job hangs:\n{self.output()[-6000:]}"
+            time.sleep(0.02)
+        codes = [agent.returncode for agent in self.agents if agent.returncode not in (0, -signal.SIGKILL)]
+        return Result(self.folder, codes[-1] if codes else 0, self.output())
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        with self._stack:
+            for process in self._processes():
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill() if kind else process.terminate()
+            for agent in self.agents:
+                agent.wait(30)
+            for result in self._results:
+                result.close()
+        if kind is None:
+            assert not marked(str(self.folder)), f"the job left processes behind: {marked(str(self.folder))}"
+
+    def _processes(self) -> Iterator[psutil.Process]:
+        for agent in self.agents:
+            if agent.poll() is None:
+                yield psutil.Process(agent.pid)
+
+
+@pytest.fixture
+def make_hosts() -> Iterator[Callable[[int], Hosts]]:
+    """Makes so many hosts, gone after the test; skips it where there can be none."""
+    reason = why_not()
+    if reason is not None:
+        pytest.skip(reason)
+    with ExitStack() as stack:
+        yield lambda count: stack.enter_context(Hosts(count))

@@ -1,0 +1,61 @@
+"""Jobs that lose workers at exact places and are compared with undisturbed ones."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from .compare import assert_equal
+from .faults import in_turn, mark
+from .jobs import TRAIN, Result, run_bamboo, slow_until, write_config
+
+Reference = Callable[..., Result]
+
+STEPS = 5
+
+
+def fault(rank: int, step: int, at: str, micro_batch: int | None = None, **more: Any) -> dict[str, Any]:
+    """See :mod:`.faults`."""
+    return {"rank": rank, "step": step, "at": at, "micro_batch": micro_batch, **more}
+
+
+def survive(
+    folder: Path,
+    reference: Reference,
+    faults: list[dict[str, Any]],
+    stages: int = 4,
+    pipelines: int = 1,
+    arguments: tuple[str, ...] = (),
+    own: bool = False,
+    *,
+    micro_batches: int = 6,
+    bamboo: dict[str, Any] | None = None,
+    script: Path = TRAIN,
+    healing: bool = False,
+    **config: Any,
+) -> Result:
+    """Run ``script`` with ``faults`` and compare with the undisturbed run: stock DeepSpeed's, or ours with ``own``.
+
+    With ``healing`` each fault waits until redundancy has healed, and the job ends soon after the last one.
+    """
+    pace: list[str] = []
+    if healing:
+        faults = in_turn(*faults)
+        pace = slow_until(folder / mark(faults[-1]), 0.1)
+    elif "--steps" not in arguments:
+        arguments = ("--steps", str(STEPS), *arguments)
+    file = write_config(folder, {"redundancy": {"verify_every": 2}, **(bamboo or {})}, micro_batches, **config)
+    command = ["--stages", str(stages), *arguments, *pace, "--faults", json.dumps(faults)]
+    result = run_bamboo(folder, stages * pipelines, command, file, script)
+    assert result.exit_code == 0, result.output[-4000:]
+    length = result.length if healing else ()
+    undisturbed = reference(stages, pipelines, micro_batches, *arguments, *length, own=own, script=script, **config)
+    assert_equal(result, undisturbed, faults)
+    return result
+
+
+#: :func:`survive` with losses one after the other.
+survive_in_turn = partial(survive, healing=True)

@@ -1,0 +1,60 @@
+"""What tests wait for while a job runs, and what must be true of it in the end."""
+
+from __future__ import annotations
+
+from bamboo_ds.control.access import open_store
+from bamboo_ds.control.membership import Keys, MemberRecord
+
+from .compare import differences
+from .jobs import Result, RunningJob
+
+#: Seconds within which the next thing happens, also on a machine with much to do.
+PATIENCE_S = 120.0
+
+
+def registered(urls: str, job: str) -> list[MemberRecord]:
+    """The members that etcd knows."""
+    with open_store(urls, job, 10.0) as store:
+        entries = store.get_prefix(Keys.MEMBERS).entries.values()
+    return [MemberRecord.from_json(entry.value) for entry in entries]
+
+
+def wait_steps(job: RunningJob, more: int) -> None:
+    """Until so many more steps are done."""
+    goal = len(job.events("step")) + more
+    job.wait_for(f"{more} more steps", lambda: len(job.events("step")) >= goal, PATIENCE_S)
+
+
+def wait_whole(job: RunningJob, owners: int) -> None:
+    """Until so many members own a stage, and every stage has a shadow."""
+
+    def whole() -> bool:
+        plan = job.plan() if job.events("plan") else {"owners": []}
+        return len(set(plan["owners"])) == owners and bool(plan["shadows"]) and None not in plan["shadows"]
+
+    job.wait_for(f"{owners} members own stages, all of them shadowed", whole, PATIENCE_S)
+
+
+def wait_lost(job: RunningJob, count: int) -> None:
+    """Until so many losses are known."""
+    job.wait_for(f"{count} losses", lambda: len(job.events("member_lost")) >= count, PATIENCE_S)
+
+
+def assert_exact(result: Result, reference: Result) -> None:
+    """Losses, states and steps are those of the undisturbed run; no epoch was decided twice."""
+    tail = result.output[-6000:]
+    plain = reference.ranks()[0]["losses"]
+    dumps = [*result.ranks().values(), *result.joined()]
+    assert dumps, tail
+    for dump in dumps:
+        assert dump["losses"] == plain[len(plain) - len(dump["losses"]) :], tail
+    roles = reference.roles()
+    assert differences(roles, result.roles()) == [], tail
+    replicas = result.replicas()
+    assert differences({role: roles[role] for role in replicas}, replicas) == [], tail
+    assert sorted(event["step"] for event in result.events("step")) == list(range(1, len(plain) + 1))
+    epochs = [event["epoch"] for event in result.events("plan")]
+    assert epochs == list(range(1, len(epochs) + 1))
+    lost = [event["member_id"] for event in result.events("member_lost")]
+    assert len(lost) == len(set(lost))
+    assert not result.events("replica_mismatch")

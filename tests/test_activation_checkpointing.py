@@ -1,0 +1,191 @@
+"""Activation checkpointing: recomputed and redundant passes draw the owner's random numbers, wherever they run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from deepspeed.runtime.activation_checkpointing import checkpointing
+from torch import nn
+
+from bamboo_ds.engine.recomputing import begin_forward, counting_saved_bytes
+from bamboo_ds.engine.rng import forward_seed, keyed_generators, seeded_layers
+from bamboo_ds.topology import Role
+
+from .support.gpt_jobs import survive
+from .support.surviving import Reference, fault
+
+CPU = torch.device("cpu")
+CHECKPOINTS = {"reentrant": checkpointing.checkpoint, "non-reentrant": checkpointing.non_reentrant_checkpoint}
+
+
+@pytest.fixture
+def tracker() -> Iterator[Any]:
+    """DeepSpeed's tracker with two states."""
+    tracked = checkpointing.get_cuda_rng_tracker()
+    tracked.add("model-parallel-rng", 1)
+    tracked.add("other", 2)
+    yield tracked
+    tracked.reset()
+
+
+def draws(tracker: Any) -> list[torch.Tensor]:
+    """What a pass draws from every generator, twice from one of them."""
+    found = [torch.rand(3)]
+    for name in ("model-parallel-rng", "other", "model-parallel-rng"):
+        with tracker.fork(name):
+            found.append(torch.rand(3))
+    return found
+
+
+def test_a_pass_draws_the_same_wherever_it_runs(tracker: Any) -> None:
+    torch.manual_seed(0)
+    before, states = torch.get_rng_state(), tracker.get_states()
+    seed = forward_seed(7, 3, Role(0, 1), 2)
+    with keyed_generators(seed, CPU):
+        first = draws(tracker)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert {name: state.tolist() for name, state in tracker.get_states().items()} == {
+        name: state.tolist() for name, state in states.items()
+    }
+    draws(tracker)  # another member has drawn more
+    with keyed_generators(seed, CPU):
+        second = draws(tracker)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert len({tuple(values.tolist()) for values in first}) == len(first)
+    with keyed_generators(forward_seed(7, 3, Role(0, 1), 3), CPU):
+        assert not any(torch.equal(a, b) for a, b in zip(first, draws(tracker), strict=True))
+
+
+@pytest.mark.parametrize("kind", CHECKPOINTS)
+def test_recomputation_draws_the_masks_of_its_pass(tracker: Any, kind: str) -> None:
+    masks = []
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        with tracker.fork():
+            mask = torch.rand_like(x) < 0.5
+        masks.append(mask & (torch.rand_like(x) < 0.5))
+        return (x * masks[-1]).square()
+
+    x = torch.randn(64, requires_grad=True)
+    with keyed_generators(5, CPU):
+        y = CHECKPOINTS[kind](layer, x)
+    with keyed_generators(6, CPU):  # passes between forward and backward
+        CHECKPOINTS[kind](layer, torch.randn(64, requires_grad=True))
+    y.sum().backward()
+    assert len(masks) == 3 and torch.equal(masks[0], masks[2]) and not torch.equal(masks[0], masks[1])
+    assert torch.equal(x.grad, 2 * x.detach() * masks[0])
+
+
+def test_layers_that_seed_themselves_leave_other_generators_alone() -> None:
+    module = SimpleNamespace(seed_layers=True, micro_offset=99)
+    states = numpy.random.get_state()[1].tolist()
+    with seeded_layers(module, 12):
+        assert module.micro_offset == 12
+        numpy.random.seed(1)
+    assert numpy.random.get_state()[1].tolist() == states
+    with seeded_layers(module):
+        assert module.micro_offset == 12
+    module.seed_layers = False
+    with seeded_layers(module, 13):
+        assert module.micro_offset == 12
+
+
+@pytest.mark.parametrize("kind", CHECKPOINTS)
+def test_inputs_of_checkpoints_count_as_saved(kind: str) -> None:
+    linear = nn.Linear(8, 8)
+    runtime: Any = SimpleNamespace(saved_bytes=0, module=linear)
+    runtime.module.activation_checkpoint_func = CHECKPOINTS[kind]
+    x = torch.randn(4, 8, requires_grad=True)
+    with counting_saved_bytes(runtime):
+        hidden = linear.activation_checkpoint_func(lambda v: torch.tanh(linear(torch.tanh(linear(v)))), x)
+    assert runtime.saved_bytes == x.nbytes
+    assert linear.activation_checkpoint_func is CHECKPOINTS[kind]
+    with counting_saved_bytes(runtime):
+        torch.tanh(hidden)
+    assert runtime.saved_bytes == 2 * x.nbytes
+
+
+@pytest.mark.parametrize("kind", CHECKPOINTS)
+def test_more_forward_passes_than_contiguous_buffers(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    monkeypatch.setattr(checkpointing, "PARTITION_ACTIVATIONS", True)
+    monkeypatch.setattr(checkpointing, "CONTIGUOUS_CHECKPOINTING", True)
+    monkeypatch.setattr(checkpointing, "num_layers", 2)
+    inputs = [torch.randn(8, requires_grad=True) for _ in range(5)]
+    outputs = []
+    for x in inputs:
+        begin_forward()
+        y = x.clone()
+        for _ in range(2):
+            y = CHECKPOINTS[kind](lambda v: v.square(), y)
+        outputs.append(y)
+    for y in outputs:
+        y.sum().backward()
+    for x in inputs:
+        torch.testing.assert_close(x.grad, 4 * x.detach() ** 3)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    ("victims", "arguments", "own", "config"),
+    [
+        pytest.param(
+            (3, 1),
+            ("--dropout", "0.2", "--checkpointable", "LayerNorm"),
+            True,
+            {
+                "activation_checkpointing": {
+                    "partition_activations": True,
+                    "contiguous_memory_optimization": True,
+                    "number_checkpoints": 4,
+                }
+            },
+            id="dropout-contiguous",
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param(
+            (0, 2),
+            ("--dropout", "0.2", "--seed-layers"),
+            False,
+            {},
+            id="dropout-seeded-layers",
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param(
+            (3, 1),
+            ("--dropout", "0.2"),
+            True,
+            {"pipeline": {"use_reentrant": False}},
+            id="dropout-non-reentrant",
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param(
+            (3, 1),
+            (),
+            False,
+            {
+                "pipeline": {"use_reentrant": False},
+                "activation_checkpointing": {"partition_activations": True, "cpu_checkpointing": True},
+            },
+            id="non-reentrant-partitioned-cpu",
+            marks=pytest.mark.exhaustive,
+        ),
+    ],
+)
+def test_losses_in_the_middle_of_backward(
+    tmp_path: Path,
+    reference: Reference,
+    victims: tuple[int, int],
+    arguments: tuple[str, ...],
+    own: bool,
+    config: dict[str, Any],
+) -> None:
+    """An end of the pipeline, then a stage within it; as stock DeepSpeed where nothing is random but by its seeds."""
+    faults = [fault(rank, 1 + 2 * i, "BackwardPass", 2 - i) for i, rank in enumerate(victims)]
+    options = ("--steps", "5", "--checkpoint-activations", "1", "--layers", "8", *arguments)
+    survive(tmp_path, reference, faults, 4, 1, options, own, **config)

@@ -1,0 +1,70 @@
+"""When the end of a job is the end for a member that waits to take part."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from bamboo_ds.control.admission import over_for
+from bamboo_ds.control.membership import Keys, LeftRecord, MemberRecord, Record, StandingRecord
+from bamboo_ds.control.mirror import Mirror
+from bamboo_ds.control.newcomer import choose_home
+from bamboo_ds.store.records import KeyValue, Snapshot
+from bamboo_ds.topology import Layout, Plan
+from bamboo_ds.topology.planner import initial_plan, with_redundancy
+
+PLAN = with_redundancy(initial_plan(["a", "b"]), Layout(1, 2), True)
+#: It lists two joiners, whom nobody follows any more: the job ends.
+NEXT = replace(PLAN, epoch=3, members=("a", "b", "j", "k"), homes=(0, 1, 0, 1), immediate=False)
+
+
+def member(name: str) -> tuple[str, Record]:
+    record = MemberRecord(
+        id=name, slot=0, host="h", address="x", pid=1, agent_pid=2, incarnation="x", joiner=name in "jk"
+    )
+    return Keys.member(name), record
+
+
+def left(name: str, outcome: str = "finished") -> tuple[str, Record]:
+    fields = {"id": name, "slot": 0, "outcome": outcome, "reason": "exit", "detail": "0", "since": 1.0, "boot": "b"}
+    return Keys.left(name), LeftRecord.model_validate(fields)
+
+
+def entered(name: str) -> tuple[str, Record]:
+    return Keys.standing(name), StandingRecord(id=name, epoch=2)
+
+
+def mirror(*records: tuple[str, Record]) -> Mirror:
+    return Mirror(Snapshot({key: KeyValue(key, record.to_json(), 1, 1) for key, record in records}, 1))
+
+
+@pytest.mark.parametrize("plan", [PLAN, NEXT], ids=["not admitted", "admitted"])
+def test_over_when_all_that_took_part_are_gone(plan: Plan) -> None:
+    there = [entered("a"), entered("b"), member("j"), member("k")]
+    assert not over_for("j", mirror(*there, member("a"), member("b")), plan)
+    assert not over_for("j", mirror(*there, member("a"), left("b")), plan)
+    assert over_for("j", mirror(*there, left("a"), left("b")), plan)
+    assert over_for("j", mirror(*there, left("a", "lost"), left("b")), plan)
+
+
+def test_not_over_while_there_is_something_to_take_over() -> None:
+    there = [entered("a"), entered("b"), member("j")]
+    assert not over_for("j", mirror(*there, left("a", "lost"), left("b", "lost")), NEXT)
+
+
+def test_one_that_takes_part_ends_by_itself() -> None:
+    there = [entered("a"), entered("b"), entered("j"), member("j"), left("a"), left("b")]
+    assert not over_for("j", mirror(*there), NEXT)
+
+
+def test_newcomers_come_to_the_ends_of_pipelines_first() -> None:
+    """A pipeline without anybody who draws its batches waits; more than a few are not needed."""
+    plan = with_redundancy(initial_plan([f"m{i}" for i in range(8)]), Layout(2, 4), True)
+    homes = list(range(8))
+    for expected in (0, 1, 6, 7, 2, 3):  # the ends of pipeline 0 are 0 and 6, those of pipeline 1 are 1 and 7
+        assert choose_home(plan, homes) == expected
+        homes.append(expected)
+    assert choose_home(plan, [1, 2, 3, 4, 5, 7]) == 0
+    assert choose_home(plan, [1, 7, 0, 2, 2, 3, 3, 4, 4, 5, 5]) == 6
+    assert choose_home(plan, [1, 7, 0, 0, 6, 2, 3, 4, 5]) == 1

@@ -1,0 +1,325 @@
+"""Faults carried out on small real processes, and the runner on a job that only pretends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bamboo_ds.chaos.faults import Deed, Fault, Kind, Target
+from bamboo_ds.chaos.joiners import JoinCommand
+from bamboo_ds.chaos.processes import (
+    Process,
+    ProcessGone,
+    agent_of,
+    feeders_of,
+    here,
+    listener,
+    state_of,
+    worker_of,
+)
+from bamboo_ds.chaos.runner import Runner, RunnerOptions
+from bamboo_ds.chaos.situation import Situation
+from bamboo_ds.chaos.sparing import Choice
+from bamboo_ds.chaos.strikes import Impossible, Kill, Notify, Obey, Partition, Raise, Stop, Strike
+from bamboo_ds.chaos.victim import EXIT_CODE, Order, VictimUnreachable
+from bamboo_ds.control.membership import MemberRecord
+from bamboo_ds.topology import takeover
+
+from .support.chaos import OBEDIENT, at, members, record, settled
+from .support.leaks import no_leaks
+
+
+@pytest.fixture(autouse=True)
+def leaks() -> Iterator[None]:
+    with no_leaks():
+        yield
+
+
+def fault(kind: Kind, seconds: float | None = None, target: str | None = None, at_s: float = 0.0, n: int = 0) -> Fault:
+    return Fault(n, at_s, kind, Target.parse(target) if target else None, seconds)
+
+
+def finish(strike: Strike, timeout_s: float = 10.0) -> None:
+    """Look at it until it is over."""
+    deadline = time.monotonic() + timeout_s
+    while not strike.done(Situation()):
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def gone(pid: int) -> bool:
+    return state_of(pid) in (None, "Z", "X")
+
+
+def test_kill_of_a_worker_an_agent_a_host() -> None:
+    with members(4) as found:
+        for kind, victims in ((Kind.KILL, found[:1]), (Kind.KILL_AGENT, found[1:2]), (Kind.HOST, found[2:])):
+            strike = Kill(fault(kind), victims)
+            strike.begin()
+            assert strike.account.confirmed and strike.due is None
+            assert all(gone(r.pid) for r in victims)
+            assert kind is Kind.KILL or all(gone(r.agent_pid) for r in victims)
+        with pytest.raises(ProcessGone):
+            Kill(fault(Kind.KILL), found[:1]).begin()
+
+
+def test_only_the_members_own_processes_are_hit() -> None:
+    with members(2) as (one, other):
+        mistaken = one.model_copy(update={"pid": other.pid})
+        assert here(one) and not here(mistaken)
+        with pytest.raises(ProcessGone):
+            worker_of(mistaken)
+        with pytest.raises(ProcessGone):
+            agent_of(one.model_copy(update={"agent_pid": other.agent_pid}))
+        with pytest.raises(ProcessGone):  # nobody dies where not everybody is there
+            Kill(fault(Kind.HOST), [one, mistaken]).begin()
+        assert not gone(one.pid) and not gone(one.agent_pid)
+
+
+def test_stop_ends_after_its_seconds() -> None:
+    with members(1) as (one,):
+        strike = Stop(fault(Kind.STOP, 0.2), [one])
+        strike.begin()
+        assert strike.account.confirmed and state_of(one.pid) == "T" and not strike.done(Situation())
+        finish(strike)
+        assert strike.account.seconds is not None and strike.account.seconds >= 0.2
+        with worker_of(one) as worker:
+            assert not worker.stopped() and not worker.dead()
+        frozen = Stop(fault(Kind.FREEZE, 60.0), [one])
+        frozen.begin()
+        assert (state_of(one.pid), state_of(one.agent_pid)) == ("T", "T")
+        frozen.undo()
+        with Process(one.pid) as worker, Process(one.agent_pid) as agent:
+            assert not worker.stopped() and not agent.stopped()
+
+
+def test_stopped_worker_that_is_killed_is_accounted_for() -> None:
+    with members(1) as (one,):
+        strike = Stop(fault(Kind.STOP, 60.0), [one])
+        strike.begin()
+        os.kill(one.pid, signal.SIGKILL)
+        finish(strike)
+        assert strike.account.detail == "1 of 1 were killed while they were stopped"
+
+
+def test_worker_obeys() -> None:
+    with members(3, OBEDIENT, BAMBOO_CHAOS="1") as (one, two, three):
+        held = Obey(fault(Kind.HOLD_GIL, 0.3), [one])
+        held.begin()
+        with pytest.raises(VictimUnreachable):  # it cannot answer anybody else meanwhile
+            Order(one.pid, "hold_gil", 0.0, timeout_s=0.1)
+        finish(held)
+        assert held.account.confirmed and held.account.seconds is not None and held.account.seconds >= 0.3
+        assert not gone(one.pid)
+        raised, left = Raise(fault(Kind.EXCEPTION), [two]), Obey(fault(Kind.EXIT), [three])
+        raised.begin()
+        left.begin()
+        finish(raised)
+        assert raised.account.confirmed and left.account.confirmed
+        with Process(two.agent_pid) as agent:
+            assert agent.dead(5.0)
+        assert EXIT_CODE == 13 and gone(two.pid) and gone(three.pid)
+
+
+def test_worker_that_takes_no_orders() -> None:
+    with members(1) as (one,), pytest.raises(Impossible, match=r"bamboo_ds\.chaos\.victim"):
+        Obey(fault(Kind.HOLD_GIL, 0.1), [one]).begin()
+
+
+def test_notice_is_written_and_withdrawn(tmp_path: Path) -> None:
+    with members(2) as found:
+        situation = settled(found)
+        strike = Notify(fault(Kind.NOTICE), found[:1], str(tmp_path / "notice-{slot}-{member}"))
+        strike.begin()
+        path = tmp_path / "notice-0-m0"
+        assert json.loads(path.read_text())["kind"] == "preempt" and not strike.done(situation)
+        assert situation.plan is not None
+        assert strike.done(at(takeover(situation.plan, ["m0"]), found[1:]))
+        assert strike.account.confirmed and not path.exists()
+        with pytest.raises(Impossible, match="notices"):
+            Notify(fault(Kind.NOTICE), found[1:], None).begin()
+
+
+def test_partition_says_why_not() -> None:
+    with pytest.raises(Impossible, match="network"):
+        Partition(fault(Kind.PARTITION, 1.0)).begin()
+
+
+def test_listener_is_found_by_its_port() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert listener(os.getpid(), port) is None  # it is no descendant
+        child = os.fork()
+        if child == 0:
+            signal.pause()
+            os._exit(0)
+        try:
+            assert listener(os.getpid(), port) == child
+        finally:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+
+
+# -- the runner -------------------------------------------------------------------------------------------
+
+
+class PretendedJob:
+    """A job whose leader plans a takeover when a worker is dead, and heals when it is told to."""
+
+    def __init__(self, records: list[MemberRecord], heals: bool = True) -> None:
+        self.situation = settled(records)
+        self.heals = heals
+        self.answers = True
+
+    def look(self, timeout_s: float = 0.0) -> Situation:
+        time.sleep(min(timeout_s, 0.01))
+        plan, records = self.situation.plan, list(self.situation.members.values())
+        assert plan is not None
+        alive = [r for r in records if not gone(r.pid)]
+        if self.answers and len(alive) < len(records):
+            plan = takeover(plan, [r.id for r in records if r not in alive])
+            if self.heals:
+                ring = {owner: alive[(i + 1) % len(alive)].id for i, owner in enumerate(r.id for r in alive)}
+                plan = replace(plan, shadows=tuple(ring[owner] for owner in plan.owners))
+            self.situation = at(plan, alive)
+        return self.situation
+
+    def fresh(self) -> Situation | None:
+        return self.look() if self.answers else None
+
+
+def command(tmp_path: Path, *words: str) -> JoinCommand:
+    return JoinCommand("ftp://nowhere", "j", None, words, dict(os.environ), str(tmp_path), tmp_path)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Callable[..., tuple[Runner, list[Deed]]]:
+    def start(job: PretendedJob, faults: list[Fault], **options: object) -> tuple[Runner, list[Deed]]:
+        deeds: list[Deed] = []
+        settings = RunnerOptions(choice=Choice(), join=command(tmp_path), patience_s=0.3)
+        runner = Runner(job, faults, replace(settings, **options), lambda: False, deeds.append)  # type: ignore[arg-type]
+        try:
+            runner.run()
+        finally:
+            runner.close()
+        return runner, deeds
+
+    return start
+
+
+Run = Callable[..., tuple[Runner, list[Deed]]]
+
+
+def test_faults_are_carried_out_and_told(run: Run) -> None:
+    with members(4) as found:
+        faults = [fault(Kind.STOP, 0.2, "slot:1"), fault(Kind.KILL, None, "slot:3", 0.05, 1)]
+        faults += [fault(Kind.PARTITION, 1.0, "slot:0", 0.1, 2), fault(Kind.ETCD_STOP, 1.0, None, 0.1, 3)]
+        runner, deeds = run(PretendedJob(found), faults, choice=Choice(spare_holders=False))
+        assert runner.reached == 4 and gone(found[3].pid) and not gone(found[1].pid)
+        told = {d.number: d for d in deeds}
+        assert sorted(told) == [0, 1, 2, 3]
+        assert [told[n].outcome for n in range(4)] == ["struck", "struck", "impossible", "impossible"]
+        assert told[0].confirmed and told[1].confirmed and told[1].pids == [found[3].pid]
+        assert told[1].members == ["m3"] and told[1].begun_s >= 0.05 and told[0].seconds is not None
+
+
+def test_kill_waits_for_healing_or_is_spared(run: Run) -> None:
+    kills = [fault(Kind.KILL, None, "slot:1"), fault(Kind.KILL, None, "slot:2", 0, 1)]
+    with members(4) as found:
+        _, deeds = run(PretendedJob(found, heals=False), kills)
+        assert [d.outcome for d in deeds] == ["struck", "spared"] and not gone(found[2].pid)
+        assert "nobody would hold" in deeds[1].detail
+    with members(4) as found:
+        _, deeds = run(PretendedJob(found), kills)
+        assert [d.outcome for d in deeds] == ["struck", "struck"] and gone(found[2].pid)
+    with members(4) as found:
+        _, deeds = run(PretendedJob(found, heals=False), kills, choice=Choice(spare_holders=False))
+        assert [d.outcome for d in deeds] == ["struck", "struck"] and gone(found[2].pid)
+
+
+def test_stopped_member_counts_as_lost(run: Run) -> None:
+    with members(4) as found:
+        _, deeds = run(PretendedJob(found), [fault(Kind.STOP, 0.4, "slot:1"), fault(Kind.KILL, None, "slot:2", 0.1, 1)])
+        outcomes = {d.number: d.outcome for d in deeds}
+        assert outcomes == {0: "struck", 1: "spared"} and not gone(found[2].pid)
+
+
+def test_without_etcd_only_what_was_settled_is_relied_on(run: Run) -> None:
+    with members(4) as found:
+        job = PretendedJob(found)
+        job.answers = False
+        _, deeds = run(job, [fault(Kind.KILL, None, "slot:1"), fault(Kind.KILL, None, "slot:3", 0, 1)])
+        assert [d.outcome for d in deeds] == ["struck", "spared"]  # the second one has to wait for the leader
+
+
+def test_nobody_there_is_told(run: Run) -> None:
+    with members(2) as found:
+        _, deeds = run(PretendedJob(found), [fault(Kind.KILL, None, "slot:7")])
+        assert [d.outcome for d in deeds] == ["absent"]
+
+
+def test_joiner_that_cannot_join_is_told_with_its_output(run: Run, tmp_path: Path) -> None:
+    with members(2) as found:
+        join = command(tmp_path, sys.executable, "-u", "no-such-script.py")
+        _, deeds = run(PretendedJob(found), [fault(Kind.JOIN)], join=join)
+        (deed,) = deeds
+        assert deed.outcome == "failed" and "ended with exit code" in deed.detail
+        assert "ftp://nowhere" in deed.detail and "ftp://nowhere" in (tmp_path / "join-0.log").read_text()
+        _, deeds = run(PretendedJob(found), [fault(Kind.JOIN)])
+        assert deeds[0].outcome == "impossible"
+
+
+def test_feeders_end_with_the_agent_that_has_started_them() -> None:
+    with subprocess.Popen(["sleep", "600"]) as child:
+        try:
+            victim = record(0, agent_pid=os.getpid())
+            feeder = record(1, agent_pid=child.pid, feeder=True)
+            others = [record(2, agent_pid=1, feeder=True), record(3, agent_pid=child.pid)]
+            assert feeders_of([victim], [victim, feeder, *others]) == [feeder]
+        finally:
+            child.kill()
+
+
+REAPER = """
+import subprocess, sys, time
+import psutil
+from bamboo_ds.control.worker_process import adopt_orphans, reap_adopted
+adopt_orphans()
+own = subprocess.Popen(["sh", "-c", "exit 3"])
+# Its child ends when told to, which is after it was adopted: a shell collects what has ended before.
+other = subprocess.Popen(
+    ["sh", "-c", "exec 3<&0; sh -c 'read line <&3; exit 4' & exec sleep 600"], stdin=subprocess.PIPE
+)
+deadline = time.monotonic() + 20
+while not psutil.Process(other.pid).children() and time.monotonic() < deadline:
+    time.sleep(0.01)
+(adopted,) = psutil.Process(other.pid).children()
+other.kill()
+other.wait()
+assert adopted.ppid() == psutil.Process().pid
+other.stdin.write(b"go\\n")
+other.stdin.close()
+deadline = time.monotonic() + 20
+def zombies():
+    return [p for p in psutil.Process().children() if p.status() == psutil.STATUS_ZOMBIE]
+while len(zombies()) < 2 and time.monotonic() < deadline:
+    time.sleep(0.01)
+assert len(zombies()) == 2, psutil.Process().children()
+reap_adopted({own.pid})
+assert [p.pid for p in zombies()] == [own.pid]
+assert own.wait() == 3
+"""
+
+
+def test_what_was_adopted_is_collected_and_nothing_else() -> None:
+    subprocess.run([sys.executable, "-c", REAPER], check=True, timeout=60)

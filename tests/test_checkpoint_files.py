@@ -1,0 +1,400 @@
+"""Checkpoints on disk: written in the background, complete or absent, whatever happens to whoever writes them.
+
+Members of a job are savers (each with its own thread) on one folder, as they would be on a shared file system.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import multiprocessing
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from torch import nn
+
+from bamboo_ds.cli.checkpoints import checkpoints
+from bamboo_ds.state import publish, writer
+from bamboo_ds.state.checkpoints import (
+    MANIFEST,
+    PARTIAL,
+    REPLACED,
+    Status,
+    hidden,
+    list_checkpoints,
+    newest_complete,
+    read_manifest,
+    verify,
+)
+from bamboo_ds.state.hostcopy import BufferPool, HostCopy
+from bamboo_ds.state.writer import HostFile
+from bamboo_ds.topology import Layout
+
+from .support.compare import differences
+from .support.jobs import SUPPORT, environment, write_config
+from .support.leaks import no_leaks
+from .support.savers import (
+    KIB,
+    LAYOUT,
+    WAIT_S,
+    Gate,
+    Member,
+    content,
+    members,
+    names,
+    rest,
+    save_all,
+    small_file_system,
+)
+
+__all__ = ["members"]  # a fixture
+
+
+@pytest.fixture(autouse=True)
+def _no_leaks() -> Iterator[None]:
+    with no_leaks():
+        yield
+
+
+# -- a whole save ---------------------------------------------------------------------------------------------
+
+
+def test_round_trip(members: Callable[..., Member], tmp_path: Path) -> None:
+    pair = [members(0), members(1)]
+    save_all(pair, 3, losses=lambda: [2.5, 2.25, 2.0])
+    root = tmp_path / "checkpoints" / "step3"
+    assert [r.path for r in pair[0].complete] == [root]
+    assert pair[1].complete == [] and not pair[0].failed and not pair[1].failed
+    assert (root.parent / "latest").read_text() == "step3"
+    assert sorted(p.name for p in root.parent.iterdir()) == ["latest", "step3"]
+    expected = [*names(0), *names(1)]
+    assert sorted(p.name for p in root.iterdir()) == sorted([*expected, MANIFEST, "bamboo_losses.json"])
+    for rank in (0, 1):
+        for name in names(rank):
+            assert differences(torch.load(root / name, weights_only=True), content(rank, 3)) == []
+    manifest = read_manifest(root)
+    assert (manifest.job, manifest.step, manifest.tag, manifest.layout) == ("job", 3, "step3", LAYOUT)
+    assert manifest.roles == {0: sorted(names(0)), 1: sorted(names(1))}
+    assert manifest.losses is not None
+    assert json.loads((root / manifest.losses).read_text()) == [2.5, 2.25, 2.0]
+    assert verify(root) == []
+    newest = newest_complete(root.parent, checksums=True)
+    assert newest is not None and newest.path == root and newest.latest
+
+
+def test_the_copy_is_of_the_moment() -> None:
+    storage = torch.arange(12.0)
+    layer = nn.Linear(4, 4)
+    state = {
+        "view": storage[3:6],
+        "again": storage[3:6],
+        "layer": layer.state_dict(),
+        "list": [1, [2]],
+        "p": layer.bias,
+    }
+    before = {"view": storage[3:6].clone(), "weight": layer.weight.detach().clone()}
+    copy = HostCopy(state)
+    storage.zero_()
+    nn.init.zeros_(layer.weight)
+    state["list"][1].append(3)  # type: ignore[index]
+    restored = copy.state()
+    assert torch.equal(restored["view"], before["view"]) and restored["view"].untyped_storage().nbytes() == 12
+    assert restored["again"] is restored["view"]
+    assert torch.equal(restored["layer"]["weight"], before["weight"])
+    assert restored["list"] == [1, [2]] and isinstance(restored["p"], nn.Parameter)
+    # As torch.save would: at once, to the script.
+    with pytest.raises((AttributeError, TypeError)):
+        HostCopy({"lock": threading.Lock()})
+
+
+def test_memory_is_used_again() -> None:
+    pool = BufferPool()
+    source = {
+        "a": torch.arange(6.0).view(2, 3),
+        "t": torch.arange(6).view(2, 3).T,
+        "e": torch.zeros(0),
+        "b": torch.ones(3),
+    }
+    first = HostCopy(source, pool)
+    place = first.state()["a"].data_ptr()
+    assert differences(source, first.state()) == [] and first.state()["a"].untyped_storage().nbytes() == 24
+    first.release()
+    second = HostCopy({"a": torch.ones(6, dtype=torch.int32)}, pool)
+    assert second.state()["a"].data_ptr() == place
+    pool.trim()
+    second.release()
+    assert HostCopy({"b": torch.ones(2)}, pool).state()["b"].tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_formats(members: Callable[..., Member], tmp_path: Path, zipped: bool) -> None:
+    alone = members(0)
+    alone.begin(1, layout=Layout(1, 1), tag="a/b")
+    alone.saver.add(0, [HostFile("sub/x_states.pt", HostCopy(content(0, 1, 9000)), zipped)])
+    alone.saver.submit()
+    alone.wait()
+    assert not alone.failed
+    path = tmp_path / "checkpoints" / "a" / "b"
+    assert [i.tag for i in list_checkpoints(path.parent.parent)] == ["a/b"] and verify(path) == []
+    assert differences(torch.load(path / "sub" / "x_states.pt", weights_only=True), content(0, 1, 9000)) == []
+
+
+def test_a_second_save_waits(members: Callable[..., Member], monkeypatch: pytest.MonkeyPatch) -> None:
+    class NeededElsewhere(Exception):
+        pass
+
+    def interrupt() -> None:
+        gate.reached.wait(WAIT_S)
+        raise NeededElsewhere
+
+    alone = members(0)
+    gate = Gate(monkeypatch, names(0)[0])
+    alone.save(1, layout=Layout(1, 1))
+    with pytest.raises(NeededElsewhere):
+        alone.begin(2, layout=Layout(1, 1), interrupt=interrupt)
+    assert alone.saver.busy
+    gate.open.set()
+    alone.save(2, layout=Layout(1, 1)).wait()
+    assert [r.step for r in alone.complete] == [1, 2]
+
+
+def test_a_writer_that_hangs(members: Callable[..., Member], monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = members(0, timeout_s=0.2)
+    gate = Gate(monkeypatch, names(0)[0])
+    alone.save(1, layout=Layout(1, 1))
+    assert gate.reached.wait(WAIT_S)
+    began = alone.saver.begin(alone.folder, "two", save_id="b", step=2, layout=Layout(1, 1), owners=("m0",))
+    assert not began and "left out" in str(alone.failed[0].error)
+    gate.open.set()
+    alone.saver._timeout_s = WAIT_S
+    alone.save(3, layout=Layout(1, 1)).wait()
+    assert [r.step for r in alone.complete] == [1, 3]
+
+
+def test_a_second_save_aborts_the_first(members: Callable[..., Member], monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = members(0, when_busy="abort")
+    gate = Gate(monkeypatch, names(0)[0])
+    alone.save(1, layout=Layout(1, 1))
+    assert gate.reached.wait(WAIT_S)
+    alone.save(2, layout=Layout(1, 1), interrupt=gate.open.set).wait()
+    assert [r.step for r in alone.complete] == [2]
+    assert [r.step for r in alone.failed] == [1] and "superseded" in str(alone.failed[0].error)
+    assert [i.tag for i in list_checkpoints(alone.folder)] == ["step2"] and rest(alone.folder) == []
+
+
+# -- keep -----------------------------------------------------------------------------------------------------
+
+
+def test_keep(members: Callable[..., Member], tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    other = members(0, job="other")
+    other.save(1, layout=Layout(1, 1), tag="others").wait()
+    (folder / "stock").mkdir()
+    torch.save({}, folder / "stock" / "mp_rank_00_model_states.pt")
+    alone = members(0, keep=2)
+    for step in (5, 4, 3, 2):  # an older step may be newer: the job has been set back
+        alone.save(step, layout=Layout(1, 1), latest=step == 5).wait()
+    assert not alone.failed
+    # The one that `latest` names stays though it is the oldest.
+    assert sorted(p.name for p in folder.iterdir()) == ["latest", "others", "step2", "step3", "step5", "stock"]
+    newest = newest_complete(folder, job="job")
+    assert newest is not None and newest.tag == "step2"
+    assert {i.tag: i.status for i in list_checkpoints(folder)}["stock"] is Status.UNKNOWN
+
+
+# -- failures -------------------------------------------------------------------------------------------------
+
+
+def _die_at(folder: Path, mark: Path, point: str, tag: str) -> None:
+    """In a process of its own: save step 2 alone and be killed at ``point``."""
+
+    def strike() -> None:
+        mark.write_text(str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def killing(function: Callable[..., Any], when: Callable[..., bool] = lambda *_: True) -> Callable[..., Any]:
+        def call(*arguments: Any, **settings: Any) -> Any:
+            if when(*arguments):
+                strike()
+            return function(*arguments, **settings)
+
+        return call
+
+    append, write, rename = writer.ChecksummedFile._append, publish.write_atomically, os.rename
+    if point == "file":
+        big = writer._CHUNK
+        writer.ChecksummedFile._append = killing(append, lambda f, _: f._size > big)  # type: ignore[method-assign]
+    elif point == "rename":
+        publish.publish = killing(publish.publish)
+    elif point == "between":
+        publish._exchange = lambda *_: False
+        publish.os.rename = killing(rename, lambda a, _: PARTIAL in str(a))  # type: ignore[attr-defined]
+    else:
+        publish.write_atomically = killing(write, lambda path, _: path.name == point)
+    Member(folder, 0).save(2, 9000, layout=Layout(1, 1), tag=tag).wait()
+
+
+POINTS = {  # where, and whether the new checkpoint is complete then
+    "file": False,
+    ".part-0.json": False,
+    MANIFEST: False,
+    "rename": False,
+    "latest": True,
+}
+
+
+@pytest.mark.parametrize("point", [*POINTS, "between"])
+def test_killed_while_writing(members: Callable[..., Member], tmp_path: Path, point: str) -> None:
+    folder, mark = tmp_path / "checkpoints", tmp_path / "struck"
+    alone = members(0)
+    tag = "step1" if point == "between" else "step2"
+    alone.save(1, layout=Layout(1, 1)).wait()
+    victim = multiprocessing.get_context("fork").Process(target=_die_at, args=(folder, mark, point, tag))
+    victim.start()
+    victim.join(WAIT_S)
+    assert victim.exitcode == -signal.SIGKILL and mark.read_text() == str(victim.pid)
+    listed = {info.tag: info for info in list_checkpoints(folder, checksums=True)}
+    if point == "between":  # the old one had given its name away; who comes next puts it back
+        assert len(hidden(folder, REPLACED)) == len(hidden(folder, PARTIAL)) == 1
+        publish.clean(folder, "job")
+        listed = {info.tag: info for info in list_checkpoints(folder, checksums=True)}
+        assert listed["step1"].step == 1
+    elif POINTS[point]:
+        assert listed["step2"].status is Status.COMPLETE
+    else:
+        assert listed["step2"].status is Status.UNFINISHED and "not complete" in listed["step2"].reasons[0]
+        newest = newest_complete(folder)
+        assert newest is not None and newest.tag == "step1"
+    assert listed["step1"].status is Status.COMPLETE and (folder / "latest").read_text() == "step1"
+    alone.save(3, layout=Layout(1, 1)).wait()
+    assert [r.step for r in alone.complete] == [1, 3] and rest(folder) == []
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB."""
+    with small_file_system(tmp_path / "disk", 1 << 20) as folder:
+        yield folder
+
+
+def test_full_disk(members: Callable[..., Member], small_disk: Path) -> None:
+    pair = [members(0, small_disk), members(1, small_disk)]
+    save_all(pair, 1)
+    pair[0].save(2)
+    pair[1].save(2, 2000)  # the disk is full for the member that does not lead
+    for member in pair:
+        member.wait()
+    assert os.strerror(errno.ENOSPC) in str(pair[1].failed[0].error)
+    assert "role 1 could not write" in str(pair[0].failed[0].error)
+    assert rest(small_disk) == []  # its space is free again
+    newest = newest_complete(small_disk, checksums=True)
+    assert newest is not None and newest.tag == "step1"
+    save_all(pair, 3)
+    assert [r.step for r in pair[0].complete] == [1, 3]
+
+
+def test_write_error(members: Callable[..., Member]) -> None:
+    """The same where no file system can be mounted: files may not grow beyond 64 KiB."""
+    alone = members(0)
+    alone.save(1, layout=Layout(1, 1)).wait()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64 * KIB, hard))
+    try:
+        alone.save(2, 1000, layout=Layout(1, 1)).wait()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert os.strerror(errno.EFBIG) in str(alone.failed[0].error)
+    newest = newest_complete(alone.folder, checksums=True)
+    assert newest is not None and newest.tag == "step1" and rest(alone.folder) == []
+
+
+def test_lost_mount(members: Callable[..., Member], small_disk: Path) -> None:
+    alone = members(0, small_disk / "run" / "checkpoints")
+    alone.save(1, layout=Layout(1, 1)).wait()
+    subprocess.run(["umount", str(small_disk)], check=True)
+    alone.save(2, layout=Layout(1, 1)).wait()
+    assert "is it mounted?" in str(alone.failed[0].error)
+    assert list(small_disk.iterdir()) == []
+
+
+@pytest.mark.parametrize("what", ["partial", "folder"])
+def test_vanished_folder(members: Callable[..., Member], tmp_path: Path, what: str) -> None:
+    leader, follower = members(0), members(1)
+    save_all([leader, follower], 1)
+    leader.save(2)
+    follower.begin(2)
+    while not list(leader.folder.glob(f"{PARTIAL}*/.part-0.json")):
+        assert leader.saver.busy
+    if what == "partial":
+        os.rename(hidden(leader.folder, PARTIAL)[0], tmp_path / "gone")
+    else:
+        os.rename(leader.folder, tmp_path / "gone")
+    follower.saver.submit()
+    leader.wait()
+    assert "has vanished" in str(leader.failed[0].error)
+    follower.saver.abort("the others have failed")
+    follower.wait()
+    kept = newest_complete(leader.folder if what == "partial" else tmp_path / "gone", checksums=True)
+    assert kept is not None and kept.tag == "step1"
+    save_all([leader, follower], 3)
+    assert [r.step for r in leader.complete] == [1, 3]
+
+
+def test_bit_flip(members: Callable[..., Member]) -> None:
+    alone = members(0)
+    for step in (1, 2):
+        alone.save(step, layout=Layout(1, 1)).wait()
+    target = alone.folder / "step2" / names(0)[0]
+    data = bytearray(target.read_bytes())
+    data[len(data) // 2] ^= 4
+    target.write_bytes(data)
+    assert verify(target.parent, checksums=False) == []
+    (problem,) = verify(target.parent)
+    assert problem.file == names(0)[0] and "CRC-32" in problem.text
+    newest = newest_complete(alone.folder, checksums=True)
+    assert newest is not None and newest.tag == "step1"
+    run = CliRunner().invoke
+    assert run(checkpoints, [str(alone.folder)]).exit_code == 0
+    result = run(checkpoints, [str(alone.folder), "--verify", "--json"])
+    states = {entry["tag"]: entry["status"] for entry in json.loads(result.output)}
+    assert result.exit_code == 1 and states == {"step1": "complete", "step2": "damaged"}
+    target.unlink()
+    (target.parent / "layer_09-model_states.pt").touch()
+    assert sorted(p.file for p in verify(target.parent, False)) == [target.name, "layer_09-model_states.pt"]
+    table = run(checkpoints, [str(alone.folder)], env={"COLUMNS": "200"})
+    assert table.exit_code == 1 and "damaged" in table.output and "is missing" in table.output
+    (target.parent / MANIFEST).write_text("{")
+    assert [i.status for i in list_checkpoints(alone.folder)] == [Status.DAMAGED, Status.COMPLETE]
+
+
+# -- DeepSpeed ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.integration
+def test_deepspeed_saves_and_loads(tmp_path: Path) -> None:
+    write_config(tmp_path, None, 1)
+    command = [sys.executable, "-m", "tests.support.stock", str(SUPPORT / "save_once.py"), str(tmp_path)]
+    single = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    environ = {**environment(), **single, "LOCAL_SIZE": "1"}
+    root = Path(__file__).parent.parent
+    done = subprocess.run(command, env=environ, cwd=root, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    ours = tmp_path / "ours" / "one"
+    assert verify(ours) == []
+    for tag in ("one", "two"):
+        stock = tmp_path / "stock" / tag
+        assert sorted(p.name for p in stock.iterdir()) == sorted(p.name for p in ours.glob("*.pt"))
+        for file in stock.iterdir():
+            expected, found = (torch.load(f, weights_only=False) for f in (file, ours / file.name))
+            assert differences(expected, found) == [], tag
+    assert (tmp_path / "ours" / "latest").read_text() == "one"

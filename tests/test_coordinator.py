@@ -1,0 +1,68 @@
+"""What a coordinator tells its leader."""
+
+from __future__ import annotations
+
+import queue
+import time
+from typing import Any
+
+from bamboo_ds.control.coordinator import Callbacks, Coordinator
+from bamboo_ds.control.membership import Keys, LeftRecord, MemberRecord, StandingRecord, StopRecord
+from bamboo_ds.control.mirror import Mirror
+from bamboo_ds.store import Lease, Store
+from bamboo_ds.topology.planner import initial_plan
+
+pytest_plugins = ["tests.support.fixtures"]
+
+TTL_S = 30.0
+
+
+class LeaderDouble:
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.steps: queue.SimpleQueue[float] = queue.SimpleQueue()
+
+    def step(self, mirror: Mirror, lease: Lease, trusted_from: float) -> None:
+        self.steps.put(trusted_from)
+
+
+def test_one_that_has_just_come_does_not_trust_absence(store: Store) -> None:
+    """It may have come at the end of an outage, in which others have lost their leases."""
+    record = MemberRecord(id="m9", slot=9, host="h", address="x", pid=1, agent_pid=2, incarnation="x", joiner=True)
+    leader: Any = LeaderDouble()
+    ignore = dict.fromkeys(("on_plan", "on_store", "on_places", "on_stop", "on_error"), lambda *_: None)
+    callbacks = Callbacks(**ignore, on_ended=lambda: None)  # type: ignore[arg-type]
+    begin = time.monotonic()
+    coordinator = Coordinator(
+        store, leader, record, lease_ttl_s=TTL_S, callbacks=callbacks, last_heartbeat=lambda: None
+    )
+    coordinator.start()
+    try:
+        assert leader.steps.get(timeout=20.0) >= begin + TTL_S
+    finally:
+        coordinator.close(timeout_s=10.0)
+
+
+def test_one_that_waits_for_a_restart_ends_with_the_job(store: Store) -> None:
+    """The others have started again without it, and have finished before it could join them."""
+    record = MemberRecord(id="m9", slot=9, host="h", address="x", pid=1, agent_pid=2, incarnation="x", state="waiting")
+    finished = LeftRecord(id="a", slot=0, outcome="finished", reason="exit", detail="0", since=1.0, boot="b")
+    store.put(Keys.PLAN, initial_plan(["a"]).to_json())
+    store.put(Keys.standing("a"), StandingRecord(id="a", epoch=1).to_json())
+    leader: Any = LeaderDouble()
+    stops: queue.SimpleQueue[StopRecord] = queue.SimpleQueue()
+    ignore = dict.fromkeys(("on_plan", "on_store", "on_places", "on_error"), lambda *_: None)
+    callbacks = Callbacks(**ignore, on_stop=stops.put, on_ended=lambda: None)  # type: ignore[arg-type]
+    coordinator = Coordinator(
+        store, leader, record, lease_ttl_s=TTL_S, callbacks=callbacks, last_heartbeat=lambda: None
+    )
+    coordinator.start()
+    try:
+        leader.steps.get(timeout=20.0)
+        assert stops.empty()
+        store.put(Keys.left("a"), finished.to_json())
+        stop = stops.get(timeout=20.0)
+    finally:
+        coordinator.close(timeout_s=10.0)
+    assert (stop.code, stop.reason) == (0, "the job has finished")

@@ -1,0 +1,114 @@
+"""What is public on DeepSpeed's ``PipelineEngine`` does the same with bamboo, undisturbed and with members lost."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from deepspeed.runtime.pipe.engine import PipelineEngine
+
+from .support.compare import differences
+from .support.faults import mark
+from .support.jobs import SUPPORT, Result, run_bamboo, run_stock, write_config
+
+pytestmark = pytest.mark.integration
+
+SCRIPT = SUPPORT / "train_surface.py"
+#: Ranks 0..3 are (pipeline, stage) = (0, 0), (1, 0), (0, 1), (1, 1). Steps: 3 with another batch size, 5 with another
+#: length; what rank 0 has told DeepSpeed's monitors so far another member goes on with.
+FAULTS: list[dict[str, Any]] = [
+    {"rank": 0, "step": 2, "at": "._exec_forward_pass", "micro_batch": 1, "evaluating": True},
+    {"rank": 3, "step": 6, "at": "BackwardPass", "micro_batch": 4},
+]
+
+
+def config(folder: Path, bamboo: dict[str, Any] | None, **more: Any) -> Path:
+    return write_config(
+        folder,
+        bamboo,
+        4,
+        steps_per_print=2,
+        csv_monitor={"enabled": True, "output_path": str(folder / "monitor"), "job_name": "job"},
+        **more,
+    )
+
+
+def told(folder: Path) -> dict[str, list[list[str]]]:
+    """What the monitors have written, without the headers that every writer begins with."""
+    found = {}
+    for file in (folder / "monitor" / "job").iterdir():
+        with open(file) as lines:
+            found[file.name] = [row for row in csv.reader(lines) if row[0] != "step"]
+    return found
+
+
+def printed(result: Result) -> list[str]:
+    """Steps and losses that DeepSpeed has printed, in the order of the steps."""
+    lines = [line[line.index("steps: ") :] for line in result.output.splitlines() if "steps: " in line]
+    return sorted(line.partition("iter time")[0] for line in lines if "iter time" in line)
+
+
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory: pytest.TempPathFactory) -> Result:
+    folder = tmp_path_factory.mktemp("stock")
+    result = run_stock(folder, 4, ["--stages", "2"], config(folder, None), SCRIPT)
+    assert result.exit_code == 0, result.output[-4000:]
+    assert len(told(folder)["Train_Samples_train_loss.csv"]) == 10 and len(printed(result)) == 5
+    return result
+
+
+@pytest.mark.parametrize("faults", [[], FAULTS], ids=["undisturbed", "losses"])
+def test_surface(tmp_path: Path, stock: Result, faults: list[dict[str, Any]]) -> None:
+    command = ["--stages", "2", "--faults", json.dumps(faults)]
+    result = run_bamboo(tmp_path, 4, command, config(tmp_path, {}), SCRIPT)
+    assert result.exit_code == 0, result.output[-4000:]
+    assert len(result.events("step")) == 10, "the engine was DeepSpeed's own"
+    assert result.faults() == sorted(mark(f) for f in faults)
+    expected, found = stock.ranks(), result.ranks()
+    assert set(found) == set(expected) - {f["rank"] for f in faults}
+    for rank, seen in found.items():
+        assert seen["losses"] == expected[rank]["losses"]
+        for n, (mine, theirs) in enumerate(zip(seen["seen"], expected[rank]["seen"], strict=True)):
+            assert differences(theirs, mine, f"rank {rank}, note {n}") == []
+    assert differences(stock.roles(), result.roles()) == []
+    assert told(tmp_path) == told(stock.out)
+    assert printed(result) == printed(stock)
+
+
+CURRICULUM = {
+    "enabled": True,
+    "curriculum_type": "seqlen",
+    "min_difficulty": 2,
+    "max_difficulty": 8,
+    "schedule_type": "fixed_linear",
+    "schedule_config": {"total_curriculum_step": 6, "difficulty_step": 2},
+}
+
+
+@pytest.mark.skipif(not hasattr(PipelineEngine, "curriculum_enabled_legacy"), reason="DeepSpeed has removed it in 0.19")
+def test_curriculum(tmp_path: Path) -> None:
+    """Losses in steps of different lengths, one in the first step of a length."""
+    folders = [tmp_path / name for name in ("stock", "bamboo")]
+    for folder in folders:
+        folder.mkdir()
+    configs = [
+        config(folder, block, curriculum_learning=CURRICULUM) for folder, block in zip(folders, (None, {}), strict=True)
+    ]
+    stock = run_stock(folders[0], 4, ["--stages", "2"], configs[0], SCRIPT)
+    assert stock.exit_code == 0, stock.output[-4000:]
+    faults = [
+        {"rank": 0, "step": 2, "at": "ForwardPass", "micro_batch": 1},
+        {"rank": 3, "step": 5, "at": "BackwardPass", "micro_batch": 3},
+    ]
+    command = ["--stages", "2", "--faults", json.dumps(faults)]
+    result = run_bamboo(folders[1], 4, command, configs[1], SCRIPT)
+    assert result.exit_code == 0, result.output[-4000:]
+    assert len(result.events("step")) == 8, "the engine was DeepSpeed's own"
+    assert result.faults() == sorted(mark(f) for f in faults)
+    expected = stock.ranks()
+    for rank, seen in result.ranks().items():
+        assert seen["losses"] == expected[rank]["losses"]
+    assert differences(stock.roles(), result.roles()) == []

@@ -1,0 +1,105 @@
+"""etcd stops, is restarted, or loses its leader while a job trains: training goes on, nothing is decided twice."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from bamboo_ds.control.access import open_store
+from bamboo_ds.control.membership import MemberRecord
+
+from .support.etcd import EtcdCluster, EtcdServer
+from .support.jobs import Result, RunningJob, slow_until, write_config
+from .support.watching import assert_exact, registered, wait_lost, wait_steps, wait_whole
+
+pytestmark = pytest.mark.integration
+Reference = Callable[..., Result]
+
+#: Undisturbed runs with these are needed by other tests, too.
+ARGUMENTS = ("--evaluate-every", "10")
+TTL_S = 3
+
+
+def start(folder: Path, urls: str) -> RunningJob:
+    """Four stages on the etcd at ``urls``; a second a step until the file ``go`` exists."""
+    config = write_config(folder, {"membership": {"lease_ttl_s": TTL_S}, "redundancy": {"verify_every": 5}})
+    command = ["--stages", "4", *ARGUMENTS, *slow_until(folder / "go", pace_s=1)]
+    return RunningJob(folder, 4, command, config, options=["--store", urls])
+
+
+def owner_of(job: RunningJob, urls: str, rank: int) -> MemberRecord:
+    """The member that owns a rank's role."""
+    owner = job.plan()["owners"][rank]
+    return next(member for member in registered(urls, job.name) if member.id == owner)
+
+
+def kill_owner(job: RunningJob, urls: str, rank: int) -> str:
+    """SIGKILL to the worker that owns a rank's role; returns its member."""
+    member = owner_of(job, urls, rank)
+    os.kill(member.pid, signal.SIGKILL)
+    return member.id
+
+
+def test_outage_and_restart(tmp_path: Path, reference: Reference) -> None:
+    """etcd stands still for longer than any lease, later it is killed and comes back with its data."""
+    with EtcdServer(tmp_path) as etcd, start(tmp_path, etcd.url) as job:
+        wait_steps(job, 1)
+        wait_whole(job, 4)
+        with open_store(etcd.url, "outage", 10.0) as store:
+            store.put("canary", "", store.lease(TTL_S))
+            first = owner_of(job, etcd.url, 2)
+            etcd.pause()
+            wait_steps(job, 2 * TTL_S)  # of a second each
+            etcd.resume()
+            # Somebody is lost before everybody is back.
+            os.kill(first.pid, signal.SIGKILL)
+            job.wait_for("a lease has run out", lambda: store.get("canary") is None)
+        wait_lost(job, 1)
+        wait_whole(job, 3)
+
+        second = owner_of(job, etcd.url, 0)
+        etcd.kill()
+        wait_steps(job, 2)
+        os.kill(second.pid, signal.SIGKILL)
+        etcd.start()
+        wait_lost(job, 2)
+        wait_whole(job, 2)
+        wait_steps(job, 2 * TTL_S)  # nobody's lease may run out now
+        (tmp_path / "go").touch()
+        result = job.finish()
+    assert result.exit_code == 0, result.output[-6000:]
+    assert_exact(result, reference(4, 1, 6, *ARGUMENTS, *result.length))
+    assert [event["member_id"] for event in result.events("member_lost")] == [first.id, second.id]
+    assert len(result.ranks()) == 2
+
+
+def test_a_cluster_loses_its_leader(tmp_path: Path, reference: Reference) -> None:
+    """One of three etcds dies, the one that leads and that everybody speaks to; then a worker, then another one."""
+    with EtcdCluster(tmp_path / "etcd") as cluster:
+        leader = cluster.leader()
+        others = [server for server in cluster.servers if server is not leader]
+        urls = ",".join(server.url for server in (leader, *others))
+        with start(tmp_path, urls) as job:
+            wait_steps(job, 1)
+            wait_whole(job, 4)
+            lost = [kill_owner(job, urls, 1)]
+            wait_lost(job, 1)
+            wait_whole(job, 3)
+            victim = owner_of(job, urls, 3)
+            leader.kill()
+            os.kill(victim.pid, signal.SIGKILL)
+            lost.append(victim.id)
+            wait_lost(job, 2)
+            assert cluster.leader() is not leader
+            wait_whole(job, 2)
+            wait_steps(job, 2 * TTL_S)
+            (tmp_path / "go").touch()
+            result = job.finish()
+    assert result.exit_code == 0, result.output[-6000:]
+    assert_exact(result, reference(4, 1, 6, *ARGUMENTS, *result.length))
+    assert [event["member_id"] for event in result.events("member_lost")] == lost
+    assert len(result.ranks()) == 2

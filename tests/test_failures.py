@@ -1,0 +1,99 @@
+"""Workers that fail by themselves: an end of the job, or a loss like any other, but not for ever."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bamboo_ds.control.ending import Ending
+from bamboo_ds.control.failures import hopeless
+from bamboo_ds.control.membership import LeftRecord
+
+from .support.control import Job, start
+from .support.jobs import write_config
+
+__all__ = ["start"]  # the fixture
+
+Start = Callable[..., Job]
+
+
+def left(name: str, error: str | None, step: int | None, outcome: str = "lost") -> LeftRecord:
+    fields = {"id": name, "slot": 0, "outcome": outcome, "reason": "exit", "detail": "1", "since": 1.0, "boot": "b"}
+    return LeftRecord.model_validate({**fields, "code": 1, "error": error, "step": step})
+
+
+@pytest.mark.parametrize(
+    ("failures", "given_up"),
+    [
+        ([], False),
+        ([("OSError: disk", 4)], False),
+        ([("OSError: disk", 4), ("OSError: disk", 5)], False),
+        ([("OSError: disk", 4), ("ValueError: x", 4)], False),
+        ([("OSError: of a", 4), ("OSError: of b", 4)], True),
+        ([("OSError: disk", 4), ("ValueError: x", 4), ("exit code 13", 4)], True),
+        ([("exit code 13", None), ("exit code 13", None)], True),
+        ([(None, 4), (None, 4), (None, 4)], False),
+    ],
+)
+def test_what_comes_back_is_given_up(failures: list[tuple[str | None, int | None]], given_up: bool) -> None:
+    records = [left(f"m{n}", error, step) for n, (error, step) in enumerate(failures)]
+    assert (hopeless(records) is not None) is given_up
+
+
+def ending(status: int, **more: Any) -> LeftRecord:
+    usual: dict[str, Any] = {
+        "joined": False,
+        "fatal": False,
+        "terminated": False,
+        "stop": None,
+        "evicted": False,
+        "left": None,
+    }
+    values = {"died": 5.0, "hung": None, "broken": None, **usual, **more}
+    return Ending(**values).departure("m1", 1, status)
+
+
+def test_the_end_of_a_worker_that_failed() -> None:
+    assert (ending(13).outcome, ending(13).error) == ("failed", None)
+    spared = ending(13, spared=True, step=7)
+    assert (spared.outcome, spared.error, spared.code, spared.step) == ("lost", "exit code 13", 13, 7)
+    assert spared.detail == "exit code 13"
+    raised = ending(1, spared=True, error="ValueError: x")
+    assert (raised.outcome, raised.error) == ("lost", "ValueError: x")
+    # Whatever it does, these are no failures.
+    for status in (0, -9, 86, 87, 88):
+        assert ending(status, spared=True).error is None
+
+
+def config(folder: Path) -> tuple[str, str]:
+    return "--config", str(write_config(folder, {"recovery": {"on_exception": "takeover"}}))
+
+
+def test_takeover_of_a_worker_that_failed(start: Start, tmp_path: Path) -> None:
+    job = start(4, *config(tmp_path)).run()
+    job.tell(1, "exit 13")
+    assert job.wait_epoch(3, 1)["lost"] == [job.member(1)]
+    job.finish(1)
+    (lost,) = job.events("member_lost")
+    assert (lost["reason"], lost["detail"]) == ("exit", "exit code 13")
+
+
+def test_an_error_that_comes_back_ends_the_job(start: Start, tmp_path: Path) -> None:
+    job = start(4, *config(tmp_path)).run()
+    job.tell(1, "raise")
+    assert job.wait_epoch(3, 1)["lost"] == [job.member(1)]
+    job.tell(3, "raise")
+    assert job.exit_code() == 1
+    assert "several workers have failed" in job.output()
+    assert len(job.events("member_lost")) == 1
+
+
+def test_when_all_fail_the_job_ends_with_the_code_of_the_first(start: Start, tmp_path: Path) -> None:
+    job = start(2, *config(tmp_path)).run()
+    job.tell(1, "exit 13")
+    job.wait_epoch(3, 1)
+    job.tell(0, "raise")
+    assert job.exit_code() == 13

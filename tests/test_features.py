@@ -1,0 +1,55 @@
+"""What a job may use besides plain layers, while it loses two of its stages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .support.surviving import Reference, fault, survive
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.mark.parametrize(
+    ("victims", "arguments", "own", "config"),
+    [
+        pytest.param(
+            (0, 2),
+            ("--model", "tuple", "--optimizer", "client-adamw"),
+            False,
+            {"optimizer": None, "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 20}}},
+            id="tuples-and-client-adamw",
+        ),
+        pytest.param(
+            (3, 1),
+            ("--model", "loss", "--norm", "--optimizer", "client-sgd"),
+            False,
+            {"optimizer": None, "scheduler": None},
+            id="own-loss-and-buffers-and-client-sgd",
+        ),
+        pytest.param((0, 2), ("--dropout", "0.2"), True, {}, id="dropout", marks=pytest.mark.exhaustive),
+        pytest.param(
+            (3, 1), ("--dropout", "0.2", "--checkpoint-activations", "1"), True, {}, id="checkpointed-dropout"
+        ),
+        pytest.param(
+            (3, 1),
+            ("--checkpoint-activations", "1", "--instances", "--training-data"),
+            False,
+            {"pipeline": {"use_reentrant": False}, "gradient_clipping": 0.0},
+            id="non-reentrant-and-instances-and-dataset-and-no-clipping",
+        ),
+    ],
+)
+def test_features(
+    tmp_path: Path,
+    reference: Reference,
+    victims: tuple[int, ...],
+    arguments: tuple[str, ...],
+    own: bool,
+    config: dict[str, Any],
+) -> None:
+    """An end of the pipeline is lost, then a stage within it."""
+    faults = [fault(rank, 1 + i, "BackwardPass", 1) for i, rank in enumerate(victims)]
+    survive(tmp_path, reference, faults, micro_batches=4, arguments=arguments, own=own, **config)

@@ -1,0 +1,140 @@
+"""The same unchanged script under each launcher loses a rank by SIGKILL and goes on, as if nothing had happened."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from bamboo_ds import slurm
+from bamboo_ds.errors import ConfigError
+
+from .support.jobs import SUPPORT, bamboo_command, free_port, run_stock, write_config
+from .support.launching import SCRIPT, LaunchedJob, losses
+
+RANKS = 2
+
+
+def prepare(folder: Path, bamboo: bool) -> list[str]:
+    """Write the script and its configuration; returns the script's command line."""
+    config = write_config(folder, {} if bamboo else None, 8)
+    (folder / "numbers_script.py").write_text(SCRIPT)
+    return ["numbers_script.py", "--deepspeed_config", str(config), "--out", str(folder)]
+
+
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """Losses of stock DeepSpeed."""
+    folder = tmp_path_factory.mktemp("stock")
+    prepare(folder, bamboo=False)
+    result = run_stock(folder, RANKS, [], folder / "ds_config.json", script=folder / "numbers_script.py")
+    assert result.exit_code == 0, result.output[-4000:]
+    return losses(folder)[0]
+
+
+LAUNCHERS = {
+    "deepspeed": lambda: ["deepspeed", f"--num_gpus={RANKS}", f"--master_port={free_port()}"],
+    "deepspeed-module": lambda: ["deepspeed", f"--num_gpus={RANKS}", f"--master_port={free_port()}", "--module"],
+    "torchrun": lambda: ["torchrun", f"--nproc-per-node={RANKS}", f"--master-port={free_port()}"],
+    "srun": lambda: [sys.executable, str(SUPPORT / "srun.py"), str(RANKS), sys.executable, "-u"],
+}
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    "launcher", ["deepspeed-module", "torchrun", pytest.param("srun", marks=pytest.mark.exhaustive)]
+)
+def test_a_rank_is_lost_under(launcher: str, tmp_path: Path, stock: list[float]) -> None:
+    script = prepare(tmp_path, bamboo=True)
+    if "module" in launcher:
+        script[0] = script[0].removesuffix(".py")
+    with LaunchedJob(tmp_path, [*LAUNCHERS[launcher](), *script]) as job:
+        job.wait_for_step(3)
+        before = job.launched()
+        assert set(before) == set(range(RANKS))
+        job.workers()[1].kill()
+        job.wait_for_step(30)
+        assert job.launched() == before, "the launcher has ended something"
+        assert job.exit_code() == 0, job.output()[-6000:]
+    assert [(e["reason"], e["detail"]) for e in job.events("member_lost")] == [("signal", "SIGKILL")]
+    assert [e["exit_code"] for e in job.events("run_finished")] == [0]
+    assert losses(tmp_path) == {0: stock}
+
+
+@pytest.mark.integration
+def test_bamboo_launch_survives_the_launcher(tmp_path: Path, stock: list[float]) -> None:
+    script = prepare(tmp_path, bamboo=True)
+    events = ["--events", str(tmp_path / "events.jsonl")]
+    with LaunchedJob(tmp_path, [bamboo_command(), "launch", *events, "--", *LAUNCHERS["deepspeed"](), *script]) as job:
+        job.wait_for_step(3)
+        # deepspeed ends all others when it sees the death of a process that it has started.
+        job.launched()[0].kill()
+        job.wait_for_step(10)
+        job.workers()[1].kill()
+        assert job.exit_code() == 0, job.output()[-6000:]
+    assert "deepspeed has ended with" in job.output()
+    assert [(e["reason"], e["detail"]) for e in job.events("member_lost")] == [("signal", "SIGKILL")]
+    assert [e["exit_code"] for e in job.events("run_finished")] == [0]
+    assert losses(tmp_path) == {0: stock}
+
+
+# -- Slurm's variables ------------------------------------------------------------------------------------
+
+
+def task(**changes: str) -> dict[str, str]:
+    usual = {
+        "SLURM_PROCID": "5",
+        "SLURM_LOCALID": "1",
+        "SLURM_NODEID": "2",
+        "SLURM_STEP_NODELIST": "gpu[03-04,10],login-1",
+        "SLURM_STEP_NUM_TASKS": "7",
+        "SLURM_STEP_TASKS_PER_NODE": "2(x3),1",
+        "SLURM_JOB_ID": "17",
+        "SLURM_STEP_ID": "1",
+    }
+    return usual | changes
+
+
+def test_variables_of_a_task() -> None:
+    assert slurm.variables(task()) == {
+        "RANK": "5",
+        "WORLD_SIZE": "7",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "LOCAL_SIZE": "2",
+        "MASTER_ADDR": "gpu03",
+        "MASTER_PORT": "21718",
+    }
+
+
+def test_what_is_set_stays() -> None:
+    found = slurm.variables(task(MASTER_ADDR="10.0.0.1", MASTER_PORT="29500"))
+    assert "MASTER_ADDR" not in found and "MASTER_PORT" not in found
+
+
+def test_a_batch_script_is_no_task() -> None:
+    assert slurm.is_task(task())
+    assert not slurm.is_task({"SLURM_JOB_ID": "17", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"})
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a", ["a"]),
+        ("a,b-1", ["a", "b-1"]),
+        ("a[1-3]", ["a1", "a2", "a3"]),
+        ("a[08-10,1]b", ["a08b", "a09b", "a10b", "a1b"]),
+        ("r[1-2]n[1,3],x", ["r1n1", "r1n3", "r2n1", "r2n3", "x"]),
+    ],
+)
+def test_lists_of_nodes(text: str, expected: list[str]) -> None:
+    assert list(slurm.hosts(text)) == expected
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"SLURM_STEP_NODELIST": "a[x]"}, {"SLURM_STEP_TASKS_PER_NODE": "two"}, {"SLURM_NODEID": "9"}]
+)
+def test_unreadable_variables_are_named(wrong: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match="set RANK, WORLD_SIZE"):
+        slurm.variables(task(**wrong))

@@ -1,0 +1,166 @@
+"""A leader recognises its own plan when the answer to its writing was lost, and tells of it once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bamboo_ds.control.leader import Leader
+from bamboo_ds.control.membership import Keys, LayoutRecord, LeaderRecord, LeftRecord, MemberRecord, boot_id
+from bamboo_ds.control.mirror import Mirror
+from bamboo_ds.errors import StoreUnavailable
+from bamboo_ds.observe.events import EventWriter
+from bamboo_ds.store import Lease, Store
+from bamboo_ds.topology import Layout, Plan
+
+pytest_plugins = ["tests.support.fixtures"]
+
+IDS = ("a", "b", "c")
+
+
+class LossyStore:
+    """A real store that loses the answers to some writings of the plan.
+
+    Attributes:
+        script: what becomes of the next ones: ``answered``, ``lost`` (carried out, the answer does not come),
+            ``dropped`` (never carried out), ``late`` (carried out before the next one).
+        struck: how many answers were lost.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self.script: list[str] = []
+        self.struck = 0
+        self._late: list[Callable[[], bool]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def compare_and_swap(self, key: str, mod_revision: int, value: str, lease: Lease | None = None) -> bool:
+        while self._late:
+            assert self._late.pop()()
+        fate = self.script.pop(0) if key == Keys.PLAN and self.script else "answered"
+
+        def write() -> bool:
+            return self._store.compare_and_swap(key, mod_revision, value, lease)
+
+        if fate == "answered":
+            return write()
+        self.struck += 1
+        if fate == "lost":
+            assert write()
+        elif fate == "late":
+            self._late.append(write)
+        raise StoreUnavailable("the answer is lost")
+
+
+class Stage:
+    """A leader with a job of three members, two steps before its first takeover."""
+
+    def __init__(self, store: Store, folder: Path) -> None:
+        self.store = LossyStore(store)
+        self.file = folder / "events.jsonl"
+        self.lease = store.lease(60)
+        for slot, name in enumerate(IDS):
+            record = MemberRecord(
+                id=name, slot=slot, host="h", address="127.0.0.1", pid=1, agent_pid=2, incarnation="x", home=slot
+            )
+            store.put(Keys.member(name), record.to_json(), self.lease)
+            store.put(Keys.report(name), LayoutRecord(id=name, layout=Layout(1, 3), redundant=True).to_json())
+        store.put(Keys.LEADER, LeaderRecord(id="a").to_json(), self.lease)
+        self._events = EventWriter(str(self.file))
+        self.leader = Leader(
+            self.store,  # type: ignore[arg-type]  # a double
+            self._events,
+            member="a",
+            job="j",
+            world_size=3,
+            settle_s=0.0,
+            patience_s=1.0,
+        )
+
+    def step(self) -> None:
+        """As the coordinator does: a request that is not answered is no error."""
+        mirror = Mirror(self.store.get_prefix(""))
+        try:
+            self.leader.step(mirror, self.lease, 0.0)
+        except StoreUnavailable:
+            return
+
+    def lose(self, member: str) -> None:
+        departure = LeftRecord(
+            id=member, slot=1, outcome="lost", reason="signal", detail="SIGKILL", since=1.0, boot=boot_id()
+        )
+        self.store.put(Keys.left(member), departure.to_json())
+        self.store.delete(Keys.member(member))
+
+    def events(self, kind: str) -> list[Any]:
+        found = [json.loads(line) for line in self.file.read_text().splitlines()]
+        return [event for event in found if event["event"] == kind]
+
+    def plan(self) -> Plan:
+        entry = self.store.get(Keys.PLAN)
+        assert entry is not None
+        return Plan.from_json(entry.value)
+
+    def close(self) -> None:
+        self._events.close()
+
+
+@pytest.fixture
+def stage(store: Store, tmp_path: Path) -> Iterator[Stage]:
+    one = Stage(store, tmp_path)
+    one.step()
+    one.step()
+    yield one
+    one.close()
+
+
+@pytest.mark.parametrize(
+    "script", [["lost"], ["dropped"], ["dropped", "lost"], ["late"], ["late", "dropped"], ["dropped", "dropped"]]
+)
+def test_a_takeover_is_told_once(stage: Stage, script: list[str]) -> None:
+    assert stage.plan().epoch == 2
+    stage.lose("b")
+    stage.store.script = list(script)
+    for _ in range(6):
+        stage.step()
+    assert stage.store.struck == len(script)
+    assert stage.plan().lost == ("b",)
+    assert [event["epoch"] for event in stage.events("plan")] == [1, 2, 3]
+    assert [event["member_id"] for event in stage.events("member_lost")] == ["b"]
+    assert [(event["from"], event["to"]) for event in stage.events("takeover")] == [("b", "a")]
+    assert stage.store.get(Keys.timing(3)) is not None
+
+
+def test_the_plan_of_another_leader_is_not_told(stage: Stage) -> None:
+    stage.lose("b")
+    stage.store.script = ["dropped"]
+    stage.step()
+    assert stage.store.struck == 1
+    stage.step()
+    mine = stage.plan()
+    assert (mine.epoch, len(stage.events("plan"))) == (3, 3)
+    stage.lose("c")
+    stage.store.script = ["dropped"]
+    stage.step()
+    stage.store.put(Keys.LEADER, LeaderRecord(id="other").to_json())
+    stage.store.put(Keys.PLAN, replace(mine, epoch=4, nonce="theirs").to_json())
+    stage.step()
+    assert [event["epoch"] for event in stage.events("plan")] == [1, 2, 3]
+
+
+def test_own_plan_is_told_although_another_one_leads_by_now(stage: Stage) -> None:
+    stage.lose("b")
+    stage.store.script = ["lost"]
+    stage.step()
+    stage.store.put(Keys.LEADER, LeaderRecord(id="c").to_json())
+    for _ in range(2):
+        stage.step()
+    assert [event["epoch"] for event in stage.events("plan")] == [1, 2, 3]
+    assert len(stage.events("member_lost")) == 1

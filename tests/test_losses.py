@@ -1,0 +1,78 @@
+"""Losses of other kinds and at other times: workers that stop or hang, in a recovery, in an evaluation, all at once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bamboo_ds.errors import EXIT_FATAL_LOSS
+
+from .support.jobs import run_bamboo, write_config
+from .support.surviving import Reference, fault, survive, survive_in_turn
+
+pytestmark = pytest.mark.integration
+
+
+def test_stopped_processes(tmp_path: Path, reference: Reference) -> None:
+    places = [(1, "ForwardPass", 2), (2, "RecvGrad", 1), (3, "Commit", None)]
+    faults = [fault(rank, 2, at, micro_batch, signal="SIGSTOP") for rank, at, micro_batch in places]
+    result = survive_in_turn(tmp_path, reference, faults, 4, bamboo={"membership": {"lease_ttl_s": 2}})
+    assert [event["reason"] for event in result.events("member_lost")] == ["heartbeat"] * 3
+
+
+def test_several_at_once(tmp_path: Path, reference: Reference) -> None:
+    survive(tmp_path, reference, [fault(0, 2, "BackwardPass", 2), fault(2, 2, "BackwardPass", 2)])
+
+
+@pytest.mark.parametrize(
+    "at",
+    [
+        "._adopt_roles",
+        "ResendActivation",
+        "Commit",
+        *(pytest.param(at, marks=pytest.mark.exhaustive) for at in ("._record", "ReduceGrads")),
+    ],
+)
+def test_loss_during_a_recovery(tmp_path: Path, reference: Reference, at: str) -> None:
+    # Stage 1 goes at its third backward; stage 3 follows while the survivors recover or finish the iteration.
+    faults = [fault(1, 2, "BackwardPass", 2), fault(0 if at == "ResendActivation" else 3, 2, at)]
+    if at == "ResendActivation":
+        # The new owner of stage 1 is stage 0's: it has nothing to fall back on, so the other survivor goes instead.
+        faults = [fault(3, 2, "BackwardPass", 2), fault(1, 2, at)]
+    survive(tmp_path, reference, faults)
+
+
+def test_losses_during_evaluations(tmp_path: Path, reference: Reference) -> None:
+    faults = [fault(rank, 2, "._exec_forward_pass", 1, evaluating=True) for rank in (0, 2, 4)]
+    # All others have entered the commit by then; what they would commit dies with the outputs of the last stage.
+    faults.append(fault(3, 2, "._reduce_outputs"))
+    result = survive_in_turn(tmp_path, reference, faults, 5, arguments=("--evaluate-every", "2"))
+    last = [event["from"][:2] for event in result.events("takeover") if event["role"] == [0, 4]]
+    assert last == ["m4", "m3"]
+
+
+def test_workers_that_hang(tmp_path: Path, reference: Reference) -> None:
+    """Their hearts beat, but they do not get on; those that wait for them are left alone."""
+    faults = [fault(1, 2, "ForwardPass", 1, signal="hang"), fault(3, 2, "LoadMicroBatch", 1, signal="hang")]
+    result = survive_in_turn(tmp_path, reference, faults, 4, bamboo={"membership": {"hang_timeout_s": 2}})
+    assert [event["reason"] for event in result.events("member_lost")] == ["hang"] * 2
+
+
+def test_loss_between_iterations(tmp_path: Path, reference: Reference) -> None:
+    survive(tmp_path, reference, [fault(2, 2, "._exec_schedule"), fault(0, 4, "._exec_schedule")])
+
+
+def test_adjacent_losses_are_fatal_and_say_so(tmp_path: Path) -> None:
+    file = write_config(tmp_path, {"checkpoint": {"asynchronous": False}, "recovery": {"max_restarts": 0}}, 4)
+    # The owner of stage 1, and its shadow as soon as it takes the stage over.
+    faults = [fault(1, 3, "BackwardPass", 1), fault(0, 3, "._recover")]
+    command = ["--stages", "3", "--steps", "5", "--faults", json.dumps(faults), "--save-every", "2"]
+    result = run_bamboo(tmp_path, 3, command, file)
+    assert len(result.faults()) == 2
+    assert result.exit_code == EXIT_FATAL_LOSS, result.output[-4000:]
+    assert result.output.count("bamboo_ds.errors.FatalLoss: no living member holds stage 1 of pipeline 0") == 1
+    assert str(tmp_path / "checkpoints" / "step2") in result.output
+    (event,) = result.events("fatal")
+    assert event["stages"] == [[0, 0], [0, 1]] or event["stages"] == [[0, 1]]

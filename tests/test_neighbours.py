@@ -1,0 +1,147 @@
+"""Dead agents of members that have joined are known to the other agents of their host."""
+
+from __future__ import annotations
+
+import queue
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from bamboo_ds.control.membership import Keys, LeaderRecord, LeftRecord, MemberRecord
+from bamboo_ds.control.neighbours import Neighbours, process_space, report_dead_agent, started, watched_by
+from bamboo_ds.store import Store
+
+pytest_plugins = ["tests.support.fixtures"]
+
+Deaths = queue.SimpleQueue[tuple[MemberRecord, float]]
+PATIENCE_S = 20.0
+
+
+def member(pid: int, name: str = "m5-x", space: str | None = None, began: int | None = None) -> MemberRecord:
+    return MemberRecord(
+        id=name,
+        slot=int(name[1]),
+        host="here",
+        address="127.0.0.1",
+        pid=1,
+        agent_pid=pid,
+        agent_started=began if began is not None else started(pid),
+        process_space=process_space() if space is None else space,
+        incarnation="x",
+        joiner=True,
+    )
+
+
+def me() -> MemberRecord:
+    return member(1, "m9-me")
+
+
+@contextmanager
+def process() -> Iterator[subprocess.Popen[bytes]]:
+    child = subprocess.Popen([sys.executable, "-S", "-c", "import threading; threading.Event().wait()"])
+    try:
+        yield child
+    finally:
+        child.kill()
+        child.wait()
+
+
+@pytest.fixture
+def deaths() -> Deaths:
+    return queue.SimpleQueue()
+
+
+@pytest.fixture
+def neighbours(deaths: Deaths) -> Iterator[Neighbours]:
+    before = threading.active_count()
+    one = Neighbours("m9-me", lambda record, at: deaths.put((record, at)))
+    yield one
+    one.close()
+    assert threading.active_count() == before
+
+
+def test_killed_agent_is_seen_and_told_once(neighbours: Neighbours, deaths: Deaths) -> None:
+    with process() as one, process() as other:
+        records = [member(one.pid), member(other.pid, "m6-x"), me()]
+        neighbours.follow(records)
+        one.kill()
+        record, _ = deaths.get(timeout=PATIENCE_S)
+        assert record == records[0]
+        neighbours.follow(records[1:])
+        other.kill()
+        assert deaths.get(timeout=PATIENCE_S)[0] == records[1]
+        assert deaths.empty()
+
+
+def test_one_that_has_left_is_watched_no_more(neighbours: Neighbours, deaths: Deaths) -> None:
+    with process() as one, process() as other:
+        neighbours.follow([member(one.pid), member(other.pid, "m6-x"), me()])
+        neighbours.follow([member(other.pid, "m6-x"), me()])
+        one.kill()
+        one.wait()
+        other.kill()
+        assert deaths.get(timeout=PATIENCE_S)[0].id == "m6-x"
+        assert deaths.empty()
+
+
+def test_dead_before_it_was_watched(neighbours: Neighbours, deaths: Deaths) -> None:
+    with process() as one:
+        record = member(one.pid)
+    neighbours.follow([record, me()])
+    assert deaths.get(timeout=PATIENCE_S)[0] == record
+
+
+def test_process_id_that_means_another_process_by_now(neighbours: Neighbours, deaths: Deaths) -> None:
+    with process() as one:
+        neighbours.follow([member(one.pid, began=1), me()])
+        assert deaths.get(timeout=PATIENCE_S)[0].agent_pid == one.pid
+
+
+def test_processes_elsewhere_are_not_judged(neighbours: Neighbours, deaths: Deaths) -> None:
+    with process() as one:
+        far = member(one.pid, space="another kernel")
+    neighbours.follow([far, member(1, "m7-x", began=0).model_copy(update={"joiner": False}), me()])
+    assert deaths.empty()
+
+
+def test_everybody_who_has_joined_is_watched() -> None:
+    """Whoever dies together: among those that are left somebody watches each that has joined."""
+    everybody = [member(n, f"m{n}-x").model_copy(update={"joiner": n > 2}) for n in range(8)]
+    everybody.append(member(8, "m8-far", space="another kernel"))
+    for left in ({0, 1, 2, 3, 4, 5, 6, 7}, {0, 3}, {6, 7}, {3, 4, 5, 6}):
+        records = [r for r in everybody if r.slot in left or r.slot == 8]
+        watches = {r.id: watched_by(r.id, records, r.process_space) for r in records}
+        assert all(len(watched) <= 2 and me not in watched for me, watched in watches.items())
+        watched = {member for them in watches.values() for member in them}
+        assert watched == {r.id for r in records if r.joiner and r.slot != 8}
+
+
+def test_report_makes_the_loss_known(store: Store) -> None:
+    record = member(1)
+    for key in (Keys.member(record.id), Keys.LEADER):
+        store.put(key, (record if key != Keys.LEADER else LeaderRecord(id=record.id)).to_json())
+    report_dead_agent(store, record, 12.5, "agent died")
+    assert store.get(Keys.member(record.id)) is None
+    assert store.get(Keys.LEADER) is None
+    entry = store.get(Keys.left(record.id))
+    assert entry is not None
+    departure = LeftRecord.from_json(entry.value)
+    assert (departure.outcome, departure.reason, departure.since) == ("lost", "signal", 12.5)
+
+
+def test_report_says_nothing_of_one_that_has_said_good_bye(store: Store) -> None:
+    record = member(1)
+    report_dead_agent(store, record, 12.5, "agent died")
+    assert store.get(Keys.left(record.id)) is None
+    good_bye = LeftRecord(
+        id=record.id, slot=5, outcome="finished", reason="exit", detail="0", since=1.0, boot="b"
+    ).to_json()
+    store.put(Keys.left(record.id), good_bye)
+    store.put(Keys.member(record.id), record.to_json())  # its lease is about to be revoked
+    report_dead_agent(store, record, 12.5, "agent died")
+    entry = store.get(Keys.left(record.id))
+    assert entry is not None and entry.value == good_bye

@@ -1,0 +1,58 @@
+"""fp16, bf16 and ZeRO stage 1: an undisturbed job equals stock DeepSpeed, and so does one that loses members."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .support.precisions import (
+    BF16,
+    BF16_ZERO,
+    BF16_ZERO_BF16,
+    FP16,
+    FP16_STATIC,
+    FP16_ZERO,
+    FP32_ZERO,
+)
+from .support.surviving import Reference, fault, survive
+
+pytestmark = pytest.mark.integration
+
+STEPS = 6
+
+
+@pytest.mark.parametrize(
+    ("precision", "pipelines", "stages", "faults"),
+    [
+        pytest.param(BF16_ZERO, 1, 3, [fault(1, 3, "BackwardPass", 2)], id="bf16-zero", marks=pytest.mark.exhaustive),
+        pytest.param(BF16_ZERO, 2, 2, [fault(0, 2, "ForwardPass", 1)], id="bf16-zero-data"),
+        pytest.param(BF16, 2, 2, [fault(3, 2, "ReduceGrads")], id="bf16-data", marks=pytest.mark.exhaustive),
+        pytest.param(FP16, 1, 3, [fault(2, 3, "BackwardPass", 1)], id="fp16", marks=pytest.mark.exhaustive),
+        pytest.param(
+            FP16_STATIC, 2, 2, [fault(1, 3, "SendReplica")], id="fp16-static-data", marks=pytest.mark.exhaustive
+        ),
+        pytest.param(FP16_ZERO, 2, 2, [fault(2, 3, "StepReplica")], id="fp16-zero-data"),
+        pytest.param(
+            FP32_ZERO, 2, 2, [fault(1, 2, "OptimizerStep")], id="fp32-zero-data", marks=pytest.mark.exhaustive
+        ),
+        pytest.param(
+            BF16_ZERO_BF16, 2, 2, [fault(3, 3, "Commit")], id="bf16-zero-bf16-data", marks=pytest.mark.exhaustive
+        ),
+    ],
+)
+def test_precision(
+    tmp_path: Path,
+    reference: Reference,
+    precision: dict[str, Any],
+    pipelines: int,
+    stages: int,
+    faults: list[dict[str, Any]],
+) -> None:
+    """Losses at instants at which gradients, scales, masters or shards of parameters are under way."""
+    arguments = ("--steps", str(STEPS))
+    result = survive(tmp_path, reference, faults, stages, pipelines, arguments, micro_batches=4, **precision)
+    if precision is FP16_ZERO:
+        skipped = {role["counters"][2] for role in result.roles().values()}
+        assert 0 < min(skipped) < STEPS, "some iterations overflow, some do not"

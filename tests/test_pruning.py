@@ -1,0 +1,171 @@
+"""What a job leaves in etcd stays bounded, whatever it loses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from bamboo_ds.control.leader import Leader
+from bamboo_ds.control.membership import (
+    JobRecord,
+    Keys,
+    LayoutRecord,
+    LeaderRecord,
+    LeftRecord,
+    MemberRecord,
+    NoticeRecord,
+    ProgressRecord,
+    Record,
+    StandingRecord,
+    StopRecord,
+    StoreRecord,
+    SuspicionRecord,
+    TimingRecord,
+    VoucherRecord,
+)
+from bamboo_ds.control.mirror import Mirror
+from bamboo_ds.control.pruning import KEPT_EPOCHS, KEPT_MEMBERS, obsolete
+from bamboo_ds.observe.events import EventWriter
+from bamboo_ds.store import Store
+from bamboo_ds.store.records import KeyValue, Snapshot
+from bamboo_ds.topology import Layout, Plan
+
+pytest_plugins = ["tests.support.fixtures"]
+
+LIVING = ("a", "b")
+DEPARTED = tuple(f"gone-{n:03}" for n in range(KEPT_MEMBERS + 40))
+EPOCH = 50
+
+
+def plan(**changes: object) -> Plan:
+    fields: dict[str, object] = {
+        "epoch": EPOCH,
+        "owners": LIVING,
+        "members": LIVING,
+        "store_host": "a",
+        "layout": Layout(1, 2),
+        "shadows": ("b", "a"),
+        "homes": (0, 1),
+    }
+    return Plan(**(fields | changes))  # type: ignore[arg-type]
+
+
+def registered(member: str) -> MemberRecord:
+    return MemberRecord(id=member, slot=0, host="h", address="127.0.0.1", pid=1, agent_pid=2, incarnation="x", home=0)
+
+
+def kept_by(member: str, epoch: int, step: int, checkpoint: str | None = None) -> dict[str, Record]:
+    return {
+        Keys.report(member): LayoutRecord(id=member, layout=Layout(1, 2), redundant=True),
+        Keys.standing(member): StandingRecord(id=member, epoch=epoch),
+        Keys.voucher(member): VoucherRecord(id=member, epoch=epoch),
+        Keys.progress(member): ProgressRecord(id=member, step=step, checkpoint=checkpoint),
+    }
+
+
+def departed(member: str, step: int, checkpoint: str | None = None) -> dict[str, Record]:
+    return {
+        **kept_by(member, 3, step, checkpoint),
+        Keys.notice(member): NoticeRecord(id=member, kind="leave", source="file", detail=""),
+        Keys.suspect(member, "a"): SuspicionRecord(accused=member, by="a", epoch=3, reason=""),
+        Keys.suspect("b", member): SuspicionRecord(accused="b", by=member, epoch=3, reason=""),
+        Keys.left(member): LeftRecord(
+            id=member, slot=1, outcome="lost", reason="signal", detail="SIGKILL", since=1.0, boot="x"
+        ),
+    }
+
+
+def records(entered: Iterable[str] = LIVING) -> dict[str, Record]:
+    found: dict[str, Record] = {Keys.LEADER: LeaderRecord(id="a"), Keys.SPEC: JobRecord(job="j", world_size=2)}
+    for epoch in range(1, EPOCH + 1):
+        found[Keys.store(epoch)] = StoreRecord(epoch=epoch, host="h", port=1)
+        found[Keys.timing(epoch)] = TimingRecord(epoch=epoch, detection_s=0.1, plan_s=0.1)
+    for n, member in enumerate(DEPARTED):
+        found |= departed(member, step=n)
+    for member in LIVING:
+        found[Keys.member(member)] = registered(member)
+        found |= kept_by(member, EPOCH if member in entered else EPOCH - 1, len(DEPARTED))
+    return found
+
+
+def mirror_of(found: dict[str, Record], newest: Plan) -> Mirror:
+    values = {key: record.to_json() for key, record in found.items()} | {Keys.PLAN: newest.to_json()}
+    entries = {key: KeyValue(key, value, n + 1, n + 1, None) for n, (key, value) in enumerate(values.items())}
+    return Mirror(Snapshot(entries, len(entries)))
+
+
+def prune(found: dict[str, Record], newest: Plan) -> set[str]:
+    keys = obsolete(mirror_of(found, newest), newest)
+    assert keys is not None and len(set(keys)) == len(keys)
+    return set(keys)
+
+
+def test_the_living_the_newest_departed_and_the_newest_epochs_stay() -> None:
+    found = records()
+    left = found.keys() - prune(found, plan())
+    stay = {*LIVING, *DEPARTED[-KEPT_MEMBERS:]}
+    assert {key.split("/")[1] for key in left if key.startswith(Keys.LEFT)} == set(DEPARTED[-KEPT_MEMBERS:])
+    of_members = [key for key in left if key.split("/")[0] + "/" not in (Keys.EPOCHS, Keys.LEADER, Keys.SPEC)]
+    assert {part for key in of_members for part in key.split("/")[1:]} <= stay
+    assert {int(key.split("/")[1]) for key in left if key.startswith(Keys.EPOCHS)} == {
+        *range(EPOCH - KEPT_EPOCHS + 1, EPOCH + 1)
+    }
+    assert {Keys.LEADER, Keys.SPEC} <= left
+    for member in LIVING:
+        assert {Keys.member(member), *kept_by(member, 0, 0)} <= left
+    assert prune({key: found[key] for key in left}, plan()) == set()
+
+
+def test_members_that_are_needed_stay() -> None:
+    first, second, third = DEPARTED[:3]
+    found = records() | {Keys.member(first): registered(first)}
+    removed = prune(found, plan(lost=(second,)))
+    for member in (first, second):
+        assert not removed & departed(member, 0).keys()
+    assert departed(third, 0).keys() <= removed
+
+
+def test_how_far_the_job_has_come_stays() -> None:
+    far, saved = DEPARTED[4], DEPARTED[7]
+    found = records() | departed(far, step=1000) | departed(saved, step=900, checkpoint="/c/step900")
+    newest = plan()
+    removed = prune(found, newest)
+    assert Keys.left(far) in removed and Keys.left(saved) in removed
+    assert not removed & {Keys.progress(far), Keys.progress(saved)}
+
+
+@pytest.mark.parametrize(
+    ("newest", "more"),
+    [
+        pytest.param(plan(layout=None, shadows=()), {}, id="no-layout"),
+        pytest.param(plan(unheld=(1,)), {}, id="fatal"),
+        pytest.param(plan(), {Keys.STOP: StopRecord(code=0, reason="", by="")}, id="stopped"),
+        pytest.param(plan(), kept_by("b", EPOCH - 1, 0), id="not-entered"),
+    ],
+)
+def test_nothing_is_removed_while_something_is_under_way(newest: Plan, more: dict[str, Record]) -> None:
+    assert obsolete(mirror_of(records() | more, newest), newest) is None
+
+
+def test_the_leader_removes_them(store: Store, tmp_path: Path) -> None:
+    for key, record in records().items():
+        store.put(key, record.to_json())
+    store.put(Keys.PLAN, plan().to_json())
+    store.put(Keys.slot(2), "2")
+    leader = Leader(
+        store,
+        EventWriter(str(tmp_path / "events.jsonl")),
+        member="a",
+        job="j",
+        world_size=2,
+        settle_s=0.0,
+        patience_s=1.0,
+    )
+    leader.step(Mirror(store.get_prefix("")), store.lease(60), 0.0)
+    mirror = Mirror(store.get_prefix(""))
+    assert mirror.left.keys() == set(DEPARTED[-KEPT_MEMBERS:])
+    assert mirror.members.keys() == set(LIVING) and mirror.plan == plan()
+    assert store.get(Keys.slot(2)) is not None
+    assert obsolete(mirror, plan()) == []

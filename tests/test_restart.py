@@ -1,0 +1,270 @@
+"""After a fatal loss the job starts again by itself, and its results are those of an undisturbed run."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bamboo_ds.control.decisions import Decider, StopJob, View, Wait, WritePlan
+from bamboo_ds.control.membership import LeftRecord, MemberRecord, ProgressRecord, RestartRecord, boot_id
+from bamboo_ds.control.restart import Assign, RestartPolicy, assign, fatal_plan
+from bamboo_ds.observe.audit import audit, compare
+from bamboo_ds.observe.ledger import read_ledger
+from bamboo_ds.topology import Layout
+from bamboo_ds.topology.planner import initial_plan, takeover, with_redundancy
+
+from .support.compare import differences
+from .support.faults import mark
+from .support.jobs import Result, RunningJob, run_bamboo, write_config
+from .support.surviving import Reference, fault
+from .test_ledger import expected
+
+IDS = ("a", "b", "c", "d")
+RUNNING = with_redundancy(initial_plan(IDS), Layout(1, 4), True)
+#: The owner of stage 1, and its shadow.
+FATAL = takeover(takeover(RUNNING, {"b"}), {"a"})
+
+
+def member(name: str, slot: int, **more: Any) -> MemberRecord:
+    values = {"host": "h", "address": "127.0.0.1", "pid": 1, "agent_pid": 2, "incarnation": "x", **more}
+    return MemberRecord(id=name, slot=slot, **values)
+
+
+def left(name: str, slot: int, outcome: str, **more: Any) -> LeftRecord:
+    values = {"reason": "exit", "detail": "86", "since": 0.0, "boot": boot_id(), **more}
+    return LeftRecord.model_validate({"id": name, "slot": slot, "outcome": outcome, **values})
+
+
+def waiting(*slots: int) -> dict[str, MemberRecord]:
+    return {f"w{slot}": member(f"w{slot}", slot, state="waiting", generation=None) for slot in slots}
+
+
+def after_the_loss(**more: Any) -> View:
+    """``c`` and ``d`` have ended and wait; ``a`` and ``b`` are lost."""
+    gone = {"c": left("c", 2, "fatal"), "d": left("d", 3, "fatal"), "a": left("a", 0, "lost")}
+    progress = {"c": ProgressRecord(id="c", step=9, checkpoint="/c/step8")}
+    view = View(world_size=4, plan=FATAL, members=waiting(2, 3), left=gone, progress=progress)
+    return replace(view, **more)
+
+
+def decider(**policy: Any) -> Decider:
+    return Decider(0.02, 2.5, restarts=RestartPolicy(**{"return_s": 5.0, "start_s": 60.0, **policy}))
+
+
+RECORD = RestartRecord(
+    generation=1,
+    after_epoch=FATAL.epoch,
+    ranks={2: (0, 1), 3: (2, 3)},
+    checkpoint="/c/step8",
+    step=9,
+)
+
+
+# -- decisions ------------------------------------------------------------------------------------------
+
+
+@given(st.sets(st.integers(0, 40), min_size=1), st.integers(1, 16))
+def test_every_rank_runs_once(slots: set[int], world_size: int) -> None:
+    ranks = assign(list(waiting(*slots).values()), world_size)
+    assert sorted(rank for each in ranks.values() for rank in each) == list(range(world_size))
+    assert set(ranks) <= slots and len(ranks) == min(len(slots), world_size)
+    loads = [len(each) for each in ranks.values()]
+    assert max(loads) - min(loads) <= 1
+
+
+def test_survivors_start_all_workers() -> None:
+    assert FATAL.unheld and decider().decide(after_the_loss(), 0.0) == Assign(RECORD)
+
+
+def test_without_restarts_nothing_happens() -> None:
+    assert Decider(0.02, 2.5).decide(after_the_loss(), 0.0) == Wait()
+
+
+def test_members_on_their_way_back_are_waited_for_but_not_for_ever() -> None:
+    it, view = decider(), after_the_loss(members=waiting(2))
+    assert it.decide(view, 1.0) == Wait(6.0)
+    assert it.decide(after_the_loss(members={**waiting(2), "d": member("d", 3)}), 2.0) == Wait()
+    action = it.decide(view, 6.0)
+    assert isinstance(action, Assign) and action.record.ranks == {2: (0, 1, 2, 3)}
+
+
+def test_a_member_that_an_earlier_plan_has_dropped_comes_back_too() -> None:
+    """Both have stopped by themselves; one of them was taken over before it was known that the other one had."""
+    alone = replace(FATAL, members=(), lost=("d",))
+    gone = {"c": left("c", 2, "evicted", since=99.0), "d": left("d", 3, "fatal", since=100.0)}
+    view = after_the_loss(plan=alone, members=waiting(3), left=gone)
+    it = decider()
+    assert it.decide(view, 101.0) == Wait(106.0)
+    assert it.decide(replace(view, members=waiting(2, 3)), 102.0) == Assign(RECORD)
+    assert isinstance(decider().decide(view, 104.5), Assign), "it has had its time to return"
+
+
+def test_with_too_few_members_it_waits_and_says_so() -> None:
+    action = decider(min_members=3).decide(after_the_loss(), 0.0)
+    assert isinstance(action, Wait) and "2 of bamboo.recovery.min_members = 3" in str(action.reason)
+    action = decider(min_members=3).decide(after_the_loss(members=waiting(2, 3, 7)), 0.0)
+    assert isinstance(action, Assign) and set(action.record.ranks) == {2, 3, 7}
+
+
+def test_restarts_that_lead_nowhere_end_the_job() -> None:
+    before = RECORD.model_copy(update={"generation": 4, "after_epoch": 1, "failures": 1})
+    action = decider().decide(after_the_loss(restart=before), 0.0)
+    assert isinstance(action, Assign) and (action.record.generation, action.record.failures) == (5, 2)
+    beyond = before.model_copy(update={"step": 8})
+    action = decider().decide(after_the_loss(restart=beyond), 0.0)
+    assert isinstance(action, Assign) and action.record.failures == 0
+    action = decider(max_restarts=2).decide(after_the_loss(restart=before), 0.0)
+    assert isinstance(action, StopJob) and action.code == 86 and "without getting beyond step 9" in action.reason
+
+
+def workers(*ranks: int) -> dict[str, MemberRecord]:
+    slots = {0: 2, 1: 8, 2: 3, 3: 9}
+    return {f"n{r}": member(f"n{r}", slots[r], home=r, generation=1) for r in ranks}
+
+
+def test_the_first_plan_waits_for_all_workers() -> None:
+    it, view = decider(), after_the_loss(restart=RECORD)
+    assert it.decide(replace(view, members={**workers(0, 1, 2), **waiting(9)}), 0.0) == Wait(60.0)
+    action = it.decide(replace(view, members=workers(3, 1, 0, 2)), 1.0)
+    assert isinstance(action, WritePlan)
+    plan = action.plan
+    assert (plan.epoch, plan.owners, plan.homes) == (FATAL.epoch + 1, ("n0", "n1", "n2", "n3"), (0, 1, 2, 3))
+    assert plan.unheld == () and plan.layout is None
+
+
+@pytest.mark.parametrize(
+    ("members", "departures", "now"),
+    [
+        (workers(0, 1, 2), {"n3": left("n3", 9, "lost", generation=1)}, 0.0),
+        (workers(0, 1), {}, 5.0),  # slot 3 is neither waiting nor running
+        (workers(0, 1, 2), {}, 60.0),
+    ],
+)
+def test_a_loss_on_the_way_begins_again(
+    members: dict[str, MemberRecord], departures: dict[str, LeftRecord], now: float
+) -> None:
+    it, view = decider(), after_the_loss(restart=RECORD, members=members)
+    if not departures:
+        assert isinstance(it.decide(view, 0.0), Wait)
+    action = it.decide(replace(view, left={**view.left, **departures}), now)
+    assert isinstance(action, WritePlan) and action.plan.unheld == (0, 1, 2, 3)
+    assert (action.plan.epoch, action.plan.members) == (FATAL.epoch + 1, tuple(sorted(members)))
+
+
+def test_a_loss_before_the_engines_are_built_is_fatal_for_this_start_only() -> None:
+    first = initial_plan(IDS)
+    members = {name: member(name, slot) for slot, name in enumerate(IDS) if name != "b"}
+    view = View(world_size=4, plan=first, members=members, left={"b": left("b", 1, "lost")})
+    it = decider()
+    assert isinstance(it.decide(view, 0.0), Wait)
+    action = it.decide(view, 1.0)
+    assert isinstance(action, WritePlan) and action.plan == fatal_plan(first, ("a", "c", "d"), ("b",))
+
+
+def test_a_worker_that_cannot_go_on_takes_all_back() -> None:
+    members = {name: member(name, slot) for slot, name in enumerate(IDS) if name != "b"}
+    view = View(world_size=4, plan=RUNNING, members=members, left={"b": left("b", 1, "fatal")})
+    action = decider().decide(view, 0.0)
+    assert isinstance(action, WritePlan) and action.plan.unheld == (0, 1, 2, 3) and action.plan.members == IDS
+
+
+# -- jobs -----------------------------------------------------------------------------------------------
+
+
+ARGUMENTS = ("--steps", "8", "--save-every", "2", "--dropout", "0.1")
+
+
+def assert_same(result: Result, reference: Result) -> None:
+    """Losses from the restart on, and the states of all roles and replicas, are those of the undisturbed run."""
+    assert result.exit_code == 0, result.output[-5000:]
+    plain = reference.ranks()[0]["losses"]
+    survivors = [*result.ranks().values(), *result.joined()]
+    assert survivors
+    for dump in survivors:
+        assert dump["losses"] == plain[len(plain) - len(dump["losses"]) :]
+    roles = reference.roles()
+    assert differences(roles, result.roles()) == []
+    replicas = result.replicas()
+    assert differences({role: roles[role] for role in replicas}, replicas) == []
+
+
+def steps_of(result: Result) -> list[list[int]]:
+    """Steps of each start of the job."""
+    starts: list[list[int]] = [[]]
+    for line in (result.out / "events.jsonl").read_text().splitlines():
+        event = json.loads(line)
+        if event["event"] == "restart":
+            starts.append([])
+        elif event["event"] == "step":
+            starts[-1].append(event["step"])
+    return starts
+
+
+@pytest.mark.integration
+def test_twice_from_a_checkpoint_with_half_of_the_members(tmp_path: Path, reference: Reference) -> None:
+    """A plain loop that only saves, with a scheduler that counts. The restart is hit while it replays what was done."""
+    arguments = (*ARGUMENTS, "--count-samples")
+    faults = [fault(1, 5, "BackwardPass", 1), fault(0, 5, "._recover"), fault(3, 4, "._load_roles")]
+    bamboo = {"checkpoint": {"asynchronous": False}, "observe": {"ledger": str(tmp_path / "ledger")}}
+    file = write_config(tmp_path, bamboo, 4)
+    result = run_bamboo(tmp_path, 4, ["--stages", "4", *arguments, "--faults", json.dumps(faults)], file)
+    assert result.faults() == sorted(mark(f) for f in faults), result.output[-5000:]
+    assert_same(result, reference(4, 1, 4, *arguments, own=True))
+    first, second = result.events("restart")
+    assert (first["number"], first["slots"], second["number"]) == (1, [2, 3], 2)
+    assert first["checkpoint"] == str(tmp_path / "checkpoints" / "step4")
+    assert steps_of(result) == [[1, 2, 3, 4, 5], [], [5, 6, 7, 8]]
+    assert len(result.ranks()) == 2, "workers that only stood in for others have left"
+    lines, problems = read_ledger([tmp_path / "ledger"])
+    consumed = audit(lines, distinct=True, steps=8)
+    assert problems + consumed.problems + compare(consumed, audit(expected(8, 1, 4, 4))) == []
+    assert (len(consumed.runs), consumed.steps) == (2, 9)
+
+
+@pytest.mark.integration
+def test_waits_for_joiners_and_passes_over_a_damaged_checkpoint(tmp_path: Path, reference: Reference) -> None:
+    """A script that resumes by itself; a host with three of four slots is lost."""
+    bamboo = {"checkpoint": {"asynchronous": False}, "recovery": {"min_members": 2}}
+    slow = tmp_path / "fast"
+    file = write_config(tmp_path, bamboo, 4)
+    # So slow that what is awaited comes before the end, whatever it takes to ask for it.
+    pace = ["--slow-until", str(slow), "--slow-s", "2"]
+    with RunningJob(tmp_path, 4, ["--stages", "4", *ARGUMENTS, "--resume", *pace], file) as job:
+        job.wait_for("the first step", lambda: bool(job.events("step")))
+        children = psutil.Process(job.process.pid).children()
+        agents = [c.pid for c in children if {"--slot=0", "--slot=1", "--slot=2"} & set(c.cmdline())]
+        assert len(agents) == 3
+        saved = lambda: {e["path"] for e in job.events("checkpoint_saved") if e["step"] > 2}  # noqa: E731
+        job.wait_for("two checkpoints", lambda: bool(saved()))
+        job.wait_for("etcd knows the second one", lambda: job.status()["checkpoint"] in saved())
+        for pid in agents:
+            os.kill(pid, signal.SIGKILL)
+        job.wait_for("it waits", lambda: "1 of bamboo.recovery.min_members = 2 are there" in job.output())
+        status = job.status()
+        assert [m["state"] for m in status["members"] if m["state"] in ("running", "waiting")] == ["waiting"]
+        newest = Path(status["checkpoint"])
+        # Nobody writes any more. A further one may have been completed that etcd does not know.
+        damaged = [folder for folder in newest.parent.glob("step[0-9]") if folder.name != "step2"]
+        assert newest in damaged
+        for folder in damaged:
+            victim = max(folder.glob("*.pt"), key=lambda f: f.stat().st_size)
+            content = bytearray(victim.read_bytes())
+            content[len(content) // 2] ^= 1
+            victim.write_bytes(content)
+        slow.touch()
+        job.join()
+        result = job.finish()
+    assert len(result.events("member_lost")) >= 2
+    (restart,) = result.events("restart")
+    assert (restart["checkpoint"], restart["slots"][0], len(restart["slots"])) == (str(newest), 3, 2)
+    assert steps_of(result)[1] == list(range(3, 9)), "not from the newest checkpoint that is whole"
+    assert_same(result, reference(4, 1, 4, *ARGUMENTS, own=True))

@@ -1,0 +1,118 @@
+"""Schedulers of replicas, and what a script sets itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from bamboo_ds.engine.changes import Adjustable
+from bamboo_ds.engine.runtime import StageRuntime
+from bamboo_ds.engine.schedulers import Pristine, Standing, load_state, settings_of, take_step
+from bamboo_ds.errors import UnsupportedError
+from bamboo_ds.topology import Role
+
+from .support.sample_scheduler import SampleScheduler
+
+
+def optimizer_of(groups: int = 2) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([{"params": [torch.nn.Parameter(torch.zeros(2))]} for _ in range(groups)])
+
+
+def runtime_with(optimizer: torch.optim.Optimizer, scheduler: Any = None, steps: int = 0) -> StageRuntime:
+    runtime = StageRuntime(Role(0, 0), owned=True)
+    counters = {"global_steps": steps, "global_samples": 8 * steps, "skipped_steps": 0}
+    runtime.attributes = {"basic_optimizer": optimizer, "lr_scheduler": scheduler, **counters}
+    return runtime
+
+
+def samples(optimizer: torch.optim.Optimizer) -> SampleScheduler:
+    return SampleScheduler(optimizer, 100)
+
+
+def warmup(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    schedulers = torch.optim.lr_scheduler
+    return schedulers.SequentialLR(
+        optimizer,
+        [schedulers.LinearLR(optimizer, 0.1, total_iters=3), schedulers.CosineAnnealingLR(optimizer, 9)],
+        [3],
+    )
+
+
+def cyclic(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.CyclicLR(
+        optimizer, 0.1, 1.0, step_size_up=3, mode="exp_range", gamma=0.9, cycle_momentum=False
+    )
+
+
+@pytest.mark.parametrize("make", [samples, warmup, cyclic])
+def test_a_replica_steps_like_its_owner(make: Any) -> None:
+    mine, theirs = optimizer_of(), optimizer_of()
+    scheduler = make(mine)
+    pristine = Pristine(scheduler, mine)
+    for _ in range(4):
+        mine.step()
+        take_step(scheduler, 8)
+    replica = pristine.clone(theirs)
+    for _ in range(2):  # the second time it is copied again, as after a failed check
+        load_state(replica, scheduler.state_dict(), pristine, theirs)
+        for group, given in zip(theirs.param_groups, settings_of(mine), strict=True):
+            group.update(given)  # with the optimizer's own state
+        for _ in range(3):
+            for optimizer, each in ((mine, scheduler), (theirs, replica)):
+                optimizer.step()
+                take_step(each, 8)
+            assert settings_of(mine) == settings_of(theirs)
+        assert replica.state_dict() == scheduler.state_dict()
+    assert replica.optimizer is theirs and scheduler.optimizer is mine
+
+
+def test_one_that_cannot_be_copied_is_refused() -> None:
+    class Locked:
+        def __deepcopy__(self, known: dict[int, Any]) -> Any:
+            raise TypeError("cannot pickle '_thread.lock' object")
+
+    with pytest.raises(UnsupportedError, match=r"Locked cannot be copied .*lock.*"):
+        Pristine(Locked(), optimizer_of())
+
+
+def test_late_steps_stand_where_those_in_time_stood() -> None:
+    mine, theirs = optimizer_of(), optimizer_of()
+    scheduler = samples(mine)
+    pristine = Pristine(scheduler, mine)
+    take_step(scheduler, 8)
+    replica = pristine.clone(theirs)
+    late, home = runtime_with(theirs, replica), runtime_with(mine, scheduler)
+    standing = Standing.of(home)
+    take_step(scheduler, 8)
+    standing.give(late, pristine)
+    assert Standing.of(late) == standing != Standing.of(home)
+
+
+def test_what_a_script_sets_goes_to_other_roles() -> None:
+    mine, others = runtime_with(optimizer_of(), steps=3), runtime_with(optimizer_of(), steps=3)
+    found = Adjustable.of(mine)
+    mine.attributes["global_steps"] = 0
+    mine.attributes["basic_optimizer"].param_groups[1].update(lr=0.5, betas=(0.5, 0.6))
+    others.attributes["basic_optimizer"].param_groups[0]["weight_decay"] = 0.25  # theirs
+    Adjustable.of(mine).since(found).give(others)
+    assert others.attributes["global_steps"] == 0 and others.attributes["global_samples"] == 24
+    first, second = others.attributes["basic_optimizer"].param_groups
+    assert (first["lr"], first["weight_decay"], second["lr"], second["betas"]) == (1e-3, 0.25, 0.5, (0.5, 0.6))
+
+
+def test_groups_that_do_not_match() -> None:
+    mine, others = runtime_with(optimizer_of()), runtime_with(optimizer_of(1))
+    found = Adjustable.of(mine)
+    groups = mine.attributes["basic_optimizer"].param_groups
+    for group in groups:
+        group["lr"] = 0.5
+    Adjustable.of(mine).since(found).give(others)
+    assert settings_of(others.attributes["basic_optimizer"])[0]["lr"] == 0.5
+    groups[0]["lr"] = 0.25
+    with pytest.raises(UnsupportedError, match="set all groups alike"):
+        Adjustable.of(mine).since(found).give(others)
+    mine.attributes["basic_optimizer"].add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
+    with pytest.raises(UnsupportedError, match=r"give all groups to deepspeed\.initialize"):
+        Adjustable.of(mine).since(found)

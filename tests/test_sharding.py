@@ -1,0 +1,105 @@
+"""What optimizers that are partitioned over the pipelines, or that look at norms and overflows, need of the others."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed as dist
+
+from bamboo_ds.engine.answers import Answers
+from bamboo_ds.engine.commit import Contribution, Form, Measured, decode, encode, global_norm, in_ring_order
+from bamboo_ds.engine.lanes import Lanes
+from bamboo_ds.errors import ProtocolError
+from bamboo_ds.topology import Layout, Role
+from bamboo_ds.topology.planner import initial_plan, takeover, with_redundancy
+
+LAYOUT = Layout(2, 3)
+MODEL, DATA = (1, 3, 5), (2, 3)  # pipeline 1; stage 1
+
+
+class Options:
+    def __init__(self, kind: Any = dist.ReduceOp.SUM) -> None:
+        self.reduceOp = kind
+
+
+def ask(answers: Answers, ranks: tuple[int, ...], kind: Any = dist.ReduceOp.SUM, value: float = -1.0) -> float:
+    tensor = torch.tensor([value])
+    answers(ranks, "allreduce", ([tensor], Options(kind)))
+    return float(tensor)
+
+
+def test_norms_are_sums_over_the_ranks_that_a_step_asks_for() -> None:
+    """Rank 3 is role (1,1); the ranks contribute 1, 2, 4, 8, 16, 32 to the first norm."""
+    norms = [[float(2**rank) for rank in range(6)], [1.0] * 6]
+    over_stages = Answers(LAYOUT, 3, False, norms, sums=1)
+    assert [ask(over_stages, MODEL), ask(over_stages, MODEL)] == [2 + 8 + 32, 3]
+    over_pipelines_too = Answers(LAYOUT, 3, True, norms, sums=2)
+    assert ask(over_pipelines_too, DATA, dist.ReduceOp.MAX, 0.0) == 1.0
+    assert [ask(over_pipelines_too, DATA), ask(over_pipelines_too, MODEL)] == [4 + 8, 63]
+    assert [ask(over_pipelines_too, DATA), ask(over_pipelines_too, MODEL)] == [2, 6]
+    with pytest.raises(ProtocolError, match="not foreseen"):
+        ask(over_pipelines_too, DATA)
+    with pytest.raises(ProtocolError, match="reduces 2 numbers"):
+        Answers(LAYOUT, 3, False, norms, 1)(MODEL, "allreduce", ([torch.zeros(2)], Options()))
+
+
+def test_norms_of_tensor_slices() -> None:
+    """Ranks are stage * 4 + copy * 2 + slice; rank 3 is slice 1 of stage 0 of copy 1."""
+    layout, model, data = Layout(4, 2, slices=2), (2, 3, 6, 7), (1, 3)
+    norms = [[float(2**rank) for rank in range(8)]]
+    assert ask(Answers(layout, 3, False, norms, sums=1), model) == 4 + 8 + 64 + 128
+    answers = Answers(layout, 3, False, norms, sums=2)
+    assert [ask(answers, data), ask(answers, model)] == [2 + 8, 255]
+    squares = [1.0, 2.0, 4.0, 3.0, 6.0, 0.0, 9.0, 0.0]
+    assert float(global_norm(layout, squares)) == (3.0 + 4.0) / 2
+
+
+def test_gathers_are_left_to_the_exchange_of_shards() -> None:
+    output, part = torch.zeros(4), torch.ones(2)
+    Answers(LAYOUT, 3, False, [], 1)(DATA, "_allgather_base", (output, part, None))
+    assert output.tolist() == [0, 0, 0, 0]
+
+
+def test_sums_are_those_of_a_ring() -> None:
+    a, b, c = (torch.tensor(x, dtype=torch.float32) for x in (1.0, 2e-8, 5e-8))
+    assert in_ring_order([a, b, c]) == a + (b + c) != (a + b) + c
+
+
+def test_the_commit_carries_overflows_and_several_norms() -> None:
+    form = Form(losses=1, norms=2)
+    shares = [
+        Contribution({0: [0.5]}, {Role(0, 0): Measured(False, (1.0, 2.0)), Role(1, 2): Measured(True, (3.0, 4.0))}),
+        Contribution({1: [1.5]}, {Role(0, 2): Measured(False, (5.0, 6.0))}, 7),
+    ]
+    found = decode(LAYOUT, form, tuple(sum(encode(LAYOUT, form, share) for share in shares).tolist()))
+    assert found.squares == ((1.0, 0.0, 0.0, 0.0, 5.0, 3.0), (2.0, 0.0, 0.0, 0.0, 6.0, 4.0))
+    assert (found.losses, found.redundant, found.overflow) == (((0.5,), (1.5,)), 7, True) and found.skipped()
+    assert not replace(found, overflow=False).skipped()
+    assert replace(found, overflow=False, squares=((float("inf"),),)).skipped()
+    with pytest.raises(ProtocolError, match="same number of parameter groups"):
+        encode(LAYOUT, Form(norms=1), shares[0])
+
+
+def test_every_holder_of_a_stage_gets_the_shards_that_it_does_not_compute() -> None:
+    members = ["a", "b", "c", "d"]  # of roles (0,0) (1,0) (0,1) (1,1); shadows: c, d, a, b
+    plan = with_redundancy(initial_plan(members), Layout(2, 2, sharded=True), True)
+    lanes = Lanes(plan, False)
+    found = {(str(role), lane.source, lane.destination) for (role, _), lane in lanes.shards.items()}
+    first = {("(0,0)", "a", "b"), ("(0,0)", "a", "d"), ("(1,0)", "b", "a"), ("(1,0)", "b", "c")}
+    last = {("(0,1)", "c", "d"), ("(0,1)", "c", "b"), ("(1,1)", "d", "c"), ("(1,1)", "d", "a")}
+    assert found == first | last
+    assert len({lane.tag for lane in lanes.all()}) == len(lanes.all())
+    learning = Lanes(replace(plan, learners=((0, "b"),)), False).shards
+    assert (Role(0, 0), "b") in learning and (Role(1, 0), "b") not in learning  # it has no copy yet, and needs it
+    assert not Lanes(replace(plan, layout=Layout(2, 2)), False).shards
+
+
+def test_no_other_pipeline_stands_in_for_a_shard() -> None:
+    plan = with_redundancy(initial_plan(["a", "b", "c", "d"]), Layout(2, 2), True)
+    assert takeover(plan, ["a", "c"]).unheld == ()
+    sharded = replace(plan, layout=Layout(2, 2, sharded=True))
+    assert takeover(sharded, ["a", "c"]).unheld == (0, 2)
+    assert takeover(sharded, ["a", "b"]).unheld == ()

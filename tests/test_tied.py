@@ -1,0 +1,185 @@
+"""Tied layers: a GPT whose embedding is its head, on the first and the last stage."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.pipe import LayerSpec, TiedLayerSpec
+from torch import nn
+
+from bamboo_ds.engine import tied
+from bamboo_ds.engine.optimizers import PlainOptimizer
+from bamboo_ds.engine.runtime import StageRuntime
+from bamboo_ds.topology import Role
+
+from .support.compare import differences
+from .support.gpt_jobs import TRAIN_GPT, survive
+from .support.jobs import RunningJob, run_bamboo, run_stock, slow_until, write_config
+from .support.surviving import Reference, fault
+from .test_checkpoint import assert_same_files
+from .test_elastic import assert_same
+
+
+def test_where_tied_layers_are() -> None:
+    specs = [TiedLayerSpec(key, nn.Linear, 2, 2) for key in ("b", "a", "b", "a", "c", "c")]
+    module = SimpleNamespace(_layer_specs=[*specs, LayerSpec(nn.Linear, 2, 2)], stage_owner=lambda index: index // 2)
+    assert tied.ties(module) == {"a": [0, 1], "b": [0, 1], "c": [2]}
+    assert tied.tied_stages(module) == {0, 1}
+
+
+class Stage(nn.Module):
+    """A stage with a tied and another layer."""
+
+    def __init__(self, keys: dict[str, list[int]], own: float, frozen: bool) -> None:
+        super().__init__()
+        self.tied_modules = nn.ModuleDict({key: nn.Linear(2, 2, bias=False) for key in keys})
+        self.other = nn.Linear(2, 2, bias=False)
+        self.tied_comms = {k: {"ranks": ranks, "group": k, "weight_attr": ["weight"]} for k, ranks in keys.items()}
+        for parameter in self.parameters():
+            parameter.grad = torch.full((2, 2), own)
+        if frozen:
+            self.tied_modules["b"].requires_grad_(False)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_one_member_adds_its_stages_up(monkeypatch: pytest.MonkeyPatch, frozen: bool) -> None:
+    """It takes part in a collective once, in the order of the keys; its own sums stay; each role has its own tensor."""
+    both = {"a": [0, 1, 2], "b": [0, 1, 3]}
+    stages = {0: Stage(both, 1.0, frozen), 1: Stage(both, 10.0, frozen), 2: Stage({"a": [0, 1, 2]}, 100.0, False)}
+    runtimes = [
+        StageRuntime(role, True, attributes={"module": stages[role.stage], "optimizer": None})
+        for role in (Role(0, 0), Role(0, 1), Role(1, 2))
+    ]
+    reduced = []
+
+    def all_reduce(tensor: torch.Tensor, group: str) -> None:
+        reduced.append(group)
+        tensor.add_(1000.0)  # the stages of other members
+
+    monkeypatch.setattr(tied.dist, "all_reduce", all_reduce)
+    binding = SimpleNamespace(owned=lambda: runtimes, current=None)
+    engine: Any = SimpleNamespace(_binding=binding, _tied_stages=frozenset((0, 1, 2)))
+
+    def use(runtime: StageRuntime) -> None:
+        binding.current, engine.module = runtime, runtime.module
+
+    binding.use = use
+    engine._get_gradients_for_reduction = lambda: ([p.grad for p in binding.current.trainable()], {})
+    for runtime in runtimes:
+        runtime.optimizer = PlainOptimizer(engine, runtime)
+    for runtime in runtimes:
+        use(runtime)
+        tied.TyingExecutor._exec_reduce_tied_grads(engine)
+        assert binding.current is runtime
+    assert runtimes[0].tied[0] is not runtimes[1].tied[0]
+    keys = ["a"] if frozen else ["a", "b"]
+    assert reduced == [*keys, "a"]
+    for runtime, expected in zip(runtimes, (1011.0, 1011.0, 1100.0), strict=True):
+        count = 1 if runtime.role.stage == 2 else len(keys)
+        assert [runtime.tied[place].unique().tolist() for place in range(count)] == [[expected]] * count
+        use(runtime)
+        sums = tied.TyingExecutor._local_sums(engine, runtime)
+        own = stages[runtime.role.stage].other.weight.grad
+        assert own is not None and sums[-1] is own and len(sums) == count + 1
+        assert all(bool((p.grad == own).all()) for p in runtime.module.parameters())
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    "faults",
+    [
+        pytest.param([], id="none", marks=pytest.mark.exhaustive),
+        pytest.param(
+            [fault(0, 1, "ReduceTiedGrads"), fault(7, 2, "BackwardPass", 1), fault(3, 3, "Commit")],
+            id="first-last",
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param(
+            [fault(6, 1, "ReduceGrads"), fault(4, 2, "ReduceTiedGrads"), fault(1, 3, "ForwardPass", 2)],
+            id="last-first",
+            marks=pytest.mark.exhaustive,
+        ),
+    ],
+)
+def test_two_pipelines(tmp_path: Path, reference: Reference, faults: list[dict[str, Any]]) -> None:
+    # Ranks are (pipeline, stage) = (0,0), (1,0), (0,1), ...
+    survive(tmp_path, reference, faults, 4, 2, ("--steps", "5", "--evaluate-every", "3"))
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    "faults",
+    [
+        # The last stage's gradients are reduced with those of the first and may be at its shadow already.
+        pytest.param(
+            [fault(3, 1, "RecvReplica"), fault(1, 3, "ReduceTiedGrads")],
+            id="after-the-reduction",
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param(
+            [fault(0, 1, "SendReplica"), fault(2, 3, "OptimizerStep")],
+            id="first-then-inner",
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param([fault(3, 2, "ReduceTiedGrads"), fault(1, 2, "._record")], id="twice"),
+        pytest.param(
+            [fault(0, 1, "Commit"), fault(2, 3, "BackwardPass", 3)], id="commit", marks=pytest.mark.exhaustive
+        ),
+    ],
+)
+def test_one_pipeline(tmp_path: Path, reference: Reference, faults: list[dict[str, Any]]) -> None:
+    survive(tmp_path, reference, faults, 4)
+
+
+def without_unused(roles: dict[tuple[int, int], Any]) -> dict[tuple[int, int], Any]:
+    """The head's copy of the position embeddings is used by nobody, and DeepSpeed does not save it."""
+    roles[0, 1]["parameters"].pop(1)
+    return roles
+
+
+@pytest.mark.integration
+def test_both_ends_on_one_member(tmp_path: Path, reference: Reference) -> None:
+    """From a checkpoint of stock DeepSpeed's down to one member, and back to stock from what that one saves."""
+    arguments = ("--steps", "6", "--save-every", "3")
+    whole = reference(2, 1, 4, *arguments, script=TRAIN_GPT)
+    theirs = whole.out / "checkpoints"
+    folders = {name: tmp_path / name for name in ("stock-to-bamboo", "bamboo-to-stock")}
+    for folder in folders.values():
+        folder.mkdir()
+    faults = [fault(0, 1, "ReduceTiedGrads")]
+    command = ["--stages", "2", *arguments, "--load", str(theirs), "--tag", "step3", "--faults", json.dumps(faults)]
+    folder = folders["stock-to-bamboo"]
+    second = run_bamboo(folder, 2, command, write_config(folder, {}, 4), TRAIN_GPT)
+    assert second.exit_code == 0 and len(second.faults()) == 1, second.output[-4000:]
+    assert len(set(second.events("plan")[-1]["owners"])) == 1
+    assert second.ranks()[1]["losses"] == whole.ranks()[1]["losses"][3:]
+    assert differences(without_unused(whole.roles()), without_unused(second.roles())) == []
+    assert_same_files(folder / "checkpoints" / "step6", theirs / "step6")
+    command = ["--stages", "2", "--steps", "8", "--load", str(folder / "checkpoints")]
+    folder = folders["bamboo-to-stock"]
+    third = run_stock(folder, 2, command, write_config(folder, None, 4), TRAIN_GPT)
+    assert third.exit_code == 0, third.output[-4000:]
+    longer = reference(2, 1, 4, "--steps", "8", script=TRAIN_GPT)
+    assert third.ranks()[0]["losses"] == longer.ranks()[0]["losses"][6:]
+    assert differences(without_unused(longer.roles()), without_unused(third.roles())) == []
+
+
+@pytest.mark.integration
+def test_an_end_joins(tmp_path: Path, reference: Reference) -> None:
+    """The owner of the last stage is lost, its role goes to a member that comes: a group of both ends again."""
+    go = tmp_path / "go"
+    faults = [fault(1, 3, "ReduceTiedGrads")]
+    command = ["--stages", "2", *slow_until(go), "--faults", json.dumps(faults)]
+    with RunningJob(tmp_path, 2, command, write_config(tmp_path, {}, 4), TRAIN_GPT) as job:
+        job.wait_for("the loss", lambda: bool(job.events("member_lost")))
+        job.join()
+        job.wait_for("each stage has an owner of its own", lambda: len(set(job.plan()["owners"])) == 2)
+        go.touch()
+        result = job.finish()
+    undisturbed = reference(2, 1, 4, *result.length, script=TRAIN_GPT)
+    assert_same(result, undisturbed, faults, joined=1)

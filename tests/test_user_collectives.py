@@ -1,0 +1,371 @@
+"""What a script does with torch.distributed itself goes on when members are lost and come."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed as dist
+
+from bamboo_ds import PlanView, plan_change
+from bamboo_ds.comm.c10d import registry
+from bamboo_ds.comm.living import LivingGroup, living, neutral
+from bamboo_ds.comm.local import LocalGroup
+from bamboo_ds.comm.script import ScriptCollectives, ScriptWork
+from bamboo_ds.errors import ProtocolError
+from bamboo_ds.topology import Layout, Plan
+
+from .support.jobs import SUPPORT, RunningJob, run_bamboo, run_stock, write_config
+
+SCRIPT = SUPPORT / "train_with_collectives.py"
+RANKS = 4
+
+
+# -- a job ------------------------------------------------------------------------------------------------
+
+
+def said(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """What each process has told, by its file; a line that is being written is left out."""
+    found = {}
+    for file in folder.glob("said-*.jsonl"):
+        lines = file.read_text().splitlines(keepends=True)
+        found[file.stem] = [json.loads(line) for line in lines if line.endswith("\n")]
+    return found
+
+
+@pytest.mark.integration
+def test_losses_inside_collectives_of_the_script_and_a_joiner(tmp_path: Path) -> None:
+    config = write_config(tmp_path, {"recovery": {"max_restarts": 0}}, 6)
+    with RunningJob(tmp_path, RANKS, ["--faults"], config, SCRIPT) as job:
+
+        def alive() -> float:
+            newest = [lines[-1] for lines in said(tmp_path).values() if lines and not lines[-1]["replaying"]]
+            last = max((line for line in newest), key=lambda line: line["step"], default=None)
+            return last["alive"][0] if last else RANKS
+
+        job.wait_for("both faults", lambda: len(list(tmp_path.glob("fault-*"))) == 2)
+        job.wait_for("two ranks alone", lambda: alive() == 2)
+        job.join()
+        job.wait_for("three ranks", lambda: alive() == 3, 120)
+        (tmp_path / "over").touch()
+        result = job.finish()
+    assert result.exit_code == 0, result.output[-6000:]
+    assert [(e["reason"], e["detail"]) for e in result.events("member_lost")] == [("signal", "SIGKILL")] * 2
+    members = said(tmp_path)
+    by_step: dict[int, list[dict[str, Any]]] = {}
+    for lines in members.values():
+        for line in lines:
+            if not line["replaying"]:
+                by_step.setdefault(line["step"], []).append(line)
+    last = max(by_step)
+    counts = []
+    for step in range(last + 1):
+        lines = sorted(by_step[step], key=lambda line: line["rank"])
+        for name in ("alive", "greatest", "broadcast", "gathered", "objects"):
+            assert len({json.dumps(line[name]) for line in lines}) == 1, (step, name, lines)
+        count = int(lines[0]["alive"][0])
+        counts.append(count)
+        assert lines[0]["alive"] == [count] * 3
+        assert lines[0]["greatest"] == 3
+        assert len({line["own"] for line in lines if "own" in line}) == 1
+        assert [o["step"] for o in lines[0]["objects"]] == [step] * RANKS
+        assert {o["rank"] for o in lines[0]["objects"]} == {line["rank"] for line in lines}
+    assert counts[:5] == [4] * 5 and counts[5] in (3, 4)
+    assert sorted(counts[6:], reverse=True)[0] == 3 and counts[-1] == 3 and 2 in counts
+    check_the_lost(members)
+    undisturbed = tmp_path / "undisturbed"
+    undisturbed.mkdir()
+    stock = run_stock(undisturbed, RANKS, ["--steps", str(last + 1)], write_config(undisturbed, None, 6), script=SCRIPT)
+    assert stock.exit_code == 0, stock.output[-4000:]
+    expected = {f.read_text() for f in undisturbed.glob("losses-*.json")}
+    assert len(expected) == 1
+    assert {f.read_text() for f in tmp_path.glob("losses-*.json")} == expected
+
+
+@pytest.mark.integration
+def test_a_loss_before_training_begins_again(tmp_path: Path) -> None:
+    """Scripts count ranks there, and wait for files that one of them writes."""
+    runs = {name: tmp_path / name for name in ("stock", "ours")}
+    for folder in runs.values():
+        folder.mkdir()
+    command = ["--steps", "3"]
+    stock = run_stock(runs["stock"], RANKS, command, write_config(runs["stock"], None, 6), SCRIPT)
+    assert stock.exit_code == 0, stock.output[-4000:]
+    config = write_config(runs["ours"], {}, 6)
+    result = run_bamboo(runs["ours"], RANKS, [*command, "--fault-in-setup"], config, SCRIPT)
+    assert result.exit_code == 0, result.output[-4000:]
+    assert (runs["ours"] / "fault-2").exists()
+    (event,) = result.events("restart")
+    assert (event["number"], event["checkpoint"]) == (1, None)
+    assert [e["step"] for e in result.events("step")] == [1, 2, 3]
+    assert "sets up together before it trains" in result.output
+    (expected,) = {f.read_text() for f in runs["stock"].glob("losses-*.json")}
+    assert {f.read_text() for f in runs["ours"].glob("losses-*.json")} == {expected}
+
+
+def check_the_lost(members: dict[str, list[dict[str, Any]]]) -> None:
+    """What rank 3 saw of ranks 2 and 0, which were lost in this order."""
+    (lines,) = (lines for name, lines in members.items() if name.startswith("said-3-"))
+    losses = [line for line in lines if any("lost" in reason for _, reason, _, _ in line["plans"])]
+    assert [line["to"] for line in losses if "to" in line] == [2, 0]
+    assert {line["sent"] for line in lines if "sent" in line} == {"EpochChanged"}
+    assert all(line["reduced"] == line["own"] for line in lines)
+    # The group of ranks 0, 2, 3: sums of rank + 1.
+    own = [line["own"] for line in lines]
+    assert own[:5] == [8] * 5 and set(own[6:]) <= {5, 4, 7} and own[6] == 5 and 4 in own
+    after = next(line for line in lines if line["gathered"][0] != 0.0)
+    assert after["broadcast"][0] in (after["step"], -1.0)
+
+
+# -- who takes part -----------------------------------------------------------------------------------------
+
+
+def plan(members: str, homes: tuple[int, ...], owners: str) -> Plan:
+    return Plan(
+        epoch=5, owners=tuple(owners), members=tuple(members), store_host=members[0], layout=Layout(1, len(owners)),
+        homes=homes,
+    )  # fmt: skip
+
+
+def test_all_are_there() -> None:
+    group = living(plan("abcd", (0, 1, 2, 3), "abcd"), (0, 1, 2, 3))
+    assert group.complete and group.members == tuple("abcd") == group.hosts
+
+
+def test_a_lost_rank_has_a_stand_in() -> None:
+    group = living(plan("acd", (0, 2, 3), "aacd"), (0, 1, 2, 3))
+    assert not group.complete
+    assert group.of_rank == ("a", None, "c", "d") and group.hosts == ("a", "a", "c", "d")
+
+
+def test_the_owner_of_a_lost_role_that_is_not_of_the_group_stands_for_nobody() -> None:
+    group = living(plan("acd", (0, 2, 3), "aacd"), (1, 2, 3))
+    assert group.members == ("c", "d") and group.hosts == ("c", "c", "d")
+
+
+def test_a_standby_takes_part_beside_the_member_of_its_rank() -> None:
+    group = living(plan("abxy", (0, 1, 0, 1), "ab"), (0, 1))
+    assert group.members == ("a", "b", "x", "y") and group.of_rank == ("a", "b") and not group.complete
+
+
+def test_a_newcomer_is_absent() -> None:
+    assert living(plan("axb", (0, 1, 1), "ab"), (0, 1), {"x"}).complete
+    assert living(plan("ax", (0, 1), "aa"), (0, 1), {"x"}).of_rank == ("a", None)
+
+
+def test_members_are_in_the_order_of_ranks() -> None:
+    assert living(plan("abc", (2, 0, 1), "bca"), (0, 1, 2)).members == ("b", "c", "a")
+
+
+# -- what they compute --------------------------------------------------------------------------------------
+
+
+def on_each(plan: Plan, ranks: tuple[int, ...], call: Callable[[Any, str, int], Any]) -> dict[str, Any]:
+    """``call(group, member, home)`` on every member of a group, each in a thread of its own; the results."""
+    group, store, results = living(plan, ranks), dist.HashStore(), dict[str, Any]()
+
+    def run(index: int, member: str) -> None:
+        options = dist.ProcessGroupGloo._Options()
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        inner = dist.ProcessGroupGloo(store, index, len(group.members), options)
+        home = plan.home(member)
+        work, finish = call(LivingGroup(inner, group, member, ranks.index(home)), member, home)
+        work.wait()
+        if finish is not None:
+            finish()
+        results[member] = True
+
+    threads = [threading.Thread(target=run, args=each) for each in enumerate(group.members)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert set(results) == set(group.members)
+    return results
+
+
+#: Ranks 0 to 3: rank 1 is lost and owned by a, x runs as rank 3 beside d.
+LOSSY = plan("acdx", (0, 2, 3, 3), "aacd")
+ALL = (0, 1, 2, 3)
+
+
+@pytest.mark.parametrize("operator", ["SUM", "MAX", "MIN", "PRODUCT", "AVG"])
+@pytest.mark.parametrize("operation", ["allreduce", "reduce"])
+def test_reductions_are_among_the_living(operator: str, operation: str) -> None:
+    values = {member: torch.tensor([float(LOSSY.home(member) + 1), 1.0]) for member in LOSSY.members}
+    given = {member: value.clone() for member, value in values.items()}
+
+    def call(group: LivingGroup, member: str, home: int) -> Any:
+        options: Any = registry.AllreduceOptions() if operation == "allreduce" else registry.ReduceOptions()
+        options.reduceOp = getattr(dist.ReduceOp, operator)
+        if operation == "reduce":
+            options.rootRank = 3
+        return getattr(group, operation)([values[member]], options)
+
+    on_each(LOSSY, ALL, call)
+    # Ranks 0, 2, 3 with 1, 3, 4: once each.
+    expected = {"SUM": 8.0, "MAX": 4.0, "MIN": 1.0, "PRODUCT": 12.0, "AVG": 8.0 / 3}[operator]
+    for member, value in values.items():
+        gets = operation == "allreduce" or LOSSY.home(member) == 3
+        assert value[0].item() == pytest.approx(expected if gets else given[member][0].item())
+
+
+def test_every_rank_has_a_part_of_what_is_gathered() -> None:
+    outputs = {member: [torch.zeros(1) for _ in ALL] for member in LOSSY.members}
+
+    def call(group: LivingGroup, member: str, home: int) -> Any:
+        given = torch.tensor([float(home) if member != "x" else 99.0])
+        return group.allgather([outputs[member]], [given], registry.AllgatherOptions())
+
+    on_each(LOSSY, ALL, call)
+    assert all([float(t) for t in row] == [0.0, 0.0, 2.0, 3.0] for row in outputs.values())
+
+
+@pytest.mark.parametrize(("root", "expected"), [(2, 2.0), (1, 0.0)])
+def test_a_broadcast_from_a_lost_rank_is_from_its_stand_in(root: int, expected: float) -> None:
+    values = {member: torch.tensor([float(LOSSY.home(member))]) for member in LOSSY.members}
+
+    def call(group: LivingGroup, member: str, home: int) -> Any:
+        options = registry.BroadcastOptions()
+        options.rootRank = root
+        return group.broadcast([values[member]], options)
+
+    on_each(LOSSY, ALL, call)
+    assert {float(value) for value in values.values()} == {expected}
+
+
+@pytest.mark.parametrize(("root", "expected"), [(3, [0.0, 2.0, 3.0, 3.0]), (1, [-1.0] * 4)])
+def test_scatter_and_gather(root: int, expected: list[float]) -> None:
+    outputs = {member: torch.tensor([-1.0]) for member in LOSSY.members}
+    collected = {member: [torch.tensor([-1.0]) for _ in ALL] for member in LOSSY.members}
+
+    def scatter(group: LivingGroup, member: str, home: int) -> Any:
+        options = registry.ScatterOptions()
+        options.rootRank = root
+        given = [[torch.tensor([float(rank)]) for rank in ALL]] if home == root else []
+        return group.scatter([outputs[member]], given, options)
+
+    def gather(group: LivingGroup, member: str, home: int) -> Any:
+        options = registry.GatherOptions()
+        options.rootRank = root
+        return group.gather([collected[member]] if home == root else [], [torch.tensor([float(home)])], options)
+
+    on_each(LOSSY, ALL, scatter)
+    assert [float(outputs[member]) for member in "acdx"] == expected
+    on_each(LOSSY, ALL, gather)
+    for member, row in collected.items():
+        assert [float(t) for t in row] == ([0.0, 0.0, 2.0, 3.0] if LOSSY.home(member) == root else [-1.0] * 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool])
+def test_neutral_values_change_nothing(dtype: torch.dtype) -> None:
+    value = torch.tensor([0, 1, 1], dtype=dtype)
+    operators = {"MAX": torch.maximum, "MIN": torch.minimum, "PRODUCT": torch.mul}
+    if not dtype.is_floating_point:
+        operators |= {"BAND": torch.bitwise_and, "BOR": torch.bitwise_or, "BXOR": torch.bitwise_xor}
+    if dtype is not torch.bool:
+        operators["SUM"] = torch.add
+    for name, operator in operators.items():
+        other = torch.full_like(value, neutral(getattr(dist.ReduceOp, name), dtype))
+        assert torch.equal(operator(value, other), value), name
+
+
+def test_whoever_has_no_peers_sees_a_group_of_the_full_size() -> None:
+    for operator, expected in ((dist.ReduceOp.SUM, 12.0), (dist.ReduceOp.MAX, 3.0)):
+        options, tensor = registry.AllreduceOptions(), torch.tensor([3.0])
+        options.reduceOp = operator
+        LocalGroup(1, 4, each=True).allreduce([tensor], options)
+        assert tensor.item() == expected
+
+
+# -- what a loss leaves of them -------------------------------------------------------------------------------
+
+
+class _Handle:
+    key, ranks, timeout = "world/0.1", (0, 1), None
+
+    def rank(self) -> int:
+        return 0
+
+
+def in_the_middle(script: ScriptCollectives, computed: bool) -> tuple[ScriptWork, torch.Tensor]:
+    """A sum that has written over what the script has passed."""
+    tensor: Any = torch.tensor([1.0])
+    handle: Any = _Handle()
+    number = script._begun[handle.key] = script._begun.get(handle.key, 0) + 1
+    work = ScriptWork(script, handle, number, "allreduce", None, ([tensor], registry.AllreduceOptions()))
+    epoch: Any = object()
+    work._epoch, work._computed = epoch, computed
+    tensor.fill_(3.0)
+    script._open.append(work)
+    return work, tensor
+
+
+def told(gap: int, done: int, joining: bool = False) -> dict[str, Any]:
+    return {"joining": joining, "script": {"gap": gap, "done": {"world/0.1": done}}}
+
+
+def script_at(gap: int) -> ScriptCollectives:
+    session: Any = None
+    script = ScriptCollectives(session, lambda: "script", lambda: None)
+    script.begin_gap(gap)
+    return script
+
+
+def test_a_result_that_somebody_has_come_out_with_counts_for_all() -> None:
+    script = script_at(4)
+    work, tensor = in_the_middle(script, computed=True)
+    script.agree({"a": told(4, 0), "b": told(4, 1)}, step=4)
+    script.complete(work)
+    assert work.over and tensor.item() == 3.0
+    assert script.record() == {"gap": 4, "done": {"world/0.1": 1}, "open": 0}
+
+
+def test_a_result_that_nobody_has_come_out_with_is_dropped() -> None:
+    script = script_at(4)
+    work, _ = in_the_middle(script, computed=True)
+    # Another gap's collectives, and those of a member that joins, say nothing of this one.
+    script.agree({"a": told(4, 0), "b": told(3, 9), "c": told(4, 9, joining=True)}, step=4)
+    assert not work.over and work._epoch is None and not work._computed
+    assert script.absent == {"c"}
+    script.begin_gap(5)
+    assert script.absent == set()
+
+
+def test_a_result_that_others_have_and_this_member_lacks_is_a_defect() -> None:
+    script = script_at(4)
+    in_the_middle(script, computed=False)
+    with pytest.raises(ProtocolError, match="allreduce number 1 of group world"):
+        script.agree({"a": told(4, 0), "b": told(4, 1)}, step=4)
+
+
+# -- callbacks ----------------------------------------------------------------------------------------------
+
+
+def test_listeners_get_what_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    import bamboo_ds
+
+    monkeypatch.setattr(plan_change, "_listeners", [])
+    monkeypatch.setattr(plan_change, "_known", None)
+    views: list[PlanView] = []
+    assert bamboo_ds.on_plan_change(views.append) is not None
+    plan_change.begin(plan("abcd", (0, 1, 2, 3), "abcd"))
+    assert not views
+    lost = Plan(**{**vars(plan("acd", (0, 2, 3), "aacd")), "lost": ("b",), "epoch": 6})
+    plan_change.tell(lost, "a")
+    plan_change.tell(Plan(**{**vars(plan("acx", (0, 2, 1), "axcc")), "epoch": 7, "immediate": False}), "a")
+    plan_change.tell(Plan(**{**vars(plan("acx", (0, 2, 1), "axcx")), "epoch": 8, "immediate": False}), "a")
+    assert [view.reason for view in views] == ["lost b", "left d; joined x", "stages or replicas move"]
+    assert [view.ranks for view in views] == [(0, 2, 3), (0, 1, 2), (0, 1, 2)]
+    assert views[0].roles == ((0, 0), (0, 1)) and views[1].roles == ((0, 0),)
+    assert views[0].immediate and not views[1].immediate
+
+
+def test_a_member_that_joins_is_told_of_its_admission() -> None:
+    view = plan_change.view_of(None, plan("ab", (0, 1), "ab"), "b")
+    assert (view.reason, view.joined, view.roles) == ("this member was admitted", (), ((0, 1),))
