@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import builtins
 import logging
 import os
 import sys
@@ -35,9 +36,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger("bamboo_ds")
 
 #: Default of DeepSpeed and torch for operations of a process group.
+_DEFAULT_TIMEOUT = timedelta(minutes=30)
 #: Seconds that a worker whose script has failed gives its threads to end: the others wait for its end.
 _FAILED_CLOSE_S = 0.2
-_DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 #: ``control.channel.ENV_FD``; looked at without importing the module, which a stock job has no use for.
 _CHANNEL_VARIABLE = "BAMBOO_CHANNEL_FD"
@@ -95,10 +96,10 @@ class Job:
         logs.set_context(member=self.channel.member)
         self.channel.activity.waiting = lambda: self.session.waiting
         self.channel.start(self._plan_arrived, self._agent_gone)
-        if not self.channel.joiner:
-            self.enter(self.channel.wait_plan(0, self.settings.recovery.plan_timeout_s))
-        init_process_group(self.session, self.channel.rank, self.channel.world_size, self.session.timeout)
         self._watch_exit()
+        if not self.channel.joiner:
+            self.enter(self.channel.wait_plan(0, self._start_timeout_s))
+        init_process_group(self.session, self.channel.rank, self.channel.world_size, self.session.timeout)
 
     def enter(self, plan: Plan) -> None:
         """Attach to ``plan``'s epoch.
@@ -124,10 +125,9 @@ class Job:
             raise FatalLoss(stages, plan.lost, self.newest_checkpoint(plan))
         with self._lock:
             self._failures.clear()
-        epoch, address = plan.epoch, self.channel.address
+        epoch = plan.epoch
         logs.set_context(epoch=epoch)
-        if plan.store_host == self.channel.member:
-            self.channel.publish_store(epoch, address, self.session.host_store(plan, address))
+        self._host_store(plan)
         host, port = self._store_of(plan)
         self.session.attach(plan, (host, port))
         newest = self.channel.newest_plan
@@ -136,16 +136,31 @@ class Job:
             self.session.abort(f"plan of epoch {newest.epoch} arrived", epoch=newest.epoch - 1)
             raise EpochChanged(f"epoch {epoch} ended while it was entered")
 
+    def _host_store(self, plan: Plan) -> None:
+        if plan.store_host == self.channel.member and not plan.unheld:
+            port = self.session.host_store(plan, self.channel.address)
+            self.channel.publish_store(plan.epoch, self.channel.address, port)
+
     def _store_of(self, plan: Plan) -> tuple[str, int]:
         """Where the ``TCPStore`` of ``plan``'s epoch is."""
-        timeout_s = self.settings.recovery.plan_timeout_s
+        setting, timeout_s = "bamboo.recovery.plan_timeout_s", self.settings.recovery.plan_timeout_s
+        error_type: type[Exception] = Isolated
+        if not self.session.epoch:
+            # Its script may be far from creating the process groups: it prepares the data of all, say.
+            setting, timeout_s = "the timeout of init_distributed", self._start_timeout_s
+            error_type = TimeoutError
         try:
             return self.channel.wait_store(plan.epoch, timeout_s)
         except TimeoutError as error:
-            raise Isolated(
-                f"member {plan.store_host} has not said within bamboo.recovery.plan_timeout_s = {timeout_s} s where "
-                f"those of epoch {plan.epoch} meet. Check that etcd is reachable from the agents"
+            raise error_type(
+                f"member {plan.store_host} has not said within {setting} = {timeout_s} s where those of epoch "
+                f"{plan.epoch} meet. Check that etcd is reachable from the agents"
             ) from error
+
+    @property
+    def _start_timeout_s(self) -> float:
+        """Seconds that members wait for each other at the start of the job, as in a job without the block."""
+        return max(self.settings.recovery.plan_timeout_s, self.session.timeout.total_seconds())
 
     def next_plan(self, after_epoch: int) -> Plan:
         """The newest plan after ``after_epoch``; accuses the members that could not be reached meanwhile.
@@ -211,17 +226,14 @@ class Job:
     # -- called on other threads ----------------------------------------------------------------------
 
     def _plan_arrived(self, plan: Plan) -> None:
-        if not plan.immediate:
-            # The engine looks at the next boundary whether all know it. Until then its store's address has reached
-            # everybody, so that entering the epoch does not depend on etcd.
-            if plan.store_host == self.channel.member:
-                port = self.session.host_store(plan, self.channel.address)
-                self.channel.publish_store(plan.epoch, self.channel.address, port)
-            return
-        if self.session.epoch and plan.epoch > self.session.epoch:
-            if self.session.aborted is None:
+        if plan.immediate and plan.epoch > self.session.epoch:
+            if self.session.epoch and self.session.aborted is None:
                 self.lost_at = time.monotonic()
+            # Also if it is about to be attached.
             self.session.abort(f"plan of epoch {plan.epoch} arrived", epoch=plan.epoch - 1)
+        # Others may enter long before the script of this member calls again. Of a plan for the next boundary all know
+        # the store's address by then, so that entering the epoch does not depend on etcd.
+        self._host_store(plan)
 
     def _peer_failed(self, member: str | None, reason: str) -> None:
         with self._lock:
@@ -248,10 +260,7 @@ class Job:
                 previous_hook(kind, value, trace)  # a process of a DataLoader, say: it does not speak for the worker
                 return
             self._exit_code = 1
-            code = {FatalLoss: EXIT_FATAL_LOSS, Evicted: EXIT_EVICTED, Isolated: EXIT_EVICTED}.get(kind)
-            if code is None and _is_loss(value):
-                # A loss has hit what cannot be repeated: building the engine, loading, the script's sends and receives.
-                code = EXIT_FATAL_LOSS
+            code = _exit_code_of(value)
             if self._left:
                 # Whatever the script made of the exception: nothing has failed.
                 code = EXIT_LEFT
@@ -272,12 +281,22 @@ class Job:
 
         sys.excepthook = excepthook
         sys.exit = leave
+        # What `exit(1)` calls, which the interpreter has for its prompt and scripts use all the same.
+        for name in ("exit", "quit"):
+            if hasattr(builtins, name):
+                setattr(builtins, name, leave)
         atexit.register(self._finish)
 
     def _finish(self) -> None:
         try:
             if not self._exit_code and not self._left and self.at_finish is not None:
                 self.at_finish()
+        except BaseException as error:  # which Python would print, and exit with 0
+            sys.excepthook(type(error), error, error.__traceback__)
+            self.channel.close()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
         finally:
             if self.at_end is not None:
                 self.at_end()
@@ -289,13 +308,16 @@ class Job:
             self.channel.close()
 
 
-def _is_loss(error: BaseException | None) -> bool:
-    """Whether ``error`` comes from the loss of a member."""
+def _exit_code_of(error: BaseException | None) -> int | None:
+    """The exit code of a worker that ``error`` ends, if it comes from the loss of a member or of its own place."""
     while error is not None:
-        if isinstance(error, EpochChanged):
-            return True
+        if isinstance(error, (Evicted, Isolated)):
+            return EXIT_EVICTED
+        # A loss that has hit what cannot be repeated, too: building the engine, loading, the script's sends.
+        if isinstance(error, (FatalLoss, EpochChanged)):
+            return EXIT_FATAL_LOSS
         error = error.__cause__ or error.__context__
-    return False
+    return None
 
 
 def current_job() -> Job:

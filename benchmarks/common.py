@@ -6,7 +6,6 @@ import json
 import os
 import platform
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,8 @@ from typing import Any
 import click
 import psutil
 from rich.console import Console
+
+from bamboo_ds.cli.slots import free_port
 
 HERE = Path(__file__).parent
 #: Scripts of the jobs that the benchmarks start.
@@ -118,19 +119,13 @@ TRAININGS = {
 }
 
 
-def free_port() -> int:
-    """A TCP port that was free a moment ago."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
-
-
 def run_stock(folder: Path, workers: int, script: Path, arguments: Sequence[str], timeout_s: float) -> Job:
     """Run ``script`` without bamboo: ``workers`` plain processes.
 
     Raises:
         JobFailed: a worker failed, or the job took longer than ``timeout_s`` seconds.
     """
-    port = str(free_port())
+    port = str(free_port("127.0.0.1"))
     processes: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(workers):

@@ -11,7 +11,8 @@ import torch
 from torch import distributed as dist
 
 from tests.support.comm_cases import CASES, VICTIM
-from tests.support.comm_worker import Cluster, Member, cluster, free_port, stop_fork_server
+from tests.support.comm_worker import Cluster, Member, cluster, stop_fork_server
+from tests.support.ports import free_port
 
 #: What a survivor may see.
 LOST = ("EpochChanged", "PeerLost")

@@ -142,7 +142,7 @@ def test_waiting_for_a_store_ends_with_its_epoch(agent: Agent) -> None:
     agent.push(PlanPush(plan=replace(PLAN, epoch=2)))
     waiter.join(10)
     assert raised
-    assert raised[0] - begin < 1.0
+    assert raised[0] - begin < 10.0
     agent.channel.publish_store(2, "127.0.0.1", 9)
     assert agent.channel.wait_store(2, 1) == ("127.0.0.1", 9)
     assert agent.read(StoreAddress) == StoreAddress(epoch=2, host="127.0.0.1", port=9)
@@ -168,7 +168,7 @@ def test_heart_beats_and_carries_progress() -> None:
     for _ in range(4):
         agent.read(Heartbeat)
         beats.append(time.monotonic())
-    assert beats[-1] - beats[0] < 1.0
+    assert beats[-1] - beats[0] < 10.0
     agent.channel.progress(3, "/ckpt")
     agent.channel.progress(4)
     while agent.read(Heartbeat) != Heartbeat(step=4, checkpoint="/ckpt"):

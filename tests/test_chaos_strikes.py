@@ -88,9 +88,10 @@ def test_only_the_members_own_processes_are_hit() -> None:
 
 def test_stop_ends_after_its_seconds() -> None:
     with members(1) as (one,):
-        strike = Stop(fault(Kind.STOP, 0.2), [one])
+        strike = Stop(fault(Kind.STOP, 60.0), [one])
         strike.begin()
         assert strike.account.confirmed and state_of(one.pid) == "T" and not strike.done(Situation())
+        strike.due = strike.began + 0.2
         finish(strike)
         assert strike.account.seconds is not None and strike.account.seconds >= 0.2
         with worker_of(one) as worker:
@@ -114,12 +115,12 @@ def test_stopped_worker_that_is_killed_is_accounted_for() -> None:
 
 def test_worker_obeys() -> None:
     with members(3, OBEDIENT, BAMBOO_CHAOS="1") as (one, two, three):
-        held = Obey(fault(Kind.HOLD_GIL, 0.3), [one])
+        held = Obey(fault(Kind.HOLD_GIL, 2.0), [one])
         held.begin()
         with pytest.raises(VictimUnreachable):  # it cannot answer anybody else meanwhile
             Order(one.pid, "hold_gil", 0.0, timeout_s=0.1)
         finish(held)
-        assert held.account.confirmed and held.account.seconds is not None and held.account.seconds >= 0.3
+        assert held.account.confirmed and held.account.seconds is not None and held.account.seconds >= 2.0
         assert not gone(one.pid)
         raised, left = Raise(fault(Kind.EXCEPTION), [two]), Obey(fault(Kind.EXIT), [three])
         raised.begin()

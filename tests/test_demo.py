@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[1]
 def test_demo_kills_two_stages_and_proves_equality(tmp_path: Path) -> None:
     with no_leaks():
         run = subprocess.run(
-            [bamboo_command(), "demo", "--steps", "6"],
+            [bamboo_command(), "demo", "--steps", "8"],
             env={**os.environ, "TMPDIR": str(tmp_path), "COLUMNS": "150"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

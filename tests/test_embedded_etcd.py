@@ -63,10 +63,12 @@ def embedding_process(code: str) -> Iterator[tuple[subprocess.Popen[str], dict[s
 
 def gone(about: dict[str, object]) -> bool:
     """Both processes have ended (whoever adopted them may take its time to collect them)."""
-    for name in ("pid", "supervisor"):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if psutil.Process(int(str(about[name]))).status() != psutil.STATUS_ZOMBIE:
-                return False
+    return all(ended(int(str(about[name]))) for name in ("pid", "supervisor"))
+
+
+def ended(pid: int) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     return True
 
 
@@ -120,7 +122,7 @@ def test_kill_9_of_the_supervisor_ends_etcd() -> None:
     with EmbeddedEtcd() as etcd:
         pid, folder = etcd.pid, etcd.data_dir
         os.kill(etcd.supervisor_pid, signal.SIGKILL)
-        wait_until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie", "etcd gone")
+        wait_until(lambda: ended(pid), "etcd gone")
         wait_until(lambda: not etcd.alive(), "the loss is noticed")
     assert not folder.exists()
 

@@ -21,12 +21,14 @@ Reference = Callable[..., Result]
 
 #: Undisturbed runs with these are needed by other tests, too.
 ARGUMENTS = ("--evaluate-every", "10")
-TTL_S = 3
+TTL_S = 5
 
 
 def start(folder: Path, urls: str) -> RunningJob:
     """Four stages on the etcd at ``urls``; a second a step until the file ``go`` exists."""
-    config = write_config(folder, {"membership": {"lease_ttl_s": TTL_S}, "redundancy": {"verify_every": 5}})
+    config = write_config(
+        folder, {"membership": {"lease_ttl_s": TTL_S, "heartbeat_timeout_s": 30}, "redundancy": {"verify_every": 5}}
+    )
     command = ["--stages", "4", *ARGUMENTS, *slow_until(folder / "go", pace_s=1)]
     return RunningJob(folder, 4, command, config, options=["--store", urls])
 

@@ -49,13 +49,15 @@ def test_a_rank_is_lost_under(launcher: str, tmp_path: Path, stock: list[float])
     script = prepare(tmp_path, bamboo=True)
     if "module" in launcher:
         script[0] = script[0].removesuffix(".py")
-    with LaunchedJob(tmp_path, [*LAUNCHERS[launcher](), *script]) as job:
+    go = tmp_path / "go"
+    with LaunchedJob(tmp_path, [*LAUNCHERS[launcher](), *script, "--slow-until", str(go)]) as job:
         job.wait_for_step(3)
         before = job.launched()
         assert set(before) == set(range(RANKS))
         job.workers()[1].kill()
-        job.wait_for_step(30)
+        job.wait_for_step(8)
         assert job.launched() == before, "the launcher has ended something"
+        go.touch()
         assert job.exit_code() == 0, job.output()[-6000:]
     assert [(e["reason"], e["detail"]) for e in job.events("member_lost")] == [("signal", "SIGKILL")]
     assert [e["exit_code"] for e in job.events("run_finished")] == [0]
@@ -65,13 +67,15 @@ def test_a_rank_is_lost_under(launcher: str, tmp_path: Path, stock: list[float])
 @pytest.mark.integration
 def test_bamboo_launch_survives_the_launcher(tmp_path: Path, stock: list[float]) -> None:
     script = prepare(tmp_path, bamboo=True)
-    events = ["--events", str(tmp_path / "events.jsonl")]
-    with LaunchedJob(tmp_path, [bamboo_command(), "launch", *events, "--", *LAUNCHERS["deepspeed"](), *script]) as job:
+    go, events = tmp_path / "go", ["--events", str(tmp_path / "events.jsonl")]
+    command = [bamboo_command(), "launch", *events, "--", *LAUNCHERS["deepspeed"](), *script, "--slow-until", str(go)]
+    with LaunchedJob(tmp_path, command) as job:
         job.wait_for_step(3)
         # deepspeed ends all others when it sees the death of a process that it has started.
         job.launched()[0].kill()
-        job.wait_for_step(10)
+        job.wait_for_step(8)
         job.workers()[1].kill()
+        go.touch()
         assert job.exit_code() == 0, job.output()[-6000:]
     assert "deepspeed has ended with" in job.output()
     assert [(e["reason"], e["detail"]) for e in job.events("member_lost")] == [("signal", "SIGKILL")]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import queue
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -57,11 +56,10 @@ def deaths() -> Deaths:
 
 @pytest.fixture
 def neighbours(deaths: Deaths) -> Iterator[Neighbours]:
-    before = threading.active_count()
     one = Neighbours("m9-me", lambda record, at: deaths.put((record, at)))
     yield one
     one.close()
-    assert threading.active_count() == before
+    assert not one._thread.is_alive()
 
 
 def test_killed_agent_is_seen_and_told_once(neighbours: Neighbours, deaths: Deaths) -> None:

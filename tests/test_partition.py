@@ -20,8 +20,8 @@ MakeHosts = Callable[[int], Hosts]
 
 #: A member whose worker may go on, or wait, for so long without a plan.
 PLAN_TIMEOUT_S = 15
-TTL_S = 3
-SETTINGS = {"lease_ttl_s": float(TTL_S), "heartbeat_timeout_s": float(TTL_S)}
+TTL_S = 4
+SETTINGS = {"lease_ttl_s": float(TTL_S), "heartbeat_timeout_s": float(TTL_S), "start_timeout_s": 60.0}
 
 
 def start(

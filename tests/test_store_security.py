@@ -58,6 +58,7 @@ def test_user_and_password(tmp_path: Path) -> None:
             lease = store.lease(30)
             assert store.create("leader", "me", lease) and lease.refresh()
             seen.wait_for("put", "leader")
+            assert store.get("leader") is not None  # what it has acknowledged is on the disk now
             server.restart()  # makes every token invalid
             store.put("plan", "1")
             seen.wait_for("put", "plan")

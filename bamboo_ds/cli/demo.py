@@ -149,21 +149,25 @@ class Disturbed:
             if kill.member and kill.member in event.lost:
                 kill.epoch = event.epoch
         self._view.plan()
-        if not event.lost:
-            self._find_victims(event)
+        alive = [kill for kill in self.kills if not kill.struck]
+        if alive and not event.lost:
+            self._find_victims(event, alive)
 
-    def _find_victims(self, plan: PlanWritten) -> None:
-        """Ask the running job, as ``bamboo status`` does, for the victims' process ids."""
+    def _find_victims(self, plan: PlanWritten, kills: list[Kill]) -> None:
+        """Ask the running job, as ``bamboo status`` does, for the process ids of those whom ``kills`` are for."""
         file = jobs.find(self._name)
         if file is None:
             raise LaunchError(f"the job {self._name} is not listed as running")
         with open_store(file.store, self._name, _STORE_TIMEOUT_S) as store:
             status = job_status(self._name, Mirror(store.get_prefix("")))
         pids = {member.id: member.pid for member in status.members}
-        for kill in self.kills:
-            kill.member = plan.owners[kill.stage]
-            kill.pid = pids[kill.member] or 0
-            kill.pidfd = os.pidfd_open(kill.pid)
+        for kill in kills:
+            pid = pids.get(plan.owners[kill.stage])
+            if pid is None:
+                continue  # it has just been killed; the plan after this one says who has its stage
+            if kill.pidfd >= 0:
+                os.close(kill.pidfd)
+            kill.member, kill.pid, kill.pidfd = plan.owners[kill.stage], pid, os.pidfd_open(pid)
 
     def _stepped(self, event: Step) -> None:
         self.steps.append(event)

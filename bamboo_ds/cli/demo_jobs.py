@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import selectors
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from types import TracebackType
 
 from ..control.worker_process import die_with_parent, end_descendants
 from ..errors import LaunchError
+from .slots import free_port
 
 #: Seconds without a line of output or an event after which a job counts as hanging.
 SILENCE_S = 120.0
@@ -172,7 +172,7 @@ class DemoJob:
 
 def start_stock(job: DemoJob, world: int, script: Path, arguments: Sequence[str], env: Mapping[str, str]) -> None:
     """``world`` plain workers, in whose processes no code of bamboo runs."""
-    port = _free_port()
+    port = free_port("127.0.0.1")
     for rank in range(world):
         own = {
             "RANK": rank,
@@ -196,9 +196,3 @@ def start_bamboo(
     options = ["run", "-n", str(world), "--job", name, "--events", str(events)]
     argv = [sys.executable, "-m", "bamboo_ds.cli.main", *options, str(script), *arguments]
     job.start(argv, env, script.parent)
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port

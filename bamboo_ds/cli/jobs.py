@@ -11,6 +11,8 @@ from pathlib import Path
 import psutil
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from ..control.membership import boot_id
+from ..control.neighbours import started
 from ..errors import ConfigError, LaunchError
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -30,8 +32,8 @@ class JobFile(BaseModel):
         store: etcd's URLs, separated by commas.
         pid: process id of the launcher.
         foreign: it is not the launcher of all members, so that its end is not the job's.
-        started: when the launcher's process began, in seconds since the epoch; with the pid it names the
-            process for good.
+        started: when the launcher's process began, in clock ticks since the boot ``boot``; with the pid it names the
+            process for good, also when the system's clock is set.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -39,7 +41,8 @@ class JobFile(BaseModel):
     job: str
     store: str
     pid: int
-    started: float
+    started: int
+    boot: str
     foreign: bool = False
 
     @property
@@ -49,9 +52,10 @@ class JobFile(BaseModel):
 
     def launcher(self) -> psutil.Process | None:
         """The launcher, if it is alive."""
+        if (self.boot, self.started) != (boot_id(), started(self.pid)):
+            return None
         try:
-            process = psutil.Process(self.pid)
-            return process if process.create_time() == self.started else None
+            return psutil.Process(self.pid)
         except psutil.NoSuchProcess:
             return None
 
@@ -79,7 +83,9 @@ class JobFile(BaseModel):
 
 def this_process(job: str, store: str, foreign: bool = False) -> JobFile:
     """The file of a job whose launcher is this process; ``foreign``: see :class:`JobFile`."""
-    return JobFile(job=job, store=store, pid=os.getpid(), started=psutil.Process().create_time(), foreign=foreign)
+    pid, since = os.getpid(), started(os.getpid())
+    assert since is not None
+    return JobFile(job=job, store=store, pid=pid, started=since, boot=boot_id(), foreign=foreign)
 
 
 def folder() -> Path:

@@ -138,7 +138,8 @@ class Keeper(Slots):
     def _watch_wrapper(self, pid: int, stack: ExitStack) -> None:
         def ended() -> None:
             logger.error("bamboo launch is gone: the worker of slot %d ends", self._agent.slot)
-            self._signals.append(signal.SIGTERM)
+            if self._interrupted is None:
+                self._signals.append(signal.SIGTERM)
 
         try:
             self._watch_process(pid, ended, stack)

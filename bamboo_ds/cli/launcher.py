@@ -141,4 +141,4 @@ class Launcher(Slots):
         all_left = len(self._departures) == self._options.workers and self._outcomes == {"left"}
         if "finished" in self._outcomes or all_left:
             return 0
-        return next((d.code for d in self._departures if d.error is not None), EXIT_FATAL_LOSS)
+        return next((d.code for d in self._by_time if d.error is not None), EXIT_FATAL_LOSS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import random
 import selectors
 import signal
 import socket
@@ -28,11 +29,16 @@ logger = logging.getLogger("bamboo_ds.cli.launcher")
 
 #: Seconds beyond the workers' grace until agents are killed that do not end.
 AGENT_GRACE_S = 3.0
-#: Seconds that members get to stop by themselves after a fatal loss, each with its own message.
-_FATAL_GRACE_S = 30.0
+#: Seconds that members get to stop by themselves after a fatal loss; their agents end them before.
+_FATAL_GRACE_S = 90.0
+#: Seconds within which signals come of one event: a terminal that closes, a launcher that repeats what Ctrl-C said.
+_SAME_EVENT_S = 0.5
 STORE_TIMEOUT_S = 10.0
 #: Seconds beyond the workers' grace that members of other slots get when the job is ended.
 OTHERS_S = 5.0
+#: Below the ports that Linux hands out (ip_local_port_range), and below those of Kubernetes' services.
+_PORTS = range(20000, 30000)
+_TRIES = 20
 
 
 class _Agent:
@@ -121,6 +127,7 @@ class Slots:
         self._departures: list[LeftRecord] = []
         self._signals: list[int] = []
         self._interrupted: int | None = None
+        self._interrupted_at = 0.0
         self._stopping = False
         self._kill_at: float | None = None
         self._leave_at: float | None = None
@@ -144,7 +151,9 @@ class Slots:
         reading, writing = socket.socketpair()
         reading.setblocking(False)
         writing.setblocking(False)
-        handled = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+        handled = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under nohup
+            handled.append(signal.SIGHUP)
         before = {signum: signal.signal(signum, self._on_signal) for signum in handled}
         before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, self._on_child)
         wakeup_before = signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
@@ -303,11 +312,11 @@ class Slots:
         if signum == signal.SIGUSR1:
             self._signal_agents(signum)  # this host is to be left
         elif self._interrupted is None:
-            self._interrupted = signum
+            self._interrupted, self._interrupted_at = signum, time.monotonic()
             self._leave_at = time.monotonic() + self._common.grace_s + AGENT_GRACE_S + OTHERS_S
             self._stop()
             self._end_others(signum)
-        else:
+        elif time.monotonic() - self._interrupted_at >= _SAME_EVENT_S:
             self._hurried = True  # asked twice
             self._signal_agents(signal.SIGKILL)
 
@@ -330,15 +339,32 @@ class Slots:
     def _worst(self) -> int | None:
         """The exit code of a departure that ends the job, if there was one."""
         for outcome in ("failed", "stopped", "fatal"):
-            for departure in self._departures:
+            for departure in self._by_time:
                 if departure.outcome == outcome:
                     return departure.code
         return None
 
+    @property
+    def _by_time(self) -> list[LeftRecord]:
+        """The departures in the order in which the workers have ended; agents may take longer or shorter."""
+        return sorted(self._departures, key=lambda departure: departure.since)
+
 
 def free_port(address: str) -> int:
-    """A port at ``address`` that nobody listens at."""
+    """A port at ``address`` that nobody listens at, and that the system gives to nobody who asks for any port.
+
+    So it is still free when a worker has loaded its libraries and listens there.
+
+    Raises:
+        OSError: one cannot listen at ``address``.
+    """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.create_server((address, 0), family=family) as server:
-        port: int = server.getsockname()[1]
-        return port
+    refused: OSError | None = None
+    for port in random.SystemRandom().sample(_PORTS, _TRIES):
+        try:
+            with socket.create_server((address, port), family=family):
+                return port
+        except OSError as error:
+            refused = error
+    assert refused is not None
+    raise refused

@@ -38,7 +38,7 @@ from .leaving import Leaving
 from .membership import Keys, LeftRecord, ProgressRecord, StopRecord, new_member_id
 from .messages import EventReport, ExitNotice, Heartbeat, Place, Places, PlanPush, StoreAddress, parse_to_agent
 from .notices import Notice
-from .rebirth import HANDLED_SIGNALS, reexecute
+from .rebirth import handle_signals, reexecute
 from .relay import as_record
 from .reporting import forward
 from .watchdog import Watchdog
@@ -55,8 +55,8 @@ _STALL_S = 0.5
 _EVICTION_GRACE_S = 5.0
 #: Seconds from SIGTERM to SIGKILL when the launcher is dead: nobody waits for an orderly end.
 _ORPHAN_GRACE_S = 0.5
-#: Seconds that a worker gets to stop itself after a fatal loss; a checkpoint may be being written.
-_FATAL_GRACE_S = 60.0
+#: Seconds that a worker gets to stop itself after a fatal loss: more than it waits for a checkpoint being written.
+_FATAL_GRACE_S = 75.0
 #: Seconds that the news of a worker's end may take to reach etcd.
 _DEPARTURE_S = 60.0
 _PROGRESS_INTERVAL_S = 0.5
@@ -95,9 +95,7 @@ class Agent:
         self._epoch = self._listed = 0  # of the newest plan, and of the newest that lists this member
         self._leaving = Leaving(settings, self._id, self._events)
         signal.set_wakeup_fd(self._wake_write.fileno(), warn_on_full_buffer=False)
-        for signum in HANDLED_SIGNALS:
-            signal.signal(signum, self._on_signal)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED_SIGNALS)  # who has started us may have blocked them
+        handle_signals(self._on_signal)
         self._worker = WorkerProcess(settings.command, worker_environment(settings, self._id))
         logs.set_context(member=self._id)
 
@@ -121,6 +119,7 @@ class Agent:
         end_descendants()
         self._leaving.close(abandoned=departure.outcome == "left" and self._coordinator.last_of_host)
         self._coordinator.close(timeout_s=0.0 if self._terminated else 1.0)
+        self._handle_posted()
         if departure.outcome == "evicted":
             self._come_back()
         self._events.close()
@@ -185,14 +184,14 @@ class Agent:
             timeout = self._timeout(asleep)
             ready = {key.data for key, _ in selector.select(timeout)}
             awake = time.monotonic()
+            if "wake" in ready:
+                self._handle_posted()  # first: what the worker says may be because it was told to end
             if "channel" in ready and not self._read_channel():
                 selector.unregister(self._worker.wire)
                 self._channel_open = False
             if "worker" in ready:
                 return awake
-            if "wake" in ready:
-                self._handle_posted()
-            if awake - asleep > timeout + _STALL_S and self._worker.last_sign_of_life is not None:
+            if time.monotonic() - asleep > timeout + _STALL_S and self._worker.last_sign_of_life is not None:
                 self._worker.heard()  # it was us who did not listen
             self._meet_deadlines()
             if self._channel_open:
@@ -364,7 +363,8 @@ class Agent:
         elif isinstance(message, ExitNotice):
             self._exit_notice = message
             stops = self._settings.on_exception == "stop" and not self._settings.joins
-            if message.failed and stops and self._fatal is None:
+            spoilt = self._fatal is not None or self._terminated or self._evicted
+            if message.failed and stops and not spoilt:
                 why = f"the worker of {me} failed: {message.reason}"
                 self._coordinator.write(Keys.STOP, StopRecord(code=1, reason=why, by=me))
 

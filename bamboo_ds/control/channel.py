@@ -236,8 +236,10 @@ class WorkerChannel:
             return self._places
 
     def publish_store(self, epoch: int, host: str, port: int) -> None:
-        """Tell all members that this worker hosts the ``TCPStore`` of ``epoch``."""
+        """Tell all members that this worker hosts the ``TCPStore`` of ``epoch``, once."""
         with self._changed:
+            if self._stores.get(epoch) == (host, port):
+                return
             self._stores[epoch] = (host, port)
             self._changed.notify_all()
         self._send(StoreAddress(epoch=epoch, host=host, port=port))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ..errors import LaunchError
+from ..errors import LaunchError, StoreError
 from .access import open_store
 from .membership import Keys
+
+logger = logging.getLogger("bamboo_ds.control.claims")
 
 _TIMEOUT_S = 10.0
 
@@ -29,10 +32,13 @@ def claim(urls: str, job: str) -> None:
 
 
 def release(urls: str, job: str) -> None:
-    """Remove the job's keys, unless members go on with it. Raises ``StoreError`` if etcd cannot be used."""
-    with open_store(urls, job, _TIMEOUT_S) as store:
-        if not store.get_prefix(Keys.MEMBERS).entries:
-            store.delete_prefix("")
+    """Remove the job's keys, unless members go on with it. If etcd cannot be used they stay for :func:`claim`."""
+    try:
+        with open_store(urls, job, _TIMEOUT_S) as store:
+            if not store.get_prefix(Keys.MEMBERS).entries:
+                store.delete_prefix("")
+    except StoreError as error:
+        logger.warning("the keys of job %s stay in etcd until a job of this name begins: %s", job, error)
 
 
 @contextmanager

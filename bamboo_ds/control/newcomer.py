@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -84,8 +85,8 @@ def find_vacancy(
 
 def claim_slot(store: Store, first: int) -> int:
     """A slot number from ``first`` on that nobody else has; claimed for the job's whole life."""
-    slot = first
-    while not store.create(Keys.slot(slot), str(slot)):
+    slot, mine = first, secrets.token_hex(8)  # a request that is repeated finds its own value, not another's
+    while not store.create(Keys.slot(slot), mine):
         slot += 1
     return slot
 

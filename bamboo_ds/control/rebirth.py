@@ -9,6 +9,8 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Callable
+from types import FrameType
 from typing import NoReturn
 
 from .access import ENV_STORE
@@ -17,6 +19,17 @@ from .agent_settings import AgentSettings
 #: What an agent handles. Blocked until its handlers are there: an early one would kill it.
 HANDLED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 _FIRST_PRIVATE_FD = 3
+
+
+def handle_signals(handler: Callable[[int, FrameType | None], None]) -> None:
+    """Have ``handler`` called for :data:`HANDLED_SIGNALS`; whoever has started the process may have blocked them.
+
+    SIGHUP stays ignored where it was (``nohup``).
+    """
+    for signum in HANDLED_SIGNALS:
+        if signum != signal.SIGHUP or signal.getsignal(signum) is not signal.SIG_IGN:
+            signal.signal(signum, handler)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED_SIGNALS)
 
 
 def reexecute(settings: AgentSettings) -> NoReturn:

@@ -26,7 +26,7 @@ from .assembly import make_coordinator
 from .comeback import Comeback
 from .coordinator import Callbacks, Coordinator
 from .membership import LeftRecord, RestartRecord, StopRecord, boot_id, new_member_id
-from .rebirth import HANDLED_SIGNALS
+from .rebirth import handle_signals
 
 logger = logging.getLogger("bamboo_ds.control.waiting")
 
@@ -50,9 +50,7 @@ class WaitingAgent:
         self._assigned: RestartRecord | None = None
         self._over = self._ended = self._joins = False
         logs.set_context(member=self._id)
-        for signum in HANDLED_SIGNALS:
-            signal.signal(signum, self._on_signal)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED_SIGNALS)
+        handle_signals(self._on_signal)
 
     def run(self) -> LeftRecord | AgentSettings:
         """Wait; returns how the member has ended, or the settings with which it goes on."""
@@ -136,6 +134,9 @@ class WaitingAgent:
 
     def _signalled(self, signum: signal.Signals) -> None:
         leaves = signum is signal.SIGUSR1
+        if self._next is not None or self._joins:
+            # It was about to go on.
+            self._over, self._next, self._joins = False, None, False
         self._depart("left" if leaves else "lost", "signal", signum.name, 0 if leaves else 128 + signum)
 
     def _stop(self, stop: StopRecord) -> None:

@@ -303,4 +303,7 @@ class End:
         return True
 
     def finish(self, behind: bool) -> None:
-        self._engine._transport.close()
+        try:
+            self._engine._transport.close()
+        except EpochChanged as error:
+            logger.info("a member was lost after all had finished: %s", error)

@@ -14,7 +14,8 @@ import torch
 from torch import distributed as dist
 
 from bamboo_ds.comm.transport import Lane, Transport
-from tests.support.comm_worker import Cluster, Member, cluster, free_port, stop_fork_server
+from tests.support.comm_worker import Cluster, Member, cluster, stop_fork_server
+from tests.support.ports import free_port
 
 SIZES = {"4 B": 1, "64 KB": 1 << 14, "1 MB": 1 << 18, "4 MB": 1 << 20, "64 MB": 1 << 24}  # float32 elements
 

@@ -13,7 +13,6 @@ import multiprocessing.forkserver
 import os
 import queue
 import signal
-import socket
 import sys
 import threading
 import time
@@ -350,11 +349,26 @@ def cluster(size: int, world: bool = True) -> Iterator[Cluster]:
         made.destroy()
 
 
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def take_census(made: Cluster, census: list[list[tuple[int, int]]]) -> None:
+    """Append how many threads and descriptors each member has; later ones wait until there are not more than before.
+
+    What a member closes goes in the background: a released thread, a server's end of a connection. The second census is
+    what the others are compared with, so each is taken again until it is as low as it gets.
+    """
+    census.append(made.everybody("census"))
+    deadline = time.monotonic() + (10.0 if len(census) > 2 else 1.0)
+    while time.monotonic() < deadline:
+        again = made.everybody("census")
+        if len(census) > 2 and not grown(census[-1], census[1]):
+            return
+        census[-1] = [tuple(map(min, a, b)) for a, b in zip(census[-1], again, strict=True)]  # type: ignore[misc]
+
+
+def grown(census: list[tuple[int, int]], base: list[tuple[int, int]]) -> bool:
+    """Whether a member has more threads or descriptors than in ``base``."""
+    return any(
+        now > then for one, other in zip(census, base, strict=True) for now, then in zip(one, other, strict=True)
+    )
 
 
 def tell_wake_times(seconds: dict[str, list[float]]) -> None:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import random
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -21,6 +19,7 @@ import psutil
 import torch
 
 from .etcd import wait_until
+from .ports import free_port
 
 SUPPORT = Path(__file__).parent
 TRAIN = SUPPORT / "train.py"
@@ -113,15 +112,6 @@ class Result:
         """Indices of the samples that each worker read, in order."""
         files = self.out.glob("samples-*.txt")
         return {int(f.stem.split("-")[1]): [int(x) for x in f.read_text().split()] for f in files}
-
-
-def free_port() -> int:
-    """A port that nobody listens at, and that the system gives to nobody who asks for any."""
-    while True:
-        port = random.SystemRandom().randrange(20000, 32000)  # below Linux's range of ephemeral ports
-        with socket.socket() as s, contextlib.suppress(OSError):
-            s.bind(("127.0.0.1", port))
-            return port
 
 
 def run_stock(folder: Path, world: int, arguments: list[str], config: Path, script: Path = TRAIN) -> Result:
@@ -231,9 +221,9 @@ class RunningJob:
                 start_new_session=True,
             )
 
-    def join(self) -> subprocess.Popen[bytes]:
-        """``bamboo join`` with the job's script."""
-        options = ["--job", self.name, "--events", str(self.folder / "events.jsonl")]
+    def join(self, *more: str) -> subprocess.Popen[bytes]:
+        """``bamboo join`` with the job's script and ``more`` options."""
+        options = ["--job", self.name, "--events", str(self.folder / "events.jsonl"), *more]
         self.joiners.append(self._start("join", options, f"join-{len(self.joiners)}"))
         return self.joiners[-1]
 

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import psutil
 
 from .jobs import DEADLINE_S, MARK, TemporaryFolder, environment, marked
 
-#: Writes ``losses-<rank>.json`` to ``--out``; has as many stages as there are ranks.
+#: Writes ``losses-<rank>.json`` to ``--out``; has as many stages as there are ranks. Steps take 0.2 s each until the
+#: file ``--slow-until`` exists.
 SCRIPT = """
-import argparse, json, os
+import argparse, json, os, time
 import deepspeed, torch
 from deepspeed.pipe import PipelineModule
 from torch import nn
@@ -23,6 +25,7 @@ from torch import nn
 parser = argparse.ArgumentParser()
 parser.add_argument("--local_rank", type=int, default=-1)
 parser.add_argument("--out")
+parser.add_argument("--slow-until")
 parser = deepspeed.add_config_arguments(parser)
 args = parser.parse_args()
 
@@ -40,7 +43,12 @@ stages = int(os.environ["WORLD_SIZE"])
 net = PipelineModule(layers=layers, loss_fn=nn.CrossEntropyLoss(), num_stages=stages, partition_method="uniform")
 engine, _, _, _ = deepspeed.initialize(args=args, model=net,
     model_parameters=[p for p in net.parameters() if p.requires_grad], training_data=Numbers())
-losses = [float(engine.train_batch()) for step in range(60)]
+losses = []
+for step in range(60):
+    begin = time.monotonic()
+    losses.append(float(engine.train_batch()))
+    while args.slow_until and not os.path.exists(args.slow_until) and time.monotonic() < begin + 0.2:
+        time.sleep(0.005)
 with open(os.path.join(args.out, f"losses-{engine.global_rank}.json"), "w") as file:
     json.dump(losses, file)
 """
@@ -94,22 +102,20 @@ class LaunchedJob:
 
     def workers(self) -> dict[int, psutil.Process]:
         """The workers by rank."""
-        return self._children_of("bamboo_ds.control.agent", "BAMBOO_MEMBER")
+        return self._children_of(lambda command: "bamboo_ds.control.agent" in command, "BAMBOO_MEMBER")
 
     def launched(self) -> dict[int, psutil.Process]:
         """The processes that the launcher itself has started, by rank."""
-        return {rank: p for rank, p in self._by_rank("RANK") if self._launches(p.parent())}
+        launchers = {"deepspeed.launcher.launch", "torchrun", "srun.py"}
+        return self._children_of(lambda command: bool(launchers & {Path(part).name for part in command}), "RANK")
 
-    def _launches(self, process: psutil.Process | None) -> bool:
-        words = {Path(part).name for part in process.cmdline()} if process is not None else set()
-        return bool(words & {"deepspeed.launcher.launch", "torchrun", "srun.py"})
-
-    def _children_of(self, module: str, variable: str) -> dict[int, psutil.Process]:
+    def _children_of(self, is_parent: Callable[[list[str]], bool], variable: str) -> dict[int, psutil.Process]:
         found = {}
         for rank, process in self._by_rank(variable):
-            parent = process.parent()
-            if parent is not None and module in parent.cmdline():
-                found[rank] = process
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+                parent = process.parent()
+                if parent is not None and is_parent(parent.cmdline()):
+                    found[rank] = process
         return found
 
     def _by_rank(self, variable: str) -> list[tuple[int, psutil.Process]]:

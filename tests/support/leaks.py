@@ -18,7 +18,7 @@ def _state() -> tuple[set[threading.Thread], set[int], int]:
 
 
 @contextmanager
-def no_leaks(timeout_s: float = 5.0) -> Iterator[None]:
+def no_leaks(timeout_s: float = 20.0) -> Iterator[None]:
     """Fail unless threads, child processes and sockets at the end are no more than at the start.
 
     gRPC ends its threads in the background, so the end is waited for, up to ``timeout_s`` seconds.
