@@ -39,6 +39,10 @@ def check_config(source: Any) -> None:
             refused.append(("zero_optimization.parameter_alignment", "set it to false"))
         if zero.get("zenflow"):
             refused.append(("zero_optimization.zenflow", "remove it"))
+    if str((config.get("optimizer") or {}).get("type", "")).lower() == "muon":
+        refused.append(("optimizer.type", "Muon's steps need whole matrices, take another one"))
+    if (config.get("compile") or {}).get("deepcompile"):
+        refused.append(("compile.deepcompile", "set it to false; engine.compile() works without"))
     if config.get("sparse_gradients"):
         refused.append(("sparse_gradients", "set it to false"))
     if _enabled(config, "flops_profiler"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,16 +41,19 @@ def draws(tracker: Any) -> list[torch.Tensor]:
     for name in ("model-parallel-rng", "other", "model-parallel-rng"):
         with tracker.fork(name):
             found.append(torch.rand(3))
+    found += [torch.tensor([random.random()]), torch.from_numpy(numpy.random.rand(2))]
     return found
 
 
 def test_a_pass_draws_the_same_wherever_it_runs(tracker: Any) -> None:
     torch.manual_seed(0)
     before, states = torch.get_rng_state(), tracker.get_states()
+    others = random.getstate(), numpy.random.get_state()[1].tolist()  # type: ignore[union-attr]
     seed = forward_seed(7, 3, Role(0, 1), 2)
     with keyed_generators(seed, CPU):
         first = draws(tracker)
     assert torch.equal(torch.get_rng_state(), before)
+    assert (random.getstate(), numpy.random.get_state()[1].tolist()) == others  # type: ignore[union-attr]
     assert {name: state.tolist() for name, state in tracker.get_states().items()} == {
         name: state.tolist() for name, state in states.items()
     }

@@ -96,6 +96,8 @@ def test_there_may_be_none_on_the_command_line() -> None:
         ({"zero_optimization": {"stage": 1, "parameter_alignment": True}}, "zero_optimization.parameter_alignment"),
         ({"zero_optimization": {"stage": 1, "zenflow": {"overlap_step": True}}}, "zero_optimization.zenflow"),
         ({"sparse_gradients": True}, "sparse_gradients"),
+        ({"optimizer": {"type": "Muon"}}, "optimizer.type"),
+        ({"compile": {"deepcompile": True}}, "compile.deepcompile"),
         ({"data_efficiency": {"enabled": True}}, "data_efficiency.enabled"),
     ],
 )

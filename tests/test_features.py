@@ -19,8 +19,12 @@ pytestmark = pytest.mark.integration
             (0, 2),
             ("--model", "tuple", "--optimizer", "client-adamw"),
             False,
-            {"optimizer": None, "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 20}}},
-            id="tuples-and-client-adamw",
+            # It begins with the learning rate that it finds.
+            {
+                "optimizer": None,
+                "scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 20, "warmup_num_steps": 3}},
+            },
+            id="tuples-and-client-adamw-and-cosine",
         ),
         pytest.param(
             (3, 1),
@@ -28,6 +32,13 @@ pytestmark = pytest.mark.integration
             False,
             {"optimizer": None, "scheduler": None},
             id="own-loss-and-buffers-and-client-sgd",
+        ),
+        pytest.param(
+            (0, 2),
+            ("--compile", "--cache"),
+            False,
+            {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 4}}},
+            id="compiled-and-late-buffers-and-warmup",
         ),
         pytest.param((0, 2), ("--dropout", "0.2"), True, {}, id="dropout", marks=pytest.mark.exhaustive),
         pytest.param(
@@ -52,4 +63,5 @@ def test_features(
 ) -> None:
     """An end of the pipeline is lost, then a stage within it."""
     faults = [fault(rank, 1 + i, "BackwardPass", 1) for i, rank in enumerate(victims)]
-    survive(tmp_path, reference, faults, micro_batches=4, arguments=arguments, own=own, **config)
+    result = survive(tmp_path, reference, faults, micro_batches=4, arguments=arguments, own=own, **config)
+    assert {dump["compiled"] for dump in result.ranks().values()} == {"--compile" in arguments}

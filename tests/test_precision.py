@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from .support.compare import assert_equal
+from .support.jobs import RunningJob, slow_until, write_config
 from .support.precisions import (
     BF16,
     BF16_ZERO,
@@ -56,3 +59,28 @@ def test_precision(
     if precision is FP16_ZERO:
         skipped = {role["counters"][2] for role in result.roles().values()}
         assert 0 < min(skipped) < STEPS, "some iterations overflow, some do not"
+
+
+def test_optimizers_of_roles_that_went_elsewhere_leave_memory(tmp_path: Path, reference: Reference) -> None:
+    """ZeRO hooks into the graph, where no garbage collector looks: a replica that is dropped must be let go of."""
+    go = tmp_path / "go"
+    faults = [fault(1, 2, "BackwardPass", 1)]
+    command = ["--stages", "2", *slow_until(go), "--faults", json.dumps(faults)]
+    with RunningJob(tmp_path, 4, command, write_config(tmp_path, {}, 4, **FP32_ZERO)) as job:
+        job.wait_for("a loss", lambda: len(job.events("member_lost")) == 1)
+        job.join()
+        job.wait_for("each role has an owner of its own", lambda: len(set(job.plan()["owners"])) == 4)
+        job.wait_for("and a shadow", lambda: None not in job.plan()["shadows"])
+        epoch = job.plan()["epoch"]
+        job.wait_for("a step after it", lambda: job.events("step")[-1]["epoch"] >= epoch)
+        go.touch()
+        result = job.finish()
+    held = [
+        {(member, rank) for kind in ("owners", "shadows") for rank, member in enumerate(plan[kind]) if member}
+        for plan in result.events("plan")
+    ]
+    dropped = {(member, rank) for member, rank in set.union(*held) - held[-1] if member in dict(held[-1])}
+    assert dropped, "nobody has had to drop anything"
+    assert_equal(result, reference(2, 2, 4, *result.length, **FP32_ZERO), faults)
+    dumps = [*result.ranks().values(), *result.joined()]
+    assert [dump["forgotten"] for dump in dumps] == [0] * 4

@@ -12,6 +12,7 @@ from torch import distributed as dist
 from bamboo_ds.engine.answers import Answers
 from bamboo_ds.engine.commit import Contribution, Form, Measured, decode, encode, global_norm, in_ring_order
 from bamboo_ds.engine.lanes import Lanes
+from bamboo_ds.engine.sharded import sum_of_shares
 from bamboo_ds.errors import ProtocolError
 from bamboo_ds.topology import Layout, Role
 from bamboo_ds.topology.planner import initial_plan, takeover, with_redundancy
@@ -103,3 +104,11 @@ def test_no_other_pipeline_stands_in_for_a_shard() -> None:
     sharded = replace(plan, layout=Layout(2, 2, sharded=True))
     assert takeover(sharded, ["a", "c"]).unheld == (0, 2)
     assert takeover(sharded, ["a", "b"]).unheld == ()
+
+
+def test_shares_of_one_member_are_divided_before_they_add_up() -> None:
+    large = [torch.tensor([40000.0, 3e-5], dtype=torch.float16)]
+    total = sum_of_shares([large, [g.clone() for g in large]], torch.float16, 2)
+    assert torch.equal(total, large[0] / 2 + large[0] / 2)
+    assert torch.isfinite(total).all() and not torch.isfinite(large[0] + large[0]).all()
+    assert large[0][0] == 40000.0, "what a role has summed stays"

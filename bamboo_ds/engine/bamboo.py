@@ -50,6 +50,7 @@ class BambooPipelineEngine(ScriptingExecutor):
     """
 
     global_rank: int
+    _told_iterators = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         job = current_job()
@@ -180,6 +181,27 @@ class BambooPipelineEngine(ScriptingExecutor):
         )
         self._accounts.write(self._plan, self._dataset)
 
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """As DeepSpeed's, for the modules of all roles that this member has or gets."""
+        if self._compiled_with is not None:
+            return
+        home = self.module
+        compile_home = home.compile
+
+        def compile_and_note(**how: Any) -> None:
+            self._compiled_with = how
+            compile_home(**how)
+
+        home.__dict__["compile"] = compile_and_note
+        try:
+            super().compile(*args, **kwargs)
+        finally:
+            del home.__dict__["compile"]
+        if self._compiled_with is not None:
+            for runtime in self._binding.runtimes.values():
+                if runtime.module is not home:
+                    runtime.module.compile(**self._compiled_with)
+
     # -- training -----------------------------------------------------------------------------------------
 
     @engine_call
@@ -272,6 +294,10 @@ class BambooPipelineEngine(ScriptingExecutor):
             self.module.eval()
             found = self._mean_loss(recorded)
             return (found, None) if return_logits else found
+        if self._dataset is not None and not self._told_iterators:
+            # Anybody can draw from the dataset, but not from what the script evaluates on.
+            self._told_iterators = True
+            self._job.channel.report_layout(self._layout, self._mode.replicas)
         self.eval_return_logits = return_logits
         self._compute_loss = compute_loss
         evaluation = Evaluation(self, data_iter, micro_batches, reduce_output)

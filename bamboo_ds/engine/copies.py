@@ -33,7 +33,13 @@ _CATCH_UP_S = 0.05
 
 
 class CopyingExecutor(StepExecutor):
-    """Makes and hands out copies of roles' states."""
+    """Makes and hands out copies of roles' states.
+
+    Attributes:
+        _compiled_with: how the script has had the modules compiled, if it has.
+    """
+
+    _compiled_with: dict[str, Any] | None = None
 
     # -- runtimes -----------------------------------------------------------------------------------------
 
@@ -104,6 +110,8 @@ class CopyingExecutor(StepExecutor):
             parameter.requires_grad_(name in trainable)
             if name in state["sliced"] and not is_model_parallel_parameter(parameter):
                 parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
+        if self._compiled_with is not None:
+            module.compile(**self._compiled_with)
         module.train()
         self.param_names = {p: n for n, p in module.named_parameters()}
         basic = clone_optimizer(home.attributes["basic_optimizer"], module, state["groups"])
@@ -216,6 +224,8 @@ class CopyingExecutor(StepExecutor):
     def _cancel_copies(self) -> None:
         for learner in self._learners.values():
             learner.fetch.cancel()
+            if learner.runtime not in (None, self._home):
+                learner.runtime.optimizer.release()
         self._learners.clear()
 
     def _advance_copies(self) -> None:

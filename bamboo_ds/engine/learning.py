@@ -30,7 +30,7 @@ from ..state.server import StateServer
 from ..topology import Role
 from .commit import Committed
 from .history import History
-from .runtime import StageRuntime
+from .runtime import Buffers, StageRuntime
 from .schedulers import Standing
 
 #: Seconds without any progress of a transfer until it has failed. The owner offers the snapshot at the end of an
@@ -52,7 +52,7 @@ class Kept:
 
     sequence: int
     reduced: list[torch.Tensor]
-    buffers: list[torch.Tensor]
+    buffers: Buffers
     committed: Committed
     before: Standing
 
@@ -77,7 +77,7 @@ class Learner:
     source: tuple[str, Place]
     fetch: Fetch
     begun: float = field(default_factory=time.monotonic)
-    incoming: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None
+    incoming: tuple[list[torch.Tensor], Buffers] | None = None
     kept: deque[Kept] = field(default_factory=deque)
     runtime: StageRuntime | None = None
     standings: dict[int, Standing] = field(default_factory=dict)

@@ -9,7 +9,7 @@ exchange their shards after it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -87,9 +87,18 @@ class StageOptimizer(ABC):
         """Where the gradients of parameters are in what :meth:`local` gives."""
         return {id(p): i for i, p in enumerate(self._runtime.trainable())}
 
-    def average(self, total: Tensors) -> None:
-        """Average the sums ``total`` of this member's roles of the stage over all pipelines, in place. Collective."""
+    def average(self, sums: Sequence[Tensors]) -> Tensors:
+        """The average over all pipelines of the ``sums`` of this member's roles of the stage, which stay. Collective.
+
+        Args:
+            sums: of each of these roles, what :meth:`local` gave.
+        """
+        total = [g.clone() for g in sums[0]]
+        for more in sums[1:]:
+            for gradient, addend in zip(total, more, strict=True):
+                gradient.add_(addend)
         self._engine.buffered_allreduce_fallback(grads=total, elements_per_buffer=MEMORY_OPT_ALLREDUCE_SIZE)
+        return total
 
     @abstractmethod
     def measure(self, reduced: Tensors) -> Measured:
@@ -112,6 +121,13 @@ class StageOptimizer(ABC):
     def abandon_pass(self) -> None:
         """A backward pass may have been interrupted, and none will be gone on with: DeepSpeed waits for its hooks."""
         forget_backward(self.wrapper)
+
+    def release(self) -> None:
+        """The runtime is none of this member's any more: let its memory go."""
+        # Some optimizers hook into the graph, and what hooks refer to no garbage collector finds.
+        destroy = getattr(self.wrapper, "destroy", None)
+        if callable(destroy):
+            destroy()
 
     # -- state --------------------------------------------------------------------------------------------
 

@@ -13,8 +13,8 @@ from torch import nn
 
 from ..errors import ProtocolError, UnsupportedError
 from ..state import Tree
-from .runtime import StageRuntime
-from .schedulers import Pristine, load_state
+from .runtime import StageRuntime, set_buffers
+from .schedulers import Pristine, bases_of, load_state
 
 #: What every optimizer has of its own, or gets anew when it is cloned.
 _OPTIMIZER_OWN = {"state", "param_groups", "step"}
@@ -133,9 +133,10 @@ def capture(runtime: StageRuntime) -> Tree:
         "trainable": [n for n, p in runtime.module.named_parameters() if p.requires_grad],
         "sliced": [n for n, p in runtime.module.named_parameters() if is_model_parallel_parameter(p)],
         "parameters": [p.detach() for p in runtime.module.parameters()],
-        "buffers": [b.detach() for b in runtime.module.buffers()],
+        "buffers": {name: b.detach() for name, b in runtime.module.named_buffers()},
         "optimizer": runtime.optimizer.capture(),
         "scheduler": scheduler.state_dict() if scheduler is not None else None,
+        "scheduler_bases": bases_of(scheduler),
         "counters": {name: runtime.attributes[name] for name in _COUNTERS},
     }
 
@@ -146,18 +147,21 @@ def restore(runtime: StageRuntime, state: Tree, pristine: Pristine | None) -> No
     Args:
         pristine: what its scheduler was made of, if the script has brought it.
     """
+    parameters = list(runtime.module.parameters())
+    if len(parameters) != len(state["parameters"]):
+        raise ProtocolError(
+            f"replica of role {runtime.role} has {len(parameters)} parameters, its owner has "
+            f"{len(state['parameters'])}: do all members build the same model?"
+        )
     with torch.no_grad():
-        for kind, mine in (("parameters", runtime.module.parameters()), ("buffers", runtime.module.buffers())):
-            tensors = list(mine)
-            if len(tensors) != len(state[kind]):
-                raise ProtocolError(
-                    f"replica of role {runtime.role} has {len(tensors)} {kind}, its owner has {len(state[kind])}: "
-                    "do all members build the same model?"
-                )
-            for target, source in zip(tensors, state[kind], strict=True):
-                target.copy_(source)
+        for target, source in zip(parameters, state["parameters"], strict=True):
+            target.copy_(source)
+    set_buffers(runtime.module, state["buffers"])
     scheduler = runtime.attributes["lr_scheduler"]
     if scheduler is not None:
+        if pristine is None:
+            # DeepSpeed's schedulers begin with the learning rate that they find, and keep it for themselves.
+            vars(scheduler).update({k: v for k, v in state["scheduler_bases"].items() if k in vars(scheduler)})
         load_state(scheduler, state["scheduler"], pristine, runtime.attributes["basic_optimizer"])
     runtime.optimizer.restore(state["optimizer"])  # after the scheduler, which may change the groups
     runtime.attributes.update(state["counters"])

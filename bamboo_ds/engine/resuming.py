@@ -119,5 +119,8 @@ class ResumingExecutor(JoiningExecutor):
                 standing.give(runtime, self._pristine)
         if result[0] is None and tag is not None:
             raise ProtocolError(f"checkpoint {tag} in {folder} cannot be loaded")
+        if self._plan.world.sharded:
+            # Of a universal checkpoint each has brought its own shard up to date only.
+            self._exchange_shards()
         self._copy_state(self._plan.world.roles)
         return result

@@ -38,18 +38,21 @@ def keyed_generators(seed: int, device: torch.device, number: int = 0) -> Iterat
 
     So a forward pass draws the same dropout masks on whichever member it runs, activation checkpointing
     replays them (it records the generator's state inside the body), and the script's own stream of random
-    numbers is left alone. Covers the CPU's and, for a CUDA ``device``, that device's generator, and the states that
-    DeepSpeed's and Megatron's ``get_cuda_rng_tracker`` have by name.
+    numbers is left alone. Covers Python's, NumPy's and torch's CPU generator and, for a CUDA ``device``, that device's,
+    and the states that DeepSpeed's and Megatron's ``get_cuda_rng_tracker`` have by name.
 
     With the same ``seed`` tensor slices draw the same numbers from the default generators, for what all of them
     compute, and by their ``number`` different ones from the named states; as they do under Megatron.
     """
     cpu = torch.default_generator
     before = cpu.get_state()
+    others = random.getstate(), numpy.random.get_state()
     cuda = torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else None
     cuda_before = cuda.get_state() if cuda is not None else None
     tracked = [(tracker, states) for tracker in _trackers() if (states := tracker.get_states())]
     cpu.manual_seed(seed)
+    random.seed(seed)
+    numpy.random.seed(seed & 0xFFFFFFFF)
     if cuda is not None:
         cuda.manual_seed(seed)
     for tracker, states in tracked:
@@ -58,6 +61,8 @@ def keyed_generators(seed: int, device: torch.device, number: int = 0) -> Iterat
         yield
     finally:
         cpu.set_state(before)
+        random.setstate(others[0])
+        numpy.random.set_state(others[1])
         if cuda is not None and cuda_before is not None:
             cuda.set_state(cuda_before)
         for tracker, states in tracked:

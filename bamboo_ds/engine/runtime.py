@@ -60,6 +60,32 @@ BOUND_ATTRIBUTES = (
     "checkpoint_mp_rank",
 )
 
+#: Buffers of a module by name.
+Buffers = dict[str, torch.Tensor]
+
+
+def set_buffers(module: torch.nn.Module, given: Buffers) -> None:
+    """Give ``module`` the values of another one's buffers.
+
+    Layers may make buffers when they first need them, or larger ones (a cache of rotary embeddings): what is not here
+    or has another shape is made.
+    """
+    own = dict(module.named_buffers())
+    with torch.no_grad():
+        for name, value in given.items():
+            buffer = own.get(name)
+            if buffer is not None and buffer.shape == value.shape:
+                buffer.copy_(value)
+                continue
+            path, _, attribute = name.rpartition(".")
+            holder = module.get_submodule(path)
+            like = next(iter(module.parameters()), value) if buffer is None else buffer
+            made = value.to(like.device, copy=True)
+            if attribute in holder._buffers:
+                holder._buffers[attribute] = made
+            else:
+                holder.register_buffer(attribute, made, persistent=False)
+
 
 @dataclass
 class StageRuntime:
@@ -111,12 +137,12 @@ class StageRuntime:
     reduced: list[torch.Tensor] | None = None
     measured: Measured | None = None
     reduced_loss: torch.Tensor | None = None
-    received_buffers: list[torch.Tensor] | None = None
+    received_buffers: Buffers | None = None
     checksum: int | None = None
     stale: bool = False
     valid: bool = True
     saved_bytes: int = 0
-    first_buffers: list[torch.Tensor] | None = None
+    first_buffers: Buffers | None = None
 
     @property
     def module(self) -> torch.nn.Module:
@@ -134,7 +160,8 @@ class StageRuntime:
     def tensors(self) -> Iterator[torch.Tensor]:
         """Parameters, then buffers, then tensors of the optimizer state in a fixed order."""
         yield from self.module.parameters()
-        yield from self.module.buffers()
+        # A replica may have them in another order, if layers make them when they need them.
+        yield from (buffer for _, buffer in sorted(self.module.named_buffers(), key=lambda named: named[0]))
         yield from self.optimizer.tensors()
 
     def begin_iteration(self) -> None:
@@ -165,9 +192,7 @@ class StageRuntime:
         self.optimizer.clear()
         self.optimizer.abandon_pass()
         if buffers is not None:
-            with torch.no_grad():
-                for buffer, first in zip(self.module.buffers(), buffers, strict=True):
-                    buffer.copy_(first)
+            set_buffers(self.module, buffers)
 
 
 class RuntimeBinding:
@@ -205,6 +230,7 @@ class RuntimeBinding:
         """Forget a runtime. That of the home role stays bound, but is none of them any more."""
         runtime = self.runtimes.pop(role)
         if runtime is not self.home:
+            runtime.optimizer.release()
             return
         self.refresh()
         runtime.owned = runtime.valid = False

@@ -85,6 +85,11 @@ def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     ]
 
 
+def bases_of(scheduler: Any) -> Tree:
+    """Numbers that a scheduler was made with or keeps, by attribute; ``None`` stands for no scheduler."""
+    return {} if scheduler is None else {name: value for name, value in vars(scheduler).items() if _numbers(value)}
+
+
 @dataclass(frozen=True)
 class Standing:
     """Where a scheduler stands, and what its optimizer's groups are set to.
@@ -125,6 +130,12 @@ def load_state(scheduler: Any, state: Any, pristine: Pristine | None, optimizer:
         # What its loading takes from elsewhere, Megatron's count of tokens from the script's arguments.
         own = vars(scheduler)
         own.update({name: value for name, value in state.items() if name in own and _plain(value)})
+
+
+def _numbers(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(map(_numbers, value))
+    return isinstance(value, (int, float))
 
 
 def _plain(value: Any) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -178,15 +178,14 @@ class ZeroOptimizer(ShardedOptimizer):
     def _places(self) -> dict[int, int]:
         return {id(p): i for i, p in enumerate(p for group in self.groups() for p in group)}
 
-    def average(self, total: Tensors) -> None:
+    def average(self, sums: Sequence[Tensors]) -> Tensors:
         """See :class:`StageOptimizer`. Divides before it adds, as DeepSpeed does here by default."""
         zero, group = self.wrapper, self._engine.mpu.get_data_parallel_group()
-        flat = torch.cat([g.reshape(-1) for g in total]).to(zero.communication_data_type)
-        if averages_zero_gradients(zero):
-            flat.div_(dist.get_world_size(group))
-        dist.all_reduce(flat, group=group)
-        for gradient, part in zip(total, flat.split([g.numel() for g in total]), strict=True):
-            gradient.copy_(part.view_as(gradient))
+        divisor = dist.get_world_size(group) if averages_zero_gradients(zero) else 1
+        total = sum_of_shares(sums, zero.communication_data_type, divisor)
+        dist.all_reduce(total, group=group)
+        parts = total.split([g.numel() for g in sums[0]])
+        return [part.view_as(own).to(own.dtype, copy=True) for own, part in zip(sums[0], parts, strict=True)]
 
     def measure(self, reduced: Tensors) -> Measured:
         """See :class:`StageOptimizer`."""
@@ -253,3 +252,16 @@ class ZeroOptimizer(ShardedOptimizer):
     def _restore_scaler(self, numbers: dict[str, Any]) -> None:
         for name, value in numbers.items():
             setattr(self.wrapper if name in HalfOptimizer.OWN else self.wrapper.loss_scaler, name, value)
+
+
+def sum_of_shares(sums: Sequence[Tensors], dtype: torch.dtype, divisor: int) -> torch.Tensor:
+    """What a member with several roles of a stage contributes to an average: their sums, flat, each divided before.
+
+    In low precision the order matters: a sum of two large gradients overflows where their average does not.
+    """
+    flats = [torch.cat([g.reshape(-1) for g in own]).to(dtype) for own in sums]
+    for flat in flats:
+        flat.div_(divisor)
+    for more in flats[1:]:
+        flats[0].add_(more)
+    return flats[0]

@@ -102,7 +102,7 @@ class SlicingExecutor(EngineState, PipelineEngine):  # type: ignore[misc]  # Dee
     def _note_buffers(self, runtime: StageRuntime) -> None:
         """The first pass of an iteration begins: keep what later passes change of the module's buffers."""
         if self._layout.slices > 1 and runtime.first_buffers is None:
-            runtime.first_buffers = [buffer.detach().clone() for buffer in runtime.module.buffers()]
+            runtime.first_buffers = {name: buffer.detach().clone() for name, buffer in runtime.module.named_buffers()}
 
     def _begin_again(self, progress: Mapping[Role, RoleProgress]) -> None:
         """Forget the passes of this member's roles that ``progress`` does not know of: their slices do them again."""

@@ -17,7 +17,9 @@ from .answers import Answers
 from .commit import Contribution, Form, Measured, encode, global_norm
 from .passes import PassExecutor
 from .replica import checksum
-from .runtime import StageRuntime
+from .runtime import StageRuntime, set_buffers
+
+_NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 class StepExecutor(PassExecutor):
@@ -45,11 +47,7 @@ class StepExecutor(PassExecutor):
         # Even one pipeline alone reduces: in another precision the sums are rounded.
         rounds = any(g.dtype != self.communication_data_type for g in sums[0])
         if (self.is_data_parallel or rounds) and self.pipeline_enable_backward_allreduce:
-            total = [g.clone() for g in sums[0]]
-            for more in sums[1:]:
-                for gradient, addend in zip(total, more, strict=True):
-                    gradient.add_(addend)
-            same[-1].optimizer.average(total)
+            total = same[-1].optimizer.average(sums)
             sums = [total, *([g.clone() for g in total] for _ in same[1:])]
         for each, reduced in zip(same, sums, strict=True):
             self._binding.use(each)
@@ -68,10 +66,11 @@ class StepExecutor(PassExecutor):
         check = -1 if runtime.checksum is None else runtime.checksum
         header = torch.tensor([check, len(runtime.reduced), *runtime.checksums()], dtype=torch.int64)
         loss = runtime.reduced_loss if runtime.reduced_loss is not None else torch.empty(0, dtype=torch.float64)
-        buffers = [b.detach() for b in runtime.module.buffers()]
+        buffers = {name: b.detach() for name, b in runtime.module.named_buffers()}
+        names = torch.frombuffer(bytearray("\n".join(buffers).encode()), dtype=torch.uint8) if buffers else _NOTHING
         assert runtime.measured is not None
         measured = torch.tensor([runtime.measured.overflow, *runtime.measured.squares], dtype=torch.float64)
-        payload = (header, measured, loss, *runtime.reduced, *buffers)
+        payload = (header, measured, loss, names, *runtime.reduced, *buffers.values())
         for lane in self._lanes.replicas(runtime.role):
             self._transport.send(lane, self._sequence, payload)
 
@@ -79,14 +78,18 @@ class StepExecutor(PassExecutor):
         lane = self._lanes.replica(role, self._job.session.member)
         payload = self._receive(lane, self._sequence, (role, "replica", None))
         assert isinstance(payload, tuple)
-        header, measured, loss, *tensors = payload
+        header, measured, loss, names, *tensors = payload
         check, count, *consumed = header.tolist()
+        reduced = tensors[:count]
+        buffers = dict(
+            zip(bytes(names.tolist()).decode().split("\n"), tensors[count:], strict=True) if len(names) else ()
+        )
         learner = self._learners.get(role)
         if learner is not None:
-            learner.incoming = tensors[:count], tensors[count:]
+            learner.incoming = reduced, buffers
             return
         replica = self._binding.runtimes[role]
-        replica.reduced, replica.received_buffers = tensors[:count], tensors[count:]
+        replica.reduced, replica.received_buffers = reduced, buffers
         overflow, *squares = measured.tolist()
         replica.measured = Measured(bool(overflow), tuple(squares))
         replica.reduced_loss = loss if loss.numel() else None
@@ -188,9 +191,7 @@ class StepExecutor(PassExecutor):
             raise ProtocolError(f"role {runtime.role} is to step without reduced gradients")
         runtime.optimizer.apply(runtime.reduced)
         if runtime.received_buffers is not None:
-            with torch.no_grad():
-                for buffer, received in zip(runtime.module.buffers(), runtime.received_buffers, strict=True):
-                    buffer.copy_(received)
+            set_buffers(runtime.module, runtime.received_buffers)
 
     @contextmanager
     def _answering(self, runtime: StageRuntime, answer: Answer | None = None) -> Iterator[None]:

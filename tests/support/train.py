@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import json
 import os
 import time
@@ -30,16 +31,21 @@ LAST_STEP = "last-step"
 
 
 class Block(nn.Module):
-    """Linear, optional normalisation and dropout, residual."""
+    """Linear, optional normalisation and dropout, residual; a buffer that is made when it is needed."""
 
-    def __init__(self, dropout: float = 0.0, norm: bool = False) -> None:
+    def __init__(self, dropout: float = 0.0, norm: bool = False, cache: bool = False) -> None:
         super().__init__()
+        self.cache = cache
         self.linear = nn.Linear(HIDDEN, HIDDEN)
         self.norm = nn.BatchNorm1d(HIDDEN) if norm else nn.Identity()
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x.to(self.linear.weight.dtype)
+        if self.cache:
+            if not hasattr(self, "table"):
+                self.register_buffer("table", torch.linspace(0, 0.1, HIDDEN))
+            x = x + self.table
         return x + self.dropout(torch.tanh(self.norm(self.linear(x))))
 
 
@@ -118,7 +124,9 @@ def iterator(arguments: argparse.Namespace, pipeline: int, pipelines: int, batch
 def build(arguments: argparse.Namespace) -> PipelineModule:
     tuples = arguments.model == "tuple"
     block = TupleBlock if tuples else Block
-    layers = [LayerSpec(block, arguments.dropout, arguments.norm) for _ in range(2 * arguments.stages - 1)]
+    layers = [
+        LayerSpec(block, arguments.dropout, arguments.norm, arguments.cache) for _ in range(2 * arguments.stages - 1)
+    ]
     head = {"tuple": TupleHead, "loss": LossHead}.get(arguments.model)
     layers.append(LayerSpec(head) if head else LayerSpec(nn.Linear, HIDDEN, CLASSES))
     if arguments.instances:
@@ -139,6 +147,19 @@ def make_optimizer(kind: str) -> Any:
     if kind == "client-adamw":
         return lambda params: torch.optim.AdamW(params, lr=1e-2)
     return None
+
+
+def compiled(engine: Any) -> bool:
+    """Whether all layers of the role that is bound are compiled."""
+    return all(layer._compiled_call_impl is not None for layer in engine.module.forward_funcs)
+
+
+def forgotten_optimizers(engine: Any) -> int:
+    """DeepSpeed's optimizers in memory that belong to no role of this worker, nor to its script's."""
+    gc.collect()
+    kind = type(engine.optimizer)
+    known = {id(engine.optimizer), *(id(r.optimizer.wrapper) for r in engine._binding.runtimes.values())}
+    return sum(type(each) is kind and id(each) not in known for each in gc.get_objects())
 
 
 def state_of(engine: Any) -> dict[str, Any]:
@@ -179,7 +200,9 @@ def dump(engine: Any, out: Path, rank: int, results: dict[str, Any]) -> None:
         for runtime in binding.runtimes.values():
             binding.use(runtime)
             (roles if runtime.owned else replicas)[runtime.role.pipeline, runtime.role.stage] = state_of(engine)
+            results["compiled"] = results.get("compiled", True) and compiled(engine)
         binding.use(engine._home)
+        results["forgotten"] = forgotten_optimizers(engine)
     name = f"joined-{os.getpid()}" if joined() else f"result-{rank}"
     torch.save({**results, "roles": roles, "replicas": replicas}, out / f"{name}.pt")
 
@@ -225,6 +248,8 @@ def main() -> None:
     parser.add_argument("--adjust", action="store_true", help="set learning rates and the count of steps by hand")
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--norm", action="store_true")
+    parser.add_argument("--cache", action="store_true", help="layers make a buffer in their first pass")
+    parser.add_argument("--compile", action="store_true", help="the engine's modules")
     parser.add_argument("--instances", action="store_true")
     parser.add_argument("--training-data", action="store_true")
     parser.add_argument("--checkpoint-activations", type=int, default=0)
@@ -270,6 +295,8 @@ def main() -> None:
         from faults import install as strike
 
         strike(engine, arguments.faults, str(arguments.out))
+    if arguments.compile:
+        engine.compile(backend="eager")
     stage, pipeline = engine.stage_id, engine.grid.data_parallel_id
     pipelines = world // arguments.stages
     ends = stage in (0, arguments.stages - 1)
