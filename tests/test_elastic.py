@@ -206,3 +206,17 @@ def test_joiners_that_fail_cost_nothing(tmp_path: Path, reference: Reference) ->
         result = job.finish()
     assert_same(result, reference(4, 1, 6, *arguments, *result.length), [])
     assert len(set(job.plan()["owners"])) == 4
+
+
+def test_nobody_left_who_draws_for_an_evaluation(tmp_path: Path, reference: Reference) -> None:
+    """With a dataset everybody draws for training; what a script evaluates on only those can who begin at an end."""
+    arguments = ("--steps", "9", "--training-data", "--evaluate-every", "3")
+    undisturbed = reference(2, 2, 4, *arguments)
+    faults = [fault(0, 4, "BackwardPass", 2), fault(2, 4, "BackwardPass", 2)]
+    faults[0]["healed"] = faults[1]["healed"] = False
+    config = write_config(tmp_path, {"membership": {"settle_ms": 300}}, 4)
+    result = run_bamboo(tmp_path, 4, ["--stages", "2", *arguments, "--faults", json.dumps(faults)], config)
+    assert_same(result, undisturbed, faults, joined=1)
+    assert "nobody else can draw its batches" in result.output
+    evaluations = undisturbed.ranks()[0]["evaluations"]
+    assert [dump["evaluations"] for dump in result.ranks().values()] == [evaluations] * 2

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import psutil
 import pytest
 
 from bamboo_ds.config import BambooConfig
 from bamboo_ds.control.agent_settings import MemberOptions
 from bamboo_ds.control.messages import Heartbeat
 from bamboo_ds.control.watchdog import Watchdog
+
+from .support.control import Job, start
+from .support.etcd import wait_until
+
+__all__ = ["start"]  # the fixture
+
+PTRACE_SEIZE = 0x4206
+WALL = 0x40000000
 
 
 def test_a_worker_may_be_silent_for_longer_before_its_first_step() -> None:
@@ -46,3 +59,31 @@ def test_what_is_not_said_of_them(
     block = BambooConfig.model_validate({"membership": membership})
     options = MemberOptions.from_block(block, job="j", address="127.0.0.1", command=("true",), **others)
     assert (options.heartbeat_timeout_s, options.start_timeout_s) == expected
+
+
+@contextmanager
+def held_by_the_kernel(pid: int) -> Iterator[None]:
+    """Killed in the body the process does not end, as when a driver or a file system holds one of its threads.
+
+    A thread that is traced stays until its tracer has collected it, and the process with it.
+    """
+    thread = max(each.id for each in psutil.Process(pid).threads())
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert thread != pid and libc.ptrace(PTRACE_SEIZE, thread, None, None) == 0, os.strerror(ctypes.get_errno())
+    try:
+        yield
+    finally:
+        wait_until(lambda: os.waitpid(thread, WALL | os.WNOHANG)[0], "the thread is collected")
+
+
+def test_a_worker_that_cannot_be_killed_is_lost_all_the_same(start: Callable[..., Job]) -> None:
+    job = start(3, "--heartbeat-timeout-s", "4", "--lease-ttl-s", "60").run()
+    victim = job.worker(2)
+    with held_by_the_kernel(victim):
+        job.tell(2, "hold")
+        assert job.wait_epoch(3, 2)["lost"] == [job.member(2)]
+        assert psutil.pid_exists(victim), "it has ended"
+        job.finish(2)
+    (lost,) = job.events("member_lost")
+    assert lost["reason"] == "heartbeat"
+    assert "does not end although it was killed" in job.output()

@@ -194,6 +194,9 @@ class Agent:
             if time.monotonic() - asleep > timeout + _STALL_S and self._worker.last_sign_of_life is not None:
                 self._worker.heard()  # it was us who did not listen
             self._meet_deadlines()
+            if self._worker.lingers():
+                logger.error("worker %d does not end although it was killed: it counts as lost", self._worker.pid)
+                return time.monotonic()
             if self._channel_open:
                 writing = selectors.EVENT_WRITE if self._worker.wire.backlog else 0
                 selector.modify(self._worker.wire, selectors.EVENT_READ | writing, "channel")
@@ -201,9 +204,10 @@ class Agent:
     def _timeout(self, now: float) -> float:
         wakes = [now + 1.0]
         last = self._worker.last_sign_of_life
-        if last is not None:
+        if last is not None and self._watchdog.hung is None:
             wakes.append(last + self._watchdog.patience_s)
-        wakes += [at for at in (self._kill_at, self._progress_due, self._leaving.end_at) if at is not None]
+        deadlines = self._kill_at, self._progress_due, self._leaving.end_at, self._worker.dead_at
+        wakes += [at for at in deadlines if at is not None]
         return max(0.0, min(wakes) - now)
 
     def _meet_deadlines(self) -> None:

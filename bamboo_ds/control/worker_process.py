@@ -22,6 +22,8 @@ _PR_SET_CHILD_SUBREAPER = 36
 _libc = ctypes.CDLL(None, use_errno=True)
 #: Time that processes which a worker leaves behind get between SIGTERM and SIGKILL, in seconds.
 _LEFTOVER_GRACE_S = 0.5
+#: Seconds after SIGKILL until a worker counts as dead that does not end: a driver or a file system holds it.
+_UNKILLABLE_S = 8.0
 
 
 def _prctl(option: int, value: int) -> None:
@@ -117,6 +119,8 @@ class WorkerProcess:
         self.pidfd = os.pidfd_open(self.pid)
         self.wire = LineSocket(ours)
         self.last_sign_of_life: float | None = None
+        #: Monotonic seconds from which on it counts as dead, if it has been killed.
+        self.dead_at: float | None = None
 
     def send(self, message: Message) -> None:
         """Send to the worker; never blocks. Callable from any thread."""
@@ -128,13 +132,20 @@ class WorkerProcess:
 
     def kill(self, signum: int) -> None:
         """Send a signal; a stopped worker is continued so that it can act on it."""
+        if signum == signal.SIGKILL and self.dead_at is None:
+            self.dead_at = time.monotonic() + _UNKILLABLE_S
         self._process.send_signal(signum)
         if signum not in (signal.SIGKILL, signal.SIGSTOP):
             self._process.send_signal(signal.SIGCONT)
 
+    def lingers(self) -> bool:
+        """Whether it was killed long ago, which none of its code survives, and still is there."""
+        return self.dead_at is not None and time.monotonic() >= self.dead_at
+
     def reap(self) -> int:
-        """Collect the dead worker: its exit code, or the negative number of its signal."""
-        return self._process.wait()
+        """Collect the dead worker: its exit code, or the negative number of its signal. One that lingers stays."""
+        status = self._process.poll() if self.lingers() else self._process.wait()
+        return -signal.SIGKILL if status is None else status
 
     def close(self) -> None:
         """Close the descriptors."""
