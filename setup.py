@@ -26,6 +26,7 @@ setup(
         "protobuf>=4",
         "grpcio>=1.60",
         "pydantic>=2.7",
+        "hjson>=3.1",
         "psutil>=5.9",
         "tenacity>=8.2",
         "aiohttp>=3.9",

@@ -14,7 +14,7 @@ from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from .config import BLOCK, BambooConfig, bamboo_config, config_path_from_argv
+from .config import BLOCK, BambooConfig, bamboo_config, config_path_from_argv, load_config
 from .errors import (
     EXIT_EVICTED,
     EXIT_FATAL_LOSS,
@@ -349,6 +349,9 @@ def before_init_distributed(timeout: timedelta | None = None, config: Any = None
     known yet is taken for one of a bamboo job. A process that another launcher has started becomes the keeper of its
     slot (:mod:`.launched`).
 
+    A configuration that cannot be read is an error in ``config`` and in processes of ``bamboo run`` and ``bamboo
+    launch``. Elsewhere it has no block: DeepSpeed says what is wrong with it, if the script uses it.
+
     Raises:
         ConfigError: the block is wrong, or the process has neither agent nor launcher.
         LaunchError: the job's etcd cannot be had.
@@ -359,12 +362,18 @@ def before_init_distributed(timeout: timedelta | None = None, config: Any = None
     source = config if config is not None else config_path_from_argv()
     settings = None
     if source is not None:
-        settings = bamboo_config(source)
+        try:
+            loaded = load_config(source)
+        except ConfigError:
+            if config is None and not _is_ours():
+                return
+            raise
+        settings = bamboo_config(loaded)
         if settings is None:
             return
         from .supported import check_config
 
-        check_config(source)
+        check_config(loaded)
     if _CHANNEL_VARIABLE not in os.environ:
         _become_keeper(settings, timeout or _DEFAULT_TIMEOUT)
         return
@@ -382,6 +391,13 @@ def before_init_distributed(timeout: timedelta | None = None, config: Any = None
     job = Job(channel, settings, timeout or _DEFAULT_TIMEOUT)
     job.start()
     _job = job
+
+
+def _is_ours() -> bool:
+    """Whether ``bamboo run`` or ``bamboo launch`` has started this process."""
+    from . import launched
+
+    return _CHANNEL_VARIABLE in os.environ or launched.ENV_LAUNCH in os.environ
 
 
 def _become_keeper(settings: BambooConfig | None, timeout: timedelta) -> None:

@@ -41,6 +41,8 @@ TESTS = (
         for name in (
             "every_call_equals_stock_gloo",
             "torch_knows_the_groups",
+            "groups_of_the_backends_that_carry_ours_are_ours",
+            "groups_of_other_backends_are_refused",
             "roles_that_share_a_member",
             "adopting_a_role_of_a_group_made_by_torch",
             "other_users_of_torch_distributed",

@@ -75,6 +75,116 @@ def test_torch_knows_the_groups(trio: Cluster) -> None:
         assert found == ["gloo", 3, index, [0, 1, 2], "bamboo", 3, *pair]
 
 
+def total(group: Any) -> int | None:
+    """The sum of the ranks of the group, computed by it; ``None``: this rank is not of it."""
+    if group is None or group == dist.GroupMember.NON_GROUP_MEMBER:
+        return None
+    tensor = torch.tensor([dist.get_rank()])
+    dist.all_reduce(tensor, group=group)
+    return int(tensor)
+
+
+#: Names that scripts give the backend of a group of their own, and what that group says of itself.
+ASKED = {
+    None: "gloo",
+    "gloo": "gloo",
+    "GLOO": "gloo",
+    "nccl": "nccl",
+    "bamboo": "gloo",
+    "cpu:gloo": "gloo",
+    "cpu:gloo,cuda:nccl": "gloo",
+}
+
+
+def groups_by_name(member: Member) -> Any:
+    """Groups made by all that torch has for it: their sums, classes and names."""
+    from torch.distributed import device_mesh
+
+    made = {str(name): dist.new_group([0, 2], backend=name) for name in ASKED}
+    made["as the default group"] = dist.new_group([0, 2], backend=dist.get_backend())
+    made["c10d"] = dist.distributed_c10d.new_group([0, 2], timedelta(seconds=9), "gloo")
+    made["imported before"] = device_mesh.new_group([0, 2], backend="gloo")
+    made["options"] = dist.new_group([0, 2], backend="gloo", pg_options=dist.ProcessGroupGloo._Options())
+    local = dist.get_rank() in (0, 2)
+    made["local"] = dist.new_group([0, 2], backend="gloo", use_local_synchronization=True) if local else None
+    made["subgroups"], _ = dist.new_subgroups(1, backend="gloo")
+    made["enumeration"], _ = dist.new_subgroups_by_enumeration([[0, 2], [1]], backend="gloo")
+    made["mesh"] = device_mesh.init_device_mesh("cpu", (3, 1), mesh_dim_names=("a", "b")).get_group("b")
+    found = {name: (total(group), type(group).__name__) for name, group in made.items()}
+    names = [dist.get_backend(made[str(name)]) for name in ASKED] if local else []
+    if local:
+        dist.monitored_barrier(made["gloo"], timedelta(seconds=30))
+        assert made["c10d"].timeout == timedelta(seconds=9)
+    for group in made.values():
+        if group is not None and group != dist.GroupMember.NON_GROUP_MEMBER:
+            dist.destroy_process_group(group)
+    return found, names
+
+
+def test_groups_of_the_backends_that_carry_ours_are_ours(trio: Cluster) -> None:
+    """A group of gloo, as scripts make it for their processors, survives what the default group does."""
+    ours = "BambooProcessGroup"
+    for index, (found, names) in enumerate(trio.everybody("call", lambda _: (groups_by_name,))):
+        alone = {"subgroups": (index, ours), "mesh": (index, ours)}
+        if index == 1:
+            alone["enumeration"] = (1, ours)
+            assert {name for name, (value, _) in found.items() if value is not None} == set(alone)
+            assert {name: found[name] for name in alone} == alone
+        else:
+            assert found == {name: (2, ours) for name in found} | alone
+            assert names == list(ASKED.values())
+
+
+def other_backends(member: Member) -> Any:
+    """Groups of backends that are not ours, and one afterwards."""
+    from torch.testing._internal.distributed import fake_pg  # registers it
+
+    assert fake_pg
+    found = []
+    for name in ("mpi", "UCC", "cpu:gloo,cuda:ucc"):
+        try:
+            dist.new_group([0, 2], backend=name)
+        except ValueError as error:
+            found.append(f"{type(error).__name__}: {error}")
+    fake = dist.new_group(backend="fake")
+    assert dist.get_backend(fake) == "fake"
+    dist.destroy_process_group(fake)
+    group = dist.new_group(backend="gloo")
+    found.append(total(group))
+    dist.destroy_process_group(group)
+    return found
+
+
+def test_groups_of_other_backends_are_refused(trio: Cluster) -> None:
+    for *refused, value in trio.everybody("call", lambda _: (other_backends,)):
+        assert [text.partition(" would")[0] for text in refused] == [
+            'UnsupportedError: new_group(backend="mpi"): a group of mpi',
+            'UnsupportedError: new_group(backend="ucc"): a group of ucc',
+            'UnsupportedError: new_group(backend="cpu:gloo,cuda:ucc"): a group of ucc',
+        ]
+        assert value == 3
+
+
+def stock_groups(member: Member) -> Any:
+    """In a process that has our backend, but whose default group is torch's."""
+    from bamboo_ds.comm import backend
+
+    backend.register()
+    group = dist.new_group(backend="gloo")
+    return type(group) is dist.ProcessGroup, dist.get_backend(group), total(group)
+
+
+def test_groups_of_a_job_of_torchs_stay_torchs() -> None:
+    stock = Cluster(2)
+    try:
+        port = free_port()
+        stock.everybody("init_stock", lambda index: (index, 2, port))
+        assert stock.everybody("call", lambda _: (stock_groups,)) == [(True, "gloo", 1)] * 2
+        stock.close()
+    finally:
+        stock.destroy()
+
+
 def misuse(member: Member) -> list[str]:
     found = []
     for call in (
@@ -239,16 +349,17 @@ def adopted_group(member: Member) -> Any:
     return tensor.tolist()
 
 
-def make_group(member: Member) -> None:
-    group = dist.new_group([0, 2])
+def make_group(member: Member, backend: str | None) -> None:
+    group = dist.new_group([0, 2], backend=backend)
     # A member outside the group knows its name too: torch counts groups equally everywhere.
     name = str(dist.distributed_c10d._world.group_count - 1)
     member.kept = [group, name] if dist.get_rank() in (0, 2) else [name]
 
 
-def test_adopting_a_role_of_a_group_made_by_torch() -> None:
+@pytest.mark.parametrize("backend", [None, "gloo"])
+def test_adopting_a_role_of_a_group_made_by_torch(backend: str | None) -> None:
     with cluster(3) as made:
-        made.everybody("call", lambda _: (make_group,))
+        made.everybody("call", lambda _: (make_group, backend))
         made[2].kill()
         made.attach(members=("m0", "m1"), owners=("m0", "m1", "m1"), store_host="m1")
         assert made.everybody("call", lambda _: (adopted_group,)) == [[21.0], [21.0]]

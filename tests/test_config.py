@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import subprocess
@@ -10,22 +11,27 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.pipe import schedule
 
+from bamboo_ds.cli.options import block_of
 from bamboo_ds.config import (
     BambooConfig,
     RedundancyMode,
     bamboo_config,
     config_path_from_argv,
+    has_block,
     load_config,
     parse_block,
     settings_markdown,
 )
 from bamboo_ds.errors import ConfigError, UnsupportedError
 from bamboo_ds.hooks import patch_engine
+from bamboo_ds.launch import _CHANNEL_VARIABLE, before_init_distributed
+from bamboo_ds.launched import ENV_LAUNCH
 from bamboo_ds.supported import check_config, check_schedule
 
-from .support.jobs import bamboo_command, environment, write_config
+from .support.jobs import bamboo_command, environment, run_bamboo, run_stock, write_config
 
 
 def test_an_empty_block_switches_everything_on() -> None:
@@ -63,16 +69,101 @@ def test_every_mistake_is_named_at_once() -> None:
     assert '"bamboo.a"' in str(caught.value) and '"bamboo.recovery.plan_timeout_s"' in str(caught.value)
 
 
-def test_unreadable_configurations_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="does not exist"):
-        load_config(tmp_path / "absent.json")
+#: What DeepSpeed reads, and JSON does not have.
+COMMENTED = """{
+  // per worker
+  "train_micro_batch_size_per_gpu": 4,
+  # of the optimizer
+  "optimizer": {"type": "Adam", "params": {"lr": 1e-2,},},  /* as ever */
+  "bamboo": {"redundancy": {"mode": "none"}},
+}
+"""
+READ = {
+    "train_micro_batch_size_per_gpu": 4,
+    "optimizer": {"type": "Adam", "params": {"lr": 1e-2}},
+    "bamboo": {"redundancy": {"mode": "none"}},
+}
+
+
+def encoded(text: str) -> str:
+    return base64.urlsafe_b64encode(text.encode()).decode()
+
+
+@pytest.mark.parametrize("text", [COMMENTED, json.dumps(READ), json.dumps(READ | {"x": "è" * 2000})])
+@pytest.mark.parametrize("form", [str, Path, encoded])
+def test_configurations_are_read_as_deepspeed_reads_them(tmp_path: Path, text: str, form: type) -> None:
+    path = tmp_path / "ds_config.json"
+    path.write_text(text)
+    source = encoded(text) if form is encoded else form(path)
+    loaded = load_config(source)
+    assert loaded == DeepSpeedConfig(source)._param_dict
+    assert {name: loaded[name] for name in READ} == READ
+    assert has_block(source)
+    config = bamboo_config(source)
+    assert config is not None and config.redundancy.mode is RedundancyMode.NONE
+
+
+#: Contents of a file, and the error. Without quotes text is a string for Hjson, without braces it may be an object.
+UNREADABLE = [
+    ("{", "not valid JSON"),
+    ('{"a": "b', "not valid JSON"),
+    ("{{", "not valid JSON"),
+    (b"\xff\xfe{}", "not valid JSON"),
+    ("[]", "must hold a JSON object, not list"),
+    ("garbage", "must hold a JSON object, not str"),
+    ('{"a": 1, "bamboo": {}, "bamboo": {}}', "the keys bamboo more than once"),
+]
+
+
+@pytest.mark.parametrize(("contents", "words"), UNREADABLE)
+def test_unreadable_files_are_named(tmp_path: Path, contents: str | bytes, words: str) -> None:
     broken = tmp_path / "broken.json"
-    broken.write_text("{")
-    with pytest.raises(ConfigError, match="not valid JSON"):
+    broken.write_bytes(contents if isinstance(contents, bytes) else contents.encode())
+    with pytest.raises(ConfigError, match=rf"broken\.json.*{words}"):
         load_config(broken)
-    broken.write_text("[]")
-    with pytest.raises(ConfigError, match="must hold a JSON object"):
-        load_config(broken)
+    assert not has_block(broken)
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("absent.json", r"absent\.json does not exist"),
+        (Path("absent.json"), r"absent\.json does not exist"),
+        ("config/absent12", "absent12 does not exist"),  # base64, but of nothing
+        ("c" * 5000, r"c{200}\.\.\. does not exist"),
+        (encoded("{"), "nor is it a JSON object in base64"),
+        (encoded("[]"), "nor is it a JSON object in base64"),
+        (os.curdir, "cannot be read"),
+        (17, "17 is neither"),
+    ],
+)
+def test_what_is_no_configuration_is_named(source: object, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        load_config(source)
+    assert not has_block(source)
+
+
+@pytest.mark.parametrize("contents", [text for text, _ in UNREADABLE] + [None])
+def test_what_cannot_be_read_is_left_to_deepspeed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, contents: str | bytes | None
+) -> None:
+    """Unless the command line or the script says that the job is a bamboo job."""
+    path = tmp_path / "ds_config.json"
+    if contents is not None:
+        path.write_bytes(contents if isinstance(contents, bytes) else contents.encode())
+    monkeypatch.setattr(sys, "argv", ["train.py", "--deepspeed_config", str(path)])
+    for name in (_CHANNEL_VARIABLE, ENV_LAUNCH):
+        monkeypatch.delenv(name, raising=False)
+    before_init_distributed()
+    with pytest.raises(ConfigError, match="ds_config"):
+        before_init_distributed(config=path)
+    with pytest.raises(ConfigError, match="ds_config"):
+        block_of(None, sys.argv)
+    for name in (_CHANNEL_VARIABLE, ENV_LAUNCH):
+        with monkeypatch.context() as started:
+            started.setenv(name, "x")
+            with pytest.raises(ConfigError, match="ds_config"):
+                before_init_distributed()
 
 
 @pytest.mark.parametrize("argv", [["x", "--deepspeed_config", "f.json"], ["x", "--deepspeed_config=f.json", "-y"]])
@@ -209,12 +300,50 @@ def test_a_job_without_a_block_runs_stock_deepspeed(tmp_path: Path) -> None:
     assert b"STOCK" in done.stdout, done.stderr.decode()[-3000:]
 
 
+TRAINING = """
+import argparse, json, os
+import deepspeed, torch
+from deepspeed.pipe import PipelineModule, LayerSpec
+from torch import nn
+parser = argparse.ArgumentParser()
+parser.add_argument("--out")
+args = deepspeed.add_config_arguments(parser).parse_args()
+deepspeed.init_distributed()
+torch.manual_seed(3)
+net = PipelineModule([LayerSpec(nn.Linear, 4, 4)] * 4, num_stages=2, loss_fn=nn.MSELoss(), partition_method="uniform")
+data = [(torch.full((4,), 0.01 * i), torch.ones(4)) for i in range(64)]
+engine, *_ = deepspeed.initialize(args=args, model=net, model_parameters=net.parameters(), training_data=data)
+losses = [float(engine.train_batch()) for _ in range(2)]
+with open(os.path.join(args.out, f"losses-{engine.global_rank}.json"), "w") as file:
+    json.dump([type(engine).__name__, losses], file)
+"""
+
+
+@pytest.mark.integration
+def test_jobs_of_both_kinds_train_with_comments_in_the_configuration(tmp_path: Path) -> None:
+    """A job without a block, in whose processes the plugin is, and one with it."""
+    script = tmp_path / "train.py"
+    script.write_text(TRAINING)
+    losses = []
+    for name, block in (("PipelineEngine", None), ("BambooPipelineEngine", {})):
+        folder = tmp_path / name
+        folder.mkdir()
+        config = write_config(folder, block, 4)
+        config.write_text(f"// for a test\n{config.read_text()[:-1]},  # nothing follows\n}}\n")
+        result = (run_stock if block is None else run_bamboo)(folder, 2, [], config, script)
+        assert result.exit_code == 0, result.output[-4000:]
+        dumps = [json.loads((folder / f"losses-{rank}.json").read_text()) for rank in range(2)]
+        assert [engine for engine, _ in dumps] == [name] * 2
+        losses += [values for _, values in dumps]
+    assert len(losses[0]) == 2 and losses == losses[:1] * 4
+
+
 def test_importing_the_package_imports_neither_torch_nor_deepspeed() -> None:
     code = "import sys, bamboo_ds, bamboo_ds.config; print(json.dumps([m for m in sys.modules if '.' not in m]))"
     done = subprocess.run(
         [sys.executable, "-c", "import json; " + code], capture_output=True, check=True, env=dict(os.environ)
     )
-    assert not {"torch", "deepspeed", "grpc", "etcd3"} & set(json.loads(done.stdout))
+    assert not {"torch", "deepspeed", "grpc", "etcd3", "hjson"} & set(json.loads(done.stdout))
 
 
 def test_replaced_schedules_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -299,7 +299,8 @@ def _notice_file(command: Sequence[str], folder: str) -> str | None:
     path = config_path_from_argv(command)
     if path is None:
         return None
-    block: Any = load_config(Path(folder) / path).get(BLOCK, {})
+    file = os.path.join(folder, path)
+    block: Any = load_config(file if os.path.exists(file) else path).get(BLOCK, {})  # it may be base64, too
     notices = block.get("notices", {}) if isinstance(block, dict) else {}
     name = notices.get("file") if "file" in notices.get("sources", ()) else None
     return str(Path(folder) / name) if name else None

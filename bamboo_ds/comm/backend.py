@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -17,11 +16,11 @@ from .cohosted import Cohosted
 from .epoch import Epoch
 from .inner import GLOO, NCCL, issue, kind_for
 from .local import LocalGroup
+from .naming import NAME, making_groups_ours, naming_what_scripts_know
 from .script import Place
 from .session import Session, current, group_key
 from .work import BambooWork, CompletedWork
 
-NAME = "bamboo"
 Tensors = list[torch.Tensor]
 #: So many of the newest works are held where that is needed; nobody starts more before waiting.
 _HELD = 256
@@ -31,25 +30,9 @@ def register() -> None:
     """Register the backend with torch.distributed. Idempotent; needs no session yet."""
     if NAME.upper() not in dist.Backend._plugins:
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
-        dist.get_backend = _naming_what_scripts_know(dist.get_backend)
-
-
-def _naming_what_scripts_know(original: Callable[..., str]) -> Callable[..., str]:
-    """``torch.distributed.get_backend`` that says of our groups what carries the tensors of this machine's devices.
-
-    Scripts choose devices by that name, and refuse names that they do not know.
-    """
-
-    @functools.wraps(original)
-    def get_backend(group: Any = None) -> str:
-        name = original(group)
-        if name != NAME:
-            return name
-        kind = kind_for(torch.device("cuda"))
-        found: str = dist.Backend.NCCL if kind == NCCL else dist.Backend.GLOO
-        return found
-
-    return get_backend
+        dist.get_backend = registry.get_backend = naming_what_scripts_know(registry.get_backend)
+        # All that makes groups ends in this function, also where `new_group` was imported before.
+        registry._new_group_with_tag = making_groups_ours(registry._new_group_with_tag)
 
 
 def _create(options: Any, _: Any) -> BambooProcessGroup:
@@ -155,6 +138,8 @@ class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         self._session = session
         #: Equal on all members of the group.
         self.key = group_key(name, ranks)
+        #: ``gloo`` or ``nccl`` where the script has asked for a group of it.
+        self.asked: str | None = None
         #: Default timeout of sends and receives, and of the script's collectives.
         self.timeout = timeout or session.timeout
         self._index = rank
