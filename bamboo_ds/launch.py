@@ -82,6 +82,8 @@ class Job:
         self._failures: dict[str, str] = {}
         self._exit_code: int | None = None
         self._left = False
+        self._process = os.getpid()
+        self._hook_before = sys.excepthook
 
     # -- epochs -------------------------------------------------------------------------------------
 
@@ -99,7 +101,10 @@ class Job:
         self._watch_exit()
         if not self.channel.joiner:
             self.enter(self.channel.wait_plan(0, self._start_timeout_s))
+        # Torch puts a hook around the one that it finds, and takes what that prints to its own end.
+        sys.excepthook = self._hook_before
         init_process_group(self.session, self.channel.rank, self.channel.world_size, self.session.timeout)
+        self._hook_before, sys.excepthook = sys.excepthook, self._note_exception
 
     def enter(self, plan: Plan) -> None:
         """Attach to ``plan``'s epoch.
@@ -252,40 +257,40 @@ class Job:
 
     def _watch_exit(self) -> None:
         """Learn whether the script ends well: only then its peers may be waited for."""
-        previous_hook, previous_exit = sys.excepthook, sys.exit
-        mine = os.getpid()
-
-        def excepthook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
-            if os.getpid() != mine:
-                previous_hook(kind, value, trace)  # a process of a DataLoader, say: it does not speak for the worker
-                return
-            self._exit_code = 1
-            code = _exit_code_of(value)
-            if self._left:
-                # Whatever the script made of the exception: nothing has failed.
-                code = EXIT_LEFT
-                sys.stderr.write(f"bamboo_ds: {value}\n")
-            else:
-                previous_hook(kind, value, trace)
-            self.channel.exit_notice(f"{kind.__name__}: {value}", failed=code is None)
-            if code is not None:
-                self.channel.close()
-                sys.stdout.flush()
-                sys.stderr.flush()
-                # Python has no other way to give an uncaught exception an exit code.
-                os._exit(code)
+        previous_exit = sys.exit
 
         def leave(status: Any = None) -> Any:
             self._exit_code = 0 if status is None else status if isinstance(status, int) else 1
             previous_exit(status)
 
-        sys.excepthook = excepthook
+        self._hook_before, sys.excepthook = sys.excepthook, self._note_exception
         sys.exit = leave
         # What `exit(1)` calls, which the interpreter has for its prompt and scripts use all the same.
         for name in ("exit", "quit"):
             if hasattr(builtins, name):
                 setattr(builtins, name, leave)
         atexit.register(self._finish)
+
+    def _note_exception(self, kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
+        """Handle an exception that ends the script."""
+        if os.getpid() != self._process:
+            self._hook_before(kind, value, trace)  # a process of a DataLoader, say: it does not speak for the worker
+            return
+        self._exit_code = 1
+        code = _exit_code_of(value)
+        if self._left:
+            # Whatever the script made of the exception: nothing has failed.
+            code = EXIT_LEFT
+            sys.stderr.write(f"bamboo_ds: {value}\n")
+        else:
+            self._hook_before(kind, value, trace)
+        self.channel.exit_notice(f"{kind.__name__}: {value}", failed=code is None)
+        if code is not None:
+            self.channel.close()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            # Python has no other way to give an uncaught exception an exit code.
+            os._exit(code)
 
     def _finish(self) -> None:
         try:
