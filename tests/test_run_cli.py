@@ -8,13 +8,15 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
-from bamboo_ds.cli import jobs
+from bamboo_ds.cli import jobs, slots
+from bamboo_ds.control import claims
 from bamboo_ds.control.access import open_store
 from bamboo_ds.control.membership import boot_id
 from bamboo_ds.control.neighbours import started
@@ -92,6 +94,70 @@ def test_killed_launcher_leaves_nothing(start: Start) -> None:
     job.wait_quietly(lambda: not job.files_left(), 10.0)
 
 
+def test_sighup_stays_ignored(start: Start) -> None:
+    """Under ``nohup``, by launcher and agents."""
+    job = start(2, ignored=signal.SIGHUP).run()
+    for pid in (job.process.pid, job.agent(0), job.agent(1)):
+        job.kill(pid, signal.SIGHUP)
+    job.tell_all("print still here")
+    job.wait(lambda: len(job.find("printed")) == 2, "the workers go on")
+    job.finish()
+    assert not job.events("member_lost")
+
+
+def orderly(start: Start) -> Job:
+    """A job whose workers take their time to end."""
+    job = start(2, "--grace-s", "60").run()
+    job.tell_all("orderly")
+    job.wait(lambda: len(job.find("orderly")) == 2, "orderly workers")
+    return job
+
+
+def told_to_end(job: Job) -> bool:
+    return {told["rank"] for told in job.find("told to end")} == {0, 1}
+
+
+def test_two_signals_of_one_event_are_one(start: Start) -> None:
+    """A closing terminal sends SIGHUP, and who has started the launcher SIGTERM: workers keep their grace."""
+    job = orderly(start)
+    launcher = psutil.Process(job.process.pid)
+    job.kill(launcher.pid, signal.SIGSTOP)
+    job.wait_quietly(lambda: launcher.status() == psutil.STATUS_STOPPED)
+    for signum in (signal.SIGHUP, signal.SIGTERM, signal.SIGCONT):
+        job.kill(launcher.pid, signum)  # so that it finds both
+    job.wait(lambda: told_to_end(job), "both workers were told to end")
+    job.tell_all("close")
+    job.wait(lambda: len(job.find("threads")) == 2, "what they had to do")
+    job.tell_all("exit 0")
+    assert job.exit_code() == 128 + signal.SIGHUP  # Python handles the smaller number first
+
+
+def test_asked_again_it_ends_at_once(start: Start) -> None:
+    job = orderly(start)
+    job.kill(job.process.pid, signal.SIGTERM)
+    job.wait(lambda: told_to_end(job), "both workers were told to end")
+    again_at = time.monotonic() + 1.1 * slots._SAME_EVENT_S
+    job.wait_quietly(lambda: time.monotonic() > again_at)
+    job.kill(job.process.pid, signal.SIGTERM)
+    assert job.exit_code() == 128 + signal.SIGTERM  # long before the workers' grace is over
+
+
+def test_exit_code_is_that_of_the_first_failure(start: Start) -> None:
+    """Its agent ends after the other's: it has a child to end that does not listen. Neither hears of the other."""
+    job = start(2, "--lease-ttl-s", "60").run()
+    for words, answer in (("deaf", "deaf"), ("child", "child")):  # a child ignores what its parent does
+        job.tell(0, words)
+        job.wait(lambda answer=answer: job.find(answer, 0), words)
+    job.remember()
+    etcd, workers = job.etcd(), [psutil.Process(job.worker(rank)) for rank in (0, 1)]
+    etcd.suspend()
+    for rank, code in ((0, 3), (1, 4)):
+        job.tell(rank, f"exit {code}")
+        job.wait_quietly(lambda rank=rank: not workers[rank].is_running())
+    etcd.resume()
+    assert job.exit_code() == 3
+
+
 def test_interrupt_while_starting(start: Start) -> None:
     job = start(2).begin()
     job.kill(job.process.pid, signal.SIGINT)
@@ -139,6 +205,24 @@ def test_shared_etcd(start: Start, tmp_path: Path) -> None:
         assert not store.get_prefix("").entries, "keys were left"
 
 
+def test_etcd_that_is_gone_at_the_end_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with EtcdServer(tmp_path) as etcd:
+        with claims.claimed(etcd.url, "shared"), open_store(etcd.url, "shared", 10.0) as store:
+            store.put("left/one", "a departure")
+            assert store.get("left/one") is not None  # now it is on the disk, see EtcdServer.restart
+            etcd.kill()
+            monkeypatch.setattr(claims, "_TIMEOUT_S", 1.0)
+        monkeypatch.undo()
+        etcd.start()
+        with open_store(etcd.url, "shared", 10.0) as store:
+            assert store.get("left/one") is not None
+            claims.claim(etcd.url, "shared")
+            assert not store.get_prefix("").entries
+    assert "the keys of job shared stay in etcd" in caplog.text
+
+
 def test_prefixed_output(start: Start) -> None:
     job = start(2, "--prefix-output").run()
     job.tell(1, "print some words")
@@ -164,7 +248,7 @@ def test_settings_of_the_script(start: Start, tmp_path: Path) -> None:
 def test_script_without_bamboo_runs_as_it_would_alone(tmp_path: Path) -> None:
     """No heartbeat, no layout, no channel: nothing is expected of it but its exit code."""
     script = tmp_path / "script.py"
-    script.write_text("import os; print('rank', os.environ['RANK'], flush=True)")
+    script.write_text("import os; os.write(1, f'rank {os.environ[\"RANK\"]}\\n'.encode())")  # in one piece
     done = subprocess.run(
         [*BAMBOO, "run", "-n", "2", str(script)], capture_output=True, text=True, timeout=60, check=False
     )
@@ -231,8 +315,10 @@ def test_files_of_dead_launchers_are_cleaned(runtime: Path) -> None:
     dead.write()
     assert jobs.running() == [dead]
     child.communicate()
-    reused = jobs.this_process("reused", "x").model_copy(update={"started": 1})
-    reused.write()
+    mine = jobs.this_process("mine", "x")
+    assert mine.launcher() == psutil.Process()
+    for job, change in (("reused", {"started": mine.started + 1}), ("rebooted", {"boot": "another"})):
+        mine.model_copy(update={"job": job, **change}).write()
     assert jobs.running() == []
     assert not list(dead.path.parent.iterdir())
 

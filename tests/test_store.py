@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from bamboo_ds.control.membership import Keys
+from bamboo_ds.control.newcomer import claim_slot
 from bamboo_ds.errors import ConfigError, LeaseExpired, StoreError, StoreUnavailable
 from bamboo_ds.store.client import Store
 from bamboo_ds.store.records import TlsFiles
@@ -138,6 +140,28 @@ def test_a_lost_answer_is_not_taken_for_a_lost_race(own_etcd: EtcdServer) -> Non
         proxy.set("cut")
         proxy.set("pass")
         assert future.result(10) is False
+
+
+def test_two_comers_never_get_one_slot(own_etcd: EtcdServer) -> None:
+    with (
+        Proxy(own_etcd.port) as proxy,
+        Store([proxy.url], namespace="/bamboo/j/", timeout_s=20.0) as mine,
+        Store([own_etcd.url], namespace="/bamboo/j/") as other,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        mine.ping()
+        # What is repeated has reached etcd before; or it has not, and meanwhile somebody else was there.
+        for mode, first, others, own in (("deaf", 4, 5, 4), ("hole", 10, 10, 11)):
+            proxy.swallowed = 0
+            proxy.set(mode)
+            future = pool.submit(claim_slot, mine, first)
+            proxy.wait_swallowed()
+            if mode == "deaf":
+                wait_until(lambda: other.get(Keys.slot(4)), "the claim whose answer is lost")
+            assert claim_slot(other, first) == others
+            proxy.set("cut")
+            proxy.set("pass")
+            assert future.result(20) == own
 
 
 def test_lease_expiry_deletes(store: Store) -> None:

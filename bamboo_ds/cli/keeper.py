@@ -139,7 +139,7 @@ class Keeper(Slots):
         def ended() -> None:
             logger.error("bamboo launch is gone: the worker of slot %d ends", self._agent.slot)
             if self._interrupted is None:
-                self._signals.append(signal.SIGTERM)
+                self._on_signal(signal.SIGTERM, None)
 
         try:
             self._watch_process(pid, ended, stack)

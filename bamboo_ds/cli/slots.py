@@ -125,7 +125,7 @@ class Slots:
         self._selector = selectors.DefaultSelector()
         self._agents: dict[int, _Agent] = {}  # by slot; the running ones
         self._departures: list[LeftRecord] = []
-        self._signals: list[int] = []
+        self._signals: list[tuple[int, float]] = []  # with the monotonic seconds at which they came
         self._interrupted: int | None = None
         self._interrupted_at = 0.0
         self._stopping = False
@@ -168,7 +168,7 @@ class Slots:
             writing.close()
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
-        self._signals.append(signum)
+        self._signals.append((signum, time.monotonic()))
 
     def _on_child(self, signum: int, frame: FrameType | None) -> None:
         self._child_died = True
@@ -306,17 +306,17 @@ class Slots:
 
     def _handle_signals(self) -> None:
         while self._signals:
-            self._interrupt(self._signals.pop(0))
+            self._interrupt(*self._signals.pop(0))
 
-    def _interrupt(self, signum: int) -> None:
+    def _interrupt(self, signum: int, at: float) -> None:
         if signum == signal.SIGUSR1:
             self._signal_agents(signum)  # this host is to be left
         elif self._interrupted is None:
-            self._interrupted, self._interrupted_at = signum, time.monotonic()
+            self._interrupted, self._interrupted_at = signum, at
             self._leave_at = time.monotonic() + self._common.grace_s + AGENT_GRACE_S + OTHERS_S
             self._stop()
             self._end_others(signum)
-        elif time.monotonic() - self._interrupted_at >= _SAME_EVENT_S:
+        elif at - self._interrupted_at >= _SAME_EVENT_S:
             self._hurried = True  # asked twice
             self._signal_agents(signal.SIGKILL)
 

@@ -27,9 +27,12 @@ DEADLINE_S = 40.0
 
 
 class Job:
-    """One job. ``ranks[r]`` is worker r's connection; ``told`` all that the workers told, in order."""
+    """One job. ``ranks[r]`` is worker r's connection; ``told`` all that the workers told, in order.
 
-    def __init__(self, folder: Path, world: int, *options: str) -> None:
+    ``ignored`` is a signal that the launcher is started to ignore, as ``nohup`` does.
+    """
+
+    def __init__(self, folder: Path, world: int, *options: str, ignored: signal.Signals | None = None) -> None:
         self.folders: set[Path] = set()
         self.seen: dict[int, psutil.Process] = {}
         self.world = world
@@ -60,6 +63,7 @@ class Job:
             stdout=self.log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            preexec_fn=None if ignored is None else lambda: signal.signal(ignored, signal.SIG_IGN),
         )
 
     # -- what workers tell --------------------------------------------------------------------------
@@ -282,10 +286,10 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
     """Starts jobs; after the test nothing of them may be left."""
     jobs: list[Job] = []
 
-    def launch(world: int, *options: str) -> Job:
+    def launch(world: int, *options: str, ignored: signal.Signals | None = None) -> Job:
         folder = tmp_path / f"job-{len(jobs)}"
         folder.mkdir()
-        jobs.append(Job(folder, world, *options))
+        jobs.append(Job(folder, world, *options, ignored=ignored))
         return jobs[-1]
 
     ended_by_test = False

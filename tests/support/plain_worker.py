@@ -21,7 +21,7 @@ from bamboo_ds.topology import Layout, Plan
 
 line = socket.socket(socket.AF_UNIX)
 line.connect(sys.argv[1])
-lock = threading.Lock()
+lock = threading.RLock()  # a signal may come while it is held
 
 
 def tell(kind: str, **fields: Any) -> None:
@@ -81,6 +81,9 @@ for text in words:
     elif word == "deaf":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         tell("deaf")
+    elif word == "orderly":  # told to end, it goes on until it has done what it must
+        signal.signal(signal.SIGTERM, lambda signum, frame: tell("told to end"))
+        tell("orderly")
     elif word == "print":
         print(*rest, flush=True)
         tell("printed")

@@ -1,0 +1,237 @@
+"""A worker's part of its job from start to end, in a process of its own; the test is its agent."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+from bamboo_ds.control.channel import ENV_ADDRESS, ENV_FD, ENV_JOB, ENV_JOINER, ENV_MEMBER
+from bamboo_ds.control.messages import ExitNotice, Message, PlanPush, StoreAddress, parse_to_agent
+from bamboo_ds.errors import EXIT_FATAL_LOSS
+from bamboo_ds.topology import Layout, Plan
+
+#: Several test suites may share two cores.
+DEADLINE_S = 60.0
+#: Member ``a`` is the worker, alone at first.
+ALONE = Plan(epoch=1, owners=("a",), members=("a",), store_host="a", homes=(0,))
+BEGIN = """
+import sys
+from datetime import timedelta
+from bamboo_ds.control.channel import WorkerChannel
+from bamboo_ds.errors import EpochChanged
+from bamboo_ds.launch import Job
+
+channel = WorkerChannel.from_environment()
+job = Job(channel, None, timedelta(seconds=20))
+job.start()
+print("started", flush=True)
+"""
+
+M = TypeVar("M", bound=Message)
+
+
+class Worker:
+    """A worker whose script is ``script``, with ``job`` and ``channel`` in it, once the job has started."""
+
+    def __init__(self, folder: Path, script: str, joiner: bool) -> None:
+        self._sock, theirs = socket.socketpair()
+        self._sock.settimeout(DEADLINE_S)
+        self._file = self._sock.makefile("rb")
+        self._read: list[Message] = []
+        self._log = folder / "errors.txt"
+        env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1]), "RANK": "0", "WORLD_SIZE": "1"}
+        env |= {ENV_FD: str(theirs.fileno()), ENV_MEMBER: "a", ENV_JOB: "j", ENV_ADDRESS: "127.0.0.1"}
+        if joiner:
+            env[ENV_JOINER] = "1"
+        with theirs, open(self._log, "wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", BEGIN + textwrap.dedent(script)],
+                env=env,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                bufsize=0,
+                pass_fds=[theirs.fileno()],
+            )
+
+    def push(self, plan: Plan) -> None:
+        self._sock.sendall(PlanPush(plan=plan).to_line())
+
+    def push_store(self, epoch: int, host: str, port: int) -> None:
+        self._sock.sendall(StoreAddress(epoch=epoch, host=host, port=port).to_line())
+
+    def read(self, kind: type[M]) -> M:
+        """The next message of ``kind``; others are skipped."""
+        deadline = time.monotonic() + DEADLINE_S  # heartbeats come all the time
+        while time.monotonic() < deadline and (line := self._file.readline()):
+            message = parse_to_agent(line)
+            self._read.append(message)
+            if isinstance(message, kind):
+                return message
+        raise AssertionError(f"the worker does not send {kind.__name__}: {self.errors()}")
+
+    def all_read(self, kind: type[M]) -> list[M]:
+        """Every message of ``kind`` that the worker has sent in its whole life, which is over."""
+        self._read += [parse_to_agent(line) for line in self._file]
+        return [message for message in self._read if isinstance(message, kind)]
+
+    def line(self) -> str:
+        """The next line that the script prints."""
+        printed = self.process.stdout
+        assert printed is not None
+        assert select.select([printed], [], [], DEADLINE_S)[0], f"the script prints nothing: {self.errors()}"
+        return printed.readline().decode()
+
+    def wait_started(self) -> None:
+        assert self.line() == "started\n", self.errors()
+
+    def end(self) -> tuple[int, str]:
+        """Let the script go on, to its end: the exit code, and what it has printed meanwhile."""
+        try:
+            printed, _ = self.process.communicate(b"\n", DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"the worker does not end: {self.errors()}") from None
+        return self.process.returncode, printed.decode()
+
+    def errors(self) -> str:
+        return self._log.read_text()
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+        self._file.close()
+        self._sock.close()
+
+
+Begin = Callable[..., Worker]
+
+
+@pytest.fixture
+def begin(tmp_path: Path) -> Iterator[Begin]:
+    """Starts workers: ``begin(script, joiner=False)``."""
+    workers: list[Worker] = []
+
+    def one(script: str, joiner: bool = False) -> Worker:
+        folder = tmp_path / str(len(workers))
+        folder.mkdir()
+        workers.append(Worker(folder, script, joiner))
+        return workers[-1]
+
+    yield one
+    for worker in workers:
+        worker.close()
+
+
+# -- the end ------------------------------------------------------------------------------------------------
+
+
+def test_exit_counts_like_sys_exit(begin: Begin) -> None:
+    """Peers are waited for only after a clean end."""
+    expected = {
+        "exit(1)": (1, "started\n"),
+        "quit(3)": (3, "started\n"),
+        "exit('a reason')": (1, "started\n"),
+        "exit()": (0, "started\nall have met\n"),
+    }
+    workers = {}
+    for call in expected:
+        workers[call] = begin(f"job.at_finish = lambda: print('all have met')\n{call}")
+        workers[call].push(ALONE)
+    assert {call: worker.end() for call, worker in workers.items()} == expected
+
+
+def test_end_that_fails_is_an_exit_code(begin: Begin) -> None:
+    worker = begin("""
+        def finish():
+            raise RuntimeError("no space")
+        job.at_finish = finish
+    """)
+    worker.push(ALONE)
+    notice = worker.read(ExitNotice)
+    assert (notice.reason, notice.failed) == ("RuntimeError: no space", True)
+    assert worker.end() == (1, "started\n")
+    assert "RuntimeError: no space" in worker.errors()
+
+
+def test_end_that_meets_a_fatal_loss(begin: Begin) -> None:
+    """All who had a stage are lost while the others wait for them at the end."""
+    worker = begin("job.at_finish = lambda: job.enter(job.next_plan(1))")
+    worker.push(ALONE)
+    worker.wait_started()
+    worker.push(replace(ALONE, epoch=2, owners=("a", "b"), lost=("b",), layout=Layout(1, 2), unheld=(1,)))
+    notice = worker.read(ExitNotice)
+    assert notice.reason.startswith("FatalLoss: no living member holds stage 1 of pipeline 0") and not notice.failed
+    assert worker.end() == (EXIT_FATAL_LOSS, "")
+
+
+# -- epochs -------------------------------------------------------------------------------------------------
+
+
+def test_store_of_an_epoch_does_not_wait_for_the_script_of_its_host(begin: Begin) -> None:
+    """It is told once: not again when the script calls, and the epoch is entered."""
+    worker = begin("""
+        sys.stdin.readline()  # whatever a script does between two calls
+        job.enter(job.next_plan(1))
+        print("epoch", job.session.epoch)
+    """)
+    worker.push(ALONE)
+    worker.wait_started()
+    for epoch, immediate in ((2, True), (3, False), (4, True)):
+        worker.push(replace(ALONE, epoch=epoch, immediate=immediate))
+        while worker.read(StoreAddress).epoch < epoch:
+            continue
+        assert worker.process.poll() is None
+    assert worker.end() == (0, "epoch 4\n")
+    assert [told.epoch for told in worker.all_read(StoreAddress)] == [1, 2, 3, 4]
+
+
+def test_epoch_that_ended_before_it_was_attached(begin: Begin) -> None:
+    """A member without any epoch does not wait in the old one for those who have left it."""
+    worker = begin(
+        """
+        plan = job.next_plan(0)
+        store = channel.wait_store(plan.epoch, 60)
+        print("at the door", flush=True)
+        sys.stdin.readline()
+        try:
+            job.session.attach(plan, store)
+        except EpochChanged as error:
+            print(type(error).__name__, error)
+        """,
+        joiner=True,
+    )
+    with socket.create_server(("127.0.0.1", 0)) as store:
+        worker.push(replace(ALONE, members=("b", "a"), owners=("b",), store_host="b", homes=(0, 0)))
+        worker.push_store(1, *store.getsockname())
+        worker.wait_started()
+        assert worker.line() == "at the door\n"
+        worker.push(replace(ALONE, epoch=2, lost=("b",)))
+        assert worker.read(StoreAddress).epoch == 2  # now the worker has learnt of it
+        code, printed = worker.end()
+        assert code == 0, worker.errors()
+        assert printed.startswith("EpochChanged ") and "plan of epoch 2 arrived" in printed
+        store.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            store.accept()
+
+
+def test_loss_before_the_first_epoch_is_entered(begin: Begin) -> None:
+    """Nothing of the script has failed: the job may start again."""
+    worker = begin("")
+    worker.push(replace(ALONE, owners=("a", "b"), members=("a", "b"), homes=(0, 1)))
+    assert worker.read(StoreAddress).epoch == 1  # it is waiting for b, or about to
+    worker.push(replace(ALONE, epoch=2, owners=("a", "b"), lost=("b",), unheld=(1,)))
+    notice = worker.read(ExitNotice)
+    assert notice.reason.startswith("EpochChanged: ") and not notice.failed
+    assert worker.end() == (EXIT_FATAL_LOSS, "")
