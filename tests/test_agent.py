@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import threading
+import time
 from collections.abc import Callable
 
 import psutil
@@ -18,7 +19,8 @@ __all__ = ["start"]  # the fixture
 
 Start = Callable[..., Job]
 #: Seconds within which survivors must know of a dead process. Alone it takes some 0.05 s; the machine may be busy.
-KNOWN_S = 2.0
+#: Where it counts leases last 60 s, so that none of them tells of the loss.
+KNOWN_S = 20.0
 TTL_S = 2
 
 
@@ -50,7 +52,7 @@ def test_start_gives_everyone_the_same_plans_and_the_store(start: Start) -> None
 
 
 def test_killed_worker_is_taken_over_in_no_time(start: Start) -> None:
-    job = start(4).run()
+    job = start(4, "--lease-ttl-s", "60").run()
     victim = next(r for r in (1, 2, 3) if r != leader_of(job))
     at = job.kill(job.worker(victim))
     plan = job.wait_epoch(3, victim)
@@ -66,7 +68,7 @@ def test_killed_worker_is_taken_over_in_no_time(start: Start) -> None:
 
 
 def test_killed_leader_is_replaced_and_taken_over(start: Start) -> None:
-    job = start(4).run()
+    job = start(4, "--lease-ttl-s", "60").run()
     victim = leader_of(job)
     leader = job.member(victim)
     at = job.kill(job.worker(victim))
@@ -78,7 +80,7 @@ def test_killed_leader_is_replaced_and_taken_over(start: Start) -> None:
 
 
 def test_two_at_once_make_one_plan(start: Start) -> None:
-    job = start(4, "--settle-ms", "1000").run()
+    job = start(4, "--settle-ms", "5000").run()
     job.kill(job.worker(0))
     job.kill(job.worker(2))
     plan = job.wait_epoch(3, 0, 2)
@@ -98,23 +100,28 @@ def test_one_after_the_other(start: Start) -> None:
 
 
 def test_stopped_worker_is_killed_for_its_heartbeat(start: Start) -> None:
-    job = start(3, "--heartbeat-timeout-s", "1").run()
+    job = start(3, "--lease-ttl-s", "60", "--heartbeat-timeout-s", "4").run()
     at = job.kill(job.worker(1), signal.SIGSTOP)
     plan = job.wait_epoch(3, 1)
     assert plan["lost"] == [job.member(1)]
-    assert 0.5 < plan["at"] - at < 1 + KNOWN_S
+    assert 3.0 < plan["at"] - at < 4 + KNOWN_S
     job.finish(1)
     (lost,) = job.events("member_lost")
     assert lost["reason"] == "heartbeat"
-    assert lost["detection_seconds"] > 0.5
+    assert lost["detection_seconds"] > 3.0
 
 
 def test_worker_that_holds_the_gil_is_killed_for_its_heartbeat(start: Start) -> None:
-    job = start(3, "--heartbeat-timeout-s", "1").run()
+    job = start(3, "--lease-ttl-s", "60", "--heartbeat-timeout-s", "4").run()
+    at = time.monotonic()
     job.tell(2, "hold")
-    assert job.wait_epoch(3, 2)["lost"] == [job.member(2)]
+    plan = job.wait_epoch(3, 2)
+    assert plan["lost"] == [job.member(2)]
+    assert 3.0 < plan["at"] - at < 4 + KNOWN_S
     job.finish(2)
-    assert job.events("member_lost")[0]["reason"] == "heartbeat"
+    (lost,) = job.events("member_lost")
+    assert lost["reason"] == "heartbeat"
+    assert lost["detection_seconds"] > 3.0
 
 
 def test_dead_agent_is_noticed_without_waiting_for_its_lease(start: Start) -> None:
@@ -170,21 +177,28 @@ def test_when_all_members_stop_at_once_the_job_starts_again(start: Start) -> Non
     """As after an outage of etcd in a recovery that outlasts everybody's patience: nobody is left who leads."""
     job = start(2, "--lease-ttl-s", str(TTL_S)).run()
     job.tell_all("exit 87")
-    job.wait(lambda: len(job.find("hello")) == 4, "both come back")
-    job.tell_all("go")
-    job.wait(lambda: len(job.find("store")) == 4, "they have a plan")
+
+    def again() -> dict[int, str]:
+        """Members of the restart by rank. One may have come back before it as a newcomer, when the other one lived."""
+        return {h["rank"]: h["member"] for h in job.find("hello") if h["env"].get("BAMBOO_RESTART_COUNT")}
+
+    job.wait(lambda: again().keys() == {0, 1}, "both come back")
+    for member in again().values():
+        job.tell_member(member, "go")
+    job.wait(lambda: {told["rank"] for told in job.find("store")[2:]} == {0, 1}, "they have a plan")
     job.finish()
     assert len(job.events("restart")) == 1
 
 
 def test_outage_of_etcd_costs_nobody(start: Start) -> None:
-    job = start(3, "--lease-ttl-s", str(TTL_S)).run()
+    ttl_s = 2 * TTL_S
+    job = start(3, "--lease-ttl-s", str(ttl_s)).run()
     etcd = job.etcd()
     with open_store(_url(job), "outage", 10.0) as store:
-        store.put("canary", "", store.lease(TTL_S))
+        store.put("canary", "", store.lease(ttl_s))
         before = _leases(job)
         job.kill(etcd.pid, signal.SIGSTOP)
-        assert not threading.Event().wait(2 * TTL_S)  # the fault lasts longer than any lease
+        assert not threading.Event().wait(2 * ttl_s)  # the fault lasts longer than any lease
         job.tell(0, "progress 5")
         job.kill(etcd.pid, signal.SIGCONT)
         job.wait_quietly(
@@ -192,7 +206,7 @@ def test_outage_of_etcd_costs_nobody(start: Start) -> None:
         )
         assert store.get("canary") is None, "no lease ran out: the outage was too short"
     # Nobody may be dropped when the members' time to return is over either.
-    job.expect_no_epoch(3, 1.5 * TTL_S)
+    job.expect_no_epoch(3, 1.5 * ttl_s)
     job.kill(job.worker(2))
     assert job.wait_epoch(3, 2)["lost"] == [job.member(2)]
     job.finish(2)
@@ -212,15 +226,16 @@ def test_loss_during_an_outage_is_handled_after_it(start: Start) -> None:
 
 def test_finishing_is_no_loss(start: Start) -> None:
     job = start(3).run()
+    agent = psutil.Process(job.agent(0))
     job.tell(0, "exit 0")
-    psutil.wait_procs([psutil.Process(job.agent(0))], timeout=20)
+    psutil.wait_procs([agent], timeout=20)
     job.finish(0)
     assert len(job.events("plan")) == 2
     assert not job.events("member_lost")
 
 
 def test_stage_without_holder_is_fatal(start: Start) -> None:
-    job = start(3, "--settle-ms", "500", "--max-restarts", "0").run()
+    job = start(3, "--settle-ms", "5000", "--max-restarts", "0").run()
     job.tell(2, "progress 7 /ckpt/7")
     job.wait_quietly(lambda: job.status()["checkpoint"] == "/ckpt/7")
     job.kill(job.worker(0))
@@ -259,7 +274,8 @@ def test_different_engines_are_refused(start: Start) -> None:
 
 
 def test_two_accusers_evict(start: Start) -> None:
-    job = start(4).run()
+    # The evicted member may not come back: it would run as rank 0. One accuser alone would be heard after 30 s.
+    job = start(4, "--rejoin-s", "0", "--lease-ttl-s", "60").run()
     job.tell(0, f"suspect 2 {job.member(1)}")
     job.tell(2, f"suspect 2 {job.member(1)}")
     plan = job.wait_epoch(3)
@@ -271,8 +287,9 @@ def test_two_accusers_evict(start: Start) -> None:
 
 
 def test_one_accuser_and_a_silent_worker_evict(start: Start) -> None:
-    job = start(3, "--lease-ttl-s", str(TTL_S), "--heartbeat-timeout-s", "60").run()
+    job = start(3, "--lease-ttl-s", "10", "--heartbeat-timeout-s", "60", "--rejoin-s", "0").run()
     job.kill(job.worker(1), signal.SIGSTOP)
+    assert not threading.Event().wait(1.0)  # its agent has read the heartbeats that were on their way
     job.tell(0, f"suspect 2 {job.member(1)}")
     assert job.wait_epoch(3, 1)["lost"] == [job.member(1)]
     job.kill(job.worker(1), signal.SIGCONT)
@@ -281,7 +298,7 @@ def test_one_accuser_and_a_silent_worker_evict(start: Start) -> None:
 
 
 def test_one_accuser_of_a_living_member_gets_a_new_epoch(start: Start) -> None:
-    job = start(3, "--lease-ttl-s", str(TTL_S)).run()
+    job = start(3, "--lease-ttl-s", "10").run()
     job.tell(0, f"suspect 2 {job.member(1)}")
     plan = job.wait_epoch(3)
     assert plan["lost"] == []
@@ -290,9 +307,10 @@ def test_one_accuser_of_a_living_member_gets_a_new_epoch(start: Start) -> None:
 
 
 def test_worker_events_and_what_only_the_control_plane_knows(start: Start) -> None:
-    job = start(3).run()
+    job = start(3, "--lease-ttl-s", "60").run()
     job.tell(0, 'event step {"step": 1, "loss": 0.5, "seconds": 0.1, "frc_done": 0, "frc_total": 4}')
     job.tell(0, "event nonsense {}")
+    job.wait_quietly(lambda: job.events("step"))
     job.kill(job.worker(1))
     job.wait_epoch(3, 1)
     recovered = (

@@ -42,7 +42,8 @@ def journal(folder: Path) -> list[dict[str, Any]]:
 def test_job_bears_a_script_of_faults(tmp_path: Path, reference: Callable[..., Result]) -> None:
     (tmp_path / "faults.txt").write_text(SCRIPT)
     (tmp_path / "victim.py").write_text(VICTIM)
-    config = write_config(tmp_path, {"redundancy": {"verify_every": 2}}, 4)
+    # Whoever was hit by a fault is spared for the time of a lease.
+    config = write_config(tmp_path, {"redundancy": {"verify_every": 2}, "membership": {"lease_ttl_s": 5}}, 4)
     hurry = tmp_path / "hurry"
     with RunningJob(tmp_path, 2, ["--stages", "2", *slow_until(hurry)], config, script=tmp_path / "victim.py") as job:
         job.wait_for("a step", lambda: bool(job.events("step")))

@@ -142,7 +142,8 @@ def test_latest_never_goes_back(members: Callable[..., Member]) -> None:
 
 
 def test_deadline(members: Callable[..., Member]) -> None:
-    leader, follower = members(0, timeout_s=0.2), members(1, timeout_s=0.2)
+    # So long that no single write takes it: then the writer would count as hanging.
+    leader, follower = members(0, timeout_s=2.0), members(1, timeout_s=2.0)
     follower.save(1).wait()
     assert "has not appeared" in str(follower.failed[0].error)
     leader.save(2).wait()

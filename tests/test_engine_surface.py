@@ -18,9 +18,10 @@ pytestmark = pytest.mark.integration
 
 SCRIPT = SUPPORT / "train_surface.py"
 #: Ranks 0..3 are (pipeline, stage) = (0, 0), (1, 0), (0, 1), (1, 1). Steps: 3 with another batch size, 5 with another
-#: length; what rank 0 has told DeepSpeed's monitors so far another member goes on with.
+#: length; what rank 0 has told DeepSpeed's monitors so far another member goes on with. Rank 0 leads, and goes in the
+#: second evaluation, the first one with so many micro-batches: the others have committed the step that it has told of.
 FAULTS: list[dict[str, Any]] = [
-    {"rank": 0, "step": 2, "at": "._exec_forward_pass", "micro_batch": 1, "evaluating": True},
+    {"rank": 0, "step": 2, "at": "._exec_forward_pass", "micro_batch": 2, "evaluating": True},
     {"rank": 3, "step": 6, "at": "BackwardPass", "micro_batch": 4},
 ]
 
@@ -100,7 +101,8 @@ def test_curriculum(tmp_path: Path) -> None:
     stock = run_stock(folders[0], 4, ["--stages", "2"], configs[0], SCRIPT)
     assert stock.exit_code == 0, stock.output[-4000:]
     faults = [
-        {"rank": 0, "step": 2, "at": "ForwardPass", "micro_batch": 1},
+        # Of the leader, as above: where it needs gradients.
+        {"rank": 0, "step": 2, "at": "BackwardPass", "micro_batch": 1},
         {"rank": 3, "step": 5, "at": "BackwardPass", "micro_batch": 3},
     ]
     command = ["--stages", "2", "--faults", json.dumps(faults)]

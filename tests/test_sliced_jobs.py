@@ -199,7 +199,9 @@ def test_losses_during_evaluations(tmp_path: Path, reference: Reference) -> None
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("signal", "settings"), [("SIGSTOP", {"lease_ttl_s": 2}), ("hang", {"hang_timeout_s": 2})], ids=["stops", "hangs"]
+    ("signal", "settings"),
+    [("SIGSTOP", {"heartbeat_timeout_s": 5, "start_timeout_s": 60}), ("hang", {"hang_timeout_s": 6})],
+    ids=["stops", "hangs"],
 )
 def test_a_slice_falls_silent(tmp_path: Path, reference: Reference, signal: str, settings: dict[str, Any]) -> None:
     """While it is in a pass, the others wait for it in a collective and are left alone."""

@@ -75,7 +75,8 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 def test_the_loss_of_each_stage(tmp_path: Path, stock: list[float], stages: tuple[int, int]) -> None:
     script, events = tmp_path / "pictures.py", tmp_path / "events.jsonl"
     script.write_text(SCRIPT)
-    config = write_config(tmp_path, {}, 8)
+    # A stalled agent must be heard of the end of its worker before the others, who cannot reach that, accuse it.
+    config = write_config(tmp_path, {"recovery": {"suspect_after_s": 30}}, 8)
     command = [bamboo_command(), "run", "-n", str(STAGES), "--events", str(events), str(script)]
     command += ["--deepspeed_config", str(config), "--out", str(tmp_path)]
     with open(tmp_path / "log.txt", "wb") as log:
@@ -101,7 +102,8 @@ def wait_for_step(events: Path, step: int, job: subprocess.Popen[bytes]) -> None
     deadline = time.monotonic() + DEADLINE_S
     while time.monotonic() < deadline and job.poll() is None:
         text = events.read_text() if events.exists() else ""
-        if any('"event":"step"' in line and json.loads(line)["step"] >= step for line in text.splitlines()):
+        whole = text.rpartition("\n")[0].splitlines()
+        if any('"event":"step"' in line and json.loads(line)["step"] >= step for line in whole):
             return
         time.sleep(0.01)  # a poll of the file, not a synchronisation
     raise AssertionError(f"the job did not come to step {step}")

@@ -40,7 +40,8 @@ def said(folder: Path) -> dict[str, list[dict[str, Any]]]:
 
 @pytest.mark.integration
 def test_losses_inside_collectives_of_the_script_and_a_joiner(tmp_path: Path) -> None:
-    config = write_config(tmp_path, {"recovery": {"max_restarts": 0}}, 6)
+    # The agents tell how the members were lost, however late, before the others accuse them.
+    config = write_config(tmp_path, {"recovery": {"max_restarts": 0, "suspect_after_s": 30}}, 6)
     with RunningJob(tmp_path, RANKS, ["--faults"], config, SCRIPT) as job:
 
         def alive() -> float:

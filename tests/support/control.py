@@ -219,7 +219,8 @@ class Job:
         return (self.folder / "log.txt").read_text(errors="replace")
 
     def events(self, kind: str) -> list[dict[str, Any]]:
-        records = map(json.loads, self.events_file.read_text().splitlines())
+        whole = self.events_file.read_text().rpartition("\n")[0]  # without a line that is being written
+        records = map(json.loads, whole.splitlines())
         return [record for record in records if record["event"] == kind]
 
     def bamboo(self, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -1,10 +1,12 @@
 """Faults at exact places: a worker kills or stops itself at one point of one step.
 
-A fault is JSON: ``{"rank", "step", "at", "micro_batch", "signal", "stage", "evaluating", "healed", "after", "when"}``.
-``at`` is the name of an instruction class, of an engine method with a leading dot, or with a leading ``@`` of a place
-in the thread that writes the checkpoint of that step. With ``healed`` it waits from ``step`` on until every stage has a
-shadow, the plan has lost the slot ``after`` and the file ``when`` exists. Before it strikes it leaves a file, so that a
-test can count it; in that file is the tag of the checkpoint.
+A fault is JSON: ``{"rank", "step", "at", "micro_batch", "signal", "stage", "evaluating", "healed", "after", "when",
+"pause"}``. ``at`` is the name of an instruction class, of an engine method with a leading dot, or with a leading ``@``
+of a place in the thread that writes the checkpoint of that step. With ``healed`` it waits from ``step`` on until every
+stage has a shadow, the plan has lost the slot ``after`` and the file ``when`` exists; in the main thread also until the
+worker has written its part of the last checkpoint, which would be lost with it. With ``pause`` it first waits so many
+seconds, in which the others come to where they need this worker. Before it strikes it leaves a file, so that a test can
+count it; in that file is the tag of the checkpoint.
 """
 
 from __future__ import annotations
@@ -87,6 +89,7 @@ def in_turn(*faults: dict[str, Any]) -> list[dict[str, Any]]:
 
 def strike(fault: dict[str, Any], folder: Path, note: str = "") -> None:
     """Leave the mark, with ``note`` in it, and die (or stop)."""
+    time.sleep(fault.get("pause", 0))
     with open(folder / mark(fault), "w") as file:
         file.write(note)
         file.flush()
@@ -108,7 +111,7 @@ def _healed(engine: Any, fault: dict[str, Any]) -> bool:
 
 def _due(engine: Any, fault: dict[str, Any]) -> bool:
     if fault.get("healed"):
-        return engine._committed_steps >= fault["step"] and _healed(engine, fault)
+        return engine._committed_steps >= fault["step"] and not engine._saves._saver.busy and _healed(engine, fault)
     return bool(engine._committed_steps == fault["step"])
 
 

@@ -28,6 +28,8 @@ MARK = "BAMBOO_TEST_JOB"
 OF_TORCH = "_remote_module_non_scriptable."
 #: Seconds after which a job counts as hanging.
 DEADLINE_S = 180
+#: Seconds of silence until a member is lost, where a test does not say. All losses there are noticed in another way.
+LEASE_TTL_S = 20
 
 
 def environment() -> dict[str, str]:
@@ -36,7 +38,7 @@ def environment() -> dict[str, str]:
 
 
 def write_config(folder: Path, bamboo: dict[str, Any] | None, micro_batches: int = 6, **changes: Any) -> Path:
-    """A ``ds_config.json``."""
+    """A ``ds_config.json``. Unless ``bamboo`` sets them, leases are so long that a busy machine costs none."""
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 4,
         "gradient_accumulation_steps": micro_batches,
@@ -48,7 +50,7 @@ def write_config(folder: Path, bamboo: dict[str, Any] | None, micro_batches: int
     config.update(changes)
     config = {k: v for k, v in config.items() if v is not None}
     if bamboo is not None:
-        config["bamboo"] = bamboo
+        config["bamboo"] = bamboo | {"membership": {"lease_ttl_s": LEASE_TTL_S} | bamboo.get("membership", {})}
     path = folder / "ds_config.json"
     path.write_text(json.dumps(config))
     return path

@@ -150,9 +150,9 @@ def main() -> None:
         dump(engine, arguments.out, rank, {"losses": losses, "seen": observer.seen, "evaluations": []})
         return
     train(2)
+    observer.note(float(engine.eval_batch(held_out(), num_micro_batches=2)))
     loss, logits = engine.eval_batch(held_out(), return_logits=True)
     observer.note(float(loss), logits)
-    observer.note(float(engine.eval_batch(held_out(), num_micro_batches=2)))
     observer.note(float(engine.eval_batch(held_out(), bcast_loss=False)))
     train(1)
 
