@@ -202,7 +202,7 @@ class Step(EventBase):
     """A step is committed and done."""
 
     event: Literal["step"] = "step"
-    step: int = Field(ge=0, description="number of the step")
+    step: int = Field(ge=0, description="number of the step; twice, or missing, where its teller is lost just then")
     loss: float | None = Field(description="mean loss of the global batch; null where not computed")
     seconds: float = Field(ge=0, description="duration of the iteration")
     frc_done: int = Field(ge=0, description="redundant forward passes that fitted into idle time")
