@@ -108,6 +108,7 @@ class Disturbed:
         self._view = view
         self.kills = kills
         self._reference = losses
+        self._processes: dict[str, tuple[int, int]] = {}  # by member: process id, and a descriptor of it
         self.steps: list[Step] = []
 
     def on_event(self, line: str) -> None:
@@ -117,6 +118,8 @@ class Disturbed:
         if isinstance(event, MemberJoined):
             view.grid = view.grid or Grid()
             view.grid.members.append(event.member_id)
+            if len(view.grid.members) == STAGES:
+                self._find_processes()
         elif isinstance(event, MemberLost):
             self._lost(event)
         elif isinstance(event, PlanWritten):
@@ -149,25 +152,24 @@ class Disturbed:
             if kill.member and kill.member in event.lost:
                 kill.epoch = event.epoch
         self._view.plan()
-        alive = [kill for kill in self.kills if not kill.struck]
-        if alive and not event.lost:
-            self._find_victims(event, alive)
+        for kill in self.kills:
+            if not kill.struck:
+                kill.member = event.owners[kill.stage]
+                kill.pid, kill.pidfd = self._processes.get(kill.member, (0, -1))
 
-    def _find_victims(self, plan: PlanWritten, kills: list[Kill]) -> None:
-        """Ask the running job, as ``bamboo status`` does, for the process ids of those whom ``kills`` are for."""
+    def _find_processes(self) -> None:
+        """Ask the running job, as ``bamboo status`` does, for the process ids of all members.
+
+        They have just been started, so that it does not matter how long it takes: nobody trains yet.
+        """
         file = jobs.find(self._name)
         if file is None:
             raise LaunchError(f"the job {self._name} is not listed as running")
         with open_store(file.store, self._name, _STORE_TIMEOUT_S) as store:
             status = job_status(self._name, Mirror(store.get_prefix("")))
-        pids = {member.id: member.pid for member in status.members}
-        for kill in kills:
-            pid = pids.get(plan.owners[kill.stage])
-            if pid is None:
-                continue  # it has just been killed; the plan after this one says who has its stage
-            if kill.pidfd >= 0:
-                os.close(kill.pidfd)
-            kill.member, kill.pid, kill.pidfd = plan.owners[kill.stage], pid, os.pidfd_open(pid)
+        for member in status.members:
+            if member.pid is not None:
+                self._processes[member.id] = member.pid, os.pidfd_open(member.pid)
 
     def _stepped(self, event: Step) -> None:
         self.steps.append(event)
@@ -179,6 +181,9 @@ class Disturbed:
         self._view.step(event.step, event.loss if event.loss is not None else float("nan"), remark)
 
     def _strike(self, kill: Kill) -> None:
+        if kill.pidfd < 0 or _dead(kill.pidfd):
+            kill.due = None  # training was over before: nothing is proven
+            return
         signal.pidfd_send_signal(kill.pidfd, signal.SIGKILL)
         kill.struck = True
         usual = self.steps[-1].seconds * 1000
@@ -231,10 +236,10 @@ class Disturbed:
         return rows
 
     def close(self) -> None:
-        """Close the victims' descriptors."""
-        for kill in self.kills:
-            if kill.pidfd >= 0:
-                os.close(kill.pidfd)
+        """Close the members' descriptors."""
+        for _, pidfd in self._processes.values():
+            os.close(pidfd)
+        self._processes.clear()
 
 
 def _dead(pidfd: int) -> bool:
