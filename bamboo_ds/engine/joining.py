@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from ..control.messages import Place
 from ..errors import EpochChanged, ProtocolError, TransferError
 from ..schedule import Decision, RoleProgress
 from ..state.fetch import fetch
@@ -24,8 +25,9 @@ from .saving import is_complete
 
 logger = logging.getLogger("bamboo_ds")
 
-#: Seconds that one member may take to tell what the job has done, before another one is asked.
-_ASK_TIMEOUT_S = 10.0
+#: Seconds that one member may take to tell what the job has done before another one is asked, in rounds. Whoever is
+#: asked first may just have died, while the others wait for this member.
+_ASK_TIMEOUTS_S = (0.5, 3.0, 10.0)
 
 
 class JoiningExecutor(RecoveringExecutor):
@@ -34,11 +36,13 @@ class JoiningExecutor(RecoveringExecutor):
     Attributes:
         _position: operations of the script that this member has replayed.
         _target: how many it has to replay; ``None`` until it is admitted.
+        _tellers: who can tell what the job had done when this member was admitted.
         _universal: whether the checkpoint that is loaded may be a universal one.
     """
 
     _position = 0
     _universal = True
+    _tellers: Sequence[Place] = ()
     _target: int | None = None
 
     def _begin_joining(self) -> None:
@@ -91,14 +95,15 @@ class JoiningExecutor(RecoveringExecutor):
         """Learn what the job has done since; returns how many operations."""
         timeout_s = self._job.settings.recovery.plan_timeout_s
         failures = []
-        for place in self._job.channel.wait_places(timeout_s):
-            try:
-                answer, _ = fetch(
-                    place.url, History.key(len(self._history)), token=place.token, timeout_s=_ASK_TIMEOUT_S
-                )
-                return self._history.extend(answer)
-            except TransferError as error:
-                failures.append(str(error))
+        for patience_s in _ASK_TIMEOUTS_S:
+            for place in self._tellers or self._job.channel.wait_places(timeout_s):
+                try:
+                    answer, _ = fetch(
+                        place.url, History.key(len(self._history)), token=place.token, timeout_s=patience_s
+                    )
+                    return self._history.extend(answer)
+                except TransferError as error:
+                    failures.append(str(error))
         raise ProtocolError(f"no worker of the job tells what it has done: {'; '.join(failures)}")
 
     def _be_admitted(self) -> None:
@@ -116,7 +121,9 @@ class JoiningExecutor(RecoveringExecutor):
 
     def _joined(self, decision: Decision, records: Mapping[str, Mapping[str, Any]]) -> None:
         """Take over from the others' ``records`` where the job stands."""
-        facts = max((r for r in records.values() if not r["joining"]), key=lambda r: (r["history"], r["step"]))
+        told = [r for r in records.values() if not r["joining"]]
+        facts = max(told, key=lambda r: (r["history"], r["step"]))
+        self._tellers = [Place(**r["place"]) for r in told if r["history"] == facts["history"]]
         self._target = facts["history"]
         self._sequence = decision.step
         self._committed_steps, self._consumed, self._seed = facts["steps"], facts["consumed"], facts["seed"]
