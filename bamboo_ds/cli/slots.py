@@ -22,6 +22,7 @@ from ..control.access import ENV_STORE, open_store
 from ..control.agent_settings import AgentSettings, MemberOptions
 from ..control.membership import Keys, LeftRecord, MemberRecord
 from ..control.neighbours import report_dead_agent
+from ..control.rebirth import handle_signals
 from ..control.worker_process import adopt_orphans, end_descendants, reap_adopted
 from ..errors import LaunchError, StoreError
 
@@ -151,10 +152,7 @@ class Slots:
         reading, writing = socket.socketpair()
         reading.setblocking(False)
         writing.setblocking(False)
-        handled = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under nohup
-            handled.append(signal.SIGHUP)
-        before = {signum: signal.signal(signum, self._on_signal) for signum in handled}
+        before = handle_signals(self._on_signal)
         before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, self._on_child)
         wakeup_before = signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
         self._selector.register(reading, selectors.EVENT_READ, lambda: self._drain(reading))

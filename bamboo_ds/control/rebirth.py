@@ -11,7 +11,7 @@ import signal
 import sys
 from collections.abc import Callable
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from .access import ENV_STORE
 from .agent_settings import AgentSettings
@@ -21,15 +21,19 @@ HANDLED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 _FIRST_PRIVATE_FD = 3
 
 
-def handle_signals(handler: Callable[[int, FrameType | None], None]) -> None:
+def handle_signals(handler: Callable[[int, FrameType | None], None]) -> dict[int, Any]:
     """Have ``handler`` called for :data:`HANDLED_SIGNALS`; whoever has started the process may have blocked them.
 
     SIGHUP stays ignored where it was (``nohup``).
+
+    Returns:
+        What handled them before, by number.
     """
-    for signum in HANDLED_SIGNALS:
-        if signum != signal.SIGHUP or signal.getsignal(signum) is not signal.SIG_IGN:
-            signal.signal(signum, handler)
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    handled = [signum for signum in HANDLED_SIGNALS if signum != signal.SIGHUP or not ignored]
+    before = {int(signum): signal.signal(signum, handler) for signum in handled}
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED_SIGNALS)
+    return before
 
 
 def reexecute(settings: AgentSettings) -> NoReturn:

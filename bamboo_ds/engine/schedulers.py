@@ -86,7 +86,7 @@ def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def bases_of(scheduler: Any) -> Tree:
-    """Numbers that a scheduler was made with or keeps, by attribute; ``None`` stands for no scheduler."""
+    """Numbers that a scheduler was made with or keeps, by attribute; none without a scheduler."""
     return {} if scheduler is None else {name: value for name, value in vars(scheduler).items() if _numbers(value)}
 
 
