@@ -248,7 +248,7 @@ class HostJob(RunningJob):
         """Wait for the end of everything; the exit code is that of the last agent that ended otherwise than well."""
         deadline = time.monotonic() + seconds
         while not self.over():
-            assert time.monotonic() < deadline, f"the job hangs:\n{self.output()[-6000:]}"
+            assert time.monotonic() < deadline, f"the job hangs:\n{self.report()}"
             time.sleep(0.02)
         codes = [agent.returncode for agent in self.agents if agent.returncode not in (0, -signal.SIGKILL)]
         return Result(self.folder, codes[-1] if codes else 0, self.output())

@@ -20,6 +20,7 @@ import torch
 
 from .etcd import wait_until
 from .ports import free_port
+from .stacks import stacks
 
 SUPPORT = Path(__file__).parent
 TRAIN = SUPPORT / "train.py"
@@ -169,10 +170,11 @@ def run_bamboo(
     try:
         output, _ = done.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
+        where = stacks(process.pid for process in processes_of(str(folder)))
         done.terminate()
         output, _ = done.communicate(timeout=30)
         temporary.close()
-        raise AssertionError(f"the job hangs:\n{output.decode(errors='replace')[-6000:]}") from None
+        raise AssertionError(f"the job hangs:\n{output.decode(errors='replace')[-6000:]}\n{where}") from None
     left = temporary.close()
     assert not left, f"the job left files behind: {left}"
     # A job of another test may have made its folder a moment ago, or be about to remove it.
@@ -255,7 +257,7 @@ class RunningJob:
         deadline = time.monotonic() + seconds
         while not condition():
             assert not self.over(), f"the job ended before: {what}\n{self.output()[-6000:]}"
-            assert time.monotonic() < deadline, f"not within {seconds} s: {what}\n{self.output()[-6000:]}"
+            assert time.monotonic() < deadline, f"not within {seconds} s: {what}\n{self.report()}"
             time.sleep(0.02)
 
     def over(self) -> bool:
@@ -266,6 +268,12 @@ class RunningJob:
         """Everything that was printed."""
         return "".join(f.read_text(errors="replace") for f in sorted(self.folder.glob("*.log")))
 
+    def report(self) -> str:
+        """What tells why it does not go on: its output and events, and where its processes are."""
+        events = "\n".join(json.dumps(event) for event in self.events()[-20:])
+        where = stacks(process.pid for process in processes_of(str(self.folder)))
+        return f"{self.output()[-6000:]}\n{events}\n{where}"
+
     def finish(self, seconds: float = DEADLINE_S) -> Result:
         """Wait for the end of everything."""
         try:
@@ -273,7 +281,7 @@ class RunningJob:
             for joiner in self.joiners:
                 joiner.wait(30)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"the job hangs:\n{self.output()[-6000:]}") from None
+            raise AssertionError(f"the job hangs:\n{self.report()}") from None
         return Result(self.folder, code, self.output())
 
     def __enter__(self) -> RunningJob:
@@ -295,13 +303,18 @@ def in_memory() -> set[str]:
     return {name for name in os.listdir("/dev/shm") if "bamboo" in name and not any(name in part for part in named)}
 
 
-def marked(mark: str) -> list[str]:
-    """Command lines of the living processes that carry a job's mark."""
+def processes_of(mark: str) -> list[psutil.Process]:
+    """The living processes that carry a job's mark."""
     found = []
-    for process in psutil.process_iter():
+    for process in psutil.process_iter(["cmdline"]):
         try:
             if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(" ".join(process.cmdline()))
+                found.append(process)
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue  # it has ended meanwhile, or is not ours
     return found
+
+
+def marked(mark: str) -> list[str]:
+    """Command lines of the living processes that carry a job's mark."""
+    return [" ".join(process.info["cmdline"] or ()) for process in processes_of(mark)]

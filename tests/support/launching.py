@@ -12,7 +12,8 @@ from pathlib import Path
 
 import psutil
 
-from .jobs import DEADLINE_S, MARK, TemporaryFolder, environment, marked
+from .jobs import DEADLINE_S, MARK, TemporaryFolder, environment, marked, processes_of
+from .stacks import stacks
 
 #: Writes ``losses-<rank>.json`` to ``--out``; has as many stages as there are ranks. Steps take 0.2 s each until the
 #: file ``--slow-until`` exists.
@@ -134,7 +135,8 @@ class LaunchedJob:
         try:
             return self.process.wait(DEADLINE_S)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"the job hangs:\n{self.output()[-6000:]}") from None
+            where = stacks(process.pid for process in processes_of(str(self.folder)))
+            raise AssertionError(f"the job hangs:\n{self.output()[-6000:]}\n{where}") from None
 
     def __enter__(self) -> LaunchedJob:
         return self
