@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -186,6 +187,39 @@ def test_the_store_refuses_strangers() -> None:
                 with contextlib.suppress(ConnectionError):
                     assert stranger.recv(1) == b""
         TorchStore(Client(socket.create_connection(place), 7, timedelta(seconds=5))).set("still", "there")
+    finally:
+        server.close()
+
+
+def test_a_client_that_dies_before_it_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store finds that it is gone while it serves another one, and is told of its end in the same round."""
+    server = Server("127.0.0.1", 7)
+    try:
+        clients = [
+            Client(socket.create_connection(("127.0.0.1", server.port)), 7, timedelta(seconds=5)) for _ in range(3)
+        ]
+        first, second, dying = clients
+        busy, go_on, change = threading.Event(), threading.Event(), server._change
+
+        def pause(operation: str, *arguments: Any) -> Any:
+            if operation == "add":
+                busy.set()
+                assert go_on.wait(10)
+            return change(operation, *arguments)
+
+        monkeypatch.setattr(server, "_change", pause)
+        dying._send({"op": "get", "n": 2, "keys": ["late"]})
+        assert not dying.check(["late"])  # the server has read both
+        adding = threading.Thread(target=first.add, args=("n", 1))
+        adding.start()
+        assert busy.wait(10)
+        second._send({"op": "set", "n": 2, "key": "late", "value": "x"})
+        dying._connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        dying._connection.close()
+        go_on.set()
+        adding.join(10)
+        assert first.get(["late", "n"]) == [b"x", b"1"]
+        assert len(server._clients) == 2
     finally:
         server.close()
 

@@ -63,8 +63,8 @@ class Server:
                         return
                     if key.fileobj is self._listener:
                         self._accept()
-                    else:
-                        self._attend(self._clients[key.fileobj], events)  # type: ignore[index]
+                    elif (client := self._clients.get(key.fileobj)) is not None:  # type: ignore[call-overload]
+                        self._attend(client, events)  # one before it may have found that it is gone
         finally:
             for opened in (*self._clients, self._listener, self._woken):
                 opened.close()
