@@ -293,6 +293,8 @@ class Job:
             os._exit(code)
 
     def _finish(self) -> None:
+        if os.getpid() != self._process:
+            return
         try:
             if not self._exit_code and not self._left and self.at_finish is not None:
                 self.at_finish()

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any
 
 from ..errors import EpochChanged, PeerLost
+from ..forking import only_here
 from ..topology import Plan
 from . import sockets
 from .c10d import dist
@@ -108,6 +109,7 @@ class Epoch:
 
     def own(self, opened: socket.socket) -> socket.socket:
         """Shut a socket of ours down with the epoch (at once if it has been aborted), and close it in the end."""
+        only_here(opened)
         with self._lock:
             self._sockets.add(opened)
             aborted = self._aborted is not None

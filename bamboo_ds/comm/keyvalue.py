@@ -18,6 +18,7 @@ import threading
 from datetime import timedelta
 from typing import Any
 
+from ..forking import only_here
 from . import sockets
 from .c10d import dist
 
@@ -73,6 +74,7 @@ class Server:
     def _accept(self) -> None:
         with contextlib.suppress(OSError):  # it has gone again
             connection, _ = self._listener.accept()
+            only_here(connection)
             connection.setblocking(False)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._clients[connection] = _Client(connection)

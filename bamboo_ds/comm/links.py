@@ -295,8 +295,10 @@ class Links:
                 peer.writing = True
             try:
                 peer.connection.sendall(piece)
-            except OSError:
+            except OSError as error:
                 # The connection is over. The reader finds that too, after what the peer has said at last.
+                logger.info("epoch %d: writing to %s failed: %s", self._epoch.number, peer.member, error)
+                sockets.shut(peer.connection, socket.SHUT_WR)  # where it is not (out of memory): now it is
                 with peer.lock:
                     peer.pending.clear()
                 return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -110,6 +111,7 @@ class Session:
         self._hosted: dict[int, Server] = {}
         self._hosting = threading.RLock()
         self._closed = False
+        self._process = os.getpid()  # one that it forks has no part in the job
         self._acting: Acting | None = None
         #: Where the handles of slice groups lead now; ``None``: where they were made for.
         self.slices: SliceGroup | None = None
@@ -296,7 +298,7 @@ class Session:
             patience_s: seconds for gloo's threads to end.
         """
         global _current
-        if self._closed:
+        if self._closed or os.getpid() != self._process:
             return
         self._closed = True
         self._detached = False

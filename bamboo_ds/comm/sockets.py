@@ -12,6 +12,8 @@ import os
 import socket
 from collections.abc import Callable, Iterator
 
+from ..forking import only_here
+
 #: Numeric host and port.
 Endpoint = tuple[str, int]
 #: Local endpoint and remote endpoint of a TCP socket.
@@ -154,7 +156,7 @@ def _parse(text: str) -> Endpoint:
 def listen(host: str, backlog: int = 4096) -> socket.socket:
     """A socket listening on a free port of ``host`` and of no other interface."""
     family, name = resolve(host, 0)
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener = only_here(socket.socket(family, socket.SOCK_STREAM))
     try:
         listener.bind(name)
         listener.listen(backlog)
@@ -164,7 +166,7 @@ def listen(host: str, backlog: int = 4096) -> socket.socket:
     return listener
 
 
-def shut(opened: socket.socket) -> None:
+def shut(opened: socket.socket, how: int = socket.SHUT_RDWR) -> None:
     """Shut down a socket of ours, whatever its state; who waits for it is woken."""
     with contextlib.suppress(OSError):  # not connected any more
-        opened.shutdown(socket.SHUT_RDWR)
+        opened.shutdown(how)

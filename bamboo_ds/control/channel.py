@@ -11,8 +11,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..errors import EpochChanged
+from ..forking import only_here
 from ..topology.plan import Plan
 from ..topology.roles import Layout
+from .activity import Activity
 from .messages import (
     EventReport,
     ExitNotice,
@@ -27,6 +29,7 @@ from .messages import (
     Suspicion,
     parse_to_worker,
 )
+from .stalls import Stalls
 from .wire import LineSocket
 
 #: Names of the environment variables that an agent gives to its worker.
@@ -45,23 +48,6 @@ _DEFAULT_HEARTBEAT_TIMEOUT_S = 5.0
 _LONGEST_HEARTBEAT_INTERVAL_S = 0.2
 #: How long close() waits for an agent that does not read.
 _FLUSH_DEADLINE_S = 1.0
-
-
-class Activity:
-    """What a worker's main thread does, for its heartbeats. Written by that thread, read by the channel's.
-
-    Attributes:
-        beats: instructions done so far.
-        busy: whether the main thread executes instructions; else it is in the script, or recovers.
-        waiting: whether it waits for another member at this moment.
-        hang_after_s: see :class:`~.messages.Heartbeat`.
-    """
-
-    def __init__(self) -> None:
-        self.beats = 0
-        self.busy = False
-        self.waiting: Callable[[], bool] = lambda: False
-        self.hang_after_s: float | None = None
 
 
 class WorkerChannel:
@@ -104,13 +90,14 @@ class WorkerChannel:
         self.restart_from = restart_from
         self.heartbeat_timeout_s = heartbeat_timeout_s
         self._interval = min(_LONGEST_HEARTBEAT_INTERVAL_S, 0.25 * heartbeat_timeout_s)
-        self._wire = LineSocket(sock)
+        self._wire = LineSocket(only_here(sock))
         self._changed = threading.Condition()
         self._plan: Plan | None = None
         self._stores: dict[int, tuple[str, int]] = {}
         self._places: tuple[Place, ...] = ()
         self._progress = Heartbeat()
         self.activity = Activity()
+        self._stalls = Stalls()
         self._gone = False  # the agent is, or its socket
         self._closing = False
         self._thread: threading.Thread | None = None
@@ -311,6 +298,7 @@ class WorkerChannel:
             if now >= next_heartbeat:
                 self._send(self._heartbeat())
                 next_heartbeat = now + self._interval
+                self._stalls.look(self.activity, now)
             ready = self._wire.poll(next_heartbeat - time.monotonic(), writing=self._wire.backlog > 0)
             if ready & select.POLLOUT:
                 self._wire.flush()

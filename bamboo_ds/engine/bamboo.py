@@ -104,7 +104,8 @@ class BambooPipelineEngine(ScriptingExecutor):
                 self._dataset.adopt(self.grid.data_parallel_id, self.data_iterator)
         self._transport: Transport = None  # type: ignore[assignment]  # until the first epoch with roles
         self._script = ScriptCollectives(job.session, self._where, self._recover_between)
-        self._join(layout)
+        with job.channel.activity.at_work():
+            self._join(layout)
         job.session.script = self._script
         self._leave_to_script()
 

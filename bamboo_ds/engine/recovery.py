@@ -97,6 +97,10 @@ class RecoveringExecutor(CopyingExecutor):
             FatalLoss: a stage has no holder left.
             Evicted: this member was taken for lost.
         """
+        with self._job.channel.activity.at_work():
+            self._run_protected(operation)
+
+    def _run_protected(self, operation: Operation) -> None:
         session = self._job.session
         self._operation = operation
         interrupted = session.aborted is not None

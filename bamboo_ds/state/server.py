@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import TransferError
+from ..forking import only_here
 from .transfer import CHUNK_BYTES, PATH, Snapshot, Withdrawn, authorization
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ class StateServer:
         self._end = asyncio.Event()
 
         family, _, _, _, name = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
-        self._socket = socket.create_server((str(name[0]), 0), family=family, backlog=_BACKLOG)
+        self._socket = only_here(socket.create_server((str(name[0]), 0), family=family, backlog=_BACKLOG))
         host, port = self._socket.getsockname()[:2]
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         started: Future[asyncio.AbstractEventLoop] = Future()

@@ -127,10 +127,13 @@ class Hosts:
         return [int(pid) for pid in done.stdout.split()]
 
     def kill(self, host: int) -> None:
-        """SIGKILL to all processes of a host."""
-        for pid in self.pids(host):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        """SIGKILL to all processes of a host, and to what they have begun meanwhile; returns when they are gone."""
+        deadline = time.monotonic() + 30
+        while pids := self.pids(host):
+            assert time.monotonic() < deadline, f"processes {pids} do not end"
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
     def cut(self, host: int) -> None:
         """Pull the cable: nothing that is sent arrives, and nobody is told so."""
@@ -181,13 +184,14 @@ class HostJob(RunningJob):
         self.joiners = []
         self.agents: list[subprocess.Popen[bytes]] = []
         self._results: list[IO[bytes]] = []
-        self._stack = ExitStack()
         temporary = TemporaryFolder(folder)
-        self._stack.callback(temporary.close)
         self.env = environment() | {MARK: str(folder)} | temporary.variables
-        self._etcd = self._stack.enter_context(EmbeddedEtcd(hosts.outside))
-        for slot, host in enumerate(places):
-            self._start_agent(slot, host, len(places), settings or {})
+        with ExitStack() as begun:
+            begun.callback(temporary.close)
+            self._etcd = begun.enter_context(EmbeddedEtcd(hosts.outside))
+            for slot, host in enumerate(places):
+                self._start_agent(slot, host, len(places), settings or {})
+            self._stack = begun.pop_all()
 
     def _start_agent(self, slot: int, host: int, world: int, changes: Mapping[str, Any]) -> None:
         reading, writing = os.pipe()

@@ -1,0 +1,93 @@
+"""What a worker's script forks has no part in the job: it neither keeps connections alive nor ends them."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from datetime import timedelta
+
+import psutil
+import pytest
+import torch
+from torch import distributed as dist
+
+from bamboo_ds.comm.keyvalue import Client, Server
+from tests.support.comm_worker import Member, cluster, stop_fork_server
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fork_server() -> Iterator[None]:
+    yield
+    stop_fork_server()
+
+
+def all_reduce(member: Member) -> float:
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor)
+    return float(tensor)
+
+
+def fork_one_that_stays(member: Member) -> int:
+    pid = os.fork()
+    if pid == 0:
+        while True:
+            signal.pause()
+    return pid
+
+
+def fork_one_that_ends(member: Member) -> int:
+    """It runs its exit handlers, as after ``sys.exit``."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            atexit._run_exitfuncs()
+        finally:
+            os._exit(7)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def test_a_loss_is_seen_while_a_child_lives() -> None:
+    with cluster(2) as made:
+        assert made.everybody("call", lambda _: (all_reduce,)) == [2.0, 2.0]
+        child = psutil.Process(made[1].run("call", fork_one_that_stays))
+        try:
+            made[0].start("call", all_reduce)
+            made[0].wait_blocked()
+            made[1].kill()
+            outcome = made[0].outcome()
+            assert outcome is not None and outcome.kind == "PeerLost", outcome
+            assert child.is_running() and child.status() != psutil.STATUS_ZOMBIE
+        finally:
+            child.kill()
+        made.replace_member(1)
+
+
+def test_a_child_ends_nothing() -> None:
+    with cluster(2) as made:
+        assert made.everybody("call", lambda _: (all_reduce,)) == [2.0, 2.0]
+        assert made[1].run("call", fork_one_that_ends) == 7
+        assert made.everybody("call", lambda _: (all_reduce,)) == [2.0, 2.0]
+
+
+def test_a_closed_store_is_closed() -> None:
+    """A child that was forked while it was open holds nothing of it."""
+    server = Server("127.0.0.1", 7)
+    try:
+        client = Client(socket.create_connection(("127.0.0.1", server.port)), 7, timedelta(seconds=20))
+        child = os.fork()
+        if child == 0:
+            signal.pause()
+            os._exit(0)
+    finally:
+        server.close()
+    try:
+        with pytest.raises(ConnectionError):
+            client.get(["never"])
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", server.port))
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
