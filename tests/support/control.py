@@ -21,6 +21,8 @@ from typing import Any
 import psutil
 import pytest
 
+from .patience import Patience
+
 WORKER = Path(__file__).with_name("plain_worker.py")
 #: Several test suites may share two cores.
 DEADLINE_S = 40.0
@@ -114,9 +116,9 @@ class Job:
 
     def wait_quietly(self, ready: Callable[[], Any], timeout_s: float = DEADLINE_S) -> None:
         """Poll ``ready`` for what no worker tells."""
-        deadline, pause = time.monotonic() + timeout_s, threading.Event()
+        patience, pause = Patience(timeout_s), threading.Event()
         while not ready():
-            assert time.monotonic() < deadline, f"not within {timeout_s} s; log: {self.output()[-3000:]}"
+            assert not patience.over(), f"not within {timeout_s} s; log: {self.output()[-3000:]}"
             pause.wait(0.05)
 
     def expect_no_epoch(self, epoch: int, for_s: float) -> None:

@@ -24,6 +24,7 @@ from bamboo_ds.store.embedded import etcd_command, find_etcd, wait_healthy
 from bamboo_ds.store.records import WatchEvent
 from bamboo_ds.store.supervisor import die_with_parent
 
+from .patience import Patience
 from .ports import free_port
 
 _names = itertools.count()
@@ -287,9 +288,9 @@ def wait_until(predicate: Callable[[], Any], what: str, timeout_s: float = 10.0)
     """Poll ``predicate`` until true, with a deadline; returns the seconds it took."""
     import time
 
-    begin, pause = time.monotonic(), threading.Event()
+    begin, patience, pause = time.monotonic(), Patience(timeout_s), threading.Event()
     while not predicate():
-        assert time.monotonic() - begin < timeout_s, f"not within {timeout_s} s: {what}"
+        assert not patience.over(), f"not within {timeout_s} s: {what}"
         pause.wait(0.01)
     return time.monotonic() - begin
 

@@ -28,6 +28,7 @@ from bamboo_ds.control.membership import LeftRecord, MemberRecord
 from bamboo_ds.store.embedded import EmbeddedEtcd
 
 from .jobs import DEADLINE_S, MARK, TRAIN, Result, RunningJob, TemporaryFolder, environment, marked
+from .patience import Patience
 from .watching import registered
 
 
@@ -250,9 +251,9 @@ class HostJob(RunningJob):
 
     def finish(self, seconds: float = DEADLINE_S) -> Result:
         """Wait for the end of everything; the exit code is that of the last agent that ended otherwise than well."""
-        deadline = time.monotonic() + seconds
+        patience = Patience(seconds)
         while not self.over():
-            assert time.monotonic() < deadline, f"the job hangs:\n{self.report()}"
+            assert not patience.over(), f"the job hangs:\n{self.report()}"
             time.sleep(0.02)
         codes = [agent.returncode for agent in self.agents if agent.returncode not in (0, -signal.SIGKILL)]
         return Result(self.folder, codes[-1] if codes else 0, self.output())

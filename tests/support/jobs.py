@@ -19,6 +19,7 @@ import psutil
 import torch
 
 from .etcd import wait_until
+from .patience import Patience
 from .ports import free_port
 from .stacks import stacks
 
@@ -254,10 +255,10 @@ class RunningJob:
 
     def wait_for(self, what: str, condition: Callable[[], bool], seconds: float = 60.0) -> None:
         """Wait for a condition; fails when the job ends or the time is over before."""
-        deadline = time.monotonic() + seconds
+        patience = Patience(seconds)
         while not condition():
             assert not self.over(), f"the job ended before: {what}\n{self.output()[-6000:]}"
-            assert time.monotonic() < deadline, f"not within {seconds} s: {what}\n{self.report()}"
+            assert not patience.over(), f"not within {seconds} s: {what}\n{self.report()}"
             time.sleep(0.02)
 
     def over(self) -> bool:
