@@ -26,6 +26,7 @@ from .errors import (
     Isolated,
     Left,
 )
+from .forking import make_forks_sure
 from .observe import logs
 
 if TYPE_CHECKING:
@@ -94,6 +95,7 @@ class Job:
         """
         from .comm.backend import init_process_group
 
+        make_forks_sure()
         logs.configure()
         logs.set_context(member=self.channel.member)
         self.channel.activity.waiting = lambda: self.session.waiting

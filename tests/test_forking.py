@@ -6,6 +6,8 @@ import atexit
 import os
 import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from datetime import timedelta
 
@@ -91,3 +93,29 @@ def test_a_closed_store_is_closed() -> None:
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
+
+
+STUCK = """
+import multiprocessing, os, signal, sys
+from bamboo_ds import forking
+
+forks = []
+os.register_at_fork(before=lambda: forks.append(1))
+# As where another thread has held the interpreter's lock in the moment of the first fork.
+os.register_at_fork(after_in_child=lambda: len(forks) == 1 and signal.pause())
+forking.PATIENCE_S = 0.5
+os.fork = forking.sure_fork
+child = multiprocessing.get_context("fork").Process(target=sys.exit, args=(5,))
+child.start()
+child.join()
+open_files = os.listdir("/proc/self/fd")
+os.waitpid(os.fork() or os._exit(0), 0)
+assert len(os.listdir("/proc/self/fd")) == len(open_files)
+print(len(forks), child.exitcode)
+"""
+
+
+def test_a_child_that_hangs_in_the_fork_is_replaced() -> None:
+    done = subprocess.run([sys.executable, "-c", STUCK], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.split() == ["3", "5"], done.stderr
+    assert done.stderr.count("hangs since it was forked") == 1
