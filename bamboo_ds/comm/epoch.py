@@ -355,7 +355,7 @@ class Epoch:
             self._sweeper.join()
         # Not the last to be dropped: the groups hold the device, too, and end it without the interpreter's lock.
         self._device = None
-        remains: list[Any] = [*self._groups.values(), *self._stores]
+        remains: list[Any] = [*self._stores, *self._groups.values()]  # a list drops its last item first
         remains += [work.abandon() for work in list(self._works)]
         if self._groups:
             # Here and not later: what is freed now may be somebody's port in the next epoch.
