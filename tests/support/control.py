@@ -15,6 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,13 @@ from .patience import Patience
 WORKER = Path(__file__).with_name("plain_worker.py")
 #: Several test suites may share two cores.
 DEADLINE_S = 40.0
+
+
+def _begin_with(ignored: signal.Signals | None) -> None:
+    """What a process is started with, whatever the tests were: they may run under ``nohup``."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    if ignored is not None:
+        signal.signal(ignored, signal.SIG_IGN)
 
 
 class Job:
@@ -65,7 +73,7 @@ class Job:
             stdout=self.log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=None if ignored is None else lambda: signal.signal(ignored, signal.SIG_IGN),
+            preexec_fn=partial(_begin_with, ignored),
         )
 
     # -- what workers tell --------------------------------------------------------------------------
