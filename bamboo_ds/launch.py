@@ -26,7 +26,6 @@ from .errors import (
     Isolated,
     Left,
 )
-from .forking import make_forks_sure
 from .observe import logs
 
 if TYPE_CHECKING:
@@ -94,6 +93,7 @@ class Job:
         A member that joins a running job stays detached: its engine is built without peers.
         """
         from .comm.backend import init_process_group
+        from .forking import make_forks_sure
 
         make_forks_sure()
         logs.configure()
