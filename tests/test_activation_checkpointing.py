@@ -66,6 +66,15 @@ def test_a_pass_draws_the_same_wherever_it_runs(tracker: Any) -> None:
         assert not any(torch.equal(a, b) for a, b in zip(first, draws(tracker), strict=True))
 
 
+def test_seeds_of_64_bits() -> None:
+    """A script that sets no seed has any of them; those that were possible before mean what they meant."""
+    seeds = [forward_seed(seed, 3, Role(1, 2), 4) for seed in (7, 2**63, 2**64 - 1)]
+    assert seeds[0] == 5899294260841486534 and len(set(seeds)) == 3
+    for seed in seeds:
+        with keyed_generators(seed, CPU):
+            torch.rand(1)
+
+
 @pytest.mark.parametrize("kind", CHECKPOINTS)
 def test_recomputation_draws_the_masks_of_its_pass(tracker: Any, kind: str) -> None:
     masks = []

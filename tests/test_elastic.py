@@ -13,7 +13,7 @@ import pytest
 
 from .support.compare import differences
 from .support.faults import in_turn, mark
-from .support.jobs import Result, RunningJob, run_bamboo, slow_until, write_config
+from .support.jobs import SUPPORT, Result, RunningJob, run_bamboo, slow_until, write_config
 
 pytestmark = pytest.mark.integration
 Reference = Callable[..., Result]
@@ -220,3 +220,48 @@ def test_nobody_left_who_draws_for_an_evaluation(tmp_path: Path, reference: Refe
     assert "nobody else can draw its batches" in result.output
     evaluations = undisturbed.ranks()[0]["evaluations"]
     assert [dump["evaluations"] for dump in result.ranks().values()] == [evaluations] * 2
+
+
+REPLACED = """
+import argparse, sys
+sys.path.insert(0, SUPPORT)
+from train import build, iterator
+import deepspeed, torch
+from bamboo_ds.engine.replica import capture, restore
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--deepspeed_config")
+parser.add_argument("--out")
+arguments = parser.parse_args()
+torch.manual_seed(-1)  # 2**64 - 1: where a script sets none, torch's is any number of 64 bits
+deepspeed.init_distributed()
+shape = argparse.Namespace(
+    model="mlp", dropout=0.0, norm=False, cache=False, stages=2, instances=False, checkpoint_activations=0
+)
+net = build(shape)
+engine, *_ = deepspeed.initialize(args=arguments, model=net, model_parameters=list(net.parameters()))
+data = iterator(shape, 0, 1, 4, None)
+engine.train_batch(data)
+home, (replica,) = engine._home, engine._binding.replicas()
+assert home.checksum is not None and replica.checksum is not None
+for runtime in (home, replica):
+    engine._binding.use(runtime)
+    engine._binding.refresh()
+    restore(runtime, capture(runtime), engine._pristine)
+    assert runtime.checksum is None, "it is of the state before"
+engine._binding.use(home)
+for _ in range(3):
+    engine.train_batch(data)
+assert replica.checksum is not None
+"""
+
+
+def test_a_state_that_is_replaced_has_no_checksum(tmp_path: Path) -> None:
+    """What a runtime was before it came back to a member is not compared with what its owner has now."""
+    script = tmp_path / "replaced.py"
+    script.write_text(f"SUPPORT = {str(SUPPORT)!r}\n{REPLACED}")
+    config = write_config(tmp_path, {"redundancy": {"verify_every": 1}})
+    result = run_bamboo(tmp_path, 2, [], config, script)
+    assert result.exit_code == 0, result.output[-4000:]
+    assert len(result.events("replica_verified")) >= 4
+    assert not result.events("replica_mismatch")

@@ -24,8 +24,11 @@ _TRACKING = (
 
 
 def forward_seed(seed: int, step: int, role: Role, micro_batch: int) -> int:
-    """Seed of one forward pass; equal for a role's owner and its shadow, different for any other pass."""
-    return _hashed(struct.pack("<qqqqq", seed, step, role.pipeline, role.stage, micro_batch))
+    """Seed of one forward pass; equal for a role's owner and its shadow, different for any other pass.
+
+    ``seed`` is torch's: any number of 64 bits where the script has set none.
+    """
+    return _hashed(struct.pack("<Qqqqq", seed % 2**64, step, role.pipeline, role.stage, micro_batch))
 
 
 def _hashed(key: bytes) -> int:
