@@ -223,24 +223,12 @@ def test_nobody_left_who_draws_for_an_evaluation(tmp_path: Path, reference: Refe
 
 
 REPLACED = """
-import argparse, sys
+import sys
 sys.path.insert(0, SUPPORT)
-from train import build, iterator
-import deepspeed, torch
+from small_job import begin
 from bamboo_ds.engine.replica import capture, restore
 
-parser = argparse.ArgumentParser()
-parser.add_argument("--deepspeed_config")
-parser.add_argument("--out")
-arguments = parser.parse_args()
-torch.manual_seed(-1)  # 2**64 - 1: where a script sets none, torch's is any number of 64 bits
-deepspeed.init_distributed()
-shape = argparse.Namespace(
-    model="mlp", dropout=0.0, norm=False, cache=False, stages=2, instances=False, checkpoint_activations=0
-)
-net = build(shape)
-engine, *_ = deepspeed.initialize(args=arguments, model=net, model_parameters=list(net.parameters()))
-data = iterator(shape, 0, 1, 4, None)
+engine, data = begin(-1)  # 2**64 - 1: where a script sets none, torch's is any number of 64 bits
 engine.train_batch(data)
 home, (replica,) = engine._home, engine._binding.replicas()
 assert home.checksum is not None and replica.checksum is not None

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 
 import psutil
 import pytest
@@ -18,6 +19,9 @@ from torch import distributed as dist
 
 from bamboo_ds.comm.keyvalue import Client, Server
 from tests.support.comm_worker import Member, cluster, stop_fork_server
+from tests.support.jobs import SUPPORT, run_bamboo, write_config
+
+pytestmark = pytest.mark.integration
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -93,6 +97,34 @@ def test_a_closed_store_is_closed() -> None:
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
+
+
+FORKS = """
+import os, sys
+sys.path.insert(0, SUPPORT)
+from small_job import begin
+from bamboo_ds.forking import sure_fork
+
+engine, data = begin(7)
+engine.train_batch(data)
+assert (os.fork is sure_fork) == (sys.version_info < (3, 12, 1))
+pid = os.fork()
+if pid == 0:
+    sys.exit(3)
+assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 3
+for _ in range(2):
+    engine.train_batch(data)
+"""
+
+
+def test_a_script_that_forks(tmp_path: Path) -> None:
+    """What its child ends with concerns nobody."""
+    script = tmp_path / "forks.py"
+    script.write_text(f"SUPPORT = {str(SUPPORT)!r}\n{FORKS}")
+    result = run_bamboo(tmp_path, 2, [], write_config(tmp_path, {}), script)
+    assert result.exit_code == 0, result.output[-4000:]
+    assert [event["step"] for event in result.events("step")] == [1, 2, 3]
+    assert not result.events("member_lost")
 
 
 STUCK = """

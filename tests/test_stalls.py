@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import logging
+import socket
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
+from bamboo_ds.control import stalls as module
 from bamboo_ds.control.activity import Activity
+from bamboo_ds.control.channel import WorkerChannel
 from bamboo_ds.control.stalls import FIRST_REPORT_S, Stalls
+
+from .support.etcd import wait_until
+from .support.jobs import SUPPORT, run_bamboo, write_config
 
 
 def elsewhere(call: Callable[[], None]) -> None:
@@ -40,13 +47,55 @@ def test_nothing_is_told_of_a_worker_that_gets_on(caplog: pytest.LogCaptureFixtu
     def hours() -> None:
         for number in range(100):
             stalls.look(activity, begin + number * FIRST_REPORT_S)  # the script has the word
-        activity.inside = True
         for number in range(100, 200):
-            activity.beats += 1
-            stalls.look(activity, begin + number * FIRST_REPORT_S)
+            with activity.at_work():
+                stalls.look(activity, begin + number * FIRST_REPORT_S)
 
     elsewhere(hours)
     assert not caplog.records
-    activity.waiting = lambda: True
+    activity.inside, activity.waiting = True, lambda: True
     elsewhere(lambda: stalls.look(activity, begin + 200 * FIRST_REPORT_S))
     assert "waits for other members" in caplog.text
+
+
+def test_a_worker_s_channel_looks(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "FIRST_REPORT_S", 0.05)
+    agent, worker = socket.socketpair()
+    with agent:
+        channel = WorkerChannel(worker, member="a", job="j", rank=0, world_size=1, address="127.0.0.1")
+        channel.start(lambda plan: None, lambda: None)
+        try:
+            with channel.activity.at_work():
+                wait_until(lambda: "one instruction lasts" in caplog.text, "a report")
+            assert "in test_a_worker_s_channel_looks\n" in caplog.text
+        finally:
+            channel.close()
+
+
+INSIDE = """
+import sys
+sys.path.insert(0, SUPPORT)
+from small_job import begin
+
+engine, data = begin(7)
+activity = engine._job.channel.activity
+
+def watched():
+    for batch in data:
+        assert activity.inside
+        yield batch
+
+batches = watched()
+for _ in range(2):
+    assert not activity.inside
+    engine.train_batch(batches)
+"""
+
+
+@pytest.mark.integration
+def test_an_iteration_is_looked_at(tmp_path: Path) -> None:
+    script = tmp_path / "inside.py"
+    script.write_text(f"SUPPORT = {str(SUPPORT)!r}\n{INSIDE}")
+    result = run_bamboo(tmp_path, 2, [], write_config(tmp_path, {}), script)
+    assert result.exit_code == 0, result.output[-4000:]
+    assert len(result.events("step")) == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import socket
 import struct
 import threading
@@ -222,6 +223,46 @@ def test_a_client_that_dies_before_it_is_answered(monkeypatch: pytest.MonkeyPatc
         assert len(server._clients) == 2
     finally:
         server.close()
+
+
+class NoBuffers:
+    """A socket for whose next writes the kernel has no memory."""
+
+    def __init__(self, real: socket.socket) -> None:
+        self._real = real
+
+    def sendmsg(self, *arguments: Any) -> int:
+        raise OSError(errno.ENOBUFS, "no buffer space")
+
+    def sendall(self, data: memoryview) -> None:
+        raise OSError(errno.ENOBUFS, "no buffer space")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+
+def wait_for_m0(member: Member) -> None:
+    member.session.current.links.wait("a test", lambda: False, ["m0"])
+
+
+def write_without_buffers(member: Member) -> None:
+    links = member.session.current.links
+    peer = links._peers["m1"]
+    peer.connection = NoBuffers(peer.connection)  # type: ignore[assignment]
+    links.send("m1", wire.encode(b"lost", 0, None))
+    assert peer.writer is not None
+    peer.writer.join(10)
+
+
+@pytest.mark.integration
+def test_a_frame_that_cannot_be_written_ends_the_connection() -> None:
+    """The peer must not wait for ever for what was dropped."""
+    with cluster(2, world=False) as made:
+        made[1].start("call", wait_for_m0)
+        made[1].wait_blocked()
+        made[0].run("call", write_without_buffers)
+        outcome = made[1].outcome()
+        assert outcome is not None and outcome.kind == "PeerLost", outcome
 
 
 # -- transport ------------------------------------------------------------------------------------------------

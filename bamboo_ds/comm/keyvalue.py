@@ -37,7 +37,7 @@ class Server:
 
     def __init__(self, host: str, epoch: int) -> None:
         self._epoch = epoch
-        self._listener = sockets.listen(host)
+        self._listener = only_here(sockets.listen(host))
         self._listener.setblocking(False)
         self.port = int(self._listener.getsockname()[1])
         self._data: dict[str, str] = {}

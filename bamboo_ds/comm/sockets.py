@@ -12,8 +12,6 @@ import os
 import socket
 from collections.abc import Callable, Iterator
 
-from ..forking import only_here
-
 #: Numeric host and port.
 Endpoint = tuple[str, int]
 #: Local endpoint and remote endpoint of a TCP socket.
@@ -156,7 +154,7 @@ def _parse(text: str) -> Endpoint:
 def listen(host: str, backlog: int = 4096) -> socket.socket:
     """A socket listening on a free port of ``host`` and of no other interface."""
     family, name = resolve(host, 0)
-    listener = only_here(socket.socket(family, socket.SOCK_STREAM))
+    listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.bind(name)
         listener.listen(backlog)

@@ -26,7 +26,8 @@ class Activity:
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
-        """The main thread is in the engine."""
+        """The main thread is in the engine, at something new."""
+        self.beats += 1
         self.inside = True
         try:
             yield

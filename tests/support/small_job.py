@@ -1,0 +1,26 @@
+"""A pipeline of two stages for scripts of two workers that look into their engines."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import deepspeed
+import torch
+from train import build, iterator  # beside this file
+
+
+def begin(seed: int) -> tuple[Any, Any]:
+    """The engine, and an iterator over its batches."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--deepspeed_config")
+    parser.add_argument("--out")
+    arguments = parser.parse_args()
+    torch.manual_seed(seed)
+    deepspeed.init_distributed()
+    shape = argparse.Namespace(
+        model="mlp", dropout=0.0, norm=False, cache=False, stages=2, instances=False, checkpoint_activations=0
+    )
+    net = build(shape)
+    engine, *_ = deepspeed.initialize(args=arguments, model=net, model_parameters=list(net.parameters()))
+    return engine, iterator(shape, 0, 1, 4, None)
