@@ -12,7 +12,12 @@ export OMP_NUM_THREADS := 1
 export TORCH_EXTENSIONS_DIR := $(CURDIR)/$(VENV)/torch_extensions
 export DS_ACCELERATOR ?= $(if $(shell command -v nvidia-smi 2>/dev/null),cuda,cpu)
 
-.PHONY: install test lint unit exhaustive demo benchmarks clean
+export BAMBOO_TEST_FORK := $(or $(FORK),1)
+
+PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder
+TIMES := $(CURDIR)/$(VENV)/times.jsonl
+
+.PHONY: install test test-times lint unit exhaustive demo benchmarks clean
 
 install: $(STAMP)
 
@@ -30,9 +35,16 @@ lint: install
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-# Jobs of workers wait for each other a good part of their time: two files at a time.
+# Jobs of workers wait for each other a good part of their time. FORK=0 executes every process of a job, as users' are,
+# instead of forking it from one that has made its imports.
 unit: install
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	$(PYTEST)
+
+# Where the time goes, by file and by cause. Keeps how long each test took, which `unit` begins the longest first by.
+test-times: install
+	rm -f $(TIMES)
+	BAMBOO_TEST_TIMES=$(TIMES) $(PYTEST)
+	$(BIN)/python -m tests.support.times $(TIMES)
 
 # What `unit` leaves out: the other half of the matrix of places and stages.
 exhaustive: install

@@ -5,14 +5,16 @@ from __future__ import annotations
 import logging
 import os
 import signal
-from collections import Counter
-from collections.abc import Callable, Iterator
+import sys
+import time
+from collections.abc import Callable, Generator, Iterator
 
 import pytest
 from hypothesis import settings
 
 from bamboo_ds.observe.logs import LOGGER
 
+from .support import times
 from .support.jobs import Result
 from .support.references import References
 
@@ -28,11 +30,49 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-@pytest.hookimpl(trylast=True)
+#: Fixtures that start processes.
+_STARTERS = {"etcd", "own_etcd", "store", "start", "reference", "make_hosts", "trio"}
+#: Seconds that a test with processes is taken for that nobody has measured.
+_UNKNOWN_S = 5.0
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with many jobs come first: what is short is left for the end, when processes run out of files."""
-    jobs = Counter(item.path for item in items if item.get_closest_marker("integration"))
-    items.sort(key=lambda item: -jobs[item.path])
+    """What starts processes is distributed test by test, the longest first; the rest file by file."""
+    known = times.durations()
+    order: dict[pytest.Item, tuple[float, str]] = {}
+    for item in items:
+        if _STARTERS.intersection(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.integration)
+        starts = item.get_closest_marker("integration") is not None
+        if not starts:
+            item.add_marker(pytest.mark.xdist_group(item.path.name))
+        order[item] = (-known.get(item.nodeid, _UNKNOWN_S) if starts else 0.0, item.path.name)
+    items.sort(key=order.__getitem__)
+
+
+_PROCESS_EVENTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.exec", "os.system"}
+_may_start = True
+
+
+def _watch(event: str, _: tuple[object, ...]) -> None:
+    if not _may_start and event in _PROCESS_EVENTS:
+        raise AssertionError("this test starts a process: mark it with pytest.mark.integration")
+
+
+sys.addaudithook(_watch)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Time the test; refuse processes in tests that are not said to start any."""
+    global _may_start
+    begin, _may_start = time.monotonic(), item.get_closest_marker("integration") is not None
+    try:
+        return (yield)
+    finally:
+        _may_start = True
+        times.note(times.TEST, time.monotonic() - begin, test=item.nodeid)
 
 
 @pytest.fixture(autouse=True)

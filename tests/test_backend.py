@@ -14,6 +14,8 @@ from tests.support.comm_cases import CASES, VICTIM
 from tests.support.comm_worker import Cluster, Member, cluster, stop_fork_server
 from tests.support.ports import free_port
 
+pytestmark = pytest.mark.integration
+
 #: What a survivor may see.
 LOST = ("EpochChanged", "PeerLost")
 

@@ -25,6 +25,8 @@ from tests.support.comm_worker import (
 )
 from tests.support.ports import free_port
 
+pytestmark = pytest.mark.integration
+
 #: What a survivor may see.
 LOST = ("EpochChanged", "PeerLost")
 #: seconds from abort (or death) to the survivors' main threads having raised; printed at the end

@@ -259,6 +259,7 @@ def test_garbage_ends_the_channel_loudly(agent: Agent, monkeypatch: pytest.Monke
     assert isinstance(errors[0], ValidationError)
 
 
+@pytest.mark.integration
 def test_from_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_inherited", None)
     monkeypatch.delenv("BAMBOO_CHANNEL_FD", raising=False)
@@ -296,6 +297,7 @@ def test_from_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     ours.close()
 
 
+@pytest.mark.integration
 def test_importing_the_channel_is_cheap() -> None:
     """Workers import it: it must bring neither torch nor gRPC."""
     code = "import sys, bamboo_ds.control.channel; print(sorted({'torch', 'grpc', 'etcd3'} & set(sys.modules)))"

@@ -301,6 +301,7 @@ def good_run() -> list[Event]:
     ]
 
 
+@pytest.mark.integration
 def test_good_run_is_verified(tmp_path: Path) -> None:
     deeds = [kill("m1", 2.45)]
     verdict = verify(good_run(), deeds, finished=True)

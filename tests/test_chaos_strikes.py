@@ -38,6 +38,8 @@ from bamboo_ds.topology import takeover
 from .support.chaos import OBEDIENT, at, members, record, settled
 from .support.leaks import no_leaks
 
+pytestmark = pytest.mark.integration
+
 
 @pytest.fixture(autouse=True)
 def leaks() -> Iterator[None]:

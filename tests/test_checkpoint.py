@@ -92,7 +92,7 @@ def test_losses_while_saving(tmp_path: Path, reference: Reference, waits: bool) 
     "places",
     [
         [(1, "@file", False), (3, "@part", False), (0, "@file", False), (4, "@manifest", True)],
-        [(0, "@rename", True), (4, "@latest", True)],
+        pytest.param([(0, "@rename", True), (4, "@latest", True)], marks=pytest.mark.exhaustive),
     ],
     ids=["before", "after"],
 )
@@ -141,7 +141,11 @@ def test_full_disk(tmp_path: Path, reference: Reference) -> None:
 @pytest.mark.parametrize(
     "layers",
     [
-        pytest.param({"checkpoint": {"parallel_write": {"pipeline_stage": True}}}, id="layers-by-both"),
+        pytest.param(
+            {"checkpoint": {"parallel_write": {"pipeline_stage": True}}},
+            id="layers-by-both",
+            marks=pytest.mark.exhaustive,
+        ),
         pytest.param(BF16_ZERO, id="bf16-zero"),
         pytest.param(FP16_ZERO, id="fp16-zero", marks=pytest.mark.exhaustive),
         pytest.param(FP16, id="fp16", marks=pytest.mark.exhaustive),

@@ -253,6 +253,7 @@ POINTS = {  # where, and whether the new checkpoint is complete then
 }
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("point", [*POINTS, "between"])
 def test_killed_while_writing(members: Callable[..., Member], tmp_path: Path, point: str) -> None:
     folder, mark = tmp_path / "checkpoints", tmp_path / "struck"
@@ -287,6 +288,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         yield folder
 
 
+@pytest.mark.integration
 def test_full_disk(members: Callable[..., Member], small_disk: Path) -> None:
     pair = [members(0, small_disk), members(1, small_disk)]
     save_all(pair, 1)
@@ -318,6 +320,7 @@ def test_write_error(members: Callable[..., Member]) -> None:
     assert newest is not None and newest.tag == "step1" and rest(alone.folder) == []
 
 
+@pytest.mark.integration
 def test_lost_mount(members: Callable[..., Member], small_disk: Path) -> None:
     alone = members(0, small_disk / "run" / "checkpoints")
     alone.save(1, layout=Layout(1, 1)).wait()

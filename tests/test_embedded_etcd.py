@@ -25,6 +25,8 @@ from bamboo_ds.store.embedded import EmbeddedEtcd, find_etcd
 from tests.support.etcd import wait_until
 from tests.support.leaks import no_leaks
 
+pytestmark = pytest.mark.integration
+
 
 @pytest.fixture(autouse=True)
 def gate() -> Iterator[None]:

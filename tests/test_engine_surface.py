@@ -61,7 +61,9 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> Result:
     return result
 
 
-@pytest.mark.parametrize("faults", [[], FAULTS], ids=["undisturbed", "losses"])
+@pytest.mark.parametrize(
+    "faults", [pytest.param([], marks=pytest.mark.exhaustive), FAULTS], ids=["undisturbed", "losses"]
+)
 def test_surface(tmp_path: Path, stock: Result, faults: list[dict[str, Any]]) -> None:
     command = ["--stages", "2", "--faults", json.dumps(faults)]
     result = run_bamboo(tmp_path, 4, command, config(tmp_path, {}), SCRIPT)

@@ -137,6 +137,7 @@ def _emit(writer: EventWriter, member: str, count: int) -> None:
         writer.emit(events.ReplicaVerified(job="gpt", member=member, epoch=1, step=step, role=(0, 0), checksum=text))
 
 
+@pytest.mark.integration
 def test_several_processes_append_to_one_file(tmp_path: Path) -> None:
     path, count = tmp_path / "events.jsonl", 150
     context = multiprocessing.get_context("spawn")

@@ -21,6 +21,8 @@ from bamboo_ds.control.messages import ExitNotice, Message, PlanPush, StoreAddre
 from bamboo_ds.errors import EXIT_FATAL_LOSS
 from bamboo_ds.topology import Layout, Plan
 
+pytestmark = pytest.mark.integration
+
 #: Several test suites may share two cores.
 DEADLINE_S = 60.0
 #: Member ``a`` is the worker, alone at first.

@@ -285,7 +285,7 @@ def expected(steps: int, pipelines: int, micro_batches: int, batch: int) -> Iter
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("data", ["iterators", "training_data"])
+@pytest.mark.parametrize("data", [pytest.param("iterators", marks=pytest.mark.exhaustive), "training_data"])
 def test_every_batch_once_whatever_happens(tmp_path: Path, reference: Reference, data: str) -> None:
     """The owner of a first stage dies between commit and line, one joins, that of a last stage dies."""
     folder, now, go = tmp_path / "ledger", tmp_path / "now", tmp_path / "go"

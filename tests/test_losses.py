@@ -32,8 +32,7 @@ def test_several_at_once(tmp_path: Path, reference: Reference) -> None:
     [
         "._adopt_roles",
         "ResendActivation",
-        "Commit",
-        *(pytest.param(at, marks=pytest.mark.exhaustive) for at in ("._record", "ReduceGrads")),
+        *(pytest.param(at, marks=pytest.mark.exhaustive) for at in ("._record", "ReduceGrads", "Commit")),
     ],
 )
 def test_loss_during_a_recovery(tmp_path: Path, reference: Reference, at: str) -> None:

@@ -62,6 +62,7 @@ def neighbours(deaths: Deaths) -> Iterator[Neighbours]:
     assert not one._thread.is_alive()
 
 
+@pytest.mark.integration
 def test_killed_agent_is_seen_and_told_once(neighbours: Neighbours, deaths: Deaths) -> None:
     with process() as one, process() as other:
         records = [member(one.pid), member(other.pid, "m6-x"), me()]
@@ -75,6 +76,7 @@ def test_killed_agent_is_seen_and_told_once(neighbours: Neighbours, deaths: Deat
         assert deaths.empty()
 
 
+@pytest.mark.integration
 def test_one_that_has_left_is_watched_no_more(neighbours: Neighbours, deaths: Deaths) -> None:
     with process() as one, process() as other:
         neighbours.follow([member(one.pid), member(other.pid, "m6-x"), me()])
@@ -86,6 +88,7 @@ def test_one_that_has_left_is_watched_no_more(neighbours: Neighbours, deaths: De
         assert deaths.empty()
 
 
+@pytest.mark.integration
 def test_dead_before_it_was_watched(neighbours: Neighbours, deaths: Deaths) -> None:
     with process() as one:
         record = member(one.pid)
@@ -93,12 +96,14 @@ def test_dead_before_it_was_watched(neighbours: Neighbours, deaths: Deaths) -> N
     assert deaths.get(timeout=PATIENCE_S)[0] == record
 
 
+@pytest.mark.integration
 def test_process_id_that_means_another_process_by_now(neighbours: Neighbours, deaths: Deaths) -> None:
     with process() as one:
         neighbours.follow([member(one.pid, began=1), me()])
         assert deaths.get(timeout=PATIENCE_S)[0].agent_pid == one.pid
 
 
+@pytest.mark.integration
 def test_processes_elsewhere_are_not_judged(neighbours: Neighbours, deaths: Deaths) -> None:
     with process() as one:
         far = member(one.pid, space="another kernel")

@@ -194,6 +194,7 @@ def test_wrong_uses_are_refused() -> None:
     assert watcher.stop()
 
 
+@pytest.mark.integration
 def test_aiohttp_is_loaded_only_by_a_watcher_with_sources() -> None:
     code = (
         "import sys\n"

@@ -85,6 +85,7 @@ def test_members_that_are_cut_off_come_back(tmp_path: Path, reference: Reference
     assert len(result.joined()) == 2 and len(result.ranks()) == 2
 
 
+@pytest.mark.exhaustive
 def test_loss_of_a_host(tmp_path: Path, reference: Reference, make_hosts: MakeHosts) -> None:
     """Two slots vanish at once with their host, and nobody tells: no stage loses owner and shadow together."""
     arguments = ("--training-data",)

@@ -30,7 +30,9 @@ STEPS = 6
     ("precision", "pipelines", "stages", "faults"),
     [
         pytest.param(BF16_ZERO, 1, 3, [fault(1, 3, "BackwardPass", 2)], id="bf16-zero", marks=pytest.mark.exhaustive),
-        pytest.param(BF16_ZERO, 2, 2, [fault(0, 2, "ForwardPass", 1)], id="bf16-zero-data"),
+        pytest.param(
+            BF16_ZERO, 2, 2, [fault(0, 2, "ForwardPass", 1)], id="bf16-zero-data", marks=pytest.mark.exhaustive
+        ),
         pytest.param(BF16, 2, 2, [fault(3, 2, "ReduceGrads")], id="bf16-data", marks=pytest.mark.exhaustive),
         pytest.param(FP16, 1, 3, [fault(2, 3, "BackwardPass", 1)], id="fp16", marks=pytest.mark.exhaustive),
         pytest.param(

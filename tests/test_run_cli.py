@@ -205,6 +205,7 @@ def test_shared_etcd(start: Start, tmp_path: Path) -> None:
         assert not store.get_prefix("").entries, "keys were left"
 
 
+@pytest.mark.integration
 def test_etcd_that_is_gone_at_the_end_is_no_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -245,6 +246,7 @@ def test_settings_of_the_script(start: Start, tmp_path: Path) -> None:
     assert done.stdout == f"3.0 -n 2 --deepspeed_config {config} -- -x\n"
 
 
+@pytest.mark.integration
 def test_script_without_bamboo_runs_as_it_would_alone(tmp_path: Path) -> None:
     """No heartbeat, no layout, no channel: nothing is expected of it but its exit code."""
     script = tmp_path / "script.py"
@@ -256,6 +258,7 @@ def test_script_without_bamboo_runs_as_it_would_alone(tmp_path: Path) -> None:
     assert sorted(done.stdout.splitlines()) == ["rank 0", "rank 1"]
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -272,6 +275,7 @@ def test_wrong_usage(arguments: list[str], message: str) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.integration
 def test_version_and_help() -> None:
     for arguments, words in ((["version"], "bamboo_ds"), (["run", "--help"], "fatal loss"), (["-h"], "demo")):
         done = subprocess.run([*BAMBOO, *arguments], capture_output=True, text=True, timeout=60, check=True)
@@ -307,6 +311,7 @@ def test_job_files(runtime: Path) -> None:
     assert jobs.running() == [two]
 
 
+@pytest.mark.integration
 def test_files_of_dead_launchers_are_cleaned(runtime: Path) -> None:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     began = started(child.pid)

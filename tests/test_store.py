@@ -257,6 +257,7 @@ def test_unreachable_names_the_endpoints(own_etcd: EtcdServer) -> None:
             future.result(3)
 
 
+@pytest.mark.integration
 def test_bad_settings_are_named(tmp_path: Path) -> None:
     text = tmp_path / "text.pem"
     text.write_text("hello")
@@ -297,6 +298,7 @@ def run_python(code: str, **environment: str) -> str:
     return result.stdout
 
 
+@pytest.mark.integration
 def test_shim_leaves_protobuf_default_pool_alone() -> None:
     out = run_python("""
         from google.protobuf import descriptor_pb2, descriptor_pool
@@ -314,6 +316,7 @@ def test_shim_leaves_protobuf_default_pool_alone() -> None:
     assert out
 
 
+@pytest.mark.integration
 def test_shim_leaves_a_working_etcd3_alone(tmp_path: Path) -> None:
     package = tmp_path / "etcd3" / "etcdrpc"
     package.mkdir(parents=True)
@@ -330,6 +333,7 @@ def test_shim_leaves_a_working_etcd3_alone(tmp_path: Path) -> None:
     """)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("fault", ["missing", "foreign"])
 def test_shim_says_what_is_wrong(tmp_path: Path, fault: str) -> None:
     package = tmp_path / "etcd3"

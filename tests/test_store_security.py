@@ -19,6 +19,8 @@ from tests.support.etcd import (
 )
 from tests.support.leaks import no_leaks
 
+pytestmark = pytest.mark.integration
+
 pytest_plugins = ["tests.support.fixtures"]
 
 

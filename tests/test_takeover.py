@@ -89,29 +89,33 @@ def test_every_mode(tmp_path: Path, reference: Reference, settings: dict[str, An
 
 
 @pytest.mark.parametrize(
-    "at",
+    "places",
     [
-        "ForwardPass",
-        "ReduceGrads",
-        "Commit",
-        *(pytest.param(at, marks=pytest.mark.exhaustive) for at in ("BackwardPass", "SendReplica", "OptimizerStep")),
+        ("ReduceGrads", "Commit"),
+        *(
+            pytest.param((at, at), marks=pytest.mark.exhaustive)
+            for at in ("ForwardPass", "BackwardPass", "ReduceGrads", "SendReplica", "Commit", "OptimizerStep")
+        ),
     ],
+    ids="-".join,
 )
-def test_two_pipelines(tmp_path: Path, reference: Reference, at: str) -> None:
+def test_two_pipelines(tmp_path: Path, reference: Reference, places: tuple[str, str]) -> None:
     # Ranks 0..3 are (pipeline, stage) = (0,0), (1,0), (0,1), (1,1).
-    micro_batch = 2 if at.endswith("Pass") else None
-    faults = [fault(0, 1, at, micro_batch), fault(3, 2, at, micro_batch)]
+    faults = [
+        fault(rank, step, at, 2 if at.endswith("Pass") else None)
+        for rank, step, at in zip((0, 3), (1, 2), places, strict=True)
+    ]
     survive(tmp_path, reference, faults, stages=2, pipelines=2, micro_batches=4)
 
 
 @pytest.mark.parametrize(
     ("stages", "pipelines", "victims"),
     [
-        (2, 1, (0,)),
+        pytest.param(2, 1, (0,), marks=pytest.mark.exhaustive),
         pytest.param(2, 1, (1,), marks=pytest.mark.exhaustive),
         pytest.param(3, 1, (1,), marks=pytest.mark.exhaustive),
         pytest.param(8, 1, (0, 2, 4, 6), marks=pytest.mark.exhaustive),
-        (4, 2, (0, 3, 4, 7)),
+        pytest.param(4, 2, (0, 3, 4, 7), marks=pytest.mark.exhaustive),
         pytest.param(2, 4, (0, 3, 5, 6), marks=pytest.mark.exhaustive),
     ],
 )

@@ -126,7 +126,9 @@ def test_two_pipelines(tmp_path: Path, reference: Reference, faults: list[dict[s
             id="first-then-inner",
             marks=pytest.mark.exhaustive,
         ),
-        pytest.param([fault(3, 2, "ReduceTiedGrads"), fault(1, 2, "._record")], id="twice"),
+        pytest.param(
+            [fault(3, 2, "ReduceTiedGrads"), fault(1, 2, "._record")], id="twice", marks=pytest.mark.exhaustive
+        ),
         pytest.param(
             [fault(0, 1, "Commit"), fault(2, 3, "BackwardPass", 3)], id="commit", marks=pytest.mark.exhaustive
         ),

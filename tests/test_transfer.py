@@ -318,6 +318,7 @@ def test_one_bucket_for_all_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(size for _, size in reserved) == 2 * sum(t.nbytes for t in tensors)
 
 
+@pytest.mark.integration
 def test_importing_is_cheap() -> None:
     """A worker that moves no state must not load an HTTP server."""
     code = "import sys, bamboo_ds.state.server, bamboo_ds.state.fetch; print('aiohttp' in sys.modules)"

@@ -136,6 +136,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.integration
 def test_the_owner_is_killed() -> None:
     owner = subprocess.Popen(
         [sys.executable, "-c", OTHER_PROCESS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -272,6 +273,7 @@ def test_closing_while_connections_arrive() -> None:
             sock.close()
 
 
+@pytest.mark.integration
 def test_a_forked_child_keeps_nothing_open() -> None:
     """A DataLoader's worker inherits all sockets; the owner's receivers must still see its end."""
     server = StateServer("127.0.0.1", None, token=TOKEN)

@@ -71,7 +71,7 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return losses(folder)[0]
 
 
-@pytest.mark.parametrize("stages", [(0, 2), (1, 3)])
+@pytest.mark.parametrize("stages", [pytest.param((0, 2), marks=pytest.mark.exhaustive), (1, 3)])
 def test_the_loss_of_each_stage(tmp_path: Path, stock: list[float], stages: tuple[int, int]) -> None:
     script, events = tmp_path / "pictures.py", tmp_path / "events.jsonl"
     script.write_text(SCRIPT)

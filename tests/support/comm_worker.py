@@ -188,6 +188,7 @@ class Remote:
 
     def __init__(self, name: str, address: str) -> None:
         self.name = name
+        sys.audit("os.fork")  # what multiprocessing does itself tells no hook of it
         here, there = _CONTEXT.Pipe()
         self._connection = here
         self._answers: dict[str, list[Any]] = {"main": [], "control": []}

@@ -15,7 +15,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +22,11 @@ import psutil
 import pytest
 
 from .patience import Patience
+from .processes import start as start_process
 
 WORKER = Path(__file__).with_name("plain_worker.py")
 #: Several test suites may share two cores.
 DEADLINE_S = 40.0
-
-
-def _begin_with(ignored: signal.Signals | None) -> None:
-    """What a process is started with, whatever the tests were: they may run under ``nohup``."""
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    if ignored is not None:
-        signal.signal(ignored, signal.SIG_IGN)
 
 
 class Job:
@@ -66,14 +59,11 @@ class Job:
         }
         command = [*BAMBOO, "run", "-n", str(world), "--events", str(self.events_file), *options]
         self.log = open(folder / "log.txt", "wb")  # noqa: SIM115
-        self.process = subprocess.Popen(
+        self.process = start_process(
             [*command, str(WORKER), str(self.runtime / "s")],
-            env=self.environment,
-            stdin=subprocess.DEVNULL,
-            stdout=self.log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            preexec_fn=partial(_begin_with, ignored),
+            self.environment,
+            self.log.fileno(),
+            ignored=() if ignored is None else (ignored,),
         )
 
     # -- what workers tell --------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from bamboo_ds.store.embedded import EmbeddedEtcd
 
 from .jobs import DEADLINE_S, MARK, TRAIN, Result, RunningJob, TemporaryFolder, environment, marked
 from .patience import Patience
+from .processes import Process, parent_pid, start
 from .watching import registered
 
 
@@ -129,9 +130,9 @@ class Hosts:
 
     def kill(self, host: int) -> None:
         """SIGKILL to all processes of a host, and to what they have begun meanwhile; returns when they are gone."""
-        deadline = time.monotonic() + 30
+        patience = Patience(30)
         while pids := self.pids(host):
-            assert time.monotonic() < deadline, f"processes {pids} do not end"
+            assert not patience.over(), f"processes {pids} do not end"
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -153,10 +154,6 @@ class Hosts:
         """End that."""
         for sender, receiver in ((one, other), (other, one)):
             ip("-n", self.name(sender), "route", "delete", "blackhole", f"{self.address(receiver)}/32")
-
-    def command(self, host: int, command: Sequence[str]) -> list[str]:
-        """``command`` on a host; it becomes the process itself."""
-        return ["ip", "netns", "exec", self.name(host), *command]
 
 
 class HostJob(RunningJob):
@@ -183,7 +180,7 @@ class HostJob(RunningJob):
         self.name = f"job-{os.urandom(4).hex()}"
         self.command = [str(script), "--deepspeed_config", str(config), "--out", str(folder), *arguments]
         self.joiners = []
-        self.agents: list[subprocess.Popen[bytes]] = []
+        self.agents: list[Process] = []
         self._results: list[IO[bytes]] = []
         temporary = TemporaryFolder(folder)
         self.env = environment() | {MARK: str(folder)} | temporary.variables
@@ -206,7 +203,7 @@ class HostJob(RunningJob):
             "address": self.hosts.address(host),
             "zone": "",
             "events": str(self.folder / "events.jsonl"),
-            "parent_pid": os.getpid(),
+            "parent_pid": parent_pid(),
             "lease_ttl_s": 5.0,
             "heartbeat_timeout_s": 5.0,
             "settle_s": 0.05,
@@ -221,14 +218,12 @@ class HostJob(RunningJob):
         agent = AgentSettings(**{**values, **changes})
         command = [sys.executable, "-m", "bamboo_ds.control.agent", *agent.to_arguments()]
         with open(self.folder / f"agent-{slot}.log", "wb") as log:
-            process = subprocess.Popen(
-                self.hosts.command(host, command),
-                env={**self.env, ENV_STORE: agent.store},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
+            process = start(
+                command,
+                {**self.env, ENV_STORE: agent.store},
+                log.fileno(),
                 pass_fds=[writing],
-                start_new_session=True,
+                namespace=self.hosts.name(host),
             )
         os.close(writing)
         self.agents.append(process)

@@ -21,7 +21,9 @@ import torch
 from .etcd import wait_until
 from .patience import Patience
 from .ports import free_port
+from .processes import Process, start
 from .stacks import stacks
+from .times import note, note_phases
 
 SUPPORT = Path(__file__).parent
 TRAIN = SUPPORT / "train.py"
@@ -123,9 +125,15 @@ def run_stock(folder: Path, world: int, arguments: list[str], config: Path, scri
     command = [sys.executable, str(SUPPORT / "stock.py"), "-n", str(world), "--logs", str(folder), str(script)]
     command += ["--deepspeed_config", str(config), "--out", str(folder), *arguments]
     env = environment() | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    begin = time.monotonic()
     with open(folder / "log.txt", "wb") as log:
-        # At a timeout all are killed, the ranks by the kernel.
-        code = subprocess.run(command, env=env, stdout=log, stderr=subprocess.STDOUT, timeout=DEADLINE_S).returncode
+        process = start(command, env, log.fileno(), stock=True)
+    try:
+        code = process.wait(DEADLINE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()  # the kernel ends the ranks with it
+        raise
+    note("undisturbed run", time.monotonic() - begin, process.cpu_s)
     output = "".join(log.read_text(errors="replace") for log in sorted(folder.glob("log*.txt")))
     return Result(folder, code, output)
 
@@ -134,6 +142,19 @@ def bamboo_command() -> str:
     """The console script of the interpreter that runs the tests."""
     beside = Path(sys.executable).with_name("bamboo")
     return str(beside) if beside.exists() else str(shutil.which("bamboo"))
+
+
+def start_bamboo(arguments: Sequence[str], env: Mapping[str, str], log: Path) -> Process:
+    """Start a ``bamboo`` command."""
+    with open(log, "wb") as file:
+        return start([sys.executable, bamboo_command(), *arguments], env, file.fileno())
+
+
+def note_job(process: Process, begin: float, events: Path) -> None:
+    """Note what a job has taken that began at ``begin``, in monotonic seconds."""
+    seconds = time.monotonic() - begin
+    lines = events.read_text().splitlines() if events.exists() else ()
+    note_phases(map(json.loads, lines), seconds, getattr(process, "cpu_s", 0.0))
 
 
 class TemporaryFolder:
@@ -161,27 +182,32 @@ def run_bamboo(
     folder: Path, world: int, arguments: list[str], config: Path, script: Path = TRAIN, timeout: float = DEADLINE_S
 ) -> Result:
     """The job under ``bamboo run``."""
-    command = [bamboo_command(), "run", "-n", str(world), "--events", str(folder / "events.jsonl"), str(script)]
+    command = ["run", "-n", str(world), "--events", str(folder / "events.jsonl"), str(script)]
     command += ["--deepspeed_config", str(config), "--out", str(folder), *arguments]
     # Marks every process of this job, and gives it a place of its own for temporary files.
     temporary = TemporaryFolder(folder)
     env = environment() | {MARK: str(folder)} | temporary.variables
     shared = in_memory()
-    done = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
+    file = folder / "run.log"
+    begin = time.monotonic()
+    done = start_bamboo(command, env, file)
     try:
-        output, _ = done.communicate(timeout=timeout)
+        done.wait(timeout)
     except subprocess.TimeoutExpired:
-        where = stacks(process.pid for process in processes_of(str(folder)))
+        where = stacks_of(str(folder))
         done.terminate()
-        output, _ = done.communicate(timeout=30)
+        done.wait(30)
         temporary.close()
-        raise AssertionError(f"the job hangs:\n{output.decode(errors='replace')[-6000:]}\n{where}") from None
+        raise AssertionError(f"the job hangs:\n{file.read_text(errors='replace')[-6000:]}\n{where}") from None
     left = temporary.close()
     assert not left, f"the job left files behind: {left}"
     # A job of another test may have made its folder a moment ago, or be about to remove it.
     wait_until(lambda: not in_memory() - shared, f"the job left files behind: {in_memory() - shared}")
     assert not marked(str(folder)), f"the job left processes behind: {marked(str(folder))}"
-    return Result(folder, done.returncode, output.decode(errors="replace"))
+    assert done.returncode is not None
+    result = Result(folder, done.returncode, file.read_text(errors="replace"))
+    note_job(done, begin, folder / "events.jsonl")
+    return result
 
 
 class RunningJob:
@@ -213,20 +239,14 @@ class RunningJob:
         self.command = [str(script), "--deepspeed_config", str(config), "--out", str(folder), *arguments]
         self.name = f"job-{os.urandom(4).hex()}"
         usual = ["--job", self.name, "--events", str(folder / "events.jsonl")]
+        self._begun = time.monotonic()
         self.process = self._start("run", ["-n", str(world), *usual, *options], "run")
-        self.joiners: list[subprocess.Popen[bytes]] = []
+        self.joiners: list[Process] = []
 
-    def _start(self, command: str, options: list[str], log: str) -> subprocess.Popen[bytes]:
-        with open(self.folder / f"{log}.log", "wb") as file:
-            return subprocess.Popen(
-                [bamboo_command(), command, *options, *self.command],
-                env=self.env,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+    def _start(self, command: str, options: list[str], log: str) -> Process:
+        return start_bamboo([command, *options, *self.command], self.env, self.folder / f"{log}.log")
 
-    def join(self, *more: str) -> subprocess.Popen[bytes]:
+    def join(self, *more: str) -> Process:
         """``bamboo join`` with the job's script and ``more`` options."""
         options = ["--job", self.name, "--events", str(self.folder / "events.jsonl"), *more]
         self.joiners.append(self._start("join", options, f"join-{len(self.joiners)}"))
@@ -272,8 +292,7 @@ class RunningJob:
     def report(self) -> str:
         """What tells why it does not go on: its output and events, and where its processes are."""
         events = "\n".join(json.dumps(event) for event in self.events()[-20:])
-        where = stacks(process.pid for process in processes_of(str(self.folder)))
-        return f"{self.output()[-6000:]}\n{events}\n{where}"
+        return f"{self.output()[-6000:]}\n{events}\n{stacks_of(str(self.folder))}"
 
     def finish(self, seconds: float = DEADLINE_S) -> Result:
         """Wait for the end of everything."""
@@ -283,6 +302,7 @@ class RunningJob:
                 joiner.wait(30)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"the job hangs:\n{self.report()}") from None
+        note_job(self.process, self._begun, self.folder / "events.jsonl")
         return Result(self.folder, code, self.output())
 
     def __enter__(self) -> RunningJob:
@@ -319,3 +339,8 @@ def processes_of(mark: str) -> list[psutil.Process]:
 def marked(mark: str) -> list[str]:
     """Command lines of the living processes that carry a job's mark."""
     return [" ".join(process.info["cmdline"] or ()) for process in processes_of(mark)]
+
+
+def stacks_of(mark: str) -> str:
+    """Where the living processes that carry a job's mark are."""
+    return stacks(process.pid for process in processes_of(mark))

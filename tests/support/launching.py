@@ -12,8 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from .jobs import DEADLINE_S, MARK, TemporaryFolder, environment, marked, processes_of
-from .stacks import stacks
+from .jobs import DEADLINE_S, MARK, TemporaryFolder, environment, marked, stacks_of
 
 #: Writes ``losses-<rank>.json`` to ``--out``; has as many stages as there are ranks. Steps take 0.2 s each until the
 #: file ``--slow-until`` exists.
@@ -135,7 +134,7 @@ class LaunchedJob:
         try:
             return self.process.wait(DEADLINE_S)
         except subprocess.TimeoutExpired:
-            where = stacks(process.pid for process in processes_of(str(self.folder)))
+            where = stacks_of(str(self.folder))
             raise AssertionError(f"the job hangs:\n{self.output()[-6000:]}\n{where}") from None
 
     def __enter__(self) -> LaunchedJob:

@@ -10,10 +10,12 @@ from contextlib import contextmanager
 
 import psutil
 
+from .processes import server_pids
+
 
 def _state() -> tuple[set[threading.Thread], set[int], int]:
     me = psutil.Process()
-    children = {child.pid for child in me.children(recursive=True)}
+    children = {child.pid for child in me.children(recursive=True)} - server_pids()
     return set(threading.enumerate()), children, len(me.net_connections(kind="all"))
 
 

@@ -13,10 +13,11 @@ import sys
 from importlib import metadata
 from types import ModuleType, SimpleNamespace
 
-#: Other versions need these parts in other places.
+#: Other versions need these parts in other places. A forked process has all of torch already.
 KNOWN = metadata.version("torch").startswith("2.13.") and metadata.version("deepspeed").startswith("0.19.")
+LEAN = KNOWN and "torch" not in sys.modules
 
-if KNOWN and "torch" not in sys.modules:
+if LEAN:
     for _name in ("torch._meta_registrations", "torch.export"):
         sys.modules[_name] = ModuleType(_name)
 gc.disable()  # it would look at all that is being imported again and again
@@ -29,7 +30,7 @@ gc.enable()
 
 def install() -> None:
     """Put stand-ins in the places of what is not imported yet; whatever else is asked of them is an error."""
-    if not KNOWN:
+    if not LEAN:
         return
     compiler = ModuleType("torch._dynamo")
     compiler.disable = lambda function, *_, **__: function  # type: ignore[attr-defined]

@@ -16,7 +16,7 @@ from filelock import FileLock
 from .jobs import TRAIN, Result, run_bamboo, run_stock, write_config
 
 #: A run that tests need so many steps of, or fewer, is made with so many.
-LENGTHS = (8, 64, 256, 1024)
+LENGTHS = (8, 16, 32, 64, 128, 256, 512, 1024)
 
 
 @dataclass
@@ -67,17 +67,23 @@ class References:
         if own or script != TRAIN or "--reload-at" in options:
             return self._run(size, arguments, own, script, config)
         steps, at = int(options["--steps"]), arguments.index("--steps")
-        length = next(length for length in LENGTHS if steps <= length)
-        longer = (*arguments[:at], *arguments[at + 2 :], "--snapshots", "--steps", str(length))
-        run = self._run(size, longer, own, script, config)
+        rest = (*arguments[:at], *arguments[at + 2 :], "--snapshots", "--steps")
+        longer = [(*rest, str(length)) for length in LENGTHS if steps <= length]
+        made = [each for each in longer if (self._place(size, each, own, script, config) / "done").exists()]
+        run = self._run(size, (made or longer)[0], own, script, config)
         every = int(options.get("--evaluate-every", 0))
         return Beginning(run.out, run.exit_code, run.output, steps, micro_batches, every)
+
+    def _place(
+        self, size: tuple[int, int, int], arguments: tuple[str, ...], own: bool, script: Path, config: dict[str, Any]
+    ) -> Path:
+        key = repr((size, arguments, own, script, sorted(config.items())))
+        return self._folder / hashlib.sha256(key.encode()).hexdigest()[:16]
 
     def _run(
         self, size: tuple[int, int, int], arguments: tuple[str, ...], own: bool, script: Path, config: dict[str, Any]
     ) -> Result:
-        key = repr((size, arguments, own, script, sorted(config.items())))
-        folder = self._folder / hashlib.sha256(key.encode()).hexdigest()[:16]
+        folder = self._place(size, arguments, own, script, config)
         stages, pipelines, micro_batches = size
         with FileLock(f"{folder}.lock"):
             done = folder / "done"

@@ -1,0 +1,205 @@
+"""Starting Python programs: forked by a server that has made their imports, or executed."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from .times import note
+
+#: Have all processes executed (``make test FORK=0``).
+ENV_FORK = "BAMBOO_TEST_FORK"
+SERVER = Path(__file__).with_name("fork_server.py")
+_IMPORTS_S = 120.0
+
+
+class _Server:
+    """The fork servers of this process, started when they are first needed.
+
+    Attributes:
+        problem: why they cannot fork anything, if so.
+    """
+
+    def __init__(self) -> None:
+        begin = time.monotonic()
+        self._ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONUNBUFFERED": "1"}
+        with theirs:
+            self._process = subprocess.Popen([sys.executable, str(SERVER)], env=env, stdin=theirs)
+        atexit.register(self.close)
+        self._ours.settimeout(_IMPORTS_S)
+        hello, (stock,), _, _ = socket.recv_fds(self._ours, 1 << 16, 1)
+        self._stock = socket.socket(fileno=stock)
+        self.problem: str = json.loads(hello)["problem"]
+        server = psutil.Process(self._process.pid)
+        self.pids = {server.pid, *(child.pid for child in server.children())}
+        note("fork server", time.monotonic() - begin, sum(server.cpu_times()[:2]))
+
+    @property
+    def pid(self) -> int:
+        """The parent of all forked processes but those of stock DeepSpeed."""
+        return self._process.pid
+
+    def request(self, request: dict[str, Any], fds: Sequence[int], stock: bool) -> None:
+        """Have a process forked."""
+        socket.send_fds(self._stock if stock else self._ours, [json.dumps(request).encode()], fds)
+
+    def close(self) -> None:
+        """End the servers."""
+        self._stock.close()
+        self._ours.close()
+        self._process.wait(30)
+
+
+_server: _Server | None = None
+
+
+def server_pids() -> set[int]:
+    """The fork servers of this process, if there are any: they outlive single tests."""
+    return set() if _server is None else _server.pids
+
+
+def parent_pid() -> int:
+    """The parent that processes have which :func:`start` starts."""
+    server = _get_server()
+    return os.getpid() if server is None else server.pid
+
+
+def _get_server() -> _Server | None:
+    """The server; ``None`` where processes cannot be forked or shall not be."""
+    global _server
+    if os.environ.get(ENV_FORK) == "0":
+        return None
+    if _server is None:
+        _server = _Server()
+        if _server.problem:
+            print(f"processes are executed, not forked: {_server.problem}", file=sys.stderr)
+    return None if _server.problem else _server
+
+
+class Forked:
+    """A process of the fork server, with the part of :class:`subprocess.Popen` that tests use.
+
+    Attributes:
+        cpu_s: CPU-seconds of the process and of what it has waited for, once it has ended.
+    """
+
+    cpu_s = 0.0
+
+    def __init__(self, answers: socket.socket, arguments: Sequence[str]) -> None:
+        self.args = list(arguments)
+        self.returncode: int | None = None
+        self._answers = answers
+        pid, (self._pidfd,), _, _ = socket.recv_fds(answers, 64, 1)
+        self.pid = int(pid)
+
+    def poll(self) -> int | None:
+        """The exit code, or the negative number of the signal that has ended it; ``None`` while it runs."""
+        if self.returncode is None and select.select([self._answers], [], [], 0)[0]:
+            self._collect()
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end.
+
+        Raises:
+            subprocess.TimeoutExpired: not within ``timeout`` seconds.
+        """
+        if self.returncode is None:
+            if not select.select([self._answers], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+            self._collect()
+        assert self.returncode is not None
+        return self.returncode
+
+    def _collect(self) -> None:
+        end = json.loads(self._answers.recv(256))
+        self.returncode, self.cpu_s = int(end["status"]), float(end["cpu_s"])
+        self._answers.close()
+        os.close(self._pidfd)
+
+    def send_signal(self, signum: int) -> None:
+        """Send a signal, unless it has ended."""
+        if self.poll() is None:
+            signal.pidfd_send_signal(self._pidfd, signum)
+
+    def terminate(self) -> None:
+        """SIGTERM."""
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self.send_signal(signal.SIGKILL)
+
+
+#: What :func:`start` returns.
+Process = Forked | subprocess.Popen[bytes]
+
+
+def start(
+    arguments: Sequence[str],
+    env: Mapping[str, str],
+    log: int,
+    *,
+    pass_fds: Sequence[int] = (),
+    namespace: str = "",
+    ignored: Sequence[signal.Signals] = (),
+    fork: bool = True,
+    stock: bool = False,
+) -> Process:
+    """Start a Python program in a session of its own, without input and with its output in ``log``.
+
+    Args:
+        arguments: ``[python, SCRIPT or "-m" MODULE, …]``.
+        env: its whole environment.
+        log: descriptor of a file.
+        pass_fds: descriptors that it inherits under the same numbers.
+        namespace: network namespace that it runs in.
+        ignored: signals that it ignores from the beginning; all others have their defaults.
+        fork: it may be forked, and what the product starts in it.
+        stock: it must not find anything of ours imported.
+    """
+    server = _get_server() if fork else None
+    if server is None:
+
+        def begin() -> None:
+            for signum in (signal.SIGHUP, signal.SIGINT):  # whatever the tests are run under
+                signal.signal(signum, signal.SIG_DFL)
+            for signum in ignored:
+                signal.signal(signum, signal.SIG_IGN)
+
+        command = ["ip", "netns", "exec", namespace, *arguments] if namespace else list(arguments)
+        return subprocess.Popen(
+            command,
+            env=dict(env),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            pass_fds=pass_fds,
+            start_new_session=True,
+            preexec_fn=begin,
+        )
+    request = {
+        "arguments": list(arguments),
+        "environment": dict(env),
+        "cwd": os.getcwd(),
+        "pass_fds": list(pass_fds),
+        "namespace": namespace,
+        "ignored": [int(signum) for signum in ignored],
+    }
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs, open(os.devnull) as nothing:
+        server.request(request, [nothing.fileno(), log, log, *pass_fds, theirs.fileno()], stock)
+        return Forked(ours, arguments)

@@ -1,0 +1,56 @@
+"""``docs/claims.md`` names tests and benchmarks that exist, and sections that the README has."""
+
+from __future__ import annotations
+
+import ast
+import re
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def claims() -> str:
+    return (ROOT / "docs" / "claims.md").read_text()
+
+
+def proofs() -> dict[str, str]:
+    """What each row of a table says behind its claim, by the claim."""
+    rows = [line.strip("| ").split(" | ") for line in claims().splitlines() if line.startswith("| ")]
+    return {claim: proof for claim, proof in rows if claim != "claim" and not claim.startswith("---")}
+
+
+@cache
+def names_in(file: str) -> frozenset[str]:
+    """The top-level tests in a file, which need not be there."""
+    path = ROOT / "tests" / file
+    body = ast.parse(path.read_text()).body if path.is_file() else []
+    functions = (each.name for each in body if isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef)))
+    return frozenset(name for name in functions if name.startswith("test_"))
+
+
+def exists(name: str) -> bool:
+    """Whether ``name`` is a file of the repository, or a test as ``file::test[parameters]``."""
+    file, separator, test = name.partition("::")
+    if separator:
+        return test.partition("[")[0] in names_in(file)
+    return (ROOT / name).is_file()
+
+
+def test_what_proves_a_claim_exists() -> None:
+    named = {name for proof in proofs().values() for name in re.findall("`([^`]+)`", proof)}
+    assert named, "the tables have another form"
+    missing = sorted(name for name in named if not exists(name))
+    assert not missing, f"docs/claims.md names what does not exist: {', '.join(missing)}"
+
+
+def test_every_claim_says_what_proves_it() -> None:
+    bare = [claim for claim, proof in proofs().items() if not re.search(r"`[^`]+`|\bnone\b", proof)]
+    assert not bare, f"docs/claims.md says neither what proves these claims nor `none`: {'; '.join(bare)}"
+
+
+def test_sections_are_those_of_the_readme() -> None:
+    known = set(re.findall(r"^#+ (.+)$", (ROOT / "README.md").read_text(), re.MULTILINE))
+    sections = re.findall(r"^## (.+)$", claims(), re.MULTILINE)
+    missing = [section for section in sections if section not in known]
+    assert sections and not missing, f"README.md has no section {', '.join(missing)}"
