@@ -242,7 +242,9 @@ class NoBuffers:
 
 
 def wait_for_m0(member: Member) -> None:
-    member.session.current.links.wait("a test", lambda: False, ["m0"])
+    links = member.session.current.links
+    with links.changed:
+        links.wait("a test", lambda: False, ["m0"])
 
 
 def write_without_buffers(member: Member) -> None:

@@ -119,14 +119,6 @@ class Job:
             assert not patience.over(), f"not within {timeout_s} s; log: {self.output()[-3000:]}"
             pause.wait(0.05)
 
-    def expect_no_epoch(self, epoch: int, for_s: float) -> None:
-        """Nobody may learn of ``epoch`` for so many seconds."""
-        with self._changed:
-            wrong = self._changed.wait_for(
-                lambda: any(t["plan"]["epoch"] >= epoch for t in self.told if t["kind"] == "plan"), for_s
-            )
-        assert not wrong, self.told[-3:]
-
     def tell(self, rank: int, words: str) -> None:
         """Give an order to the newest worker of ``rank``."""
         self.tell_member(self.find("hello", rank)[-1]["member"], words)

@@ -175,10 +175,8 @@ def start(
     if server is None:
 
         def begin() -> None:
-            for signum in (signal.SIGHUP, signal.SIGINT):  # whatever the tests are run under
-                signal.signal(signum, signal.SIG_DFL)
-            for signum in ignored:
-                signal.signal(signum, signal.SIG_IGN)
+            for signum in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+                signal.signal(signum, signal.SIG_IGN if signum in ignored else signal.SIG_DFL)
 
         command = ["ip", "netns", "exec", namespace, *arguments] if namespace else list(arguments)
         return subprocess.Popen(
