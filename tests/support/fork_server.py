@@ -4,14 +4,15 @@ Executed as ``fork_server.py`` with a socket as standard input, on which :mod:`t
 request per process. A second server, for runs of stock DeepSpeed, is forked before anything of ours is imported. What
 the product starts in such a process, agents and workers, is forked as well. Each process has the command line,
 environment, signals, descriptors, session and parent that ``exec`` would have given to it, as it sees them itself and
-as others see them in ``/proc``, and ends as an interpreter does. Two things differ: processes of one server share the
-seed of ``hash()``, and what the server has imported is imported already.
+as others see them in ``/proc``. Three things differ: processes of one server share the seed of ``hash()``, what the
+server has imported is imported already, and neither modules nor libraries are taken apart at the end.
 
 A process with further threads is not forked: what it starts is executed as usual.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import functools
@@ -28,6 +29,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import ModuleType
@@ -153,12 +155,18 @@ def become(arguments: Sequence[str], environment: Mapping[str, str], keep: Colle
         os.environ.clear()
         os.environ.update(environment)
         show(arguments, environment)
-    code = _outcome(lambda: _execute(arguments))
+    _end(_outcome(lambda: _execute(arguments)))
+
+
+def _end(code: int) -> NoReturn:
+    """What the interpreter does at its end, but for taking modules and libraries apart, which takes longest."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
         sys.stderr.flush()
-    ctypes.pythonapi.Py_Exit(code)  # threads are waited for, exit handlers called, the interpreter ends
-    raise AssertionError("unreachable")
+    _libc.fflush(None)
+    os._exit(code)
 
 
 def _forget_signals() -> None:
@@ -212,8 +220,7 @@ def _as_child(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
             os._exit(0)
 
         os.execve = execve
-        code = _outcome(lambda: _execute(arguments))
-        ctypes.pythonapi.Py_Exit(code)
+        _end(_outcome(lambda: _execute(arguments)))
     os.close(writing)
     with open(reading, "rb") as pipe:
         told = pipe.read()
