@@ -14,7 +14,7 @@ export DS_ACCELERATOR ?= $(if $(shell command -v nvidia-smi 2>/dev/null),cuda,cp
 
 export BAMBOO_TEST_FORK := $(or $(FORK),1)
 
-PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest --numprocesses 3 --dist loadgroup --no-loadscope-reorder
 TIMES := $(CURDIR)/$(VENV)/times.jsonl
 
 .PHONY: install test test-times lint unit exhaustive demo benchmarks clean
@@ -35,7 +35,7 @@ lint: install
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-# Jobs of workers wait for each other a good part of their time. FORK=0 executes every process of a job, as users' are,
+# Jobs of workers wait a good part of their time: three at once keep two processors busy. FORK=0 executes every process of a job, as users' are,
 # instead of forking it from one that has made its imports.
 unit: install
 	$(PYTEST)

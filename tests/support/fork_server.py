@@ -388,7 +388,8 @@ def _import(modules: Sequence[str]) -> str:
     """Import modules; returns why processes cannot be forked then, if so."""
     gc.disable()  # it would look at all that is being imported again and again
     for module in modules:
-        importlib.import_module(module)
+        with contextlib.suppress(ModuleNotFoundError):  # in another version
+            importlib.import_module(module)
     gc.enable()
     gc.freeze()
     return "" if _threads() == 1 else f"the imports have started {_threads() - 1} threads"
