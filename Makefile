@@ -35,8 +35,8 @@ lint: install
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-# Jobs of workers wait a good part of their time: three at once keep two processors busy. FORK=0 executes every process of a job, as users' are,
-# instead of forking it from one that has made its imports.
+# Jobs of workers wait a good part of their time: three at once keep two processors busy. FORK=0 executes every process
+# of a job, as users' are, instead of forking it from one that has made its imports.
 unit: install
 	$(PYTEST)
 

@@ -63,6 +63,17 @@ def _watch(event: str, _: tuple[object, ...]) -> None:
 sys.addaudithook(_watch)
 
 
+_processors = times.processors()
+
+
+def pytest_sessionfinish() -> None:
+    """Note what all that ran meanwhile has left of the processors' time."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        wall, busy, idle = (now - then for now, then in zip(times.processors(), _processors, strict=True))
+        times.note("processors: busy", wall, busy)
+        times.note("processors: idle, as all wait", wall, idle)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     """Time the test; refuse processes in tests that are not said to start any."""

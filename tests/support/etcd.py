@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import threading
+import time
 import urllib.request
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -26,6 +27,7 @@ from bamboo_ds.store.supervisor import die_with_parent
 
 from .patience import Patience
 from .ports import free_port
+from .times import note
 
 _names = itertools.count()
 
@@ -47,9 +49,11 @@ class EtcdServer:
 
     def start(self) -> EtcdServer:
         """Start, also again on the old data, and wait until it serves."""
+        begin = time.monotonic()
         self.spawn()
         if self._scheme == "http":
             wait_healthy("127.0.0.1", self.port, 20.0, self.check)
+        note("etcd: start", time.monotonic() - begin)
         return self
 
     def spawn(self) -> None:
@@ -286,8 +290,6 @@ class Recorder:
 
 def wait_until(predicate: Callable[[], Any], what: str, timeout_s: float = 10.0) -> float:
     """Poll ``predicate`` until true, with a deadline; returns the seconds it took."""
-    import time
-
     begin, patience, pause = time.monotonic(), Patience(timeout_s), threading.Event()
     while not predicate():
         assert not patience.over(), f"not within {timeout_s} s: {what}"

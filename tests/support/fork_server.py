@@ -199,8 +199,9 @@ def _forget_parent() -> None:
     torch.seed()  # as at a start: another one in every process
 
 
-def _becomes_an_agent(arguments: list[str]) -> bool:
-    return "join" in arguments and _program(arguments) in ("bamboo", _COMMAND)
+def _becomes_an_agent(arguments: Sequence[str]) -> bool:
+    program, *rest = _words(arguments)
+    return program in ("bamboo", _COMMAND) and rest[:1] == ["join"]
 
 
 def _as_child(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
@@ -231,10 +232,10 @@ def _as_child(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
     return words, environment
 
 
-def _program(arguments: Sequence[str]) -> str:
-    """The module or script that a command line runs."""
-    words = [word for word in arguments[1:4] if word not in ("-u", "-m")]
-    return os.path.basename(words[0])
+def _words(arguments: Sequence[str]) -> list[str]:
+    """The module, or the script's name, that a command line runs, and what it gives to it."""
+    program, *rest = arguments[2:] if arguments[1] == "-u" else arguments[1:]
+    return rest if program == "-m" else [os.path.basename(program), *rest]
 
 
 def _execute(arguments: list[str]) -> None:
@@ -243,7 +244,7 @@ def _execute(arguments: list[str]) -> None:
         rest = rest[1:]
     sys.orig_argv = arguments
     sys.path[:] = [folder for folder in os.environ.get("PYTHONPATH", "").split(":") if folder] + _path
-    ours = _program(arguments) in ("bamboo", _COMMAND, _AGENT)
+    ours = _words(arguments)[0] in ("bamboo", _COMMAND, _AGENT)
     subprocess.Popen = ForkingPopen if ours else _Popen  # type: ignore[misc]
     if rest[0] == "-m":
         sys.argv = rest[1:]

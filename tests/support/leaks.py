@@ -10,13 +10,14 @@ from contextlib import contextmanager
 
 import psutil
 
-from .processes import server_pids
+from .processes import servers
 
 
 def _state() -> tuple[set[threading.Thread], set[int], int]:
     me = psutil.Process()
-    children = {child.pid for child in me.children(recursive=True)} - server_pids()
-    return set(threading.enumerate()), children, len(me.net_connections(kind="all"))
+    pids, sockets = servers()
+    children = {child.pid for child in me.children(recursive=True)} - pids
+    return set(threading.enumerate()), children, len(me.net_connections(kind="all")) - sockets
 
 
 @contextmanager

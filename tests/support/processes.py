@@ -40,8 +40,9 @@ class _Server:
             self._process = subprocess.Popen([sys.executable, str(SERVER)], env=env, stdin=theirs)
         atexit.register(self.close)
         self._ours.settimeout(_IMPORTS_S)
-        hello, (stock,), _, _ = socket.recv_fds(self._ours, 1 << 16, 1)
-        self._stock = socket.socket(fileno=stock)
+        hello, fds, _, _ = socket.recv_fds(self._ours, 1 << 16, 1)
+        assert hello, "the fork server has failed, see its output"
+        self._stock = socket.socket(fileno=fds[0])
         self.problem: str = json.loads(hello)["problem"]
         server = psutil.Process(self._process.pid)
         self.pids = {server.pid, *(child.pid for child in server.children())}
@@ -66,9 +67,12 @@ class _Server:
 _server: _Server | None = None
 
 
-def server_pids() -> set[int]:
-    """The fork servers of this process, if there are any: they outlive single tests."""
-    return set() if _server is None else _server.pids
+def servers() -> tuple[set[int], int]:
+    """Process ids of the fork servers of this process, if there are any, and the number of sockets towards them.
+
+    They outlive single tests.
+    """
+    return (set(), 0) if _server is None else (_server.pids, 2)
 
 
 def parent_pid() -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from datetime import datetime
@@ -63,11 +64,11 @@ def durations() -> dict[str, float]:
     return kept
 
 
-def cpu_seconds() -> tuple[float, float]:
-    """Seconds that the processors of this machine have been busy, and idle, since it was started."""
+def processors() -> tuple[float, float, float]:
+    """Seconds of the clock, and those that all processors of this machine have been busy and idle."""
     now = psutil.cpu_times()
     idle = now.idle + now.iowait
-    return sum(now) - idle - now.guest - now.guest_nice, idle
+    return time.monotonic(), sum(now) - idle - now.guest - now.guest_nice, idle
 
 
 def _print(lines: list[dict[str, Any]], console: Console) -> None:
