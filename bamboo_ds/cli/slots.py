@@ -20,7 +20,8 @@ from typing import BinaryIO
 
 from ..control.access import ENV_STORE, open_store
 from ..control.agent_settings import AgentSettings, MemberOptions
-from ..control.membership import Keys, LeftRecord, MemberRecord
+from ..control.membership import Keys, LeftRecord
+from ..control.mirror import Mirror
 from ..control.neighbours import report_dead_agent
 from ..control.rebirth import handle_signals
 from ..control.worker_process import adopt_orphans, end_descendants, reap_adopted
@@ -293,8 +294,7 @@ class Slots:
         died = time.monotonic()
         try:
             with open_store(self._urls, self._common.job, STORE_TIMEOUT_S) as store:
-                for entry in store.get_prefix(Keys.MEMBERS).entries.values():
-                    member = MemberRecord.from_json(entry.value)
+                for member in Mirror(store.get_prefix(Keys.MEMBERS)).members.values():
                     # Not by its slot: an agent that has come back has got another one.
                     if member.address == self._common.address and member.agent_pid == agent.process.pid:
                         status = agent.process.returncode
