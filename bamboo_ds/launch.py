@@ -314,6 +314,8 @@ class Job:
                 self.session.close(_FAILED_CLOSE_S)
             else:
                 self.session.close()
+                if not self._left:
+                    self.channel.exit_notice("the script has ended", done=True)
             self.channel.close()
 
 

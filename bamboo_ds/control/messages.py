@@ -129,12 +129,14 @@ class ExitNotice(Message):
         reason: for people.
         failed: the script failed. That ends the job, so nobody must take the worker for lost meanwhile; unless
             ``bamboo.recovery.on_exception`` says otherwise.
+        done: the script has ended well, and nobody needs the worker any more.
         step: newest step that it has committed.
     """
 
     type: Literal["exit"] = "exit"
     reason: str
     failed: bool = False
+    done: bool = False
     step: int | None = None
 
 
