@@ -233,8 +233,7 @@ class Leader:
         plan = mirror.plan
         if plan is None or plan.epoch == self._pruned or (keys := obsolete(mirror, plan)) is None:
             return
-        for key in keys:
-            self._store.delete(key)
+        self._store.delete_keys(keys)
         self._pruned = plan.epoch
         logger.debug("have removed %d keys of departed members and past epochs", len(keys))
 
