@@ -31,7 +31,7 @@ from ..errors import EXIT_LEFT, ConfigError, LaunchError
 from ..observe import logs
 from ..observe.events import EventWriter
 from ..topology.plan import Plan
-from .agent_settings import AgentSettings, parse_arguments, worker_environment
+from .agent_settings import AgentSettings, observed, parse_arguments, worker_environment
 from .ending import Ending
 from .feeders import Feeders
 from .leaving import Leaving
@@ -88,7 +88,12 @@ class Agent:
         self._channel_open = True
         self._coordinator_ended = threading.Event()
         self._kill_at: float | None = None
-        self._watchdog = Watchdog(settings.heartbeat_timeout_s, settings.start_timeout_s, settings.hang_timeout_s)
+        self._watchdog = Watchdog(
+            settings.heartbeat_timeout_s,
+            settings.start_timeout_s,
+            settings.hang_timeout_s,
+            settings.first_timeout_s,
+        )
         self._feeders = Feeders(settings)
         self._broken: BaseException | None = None
         self._progress: Heartbeat | None = None
@@ -98,7 +103,7 @@ class Agent:
         self._leaving = Leaving(settings, self._id, self._events)
         signal.set_wakeup_fd(self._wake_write.fileno(), warn_on_full_buffer=False)
         handle_signals(self._on_signal)
-        self._worker = WorkerProcess(settings.command, worker_environment(settings, self._id))
+        self._worker = WorkerProcess(observed(settings.command), worker_environment(settings, self._id))
         logs.set_context(member=self._id)
 
     def run(self) -> LeftRecord:
@@ -206,16 +211,14 @@ class Agent:
 
     def _timeout(self, now: float) -> float:
         wakes = [now + 1.0]
-        last = self._worker.last_sign_of_life
-        if last is not None and self._watchdog.hung is None:
-            wakes.append(last + self._watchdog.patience_s)
-        deadlines = self._kill_at, self._progress_due, self._leaving.end_at, self._worker.dead_at
+        silent_at = self._watchdog.due(self._worker.last_sign_of_life, not self._channel_open)
+        deadlines = silent_at, self._kill_at, self._progress_due, self._leaving.end_at, self._worker.dead_at
         wakes += [at for at in deadlines if at is not None]
         return max(0.0, min(wakes) - now)
 
     def _meet_deadlines(self) -> None:
         now = time.monotonic()
-        if self._watchdog.silent(self._worker.last_sign_of_life):
+        if self._watchdog.silent(self._worker.last_sign_of_life, not self._channel_open):
             self._worker.kill(signal.SIGKILL)
         if self._kill_at is not None and now >= self._kill_at:
             self._kill_at = None
@@ -380,7 +383,7 @@ class Agent:
             spoilt = self._fatal is not None or self._terminated or self._evicted
             if message.failed and stops and not spoilt:
                 why = f"the worker of {me} failed: {message.reason}"
-                self._coordinator.write(Keys.STOP, StopRecord(code=1, reason=why, by=me))
+                self._coordinator.write(Keys.STOP, StopRecord(code=message.code, reason=why, by=me))
 
     def _write_progress(self) -> None:
         self._progress_due = None
