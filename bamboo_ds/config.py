@@ -92,7 +92,8 @@ class MembershipConfig(_Block):
         None,
         gt=0,
         description="the same before a worker's first step, when it loads libraries; `null`: 60, or "
-        "`heartbeat_timeout_s` if that is set",
+        "`heartbeat_timeout_s` if that is set. A number also bounds the time until the first heartbeat, which comes "
+        "with `init_distributed`",
     )
     hang_timeout_s: float | None = Field(
         None,

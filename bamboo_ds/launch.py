@@ -273,6 +273,18 @@ class Job:
                 setattr(builtins, name, leave)
         atexit.register(self._finish)
 
+    def ends_by(self, error: BaseException) -> None:
+        """Note what has come out of the script."""
+        if os.getpid() != self._process:
+            return
+        if not isinstance(error, SystemExit):
+            self._exit_code = 1  # the script may have replaced the hook that says the rest
+            return
+        self._exit_code = status = error.code if isinstance(error.code, int) else int(error.code is not None)
+        if status:
+            failed = not self._left and _exit_code_of(error) is None
+            self.channel.exit_notice(f"exit code {status}", failed=failed, code=status & 0xFF)
+
     def _note_exception(self, kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
         """Handle an exception that ends the script."""
         if os.getpid() != self._process:
@@ -314,6 +326,8 @@ class Job:
                 self.session.close(_FAILED_CLOSE_S)
             else:
                 self.session.close()
+                if not self._left:
+                    self.channel.exit_notice("the script has ended", done=True)
             self.channel.close()
 
 
@@ -327,6 +341,12 @@ def _exit_code_of(error: BaseException | None) -> int | None:
             return EXIT_FATAL_LOSS
         error = error.__cause__ or error.__context__
     return None
+
+
+def script_ends_by(error: BaseException) -> None:
+    """Tell this process's job, if there is one, what has come out of the script."""
+    if _job is not None:
+        _job.ends_by(error)
 
 
 def current_job() -> Job:

@@ -92,10 +92,10 @@ def become_keeper(place: Launched, block: BambooConfig, timeout: timedelta) -> N
         if _etcd is not None:
             _etcd.stop()
         raise
-    arguments = _keeper(place, block, command, shared)
+    arguments, environment = _keeper(place, block, command, shared)
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execve(sys.executable, arguments, {**os.environ, ENV_STORE: shared["store"]})
+    os.execve(sys.executable, arguments, environment)
 
 
 def own_command() -> tuple[str, ...]:
@@ -198,8 +198,10 @@ def _address(place: Launched) -> str:
         ) from error
 
 
-def _keeper(place: Launched, block: BambooConfig, command: tuple[str, ...], shared: Mapping[str, Any]) -> list[str]:
-    """The command of the keeper."""
+def _keeper(
+    place: Launched, block: BambooConfig, command: tuple[str, ...], shared: Mapping[str, Any]
+) -> tuple[list[str], dict[str, str]]:
+    """The command of the keeper, and its environment."""
     from .cli.jobs import check_name
     from .cli.keeper import KeeperSettings, keeper_command
     from .control.agent_settings import AgentSettings, MemberOptions
@@ -233,7 +235,7 @@ def _keeper(place: Launched, block: BambooConfig, command: tuple[str, ...], shar
         wrapper=None if wrapper is None else wrapper[0],
         wrapper_started=None if wrapper is None else wrapper[1],
     )
-    return keeper_command(keeper, agent)
+    return keeper_command(keeper, agent), agent.environment()
 
 
 def _wrapper_here() -> tuple[int, int] | None:

@@ -153,6 +153,19 @@ def test_silent_node_loses_its_lease_and_stops_when_it_wakes(start: Start) -> No
     assert (lost["reason"], lost["detection_seconds"]) == ("lease", None)
 
 
+def test_failure_of_an_evicted_member_does_not_end_the_job(start: Start) -> None:
+    job = start(3, "--lease-ttl-s", str(TTL_S), "--rejoin-s", "0").run()
+    worker, agent = psutil.Process(job.worker(1)), psutil.Process(job.agent(1))
+    job.kill(agent.pid, signal.SIGSTOP)
+    assert job.wait_epoch(3, 1)["lost"] == [job.member(1)]
+    job.tell(1, "raise")
+    job.wait_quietly(lambda: worker.status() == psutil.STATUS_ZOMBIE)  # before its agent knows that it is out
+    job.kill(agent.pid, signal.SIGCONT)
+    job.wait_quietly(lambda: not agent.is_running())
+    job.finish(1)
+    assert not [epoch for epoch in job.events("plan") if epoch["epoch"] > 3]
+
+
 def test_member_that_may_not_come_back_ends(start: Start) -> None:
     job = start(3, "--lease-ttl-s", str(TTL_S), "--rejoin-s", "0").run()
     agent = psutil.Process(job.agent(1))

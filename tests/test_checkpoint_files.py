@@ -240,7 +240,7 @@ def _die_at(folder: Path, mark: Path, point: str, tag: str) -> None:
         publish._exchange = lambda *_: False
         publish.os.rename = killing(rename, lambda a, _: PARTIAL in str(a))  # type: ignore[attr-defined]
     else:
-        publish.write_atomically = killing(write, lambda path, _: path.name == point)
+        publish.write_atomically = killing(write, lambda path, _: path.name.endswith(point))
     Member(folder, 0).save(2, 9000, layout=Layout(1, 1), tag=tag).wait()
 
 

@@ -141,6 +141,27 @@ def test_latest_never_goes_back(members: Callable[..., Member]) -> None:
     assert (alone.folder / "latest").read_text() == "step2"
 
 
+def test_latest_does_not_go_back_while_a_slow_member_writes_it(
+    members: Callable[..., Member], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its successor writes when it has looked, and before it writes."""
+    alone = members(0)
+    for step in (1, 2):
+        alone.save(step, layout=Layout(1, 1)).wait()
+    latest, write = alone.folder / "latest", publish.write_atomically
+    latest.write_text("step1")
+
+    def overtaken(path: Path, text: str) -> None:
+        monkeypatch.undo()
+        assert publish.point_latest(alone.folder, "step2")
+        write(path, text)
+
+    monkeypatch.setattr(publish, "write_atomically", overtaken)
+    assert not publish.point_latest(alone.folder, "step1")
+    assert publish.write_atomically is write, "nobody has overtaken it"
+    assert latest.read_text() == "step2" and rest(alone.folder) == []
+
+
 def test_deadline(members: Callable[..., Member]) -> None:
     # So long that no single write takes it: then the writer would count as hanging.
     leader, follower = members(0, timeout_s=2.0), members(1, timeout_s=2.0)

@@ -147,6 +147,7 @@ def test_several_processes_append_to_one_file(tmp_path: Path) -> None:
     for process in processes:
         process.join(60)
         assert process.exitcode == 0
+    assert path.stat().st_mode & 0o777 == 0o600
     found: dict[str | None, list[int]] = {}
     for event in read_events(path):
         assert isinstance(event, events.ReplicaVerified)

@@ -63,6 +63,9 @@ def test_the_end_of_a_worker_that_failed() -> None:
     assert spared.detail == "exit code 13"
     raised = ending(1, spared=True, error="ValueError: x")
     assert (raised.outcome, raised.error) == ("lost", "ValueError: x")
+    # It did not get to its exit code.
+    assert (ending(-9, error="ValueError: x").outcome, ending(-9, error="ValueError: x").code) == ("failed", 1)
+    assert (ending(-9, done=True).outcome, ending(-9).outcome) == ("finished", "lost")
     # Whatever it does, these are no failures.
     for status in (0, -9, 86, 87, 88):
         assert ending(status, spared=True).error is None
@@ -79,6 +82,19 @@ def test_takeover_of_a_worker_that_failed(start: Start, tmp_path: Path) -> None:
     job.finish(1)
     (lost,) = job.events("member_lost")
     assert (lost["reason"], lost["detail"]) == ("exit", "exit code 13")
+
+
+def test_workers_that_have_said_how_they_end_and_do_not(start: Start, tmp_path: Path) -> None:
+    job = start(3, "--grace-s", "1", *config(tmp_path)).run()
+    job.tell(1, "linger")
+    assert job.wait_epoch(3, 1)["lost"] == [job.member(1)]
+    assert "has not ended in time" in job.output()
+    job.tell(2, "done")
+    job.wait(lambda: job.find("done", 2), "it has closed its channel")
+    job.kill(job.worker(2))
+    job.finish(1, 2)
+    (lost,) = job.events("member_lost")
+    assert (lost["reason"], lost["detail"]) == ("exit", "RuntimeError: a test says so")
 
 
 def test_an_error_that_comes_back_ends_the_job(start: Start, tmp_path: Path) -> None:

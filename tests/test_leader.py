@@ -18,6 +18,7 @@ from bamboo_ds.control.membership import (
     MemberRecord,
     ProgressRecord,
     Record,
+    RestartRecord,
     SuspicionRecord,
     boot_id,
 )
@@ -188,6 +189,16 @@ def test_application_error_stops_instead_of_a_takeover() -> None:
     action = decider().decide(view, 100.0)
     assert isinstance(action, StopJob)
     assert action.code == 3
+
+
+def test_failure_of_a_member_that_the_plan_goes_on_without_stops_nothing() -> None:
+    failed = {"d": left("d", outcome="failed", reason="exit", detail="3", code=3, generation=0)}
+    without = replace(all_well(), plan=takeover(SECOND, {"d"}), members=members("a", "b", "c"), left=failed)
+    assert isinstance(decider().decide(without, 100.0), Wait)
+    fatal = replace(without, plan=takeover(SECOND, {"c", "d"}), members=members("a", "b"))
+    assert not isinstance(decider().decide(fatal, 100.0), StopJob)
+    restart = RestartRecord(generation=0, after_epoch=3, ranks={})
+    assert isinstance(decider().decide(replace(fatal, restart=restart), 100.0), StopJob)
 
 
 def test_fatal_plan_ends_planning() -> None:

@@ -259,6 +259,7 @@ def test_a_line_that_a_lost_owner_may_have_missed_is_written_by_the_next(tmp_pat
     heir = after.owner(Role(0, 0))
     lines, problems = read_ledger([tmp_path])
     assert problems == []
+    assert {file.stat().st_mode & 0o777 for file in tmp_path.iterdir()} == {0o600}
     assert {(each.pipeline, each.member): each.inputs for each in lines} == {
         (0, heir): ["00000001", "00000002"],
         (1, "b"): ["00000005", "00000006"],

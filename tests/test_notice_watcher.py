@@ -7,12 +7,14 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
+from bamboo_ds.control.agent_settings import parse_arguments, worker_environment
 from bamboo_ds.control.notices import Notice, NoticesConfig, NoticeSource, NoticeWatcher, build_sources
 from bamboo_ds.control.notices.aws import AwsSource
 from bamboo_ds.control.notices.azure import AzureSource
@@ -35,6 +37,17 @@ def gate() -> Iterator[None]:
 def log() -> Iterator[Log]:
     with recorded_log() as recorded:
         yield recorded
+
+
+def test_passwords_in_urls_are_in_no_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    notices = NoticesConfig(sources=["http"], url="http://me:secret@127.0.0.1/notice").model_dump_json()
+    options = ["--slot=0", "--world-size=1", "--job=j", "--store=http://127.0.0.1:1", "--parent-pid=1", "--", "true"]
+    settings = replace(parse_arguments(options), notices=notices)
+    assert "secret" not in " ".join(settings.to_arguments())
+    for name, value in settings.environment().items():
+        monkeypatch.setenv(name, value)
+    assert parse_arguments(settings.to_arguments()) == settings
+    assert "secret" not in " ".join(worker_environment(settings, "m").values())
 
 
 # -- watcher --------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from bamboo_ds.control.notices.hooks import FileSource, HttpSource
 from bamboo_ds.control.notices.transport import SourceBroken, SourceSilent
 
 from .support.leaks import no_leaks
-from .support.metadata_servers import AwsMetadata, AzureMetadata, GoogleMetadata, HookServer
+from .support.metadata_servers import AwsMetadata, AzureMetadata, GoogleMetadata, HookServer, MetadataServer
 from .support.notices import Log, Watching, ask, poll, recorded_log
 
 
@@ -34,11 +34,13 @@ def log() -> Iterator[Log]:
         yield recorded
 
 
+@pytest.fixture(autouse=True)
+def clock_of_the_clouds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not this host's."""
+    monkeypatch.setattr(MetadataServer, "date", http_date(0))
+
+
 NOW = datetime(2026, 3, 1, 12, 0, 0, tzinfo=timezone.utc)
-
-
-def clock() -> datetime:
-    return NOW
 
 
 def iso(seconds: float) -> str:
@@ -53,7 +55,7 @@ def http_date(seconds: float) -> str:
 
 
 def test_aws_tells_of_an_interruption_once() -> None:
-    with AwsMetadata() as server, Watching(AwsSource(server.url, clock=clock)) as watching:
+    with AwsMetadata() as server, Watching(AwsSource(server.url)) as watching:
         server.wait_for_requests(server.REBALANCE, 2)
         assert watching.notices.empty()
         server.action = {"action": "terminate", "time": iso(120)}
@@ -68,7 +70,7 @@ def test_aws_tells_of_an_interruption_once() -> None:
 
 
 def test_aws_recommends_and_then_interrupts() -> None:
-    with AwsMetadata() as server, Watching(AwsSource(server.url, clock=clock)) as watching:
+    with AwsMetadata() as server, Watching(AwsSource(server.url)) as watching:
         server.rebalance = {"noticeTime": iso(-5)}
         notice = watching.next()
         assert (notice.kind, notice.deadline_s, notice.vanishes) == ("rebalance", None, False)
@@ -80,12 +82,20 @@ def test_aws_recommends_and_then_interrupts() -> None:
 def test_aws_time_that_has_passed_leaves_no_time() -> None:
     with AwsMetadata() as server:
         server.action = {"action": "stop", "time": iso(-30)}
-        notice = poll(AwsSource(server.url, clock=clock))
+        notice = poll(AwsSource(server.url))
         assert notice is not None and notice.deadline_s == 0.0
 
 
+def test_aws_without_a_clock_goes_by_this_host_s() -> None:
+    with AwsMetadata() as server:
+        server.date = "tomorrow"
+        server.action = {"action": "stop", "time": (datetime.now(timezone.utc) + timedelta(seconds=900)).isoformat()}
+        notice = poll(AwsSource(server.url))
+        assert notice is not None and notice.deadline_s is not None and 600.0 < notice.deadline_s <= 900.0
+
+
 def test_aws_token_is_renewed_when_it_has_expired(log: Log) -> None:
-    with AwsMetadata() as server, Watching(AwsSource(server.url, clock=clock)) as watching:
+    with AwsMetadata() as server, Watching(AwsSource(server.url)) as watching:
         server.wait_for_requests(server.REBALANCE)
         server.expire_tokens()
         server.wait_for(lambda: server.statuses[401] == 1 and server.counts[server.TOKEN] == 2)
@@ -192,7 +202,7 @@ def test_google_answers_must_be_google_s(headers: dict[str, str], body: bytes, w
 
 
 def test_azure_tells_of_a_preemption_and_takes_the_acknowledgement() -> None:
-    with AzureMetadata("trainer_3") as server, Watching(AzureSource(server.url, clock=clock)) as watching:
+    with AzureMetadata("trainer_3") as server, Watching(AzureSource(server.url)) as watching:
         server.events = [AzureMetadata.event("e-other", "Preempt", http_date(30), "trainer_4")]
         server.wait_for_requests(server.EVENTS, 2)
         assert watching.notices.empty()
@@ -221,7 +231,7 @@ def test_azure_tells_of_a_preemption_and_takes_the_acknowledgement() -> None:
 def test_azure_events_differ_in_what_they_do(event: str, kind: str, vanishes: bool) -> None:
     with AzureMetadata() as server:
         server.events = [AzureMetadata.event("e", event, http_date(900), "Trainer_0", "other")]
-        notice = poll(AzureSource(server.url, clock=clock))
+        notice = poll(AzureSource(server.url))
         assert notice is not None
         assert (notice.kind, notice.vanishes, notice.deadline_s) == (kind, vanishes, 900.0)
 
@@ -233,19 +243,19 @@ def test_azure_most_urgent_event_comes_first() -> None:
             AzureMetadata.event("later", "Redeploy", http_date(600), "trainer_0"),
             AzureMetadata.event("soon", "Preempt", http_date(30), "trainer_0"),
         ]
-        notice = poll(AzureSource(server.url, clock=clock))
+        notice = poll(AzureSource(server.url))
         assert notice is not None and "soon" in notice.detail
 
 
 def test_azure_event_of_several_machines_is_not_acknowledged_by_one() -> None:
-    with AzureMetadata() as server, Watching(AzureSource(server.url, clock=clock)) as watching:
+    with AzureMetadata() as server, Watching(AzureSource(server.url)) as watching:
         server.events = [AzureMetadata.event("e", "Reboot", http_date(900), "trainer_0", "trainer_1")]
         assert not watching.watcher.acknowledge(watching.next())
         assert server.counts[server.START] == 0
 
 
 def test_failed_acknowledgement_is_logged(log: Log) -> None:
-    with AzureMetadata() as server, Watching(AzureSource(server.url, clock=clock)) as watching:
+    with AzureMetadata() as server, Watching(AzureSource(server.url)) as watching:
         server.events = [AzureMetadata.event("e", "Preempt", http_date(30), "trainer_0")]
         notice = watching.next()
         server.events = []  # the event is over

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -230,6 +231,23 @@ def test_prefixed_output(start: Start) -> None:
     job.wait(lambda: job.find("printed"), "the worker has printed")
     job.finish()
     assert "[1] some words\n" in job.output()
+
+
+def test_progress_bars_do_not_pile_up_in_prefixed_output() -> None:
+    reading, writing = os.pipe()
+    target = io.BytesIO()
+    with open(reading, "rb", 0) as source, open(writing, "wb", 0) as worker:
+        output = slots._Output(3, source, target)
+        for percent in range(100):
+            worker.write(b"\r%3d%% " % percent + b"#" * 1000)
+            assert output.copy()
+        assert len(output._rest) < 2000 and not target.getvalue()
+        worker.write(b"\rdone\r\nnext\n")
+        assert output.copy() and target.getvalue() == b"[3] done\r\n[3] next\n"
+        for _ in range(3):
+            worker.write(b"x" * 30_000)
+            assert output.copy()
+        assert not output._rest and target.getvalue().endswith(b"[3] " + b"x" * 90_000 + b"\n")
 
 
 def test_settings_of_the_script(start: Start, tmp_path: Path) -> None:

@@ -239,6 +239,37 @@ def test_a_silent_endpoint_is_left(etcd: EtcdServer) -> None:
         assert proxy.swallowed and len(seen.seen) == 2
 
 
+def test_a_slow_etcd_keeps_its_connection_and_its_leases(etcd: EtcdServer) -> None:
+    """As under load: what a member asks is answered late, and its watch and its lease go on."""
+    namespace, done = new_namespace(), threading.Event()
+    with (
+        Proxy(etcd.port) as proxy,
+        Store([proxy.url] * 3, namespace=namespace, timeout_s=2.0) as store,
+        Store([etcd.url], namespace=namespace) as other,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        seen = Recorder()
+        watch, lease = store.watch("", seen), store.lease(60)
+
+        def write() -> None:
+            while not done.wait(0.1):
+                other.put("a", "")
+
+        writer = pool.submit(write)
+        try:
+            proxy.delay_s = 1.1
+            proxy.set("slow")
+            assert lease.refresh() and lease.refresh()
+            # Too late for a request, but the watch hears of others' writes.
+            proxy.delay_s = 2.5
+            with pytest.raises(StoreUnavailable, match="deadline exceeded"):
+                store.get("a")
+        finally:
+            done.set()
+        writer.result(10)
+        assert proxy.delayed and proxy.accepted == 1 and watch.reconnects == 0
+
+
 def test_unreachable_names_the_endpoints(own_etcd: EtcdServer) -> None:
     own_etcd.kill()
     with Store([own_etcd.url, "127.0.0.1:1"], namespace="/bamboo/j/", timeout_s=1.0) as store:

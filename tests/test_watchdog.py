@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -19,6 +20,7 @@ from bamboo_ds.control.watchdog import Watchdog
 
 from .support.control import Job, start
 from .support.etcd import wait_until
+from .support.jobs import write_config
 
 __all__ = ["start"]  # the fixture
 
@@ -35,6 +37,22 @@ def test_a_worker_may_be_silent_for_longer_before_its_first_step() -> None:
     assert not watchdog.silent(time.monotonic() - 4.0)
     assert watchdog.silent(begin := time.monotonic() - 5.0)
     assert watchdog.hung == ("heartbeat", begin)
+
+
+def test_a_worker_that_never_has_a_heartbeat() -> None:
+    assert Watchdog(5.0, 60.0, None).due(None) is None
+    watchdog = Watchdog(5.0, 60.0, None, first_timeout_s=1e-9)
+    assert not watchdog.silent(None, closed=True)
+    assert not watchdog.silent(time.monotonic() - 59.0)
+    assert watchdog.silent(None)
+
+
+def test_a_worker_that_hangs_before_its_first_heartbeat_is_killed(start: Callable[..., Job], tmp_path: Path) -> None:
+    settings = {"heartbeat_timeout_s": 60, "start_timeout_s": 2, "lease_ttl_s": 60}
+    config = write_config(tmp_path, {"membership": settings})
+    job = start(2, "--config", str(config), "--max-restarts", "0")  # nobody tells its workers to go
+    assert job.exit_code() == 86
+    assert "no heartbeat of the worker" in job.output()
 
 
 def test_it_is_not_less_than_later() -> None:

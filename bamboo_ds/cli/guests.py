@@ -113,8 +113,8 @@ def tell_to_stop(urls: str, job: str, own: Container[int], code: int, reason: st
     """Have members that have joined end, too. Without etcd they cannot be told."""
     try:
         with open_store(urls, job, _STORE_TIMEOUT_S) as store:
-            entries = store.get_prefix(Keys.MEMBERS).entries.values()
-            if any(is_guest(MemberRecord.from_json(entry.value), own) for entry in entries):
+            members = Mirror(store.get_prefix(Keys.MEMBERS)).members.values()
+            if any(is_guest(member, own) for member in members):
                 store.create(Keys.STOP, StopRecord(code=code, reason=reason, by="").to_json())
     except StoreError as error:
         logger.error("cannot tell members that have joined that the job ends: %s", error)

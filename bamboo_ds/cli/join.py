@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from tenacity import Retrying, retry_if_result, stop_after_delay, wait_fixed
 
-from ..control.access import ENV_STORE, open_store
+from ..control.access import open_store
 from ..control.agent_settings import AgentSettings, MemberOptions
 from ..control.membership import JobRecord, Keys
 from ..control.mirror import Mirror
@@ -94,9 +94,8 @@ def join(options: JoinOptions) -> None:
         ConfigError, LaunchError: see :func:`prepare`.
     """
     settings = prepare(options)
-    environment = {**os.environ, ENV_STORE: settings.store}
     arguments = [sys.executable, "-m", "bamboo_ds.control.agent", *settings.to_arguments()]
     sys.stdout.flush()
     sys.stderr.flush()
     # The agent must not have threads when it forks its worker; the client of etcd has left some here.
-    os.execve(sys.executable, arguments, environment)
+    os.execve(sys.executable, arguments, settings.environment())

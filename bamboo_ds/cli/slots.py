@@ -18,9 +18,10 @@ from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import BinaryIO
 
-from ..control.access import ENV_STORE, open_store
+from ..control.access import open_store
 from ..control.agent_settings import AgentSettings, MemberOptions
-from ..control.membership import Keys, LeftRecord, MemberRecord
+from ..control.membership import Keys, LeftRecord
+from ..control.mirror import Mirror
 from ..control.neighbours import report_dead_agent
 from ..control.rebirth import handle_signals
 from ..control.worker_process import adopt_orphans, end_descendants, reap_adopted
@@ -40,12 +41,14 @@ OTHERS_S = 5.0
 #: Below the ports that Linux hands out (ip_local_port_range), and below those of Kubernetes' services.
 _PORTS = range(20000, 30000)
 _TRIES = 20
+#: Bytes of a line of output without an end that are held back.
+_LONGEST_LINE = 1 << 16
 
 
 class _Agent:
     """An agent process and what it tells."""
 
-    def __init__(self, settings: AgentSettings, env: dict[str, str], prefix_output: bool) -> None:
+    def __init__(self, settings: AgentSettings, prefix_output: bool) -> None:
         read_end, write_end = os.pipe()
         output = subprocess.PIPE if prefix_output else None
         # Until the agent handles it, a request to leave would kill it.
@@ -56,7 +59,7 @@ class _Agent:
                     *(sys.executable, "-m", "bamboo_ds.control.agent"),
                     *dataclasses.replace(settings, result_fd=write_end).to_arguments(),
                 ],
-                env=env,
+                env=settings.environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -101,11 +104,18 @@ class _Output:
         except BlockingIOError:
             return True
         *lines, self._rest = (self._rest + data).split(b"\n")
-        if not data and self._rest:
-            lines, self._rest = [self._rest], b""
+        lines = [_shown(line) for line in lines]
+        self._rest = _shown(self._rest)
+        if self._rest and (not data or len(self._rest) > _LONGEST_LINE):
+            lines, self._rest = [*lines, self._rest], b""
         self._target.write(b"".join(self._prefix + line + b"\n" for line in lines))
         self._target.flush()
         return bool(data)
+
+
+def _shown(line: bytes) -> bytes:
+    """What a terminal shows of ``line``: progress bars write over themselves, from the beginning of the line."""
+    return line[line.rfind(b"\r", 0, -1) + 1 :]
 
 
 class Slots:
@@ -216,8 +226,7 @@ class Slots:
 
     def _spawn(self, settings: AgentSettings) -> None:
         """Start the agent of one slot."""
-        env = {**os.environ, ENV_STORE: settings.store}
-        agent = _Agent(settings, env, self._prefix_output)
+        agent = _Agent(settings, self._prefix_output)
         self._agents[agent.slot] = agent
         self._register(agent)
 
@@ -293,8 +302,7 @@ class Slots:
         died = time.monotonic()
         try:
             with open_store(self._urls, self._common.job, STORE_TIMEOUT_S) as store:
-                for entry in store.get_prefix(Keys.MEMBERS).entries.values():
-                    member = MemberRecord.from_json(entry.value)
+                for member in Mirror(store.get_prefix(Keys.MEMBERS)).members.values():
                     # Not by its slot: an agent that has come back has got another one.
                     if member.address == self._common.address and member.agent_pid == agent.process.pid:
                         status = agent.process.returncode

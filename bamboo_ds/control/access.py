@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 #: etcd's URLs, separated by commas, for agents.
 ENV_STORE = "BAMBOO_STORE"
+#: ``bamboo.notices`` of an agent as JSON: there may be a password in a URL, and everybody can read command lines.
+ENV_NOTICES = "BAMBOO_AGENT_NOTICES"
 #: Name and password to authenticate with, and PEM files for TLS; all optional.
 ENV_USER = "BAMBOO_STORE_USER"
 ENV_PASSWORD = "BAMBOO_STORE_PASSWORD"
@@ -37,6 +39,6 @@ def open_store(urls: str, job: str, timeout_s: float) -> Store:
 
 
 def without_access(env: MutableMapping[str, str]) -> None:
-    """Remove everything about etcd from ``env``: workers have no business with it."""
-    for name in (ENV_STORE, ENV_USER, ENV_PASSWORD, ENV_CA, ENV_CERT, ENV_KEY):
+    """Remove from ``env`` what is for agents only: workers have no business with it."""
+    for name in (ENV_STORE, ENV_NOTICES, ENV_USER, ENV_PASSWORD, ENV_CA, ENV_CERT, ENV_KEY):
         env.pop(name, None)

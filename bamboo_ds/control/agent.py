@@ -31,7 +31,7 @@ from ..errors import EXIT_LEFT, ConfigError, LaunchError
 from ..observe import logs
 from ..observe.events import EventWriter
 from ..topology.plan import Plan
-from .agent_settings import AgentSettings, parse_arguments, worker_environment
+from .agent_settings import AgentSettings, observed, parse_arguments, worker_environment
 from .ending import Ending
 from .feeders import Feeders
 from .leaving import Leaving
@@ -57,6 +57,8 @@ _EVICTION_GRACE_S = 5.0
 _ORPHAN_GRACE_S = 0.5
 #: Seconds that a worker gets to stop itself after a fatal loss: more than it waits for a checkpoint being written.
 _FATAL_GRACE_S = 75.0
+#: Seconds that a worker has to end once it has closed its channel: a script's exit handlers may upload something.
+_END_S = 600.0
 #: Seconds that the news of a worker's end may take to reach etcd.
 _DEPARTURE_S = 60.0
 _PROGRESS_INTERVAL_S = 0.5
@@ -86,7 +88,12 @@ class Agent:
         self._channel_open = True
         self._coordinator_ended = threading.Event()
         self._kill_at: float | None = None
-        self._watchdog = Watchdog(settings.heartbeat_timeout_s, settings.start_timeout_s, settings.hang_timeout_s)
+        self._watchdog = Watchdog(
+            settings.heartbeat_timeout_s,
+            settings.start_timeout_s,
+            settings.hang_timeout_s,
+            settings.first_timeout_s,
+        )
         self._feeders = Feeders(settings)
         self._broken: BaseException | None = None
         self._progress: Heartbeat | None = None
@@ -96,7 +103,7 @@ class Agent:
         self._leaving = Leaving(settings, self._id, self._events)
         signal.set_wakeup_fd(self._wake_write.fileno(), warn_on_full_buffer=False)
         handle_signals(self._on_signal)
-        self._worker = WorkerProcess(settings.command, worker_environment(settings, self._id))
+        self._worker = WorkerProcess(observed(settings.command), worker_environment(settings, self._id))
         logs.set_context(member=self._id)
 
     def run(self) -> LeftRecord:
@@ -111,7 +118,7 @@ class Agent:
             selector.register(self._wake_read, selectors.EVENT_READ, "wake")
             died = self._watch(selector)
         departure = self._departure(self._worker.reap(), died)
-        self._announce(departure)
+        departure = self._announce(departure)
         self._worker.close()
         if departure.outcome == "left" and self._leaving.notice is not None:
             self._leaving.report(self._epoch)
@@ -189,6 +196,7 @@ class Agent:
             if "channel" in ready and not self._read_channel():
                 selector.unregister(self._worker.wire)
                 self._channel_open = False
+                self._kill_after(_END_S)
             if "worker" in ready:
                 return awake
             if time.monotonic() - asleep > timeout + _STALL_S and self._worker.last_sign_of_life is not None:
@@ -203,19 +211,18 @@ class Agent:
 
     def _timeout(self, now: float) -> float:
         wakes = [now + 1.0]
-        last = self._worker.last_sign_of_life
-        if last is not None and self._watchdog.hung is None:
-            wakes.append(last + self._watchdog.patience_s)
-        deadlines = self._kill_at, self._progress_due, self._leaving.end_at, self._worker.dead_at
+        silent_at = self._watchdog.due(self._worker.last_sign_of_life, not self._channel_open)
+        deadlines = silent_at, self._kill_at, self._progress_due, self._leaving.end_at, self._worker.dead_at
         wakes += [at for at in deadlines if at is not None]
         return max(0.0, min(wakes) - now)
 
     def _meet_deadlines(self) -> None:
         now = time.monotonic()
-        if self._watchdog.silent(self._worker.last_sign_of_life):
+        if self._watchdog.silent(self._worker.last_sign_of_life, not self._channel_open):
             self._worker.kill(signal.SIGKILL)
         if self._kill_at is not None and now >= self._kill_at:
             self._kill_at = None
+            logger.error("the worker has not ended in time: killing it")
             self._worker.kill(signal.SIGKILL)
         if self._progress_due is not None and now >= self._progress_due:
             self._write_progress()
@@ -284,9 +291,13 @@ class Agent:
         self._end_worker(self._settings.grace_s)
 
     def _end_worker(self, grace_s: float) -> None:
+        self._kill_after(grace_s)
+        self._worker.kill(signal.SIGTERM)
+
+    def _kill_after(self, grace_s: float) -> None:
+        """Kill the worker in ``grace_s`` seconds, unless it has ended or something else kills it before."""
         kill_at = time.monotonic() + grace_s
         self._kill_at = kill_at if self._kill_at is None else min(self._kill_at, kill_at)
-        self._worker.kill(signal.SIGTERM)
 
     def _note_plan(self, plan: Plan) -> None:
         logs.set_context(epoch=plan.epoch)
@@ -308,16 +319,16 @@ class Agent:
         else:
             self._evicted = late = True
             logger.error("the plan of epoch %d does not list this member: its worker must stop", plan.epoch)
-        if late and self._kill_at is None:
-            self._kill_at = time.monotonic() + _EVICTION_GRACE_S
+        if late:
+            self._kill_after(_EVICTION_GRACE_S)
 
     def _note_fatal(self, plan: Plan) -> None:
         """A stage is lost: workers that take part stop by themselves, others have nothing left to join."""
         self._fatal = plan.epoch
         if self._id not in plan.members:
             self._end_worker(self._settings.grace_s)
-        elif self._kill_at is None:
-            self._kill_at = time.monotonic() + _FATAL_GRACE_S
+        else:
+            self._kill_after(_FATAL_GRACE_S)
 
     @property
     def reborn(self) -> AgentSettings | None:
@@ -366,11 +377,13 @@ class Agent:
             forward(self._events, message, self._settings.job, me, self._coordinator.timing)
         elif isinstance(message, ExitNotice):
             self._exit_notice = message
+            if message.failed:
+                self._kill_after(self._settings.grace_s)  # a thread of the script may keep it, and the others wait
             stops = self._settings.on_exception == "stop" and not self._settings.joins
             spoilt = self._fatal is not None or self._terminated or self._evicted
             if message.failed and stops and not spoilt:
                 why = f"the worker of {me} failed: {message.reason}"
-                self._coordinator.write(Keys.STOP, StopRecord(code=1, reason=why, by=me))
+                self._coordinator.write(Keys.STOP, StopRecord(code=message.code, reason=why, by=me))
 
     def _write_progress(self) -> None:
         self._progress_due = None
@@ -398,6 +411,7 @@ class Agent:
             hung=self._watchdog.hung,
             broken=self._broken,
             error=notice.reason if notice is not None and notice.failed else None,
+            done=notice is not None and notice.done,
             spared=self._settings.on_exception == "takeover" and self._admitted,
             step=step,
         )
@@ -408,8 +422,12 @@ class Agent:
         generation = None if self._settings.joins else self._settings.generation or 0
         return departure.model_copy(update={"generation": generation})
 
-    def _announce(self, departure: LeftRecord) -> None:
-        """Bring the news of the worker's end to etcd; give up when told to end, or after a while."""
+    def _announce(self, departure: LeftRecord) -> LeftRecord:
+        """Bring the news of the worker's end to etcd; give up when told to end, or after a while.
+
+        Returns:
+            What the end means, if it has turned out that the job goes on without this member.
+        """
         while self._worker.wire.poll(0.0, writing=False) and self._read_channel():
             continue  # what the worker wrote before its death
         self._write_progress()
@@ -426,7 +444,10 @@ class Agent:
                 self._posted.get(timeout=max(0.0, begin + patience - time.monotonic()))()
             except Empty:
                 logger.error("could not tell etcd within %.1f s that the worker has ended", patience)
-                return
+                break
+        if self._coordinator.superseded:
+            departure = departure.model_copy(update={"outcome": "evicted", "code": 0})
+        return departure
 
     def _await_feeders(self, departure: LeftRecord) -> None:
         """Workers that draw batches end with this agent: first let them finish, or others take that over, too."""

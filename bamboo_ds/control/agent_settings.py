@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import BambooConfig, NoticesConfig
-from .access import ENV_STORE, without_access
+from .access import ENV_NOTICES, ENV_STORE, without_access
 from .channel import (
     ENV_ADDRESS,
     ENV_HEARTBEAT_TIMEOUT,
@@ -26,6 +26,11 @@ from .notices import build_sources
 #: Cold file systems take that long to load libraries, at least.
 _START_TIMEOUT_S = 60.0
 _GPUS = Path("/proc/driver/nvidia/gpus")
+_STUB = "bamboo_ds.control.script"
+#: Options of the interpreter that are followed by a value.
+_WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")
+#: Options that may stand together behind one dash.
+_FLAGS = frozenset("bBdEiIOPqRsSuvx")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +47,7 @@ class MemberOptions:
         lease_ttl_s: seconds of silence after which a member is lost.
         heartbeat_timeout_s: seconds without a heartbeat after which a worker is killed.
         start_timeout_s: the same before its first step, if that is longer.
+        first_timeout_s: seconds from its start to its first heartbeat after which a worker is killed; ``None``: never.
         hang_timeout_s: seconds without progress after which a worker is killed; ``None``: as it suggests itself.
         settle_s: seconds that the leader waits for companions of a loss.
         grace_s: seconds between SIGTERM and SIGKILL for a worker.
@@ -63,6 +69,7 @@ class MemberOptions:
     grace_s: float
     host: str | None = None
     start_timeout_s: float = 0.0
+    first_timeout_s: float | None = None
     hang_timeout_s: float | None = None
     min_gain: float = 0.05
     standby_replicas: bool = False
@@ -84,6 +91,7 @@ class MemberOptions:
             "lease_ttl_s": ttl,
             "heartbeat_timeout_s": membership.heartbeat_timeout_s or ttl,
             "start_timeout_s": membership.start_timeout_s or (0.0 if patience else _START_TIMEOUT_S),
+            "first_timeout_s": membership.start_timeout_s,
             "hang_timeout_s": membership.hang_timeout_s,
             "settle_s": membership.settle_ms / 1000,
             "min_gain": block.topology.min_gain,
@@ -171,15 +179,19 @@ class AgentSettings(MemberOptions):
         return {int(rank): int(slot) for rank, slot in pairs}
 
     def to_arguments(self) -> list[str]:
-        """The command line that :func:`parse_arguments` turns into these settings (without the store)."""
+        """The command line that :func:`parse_arguments` turns into these settings, with :meth:`environment`."""
         arguments = []
         for field in fields(self):
             name, value = field.name, getattr(self, field.name)
             if value is True:
                 arguments.append(f"--{name.replace('_', '-')}")
-            elif value is not None and value is not False and name not in ("store", "command"):
+            elif value is not None and value is not False and name not in ("store", "notices", "command"):
                 arguments.append(f"--{name.replace('_', '-')}={value}")
         return [*arguments, "--", *self.command]
+
+    def environment(self) -> dict[str, str]:
+        """The environment of an agent with these settings."""
+        return {**os.environ, ENV_STORE: self.store, ENV_NOTICES: self.notices or ""}
 
 
 def parse_arguments(argv: Sequence[str]) -> AgentSettings:
@@ -192,7 +204,7 @@ def parse_arguments(argv: Sequence[str]) -> AgentSettings:
     parser.add_argument("--hang-timeout-s", type=float)
     parser.add_argument("--min-gain", type=float, default=0.05)
     parser.add_argument("--standby-replicas", action="store_true")
-    parser.add_argument("--notices")
+    parser.add_argument("--notices", default=os.environ.get(ENV_NOTICES) or None, help=f"default: ${ENV_NOTICES}")
     parser.add_argument("--guest", action="store_true")
     parser.add_argument("--max-restarts", type=int, default=0)
     parser.add_argument("--min-members", type=int, default=1)
@@ -215,6 +227,7 @@ def parse_arguments(argv: Sequence[str]) -> AgentSettings:
     parser.add_argument("--lease-ttl-s", type=float, default=5.0)
     parser.add_argument("--heartbeat-timeout-s", type=float)
     parser.add_argument("--start-timeout-s", type=float, default=0.0)
+    parser.add_argument("--first-timeout-s", type=float)
     parser.add_argument("--settle-s", type=float, default=0.02)
     parser.add_argument("--grace-s", type=float, default=5.0)
     parser.add_argument("--master-port", type=int, default=29500)
@@ -234,6 +247,20 @@ def parse_arguments(argv: Sequence[str]) -> AgentSettings:
 def script_command(script: str, arguments: Sequence[str], module: bool) -> tuple[str, ...]:
     """The command that runs a user's Python script, or module, with unbuffered output."""
     return (sys.executable, "-u", *(("-m",) if module else ()), script, *arguments)
+
+
+def observed(command: Sequence[str]) -> tuple[str, ...]:
+    """The command that runs ``command`` in :mod:`.script`; itself if it is not Python with a script or a module."""
+    at = 1
+    while at < len(command) and command[at].startswith("-") and command[at] != "-m":
+        if command[at] in _WITH_VALUE:
+            at += 1
+        elif not (_FLAGS.issuperset(command[at][1:]) and command[at] != "-") and command[at][:2] not in _WITH_VALUE:
+            return tuple(command)
+        at += 1
+    if at >= len(command) or not os.path.basename(command[0]).startswith("python"):
+        return tuple(command)
+    return (*command[:at], "-m", _STUB, *command[at:])
 
 
 def local_rank(settings: AgentSettings, environ: Mapping[str, str], gpus: Path = _GPUS) -> int:

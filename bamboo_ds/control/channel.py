@@ -266,10 +266,10 @@ class WorkerChannel:
         """Note the newest committed step and complete checkpoint; sent with the next heartbeat."""
         self._progress = Heartbeat(step=step, checkpoint=checkpoint or self._progress.checkpoint)
 
-    def exit_notice(self, reason: str, failed: bool = False) -> None:
-        """Tell the agent why this worker is about to end; ``failed``: because of the script, which ends the job."""
+    def exit_notice(self, reason: str, failed: bool = False, done: bool = False, code: int = 1) -> None:
+        """Tell the agent why this worker is about to end; see :class:`~.messages.ExitNotice`."""
         self._send(self._heartbeat())  # the newest progress: there may be no other after this
-        self._send(ExitNotice(reason=reason, failed=failed, step=self._progress.step))
+        self._send(ExitNotice(reason=reason, failed=failed, code=code, done=done, step=self._progress.step))
 
     def _heartbeat(self) -> Heartbeat:
         activity = self.activity

@@ -120,6 +120,8 @@ class Coordinator:
         self._stop_told = False
         self._resigned = False
         self._leaving = self._state_due = False
+        #: Its worker has failed when the job went on without this member already.
+        self.superseded = False
         #: After the departure: no other member is left on this host. False while that is not known.
         self.last_of_host = False
         self._last_contact = time.monotonic()
@@ -312,14 +314,13 @@ class Coordinator:
             return None
         if self._lease is None:
             # The mirror may be older than the outage that cost the lease.
-            entry = self._store.get(Keys.PLAN)
-            self._register(Plan.from_json(entry.value) if entry else None)
+            self._register(Mirror(self._store.get_prefix(Keys.PLAN)).plan)
             if self._lease is None:
                 return None  # the watch will bring the plan that evicts us
         try:
             while self._pending:
                 key, record = next(iter(self._pending.items()))
-                self._store.put(key, record.to_json())
+                self._put(key, record)
                 del self._pending[key]
             if self._state_due:
                 self._renew(self._lease)
@@ -371,19 +372,31 @@ class Coordinator:
             return None
         return time.monotonic() + _VOUCH_POLL_S
 
-    def _depart(self, departure: LeftRecord | None, stop: StopRecord | None) -> None:
-        for key, record in self._pending.items():
+    def _put(self, key: str, record: Record) -> None:
+        if not isinstance(record, StopRecord):
             self._store.put(key, record.to_json())
-        self._pending.clear()
+        # The mirror may be older than an outage in which the others have gone on.
+        elif (plan := Mirror(self._store.get_prefix(Keys.PLAN)).plan) is not None and self._is_out(plan):
+            self.superseded = True
+            logger.warning("the job goes on without this member, which does not end it: %s", record.reason)
+        else:
+            self._store.create(key, record.to_json())
+
+    def _depart(self, departure: LeftRecord | None, stop: StopRecord | None) -> None:
         if stop is not None:
-            self._store.create(Keys.STOP, stop.to_json())
+            self._pending[Keys.STOP] = stop
+        for key, record in self._pending.items():
+            self._put(key, record)
+        self._pending.clear()
+        if departure is not None and self.superseded:
+            departure = departure.model_copy(update={"outcome": "evicted", "code": 0})
         if departure is not None:
             self._store.put(Keys.left(departure.id), departure.to_json())
         if self._lease is not None:
             self._lease.revoke()
-        others = self._store.get_prefix(Keys.MEMBERS).entries.values() if self._leaving else ()
-        hosts = {member.host for member in map(MemberRecord.from_json, (entry.value for entry in others))}
-        self.last_of_host = self._leaving and self._record.host not in hosts
+        if self._leaving:
+            others = Mirror(self._store.get_prefix(Keys.MEMBERS)).members.values()
+            self.last_of_host = self._record.host not in {member.host for member in others}
 
     # -- the lease ----------------------------------------------------------------------------------
 

@@ -165,7 +165,7 @@ class Decider:
         if view.stopping:
             return Wait()
         for departure in view.left.values():
-            if departure.outcome == "failed":
+            if departure.outcome == "failed" and _takes_part(departure, view):
                 return _stop_after(departure, "failed")
         given_up = hopeless(view.left.values())
         if given_up is not None:
@@ -357,6 +357,13 @@ def _fed(view: View, plan: Plan, pipeline: int) -> Action:
         )
         return WritePlan(new_plan, f"{ready[0].id} draws the batches of pipeline {pipeline}")
     return Wait() if able else Feed(at[-1])
+
+
+def _takes_part(departure: LeftRecord, view: View) -> bool:
+    """Whether it is the job's worker that has ended, and not one that the job goes on without."""
+    plan, restart = view.plan, view.restart
+    starting = plan is None or (plan.unheld and restart is not None and departure.generation == restart.generation)
+    return starting or (plan is not None and departure.id in plan.members)
 
 
 def _stop_after(departure: LeftRecord, what: str) -> StopJob:

@@ -18,7 +18,8 @@ class Ending:
         died: monotonic seconds of its death.
         joined: it has joined a running job, which its failure must not end.
         fatal: a stage is lost, so that no worker can go on.
-        error: what its script has told of its failure; used where ``spared``.
+        error: what its script has told of its failure.
+        done: its script has ended well, and nobody needs it any more.
         spared: its failure counts as a loss, since the job may be able to go on without it.
         step: newest step that it has committed, as far as known.
         terminated: it was ended because the agent was.
@@ -39,11 +40,16 @@ class Ending:
     hung: tuple[Literal["heartbeat", "hang"], float] | None
     broken: BaseException | None
     error: str | None = None
+    done: bool = False
     spared: bool = False
     step: int | None = None
 
     def departure(self, member: str, slot: int, status: int) -> LeftRecord:
         """Classify the end of the worker of ``member`` by its exit ``status``, negative for a signal."""
+        if self.error is not None and status < 0:
+            status = 1  # it had failed before something killed it
+        if self.done and status == -signal.SIGKILL:
+            status = 0
         since, reason = self.died, "exit" if status >= 0 else "signal"
         detail = str(status) if status >= 0 else signal.Signals(-status).name
         code = status if status >= 0 else 128 - status

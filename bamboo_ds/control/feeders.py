@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 
-from .access import ENV_STORE
 from .agent_settings import AgentSettings
 
 logger = logging.getLogger("bamboo_ds.control.feeders")
@@ -45,9 +44,10 @@ class Feeders:
             settings, feeder=True, guest=False, parent_pid=os.getpid(), result_fd=None, state_file=None, extra=None
         )
         command = [sys.executable, "-m", "bamboo_ds.control.agent", *settings.to_arguments()]
-        environment = {**os.environ, ENV_STORE: settings.store}
         # It ends with us, at the latest by `end_descendants`.
-        process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
+        process = subprocess.Popen(
+            command, env=settings.environment(), stdin=subprocess.DEVNULL, start_new_session=True
+        )
         self._processes.append(process)
 
     def tell_to_leave(self) -> None:

@@ -178,10 +178,10 @@ class Leader:
         return any(r.id in plan.members and r.state != "leaving" and not r.feeder for r in mirror.members.values())
 
     def _abdicate(self) -> None:
-        entry = self._store.get(Keys.LEADER)
-        if entry is not None and LeaderRecord.from_json(entry.value).id == self._member:
+        now = Mirror(self._store.get_prefix(Keys.LEADER))
+        if now.leader == self._member:
             logger.info("giving up the leadership: this member leaves")
-            self._store.compare_and_delete(Keys.LEADER, entry.mod_revision)
+            self._store.compare_and_delete(Keys.LEADER, now.revision(Keys.LEADER))
 
     def _tell_last(self, view: View) -> None:
         """Say once that members which should leave cannot, since nobody would be left."""
@@ -233,8 +233,7 @@ class Leader:
         plan = mirror.plan
         if plan is None or plan.epoch == self._pruned or (keys := obsolete(mirror, plan)) is None:
             return
-        for key in keys:
-            self._store.delete(key)
+        self._store.delete_keys(keys)
         self._pruned = plan.epoch
         logger.debug("have removed %d keys of departed members and past epochs", len(keys))
 

@@ -8,7 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, field_validator
 from typing_extensions import Self
 
 from ..topology.roles import Layout
@@ -23,6 +23,13 @@ class Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     schema_version: int = SCHEMA
+
+    @field_validator("schema_version")
+    @classmethod
+    def _known(cls, version: int) -> int:
+        if version > SCHEMA:
+            raise ValueError(f"version {version} of a newer bamboo_ds; this one reads {SCHEMA} at most")
+        return version
 
     def to_json(self) -> str:
         """The record as it is stored."""

@@ -129,12 +129,16 @@ class ExitNotice(Message):
         reason: for people.
         failed: the script failed. That ends the job, so nobody must take the worker for lost meanwhile; unless
             ``bamboo.recovery.on_exception`` says otherwise.
+        code: the exit code that it is going to have, if it failed.
+        done: the script has ended well, and nobody needs the worker any more.
         step: newest step that it has committed.
     """
 
     type: Literal["exit"] = "exit"
     reason: str
     failed: bool = False
+    code: int = 1
+    done: bool = False
     step: int | None = None
 
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import TypeVar
 
+from pydantic import BaseModel, Field, ValidationError
+
+from ..errors import ProtocolError
 from ..store.records import KeyValue, Snapshot, WatchEvent
+from ..topology import plan as plans
 from ..topology.plan import Plan
 from .membership import (
     Keys,
@@ -23,17 +28,31 @@ from .membership import (
     VoucherRecord,
 )
 
+logger = logging.getLogger("bamboo_ds.control.mirror")
+
 R = TypeVar("R", bound=Record)
 
 #: Epochs whose nonces are known, the newest ones: more than one attempt to write a plan is hardly ever under way.
 _KNOWN_NONCES = 64
 
 
+class _Version(BaseModel):
+    """What plans of all versions have."""
+
+    number: int = Field(alias="schema")
+
+
 class Mirror:
-    """All keys of a job. Not thread-safe: one thread applies and reads."""
+    """All keys of a job. Not thread-safe: one thread applies and reads.
+
+    A record that cannot be read (a newer version's, somebody's mistake) is told in the log and counts for nothing: what
+    its key held before, if that is known, stays in force. Without the plan nothing can be done: reading one raises
+    :class:`ProtocolError`, also here and in :meth:`apply`.
+    """
 
     def __init__(self, snapshot: Snapshot) -> None:
         self._entries: dict[str, KeyValue] = dict(snapshot.entries)
+        self._records_read: dict[str, tuple[int, Record | None]] = {}  # by key: revision, and what counts
         self._plan: tuple[int, Plan] | None = None
         self._nonces: dict[int, str] = {}
         self._note_plan()
@@ -44,6 +63,7 @@ class Mirror:
             self._entries[event.key] = event.kv
         else:
             self._entries.pop(event.key, None)
+            self._records_read.pop(event.key, None)
         if event.key == Keys.PLAN:
             self._note_plan()
 
@@ -64,7 +84,7 @@ class Mirror:
         if entry is None:
             return None
         if self._plan is None or self._plan[0] != entry.mod_revision:
-            self._plan = (entry.mod_revision, Plan.from_json(entry.value))
+            self._plan = (entry.mod_revision, _read_plan(entry))
         return self._plan[1]
 
     @property
@@ -75,14 +95,13 @@ class Mirror:
     @property
     def leader(self) -> str | None:
         """The leading member."""
-        entry = self._entries.get(Keys.LEADER)
-        return LeaderRecord.from_json(entry.value).id if entry else None
+        record = self.get(Keys.LEADER, LeaderRecord)
+        return record.id if record else None
 
     @property
     def stop(self) -> StopRecord | None:
         """The request to end the job."""
-        entry = self._entries.get(Keys.STOP)
-        return StopRecord.from_json(entry.value) if entry else None
+        return self.get(Keys.STOP, StopRecord)
 
     @property
     def restart(self) -> RestartRecord | None:
@@ -139,11 +158,38 @@ class Mirror:
         return {record.id: record for record in self._records(Keys.PROGRESS, ProgressRecord)}
 
     def get(self, key: str, kind: type[R]) -> R | None:
-        """The record at ``key``, if any."""
+        """The record at ``key``, if there is one that can be read."""
         entry = self._entries.get(key)
-        return kind.from_json(entry.value) if entry else None
+        if entry is None:
+            return None
+        revision, record = self._records_read.get(key, (0, None))
+        if revision != entry.mod_revision:
+            try:
+                record = kind.from_json(entry.value)
+            except ValidationError as error:
+                logger.error("%s in etcd cannot be read and is left out: %s", key, _faults(error))
+            self._records_read[key] = entry.mod_revision, record
+        return record if isinstance(record, kind) else None
 
     def _records(self, prefix: str, kind: type[R]) -> Iterator[R]:
-        for key, entry in self._entries.items():
-            if key.startswith(prefix):
-                yield kind.from_json(entry.value)
+        found = (self.get(key, kind) for key in self._entries if key.startswith(prefix))
+        return (record for record in found if record is not None)
+
+
+def _read_plan(entry: KeyValue) -> Plan:
+    try:
+        version = _Version.model_validate_json(entry.value).number
+        if version <= plans.SCHEMA:
+            return Plan.from_json(entry.value)
+    except ValidationError as error:
+        raise ProtocolError(f"the plan in etcd cannot be read: {_faults(error)}") from error
+    raise ProtocolError(
+        f"the plan in etcd has version {version}, but the bamboo_ds of this member reads {plans.SCHEMA} at most: all "
+        "members of a job need the same version of the package"
+    )
+
+
+def _faults(error: ValidationError) -> str:
+    """What is wrong, without the values: there are secrets among them."""
+    faults = error.errors(include_url=False, include_input=False, include_context=False)
+    return "; ".join(f"{'.'.join(map(str, fault['loc'])) or 'the whole'}: {fault['msg']}" for fault in faults)

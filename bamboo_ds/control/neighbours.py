@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import EXIT_FATAL_LOSS
-from .membership import Keys, LeaderRecord, LeftRecord, MemberRecord, boot_id, in_slot_order
+from .membership import Keys, LeftRecord, MemberRecord, boot_id, in_slot_order
+from .mirror import Mirror
 
 if TYPE_CHECKING:
     from ..store import Store
@@ -63,9 +64,9 @@ def report_dead_agent(store: Store, record: MemberRecord, died: float, detail: s
     )
     store.create(Keys.left(record.id), departure.to_json())
     store.delete(key)
-    leader = store.get(Keys.LEADER)
-    if leader and LeaderRecord.from_json(leader.value).id == record.id:
-        store.compare_and_delete(Keys.LEADER, leader.mod_revision)
+    now = Mirror(store.get_prefix(Keys.LEADER))
+    if now.leader == record.id:
+        store.compare_and_delete(Keys.LEADER, now.revision(Keys.LEADER))
 
 
 def watched_by(me: str, members: Iterable[MemberRecord], space: str) -> dict[str, MemberRecord]:

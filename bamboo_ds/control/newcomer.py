@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ..store import Store
 from ..topology import Plan, ends
-from .membership import JobRecord, Keys, MemberRecord
+from .membership import JobRecord, Keys
 from .mirror import Mirror
 
 #: Members at home at the ends of each pipeline, where scripts have iterators over its batches.
@@ -70,7 +70,7 @@ def find_vacancy(
     spec, newest = mirror.get(Keys.SPEC, JobRecord), mirror.restart
     size, fatal = len(plan.owners), restart or bool(plan.unheld)
     waiting = [record.home for record in mirror.members.values() if record.id not in plan.members]
-    taken = [MemberRecord.from_json(e.value).slot for e in store.get_prefix(Keys.MEMBERS).entries.values()]
+    taken = [record.slot for record in Mirror(store.get_prefix(Keys.MEMBERS)).members.values()]
     kept = own_slot if fatal else None
     return Vacancy(
         slot=claim_slot(store, max([size - 1, *taken]) + 1) if kept is None else kept,

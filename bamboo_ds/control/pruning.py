@@ -43,7 +43,8 @@ def obsolete(mirror: Mirror, plan: Plan) -> list[str] | None:
     keys: list[str] = []
     for key, revision in mirror.revisions():
         if key.startswith(Keys.EPOCHS):
-            if int(key.split("/")[1]) <= plan.epoch - KEPT_EPOCHS:
+            epoch = key.split("/")[1]
+            if epoch.isdecimal() and int(epoch) <= plan.epoch - KEPT_EPOCHS:
                 keys.append(key)
         elif key.startswith(_OF_MEMBERS):
             owners = [member for member in key.split("/")[1:] if member not in needed]

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, NoReturn
 
-from .access import ENV_STORE
 from .agent_settings import AgentSettings
 
 #: What an agent handles. Blocked until its handlers are there: an early one would kill it.
@@ -52,7 +51,7 @@ def reexecute(settings: AgentSettings) -> NoReturn:
     signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED_SIGNALS)
     for fd in _open_descriptors():
         _pass_on(fd, fd == settings.result_fd)
-    os.execve(sys.executable, arguments, {**os.environ, ENV_STORE: settings.store})
+    os.execve(sys.executable, arguments, settings.environment())
 
 
 def _open_descriptors() -> list[int]:

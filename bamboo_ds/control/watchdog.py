@@ -18,6 +18,8 @@ class Watchdog:
         heartbeat_timeout_s: seconds without a heartbeat after which it hangs.
         start_timeout_s: the same for a worker that has not committed a step yet. It loads libraries, which holds
             Python's global lock, for as long as a cold file system takes.
+        first_timeout_s: seconds from now on after which it hangs if it has had no heartbeat yet; ``None``: never, since
+            its script may prepare data, for as long as that takes.
         hang_timeout_s: seconds without progress after which it hangs; ``None``: as the heartbeats suggest.
 
     Attributes:
@@ -25,7 +27,15 @@ class Watchdog:
         hung: how it hangs, and since when in monotonic seconds; ``None``: it does not. Stays once it is set.
     """
 
-    def __init__(self, heartbeat_timeout_s: float, start_timeout_s: float, hang_timeout_s: float | None) -> None:
+    def __init__(
+        self,
+        heartbeat_timeout_s: float,
+        start_timeout_s: float,
+        hang_timeout_s: float | None,
+        first_timeout_s: float | None = None,
+    ) -> None:
+        self._born = time.monotonic()
+        self._first_timeout_s = first_timeout_s
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self.patience_s = max(heartbeat_timeout_s, start_timeout_s)
         self._hang_timeout_s = hang_timeout_s
@@ -33,13 +43,27 @@ class Watchdog:
         self._beats = 0
         self.hung: tuple[Literal["heartbeat", "hang"], float] | None = None
 
-    def silent(self, last_sign_of_life: float | None) -> bool:
-        """Whether it has just been found to be without heartbeat."""
-        now = time.monotonic()
-        if self.hung is not None or last_sign_of_life is None or now - last_sign_of_life < self.patience_s:
+    def due(self, last_sign_of_life: float | None, closed: bool = False) -> float | None:
+        """When it will have been without heartbeat for too long, in monotonic seconds; ``None``: never.
+
+        Args:
+            last_sign_of_life: its newest heartbeat; ``None``: there was none yet, or none is expected any more.
+            closed: none is.
+        """
+        if self.hung is not None or closed:
+            return None
+        if last_sign_of_life is not None:
+            return last_sign_of_life + self.patience_s
+        return None if self._first_timeout_s is None else self._born + self._first_timeout_s
+
+    def silent(self, last_sign_of_life: float | None, closed: bool = False) -> bool:
+        """Whether it has just been found to be without heartbeat. Arguments as of :meth:`due`."""
+        now, due = time.monotonic(), self.due(last_sign_of_life, closed)
+        if due is None or now < due:
             return False
-        self.hung = "heartbeat", last_sign_of_life
-        logger.error("no heartbeat of the worker for %.1f s", now - last_sign_of_life)
+        since = self._born if last_sign_of_life is None else last_sign_of_life
+        self.hung = "heartbeat", since
+        logger.error("no heartbeat of the worker for %.1f s", now - since)
         return True
 
     def stuck(self, heartbeat: Heartbeat) -> bool:

@@ -306,7 +306,7 @@ class EventWriter:
         self._lock = threading.Lock()
         self._fd: int | None = None
         if self.path is not None:
-            self._fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            self._fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
     def emit(self, event: Event) -> None:
         """Append one line. A call after :meth:`close` is dropped, like with ``path=None``."""

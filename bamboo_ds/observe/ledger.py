@@ -109,7 +109,7 @@ class LedgerWriter:
         data = (b"\n" if self._torn else b"") + line.to_json().encode() + b"\n"
         try:
             os.makedirs(os.path.dirname(self._path), exist_ok=True)
-            descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
                 written = os.write(descriptor, data)
             finally:

@@ -14,6 +14,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from urllib.parse import quote, unquote
 
@@ -180,16 +181,44 @@ def point_latest(folder: Path, tag: str) -> bool:
     Returns:
         Whether it names ``tag`` now.
     """
-    file = folder / "latest"
-    mine = read_manifest(folder / tag)
+    file, named = folder / "latest", tag
+    read_manifest(folder / tag)
+    if _is_newer(folder, _tag_in(file), tag):
+        return False  # this member was slow, and is no longer the one that leads
+    fresh = folder / f"{NEW}{secrets.token_hex(4)}-latest"
+    write_atomically(fresh, tag)
     try:
-        other = read_manifest(folder / file.read_text().strip())
-        if other.job == mine.job and other.serial > mine.serial:
-            return False  # this member was slow, and is no longer the one that leads
-    except (FileNotFoundError, CheckpointError):
-        pass
-    write_atomically(file, tag)
-    return True
+        with suppress(OSError):  # there is one, or it is a file system without links
+            os.link(fresh, file)
+        while file.exists() and _exchange(fresh, file):
+            # The one that leads may have written since this member looked: then its tag is put back.
+            before = _tag_in(fresh)
+            if not _is_newer(folder, before, named):
+                break
+            named = before
+        else:
+            os.replace(fresh, file)
+    finally:
+        fresh.unlink(missing_ok=True)
+    sync_folder(folder)
+    return named == tag
+
+
+def _tag_in(file: Path) -> str:
+    """What ``file`` names; nothing if it is not there."""
+    try:
+        return file.read_text().strip()
+    except FileNotFoundError:
+        return ""
+
+
+def _is_newer(folder: Path, one: str, other: str) -> bool:
+    """Whether ``one`` is a complete checkpoint of the same job as ``other``, and newer."""
+    try:
+        first, second = read_manifest(folder / one), read_manifest(folder / other)
+    except CheckpointError:
+        return False
+    return first.job == second.job and first.serial > second.serial
 
 
 def prune(folder: Path, job: str, keep: int, newest: Path) -> list[Path]:

@@ -7,7 +7,7 @@ import math
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -19,6 +19,9 @@ from .records import KeyValue, Snapshot, TlsFiles, WatchEvent
 from .watch import HealthMonitor, Watch
 
 log = logging.getLogger(__name__)
+
+#: What etcd takes in one transaction by default (its option max-txn-ops).
+_TXN_OPERATIONS = 128
 
 
 class Store:
@@ -123,6 +126,15 @@ class Store:
         if answer.message.succeeded:
             return True
         return answer.ambiguous and not answer.message.responses[0].response_range.kvs
+
+    def delete_keys(self, keys: Iterable[str]) -> None:
+        """Delete these keys, as many in one transaction as etcd takes."""
+        erase = [
+            rpc.RequestOp(request_delete_range=rpc.DeleteRangeRequest(key=self._keys.absolute(key))) for key in keys
+        ]
+        for first in range(0, len(erase), _TXN_OPERATIONS):
+            request = rpc.TxnRequest(success=erase[first : first + _TXN_OPERATIONS])
+            self._connection.call(lambda link: link.kv.Txn, request)
 
     def delete_prefix(self, prefix: str) -> int:
         """Delete all keys that start with ``prefix``; returns how many the last attempt found."""

@@ -9,7 +9,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tenacity import RetryCallState, Retrying, retry_if_exception_type, sleep_using_event, stop_after_delay
+from tenacity import (
+    RetryCallState,
+    Retrying,
+    retry_if_exception_type,
+    sleep_using_event,
+    stop_after_delay,
+    wait_random_exponential,
+)
 
 from ..errors import LeaseExpired, StoreError, StoreUnavailable
 from .endpoints import Certificates, Endpoint
@@ -30,10 +37,12 @@ _OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
 )
-_BACKOFF_S = (0.02, 0.5)
+#: Members that lost the same etcd do not come back to it in step.
+_BACKOFF = wait_random_exponential(multiplier=0.02, max=0.5)
+#: Seconds that an etcd under load may take for an answer; the shortest leases allow it.
+_ATTEMPT_S = 2.0
 _BROKEN = (
     grpc.StatusCode.UNAVAILABLE,
-    grpc.StatusCode.DEADLINE_EXCEEDED,
     grpc.StatusCode.CANCELLED,  # the channel was closed under the request
     grpc.StatusCode.INTERNAL,  # the stream was reset
 )
@@ -41,6 +50,10 @@ _BROKEN = (
 
 class Broken(Exception):
     """The connection failed under a request, which may or may not have been carried out."""
+
+
+class Silent(Broken):
+    """No answer came in time."""
 
 
 class StaleToken(Exception):
@@ -71,6 +84,8 @@ class Link:
         self._token: Metadata | None = None
         self._token_lock = threading.Lock()
         self.closed = False
+        #: Monotonic seconds of the newest answer, to whatever request.
+        self.heard_at = 0.0
 
     def metadata(self, timeout_s: float) -> Metadata:
         """What authenticates a request; asks etcd for a token the first time."""
@@ -98,9 +113,11 @@ class Link:
     def invoke(self, method: Any, request: Any, timeout_s: float, metadata: Metadata) -> Any:
         """One attempt of one unary request. Raises as :meth:`translate` says."""
         try:
-            return method(request, timeout=timeout_s, metadata=metadata)
+            answer = method(request, timeout=timeout_s, metadata=metadata)
         except (grpc.RpcError, ValueError) as error:
             raise self.translate(error) from error
+        self.heard_at = time.monotonic()
+        return answer
 
     def translate(self, error: BaseException) -> Exception:
         """The error of this package for one of gRPC's (``ValueError`` is its word for a closed channel)."""
@@ -110,6 +127,8 @@ class Link:
             return StoreError(f"gRPC refuses the request to {self.endpoint}: {error}")
         code, details = error.code(), str(error.details() or "")  # type: ignore[attr-defined]
         message = f"{code.name.lower().replace('_', ' ')}: {details}"
+        if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+            return Silent(message)
         if code in _BROKEN or (code is grpc.StatusCode.UNKNOWN and "Stream removed" in details):
             return Broken(message)
         if "invalid auth token" in details or "revision of auth store is old" in details or "auth: revision" in details:
@@ -155,7 +174,7 @@ class Connection:
         self.endpoints = tuple(endpoints)
         self.timeout_s = timeout_s
         # So that one silent endpoint leaves time to try each of them, and itself again.
-        self._attempt_s = max(0.2, timeout_s / (len(self.endpoints) + 1))
+        self._attempt_s = max(_ATTEMPT_S, timeout_s / (len(self.endpoints) + 1))
         self._secrets = (certificates, user, password)
         self._lock = threading.Lock()
         self._link: Link | None = None
@@ -188,8 +207,12 @@ class Connection:
         link.close()
 
     def attempt(self, link: Link, method: Callable[[Link], Any], request: Any, timeout_s: float) -> Any:
-        """One try; ``link`` is abandoned if broken. Raises :class:`Broken` or :class:`StoreError`."""
-        deadline = time.monotonic() + timeout_s
+        """One try; ``link`` is abandoned if broken. Raises :class:`Broken` or :class:`StoreError`.
+
+        A link over which something else was answered meanwhile is slow, not broken: its watches go on.
+        """
+        begin = time.monotonic()
+        deadline = begin + timeout_s
         try:
             try:
                 return link.invoke(method(link), request, timeout_s, link.metadata(timeout_s))
@@ -200,7 +223,8 @@ class Connection:
         except StaleToken as error:
             raise StoreError(f"etcd at {link.endpoint} refuses a fresh token: {error}") from error
         except Broken as error:
-            self.abandon(link, error)
+            if not (isinstance(error, Silent) and link.heard_at >= begin):
+                self.abandon(link, error)
             raise
 
     def call(self, method: Callable[[Link], Any], request: Any) -> Answer:
@@ -241,9 +265,8 @@ class Connection:
             ) from error
 
     def _backoff(self, state: RetryCallState) -> float:
-        """Seconds to wait: none before another endpoint is tried, doubling from round to round."""
-        rounds, rest = divmod(state.attempt_number, len(self.endpoints))
-        return 0.0 if rest else float(min(_BACKOFF_S[1], _BACKOFF_S[0] * 2 ** min(rounds - 1, 10)))
+        """Seconds to wait: none before another endpoint is tried, longer from round to round."""
+        return 0.0 if state.attempt_number % len(self.endpoints) else _BACKOFF(state)
 
     def close(self) -> None:
         """Cancel everything in flight; no request works afterwards. Idempotent."""

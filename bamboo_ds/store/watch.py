@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -27,7 +28,7 @@ log = logging.getLogger(__name__)
 
 #: A silent connection is noticed within the sum of both, in seconds.
 PROBE_INTERVAL_S = 1.0
-PROBE_TIMEOUT_S = 1.5
+PROBE_TIMEOUT_S = 2.0
 
 
 class Watch:
@@ -221,9 +222,11 @@ class _Stream:
 
     def __next__(self) -> Any:
         try:
-            return next(self._call)
+            response = next(self._call)
         except grpc.RpcError as error:
             raise self._broken(error) from error
+        self.link.heard_at = time.monotonic()
+        return response
 
     def _broken(self, error: BaseException) -> Exception:
         known = error if isinstance(error, Broken) else self.link.translate(error)

@@ -16,6 +16,7 @@ import subprocess
 import threading
 import time
 import urllib.request
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -165,15 +166,18 @@ class Proxy:
     """A TCP proxy in front of etcd, to break connections in chosen ways.
 
     ``mode``: ``pass`` forwards; ``cut`` closes all connections and refuses new ones; ``deaf`` forwards
-    requests and swallows every answer; ``hole`` swallows everything.
+    requests and swallows every answer; ``hole`` swallows everything; ``slow`` delivers answers ``delay_s`` seconds
+    late, and counts them in ``delayed``. ``accepted`` counts connections.
     """
+
+    delay_s = 0.0
 
     def __init__(self, port: int) -> None:
         self._target = port
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         self.mode = self._wanted = "pass"
-        self.swallowed = 0
+        self.swallowed = self.delayed = self.accepted = 0
         self._wake, self._waker = socket.socketpair()
         self._done = False
         self._changed = threading.Condition()
@@ -204,8 +208,17 @@ class Proxy:
                     upstream.pop(end, None)
                     end.close()
 
+        late: deque[tuple[float, socket.socket, bytes]] = deque()
         while not self._done:
-            ready, _, _ = select.select([self._listener, self._wake, *pairs], [], [])
+            timeout = max(0.0, late[0][0] - time.monotonic()) if late else None
+            ready, _, _ = select.select([self._listener, self._wake, *pairs], [], [], timeout)
+            while late and late[0][0] <= time.monotonic():
+                _, sock, data = late.popleft()
+                if sock in pairs:
+                    try:
+                        pairs[sock].sendall(data)
+                    except OSError:
+                        drop(sock)
             for sock in ready:
                 if sock is self._wake:
                     self._wake.recv(64)
@@ -216,6 +229,7 @@ class Proxy:
                     self._applied.set()
                 elif sock is self._listener:
                     client, _ = sock.accept()
+                    self.accepted += 1
                     try:
                         if self.mode == "cut":
                             raise ConnectionError
@@ -235,6 +249,10 @@ class Proxy:
                             with self._changed:
                                 self.swallowed += 1
                                 self._changed.notify_all()
+                        elif answer and (late or self.mode == "slow"):
+                            self.delayed += 1
+                            due = time.monotonic() + (self.delay_s if self.mode == "slow" else 0.0)
+                            late.append((max(due, late[-1][0] if late else 0.0), sock, data))
                         else:
                             pairs[sock].sendall(data)
                     except OSError:

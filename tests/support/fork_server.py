@@ -65,7 +65,7 @@ MODULES = (
     "bamboo_ds.launch",
     "bamboo_ds.supported",
 )
-_AGENT, _COMMAND = "bamboo_ds.control.agent", "bamboo_ds.cli.main"
+_AGENT, _COMMAND, _SCRIPT = "bamboo_ds.control.agent", "bamboo_ds.cli.main", "bamboo_ds.control.script"
 #: Descriptors that a process is given lie above this one until they get their own numbers.
 _HIGH_FD = 500
 _LARGEST_REQUEST = 1 << 20
@@ -286,7 +286,7 @@ def _is_agent(arguments: Sequence[str]) -> bool:
 
 
 def _is_script(arguments: Sequence[str]) -> bool:
-    return list(arguments[:2]) == [sys.executable, "-u"] and arguments[2].endswith(".py")
+    return list(arguments[:4]) == [sys.executable, "-u", "-m", _SCRIPT] and arguments[4].endswith(".py")
 
 
 class ForkingPopen(subprocess.Popen):  # type: ignore[type-arg]

@@ -22,7 +22,7 @@ from typing import IO, Any
 import psutil
 import pytest
 
-from bamboo_ds.control.access import ENV_STORE
+from bamboo_ds.control.access import ENV_NOTICES, ENV_STORE
 from bamboo_ds.control.agent_settings import AgentSettings, script_command
 from bamboo_ds.control.membership import LeftRecord, MemberRecord
 from bamboo_ds.store.embedded import EmbeddedEtcd
@@ -220,7 +220,7 @@ class HostJob(RunningJob):
         with open(self.folder / f"agent-{slot}.log", "wb") as log:
             process = start(
                 command,
-                {**self.env, ENV_STORE: agent.store},
+                {**self.env, ENV_STORE: agent.store, ENV_NOTICES: agent.notices or ""},
                 log.fileno(),
                 pass_fds=[writing],
                 namespace=self.hosts.name(host),

@@ -24,7 +24,12 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class MetadataServer:
-    """One HTTP server. Attributes may be changed at any time, by :meth:`change` where somebody waits for it."""
+    """One HTTP server. Attributes may be changed at any time, by :meth:`change` where somebody waits for it.
+
+    ``date`` is that of answers, if it is not this host's.
+    """
+
+    date: str | None = None
 
     def __init__(self) -> None:
         self.port = 0
@@ -130,6 +135,8 @@ class MetadataServer:
             response = web.Response(status=error.status, text=error.text)
         finally:
             self._note(lambda: setattr(self, "held", self.held - 1))
+        if self.date is not None:
+            response.headers["Date"] = self.date
         self._note(lambda: self.statuses.update([response.status]))
         return response
 

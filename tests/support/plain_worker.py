@@ -90,8 +90,17 @@ for text in words:
     elif word == "close":
         channel.close()
         tell("threads", names=[t.name for t in threading.enumerate()])
+    elif word == "done":  # it has nothing to do any more, and does not end
+        channel.exit_notice("a test says so", done=True)
+        channel.close()
+        tell("done")
     elif word == "exit":
         channel.close()
         sys.exit(int(rest[0]))
+    elif word == "linger":  # it fails, and a thread keeps it from ending
+        channel.exit_notice("RuntimeError: a test says so", failed=True)
+        threading.Thread(target=threading.Event().wait).start()
+        tell("lingers")
+        raise RuntimeError("a test says so")
     elif word == "raise":
         raise RuntimeError("a test says so")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import AwareDatetime, BaseModel, Field
 
-from .notice import Clock, Notice, seconds_until, utc_now
+from .notice import Notice, seconds_until
 from .transport import Answer, SourceBroken, request
 
 if TYPE_CHECKING:
@@ -39,15 +39,13 @@ class AwsSource:
     Args:
         base_url: URL of the service, without a path.
         token_ttl_s: life of the session token in seconds; a new one is fetched when the service refuses it.
-        clock: tells the time that a notice's own time is compared with.
     """
 
     name = "aws"
 
-    def __init__(self, base_url: str = AWS_URL, *, token_ttl_s: int = _TOKEN_TTL_S, clock: Clock = utc_now) -> None:
+    def __init__(self, base_url: str = AWS_URL, *, token_ttl_s: int = _TOKEN_TTL_S) -> None:
         self.where = base_url
         self._token_ttl_s = token_ttl_s
-        self._clock = clock
         self._token: str | None = None
 
     async def poll(self, session: aiohttp.ClientSession) -> Notice | None:
@@ -56,7 +54,7 @@ class AwsSource:
         if answer.status == 200:
             found = answer.parse(_InstanceAction)
             # Hibernation begins with the notice.
-            left_s = 0.0 if found.action == "hibernate" else seconds_until(found.time, self._clock)
+            left_s = 0.0 if found.action == "hibernate" else seconds_until(found.time, answer.now)
             what = f"spot instance-action {found.action} at {found.time.isoformat()}"
             return Notice("preempt", self.name, what, left_s, key=what)
         answer = (await self._get(session, _REBALANCE)).expect(200, 404)

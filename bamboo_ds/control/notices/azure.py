@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import logging
 import math
-from datetime import datetime, timezone
-from email.utils import parsedate_to_datetime
+from datetime import datetime
 from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, Field, field_validator
 
-from .notice import Clock, Notice, NoticeKind, seconds_until, utc_now
-from .transport import ANSWER_TIMEOUT_S, SourceBroken, request
+from .notice import Notice, NoticeKind, seconds_until
+from .transport import ANSWER_TIMEOUT_S, SourceBroken, http_date, request
 
 if TYPE_CHECKING:
     import aiohttp
@@ -52,21 +51,20 @@ class _Event(BaseModel):
             return None
         if not isinstance(value, str):
             raise ValueError("not a date")
-        when = parsedate_to_datetime(value)
-        return when if when.tzinfo is not None else when.replace(tzinfo=timezone.utc)
+        return http_date(value)
 
     def names(self, machine: str) -> bool:
         """Whether it will happen to ``machine``."""
         return machine.casefold() in (name.casefold() for name in self.resources)
 
-    def notice(self, source: str, clock: Clock) -> Notice:
+    def notice(self, source: str, now: datetime) -> Notice:
         """What it means to a machine that it names."""
         kind: NoticeKind = "preempt" if self.type in _PREEMPTIONS else "maintenance"
         started = self.not_before is None or self.status == "Started"
         if started or self.not_before is None:
             left_s, begin = 0.0, "now"
         else:
-            left_s, begin = seconds_until(self.not_before, clock), f"not before {self.not_before.isoformat()}"
+            left_s, begin = seconds_until(self.not_before, now), f"not before {self.not_before.isoformat()}"
         what = f"scheduled event {self.id}: {self.type} {begin}"
         detail = f"{what} ({self.description})" if self.description else what
         return Notice(kind, source, detail, left_s, vanishes=self.type not in _PAUSES, key=what)
@@ -83,14 +81,12 @@ class AzureSource:
 
     Args:
         base_url: URL of the service, without a path.
-        clock: tells the time that ``NotBefore`` is compared with.
     """
 
     name = "azure"
 
-    def __init__(self, base_url: str = AZURE_URL, *, clock: Clock = utc_now) -> None:
+    def __init__(self, base_url: str = AZURE_URL) -> None:
         self.where = base_url
-        self._clock = clock
         self._machine: str | None = None
         self._answered = False
         self._events: dict[str, _Event] = {}
@@ -109,7 +105,8 @@ class AzureSource:
         )
         document = answer.expect(200).parse(_Document)
         self._answered = True
-        mine = [(event, event.notice(self.name, self._clock)) for event in document.events]
+        now = answer.now
+        mine = [(event, event.notice(self.name, now)) for event in document.events]
         mine = [(event, notice) for event, notice in mine if event.names(self._machine)]
         self._events.update({notice.key: event for event, notice in mine})
         return min((notice for _, notice in mine), key=_urgency, default=None)

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import datetime
 from typing import TYPE_CHECKING, Literal, Protocol
 
 if TYPE_CHECKING:
     import aiohttp
 
 NoticeKind = Literal["preempt", "rebalance", "maintenance", "leave"]
-
-#: Tells the current time, with its time zone.
-Clock = Callable[[], datetime]
 
 
 @dataclass(frozen=True)
@@ -70,11 +66,6 @@ class NoticeSource(Protocol):
         """
 
 
-def utc_now() -> datetime:
-    """The current time."""
-    return datetime.now(timezone.utc)
-
-
-def seconds_until(when: datetime, clock: Clock) -> float:
-    """Seconds from now to ``when``, 0 if that has passed."""
-    return max(0.0, (when - clock()).total_seconds())
+def seconds_until(when: datetime, now: datetime) -> float:
+    """Seconds from ``now`` to ``when``, 0 if that has passed."""
+    return max(0.0, (when - now).total_seconds())

@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import datetime, timezone
+from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -55,6 +57,14 @@ class Answer:
         return self
 
     @property
+    def now(self) -> datetime:
+        """The service's time when it answered, which is what its notices go by; this host's where it does not tell."""
+        try:
+            return http_date(self.headers["Date"])
+        except (KeyError, ValueError):
+            return datetime.now(timezone.utc)
+
+    @property
     def text(self) -> str:
         """The body as text without white space around it; raises :class:`SourceBroken` if it is none."""
         try:
@@ -65,6 +75,12 @@ class Answer:
     def parse(self, model: type[Model]) -> Model:
         """The body as JSON of the form ``model``; raises :class:`SourceBroken` for anything else."""
         return parse_json(model, self.body, self.url)
+
+
+def http_date(text: str) -> datetime:
+    """The time that an HTTP date means; raises ``ValueError`` for anything else."""
+    when = parsedate_to_datetime(text)
+    return when if when.tzinfo is not None else when.replace(tzinfo=timezone.utc)
 
 
 def parse_json(model: type[Model], body: bytes, where: str) -> Model:

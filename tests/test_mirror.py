@@ -1,0 +1,66 @@
+"""What members make of the keys of their job."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from bamboo_ds.control.membership import Keys, MemberRecord
+from bamboo_ds.control.mirror import Mirror
+from bamboo_ds.control.pruning import obsolete
+from bamboo_ds.errors import ProtocolError
+from bamboo_ds.observe.logs import LOGGER
+from bamboo_ds.store.records import KeyValue, Snapshot, WatchEvent
+from bamboo_ds.topology import Layout
+from bamboo_ds.topology.planner import initial_plan, with_redundancy
+
+GOOD = MemberRecord(id="a", slot=0, host="h", address="127.0.0.1", pid=1, agent_pid=2, incarnation="x")
+KINDS = (Keys.LEFT, Keys.REPORTS, Keys.STANDINGS, Keys.SUSPECTS, Keys.VOUCHERS, Keys.PROGRESS, Keys.NOTICES)
+
+
+def put(key: str, value: str, revision: int) -> WatchEvent:
+    return WatchEvent("put", key, KeyValue(key, value, revision, 1))
+
+
+def view(mirror: Mirror) -> None:
+    """Read all that there is, as an agent does again and again."""
+    assert (mirror.leader, mirror.stop, mirror.restart) == (None, None, None)
+    found = (mirror.left, mirror.reports, mirror.standings, mirror.suspicions, mirror.vouched, mirror.progress)
+    assert not any(found) and not mirror.notices
+
+
+def test_records_that_cannot_be_read_are_told_once_and_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.ERROR, LOGGER)
+    bad = [f"{kind}a" for kind in KINDS] + [Keys.LEADER, Keys.STOP, Keys.RESTART]
+    entries = {key: KeyValue(key, '{"token": "secret"}', n + 1, 1) for n, key in enumerate([*bad, "epochs/x/store"])}
+    mirror = Mirror(Snapshot(entries, 100))
+    for _ in range(3):
+        view(mirror)
+    assert sorted(record.args[0] for record in caplog.records) == sorted(bad)  # type: ignore[index]
+    assert "secret" not in caplog.text and "Field required" in caplog.text
+    mirror.apply(put(Keys.STOP, "{}", 101))
+    view(mirror)
+    assert len(caplog.records) == len(bad) + 1
+    plan = with_redundancy(initial_plan(["a", "b"]), Layout(1, 2), True)
+    assert obsolete(mirror, plan) is None
+
+
+@pytest.mark.parametrize("change", [("running", "draining"), ('"schema_version":1', '"schema_version":2')])
+def test_a_member_whose_record_cannot_be_read_is_still_there(change: tuple[str, str]) -> None:
+    key = Keys.member("a")
+    mirror = Mirror(Snapshot({key: KeyValue(key, GOOD.to_json(), 1, 1)}, 1))
+    assert mirror.members == {"a": GOOD}
+    mirror.apply(put(key, GOOD.to_json().replace(*change), 2))
+    assert mirror.members == {"a": GOOD}
+    mirror.apply(WatchEvent("delete", key, KeyValue(key, "", 3, 0)))
+    assert mirror.members == {}
+
+
+def test_a_plan_that_cannot_be_read_is_an_error() -> None:
+    plan = initial_plan(["a", "b"]).to_json()
+    mirror = Mirror(Snapshot({}, 1))
+    with pytest.raises(ProtocolError, match=r"has version 2.* reads 1 at most.* same version"):
+        mirror.apply(put(Keys.PLAN, plan.replace('"schema":1', '"schema":2'), 2))
+    with pytest.raises(ProtocolError, match=r"cannot be read: owners\.0: "):
+        Mirror(Snapshot({Keys.PLAN: KeyValue(Keys.PLAN, plan.replace('"owners":[', '"owners":[null,'), 3, 1)}, 3))

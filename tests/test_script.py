@@ -1,0 +1,120 @@
+"""A script under a worker's eyes runs as under the interpreter alone, and each of its ends is seen."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bamboo_ds.control.agent_settings import observed
+
+from .support.jobs import SUPPORT, environment, run_bamboo, write_config
+
+STUB = ("-m", "bamboo_ds.control.script")
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ((), ("train.py", "-m", "x")),
+        (("-u",), ("-m", "package.train", "--a")),
+        (("-uB", "-W", "ignore", "-Xdev", "-X", "utf8"), ("train.py",)),
+    ],
+)
+def test_python_is_observed(before: tuple[str, ...], after: tuple[str, ...]) -> None:
+    for python in (sys.executable, "python3"):
+        assert observed((python, *before, *after)) == (python, *before, *STUB, *after)
+
+
+@pytest.mark.parametrize(
+    "command", [("bash", "train.sh"), ("python", "-c", "pass"), ("python", "-um", "x"), ("python", "-"), ("python",)]
+)
+def test_what_is_no_script_runs_as_it_is(command: tuple[str, ...]) -> None:
+    assert observed(command) == command
+
+
+SEEN = """
+import json, multiprocessing, os, sys, __main__
+def work(): pass
+if __name__ == "__main__":
+    child = multiprocessing.get_context("spawn").Process(target=work)
+    child.start()
+    child.join()
+    assert __main__.work is work and __main__.__dict__ is globals()
+    spec = __spec__ and __spec__.name
+    print(json.dumps([__file__, __name__, spec, __package__, sys.argv, sys.path, child.exitcode]), flush=True)
+    import atexit
+    atexit.register(lambda: print("at exit", __main__.work is work))
+"""
+ENDINGS = {
+    "pass": 0,
+    "raise SystemExit(3)": 3,
+    "raise SystemExit('why')": 1,
+    "sys.exit()": 0,
+    "raise KeyboardInterrupt": -2,
+    "None.x": 1,
+    "1 +": 1,
+}
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_a_script_runs_as_by_itself(tmp_path: Path, ending: str) -> None:
+    (tmp_path / "folder").mkdir()
+    for file in ("train.py", "folder/__main__.py"):
+        (tmp_path / file).write_text(f"{SEEN}    {ending}\n")
+    targets = (["folder/../train.py"], ["-m", "train"], ["folder"]) if ending == "None.x" else (["train.py"],)
+    for target in targets:
+        alone, watched = (
+            subprocess.run(
+                [sys.executable, "-u", *stub, *target, "a b", "--c"],
+                env={**environment(), "PYTHONPATH": str(SUPPORT.parents[1])},
+                cwd=tmp_path,
+                capture_output=True,
+                text=True,
+                timeout=120,
+                preexec_fn=lambda: signals(),
+            )
+            for stub in ((), STUB)
+        )
+        assert watched.returncode == alone.returncode == ENDINGS[ending], watched.stderr
+        assert watched.stdout == alone.stdout
+        # The interpreter shows its own frames of a module.
+        last = 0 if target[0].endswith(".py") else -1
+        assert watched.stderr.splitlines()[last:] == alone.stderr.splitlines()[last:]
+
+
+def signals() -> None:
+    """As a shell in the foreground starts a program."""
+    import signal
+
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+FAILS = """
+import os, sys, threading
+from sys import exit
+sys.path.insert(0, SUPPORT)
+from small_job import begin
+
+engine, data = begin(7)
+engine.train_batch(data)
+if os.environ["RANK"] == "1":
+    threading.Thread(target=threading.Event().wait).start()
+    print("it fails", flush=True)
+    END
+for _ in range(2):
+    engine.train_batch(data)
+"""
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("end", ["raise SystemExit(3)", "exit(3)"])
+def test_a_worker_that_exits_in_whatever_way_ends_the_job(tmp_path: Path, end: str) -> None:
+    script = tmp_path / "fails.py"
+    script.write_text(f"SUPPORT = {str(SUPPORT)!r}\n{FAILS.replace('END', end)}")
+    result = run_bamboo(tmp_path, 2, [], write_config(tmp_path, {}), script)
+    assert result.exit_code == 3, result.output[-4000:]
+    assert "it fails" in result.output
