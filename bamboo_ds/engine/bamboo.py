@@ -62,6 +62,7 @@ class BambooPipelineEngine(ScriptingExecutor):
         use_for_cuda(settings.comm.cuda_backend)
         module: Any = kwargs.get("model")
         layout = layout_of(module)
+        job.claim_engine()
         # DeepSpeed's constructor runs its own schedule-free code on these.
         self.__dict__["_evaluating"] = False
         super().__init__(*args, **kwargs)
@@ -269,7 +270,7 @@ class BambooPipelineEngine(ScriptingExecutor):
             "step",
             epoch=self._plan.epoch,
             step=self._committed_steps,
-            loss=sum(x[0] for x in self._committed.losses[:: layout.slices]) / layout.copies,
+            loss=mean_over_pipelines([x[0] for x in self._committed.losses[:: layout.slices]]).item(),
             seconds=seconds,
             frc_done=self._committed.redundant,
             frc_total=shadowed * self.micro_batches,
