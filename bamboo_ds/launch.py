@@ -85,24 +85,21 @@ class Job:
         self._lock = threading.Lock()
         self._failures: dict[str, str] = {}
         self._exit_code: int | None = None
-        self._left = self._has_engine = False
+        #: An engine of this process takes part in the job, or has begun to.
+        self.has_engine = False
+        self._left = False
         self._process = os.getpid()
         self._hook_before = sys.excepthook
 
-    def claim_engine(self) -> None:
-        """Take the place of the engine that the job keeps alive.
-
-        Raises:
-            UnsupportedError: another engine of this process has it.
-        """
-        if self._has_engine:
+    def check_first_engine(self) -> None:
+        """Raise :class:`UnsupportedError` if this process has an engine that the job keeps alive."""
+        if self.has_engine:
             raise UnsupportedError(
                 f'this process has an engine with a "{BLOCK}" block already, and a job keeps one engine alive. Give '
                 f'deepspeed.initialize a configuration without "{BLOCK}" for any further model (evaluation, reward, '
                 "reference): it runs as in DeepSpeed, and a loss while it computes ends the job. Or train the models "
                 "in jobs of their own"
             )
-        self._has_engine = True
 
     # -- epochs -------------------------------------------------------------------------------------
 

@@ -203,7 +203,9 @@ def _address(place: Launched) -> str:
 
 def own_address(host: str, port: int) -> str:
     """This host's address on the way to ``host``; nothing is sent. Raises ``OSError`` if no way leads there."""
-    family, _, _, _, name = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+    # Others may know an address of version 4 only, of "localhost" for one.
+    family, _, _, _, name = next((each for each in found if each[0] == socket.AF_INET), found[0])
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(name)
         return str(probe.getsockname()[0])

@@ -62,7 +62,7 @@ class BambooPipelineEngine(ScriptingExecutor):
         use_for_cuda(settings.comm.cuda_backend)
         module: Any = kwargs.get("model")
         layout = layout_of(module)
-        job.claim_engine()
+        job.check_first_engine()
         # DeepSpeed's constructor runs its own schedule-free code on these.
         self.__dict__["_evaluating"] = False
         super().__init__(*args, **kwargs)
@@ -105,6 +105,7 @@ class BambooPipelineEngine(ScriptingExecutor):
                 self._dataset.adopt(self.grid.data_parallel_id, self.data_iterator)
         self._transport: Transport = None  # type: ignore[assignment]  # until the first epoch with roles
         self._script = ScriptCollectives(job.session, self._where, self._recover_between)
+        job.has_engine = True
         with job.channel.activity.at_work():
             self._join(layout)
         job.session.script = self._script
