@@ -4,8 +4,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# On a machine without a GPU torch's default wheel would bring gigabytes of CUDA along.
 TORCH ?= torch==2.13.0
+# Where torch's authors publish builds for CPUs; what the default index has may bring gigabytes of CUDA along. It is
+# asked first on machines without a GPU's driver.
+TORCH_CPU_INDEX ?= $(if $(shell command -v nvidia-smi 2>/dev/null),,https://download.pytorch.org/whl/cpu)
 
 export OMP_NUM_THREADS := 1
 # An own folder: a compiler killed half-way leaves a lock that hangs every later start.
@@ -24,7 +26,12 @@ install: $(STAMP)
 $(STAMP): setup.py Makefile
 	test -x $(BIN)/python || $(PYTHON) -m venv $(if $(shell command -v nvidia-smi 2>/dev/null),--system-site-packages) $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip setuptools wheel
-	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install --quiet "$(TORCH)"
+	$(BIN)/python -c "import torch" 2>/dev/null \
+	  || $(BIN)/python -m pip install --quiet --retries 0 --timeout 10 $(addprefix --index-url ,$(TORCH_CPU_INDEX)) \
+	       "$(TORCH)" 2>/dev/null \
+	  || { echo "no $(TORCH) from $(or $(TORCH_CPU_INDEX),there): taking what pip's own index has"; \
+	       $(BIN)/python -m pip install --quiet "$(TORCH)"; }
+	$(BIN)/python -c "import torch; print('torch', torch.__version__, 'for CUDA', torch.version.cuda)"
 	$(BIN)/python -m pip install --quiet --no-build-isolation --editable ".[embedded,benchmarks,dev]"
 	touch $(STAMP)
 

@@ -48,6 +48,14 @@ class PeerLost(EpochChanged):
         self.member = member
 
 
+class NotMet(BambooError, RuntimeError):
+    """Some members have not come to a meeting in time; ``members`` are those."""
+
+    def __init__(self, message: str, members: Sequence[str]) -> None:
+        super().__init__(message)
+        self.members = tuple(members)
+
+
 class ProtocolError(BambooError, RuntimeError):
     """A message arrived that the schedule does not expect. Always a defect; never ignored."""
 

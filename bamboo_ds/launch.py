@@ -25,6 +25,7 @@ from .errors import (
     FatalLoss,
     Isolated,
     Left,
+    UnsupportedError,
 )
 from .observe import logs
 
@@ -39,6 +40,9 @@ logger = logging.getLogger("bamboo_ds")
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 #: Seconds that a worker whose script has failed gives its threads to end: the others wait for its end.
 _FAILED_CLOSE_S = 0.2
+
+#: Of the flags of a process in Linux.
+_PF_EXITING = 0x4
 
 #: ``control.channel.ENV_FD``; looked at without importing the module, which a stock job has no use for.
 _CHANNEL_VARIABLE = "BAMBOO_CHANNEL_FD"
@@ -81,9 +85,21 @@ class Job:
         self._lock = threading.Lock()
         self._failures: dict[str, str] = {}
         self._exit_code: int | None = None
+        #: An engine of this process takes part in the job, or has begun to.
+        self.has_engine = False
         self._left = False
         self._process = os.getpid()
         self._hook_before = sys.excepthook
+
+    def check_first_engine(self) -> None:
+        """Raise :class:`UnsupportedError` if this process has an engine that the job keeps alive."""
+        if self.has_engine:
+            raise UnsupportedError(
+                f'this process has an engine with a "{BLOCK}" block already, and a job keeps one engine alive. Give '
+                f'deepspeed.initialize a configuration without "{BLOCK}" for any further model (evaluation, reward, '
+                "reference): it runs as in DeepSpeed, and a loss while it computes ends the job. Or train the models "
+                "in jobs of their own"
+            )
 
     # -- epochs -------------------------------------------------------------------------------------
 
@@ -288,7 +304,9 @@ class Job:
     def _note_exception(self, kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
         """Handle an exception that ends the script."""
         if os.getpid() != self._process:
-            self._hook_before(kind, value, trace)  # a process of a DataLoader, say: it does not speak for the worker
+            # A process of a DataLoader, say: it does not speak for the worker, nor has it failed when that ends.
+            if not _is_ending(self._process):
+                self._hook_before(kind, value, trace)
             return
         self._exit_code = 1
         code = _exit_code_of(value)
@@ -329,6 +347,16 @@ class Job:
                 if not self._left:
                     self.channel.exit_notice("the script has ended", done=True)
             self.channel.close()
+
+
+def _is_ending(pid: int) -> bool:
+    """Whether the kernel is ending the process, or has ended it; it closes connections before the parent changes."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            flags = file.read().rpartition(")")[2].split()[6]
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    return bool(int(flags) & _PF_EXITING)
 
 
 def _exit_code_of(error: BaseException | None) -> int | None:

@@ -143,10 +143,10 @@ def _prepare(place: Launched) -> dict[str, Any]:
 class _Meeting:
     """Where the processes of all ranks meet, at ``MASTER_ADDR``:``MASTER_PORT``, as torch's do."""
 
-    def __init__(self, place: Launched, timeout: timedelta) -> None:
+    def __init__(self, place: Launched, timeout: timedelta, host: str | None = None) -> None:
         from torch.distributed.rendezvous import rendezvous
 
-        self._place = place
+        self._place, self._host = place, host or socket.gethostname()
         store, _, _ = next(rendezvous("env://", place.rank, place.world_size, timeout=timeout))
         self._store: Any = store
         # torchrun keeps the store when it starts the processes again.
@@ -167,19 +167,25 @@ class _Meeting:
                 self._all_have_read()
                 raise
             self._store.set(said, json.dumps(answer))
-            self._all_have_read()
+            hosts = self._all_have_read()
+            if answer["embedded"] and len(hosts) > 1:
+                logger.warning(
+                    "%d hosts take part, and the job's etcd is on one of them, %s: when that is lost nothing survives "
+                    "a loss any more. Name an etcd that is on none of them: %s in the environment of rank 0 (the "
+                    "launchers of deepspeed pass on what .deepspeed_env lists), or bamboo launch --store",
+                    *(len(hosts), self._host, ENV_STORE),
+                )
             return dict(answer)
         answer = json.loads(self._store.get(said))
-        self._store.set(f"{self._prefix}/read/{rank}", "1")
+        self._store.set(f"{self._prefix}/read/{rank}", self._host)
         if "error" in answer:
             raise LaunchError(f"rank 0 cannot start the job: {answer['error']}")
         return dict(answer)
 
-    def _all_have_read(self) -> None:
-        """The store may end with this process."""
+    def _all_have_read(self) -> set[str]:
+        """Wait, since the store may end with this process; returns the hosts of all ranks."""
         others = [f"{self._prefix}/read/{rank}" for rank in range(1, self._place.world_size)]
-        if others:
-            self._store.wait(others)
+        return {self._host, *(name.decode() for name in (self._store.multi_get(others) if others else ()))}
 
 
 def _address(place: Launched) -> str:
@@ -188,14 +194,21 @@ def _address(place: Launched) -> str:
     if given:
         return given
     try:
-        family, _, _, _, name = socket.getaddrinfo(place.master_address, place.master_port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(name)
-            return str(probe.getsockname()[0])
+        return own_address(place.master_address, place.master_port)
     except OSError as error:
         raise LaunchError(
             f"cannot tell this host's address from MASTER_ADDR={place.master_address!r} ({error}); set {ENV_ADDRESS}"
         ) from error
+
+
+def own_address(host: str, port: int) -> str:
+    """This host's address on the way to ``host``; nothing is sent. Raises ``OSError`` if no way leads there."""
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+    # Others may know an address of version 4 only, of "localhost" for one.
+    family, _, _, _, name = next((each for each in found if each[0] == socket.AF_INET), found[0])
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(name)
+        return str(probe.getsockname()[0])
 
 
 def _keeper(

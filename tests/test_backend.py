@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch import distributed as dist
 
 from tests.support.comm_cases import CASES, VICTIM
-from tests.support.comm_worker import Cluster, Member, cluster, stop_fork_server
+from tests.support.comm_worker import DEADLINE, Cluster, Member, cluster, stop_fork_server
 from tests.support.ports import free_port
 
 pytestmark = pytest.mark.integration
@@ -114,6 +115,7 @@ def groups_by_name(member: Member) -> Any:
     made["mesh"] = device_mesh.init_device_mesh("cpu", (3, 1), mesh_dim_names=("a", "b")).get_group("b")
     found = {name: (total(group), type(group).__name__) for name, group in made.items()}
     names = [dist.get_backend(made[str(name)]) for name in ASKED] if local else []
+    assert names == ([made[str(name)].name() for name in ASKED] if local else [])
     if local:
         dist.monitored_barrier(made["gloo"], timedelta(seconds=30))
         assert made["c10d"].timeout == timedelta(seconds=9)
@@ -236,6 +238,42 @@ def test_a_timeout_of_the_caller_stays_a_timeout() -> None:
         assert p2p[0] == "RuntimeError" and "Timed out" in p2p[1]
         assert collective[0] == "RuntimeError" and "imed out" in collective[1], collective
         assert made[0].control("failures") == []
+
+
+def waiting_in_vain(member: Member) -> list[str]:
+    """What the ranks are told that wait for rank 1: by timeouts of groups, and of monitored barriers."""
+    known, fresh = dist.new_group([0, 1, 2]), dist.new_group([0, 1, 2], timeout=timedelta(seconds=0.5))
+    dist.all_reduce(torch.zeros(1), group=known)
+    dist.monitored_barrier(known, timedelta(seconds=DEADLINE))
+    if dist.get_rank() == 1:
+        return []
+    known.set_timeout(timedelta(seconds=0.5))
+    brief, found = timedelta(seconds=0.5), []
+    for call in (
+        lambda: dist.all_reduce(torch.zeros(1), group=known),
+        lambda: dist.all_reduce(torch.zeros(1), group=fresh),
+        lambda: dist.monitored_barrier(known, brief),
+        lambda: dist.monitored_barrier(known, brief, wait_all_ranks=True),
+        lambda: dist.monitored_barrier(known, timedelta(0)),
+    ):
+        try:
+            call()
+        except RuntimeError as error:
+            found.append(str(error))
+    return found
+
+
+def test_the_timeout_of_a_group() -> None:
+    """It holds for its collectives, from the first one on. A monitored barrier says who has not come, as gloo does."""
+    with cluster(3) as made:
+        first, nothing, third = made.everybody("call", lambda _: (waiting_in_vain,))
+        assert nothing == []
+        for found in (first, third):
+            assert len(found) == 5 and all("imed out" in text for text in found[:2]), found
+        late = r"Ranks? 1 failed to pass monitoredBarrier in 500 ms"
+        assert all(re.search(late, text) for text in first[2:4]), first
+        assert "Rank 0 timed out in monitoredBarrier after 0 ms" in first[4], first
+        assert all("Rank 2 successfully reached monitoredBarrier, but received errors" in t for t in third[2:]), third
 
 
 # -- roles that share a member --------------------------------------------------------------------------------

@@ -212,6 +212,8 @@ def test_checkpoints_are_deepspeeds(tmp_path: Path, reference: Reference, direct
     for role, state in resumed.replicas().items():
         assert differences(roles[role], state) == []
     assert bool(resumed.replicas()) == (second == "bamboo")
+    if second == "bamboo":
+        assert [(e["step"], e["global_step"]) for e in resumed.events("step")] == [(1, 3), (2, 4)]
 
 
 def test_universal_checkpoints(tmp_path: Path, reference: Reference) -> None:
@@ -243,6 +245,8 @@ def test_universal_checkpoints(tmp_path: Path, reference: Reference) -> None:
         block = {"redundancy": {"mode": mode}, "checkpoint": {"asynchronous": False}}
         config = write_config(folder, block, 4, **settings)
         result = run_bamboo(folder, 4, [*command, "--faults", json.dumps(faults)], config)
+        events = [e for kind in ("step", "checkpoint_saved", "recovered", "restart") for e in result.events(kind)]
+        assert {event["global_step"] - event["step"] for event in events} == {4}
         if mode != "none":
             assert_equal(result, undisturbed, faults)
             continue

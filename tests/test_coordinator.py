@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import queue
 import time
+from functools import partial
 from typing import Any
+
+import pytest
 
 from bamboo_ds.control.coordinator import Callbacks, Coordinator
 from bamboo_ds.control.membership import Keys, LeftRecord, MemberRecord, StandingRecord, StopRecord
 from bamboo_ds.control.mirror import Mirror
+from bamboo_ds.errors import StoreUnavailable
 from bamboo_ds.store import Lease, Store
 from bamboo_ds.topology.planner import initial_plan
+
+from .support.etcd import EtcdServer, new_namespace
 
 pytest_plugins = ["tests.support.fixtures"]
 
@@ -66,3 +72,44 @@ def test_one_that_waits_for_a_restart_ends_with_the_job(store: Store) -> None:
     finally:
         coordinator.close(timeout_s=10.0)
     assert (stop.code, stop.reason) == (0, "the job has finished")
+
+
+@pytest.mark.parametrize("registered", [True, False])
+def test_one_that_takes_no_part_gives_up_when_etcd_stays_away(own_etcd: EtcdServer, registered: bool) -> None:
+    """Its job may have ended with its etcd. One that takes part trains on."""
+    leaders: list[Any] = []
+    namespace = new_namespace()
+    errors: queue.SimpleQueue[tuple[str, BaseException]] = queue.SimpleQueue()
+    coordinators = []
+    for name, joins in (("joins", True), ("takes part", False)):
+        fields = {"slot": 9, "host": "h", "address": "x", "pid": 1, "agent_pid": 2, "incarnation": "x"}
+        record = MemberRecord.model_validate({"id": name, "joiner": joins, **fields})
+        ignore = dict.fromkeys(("on_plan", "on_store", "on_places", "on_stop"), lambda *_: None)
+        tell: Any = partial(lambda name, error: errors.put((name, error)), name)
+        callbacks = Callbacks(**ignore, on_error=tell, on_ended=lambda: None)  # type: ignore[arg-type]
+        leaders.append(LeaderDouble())
+        store = Store([own_etcd.url], namespace=namespace, timeout_s=1.0)
+        coordinators.append(
+            Coordinator(
+                *(store, leaders[-1], record),
+                lease_ttl_s=1.0,
+                callbacks=callbacks,
+                last_heartbeat=lambda: None,
+                patience_s=0.5,
+            )
+        )
+    if not registered:
+        own_etcd.kill()
+    try:
+        for coordinator, leader in zip(coordinators, leaders, strict=True):
+            coordinator.start()
+            if registered:
+                leader.steps.get(timeout=20.0)
+        if registered:
+            own_etcd.kill()
+        name, error = errors.get(timeout=20.0)
+        assert name == "joins" and isinstance(error, StoreUnavailable)
+        assert errors.empty()
+    finally:
+        for coordinator in coordinators:
+            coordinator.close(timeout_s=10.0)

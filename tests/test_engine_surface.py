@@ -116,3 +116,45 @@ def test_curriculum(tmp_path: Path) -> None:
     for rank, seen in result.ranks().items():
         assert seen["losses"] == expected[rank]["losses"]
     assert differences(stock.roles(), result.roles()) == []
+
+
+SEVERAL = """
+import argparse, json, sys
+sys.path.insert(0, SUPPORT)
+import deepspeed, torch
+from small_job import begin
+from train import build
+
+from bamboo_ds.errors import UnsupportedError
+
+engine, batches = begin(7)
+config = json.load(open(sys.argv[sys.argv.index("--deepspeed_config") + 1]))
+
+def another():
+    net = build(argparse.Namespace(
+        model="mlp", dropout=0.0, norm=False, cache=False, stages=2, instances=False, checkpoint_activations=0
+    ))
+    return deepspeed.initialize(model=net, model_parameters=list(net.parameters()), config=config)[0]
+
+engine.train_batch(batches)
+try:
+    another()
+except UnsupportedError as error:
+    assert 'without "bamboo"' in str(error), error
+else:
+    raise AssertionError("not refused")
+del config["bamboo"]
+plain = another()
+assert type(plain) is deepspeed.PipelineEngine
+plain.eval_batch(batches)
+engine.train_batch(batches)
+"""
+
+
+def test_one_engine_of_a_process_is_kept_alive(tmp_path: Path) -> None:
+    """A second one with the block is refused at once; one without it works beside the first."""
+    script = tmp_path / "several.py"
+    script.write_text(f"SUPPORT = {str(SUPPORT)!r}\n{SEVERAL}")
+    result = run_bamboo(tmp_path, 2, [], write_config(tmp_path, {}), script)
+    assert result.exit_code == 0, result.output[-4000:]
+    assert len(result.events("step")) == 2

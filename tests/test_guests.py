@@ -6,6 +6,7 @@ import json
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -18,6 +19,7 @@ from bamboo_ds.store.records import KeyValue, Snapshot
 
 from .support.control import Job, start
 from .support.etcd import Recorder
+from .support.jobs import SUPPORT, RunningJob, write_config
 
 __all__ = ["start"]  # the fixture
 
@@ -91,9 +93,57 @@ def test_interrupt_ends_guests_too(start: Start, alone: bool) -> None:
             job.kill(job.worker(0))
             job.wait_quietly(lambda: "m9-guest have joined and go on" in job.output())
         seen = Recorder()
-        store.watch(Keys.STOP, seen)
+        store.watch("", seen)
         job.kill(job.process.pid, signal.SIGTERM)
         seen.wait_for("put", Keys.STOP)
+        departed = [key for _, key, _ in seen.seen if key.startswith(Keys.LEFT)]
+        assert not departed, "guests would take it for a loss"
+        if not alone:
+            seen.wait_for("put", Keys.left(job.member(0)), 20.0)
         store.put(Keys.left("m9-guest"), left("stopped").to_json())
         store.delete(Keys.member("m9-guest"))  # nobody is left: the job ends, and its etcd
     assert job.exit_code() == 143
+
+
+#: Trains until it is ended. A process that it has forked then fails as one of a ``DataLoader`` may, whose worker goes
+#: while the two talk.
+ENDLESS = """
+import os, signal, sys, time
+from pathlib import Path
+sys.path.insert(0, SUPPORT)
+from small_job import begin
+
+engine, data = begin(7)
+out = Path(sys.argv[sys.argv.index("--out") + 1])
+reading, writing = os.pipe()
+if os.fork() == 0:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    os.close(writing)
+    os.read(reading, 1)  # until the worker has ended
+    try:
+        raise ConnectionResetError("as a resource_sharer meets it")
+    except ConnectionResetError:
+        sys.excepthook(*sys.exc_info())
+    (out / f"failed-{os.getpid()}").touch()
+    os._exit(0)
+os.close(reading)
+while True:
+    engine.train_batch(data)
+    time.sleep(0.05)  # the pace, so that a joiner comes up with it
+"""
+
+
+@pytest.mark.integration
+def test_an_orderly_stop_ends_joiners_and_prints_no_traceback(tmp_path: Path) -> None:
+    script = tmp_path / "endless.py"
+    script.write_text(f"SUPPORT = {str(SUPPORT)!r}\n{ENDLESS}")
+    with RunningJob(tmp_path, 2, [], write_config(tmp_path, {}), script) as job:
+        job.wait_for("a step", lambda: bool(job.events("step")))
+        job.join()
+        job.wait_for("it is admitted", lambda: len(job.events("member_joined")) == 3)
+        job.process.terminate()
+        result = job.finish(60)
+    assert (result.exit_code, job.joiners[0].returncode) == (143, 143), result.output[-4000:]
+    assert len(list(tmp_path.glob("failed-*"))) == 3
+    assert "Traceback" not in result.output and "starts again" not in result.output, result.output[-4000:]
+    assert not result.events("fatal") and not result.events("restart")

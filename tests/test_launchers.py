@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
-from bamboo_ds import slurm
+from bamboo_ds import launched, slurm
 from bamboo_ds.errors import ConfigError
 
 from .support.jobs import SUPPORT, bamboo_command, free_port, run_stock, write_config
@@ -98,6 +101,24 @@ def task(**changes: str) -> dict[str, str]:
         "SLURM_STEP_ID": "1",
     }
     return usual | changes
+
+
+@pytest.mark.parametrize("hosts", [("a", "b"), ("a", "a")])
+def test_an_etcd_on_one_of_several_hosts_is_told(
+    hosts: tuple[str, str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The loss of that host would be the end of all recoveries."""
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    answer = {"store": "http://127.0.0.1:1", "job": "j", "embedded": True, "wrapped": False}
+
+    def meet(rank: int) -> dict[str, object]:
+        place = launched.Launched(rank, 2, "127.0.0.1", int(os.environ["MASTER_PORT"]))
+        return launched._Meeting(place, timedelta(seconds=60), hosts[rank]).agree(lambda: answer)
+
+    with ThreadPoolExecutor() as pool:
+        assert list(pool.map(meet, (0, 1))) == [answer, answer]
+    assert ("2 hosts take part, and the job's etcd is on one of them, a" in caplog.text) == (hosts == ("a", "b"))
 
 
 def test_variables_of_a_task() -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -558,7 +560,10 @@ def test_both_that_draw_batches_leave(tmp_path: Path, reference: Reference) -> N
 
 @pytest.mark.integration
 def test_signals(tmp_path: Path, reference: Reference) -> None:
-    """SIGTERM to a member that has joined; SIGUSR1 to ``bamboo run``, whose members all leave to the last one."""
+    """SIGTERM to a member that has joined; SIGUSR1 to ``bamboo run``, whose members all leave to the last one.
+
+    All processes below that get the signal, as Slurm sends it.
+    """
     go = tmp_path / "go"
     command = ["--stages", "2", *slow_until(go)]
     with RunningJob(tmp_path, 2, command, write_config(tmp_path, {}, 4)) as job:
@@ -571,9 +576,14 @@ def test_signals(tmp_path: Path, reference: Reference) -> None:
         assert one.wait(30) == 0
         (left,) = job.events("member_left")
         assert left["detail"] == "signal: SIGTERM"
-        os.kill(job.process.pid, signal.SIGUSR1)
+        below = psutil.Process(job.process.pid).children(recursive=True)
+        assert len(below) >= 6, "agents, workers, etcd and its supervisor"
+        for pid in (job.process.pid, *(process.pid for process in below)):
+            os.kill(pid, signal.SIGUSR1)
         job.wait_for("all others have left", lambda: len(job.events("member_left")) == 3)
         assert len(job.plan()["members"]) == 1
+        told = Counter(event["member"] for event in job.events("notice"))
+        assert len(told) == 3 and set(told.values()) == {1}
         assert other.poll() is None and job.process.poll() is None, "its etcd is needed"
         go.touch()
         result = job.finish()

@@ -16,12 +16,18 @@ from pathlib import Path
 import psutil
 import pytest
 
-from bamboo_ds.cli import jobs, slots
+from bamboo_ds.cli import jobs, join, main, slots
+from bamboo_ds.cli.options import block_of
+from bamboo_ds.cli.status import job_status
 from bamboo_ds.control import claims
 from bamboo_ds.control.access import open_store
-from bamboo_ds.control.membership import boot_id
+from bamboo_ds.control.membership import Keys, LayoutRecord, MemberRecord, boot_id
+from bamboo_ds.control.mirror import Mirror
 from bamboo_ds.control.neighbours import started
 from bamboo_ds.errors import ConfigError, LaunchError
+from bamboo_ds.store.records import KeyValue, Snapshot
+from bamboo_ds.topology import Layout
+from bamboo_ds.topology.planner import initial_plan
 
 from .support.control import BAMBOO, Job, start, wait_gone
 from .support.etcd import EtcdServer
@@ -186,6 +192,7 @@ def test_status_and_stop(start: Start) -> None:
     assert "step 12" in done.stdout
     report = job.status()
     assert [m["state"] for m in report["members"]] == [*["running"] * 3, "lost (signal SIGKILL)"]
+    assert "lost (signal SIGKILL)" in done.stdout and "…" not in done.stdout, "cut without a terminal"
     assert job.bamboo("stop").returncode == 0
     assert job.exit_code() == 143
     nothing = job.bamboo("status")
@@ -193,11 +200,23 @@ def test_status_and_stop(start: Start) -> None:
     assert "no job runs here" in nothing.stderr
 
 
+def test_members_whose_agents_could_not_say_goodbye_stay_in_the_status() -> None:
+    """Their host has vanished, say: they are lost once the plan goes on without them."""
+    found = {Keys.PLAN: initial_plan(["m0-a", "m1-b"]).to_json()}
+    fields = {"host": "h", "address": "x", "pid": 1, "agent_pid": 2, "incarnation": "a"}
+    found[Keys.member("m0-a")] = MemberRecord.model_validate({"id": "m0-a", "slot": 0, **fields}).to_json()
+    for member in ("m0-a", "m1-b", "m12-c"):
+        found[Keys.report(member)] = LayoutRecord(id=member, layout=Layout(1, 2), redundant=True).to_json()
+    mirror = Mirror(Snapshot({key: KeyValue(key, value, 1, 1) for key, value in found.items()}, 1))
+    states = [(member.slot, member.state) for member in job_status("j", mirror).members]
+    assert states == [(0, "building"), (1, "silent"), (12, "lost")]
+
+
 def test_shared_etcd(start: Start, tmp_path: Path) -> None:
     with EtcdServer(tmp_path) as etcd, open_store(etcd.url, "shared", 10.0) as store:
         store.put("left/old", "garbage of a dead job of the same name")
         job = start(2, "--store", etcd.url, "--job", "shared").run()
-        again = job.bamboo("run", "-n", "1", "--store", etcd.url, "--job", "shared", "x.py")
+        again = job.bamboo("run", "-n", "1", "--store", etcd.url, "--job", "shared", __file__)
         assert again.returncode == 1
         assert "runs already" in again.stderr
         done = job.bamboo("stop", "--store", etcd.url, "--job", "shared")
@@ -283,14 +302,54 @@ def test_script_without_bamboo_runs_as_it_would_alone(tmp_path: Path) -> None:
         (["-n", "3", "--pipelines", "2", "x.py"], "--pipelines 2 does not divide -n 3"),
         (["-n", "1", "--job", "a/b", "x.py"], "job name 'a/b' is not usable"),
         (["-n", "1", "x.py", "--deepspeed_config", "/does/not/exist"], "does not exist"),
-        (["-n", "1", "--events", "/does/not/exist/e", "x.py"], "/does/not/exist"),
+        (["-n", "1", "--events", "/does/not/exist/e", __file__], "/does/not/exist"),
+        (["-n", "1", "--event", "e.jsonl", "x.py"], "No such option '--event'"),
+        (["-n", "1", "x.py"], "there is no script 'x.py'"),
+        (["-n", "1", "-m", "no_such_module"], "there is no module 'no_such_module'"),
+        (["-n", "1", __file__.replace("test_run_cli.py", "../README.md")], "is not valid Python"),
     ],
 )
 def test_wrong_usage(arguments: list[str], message: str) -> None:
+    """Told once, before anything is started."""
     done = subprocess.run([*BAMBOO, "run", *arguments], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2, done.stderr
-    assert message in done.stderr
+    assert len([line for line in done.stderr.splitlines() if message in line]) == 1, done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_variables_of_options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """They are defaults of all commands' options, but not in processes of another job, which agents give them."""
+    for variable, value in (("STORE", "http://10.0.0.5:2379"), ("JOB", "a/b"), ("EVENTS", "e"), ("ADDRESS", "::1")):
+        monkeypatch.setenv(f"BAMBOO_{variable}", value)
+    found = {}
+    for name in ("run", "join", "launch", "status", "stop", "plan", "chaos"):
+        command = main.cli.commands[name]
+        arguments = ["-n", "1", __file__] if name == "run" else [__file__] if name in ("join", "launch") else []
+        values = command.make_context(name, arguments).params
+        found[name] = {key: values[key] for key in ("store", "job", "events", "address") if values.get(key)}
+    members = {"store": "http://10.0.0.5:2379", "job": "a/b", "events": "e", "address": "::1"}
+    others = {key: members[key] for key in ("store", "job")}
+    assert found == {name: members if name in ("run", "join", "launch") else others for name in found}
+    monkeypatch.setenv("BAMBOO_MEMBER", "m0-a")
+    values = main.cli.commands["run"].make_context("run", ["-n", "1", __file__]).params
+    assert (values["store"], values["job"], values["events"], values["address"]) == ("embedded", None, None, None)
+
+
+def test_a_configuration_without_the_block_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "ds.json"
+    for block, told in (({}, 1), ({"bamboo": {}}, 0), ({"bamboo": {"enabled": False}}, 0)):
+        config.write_text(json.dumps({"train_batch_size": 8, **block}))
+        block_of(None, ["--deepspeed_config", str(config)])
+        assert capsys.readouterr().err.count('the configuration has no "bamboo" block') == told
+
+
+def test_a_member_that_joins_is_at_the_address_towards_etcd() -> None:
+    own = [a.address for each in psutil.net_if_addrs().values() for a in each if a.family == socket.AF_INET]
+    assert own
+    for address in own:
+        assert join.address_towards(f"http://{address}:2379") == address
+    with pytest.raises(ConfigError, match=r"--store http://no\.such\.host\.invalid:1 .* say --address"):
+        join.address_towards("http://no.such.host.invalid:1")
 
 
 @pytest.mark.integration

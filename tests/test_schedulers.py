@@ -47,7 +47,7 @@ def cyclic(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSched
 
 
 @pytest.mark.parametrize("make", [samples, warmup, cyclic])
-def test_a_replica_steps_like_its_owner(make: Any) -> None:
+def test_a_replica_steps_like_its_owner(make: Any, capsys: pytest.CaptureFixture[str]) -> None:
     mine, theirs = optimizer_of(), optimizer_of()
     scheduler = make(mine)
     pristine = Pristine(scheduler, mine)
@@ -66,6 +66,16 @@ def test_a_replica_steps_like_its_owner(make: Any) -> None:
             assert settings_of(mine) == settings_of(theirs)
         assert replica.state_dict() == scheduler.state_dict()
     assert replica.optimizer is theirs and scheduler.optimizer is mine
+    assert not capsys.readouterr().out, "a scheduler prints although the script has loaded nothing"
+
+
+def test_what_a_scheduler_says_before_it_fails_is_seen(capsys: pytest.CaptureFixture[str]) -> None:
+    optimizer = optimizer_of()
+    scheduler = samples(optimizer)
+    pristine = Pristine(scheduler, optimizer)
+    with pytest.raises(KeyError):
+        load_state(scheduler, {}, pristine, optimizer)
+    assert "using checkpoint value" in capsys.readouterr().out
 
 
 def test_one_that_cannot_be_copied_is_refused() -> None:

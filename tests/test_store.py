@@ -12,12 +12,14 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import grpc
 import pytest
 
 from bamboo_ds.control.membership import Keys
 from bamboo_ds.control.newcomer import claim_slot
 from bamboo_ds.errors import ConfigError, LeaseExpired, StoreError, StoreUnavailable
 from bamboo_ds.store.client import Store
+from bamboo_ds.store.connection import Broken
 from bamboo_ds.store.records import TlsFiles
 from tests.support.etcd import (
     EtcdServer,
@@ -274,7 +276,7 @@ def test_unreachable_names_the_endpoints(own_etcd: EtcdServer) -> None:
     own_etcd.kill()
     with Store([own_etcd.url, "127.0.0.1:1"], namespace="/bamboo/j/", timeout_s=1.0) as store:
         begin = time.monotonic()
-        with pytest.raises(StoreUnavailable, match=f"(?s){own_etcd.url}.*127.0.0.1:1.*store.endpoints"):
+        with pytest.raises(StoreUnavailable, match=f"(?s){own_etcd.url}.*127.0.0.1:1.*--store"):
             store.get("a")
         assert 0.8 < time.monotonic() - begin < 15
     with (
@@ -382,3 +384,27 @@ def test_shim_says_what_is_wrong(tmp_path: Path, fault: str) -> None:
             print(error)
     """)
     assert "pip install" in out
+
+
+class _RpcError(grpc.RpcError):
+    def __init__(self, code: grpc.StatusCode, details: str) -> None:
+        self._code, self._details = code, details
+
+    def code(self) -> grpc.StatusCode:
+        return self._code
+
+    def details(self) -> str:
+        return self._details
+
+
+def test_a_cluster_that_changes_its_leader_does_not_refuse(store: Store) -> None:
+    """A member answers so that has just lost the leader, or its own lead; other answers are refusals."""
+    link = store._connection.link()
+    for code, details, kind in (
+        (grpc.StatusCode.UNKNOWN, "Post http://10.0.0.1:2380/leases: dial tcp: connection refused", Broken),
+        (grpc.StatusCode.UNKNOWN, "raft proposal dropped", Broken),
+        (grpc.StatusCode.UNAVAILABLE, "etcdserver: leader changed", Broken),
+        (grpc.StatusCode.FAILED_PRECONDITION, "etcdserver: not leader", Broken),
+        (grpc.StatusCode.INVALID_ARGUMENT, "etcdserver: request is too large", StoreError),
+    ):
+        assert type(link.translate(_RpcError(code, details))) is kind

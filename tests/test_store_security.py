@@ -101,7 +101,7 @@ def certificates(folder: Path) -> None:
         )
 
 
-def test_tls_with_client_certificate(tmp_path: Path) -> None:
+def test_tls_with_client_certificate(tmp_path: Path, etcd: EtcdServer) -> None:
     try:
         certificates(tmp_path)
     except FileNotFoundError:
@@ -120,10 +120,16 @@ def test_tls_with_client_certificate(tmp_path: Path) -> None:
             store.watch("", seen)
             assert store.create("a", "1")
             seen.wait_for("put", "a")
-        # Neither without the client's certificate nor in plain text.
-        for url, tls in ((server.url, TlsFiles(ca=files.ca)), (server.url.replace("https", "http"), None)):
+        # Neither without the client's certificate nor in plain text, nor with other mistakes.
+        for url, tls, cure in (
+            (server.url, TlsFiles(ca=files.ca), "set BAMBOO_STORE_CERT and BAMBOO_STORE_KEY"),
+            (server.url.replace("https", "http"), None, "write https://"),
+            (server.url, None, "another authority than BAMBOO_STORE_CA holds"),
+            (server.url.replace("127.0.0.1", "localhost"), files, r"other names than --store \(BAMBOO_STORE\) has"),
+            (etcd.url.replace("http", "https"), files, "write http://"),
+        ):
             with (
                 Store([url], namespace="/bamboo/j/", tls=tls, timeout_s=1.0) as store,
-                pytest.raises(StoreUnavailable),
+                pytest.raises(StoreUnavailable, match=cure),
             ):
                 store.get("a")

@@ -10,6 +10,7 @@ import click
 
 from ..errors import ConfigError
 from . import jobs
+from .options import NAME_THE_JOB, variable_option
 
 if TYPE_CHECKING:
     from ..chaos.campaign import Place
@@ -46,8 +47,8 @@ Exit codes:
 
 
 @click.command("chaos", epilog=_KINDS)
-@click.option("--job", help="Name of the job.  [default: the only one that runs here]")
-@click.option("--store", help="URLs of its etcd.  [default: found through the launcher on this host]")
+@variable_option("--job", help="Name of the job.  [default: the only one that runs here]")
+@variable_option("--store", help="URLs of its etcd.  [default: found through the launcher on this host]")
 @click.option("--rate", type=click.FloatRange(min=0, min_open=True), help="Faults per minute, at random times.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of everything that is drawn.")
 @click.option("--count", type=click.IntRange(min=1), help="How many faults, with --rate.")
@@ -160,7 +161,7 @@ def _place(job: str | None, store: str | None) -> Place:
     from ..chaos.campaign import Place
 
     if store is not None and job is None:
-        raise ConfigError("--store needs --job: an etcd may serve several jobs")
+        raise ConfigError(NAME_THE_JOB)
     file = jobs.choose(job) if store is None else jobs.find(job or "")
     if file is None:
         return Place(job or "", store or "", None)

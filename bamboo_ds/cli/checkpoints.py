@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import click
 from pydantic import TypeAdapter
-from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
 from ..errors import ConfigError
+from .output import console
 
 if TYPE_CHECKING:
     from ..state.checkpoints import CheckpointInfo
@@ -45,7 +45,7 @@ def checkpoints(folder: str, verify: bool, as_json: bool) -> None:
     elif not found:
         click.echo(f"no checkpoints in {folder}", err=True)
     else:
-        Console().print(checkpoints_table(folder, found))
+        console().print(checkpoints_table(folder, found))
     sys.exit(1 if any(info.status is Status.DAMAGED for info in found) else 0)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 import time
 from collections.abc import Callable, Container
 
@@ -109,12 +110,11 @@ def await_end(
                 return None
 
 
-def tell_to_stop(urls: str, job: str, own: Container[int], code: int, reason: str) -> None:
-    """Have members that have joined end, too. Without etcd they cannot be told."""
+def tell_to_stop(urls: str, job: str, signum: int, told: str) -> None:
+    """Have all members end, those that are about to join included, since ``told`` has got the signal."""
+    record = StopRecord(code=128 + signum, reason=f"{signal.Signals(signum).name} of {told}", by="")
     try:
         with open_store(urls, job, _STORE_TIMEOUT_S) as store:
-            members = Mirror(store.get_prefix(Keys.MEMBERS)).members.values()
-            if any(is_guest(member, own) for member in members):
-                store.create(Keys.STOP, StopRecord(code=code, reason=reason, by="").to_json())
+            store.create(Keys.STOP, record.to_json())
     except StoreError as error:
         logger.error("cannot tell members that have joined that the job ends: %s", error)

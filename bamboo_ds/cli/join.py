@@ -15,7 +15,9 @@ from ..control.membership import JobRecord, Keys
 from ..control.mirror import Mirror
 from ..control.newcomer import find_vacancy, is_over
 from ..errors import ConfigError, LaunchError
+from ..launched import own_address
 from ..store import Store
+from ..store.endpoints import parse_endpoints
 
 _TIMEOUT_S = 10.0
 _POLL_S = 0.2
@@ -32,6 +34,21 @@ class JoinOptions(MemberOptions):
 
     store: str
     wait_s: float
+
+
+def address_towards(urls: str) -> str:
+    """This host's address on the way to the etcd at ``urls``; members reach each other where they reach it.
+
+    Raises:
+        ConfigError: there is no such way, or ``urls`` are wrong.
+    """
+    refused = None
+    for place in parse_endpoints(urls.split(","), None):
+        try:
+            return own_address(place.host, place.port)
+        except OSError as error:
+            refused = error
+    raise ConfigError(f"no way leads to --store {urls} ({refused}); if it is right, say --address") from refused
 
 
 def prepare(options: JoinOptions) -> AgentSettings:

@@ -225,6 +225,7 @@ def _detach() -> int:
         os._exit(0)
     os.close(writing)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # the agent hears it, and may leave the job in an orderly way
     os.waitpid(between, 0)
     with os.fdopen(reading, "rb") as pipe:
         result = pipe.read()

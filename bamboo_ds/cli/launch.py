@@ -14,20 +14,18 @@ from pathlib import Path
 
 import psutil
 
-from ..control.access import open_store
 from ..control.agent_settings import MemberOptions
 from ..control.claims import claimed
-from ..control.membership import Keys, StopRecord
 from ..control.neighbours import process_space, started
 from ..control.reporting import emit_or_log
 from ..control.worker_process import die_with_parent
-from ..errors import ConfigError, LaunchError, StoreError
+from ..errors import ConfigError, LaunchError
 from ..launched import ENV_CONFIG, ENV_EVENTS, ENV_JOB, ENV_LAUNCH, ENV_STORE
 from ..observe.events import EventWriter, RunFinished
 from ..store.embedded import EmbeddedEtcd
 from . import guests, jobs
 from .launcher import EMBEDDED
-from .slots import AGENT_GRACE_S, STORE_TIMEOUT_S, Slots
+from .slots import AGENT_GRACE_S, Slots
 
 logger = logging.getLogger("bamboo_ds.cli.launch")
 
@@ -83,7 +81,7 @@ class Wrapper(Slots):
             stack.callback(state.remove)
             begin = time.monotonic()
             self._handle_signals()
-            if not self._stopping:
+            if self._interrupted is None:
                 self._start(stack)
             code = self._follow()
             self._join_reporters()
@@ -178,14 +176,10 @@ class Wrapper(Slots):
 
     def _end_others(self, signum: int) -> None:
         """In the background, because etcd may not answer."""
-        record = StopRecord(code=128 + signum, reason=f"{signal.Signals(signum).name} of bamboo launch", by="")
 
         def tell() -> None:
-            try:
-                with open_store(self._urls, self._options.job, STORE_TIMEOUT_S) as store:
-                    store.create(Keys.STOP, record.to_json())
-            except StoreError as error:
-                logger.error("cannot tell the members that the job ends: %s", error)
+            guests.tell_to_stop(self._urls, self._options.job, signum, "bamboo launch")
+            self._stop_soon()
 
         self._in_background(tell)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -77,7 +76,7 @@ class Launcher(Slots):
             command = list(options.command)
             emit_or_log(events, RunStarted(job=options.job, epoch=0, members=options.workers, command=command))
             self._handle_signals()
-            if not self._stopping:
+            if self._interrupted is None:
                 self._start_all(urls, str(state.path))
             self._serve()
             self._join_reporters()
@@ -126,8 +125,12 @@ class Launcher(Slots):
 
     def _end_others(self, signum: int) -> None:
         """In the background, because etcd may not answer."""
-        reason, options = f"{signal.Signals(signum).name} of the launcher", self._options
-        self._in_background(lambda: guests.tell_to_stop(self._urls, options.job, self._slots, 128 + signum, reason))
+
+        def tell() -> None:
+            guests.tell_to_stop(self._urls, self._options.job, signum, "the launcher")
+            self._stop_soon()
+
+        self._in_background(tell)
 
     def _exit_code(self, of_guests: int | None) -> int:
         """See ``bamboo run --help``. ``of_guests``: what the job has come to, if members that had joined ended it."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import importlib
 import os
 import select
+import shutil
 import signal
 import sys
 
 import click
-from rich.console import Console
 
 from ..control.access import open_store
 from ..control.membership import Keys, StopRecord
@@ -22,7 +22,16 @@ from .chaos import chaos
 from .checkpoints import checkpoints
 from .launcher import EMBEDDED, Launcher, RunOptions
 from .ledger import ledger
-from .options import MemberArguments, block_of, member_arguments
+from .options import (
+    LOOPBACK,
+    NAME_THE_JOB,
+    MemberArguments,
+    block_of,
+    events_option,
+    member_arguments,
+    variable_option,
+)
+from .output import console
 from .plan import plan
 from .status import JobStatus, job_status, status_table
 
@@ -48,11 +57,11 @@ def cli() -> None:
     logs.configure()
 
 
-@cli.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True}, epilog=_EXIT_CODES)
+@cli.command(context_settings={"allow_interspersed_args": False}, epilog=_EXIT_CODES)
 @click.option("-n", "--workers", type=click.IntRange(min=1), required=True, help="Number of local workers.")
 @click.option("--pipelines", type=click.IntRange(min=1), help="Number of pipelines; must divide the workers.")
-@click.option("--store", default=EMBEDDED, show_default=True, help="URLs of etcd, separated by commas.")
-@click.option("--job", help="Name of the job.  [default: random]")
+@variable_option("--store", default=EMBEDDED, show_default=True, help="URLs of etcd, separated by commas.")
+@variable_option("--job", help="Name of the job.  [default: random]")
 @click.option("--prefix-output", is_flag=True, help="Begin each line of output with its slot.")
 @click.option(
     "--emulate-hosts",
@@ -73,7 +82,7 @@ def run(
     if pipelines is not None and workers % pipelines:
         raise ConfigError(f"--pipelines {pipelines} does not divide -n {workers}")
     options = RunOptions(
-        **member.options(job or f"job-{os.urandom(4).hex()}"),
+        **member.options(job or f"job-{os.urandom(4).hex()}", LOOPBACK),
         workers=workers,
         store=store,
         pipelines=pipelines,
@@ -83,13 +92,11 @@ def run(
     sys.exit(Launcher(options).run())
 
 
-@cli.command(
-    "launch", context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True}, epilog=_EXIT_CODES
-)
-@click.option("--store", default=EMBEDDED, show_default=True, help="URLs of etcd, separated by commas.")
-@click.option("--job", help="Name of the job.  [default: random]")
-@click.option("--address", default="127.0.0.1", show_default=True, help="IP address of the embedded etcd.")
-@click.option("--events", type=click.Path(dir_okay=False), help="File to append events to, as JSON lines.")
+@cli.command("launch", context_settings={"allow_interspersed_args": False}, epilog=_EXIT_CODES)
+@variable_option("--store", default=EMBEDDED, show_default=True, help="URLs of etcd, separated by commas.")
+@variable_option("--job", help="Name of the job.  [default: random]")
+@variable_option("--address", default=LOOPBACK, show_default=True, help="IP address of the embedded etcd.")
+@events_option
 @click.option("--config", type=click.Path(exists=True, dir_okay=False), help="DeepSpeed configuration to read.")
 @click.option(
     "--grace-s", type=click.FloatRange(min=0), default=5.0, show_default=True, help="From SIGTERM to SIGKILL."
@@ -110,6 +117,8 @@ def launch_command(
     """
     from .launch import LaunchOptions, Wrapper
 
+    if shutil.which(command[0]) is None:
+        raise ConfigError(f"there is no command {command[0]!r}")
     options = LaunchOptions.from_block(
         block_of(config, command),
         job=jobs.check_name(job or f"job-{os.urandom(4).hex()}"),
@@ -121,9 +130,9 @@ def launch_command(
     sys.exit(Wrapper(LaunchOptions(**options.member_options(), store=store, config=config)).run())
 
 
-@cli.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})
-@click.option("--store", help="URLs of the job's etcd.  [default: found through the launcher on this host]")
-@click.option("--job", help="Name of the job.  [default: the only one that runs here]")
+@cli.command(context_settings={"allow_interspersed_args": False})
+@variable_option("--store", help="URLs of the job's etcd.  [default: found through the launcher on this host]")
+@variable_option("--job", help="Name of the job.  [default: the only one that runs here]")
 @click.option("--host", help="Failure domain of this slot.  [default: the host's name]")
 @click.option("--zone", default="", help="Availability zone of this host, for the placement of replicas.")
 @click.option(
@@ -138,11 +147,12 @@ def join(
     The worker builds its engine, catches up with the job and is admitted between two iterations, as a standby or with
     the stages that the plan gives to it. This command ends with the worker.
     """
-    from .join import JoinOptions
+    from .join import JoinOptions, address_towards
     from .join import join as start
 
     job, store = _located(job, store)
-    start(JoinOptions(**member.options(job, zone, host), store=store, wait_s=wait_s))
+    address = member.address or address_towards(store)
+    start(JoinOptions(**member.options(job, address, zone, host), store=store, wait_s=wait_s))
 
 
 cli.add_command(plan)
@@ -152,8 +162,8 @@ cli.add_command(ledger)
 
 
 @cli.command()
-@click.option("--job", help="Name of the job.  [default: the only one that runs here]")
-@click.option("--store", help="URLs of its etcd.  [default: found through the launcher on this host]")
+@variable_option("--job", help="Name of the job.  [default: the only one that runs here]")
+@variable_option("--store", help="URLs of its etcd.  [default: found through the launcher on this host]")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def status(job: str | None, store: str | None, as_json: bool) -> None:
     """Show members, roles, epoch and step of a job."""
@@ -161,7 +171,7 @@ def status(job: str | None, store: str | None, as_json: bool) -> None:
     if as_json:
         click.echo(report.model_dump_json(indent=2))
     else:
-        Console().print(status_table(report))
+        console().print(status_table(report))
 
 
 def _located(job: str | None, store: str | None) -> tuple[str, str]:
@@ -169,7 +179,7 @@ def _located(job: str | None, store: str | None) -> tuple[str, str]:
     if store is not None and job is not None:
         return job, store
     if store is not None:
-        raise ConfigError("--store needs --job: an etcd may serve several jobs")
+        raise ConfigError(NAME_THE_JOB)
     file = jobs.choose(job)
     return file.job, file.store
 
@@ -183,8 +193,8 @@ def _status(job: str, urls: str) -> JobStatus:
 
 
 @cli.command()
-@click.option("--job", help="Name of the job.  [default: the only one that runs here]")
-@click.option("--store", help="URLs of its etcd, if its launcher is on another host.")
+@variable_option("--job", help="Name of the job.  [default: the only one that runs here]")
+@variable_option("--store", help="URLs of its etcd, if its launcher is on another host.")
 @click.option("--timeout-s", type=float, default=30.0, show_default=True, help="How long to wait.")
 def stop(job: str | None, store: str | None, timeout_s: float) -> None:
     """End a job in an orderly way."""

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 import click
 from pydantic import BaseModel, ConfigDict
-from rich.console import Console
 from rich.table import Table
 
 from ..control.access import open_store
@@ -30,8 +29,11 @@ from ..topology import (
 )
 from ..topology.planner import plan as next_plan
 from . import jobs
+from .options import NAME_THE_JOB, variable_option
+from .output import console
 
 _TIMEOUT_S = 5.0
+_GIVEN = click.core.ParameterSource.COMMANDLINE
 
 
 class RoleReport(BaseModel):
@@ -105,8 +107,8 @@ class Situation:
 
 
 @click.command("plan")
-@click.option("--job", help="Name of the job.  [default: the only one that runs here]")
-@click.option("--store", help="URLs of its etcd.  [default: found through the launcher on this host]")
+@variable_option("--job", help="Name of the job.  [default: the only one that runs here]")
+@variable_option("--store", help="URLs of its etcd.  [default: found through the launcher on this host]")
 @click.option("--stages", type=click.IntRange(min=1), help="Ask about a job that does not exist, of so many stages.")
 @click.option("--pipelines", type=click.IntRange(min=1), help="Its data-parallel pipelines.  [default: 1]")
 @click.option("--slices", type=click.IntRange(min=1), help="Its tensor slices, a member each.  [default: 1]")
@@ -147,7 +149,7 @@ def plan(
     """
     if stages is None and pipelines is None and slices is None and not groups:
         situation = _running(job, store)
-    elif job is not None or store is not None:
+    elif any(click.get_current_context().get_parameter_source(n) is _GIVEN for n in ("job", "store")):
         raise ConfigError("--job and --store are about a job that runs, --stages and --members about one that does not")
     elif stages is None or not groups:
         raise ConfigError("a job that does not exist needs --stages and --members")
@@ -160,7 +162,7 @@ def plan(
     if as_json:
         click.echo(report.model_dump_json(indent=2))
         return
-    Console().print(plan_table(report))
+    console().print(plan_table(report))
     for move in report.moves:
         size = "" if move.bytes is None else f" ({move.bytes} bytes)"
         click.echo(f"copy of ({move.pipeline},{move.stage}){size}: {move.source} -> {move.destination}")
@@ -266,7 +268,7 @@ def _running(job: str | None, store: str | None) -> Situation:
         file = jobs.choose(job)
         job, store = file.job, file.store
     elif job is None:
-        raise ConfigError("--store needs --job: an etcd may serve several jobs")
+        raise ConfigError(NAME_THE_JOB)
     with open_store(store, job, _TIMEOUT_S) as connection:
         snapshot = connection.get_prefix("")
     if not snapshot.entries:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -14,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from types import FrameType
 from typing import BinaryIO
 
@@ -36,6 +37,8 @@ _FATAL_GRACE_S = 90.0
 #: Seconds within which signals come of one event: a terminal that closes, a launcher that repeats what Ctrl-C said.
 _SAME_EVENT_S = 0.5
 STORE_TIMEOUT_S = 10.0
+#: Seconds that etcd has to hear that the job ends, before members here end and etcd with them.
+_TELL_S = 2.0
 #: Seconds beyond the workers' grace that members of other slots get when the job is ended.
 OTHERS_S = 5.0
 #: Below the ports that Linux hands out (ip_local_port_range), and below those of Kubernetes' services.
@@ -142,12 +145,14 @@ class Slots:
         self._stopping = False
         self._kill_at: float | None = None
         self._leave_at: float | None = None
+        self._stop_at: float | None = None
+        self._waker: socket.socket | None = None
         self._urls = ""
         self._reporters: list[threading.Thread] = []
         self._etcd_ended = self._hurried = self._child_died = False
         self._own: set[int] = set()  # children besides agents
 
-    @contextmanager
+    @contextlib.contextmanager
     def _prepared(self, spare: Collection[int]) -> Iterator[None]:
         """Be the parent of orphans, and handle signals; at the end no child is left but those in ``spare``."""
         adopt_orphans()
@@ -157,7 +162,7 @@ class Slots:
             stack.enter_context(self._handling_signals())
             yield
 
-    @contextmanager
+    @contextlib.contextmanager
     def _handling_signals(self) -> Iterator[None]:
         reading, writing = socket.socketpair()
         reading.setblocking(False)
@@ -166,9 +171,11 @@ class Slots:
         before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, self._on_child)
         wakeup_before = signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
         self._selector.register(reading, selectors.EVENT_READ, lambda: self._drain(reading))
+        self._waker = writing
         try:
             yield
         finally:
+            self._waker = None
             signal.set_wakeup_fd(wakeup_before)
             for signum, handler in before.items():
                 signal.signal(signum, handler)
@@ -191,6 +198,14 @@ class Slots:
         thread = threading.Thread(target=action, daemon=True)
         thread.start()
         self._reporters.append(thread)
+
+    def _stop_soon(self) -> None:
+        """Stop now instead of at the time that is set. Callable from any thread."""
+        self._stop_at = time.monotonic()
+        waker = self._waker
+        if waker is not None:
+            with contextlib.suppress(OSError):  # it is full, or it has just been closed
+                waker.send(b"\0")
 
     # -- etcd and the others ------------------------------------------------------------------------
 
@@ -216,7 +231,11 @@ class Slots:
         self._selector.register(pidfd, selectors.EVENT_READ, ended)
 
     def _end_others(self, signum: int) -> None:
-        """Have members of other slots end as well, since this process was told to by a signal."""
+        """Have members of other slots end as well, since this process was told to by a signal.
+
+        Those here end after :meth:`_stop_soon`: else others would take their ends for losses.
+        """
+        self._stop_soon()
 
     def _join_reporters(self) -> None:
         for reporter in self._reporters:
@@ -266,6 +285,9 @@ class Slots:
 
     def _attend(self, timeout_s: float | None) -> None:
         """Handle what happens within ``timeout_s`` seconds, if anything."""
+        if self._stop_at is not None:
+            left = max(0.0, self._stop_at - time.monotonic())
+            timeout_s = left if timeout_s is None else min(timeout_s, left)
         ready: Sequence[Callable[[], None]] = [key.data for key, _ in self._selector.select(timeout_s)]
         for action in ready:
             action()
@@ -274,6 +296,9 @@ class Slots:
             # The worker of an agent that was killed.
             reap_adopted({*self._own, *(agent.process.pid for agent in self._agents.values())})
         self._handle_signals()
+        if self._stop_at is not None and time.monotonic() >= self._stop_at:
+            self._stop_at = None
+            self._stop()
 
     def _judge(self, agent: _Agent) -> None:
         """What the end of an agent means for the others."""
@@ -320,7 +345,7 @@ class Slots:
         elif self._interrupted is None:
             self._interrupted, self._interrupted_at = signum, at
             self._leave_at = time.monotonic() + self._common.grace_s + AGENT_GRACE_S + OTHERS_S
-            self._stop()
+            self._stop_at = time.monotonic() + _TELL_S
             self._end_others(signum)
         elif at - self._interrupted_at >= _SAME_EVENT_S:
             self._hurried = True  # asked twice

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import BaseModel, ConfigDict
 from rich.table import Table
 
-from ..control.membership import Keys, LeftRecord, MemberRecord, in_slot_order
+from ..control.membership import Keys, LeftRecord, MemberRecord, in_slot_order, slot_of
 from ..control.mirror import Mirror
 from ..topology.plan import Plan
 
@@ -33,8 +33,8 @@ class MemberStatus(BaseModel):
 class JobStatus(BaseModel):
     """A job at one moment.
 
-    ``epoch`` is 0 before the first plan, ``step`` the newest committed one, ``checkpoint`` the folder of the newest
-    complete checkpoint.
+    ``epoch`` is 0 before the first plan, ``step`` the newest committed one, ``global_step`` that in DeepSpeed's count,
+    ``checkpoint`` the folder of the newest complete checkpoint.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -42,6 +42,7 @@ class JobStatus(BaseModel):
     job: str
     epoch: int
     step: int | None
+    global_step: int | None = None
     checkpoint: str | None
     members: list[MemberStatus]
 
@@ -67,6 +68,12 @@ def job_status(job: str, mirror: Mirror) -> JobStatus:
     known = {member.id for member in living}
     departures = [left for left in mirror.left.values() if left.id not in known]
     gone = [MemberStatus(id=left.id, slot=left.slot, state=_ending(left)) for left in departures]
+    # Those whose agents could not say goodbye. What they have reported is still there.
+    silent = mirror.reports.keys() - known - mirror.left.keys()
+    gone += [
+        MemberStatus(id=member, slot=slot_of(member), state="silent" if plan and member in plan.members else "lost")
+        for member in silent
+    ]
     progress = max(mirror.progress.values(), key=lambda record: record.step, default=None)
     checkpoints = [record for record in mirror.progress.values() if record.checkpoint]
     newest = max(checkpoints, key=lambda record: record.step, default=None)
@@ -74,6 +81,7 @@ def job_status(job: str, mirror: Mirror) -> JobStatus:
         job=job,
         epoch=plan.epoch if plan else 0,
         step=progress.step if progress else None,
+        global_step=progress.global_step if progress else None,
         checkpoint=newest.checkpoint if newest else None,
         members=sorted(living + gone, key=lambda member: (member.slot, member.id)),
     )
@@ -104,7 +112,9 @@ def _roles(plan: Plan | None, member: str, shadows: bool) -> list[tuple[int, int
 
 def status_table(status: JobStatus) -> Table:
     """The status for people."""
-    step = "-" if status.step is None else status.step
+    step = "-" if status.step is None else str(status.step)
+    if status.global_step not in (None, status.step):
+        step += f" (DeepSpeed's {status.global_step})"
     table = Table(title=f"job {status.job}   epoch {status.epoch}   step {step}", title_justify="left")
     for column in ("slot", "member", "state", "host", "worker", "agent", "owns", "shadows"):
         table.add_column(column, justify="right" if column in ("slot", "worker", "agent") else "left")

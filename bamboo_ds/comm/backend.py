@@ -10,12 +10,15 @@ from typing import Any
 import torch
 
 from ..compat import WORKS_NEED_HOLDING
+from ..errors import NotMet
 from . import p2p, wire
 from .c10d import dist, registry
 from .cohosted import Cohosted
 from .epoch import Epoch
 from .inner import GLOO, NCCL, issue, kind_for
+from .living import living
 from .local import LocalGroup
+from .monitored import not_passed, timed_out
 from .naming import NAME, making_groups_ours, naming_what_scripts_know
 from .script import Place
 from .session import Session, current, group_key
@@ -154,8 +157,8 @@ class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         return acting.rank if acting is not None and registry._world.default_pg is self else super().rank()
 
     def getBackendName(self) -> str:
-        """``bamboo``."""
-        return NAME
+        """What carries the tensors, as ``torch.distributed.get_backend`` says: torch and scripts choose by it."""
+        return self.asked or kind_for(torch.device("cuda"))
 
     # torch keeps these in the inner backends of a group, of which this one has none of its own.
     def getGroupName(self) -> str:
@@ -185,7 +188,7 @@ class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     def _get_backend(self, device: torch.device) -> Any:
         """The inner group of the current epoch; builds it, collectively."""
         epoch = self._session.current
-        return epoch.group(self._meant[0], self._owners(epoch), kind_for(torch.device(device)))
+        return epoch.group(self._meant[0], self._owners(epoch), kind_for(torch.device(device)), self.timeout)
 
     def shutdown(self) -> None:
         """Nothing to do: inner groups end with their epoch."""
@@ -235,7 +238,7 @@ class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
             return getattr(LocalGroup(self._index, len(self.ranks)), operation)(*arguments)
         kind = GLOO if device is None else kind_for(device)
         key, ranks = self._meant
-        inner = epoch.group(key, owners, kind)
+        inner = epoch.group(key, owners, kind, self.timeout)
         finish: Callable[[], None] | None = None
         with epoch.calling(operation):
             if len(owners) == len(ranks):
@@ -243,7 +246,7 @@ class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
             else:
                 hosts = [owners.index(epoch.plan.owners[rank]) for rank in ranks]
                 work, finish = getattr(Cohosted(inner, hosts, self._index), operation)(*arguments)
-        return BambooWork(epoch, work, operation, owners, finish, poll=kind == GLOO)
+        return BambooWork(epoch, work, operation, owners, finish, kind == GLOO, self.timeout)
 
     @property
     def _place(self) -> Place:
@@ -358,9 +361,32 @@ class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         return self._collective("barrier", device, options)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """A barrier with its own timeout. A lost member raises ``PeerLost``, which names it."""
-        work = self.barrier()
-        work.wait(timeout or self.timeout)
+        """A barrier with its own timeout. A lost member raises ``PeerLost``, which names it.
+
+        Raises:
+            RuntimeError: with gloo's words, naming the first rank that has not come, or all of them.
+        """
+        limit = self.timeout if timeout is None else timeout
+        if not limit:
+            if self.rank() == 0 and len(self.ranks) > 1:
+                raise timed_out(limit)
+            limit = self.timeout  # as gloo: the other ranks wait for rank 0
+        script, place = self._session.script, self._place
+        try:
+            if place != "engine" or self._session.detached or self._session.acting is not None:
+                self.barrier().wait(limit)
+                return
+            epoch = self._session.current
+            if epoch.member in self._owners(epoch):
+                epoch.meet("monitoredBarrier", self._meant[0], self._owners(epoch), limit)
+        except NotMet as error:
+            plan = self._session.current.plan
+            if place == "script" and script is not None:
+                runs: Sequence[str | None] = living(plan, self.ranks, script.absent).of_rank
+            else:
+                runs = [plan.owners[rank] for rank in self._meant[1]]
+            late = [index for index, member in enumerate(runs) if member in error.members]
+            raise not_passed(self.rank(), late, limit, wait_all_ranks) from error
 
     def _start_coalescing(self, device: torch.device) -> None:
         """Collect the works of the collectives that follow."""
@@ -418,7 +444,7 @@ class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     def _nccl(self, epoch: Epoch, operation: str, tensors: Tensors, peer: str, tag: int) -> Any:
         key, members = self._peers(epoch)
-        inner = epoch.group(key, members, NCCL)
+        inner = epoch.group(key, members, NCCL, self.timeout)
         with epoch.calling(operation, peer):
             work = getattr(inner, operation)(tensors, members.index(peer), tag)
         return self._coalesced(BambooWork(epoch, work, operation, [peer]))

@@ -6,6 +6,7 @@ import logging
 import socket
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import TracebackType
@@ -80,6 +81,7 @@ class Epoch:
         self._endpoints: dict[Endpoint, str] = {}
         self._groups: dict[tuple[str, str, tuple[str, ...]], Any] = {}
         self._transports = 0
+        self._meetings: Counter[str] = Counter()
         self._pairs = 0  # gloo pairs created on the device so far; gloo numbers them
         self._connecting_pairs: range = range(0)
 
@@ -117,14 +119,16 @@ class Epoch:
             sockets.shut(opened)
         return opened
 
-    def _exchange(self, what: str, mine: str, members: Sequence[str]) -> dict[str, str]:
+    def _exchange(
+        self, what: str, mine: str, members: Sequence[str], timeout: timedelta | None = None
+    ) -> dict[str, str]:
         """Publish a text in the store, and wait for those of ``members``."""
         store = self.store("place/")
         store.set(f"{what}/{self.member}", mine)
-        answers = store.multi_get([f"{what}/{member}" for member in members])
+        answers = store.multi_get([f"{what}/{member}" for member in members], timeout)
         return {member: answer.decode() for member, answer in zip(members, answers, strict=True)}
 
-    def _open_device(self, members: Sequence[str]) -> None:
+    def _open_device(self, members: Sequence[str], timeout: timedelta) -> None:
         """Have a gloo device, and know where those of ``members`` listen."""
         if self._listener is None:
             host = sockets.endpoint(sockets.resolve(self._address, 0)[1])[0]
@@ -136,7 +140,8 @@ class Epoch:
                     break
             else:
                 raise RuntimeError(f"cannot tell which socket of this process gloo listens on at {self._address}")
-        for member, place in self._exchange("gloo", f"{self._listener[0]} {self._listener[1]}", members).items():
+        mine = f"{self._listener[0]} {self._listener[1]}"
+        for member, place in self._exchange("gloo", mine, members, timeout).items():
             host, port = place.split(" ")
             self._endpoints = {**self._endpoints, (host, int(port)): member}
 
@@ -246,9 +251,18 @@ class Epoch:
         self._transports += 1
         return self._transports
 
+    def meet(self, operation: str, group: str, members: Sequence[str], timeout: timedelta) -> None:
+        """Wait until ``members`` meet this one; see :meth:`Links.meet`. They meet in one order in a ``group``."""
+        self._meetings[group] += 1
+        key = f"meeting/{group}/{self._meetings[group]}".encode()
+        self.links.meet(operation, key, [member for member in members if member != self.member], timeout)
+
     # -- groups ------------------------------------------------------------------------------------------
-    def group(self, key: str, members: Sequence[str], kind: str) -> Any:
+    def group(self, key: str, members: Sequence[str], kind: str, timeout: timedelta | None = None) -> Any:
         """The inner group ``key`` of ``members``; built on first use, collectively.
+
+        Args:
+            timeout: for the others to come when it is built, and default of its operations; ``None``: the epoch's.
 
         Raises:
             EpochChanged: aborted, before or meanwhile.
@@ -261,19 +275,19 @@ class Epoch:
         with self._building:
             self.check(f"building group {key}")
             if identity not in self._groups:
-                self._groups[identity] = self._build(key, identity[2], kind)
+                self._groups[identity] = self._build(key, identity[2], kind, timeout or self.timeout)
             return self._groups[identity]
 
-    def _build(self, key: str, members: tuple[str, ...], kind: str) -> Any:
+    def _build(self, key: str, members: tuple[str, ...], kind: str, timeout: timedelta) -> Any:
         store = self.store(f"group/{kind}/{key}/{','.join(members)}/")
         size = len(members)
         try:
             with self.calling(f"building group {key} of {', '.join(members)}"):
                 if kind == GLOO:
-                    self._open_device(members)
+                    self._open_device(members, timeout)
                     self._connecting_pairs = range(self._pairs, self._pairs + size)
                     self._pairs += size
-                group = create_inner(kind, store, members.index(self.member), size, self.timeout, self._device)
+                group = create_inner(kind, store, members.index(self.member), size, timeout, self._device)
             self.check(f"building group {key}")
             self._stores.append(store)
             return group

@@ -343,9 +343,9 @@ class TorchStore(dist.Store):  # type: ignore[misc]
         """See ``torch.distributed.Store``."""
         self._call(self._client.get, [self._prefix + key for key in keys], timeout)
 
-    def multi_get(self, keys: list[str]) -> list[bytes]:
+    def multi_get(self, keys: list[str], timeout: timedelta | None = None) -> list[bytes]:
         """See ``torch.distributed.Store``; waits for the keys."""
-        values: list[bytes] = self._call(self._client.get, [self._prefix + key for key in keys])
+        values: list[bytes] = self._call(self._client.get, [self._prefix + key for key in keys], timeout)
         return values
 
     def set_timeout(self, timeout: timedelta) -> None:

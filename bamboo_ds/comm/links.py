@@ -23,7 +23,7 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ..errors import EpochChanged, PeerLost
+from ..errors import EpochChanged, NotMet, PeerLost
 from . import sockets, wire
 from .failures import ended
 
@@ -406,15 +406,18 @@ class Links:
 
         Raises:
             EpochChanged, PeerLost: the epoch ended, or one of ``members`` is gone and had not come.
-            RuntimeError: one of them has not come within the timeout.
+            NotMet: some of them have not come within the timeout.
         """
         for member in members:
             self.send(member, wire.encode(key, 0, None))
+        deadline = time.monotonic() + timeout.total_seconds()
         with self.changed:
             inbox = self.inbox(key)
             for member in members:
-                if not self.wait(operation, partial(_has_from, inbox, member), [member], timeout):
-                    raise RuntimeError(f"Timed out waiting {timeout} for {member} in {operation}")
+                left = timedelta(seconds=max(0.0, deadline - time.monotonic()))
+                if not self.wait(operation, partial(_has_from, inbox, member), [member], left):
+                    missing = [member for member in members if not _has_from(inbox, member)]
+                    raise NotMet(f"Timed out waiting {timeout} for {', '.join(missing)} in {operation}", missing)
             del self._inbox[key]
 
     # -- end ---------------------------------------------------------------------------------------------

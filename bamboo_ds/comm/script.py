@@ -15,7 +15,6 @@ The operations themselves number those gaps, and nobody is in a gap while others
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -112,8 +111,13 @@ class ScriptCollectives:
         number = self._begun[handle.key] = self._begun.get(handle.key, 0) + 1
         work = ScriptWork(self, handle, number, operation, device, arguments)
         self._open.append(work)
-        with contextlib.suppress(EpochChanged):  # it recovers where it is waited for
+        try:
             work.start()
+        except EpochChanged:
+            pass  # it recovers where it is waited for
+        except BaseException:
+            self._open.remove(work)
+            raise
         return work
 
     def complete(self, work: ScriptWork, timeout: timedelta = NO_TIMEOUT) -> None:
@@ -233,7 +237,7 @@ class ScriptWork(dist.Work):  # type: ignore[misc]
         if operation == "barrier":
             return  # the meeting is one
         kind = GLOO if self._device is None else kind_for(self._device)
-        inner = epoch.group(f"script/{handle.key}", group.members, kind)
+        inner = epoch.group(f"script/{handle.key}", group.members, kind, handle.timeout)
         finish: Callable[[], None] | None = None
         with epoch.calling(operation):
             if group.complete:
@@ -241,7 +245,7 @@ class ScriptWork(dist.Work):  # type: ignore[misc]
             else:
                 translated = LivingGroup(inner, group, epoch.member, handle.rank())
                 work, finish = getattr(translated, operation)(*arguments)
-        self._work = BambooWork(epoch, work, operation, group.members, finish, poll=kind == GLOO)
+        self._work = BambooWork(epoch, work, operation, group.members, finish, kind == GLOO, handle.timeout)
 
     def advance(self, timeout: timedelta) -> None:
         """Come out of it.

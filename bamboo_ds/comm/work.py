@@ -79,6 +79,7 @@ class BambooWork(dist.Work):  # type: ignore[misc]
         finish: run once, after success, by the first ``wait`` (e.g. to copy results).
         poll: whether ``inner.wait`` may be called with a short timeout again and again without harm; so with
             gloo's collectives.
+        limit: timeout of a ``wait`` without one, where it polls; ``None``: that of the inner group.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class BambooWork(dist.Work):  # type: ignore[misc]
         members: Sequence[str],
         finish: Callable[[], None] | None = None,
         poll: bool = False,
+        limit: timedelta | None = None,
     ) -> None:
         super().__init__()
         self._epoch = epoch
@@ -97,6 +99,7 @@ class BambooWork(dist.Work):  # type: ignore[misc]
         self._members = members
         self._finish = finish
         self._poll = poll
+        self._limit = limit
         epoch.track(self)
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
@@ -111,14 +114,17 @@ class BambooWork(dist.Work):  # type: ignore[misc]
         if inner is None:
             raise ended(self._epoch, self._operation)
         with self._epoch.calling(self._operation):
-            done = self._wait_polling(inner, timeout) if self._poll else _wait(inner, timeout)
+            if self._poll:
+                done = self._wait_polling(inner, self._limit if timeout == NO_TIMEOUT else timeout)
+            else:
+                done = _wait(inner, timeout)
         if self._finish is not None:
             finish, self._finish = self._finish, None
             finish()
         return done
 
-    def _wait_polling(self, inner: Any, timeout: timedelta) -> bool:
-        deadline = None if timeout == NO_TIMEOUT else time.monotonic() + timeout.total_seconds()
+    def _wait_polling(self, inner: Any, timeout: timedelta | None) -> bool:
+        deadline = None if timeout is None else time.monotonic() + timeout.total_seconds()
         while True:
             step = _POLL
             if deadline is not None:
@@ -137,7 +143,7 @@ class BambooWork(dist.Work):  # type: ignore[misc]
                 if gone is not None:
                     raise gone from None
                 if deadline is not None and time.monotonic() >= deadline:
-                    raise
+                    raise RuntimeError(f"Timed out waiting {timeout} for {self._operation} to complete") from error
 
     def _gone(self) -> EpochChanged | None:
         """Why the operation cannot complete any more, if so."""

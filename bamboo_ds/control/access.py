@@ -6,21 +6,16 @@ import os
 from collections.abc import MutableMapping
 from typing import TYPE_CHECKING
 
+from ..store.variables import ENV_CA, ENV_CERT, ENV_KEY, ENV_PASSWORD, ENV_STORE, ENV_USER
 from .membership import namespace
 
 if TYPE_CHECKING:
     from ..store import Store
 
-#: etcd's URLs, separated by commas, for agents.
-ENV_STORE = "BAMBOO_STORE"
+__all__ = ["ENV_NOTICES", "ENV_STORE", "open_store", "without_access"]
+
 #: ``bamboo.notices`` of an agent as JSON: there may be a password in a URL, and everybody can read command lines.
 ENV_NOTICES = "BAMBOO_AGENT_NOTICES"
-#: Name and password to authenticate with, and PEM files for TLS; all optional.
-ENV_USER = "BAMBOO_STORE_USER"
-ENV_PASSWORD = "BAMBOO_STORE_PASSWORD"
-ENV_CA = "BAMBOO_STORE_CA"
-ENV_CERT = "BAMBOO_STORE_CERT"
-ENV_KEY = "BAMBOO_STORE_KEY"
 
 
 def open_store(urls: str, job: str, timeout_s: float) -> Store:

@@ -84,7 +84,7 @@ class Agent:
         self._fatal: int | None = None  # epoch of the plan that some stage is lost in
         self._member_since = time.monotonic()
         self._evicted = self._restarts = False
-        self._terminated = False  # by SIGTERM
+        self._terminated = self._asked = False  # by SIGTERM, by SIGUSR1
         self._channel_open = True
         self._coordinator_ended = threading.Event()
         self._kill_at: float | None = None
@@ -248,7 +248,9 @@ class Agent:
 
     def _note_signal(self, signum: signal.Signals) -> None:
         if signum is signal.SIGUSR1:
-            self._note_notice(Notice("leave", "signal", signum.name, None))
+            if not self._asked:  # some tell the agent and its launcher, which tells the agent
+                self._asked = True
+                self._note_notice(Notice("leave", "signal", signum.name, None))
         elif signum is signal.SIGTERM and self._settings.guest and self._may_leave():
             # Nobody's child: it is the host that shuts down, or somebody who wants this member to go.
             self._leaving.end_at = time.monotonic() + self._settings.grace_s
@@ -388,7 +390,8 @@ class Agent:
     def _write_progress(self) -> None:
         self._progress_due = None
         if self._progress is not None and self._progress.step is not None:
-            record = ProgressRecord(id=self._id, step=self._progress.step, checkpoint=self._progress.checkpoint)
+            told = self._progress.model_dump(include={"step", "global_step", "checkpoint"})
+            record = ProgressRecord(id=self._id, **told)
             self._coordinator.write(Keys.progress(self._id), record)
 
     # -- the end ------------------------------------------------------------------------------------

@@ -19,6 +19,8 @@ from .neighbours import process_space, started
 from .restart import RestartPolicy
 
 _STORE_TIMEOUT_S = 2.0
+#: Seconds without etcd that a member bears which joins: nothing is lost with it.
+_JOINING_S = 60.0
 
 
 def make_coordinator(
@@ -75,6 +77,7 @@ def make_coordinator(
         callbacks=callbacks,
         last_heartbeat=last_heartbeat,
         after_epoch=settings.after_epoch,
+        patience_s=max(settings.rejoin_s if settings.waiting else _JOINING_S, 3 * settings.lease_ttl_s),
     )
     if settings.slot == 0 and settings.home is None and not settings.waiting:
         spec = JobRecord(

@@ -65,6 +65,7 @@ class WorkerChannel:
         joiner: the job was running already when this worker was started.
         restart_from: folder of the newest checkpoint that members had told of when the job was started again.
         heartbeat_timeout_s: seconds without a heartbeat after which the agent kills this worker.
+        ahead: by how much DeepSpeed's count of steps exceeds the job's.
         activity: what heartbeats tell of the main thread.
     """
 
@@ -88,6 +89,7 @@ class WorkerChannel:
         self.address = address
         self.joiner = joiner
         self.restart_from = restart_from
+        self.ahead = 0
         self.heartbeat_timeout_s = heartbeat_timeout_s
         self._interval = min(_LONGEST_HEARTBEAT_INTERVAL_S, 0.25 * heartbeat_timeout_s)
         self._wire = LineSocket(only_here(sock))
@@ -257,14 +259,18 @@ class WorkerChannel:
     def event(self, kind: str, **fields: Any) -> None:
         """Hand an event to the agent's event writer; ``fields`` must be JSON values.
 
-        ``epoch`` is that of the newest plan, unless given; the sender may not have entered that one yet.
+        ``epoch`` is that of the newest plan, unless given; the sender may not have entered that one yet. Where there
+        is a ``step`` its ``global_step`` is added.
         """
         plan = self._plan
-        self._send(EventReport(kind=kind, fields={"epoch": plan.epoch if plan else 0, **fields}))
+        added = {"global_step": fields["step"] + self.ahead} if "step" in fields else {}
+        self._send(EventReport(kind=kind, fields={"epoch": plan.epoch if plan else 0, **added, **fields}))
 
     def progress(self, step: int, checkpoint: str | None = None) -> None:
         """Note the newest committed step and complete checkpoint; sent with the next heartbeat."""
-        self._progress = Heartbeat(step=step, checkpoint=checkpoint or self._progress.checkpoint)
+        self._progress = Heartbeat(
+            step=step, global_step=step + self.ahead, checkpoint=checkpoint or self._progress.checkpoint
+        )
 
     def exit_notice(self, reason: str, failed: bool = False, done: bool = False, code: int = 1) -> None:
         """Tell the agent why this worker is about to end; see :class:`~.messages.ExitNotice`."""

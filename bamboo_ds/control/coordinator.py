@@ -8,6 +8,7 @@ so that a slow request cannot let it run out.
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
 import time
@@ -83,6 +84,7 @@ class Coordinator:
         last_heartbeat: monotonic seconds of the worker's newest heartbeat; asked from the coordinator's
             thread.
         after_epoch: plans up to this one are none of the member's business.
+        patience_s: seconds without etcd after which a member gives up that does not take part.
     """
 
     def __init__(
@@ -95,11 +97,13 @@ class Coordinator:
         callbacks: Callbacks,
         last_heartbeat: Callable[[], float | None],
         after_epoch: int = 0,
+        patience_s: float = math.inf,
     ) -> None:
         self._store = store
         self._leader = leader
         self._record = record
         self._ttl_s = lease_ttl_s
+        self._patience_s = patience_s
         self._callbacks = callbacks
         self._last_heartbeat = last_heartbeat
         self._accused: tuple[int, float] | None = None  # epoch, and when we learnt of it
@@ -190,6 +194,9 @@ class Coordinator:
     def _run(self) -> None:
         try:
             self._serve()
+        except StoreUnavailable as error:
+            logger.error("%s gives up: etcd has not answered for %.0f s (%s)", self._record.id, self._patience_s, error)
+            self._callbacks.on_error(error)
         except BaseException as error:  # the agent ends its worker and says why
             logger.exception("the coordinator of %s failed", self._record.id)
             self._callbacks.on_error(error)
@@ -214,11 +221,18 @@ class Coordinator:
             except (StoreUnavailable, LeaseExpired) as error:
                 logger.debug("etcd does not answer: %s", error)
                 wake = time.monotonic() + _RETRY_S
+                if self._deserted():
+                    raise
             except StoreError as error:
                 if not self._lease_thread.is_alive():
                     raise  # at the start it is the settings that are wrong
                 logger.error("etcd refuses a request, training goes on: %s", error)
                 wake = time.monotonic() + _REFUSED_RETRY_S
+
+    def _deserted(self) -> bool:
+        """Whether etcd has been away for so long that it is gone, and this member has nothing that others need."""
+        takes_part = self._admitted and not self._waits
+        return not takes_part and time.monotonic() - self._last_contact > self._patience_s
 
     def _drain(self, wake: float | None) -> None:
         """Handle everything in the inbox, waiting for something until ``wake``."""
@@ -418,6 +432,9 @@ class Coordinator:
                 if self._ending.is_set():
                     return
                 logger.warning("cannot refresh the lease of %s, training goes on: %s", self._record.id, error)
+                if self._deserted():
+                    self._inbox.put(partial(_raise, error))
+                    return
                 continue
             except StoreError as error:
                 if self._ending.is_set():  # then it is only that the store has been closed
@@ -436,3 +453,7 @@ class Coordinator:
     def _forget(self, lease: Lease) -> None:
         if self._lease is lease:
             self._lease = None
+
+
+def _raise(error: StoreUnavailable) -> None:
+    raise error

@@ -225,6 +225,7 @@ class Leader:
                 slots=slots,
                 checkpoint=record.checkpoint,
                 step=record.step,
+                global_step=record.global_step,
             )
         )
 

@@ -94,7 +94,7 @@ class RestartRecord(Record):
         ranks: the ranks whose workers each slot starts.
         extra: numbers of the slots of the second and further workers of a member, by rank.
         checkpoint: folder of the newest checkpoint that a member has told of.
-        step: newest step that any member has told of so far.
+        step, global_step: newest step that any member has told of so far, and the same as DeepSpeed counts.
         failures: restarts in a row, up to this one, that came after one that had not got beyond ``step``.
     """
 
@@ -104,6 +104,7 @@ class RestartRecord(Record):
     extra: dict[int, int] = {}
     checkpoint: str | None = None
     step: int = 0
+    global_step: int | None = None
     failures: int = 0
 
 
@@ -221,10 +222,15 @@ class StoreRecord(Record):
 
 
 class ProgressRecord(Record):
-    """``progress/<id>``: newest committed step and newest complete checkpoint of a member."""
+    """``progress/<id>``: newest committed step and newest complete checkpoint of a member.
+
+    Attributes:
+        global_step: ``step`` as DeepSpeed counts.
+    """
 
     id: str
     step: int
+    global_step: int | None = None
     checkpoint: str | None = None
 
 
@@ -336,3 +342,8 @@ def boot_id() -> str:
 def new_member_id(slot: int) -> str:
     """A fresh member id for ``slot``; what follows the hyphen is its incarnation."""
     return f"m{slot}-{os.urandom(4).hex()}"
+
+
+def slot_of(member: str) -> int:
+    """The slot that a member's id was made for."""
+    return int(member[1:].partition("-")[0])

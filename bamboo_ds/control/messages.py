@@ -47,6 +47,7 @@ class Heartbeat(Message):
     """Worker to agent: the interpreter runs. Carries the newest committed step and checkpoint.
 
     Attributes:
+        global_step: ``step`` as DeepSpeed counts.
         beats: grows with every instruction that is done.
         computing: the worker is in the middle of an instruction and waits for nobody.
         hang_after_s: seconds without a new beat while computing after which it hangs, as far as it can tell from
@@ -55,6 +56,7 @@ class Heartbeat(Message):
 
     type: Literal["heartbeat"] = "heartbeat"
     step: int | None = None
+    global_step: int | None = None
     checkpoint: str | None = None
     beats: int = 0
     computing: bool = False

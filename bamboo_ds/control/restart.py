@@ -122,7 +122,8 @@ class Restarts:
         until = self._until("back", plan, now, self._policy.return_s)
         if coming and now < until:
             return Pause(until)
-        previous, step = view.restart, max((p.step for p in view.progress.values()), default=0)
+        previous, last = view.restart, max(view.progress.values(), key=lambda p: p.step, default=None)
+        step = last.step if last else 0
         failures = 0 if previous is None or step > previous.step else previous.failures + 1
         if failures >= self._policy.max_restarts:
             return GiveUp(f"it was started again {failures} times in a row without getting beyond step {step}")
@@ -135,6 +136,7 @@ class Restarts:
             ranks=assign(waiting, view.world_size),
             checkpoint=newest.checkpoint if newest else None,
             step=step,
+            global_step=last.global_step if last else None,
             failures=failures,
         )
         return Assign(record)

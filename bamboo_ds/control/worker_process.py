@@ -87,6 +87,13 @@ def _signal(process: psutil.Process, signum: int) -> None:
         return  # it has ended by itself meanwhile
 
 
+def _begin_worker(agent_pid: int) -> None:
+    """What a worker does before it becomes the script."""
+    # Slurm sends it to all processes of a step, where agents take it for a notice; a script may handle it.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    die_with_parent(signal.SIGKILL, agent_pid)
+
+
 class WorkerProcess:
     """One worker. Spawn it before the process has any other thread.
 
@@ -110,7 +117,7 @@ class WorkerProcess:
                     env={**env, ENV_FD: str(theirs.fileno())},
                     stdin=subprocess.DEVNULL,
                     pass_fds=[theirs.fileno()],
-                    preexec_fn=lambda: die_with_parent(signal.SIGKILL, agent_pid),
+                    preexec_fn=lambda: _begin_worker(agent_pid),
                 )
             except OSError as error:
                 ours.close()

@@ -62,6 +62,7 @@ class BambooPipelineEngine(ScriptingExecutor):
         use_for_cuda(settings.comm.cuda_backend)
         module: Any = kwargs.get("model")
         layout = layout_of(module)
+        job.check_first_engine()
         # DeepSpeed's constructor runs its own schedule-free code on these.
         self.__dict__["_evaluating"] = False
         super().__init__(*args, **kwargs)
@@ -104,6 +105,7 @@ class BambooPipelineEngine(ScriptingExecutor):
                 self._dataset.adopt(self.grid.data_parallel_id, self.data_iterator)
         self._transport: Transport = None  # type: ignore[assignment]  # until the first epoch with roles
         self._script = ScriptCollectives(job.session, self._where, self._recover_between)
+        job.has_engine = True
         with job.channel.activity.at_work():
             self._join(layout)
         job.session.script = self._script
@@ -269,7 +271,7 @@ class BambooPipelineEngine(ScriptingExecutor):
             "step",
             epoch=self._plan.epoch,
             step=self._committed_steps,
-            loss=sum(x[0] for x in self._committed.losses[:: layout.slices]) / layout.copies,
+            loss=mean_over_pipelines([x[0] for x in self._committed.losses[:: layout.slices]]).item(),
             seconds=seconds,
             frc_done=self._committed.redundant,
             frc_total=shadowed * self.micro_batches,

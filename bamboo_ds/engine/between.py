@@ -58,16 +58,23 @@ class ScriptingExecutor(ResumingExecutor):
         """The script goes on: remember how it finds what it may set."""
         self._binding.refresh()
         self._left_at = Adjustable.of(self._home)
+        self._note_count()
 
     def _follow_script(self) -> None:
         """Give to all roles what the script has set since it went on."""
         self._binding.refresh()
         found = Adjustable.of(self._home)
+        self._note_count()
         if found != self._left_at:
             changed = found.since(self._left_at)
             for runtime in self._binding.runtimes.values():
                 if runtime is not self._home:
                     changed.give(runtime)
+
+    def _note_count(self) -> None:
+        """Note by how much DeepSpeed's count of steps, which checkpoints and scripts set, is ahead of the job's."""
+        if not (self._joining or self._job.replaying or self._resumed is not None):
+            self._job.channel.ahead = self._home.attributes["global_steps"] - self._committed_steps
 
     def _where(self) -> Place:
         if self._depth or self._resumed is not None:

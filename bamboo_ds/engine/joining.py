@@ -127,6 +127,7 @@ class JoiningExecutor(RecoveringExecutor):
         self._target = facts["history"]
         self._sequence = decision.step
         self._committed_steps, self._consumed, self._seed = facts["steps"], facts["consumed"], facts["seed"]
+        self._job.channel.ahead = facts["ahead"]
         self._saves.nonce = facts["nonce"]
         self._accounts.follow(facts["nonce"], facts["accounts"])
         self._joining = False

@@ -345,6 +345,7 @@ class RecoveringExecutor(CopyingExecutor):
             "joining": self._joining,
             "history": len(self._history),
             "steps": self._committed_steps,
+            "ahead": self._job.channel.ahead,
             "consumed": self._consumed,
             "seed": self._seed,
             "nonce": self._saves.nonce,

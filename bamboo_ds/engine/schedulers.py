@@ -7,8 +7,13 @@ step before a state is loaded into it, and the optimizer's own state comes after
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
+import io
+import logging
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +22,8 @@ import torch
 from ..errors import UnsupportedError
 from ..state import Tree
 from .runtime import StageRuntime
+
+logger = logging.getLogger(__name__)
 
 
 def take_step(scheduler: Any, samples: int) -> None:
@@ -125,11 +132,29 @@ def load_state(scheduler: Any, state: Any, pristine: Pristine | None, optimizer:
     """
     if pristine is not None:
         pristine.renew(scheduler, optimizer)
-    scheduler.load_state_dict(state)
+    with _quietly():
+        scheduler.load_state_dict(state)
     if pristine is not None:
         # What its loading takes from elsewhere, Megatron's count of tokens from the script's arguments.
         own = vars(scheduler)
         own.update({name: value for name, value in state.items() if name in own and _plain(value)})
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """Log what a scheduler prints while a state is loaded into it: the script has not asked for that.
+
+    After an error it is printed, since it may explain the error.
+    """
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(printed):
+            yield
+    except BaseException:
+        sys.stdout.write(printed.getvalue())
+        raise
+    if printed.getvalue():
+        logger.debug("a scheduler that got another one's state said: %s", printed.getvalue().rstrip())
 
 
 def _numbers(value: Any) -> bool:

@@ -32,6 +32,11 @@ Role = tuple[int, int]
 """A role as ``[pipeline, stage]``."""
 
 
+_GLOBAL_STEP: Any = Field(
+    default=None, description="`step` as DeepSpeed counts, from a loaded checkpoint on; null where unknown"
+)
+
+
 class EventBase(BaseModel):
     """What every event carries. Unknown fields are refused when reading."""
 
@@ -154,6 +159,7 @@ class Recovered(EventBase):
 
     event: Literal["recovered"] = "recovered"
     step: int = Field(ge=0, description="step that was interrupted")
+    global_step: int | None = _GLOBAL_STEP
     pause_seconds: float = Field(
         ge=0,
         description="from the notice of the loss to the agreement on how to go on; passes are computed again after it",
@@ -184,6 +190,7 @@ class Reconfigured(EventBase):
 
     event: Literal["reconfigured"] = "reconfigured"
     step: int = Field(ge=0, description="steps committed so far")
+    global_step: int | None = _GLOBAL_STEP
     pause_seconds: float = Field(ge=0, description="from the boundary to the new epoch")
     previous: int = Field(ge=0, description="epoch that it left")
 
@@ -193,6 +200,7 @@ class ReplicaBuilt(EventBase):
 
     event: Literal["replica_built"] = "replica_built"
     step: int = Field(ge=0, description="last step contained in the copy")
+    global_step: int | None = _GLOBAL_STEP
     role: Role = Field(description="the role, [pipeline, stage]")
     seconds: float = Field(ge=0, description="since the copy was begun")
     bytes: int = Field(ge=0, description="size of the state")
@@ -203,6 +211,7 @@ class Step(EventBase):
 
     event: Literal["step"] = "step"
     step: int = Field(ge=0, description="number of the step; twice, or missing, where its teller is lost just then")
+    global_step: int | None = _GLOBAL_STEP
     loss: float | None = Field(description="mean loss of the global batch; null where not computed")
     seconds: float = Field(ge=0, description="duration of the iteration")
     frc_done: int = Field(ge=0, description="redundant forward passes that fitted into idle time")
@@ -214,6 +223,7 @@ class ReplicaVerified(EventBase):
 
     event: Literal["replica_verified"] = "replica_verified"
     step: int = Field(ge=0, description="last step contained in the replica")
+    global_step: int | None = _GLOBAL_STEP
     role: Role = Field(description="the role, [pipeline, stage]")
     checksum: str = Field(description="checksum of parameters and optimizer state")
 
@@ -223,6 +233,7 @@ class ReplicaMismatch(EventBase):
 
     event: Literal["replica_mismatch"] = "replica_mismatch"
     step: int = Field(ge=0, description="last step contained in the replica")
+    global_step: int | None = _GLOBAL_STEP
     role: Role = Field(description="the role, [pipeline, stage]")
     expected: str = Field(description="the owner's checksum")
     found: str = Field(description="the replica's checksum")
@@ -233,6 +244,7 @@ class CheckpointSaved(EventBase):
 
     event: Literal["checkpoint_saved"] = "checkpoint_saved"
     step: int = Field(ge=0, description="last step contained in the checkpoint")
+    global_step: int | None = _GLOBAL_STEP
     path: str = Field(description="its folder")
     seconds: float = Field(ge=0, description="from the end of the copy to host memory to the complete checkpoint")
     bytes: int = Field(ge=0, description="size of all of its files")
@@ -243,6 +255,7 @@ class CheckpointFailed(EventBase):
 
     event: Literal["checkpoint_failed"] = "checkpoint_failed"
     step: int = Field(ge=0, description="last step that it would have contained")
+    global_step: int | None = _GLOBAL_STEP
     path: str = Field(description="the folder that it would have got")
     reason: str = Field(description="what went wrong")
 
@@ -266,6 +279,7 @@ class Restart(EventBase):
     slots: list[int] = Field(description="slots whose members take part")
     checkpoint: str | None = Field(description="newest checkpoint that members had told of; null: from the beginning")
     step: int = Field(ge=0, description="newest step that had been committed, as far as members had told")
+    global_step: int | None = _GLOBAL_STEP
 
 
 Event = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -19,9 +20,12 @@ from tenacity import (
 )
 
 from ..errors import LeaseExpired, StoreError, StoreUnavailable
+from .advice import advice
 from .endpoints import Certificates, Endpoint
 from .protobuf_shim import load_etcdrpc
+from .variables import ADDRESSES, ENV_PASSWORD, ENV_USER
 
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # it prints every failed handshake, which our own errors tell
 rpc = load_etcdrpc()
 import grpc  # noqa: E402 - after the shim, whose error names the cure if it is missing
 
@@ -129,7 +133,7 @@ class Link:
         message = f"{code.name.lower().replace('_', ' ')}: {details}"
         if code is grpc.StatusCode.DEADLINE_EXCEEDED:
             return Silent(message)
-        if code in _BROKEN or (code is grpc.StatusCode.UNKNOWN and "Stream removed" in details):
+        if code in _BROKEN:
             return Broken(message)
         if "invalid auth token" in details or "revision of auth store is old" in details or "auth: revision" in details:
             return StaleToken(message)
@@ -137,8 +141,15 @@ class Link:
             return LeaseExpired("etcd does not know the lease (any more); its keys are gone too")
         if "authentication failed" in details:
             return StoreError(
-                f"etcd at {self.endpoint} refuses the store's user {self._user!r} or the password; check both"
+                f"etcd at {self.endpoint} refuses the user {self._user!r} or the password; check {ENV_USER} and "
+                f"{ENV_PASSWORD}"
             )
+        if code is grpc.StatusCode.UNKNOWN or "not leader" in details:
+            return Broken(message)  # a member of a cluster that cannot reach the leader, or has lost its place
+        if "user name is empty" in details:
+            message += f"; set {ENV_USER} and {ENV_PASSWORD}"
+        elif "permission denied" in details:
+            message += f"; a role of the user {self._user!r} must allow to read and write all keys of the job"
         return StoreError(f"etcd at {self.endpoint} refuses the request: {message}")
 
     def close(self) -> None:
@@ -261,7 +272,7 @@ class Connection:
                 raise StoreError("the store is closed") from error
             raise StoreUnavailable(
                 f"etcd did not answer within {self.timeout_s:g} s at {self.where} (last: {error}); "
-                "check that it runs, that store.endpoints is right and that TLS settings match"
+                f"check that it runs and that {ADDRESSES} is right{advice(str(error))}"
             ) from error
 
     def _backoff(self, state: RetryCallState) -> float:

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 from ..errors import ConfigError
 from .records import TlsFiles
+from .variables import ADDRESSES, ENV_CA, ENV_CERT, ENV_KEY, ENV_PASSWORD, ENV_USER
 
 _CURE = "write http://host:port, https://host:port or host:port, such as http://10.0.0.1:2379"
 
@@ -55,34 +56,32 @@ class Certificates:
 def parse_endpoints(endpoints: Sequence[str], tls: TlsFiles | None) -> tuple[Endpoint, ...]:
     """Check and parse; raises :class:`ConfigError` naming the endpoint and how to write it."""
     if isinstance(endpoints, str) or not endpoints:
-        raise ConfigError(f"store.endpoints: found {endpoints!r}, expected a list of at least one address; {_CURE}")
+        raise ConfigError(f"{ADDRESSES}: found {endpoints!r}, expected a list of at least one address; {_CURE}")
     return tuple(dict.fromkeys(_parse(text, tls) for text in endpoints))
 
 
 def _parse(text: str, tls: TlsFiles | None) -> Endpoint:
     address = str(text).strip()
     if "@" in address:  # never repeat it: it holds a password
-        raise ConfigError(
-            "store.endpoints: an endpoint holds user:password@; give them as the store's user and password"
-        )
+        raise ConfigError(f"{ADDRESSES}: an endpoint holds user:password@; give them as {ENV_USER} and {ENV_PASSWORD}")
     scheme, separator, rest = address.partition("://")
     if not separator:
         scheme, rest = ("https" if tls else "http"), address
     if scheme not in ("http", "https"):
-        raise ConfigError(f"store.endpoints: {text!r} has the scheme {scheme!r}; {_CURE}")
+        raise ConfigError(f"{ADDRESSES}: {text!r} has the scheme {scheme!r}; {_CURE}")
     if scheme == "http" and tls:
         raise ConfigError(
-            f"store.endpoints: {text!r} is plain text although TLS files are set; write https:// or drop them"
+            f"{ADDRESSES}: {text!r} is plain text although {ENV_CA} or the like is set; write https:// or unset it"
         )
     try:
         parts = urlsplit(f"{scheme}://{rest}")
         host, port = parts.hostname, parts.port
     except ValueError as error:
-        raise ConfigError(f"store.endpoints: {text!r}: {error}; {_CURE}") from error
+        raise ConfigError(f"{ADDRESSES}: {text!r}: {error}; {_CURE}") from error
     if not host or not port or parts.path.strip("/") or parts.query or parts.fragment:
-        raise ConfigError(f"store.endpoints: {text!r} is not an address with a port; {_CURE}")
+        raise ConfigError(f"{ADDRESSES}: {text!r} is not an address with a port; {_CURE}")
     if ":" not in host and not re.fullmatch(r"[A-Za-z0-9._-]+", host):
-        raise ConfigError(f"store.endpoints: {text!r} has the host {host!r}; {_CURE}")
+        raise ConfigError(f"{ADDRESSES}: {text!r} has the host {host!r}; {_CURE}")
     return Endpoint(host, port, scheme == "https")
 
 
@@ -91,9 +90,9 @@ def read_certificates(tls: TlsFiles | None) -> Certificates:
     if tls is None:
         return Certificates(None, None, None)
     if (tls.cert is None) != (tls.key is None):
-        missing, given = ("key", "cert") if tls.key is None else ("cert", "key")
-        raise ConfigError(f"store.tls.{missing} is not set although store.tls.{given} is; set both or neither")
-    return Certificates(_pem("ca", tls.ca), _pem("cert", tls.cert), _pem("key", tls.key))
+        missing, given = (ENV_KEY, ENV_CERT) if tls.key is None else (ENV_CERT, ENV_KEY)
+        raise ConfigError(f"{missing} is not set although {given} is; set both or neither")
+    return Certificates(_pem(ENV_CA, tls.ca), _pem(ENV_CERT, tls.cert), _pem(ENV_KEY, tls.key))
 
 
 def _pem(setting: str, path: Path | str | None) -> bytes | None:
@@ -102,9 +101,9 @@ def _pem(setting: str, path: Path | str | None) -> bytes | None:
     try:
         data = Path(path).read_bytes()
     except OSError as error:
-        raise ConfigError(f"store.tls.{setting}: cannot read {path}: {error.strerror}") from error
-    wanted = b"PRIVATE KEY-----" if setting == "key" else b"-----BEGIN CERTIFICATE-----"
+        raise ConfigError(f"{setting}: cannot read {path}: {error.strerror}") from error
+    wanted = b"PRIVATE KEY-----" if setting == ENV_KEY else b"-----BEGIN CERTIFICATE-----"
     if wanted not in data:
-        kind = "private key" if setting == "key" else "certificate"
-        raise ConfigError(f"store.tls.{setting}: {path} holds no {kind} in PEM format")
+        kind = "private key" if setting == ENV_KEY else "certificate"
+        raise ConfigError(f"{setting}: {path} holds no {kind} in PEM format")
     return data

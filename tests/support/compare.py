@@ -37,6 +37,7 @@ def assert_equal(result: Result, reference: Result, faults: list[dict[str, Any]]
     assert result.exit_code == 0, tail
     assert result.events("step"), "the engine was DeepSpeed's own"
     assert result.faults() == sorted(mark(f) for f in faults), tail
+    told_losses = {event["loss"] for event in result.events("step")}
     lost = {f["rank"] for f in faults}
     expected, found = reference.ranks(), result.ranks()
     assert set(found) == set(expected) - lost, tail
@@ -44,6 +45,7 @@ def assert_equal(result: Result, reference: Result, faults: list[dict[str, Any]]
     for rank, dump in found.items():
         assert dump["losses"] == plain["losses"], f"rank {rank}"
         assert dump["evaluations"] == plain["evaluations"], f"rank {rank}"
+    assert told_losses <= set(plain["losses"]), "events tell other losses than train_batch returns"
     roles = reference.roles()
     assert set(result.roles()) == set(roles)
     assert differences(roles, result.roles()) == []

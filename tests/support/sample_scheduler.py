@@ -30,5 +30,6 @@ class SampleScheduler:
         return {"samples": self.samples, "num_samples": self.num_samples, "num_tokens": self.num_tokens}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        print(" > using checkpoint value for samples", flush=True)  # as Megatron's does, for each of its values
         self.samples = state["samples"]
         self.step(state["num_samples"])

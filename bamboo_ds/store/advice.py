@@ -1,0 +1,24 @@
+"""What a user can do about the errors of gRPC that come of wrong TLS settings."""
+
+from __future__ import annotations
+
+import re
+
+from .variables import ADDRESSES, ENV_CA, ENV_CERT, ENV_KEY
+
+#: What gRPC says, and what it means.
+_CURES = (
+    (
+        r"ALERT_BAD_CERTIFICATE|CERTIFICATE_REQUIRED|UNKNOWN_CA",
+        f"etcd wants a client certificate that it trusts: set {ENV_CERT} and {ENV_KEY}",
+    ),
+    (r"CERTIFICATE_VERIFY_FAILED", f"etcd's certificate is of another authority than {ENV_CA} holds"),
+    (r"Hostname Verification", f"etcd's certificate is for other names than {ADDRESSES} has"),
+    (r"Handshake read failed|WRONG_VERSION_NUMBER", "etcd does not seem to use TLS: write http://"),
+    (r"Socket closed", "if etcd uses TLS write https://"),
+)
+
+
+def advice(error: str) -> str:
+    """The end of a sentence that goes with the text of ``error``; empty if there is nothing to say."""
+    return next((f"; {cure}" for pattern, cure in _CURES if re.search(pattern, error)), "")

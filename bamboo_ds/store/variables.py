@@ -1,0 +1,14 @@
+"""Names of the environment variables that say how to get at etcd; users type them, messages name them."""
+
+from __future__ import annotations
+
+#: etcd's URLs, separated by commas; the option ``--store`` of commands comes before it.
+ENV_STORE = "BAMBOO_STORE"
+#: Name and password to authenticate with, and PEM files for TLS; all optional.
+ENV_USER = "BAMBOO_STORE_USER"
+ENV_PASSWORD = "BAMBOO_STORE_PASSWORD"
+ENV_CA = "BAMBOO_STORE_CA"
+ENV_CERT = "BAMBOO_STORE_CERT"
+ENV_KEY = "BAMBOO_STORE_KEY"
+#: What messages call the addresses.
+ADDRESSES = f"--store ({ENV_STORE})"
