@@ -402,7 +402,8 @@ def main() -> None:
     control = socket.socket(fileno=os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     sys.path.pop(0)  # this file's folder
-    _path = list(sys.path)
+    own = os.environ.get("PYTHONPATH", "").split(":")
+    _path = [folder for folder in sys.path if folder not in own]
     problem = _import(STOCK_MODULES)
     try:
         show(sys.orig_argv, os.environ)
