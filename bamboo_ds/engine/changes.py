@@ -11,7 +11,7 @@ from typing import Any
 
 from ..errors import UnsupportedError
 from .runtime import StageRuntime
-from .schedulers import settings_of
+from .schedulers import put_settings, settings_of
 
 #: What a script may set on the engine; Megatron sets the first one back where a run begins anew from a checkpoint.
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
@@ -63,7 +63,7 @@ class Adjustable:
                 )
             given = given[:1] * len(groups)
         for group, settings in zip(groups, given, strict=True):
-            group.update(settings)
+            put_settings(group, settings)
 
 
 def _newer(mine: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
