@@ -18,8 +18,9 @@ from ..errors import FatalLoss, TransferError
 from ..state import join, split
 from ..topology import Layout, Plan, Role
 from .answers import ignore
+from .clones import clone_optimizer
 from .learning import Kept, Learner, arrived, begin_fetch, snapshot_key
-from .replica import build_stage_module, capture, clone_optimizer, restore
+from .replica import build_stage_module, capture, restore
 from .runtime import StageRuntime
 from .schedulers import Standing, take_step
 from .steps import StepExecutor

@@ -1,10 +1,9 @@
-"""Replicas: building another stage's module and optimizer, and copying state into them."""
+"""Replicas: building another stage's module, and copying state into it."""
 
 from __future__ import annotations
 
 import copy
 import zlib
-from collections import OrderedDict, defaultdict
 from typing import Any
 
 import torch
@@ -15,9 +14,6 @@ from ..errors import ProtocolError, UnsupportedError
 from ..state import Tree
 from .runtime import StageRuntime, set_buffers
 from .schedulers import Pristine, bases_of, load_state
-
-#: What every optimizer has of its own, or gets anew when it is cloned.
-_OPTIMIZER_OWN = {"state", "param_groups", "step"}
 
 
 def build_stage_module(module: Any, stage: int, device: torch.device) -> Any:
@@ -65,49 +61,6 @@ def build_stage_module(module: Any, stage: int, device: torch.device) -> Any:
     if other.activation_checkpoint_interval > 0:
         other._precompute_checkpointable_values()
     return other
-
-
-def clone_optimizer(
-    original: torch.optim.Optimizer, module: nn.Module, groups: list[list[str]]
-) -> torch.optim.Optimizer:
-    """An optimizer like ``original``, without state, over other parameters.
-
-    Works for whatever created the original: DeepSpeed's configuration, an instance or a callable of the
-    script. Hyperparameters of the groups come later, with the owner's state.
-
-    Args:
-        original: this member's own optimizer.
-        module: the replica's module.
-        groups: names of the parameters of each group.
-
-    Raises:
-        UnsupportedError: the optimizer keeps tensors outside its ``state``.
-    """
-    parameters = dict(module.named_parameters())
-    clone = type(original).__new__(type(original))
-    for name, value in original.__dict__.items():
-        if name in _OPTIMIZER_OWN:
-            continue
-        if isinstance(value, OrderedDict) and "hooks" in name:
-            value = OrderedDict()
-        elif (torch.is_tensor(value) and value.numel() > 1) or _holds_parameters(value):
-            raise UnsupportedError(
-                f"optimizer {type(original).__name__} keeps parameters in its attribute {name!r}: its replica would "
-                "diverge. Use an optimizer that keeps all of its state in `state`"
-            )
-        clone.__dict__[name] = value
-    clone.defaults = dict(original.defaults)
-    clone.state = defaultdict(dict)
-    template = {k: v for k, v in original.param_groups[0].items() if k != "params"}
-    clone.param_groups = [
-        {**copy.deepcopy(template), "params": [parameters[name] for name in names]} for names in groups
-    ]
-    return clone
-
-
-def _holds_parameters(value: Any) -> bool:
-    members = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple, set)) else ()
-    return any(isinstance(member, nn.Parameter) for member in members)
 
 
 def group_names(runtime: StageRuntime) -> list[list[str]]:
