@@ -50,7 +50,7 @@ class EngineState:
         _accounts: what committed iterations have consumed, for the ledger.
         _switch_due: all members know of a newer plan that waits for the next boundary.
         _idle: measured idle times.
-        _seed: seed of the forward passes' generators, equal on all members.
+        _seed: seed of the generators of passes and steps, equal on all members.
         _sequence: operations (iterations, evaluations, saves) committed so far, equal on all members.
         _committed_steps: iterations committed so far.
         _entered: everything that the current operation's commit needs of this member is there.

@@ -17,6 +17,7 @@ from .answers import Answers
 from .commit import Contribution, Form, Measured, encode, global_norm
 from .passes import PassExecutor
 from .replica import checksum
+from .rng import Drawing
 from .runtime import StageRuntime, set_buffers
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)
@@ -211,7 +212,7 @@ class StepExecutor(PassExecutor):
 
     def _take_model_step(self, lr_kwargs: Any) -> None:
         runtime = self._binding.current
-        with self._answering(runtime):
+        with self._answering(runtime), self._keyed(Drawing.STEP, runtime.role):
             super()._take_model_step(lr_kwargs)
         runtime.stale = self._plan.world.sharded
 
