@@ -98,9 +98,9 @@ class PassExecutor(TyingExecutor):
             raise ProtocolError(f"forward {buffer_id} of role {runtime.role} comes after {runtime.forwards} forwards")
         begin = time.perf_counter()
         begin_forward()
-        self._note_buffers(runtime)
+        self._note_layers(runtime)
         with (
-            self._in_pass(keeps=bool(runtime.first_buffers)),
+            self._in_pass(keeps=any((runtime.first_layers or {}).values())),
             self._keyed(Drawing.FORWARD, runtime.role, buffer_id),
             seeded_layers(self.module, self._consumed + buffer_id),
         ):

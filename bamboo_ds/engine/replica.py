@@ -12,7 +12,7 @@ from torch import nn
 
 from ..errors import ProtocolError, UnsupportedError
 from ..state import Tree
-from .runtime import StageRuntime, set_buffers
+from .runtime import StageRuntime
 from .schedulers import Pristine, bases_of, load_state
 
 
@@ -86,7 +86,8 @@ def capture(runtime: StageRuntime) -> Tree:
         "trainable": [n for n, p in runtime.module.named_parameters() if p.requires_grad],
         "sliced": [n for n, p in runtime.module.named_parameters() if is_model_parallel_parameter(p)],
         "parameters": [p.detach() for p in runtime.module.parameters()],
-        "buffers": {name: b.detach() for name, b in runtime.module.named_buffers()},
+        "layers": runtime.layers.capture(),
+        "began": runtime.layers.began,
         "optimizer": runtime.optimizer.capture(),
         "scheduler": scheduler.state_dict() if scheduler is not None else None,
         "scheduler_bases": bases_of(scheduler),
@@ -109,7 +110,8 @@ def restore(runtime: StageRuntime, state: Tree, pristine: Pristine | None) -> No
     with torch.no_grad():
         for target, source in zip(parameters, state["parameters"], strict=True):
             target.copy_(source)
-    set_buffers(runtime.module, state["buffers"])
+    runtime.layers.began = state["began"]
+    runtime.layers.restore(state["layers"])
     scheduler = runtime.attributes["lr_scheduler"]
     if scheduler is not None:
         if pristine is None:
