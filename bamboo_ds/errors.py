@@ -86,7 +86,11 @@ class FatalLoss(BambooError, RuntimeError):
     """
 
     def __init__(
-        self, stages: Sequence[tuple[int, int]], members: Sequence[str], checkpoint: str | None = None
+        self,
+        stages: Sequence[tuple[int, int]],
+        members: Sequence[str],
+        checkpoint: str | None = None,
+        part: str = "",
     ) -> None:
         self.stages = tuple(stages)
         self.members = tuple(members)
@@ -99,7 +103,7 @@ class FatalLoss(BambooError, RuntimeError):
             else "this job has written no checkpoint; restart it from the beginning"
         )
         what = (
-            f"no living member holds {where}"
+            f"no living member holds {part}{where}"
             if self.stages
             else "what the script sets up together before it trains lacks members"
         )

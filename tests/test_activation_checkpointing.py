@@ -15,7 +15,7 @@ from deepspeed.runtime.activation_checkpointing import checkpointing
 from torch import nn
 
 from bamboo_ds.engine.recomputing import begin_forward, counting_saved_bytes
-from bamboo_ds.engine.rng import forward_seed, keyed_generators, seeded_layers
+from bamboo_ds.engine.rng import Drawing, drawing_seed, keyed_generators, seeded_layers
 from bamboo_ds.topology import Role
 
 from .support.gpt_jobs import survive
@@ -49,7 +49,7 @@ def test_a_pass_draws_the_same_wherever_it_runs(tracker: Any) -> None:
     torch.manual_seed(0)
     before, states = torch.get_rng_state(), tracker.get_states()
     others = random.getstate(), numpy.random.get_state()[1].tolist()  # type: ignore[union-attr]
-    seed = forward_seed(7, 3, Role(0, 1), 2)
+    seed = drawing_seed(Drawing.FORWARD, 7, 3, Role(0, 1), 2)
     with keyed_generators(seed, CPU):
         first = draws(tracker)
     assert torch.equal(torch.get_rng_state(), before)
@@ -62,13 +62,13 @@ def test_a_pass_draws_the_same_wherever_it_runs(tracker: Any) -> None:
         second = draws(tracker)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     assert len({tuple(values.tolist()) for values in first}) == len(first)
-    with keyed_generators(forward_seed(7, 3, Role(0, 1), 3), CPU):
+    with keyed_generators(drawing_seed(Drawing.FORWARD, 7, 3, Role(0, 1), 3), CPU):
         assert not any(torch.equal(a, b) for a, b in zip(first, draws(tracker), strict=True))
 
 
 def test_seeds_of_64_bits() -> None:
     """A script that sets no seed has any of them; those that were possible before mean what they meant."""
-    seeds = [forward_seed(seed, 3, Role(1, 2), 4) for seed in (7, 2**63, 2**64 - 1)]
+    seeds = [drawing_seed(Drawing.FORWARD, seed, 3, Role(1, 2), 4) for seed in (7, 2**63, 2**64 - 1)]
     assert seeds[0] == 5899294260841486534 and len(set(seeds)) == 3
     for seed in seeds:
         with keyed_generators(seed, CPU):

@@ -31,6 +31,7 @@ from .commit import mean_over_pipelines
 from .data import Batches, Dataset
 from .history import History
 from .lanes import Stream
+from .layers import Layers
 from .learning import Snapshots
 from .monitors import Monitors
 from .operations import CheckpointSave, End, Evaluation, TrainIteration
@@ -81,7 +82,7 @@ class BambooPipelineEngine(ScriptingExecutor):
         self._last_beat, self._longest_beat = time.monotonic(), 0.0
         self._vector = self._committed = self._pending = None
         self._bubble_begin = {}
-        self._learners = {}
+        self._learners, self._changed = {}, set()
         self._history = History(layout.slices)
         self._snapshots = Snapshots(job.session.address, settings.topology.transfer_mb_per_s, self._history)
         host = HostCopyEngine(self.checkpoint_engine)
@@ -161,6 +162,7 @@ class BambooPipelineEngine(ScriptingExecutor):
 
     def _bind_home(self) -> None:
         self._binding = RuntimeBinding(self, self._home)
+        self._home.layers = Layers(self._home.module)
         self._home.optimizer = stage_optimizer(self, self._home)
 
     def _use_training_batches(self) -> None:
@@ -384,8 +386,12 @@ class BambooPipelineEngine(ScriptingExecutor):
 
     # -- end ----------------------------------------------------------------------------------------------
 
-    @engine_call
     def _leave(self) -> None:
+        self._leave_to_script()  # nothing is computed with what the script has changed after its last call
+        with self._inside():
+            self._end()
+
+    def _end(self) -> None:
         if not self._joining:
             self._protected(End(self))
         self._cancel_copies()

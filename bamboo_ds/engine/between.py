@@ -10,7 +10,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 from ..comm.script import Place
 from ..errors import EpochChanged
-from .changes import Adjustable
+from .changes import CURE, Adjustable, Weights, check_at_home
 from .resuming import ResumingExecutor
 
 logger = logging.getLogger("bamboo_ds")
@@ -36,10 +36,13 @@ class ScriptingExecutor(ResumingExecutor):
 
     Attributes:
         _left_at: how the script has found what it may set, after the engine's last call.
+        _weights: the same of its stage.
     """
 
     _depth = 0
     _left_at: Adjustable
+    _weights: Weights
+    _warned = False
 
     @contextmanager
     def _inside(self) -> Iterator[None]:
@@ -59,6 +62,7 @@ class ScriptingExecutor(ResumingExecutor):
         self._binding.refresh()
         self._left_at = Adjustable.of(self._home)
         self._note_count()
+        self._weights = Weights(self._home.layers)
 
     def _follow_script(self) -> None:
         """Give to all roles what the script has set since it went on."""
@@ -70,6 +74,29 @@ class ScriptingExecutor(ResumingExecutor):
             for runtime in self._binding.runtimes.values():
                 if runtime is not self._home:
                     changed.give(runtime)
+        if not (self._job.replaying or self._joining):
+            self._follow_weights()
+
+    def _follow_weights(self) -> None:
+        """Note what the script has changed of its stage, for the holders of the stage's replica.
+
+        Raises:
+            UnsupportedError: it cannot have done so with all stages.
+        """
+        changed = self._weights.changed()
+        if not changed:
+            return
+        check_at_home(changed, self._plan)
+        if self._committed_steps and not self._warned:
+            self._warned = True
+            logger.warning(
+                "the script has changed %s of its stage between two calls. Replicas follow, but a loss right after "
+                "such a change makes the job start again, and a change while a member has another one's stage ends "
+                "it: %s",
+                changed[0],
+                CURE,
+            )
+        self._changed.update(changed)
 
     def _note_count(self) -> None:
         """Note by how much DeepSpeed's count of steps, which checkpoints and scripts set, is ahead of the job's."""

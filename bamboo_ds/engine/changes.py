@@ -1,18 +1,28 @@
-"""What a script changes on its engine between two operations: counters, and learning rates and the like.
+"""What a script changes on its engine between two operations: counters, learning rates and the like, weights.
 
-It changes them for the role that it runs as, and every member's script does the same; so a member gives the change to
-all its roles, replicas among them.
+It changes them for the role that it runs as, and every member's script does the same; so a member gives the change of
+counters and learning rates to all its roles, replicas among them. Weights are its role's own: those that are changed
+travel to the holders of the role's replica at the end of the next iteration, with its reduced gradients. What is set
+through ``.data`` escapes this.
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
 from ..errors import UnsupportedError
+from ..topology import Plan
+from .layers import Layers, newer
 from .runtime import StageRuntime
-from .schedulers import settings_of
+from .schedulers import put_settings, settings_of
 
+#: What to do instead of changing weights between iterations.
+CURE = (
+    "do it in the `step` of an optimizer of your own or in the layers' forward passes, which all copies of a stage "
+    "do as well"
+)
 #: What a script may set on the engine; Megatron sets the first one back where a run begins anew from a checkpoint.
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
@@ -63,7 +73,38 @@ class Adjustable:
                 )
             given = given[:1] * len(groups)
         for group, settings in zip(groups, given, strict=True):
-            group.update(settings)
+            put_settings(group, settings)
+
+
+class Weights:
+    """Parameters, buffers and numbers of the ``layers`` of one stage, as the engine has left them to the script."""
+
+    def __init__(self, layers: Layers) -> None:
+        self._layers = layers
+        named = itertools.chain(layers.parameters.items(), layers.buffers().items())
+        # Tensors of inference mode have no versions, and cannot be changed outside of it.
+        self._seen = [(name, tensor, tensor._version) for name, tensor in named if not tensor.is_inference()]
+        self._numbers = layers.numbers()
+
+    def changed(self) -> list[str]:
+        """Names of those that have been changed since."""
+        tensors = [name for name, tensor, version in self._seen if tensor._version != version]
+        numbers = newer(self._layers.numbers(), self._numbers)
+        return [*tensors, *(f"{layer}.{name}" for layer, names in numbers.items() for name in names)]
+
+
+def check_at_home(changed: list[str], plan: Plan) -> None:
+    """Every stage is to be changed by the script of the member that runs as its rank.
+
+    Raises:
+        UnsupportedError: another member has one now.
+    """
+    away = [str(plan.world.role(rank)) for rank, owner in enumerate(plan.owners) if plan.home(owner) != rank]
+    if away:
+        raise UnsupportedError(
+            f"the script has changed {changed[0]} of its stage between two calls, and nobody does the same to role "
+            f"{', '.join(away)}, which another member has taken over: {CURE}"
+        )
 
 
 def _newer(mine: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:

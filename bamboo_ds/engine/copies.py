@@ -18,8 +18,10 @@ from ..errors import FatalLoss, TransferError
 from ..state import join, split
 from ..topology import Layout, Plan, Role
 from .answers import ignore
+from .clones import clone_optimizer
+from .layers import Layers
 from .learning import Kept, Learner, arrived, begin_fetch, snapshot_key
-from .replica import build_stage_module, capture, clone_optimizer, restore
+from .replica import build_stage_module, capture, restore
 from .runtime import StageRuntime
 from .schedulers import Standing, take_step
 from .steps import StepExecutor
@@ -125,7 +127,7 @@ class CopyingExecutor(StepExecutor):
         self.module_forward_pre_hook = self._create_module_forward_pre_hook()
         self.module_forward_post_hook = self._create_module_forward_post_hook()
         self._binding.refresh()
-        runtime.optimizer = stage_optimizer(self, runtime)
+        runtime.layers, runtime.optimizer = Layers(module), stage_optimizer(self, runtime)
         restore(runtime, state, self._pristine)
         self._binding.reload()
 
@@ -283,14 +285,14 @@ class CopyingExecutor(StepExecutor):
         if learner.follows:
             kept.before.give(runtime, self._pristine)
         before, committed = self._binding.current, self._committed
-        runtime.reduced, runtime.received_buffers = kept.reduced, kept.buffers
+        runtime.reduced, runtime.received_layers = kept.reduced, kept.layers
         self._committed = kept.committed
         self._binding.use(runtime)
         self._apply_reduced(runtime)
         self._step_quietly()
         self._binding.use(before)
         self._committed = committed
-        runtime.reduced = runtime.received_buffers = None
+        runtime.reduced = runtime.received_layers = None
         if learner.follows:
             learner.standings[kept.sequence].give(runtime, self._pristine)
 

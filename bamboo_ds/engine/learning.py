@@ -30,7 +30,7 @@ from ..state.server import StateServer
 from ..topology import Role
 from .commit import Committed
 from .history import History
-from .runtime import Buffers, StageRuntime
+from .runtime import StageRuntime
 from .schedulers import Standing
 
 #: Seconds without any progress of a transfer until it has failed. The owner offers the snapshot at the end of an
@@ -45,14 +45,14 @@ class Kept:
     Attributes:
         sequence: number of the operation.
         reduced: reduced gradients, in the order of the module's trainable parameters.
-        buffers: the module's buffers after the iteration.
+        layers: what the layers kept after the iteration's passes.
         committed: what the commit agreed on.
         before: where this member's own scheduler stood before the step.
     """
 
     sequence: int
     reduced: list[torch.Tensor]
-    buffers: Buffers
+    layers: Tree
     committed: Committed
     before: Standing
 
@@ -66,7 +66,7 @@ class Learner:
         source: key of the snapshot and where it is offered.
         fetch: the transfer.
         begun: monotonic seconds.
-        incoming: reduced gradients and buffers of the current iteration.
+        incoming: reduced gradients of the current iteration, and what the layers keep.
         kept: iterations since the copy was begun that it does not contain yet.
         runtime: what is built from the snapshot, once that has arrived.
         standings: where this member's own scheduler stood after each operation.
@@ -77,7 +77,7 @@ class Learner:
     source: tuple[str, Place]
     fetch: Fetch
     begun: float = field(default_factory=time.monotonic)
-    incoming: tuple[list[torch.Tensor], Buffers] | None = None
+    incoming: tuple[list[torch.Tensor], Tree] | None = None
     kept: deque[Kept] = field(default_factory=deque)
     runtime: StageRuntime | None = None
     standings: dict[int, Standing] = field(default_factory=dict)

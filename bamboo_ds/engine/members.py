@@ -50,7 +50,9 @@ class EngineState:
         _accounts: what committed iterations have consumed, for the ledger.
         _switch_due: all members know of a newer plan that waits for the next boundary.
         _idle: measured idle times.
-        _seed: seed of the forward passes' generators, equal on all members.
+        _seed: seed of the generators of passes and steps, equal on all members.
+        _changed: names of parameters, buffers and numbers of the home role that the script has changed since the last
+            iteration began; their holders elsewhere get them with that iteration's end.
         _sequence: operations (iterations, evaluations, saves) committed so far, equal on all members.
         _committed_steps: iterations committed so far.
         _entered: everything that the current operation's commit needs of this member is there.
@@ -92,6 +94,7 @@ class EngineState:
     _switch_due: bool
     _idle: IdleTimes
     _seed: int
+    _changed: set[str]
     _sequence: int
     _committed_steps: int
     _entered: bool

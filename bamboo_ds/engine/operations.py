@@ -86,6 +86,7 @@ class TrainIteration:
         else:
             engine._collect_leftovers(engine.micro_batches, gradients=not engine._interrupted)
         engine._binding.begin_iteration()
+        engine._changed.clear()
         end_iteration()
         engine._history.add_iteration(engine._committed.losses, engine._skipped())
         engine._committed_steps += 1

@@ -24,6 +24,7 @@ from ..compat import forget_backward, loss_scaler
 from ..errors import ProtocolError
 from ..state import Tree
 from .answers import Recorder
+from .clones import kept_by, load_optimizer
 from .commit import Measured
 
 if TYPE_CHECKING:
@@ -142,11 +143,17 @@ class StageOptimizer(ABC):
     def capture(self) -> Tree:
         """The state, without the module's parameters."""
         masters = [master.detach() for master in self.masters()]
-        return {"inner": self.inner.state_dict(), "masters": masters, "scaler": self._scaler()}
+        return {
+            "inner": self.inner.state_dict(),
+            "attributes": kept_by(self.inner),
+            "masters": masters,
+            "scaler": self._scaler(),
+        }
 
     def restore(self, state: Tree) -> None:
         """Take over what :meth:`capture` gave elsewhere."""
-        self.inner.load_state_dict(state["inner"])
+        load_optimizer(self.inner, state["inner"])
+        vars(self.inner).update(state["attributes"])
         with torch.no_grad():
             for mine, given in zip(self.masters(), state["masters"], strict=True):
                 mine.copy_(given)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from .accounts import payload_checksum
 from .data import PARTS, as_payload
 from .lanes import Stream, assists
 from .recomputing import begin_forward, counting_saved_bytes
-from .rng import forward_seed, keyed_generators, seeded_layers
+from .rng import Drawing, drawing_seed, keyed_generators, seeded_layers
 from .runtime import StageRuntime
 from .tied import TyingExecutor
 
@@ -75,6 +76,18 @@ class PassExecutor(TyingExecutor):
 
     # -- forward and backward ---------------------------------------------------------------------------
 
+    def _keyed(self, drawing: Drawing, role: Role, micro_batch: int = 0) -> AbstractContextManager[None]:
+        """In the body random numbers are those of ``role``, equal on its owner and its shadow.
+
+        All slices draw the same. Copies of the model draw different numbers in their passes; in a step they draw the
+        same ones, if they all update the same parameters. In backward passes only torch's generators are keyed.
+        """
+        layout = self._layout
+        same = drawing is Drawing.STEP and not layout.sharded
+        everywhere = Role(0 if same else layout.copy_of(role), role.stage)
+        seed = drawing_seed(drawing, self._seed, self.global_steps, everywhere, micro_batch)
+        return keyed_generators(seed, self.device, layout.slice_of(role), others=drawing is not Drawing.BACKWARD)
+
     def _exec_forward_pass(self, buffer_id: int) -> None:
         runtime = self._binding.current
         if self._evaluating:
@@ -84,14 +97,11 @@ class PassExecutor(TyingExecutor):
         if buffer_id != runtime.forwards:
             raise ProtocolError(f"forward {buffer_id} of role {runtime.role} comes after {runtime.forwards} forwards")
         begin = time.perf_counter()
-        layout = self._layout
-        everywhere = Role(layout.copy_of(runtime.role), runtime.role.stage)  # alike on all slices
-        seed = forward_seed(self._seed, self.global_steps, everywhere, buffer_id)
         begin_forward()
-        self._note_buffers(runtime)
+        self._note_layers(runtime)
         with (
-            self._in_pass(keeps=bool(runtime.first_buffers)),
-            keyed_generators(seed, self.device, layout.slice_of(runtime.role)),
+            self._in_pass(keeps=any((runtime.first_layers or {}).values())),
+            self._keyed(Drawing.FORWARD, runtime.role, buffer_id),
             seeded_layers(self.module, self._consumed + buffer_id),
         ):
             super()._exec_forward_pass(buffer_id)
@@ -112,7 +122,11 @@ class PassExecutor(TyingExecutor):
         begin = time.perf_counter()
         if self.is_last_stage():
             self.loss = runtime.micro_losses.pop(buffer_id)
-        with self._in_pass(keeps=True), seeded_layers(self.module):
+        with (
+            self._in_pass(keeps=True),
+            self._keyed(Drawing.BACKWARD, runtime.role, buffer_id),
+            seeded_layers(self.module),
+        ):
             super()._exec_backward_pass(buffer_id)
         if self.is_last_stage():
             self.loss = self.loss.detach()

@@ -238,6 +238,7 @@ class RecoveringExecutor(CopyingExecutor):
         records = {member: json.loads(text) for member, text in others.items()}
         self._check_setup(plan, records)
         decision = self._decide(plan, records)
+        self._check_changes(plan, records, decision)
         self._script.agree(records, decision.step)
         self._begin_copies(plan, records)
         if self._joining:
@@ -277,6 +278,25 @@ class RecoveringExecutor(CopyingExecutor):
         if lost and not begun and any(record["script"]["open"] for record in records.values()):
             raise FatalLoss([], lost, self._job.newest_checkpoint(plan))
         self._agreed = plan.members
+
+    def _check_changes(self, plan: Plan, records: Mapping[str, Mapping[str, Any]], decision: Decision) -> None:
+        """A loss in an iteration before which scripts have changed their stages: that of the lost stage is missing.
+
+        Raises:
+            FatalLoss: on all members alike.
+        """
+        if decision.mode == "commit" or not any(record["changed"] for record in records.values()):
+            return
+        roles = [
+            role for record in records.values() for role in record["roles"] if role["bare"] and not role["reduced"]
+        ]
+        if roles:
+            raise FatalLoss(
+                [(pipeline, stage) for pipeline, stage in (role["role"] for role in roles)],
+                plan.lost,
+                self._job.newest_checkpoint(plan),
+                "what the script has just changed in ",
+            )
 
     def _enter(self, plan: Plan) -> None:
         """Attach to ``plan``'s epoch and open its lanes."""
@@ -351,6 +371,7 @@ class RecoveringExecutor(CopyingExecutor):
             "nonce": self._saves.nonce,
             "accounts": self._accounts.record(),
             "script": self._script.record(),
+            "changed": bool(self._changed),
         }
 
     def _decide(self, plan: Plan, records: Mapping[str, Mapping[str, Any]]) -> Decision:
@@ -386,7 +407,7 @@ class RecoveringExecutor(CopyingExecutor):
             # A replica's are still what the owner has: they protect the role while the iteration is finished.
             if self._repeats_reduction(role) or not progress[role].reduced:
                 runtime.tied.clear()
-                runtime.reduced = runtime.measured = runtime.reduced_loss = runtime.received_buffers = None
+                runtime.reduced = runtime.measured = runtime.reduced_loss = runtime.received_layers = None
         for learner in self._learners.values():
             learner.incoming = None
 

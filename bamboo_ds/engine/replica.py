@@ -1,10 +1,9 @@
-"""Replicas: building another stage's module and optimizer, and copying state into them."""
+"""Replicas: building another stage's module, and copying state into it."""
 
 from __future__ import annotations
 
 import copy
 import zlib
-from collections import OrderedDict, defaultdict
 from typing import Any
 
 import torch
@@ -13,11 +12,8 @@ from torch import nn
 
 from ..errors import ProtocolError, UnsupportedError
 from ..state import Tree
-from .runtime import StageRuntime, set_buffers
+from .runtime import StageRuntime
 from .schedulers import Pristine, bases_of, load_state
-
-#: What every optimizer has of its own, or gets anew when it is cloned.
-_OPTIMIZER_OWN = {"state", "param_groups", "step"}
 
 
 def build_stage_module(module: Any, stage: int, device: torch.device) -> Any:
@@ -67,49 +63,6 @@ def build_stage_module(module: Any, stage: int, device: torch.device) -> Any:
     return other
 
 
-def clone_optimizer(
-    original: torch.optim.Optimizer, module: nn.Module, groups: list[list[str]]
-) -> torch.optim.Optimizer:
-    """An optimizer like ``original``, without state, over other parameters.
-
-    Works for whatever created the original: DeepSpeed's configuration, an instance or a callable of the
-    script. Hyperparameters of the groups come later, with the owner's state.
-
-    Args:
-        original: this member's own optimizer.
-        module: the replica's module.
-        groups: names of the parameters of each group.
-
-    Raises:
-        UnsupportedError: the optimizer keeps tensors outside its ``state``.
-    """
-    parameters = dict(module.named_parameters())
-    clone = type(original).__new__(type(original))
-    for name, value in original.__dict__.items():
-        if name in _OPTIMIZER_OWN:
-            continue
-        if isinstance(value, OrderedDict) and "hooks" in name:
-            value = OrderedDict()
-        elif (torch.is_tensor(value) and value.numel() > 1) or _holds_parameters(value):
-            raise UnsupportedError(
-                f"optimizer {type(original).__name__} keeps parameters in its attribute {name!r}: its replica would "
-                "diverge. Use an optimizer that keeps all of its state in `state`"
-            )
-        clone.__dict__[name] = value
-    clone.defaults = dict(original.defaults)
-    clone.state = defaultdict(dict)
-    template = {k: v for k, v in original.param_groups[0].items() if k != "params"}
-    clone.param_groups = [
-        {**copy.deepcopy(template), "params": [parameters[name] for name in names]} for names in groups
-    ]
-    return clone
-
-
-def _holds_parameters(value: Any) -> bool:
-    members = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple, set)) else ()
-    return any(isinstance(member, nn.Parameter) for member in members)
-
-
 def group_names(runtime: StageRuntime) -> list[list[str]]:
     """Names of the parameters of each group of the runtime's optimizer."""
     names = {id(p): n for n, p in runtime.module.named_parameters()}
@@ -133,7 +86,8 @@ def capture(runtime: StageRuntime) -> Tree:
         "trainable": [n for n, p in runtime.module.named_parameters() if p.requires_grad],
         "sliced": [n for n, p in runtime.module.named_parameters() if is_model_parallel_parameter(p)],
         "parameters": [p.detach() for p in runtime.module.parameters()],
-        "buffers": {name: b.detach() for name, b in runtime.module.named_buffers()},
+        "layers": runtime.layers.capture(),
+        "began": runtime.layers.began,
         "optimizer": runtime.optimizer.capture(),
         "scheduler": scheduler.state_dict() if scheduler is not None else None,
         "scheduler_bases": bases_of(scheduler),
@@ -156,7 +110,8 @@ def restore(runtime: StageRuntime, state: Tree, pristine: Pristine | None) -> No
     with torch.no_grad():
         for target, source in zip(parameters, state["parameters"], strict=True):
             target.copy_(source)
-    set_buffers(runtime.module, state["buffers"])
+    runtime.layers.began = state["began"]
+    runtime.layers.restore(state["layers"])
     scheduler = runtime.attributes["lr_scheduler"]
     if scheduler is not None:
         if pristine is None:

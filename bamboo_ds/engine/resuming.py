@@ -123,4 +123,5 @@ class ResumingExecutor(JoiningExecutor):
             # Of a universal checkpoint each has brought its own shard up to date only.
             self._exchange_shards()
         self._copy_state(self._plan.world.roles)
+        self._changed.clear()
         return result

@@ -1,4 +1,4 @@
-"""Random numbers of forward passes, reproducible wherever a pass runs."""
+"""Random numbers of passes and optimizer steps, reproducible wherever these run."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import struct
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import Enum
 from typing import Any
 
 import numpy
@@ -23,12 +24,21 @@ _TRACKING = (
 )
 
 
-def forward_seed(seed: int, step: int, role: Role, micro_batch: int) -> int:
-    """Seed of one forward pass; equal for a role's owner and its shadow, different for any other pass.
+class Drawing(str, Enum):
+    """What draws random numbers; the value is a part of the key."""
+
+    FORWARD = ""
+    BACKWARD = "backward"
+    STEP = "step"
+
+
+def drawing_seed(drawing: Drawing, seed: int, step: int, role: Role, micro_batch: int = 0) -> int:
+    """Seed of one pass or step; equal for a role's owner and its shadow, different for any other.
 
     ``seed`` is torch's: any number of 64 bits where the script has set none.
     """
-    return _hashed(struct.pack("<Qqqqq", seed % 2**64, step, role.pipeline, role.stage, micro_batch))
+    place = struct.pack("<Qqqqq", seed % 2**64, step, role.pipeline, role.stage, micro_batch)
+    return _hashed(place + drawing.value.encode())
 
 
 def _hashed(key: bytes) -> int:
@@ -36,26 +46,28 @@ def _hashed(key: bytes) -> int:
 
 
 @contextmanager
-def keyed_generators(seed: int, device: torch.device, number: int = 0) -> Iterator[None]:
+def keyed_generators(seed: int, device: torch.device, number: int = 0, others: bool = True) -> Iterator[None]:
     """Run the body with torch's default generators seeded by ``seed``; restore their states afterwards.
 
     So a forward pass draws the same dropout masks on whichever member it runs, activation checkpointing
     replays them (it records the generator's state inside the body), and the script's own stream of random
-    numbers is left alone. Covers Python's, NumPy's and torch's CPU generator and, for a CUDA ``device``, that device's,
-    and the states that DeepSpeed's and Megatron's ``get_cuda_rng_tracker`` have by name.
+    numbers is left alone. Covers torch's CPU generator and, for a CUDA ``device``, that device's, the states that
+    DeepSpeed's and Megatron's ``get_cuda_rng_tracker`` have by name, and with ``others`` Python's and NumPy's, which
+    takes twenty times as long.
 
     With the same ``seed`` tensor slices draw the same numbers from the default generators, for what all of them
     compute, and by their ``number`` different ones from the named states; as they do under Megatron.
     """
     cpu = torch.default_generator
     before = cpu.get_state()
-    others = random.getstate(), numpy.random.get_state()
+    slow = (random.getstate(), numpy.random.get_state()) if others else None
     cuda = torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else None
     cuda_before = cuda.get_state() if cuda is not None else None
     tracked = [(tracker, states) for tracker in _trackers() if (states := tracker.get_states())]
     cpu.manual_seed(seed)
-    random.seed(seed)
-    numpy.random.seed(seed & 0xFFFFFFFF)
+    if others:
+        random.seed(seed)
+        numpy.random.seed(seed & 0xFFFFFFFF)
     if cuda is not None:
         cuda.manual_seed(seed)
     for tracker, states in tracked:
@@ -64,8 +76,9 @@ def keyed_generators(seed: int, device: torch.device, number: int = 0) -> Iterat
         yield
     finally:
         cpu.set_state(before)
-        random.setstate(others[0])
-        numpy.random.set_state(others[1])
+        if slow is not None:
+            random.setstate(slow[0])
+            numpy.random.set_state(slow[1])
         if cuda is not None and cuda_before is not None:
             cuda.set_state(cuda_before)
         for tracker, states in tracked:

@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..comm.transport import Payload
+from ..state import Tree
 from ..topology import Role
 from .commit import Measured
+from .layers import Layers
 
 if TYPE_CHECKING:
     from .optimizers import StageOptimizer
@@ -60,32 +62,6 @@ BOUND_ATTRIBUTES = (
     "checkpoint_mp_rank",
 )
 
-#: Buffers of a module by name.
-Buffers = dict[str, torch.Tensor]
-
-
-def set_buffers(module: torch.nn.Module, given: Buffers) -> None:
-    """Give ``module`` the values of another one's buffers.
-
-    Layers may make buffers when they first need them, or larger ones (a cache of rotary embeddings): what is not here
-    or has another shape is made.
-    """
-    own = dict(module.named_buffers())
-    with torch.no_grad():
-        for name, value in given.items():
-            buffer = own.get(name)
-            if buffer is not None and buffer.shape == value.shape:
-                buffer.copy_(value)
-                continue
-            path, _, attribute = name.rpartition(".")
-            holder = module.get_submodule(path)
-            like = next(iter(module.parameters()), value) if buffer is None else buffer
-            made = value.to(like.device, copy=True)
-            if attribute in holder._buffers:
-                holder._buffers[attribute] = made
-            else:
-                holder.register_buffer(attribute, made, persistent=False)
-
 
 @dataclass
 class StageRuntime:
@@ -97,6 +73,7 @@ class StageRuntime:
         adopted: whether the role was taken over in this iteration.
         torn: whether a loss has interrupted a pass that had changed something already.
         optimizer: carries out and copies its steps.
+        layers: what the stage's layers keep besides their parameters.
         attributes: values of ``BOUND_ATTRIBUTES`` while the runtime is not bound.
         forwards: forward passes finished in this iteration (redundant ones for a replica).
         backwards: backward passes accumulated in this iteration.
@@ -112,12 +89,12 @@ class StageRuntime:
             with the reduced gradients that the micro-batch has contributed to.
         reduced_loss: the pipeline's mean loss (and additional losses) of this iteration, if this runtime holds
             the last stage and all of its forwards are done or its replica was received.
-        received_buffers: module buffers that came with a replica's reduced gradients; applied at the step.
+        received_layers: what the layers keep, which came with a replica's reduced gradients; applied at the step.
         checksum: of the state after the last step, if that step was one to verify.
         stale: the stage's other roles have stepped, and their shards of the parameters are not here yet.
         valid: whether a replica equals its owner; false between a failed check and the copy that mends it.
         saved_bytes: what autograd saved for the redundant forwards of this iteration.
-        first_buffers: the module's buffers before the first forward of this iteration, where passes may have to be done
+        first_layers: what the layers kept before the first forward of this iteration, where passes may have to be done
             again from the first one on.
     """
 
@@ -127,6 +104,7 @@ class StageRuntime:
     torn: bool = False
     attributes: dict[str, Any] = field(default_factory=dict)
     optimizer: StageOptimizer = field(init=False)
+    layers: Layers = field(init=False)
     forwards: int = 0
     backwards: int = 0
     activations: dict[int, Payload] = field(default_factory=dict)
@@ -137,12 +115,12 @@ class StageRuntime:
     reduced: list[torch.Tensor] | None = None
     measured: Measured | None = None
     reduced_loss: torch.Tensor | None = None
-    received_buffers: Buffers | None = None
+    received_layers: Tree | None = None
     checksum: int | None = None
     stale: bool = False
     valid: bool = True
     saved_bytes: int = 0
-    first_buffers: Buffers | None = None
+    first_layers: Tree | None = None
 
     @property
     def module(self) -> torch.nn.Module:
@@ -176,9 +154,9 @@ class StageRuntime:
         self.reduced = None
         self.measured = None
         self.reduced_loss = None
-        self.received_buffers = None
+        self.received_layers = None
         self.saved_bytes = 0
-        self.first_buffers = None
+        self.first_layers = None
         buffers = self.attributes["pipe_buffers"]
         for name in buffers:
             buffers[name] = [None] * len(buffers[name])
@@ -186,13 +164,13 @@ class StageRuntime:
 
     def begin_again(self) -> None:
         """Forget all passes of this iteration. The runtime must not be bound."""
-        adopted, buffers = self.adopted, self.first_buffers
+        adopted, layers = self.adopted, self.first_layers
         self.begin_iteration()
         self.adopted = adopted
         self.optimizer.clear()
         self.optimizer.abandon_pass()
-        if buffers is not None:
-            set_buffers(self.module, buffers)
+        if layers is not None:
+            self.layers.restore(layers)
 
 
 class RuntimeBinding:

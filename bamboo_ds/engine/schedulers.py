@@ -87,9 +87,43 @@ def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """Learning rate and the like of each of the optimizer's groups."""
     # Some optimizers count their own steps in the groups.
     return [
-        {name: value for name, value in group.items() if name != "step" and _plain(value)}
+        {name: _setting(value) for name, value in group.items() if name != "step" and _plain(_setting(value))}
         for group in optimizer.param_groups
     ]
+
+
+def put_settings(group: dict[str, Any], settings: dict[str, Any]) -> None:
+    """Set what :func:`settings_of` gave of another group; tensors stay the ones that they are."""
+    for name, value in settings.items():
+        own = group.get(name)
+        if torch.is_tensor(own) and isinstance(value, Scalar):
+            own.fill_(value.value)
+        else:
+            group[name] = _unset(value)
+
+
+@dataclass(frozen=True)
+class Scalar:
+    """A setting that is a tensor of one element, such as the learning rate of an optimizer in a CUDA graph."""
+
+    value: float
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+def _setting(value: Any) -> Any:
+    """``value`` as it is now."""
+    if torch.is_tensor(value) and value.numel() == 1:
+        return Scalar(value.item(), tuple(value.shape), value.dtype, value.device)
+    return tuple(map(_setting, value)) if type(value) is tuple else value
+
+
+def _unset(value: Any) -> Any:
+    """The value of a setting."""
+    if isinstance(value, Scalar):
+        return torch.full(value.shape, value.value, dtype=value.dtype, device=value.device)
+    return tuple(map(_unset, value)) if type(value) is tuple else value
 
 
 def bases_of(scheduler: Any) -> Tree:
@@ -121,7 +155,7 @@ class Standing:
         if scheduler is not None:
             load_state(scheduler, self.state, pristine, optimizer)
         for group, given in zip(optimizer.param_groups, self.groups, strict=True):
-            group.update(given)
+            put_settings(group, given)
 
 
 def load_state(scheduler: Any, state: Any, pristine: Pristine | None, optimizer: torch.optim.Optimizer) -> None:
@@ -160,10 +194,10 @@ def _quietly() -> Iterator[None]:
 def _numbers(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return all(map(_numbers, value))
-    return isinstance(value, (int, float))
+    return isinstance(value, (int, float)) or (torch.is_tensor(value) and value.numel() == 1)
 
 
 def _plain(value: Any) -> bool:
     if isinstance(value, tuple):
         return all(map(_plain, value))
-    return value is None or isinstance(value, (bool, int, float, str))
+    return value is None or isinstance(value, (bool, int, float, str, Scalar))

@@ -24,6 +24,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from ..config import RedundancyMode
 from ..schedule import RoleProgress
 from ..topology import Layout, Role, batch_sources
+from .layers import copied
 from .members import EngineState
 from .runtime import StageRuntime
 
@@ -99,10 +100,10 @@ class SlicingExecutor(EngineState, PipelineEngine):  # type: ignore[misc]  # Dee
         """DeepSpeed's, by name."""
         return getattr(self.timers, "timers", {})
 
-    def _note_buffers(self, runtime: StageRuntime) -> None:
-        """The first pass of an iteration begins: keep what later passes change of the module's buffers."""
-        if self._layout.slices > 1 and runtime.first_buffers is None:
-            runtime.first_buffers = {name: buffer.detach().clone() for name, buffer in runtime.module.named_buffers()}
+    def _note_layers(self, runtime: StageRuntime) -> None:
+        """The first pass of an iteration begins: keep what later passes change of what the layers keep."""
+        if self._layout.slices > 1 and runtime.first_layers is None:
+            runtime.first_layers = copied(runtime.layers.capture())
 
     def _begin_again(self, progress: Mapping[Role, RoleProgress]) -> None:
         """Forget the passes of this member's roles that ``progress`` does not know of: their slices do them again."""

@@ -12,14 +12,14 @@ from deepspeed.runtime.pipe import schedule as stock
 from .. import schedule
 from ..comm.session import Answer
 from ..errors import ProtocolError
+from ..state import join, split
 from ..topology import Role
 from .answers import Answers
 from .commit import Contribution, Form, Measured, encode, global_norm
 from .passes import PassExecutor
 from .replica import checksum
-from .runtime import StageRuntime, set_buffers
-
-_NOTHING = torch.empty(0, dtype=torch.uint8)
+from .rng import Drawing
+from .runtime import StageRuntime
 
 
 class StepExecutor(PassExecutor):
@@ -66,11 +66,12 @@ class StepExecutor(PassExecutor):
         check = -1 if runtime.checksum is None else runtime.checksum
         header = torch.tensor([check, len(runtime.reduced), *runtime.checksums()], dtype=torch.int64)
         loss = runtime.reduced_loss if runtime.reduced_loss is not None else torch.empty(0, dtype=torch.float64)
-        buffers = {name: b.detach() for name, b in runtime.module.named_buffers()}
-        names = torch.frombuffer(bytearray("\n".join(buffers).encode()), dtype=torch.uint8) if buffers else _NOTHING
+        changed = self._changed if runtime is self._home else ()
+        text, layers = split(runtime.layers.capture(changed))
+        places = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
         assert runtime.measured is not None
         measured = torch.tensor([runtime.measured.overflow, *runtime.measured.squares], dtype=torch.float64)
-        payload = (header, measured, loss, names, *runtime.reduced, *buffers.values())
+        payload = (header, measured, loss, places, *runtime.reduced, *layers)
         for lane in self._lanes.replicas(runtime.role):
             self._transport.send(lane, self._sequence, payload)
 
@@ -78,18 +79,16 @@ class StepExecutor(PassExecutor):
         lane = self._lanes.replica(role, self._job.session.member)
         payload = self._receive(lane, self._sequence, (role, "replica", None))
         assert isinstance(payload, tuple)
-        header, measured, loss, names, *tensors = payload
+        header, measured, loss, places, *tensors = payload
         check, count, *consumed = header.tolist()
         reduced = tensors[:count]
-        buffers = dict(
-            zip(bytes(names.tolist()).decode().split("\n"), tensors[count:], strict=True) if len(names) else ()
-        )
+        layers = join(places.cpu().numpy().tobytes().decode(), tensors[count:])
         learner = self._learners.get(role)
         if learner is not None:
-            learner.incoming = reduced, buffers
+            learner.incoming = reduced, layers
             return
         replica = self._binding.runtimes[role]
-        replica.reduced, replica.received_buffers = reduced, buffers
+        replica.reduced, replica.received_layers = reduced, layers
         overflow, *squares = measured.tolist()
         replica.measured = Measured(bool(overflow), tuple(squares))
         replica.reduced_loss = loss if loss.numel() else None
@@ -186,12 +185,12 @@ class StepExecutor(PassExecutor):
         return self._home.optimizer.norms
 
     def _apply_reduced(self, runtime: StageRuntime) -> None:
-        """Give the bound runtime the gradients (and buffers) that its optimizer step needs."""
+        """Give the bound runtime the gradients that its optimizer step needs, and what its owner's layers keep."""
         if runtime.reduced is None:
             raise ProtocolError(f"role {runtime.role} is to step without reduced gradients")
         runtime.optimizer.apply(runtime.reduced)
-        if runtime.received_buffers is not None:
-            set_buffers(runtime.module, runtime.received_buffers)
+        if runtime.received_layers is not None:
+            runtime.layers.restore(runtime.received_layers)
 
     @contextmanager
     def _answering(self, runtime: StageRuntime, answer: Answer | None = None) -> Iterator[None]:
@@ -211,7 +210,7 @@ class StepExecutor(PassExecutor):
 
     def _take_model_step(self, lr_kwargs: Any) -> None:
         runtime = self._binding.current
-        with self._answering(runtime):
+        with self._answering(runtime), self._keyed(Drawing.STEP, runtime.role):
             super()._take_model_step(lr_kwargs)
         runtime.stale = self._plan.world.sharded
 

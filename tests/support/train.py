@@ -11,6 +11,7 @@ import gc
 import json
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -187,7 +188,7 @@ def state_of(engine: Any) -> dict[str, Any]:
     }
 
 
-def dump(engine: Any, out: Path, rank: int, results: dict[str, Any]) -> None:
+def dump(engine: Any, out: Path, rank: int, results: dict[str, Any], state_of: Callable[[Any], Any] = state_of) -> None:
     """Everything that must equal an undisturbed run."""
     roles: dict[tuple[int, int], Any] = {}
     replicas: dict[tuple[int, int], Any] = {}

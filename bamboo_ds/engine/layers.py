@@ -1,0 +1,136 @@
+"""What the layers of a stage keep besides their parameters, and change in their passes.
+
+That are buffers, what ``get_extra_state`` gives, and attributes that are numbers (counters, scales). A role's owner
+sends it with the reduced gradients of every iteration, since redundant passes change it on the replica as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from types import NoneType
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..state import Tree, join, split
+
+#: Attributes of layers that are numbers (or ``None``, where there is no number yet), by the layers' names.
+Numbers = dict[str, dict[str, Any]]
+
+_NUMBERS = frozenset((bool, int, float, NoneType))
+#: Attributes that every layer has; whether it is in training mode is not the same on all members.
+_OF_ALL = frozenset(vars(nn.Module()))
+
+
+class Layers:
+    """The layers of one stage.
+
+    Args:
+        module: the stage. Its own numbers tell where it is, and belong to its layers as little as its parameters do.
+
+    Attributes:
+        began: numbers that every copy of the stage began with; only others have to be told.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        modules = list(module.named_modules())
+        self._modules = [(f"{path}." if path else "", layer) for path, layer in modules]
+        self._extra = [(p, m) for p, m in modules if type(m).get_extra_state is not nn.Module.get_extra_state]
+        # Looked at in every iteration: only names that may be those of numbers, again where there are more of them.
+        self._attributes = {path: vars(layer) for path, layer in modules if path}
+        self._names: dict[str, tuple[int, list[str]]] = {path: (0, []) for path in self._attributes}
+        self.parameters = dict(module.named_parameters())
+        self.began = self.numbers()
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Buffers by their names in the stage."""
+        found = {}
+        for path, layer in self._modules:
+            for name, buffer in layer._buffers.items():
+                if buffer is not None:
+                    found[path + name] = buffer
+        return found
+
+    def numbers(self) -> Numbers:
+        """Numbers that layers keep as attributes."""
+        found = {}
+        for path, attributes in self._attributes.items():
+            count, names = self._names[path]
+            if count != len(attributes):
+                names = [name for name in attributes if name not in _OF_ALL]
+                self._names[path] = len(attributes), names
+            found[path] = {n: attributes[n] for n in names if n in attributes and type(attributes[n]) in _NUMBERS}
+        return found
+
+    def capture(self, parameters: Collection[str] = ()) -> Tree:
+        """What the layers keep now; tensors are theirs.
+
+        Args:
+            parameters: names of parameters that are to be in it, too.
+        """
+        return {
+            "buffers": {name: buffer.detach() for name, buffer in self.buffers().items()},
+            "extra": {path: layer.get_extra_state() for path, layer in self._extra},
+            "numbers": newer(self.numbers(), self.began),
+            "parameters": {n: self.parameters[n].detach() for n in sorted(parameters) if n in self.parameters},
+        }
+
+    def restore(self, given: Tree) -> None:
+        """Take over what :meth:`capture` gave of another copy of the stage."""
+        set_buffers(self._module, given["buffers"])
+        now = self.numbers()
+        for path, attributes in self._attributes.items():
+            began = self.began.get(path, {})
+            if now[path] != began:
+                # Where the owner has begun with None there may be a cache by now, which every copy has for itself.
+                attributes.update({name: value for name, value in began.items() if name in now[path]})
+            attributes.update(given["numbers"].get(path, {}))
+        for path, layer in self._extra:
+            layer.set_extra_state(given["extra"][path])
+        with torch.no_grad():
+            for name, value in given["parameters"].items():
+                self.parameters[name].copy_(value)
+
+
+def newer(now: Numbers, before: Numbers) -> Numbers:
+    """Those of ``now`` that are not the same in ``before``."""
+    found = {}
+    for path, values in now.items():
+        old = before.get(path, {})
+        if values != old:
+            # Equal is what is the same: no number is equal to itself if it is none.
+            found[path] = {n: v for n, v in values.items() if n not in old or (v is not old[n] and v != old[n])}
+    return found
+
+
+def copied(tree: Tree) -> Tree:
+    """A copy of ``tree`` with tensors of its own."""
+    text, tensors = split(tree)
+    return join(text, [tensor.clone() for tensor in tensors])
+
+
+def set_buffers(module: nn.Module, given: Mapping[str, torch.Tensor]) -> None:
+    """Give ``module`` the values of another one's buffers.
+
+    Layers may make buffers when they first need them, or others (a larger cache of rotary embeddings): what is not here
+    or has another shape or type is made.
+    """
+    if not given:
+        return
+    own = dict(module.named_buffers())
+    with torch.no_grad():
+        for name, value in given.items():
+            buffer = own.get(name)
+            if buffer is not None and (buffer.shape, buffer.dtype) == (value.shape, value.dtype):
+                buffer.copy_(value)
+                continue
+            path, _, attribute = name.rpartition(".")
+            holder = module.get_submodule(path)
+            like = next(iter(module.parameters()), value) if buffer is None else buffer
+            made = value.to(like.device, copy=True)
+            if attribute in holder._buffers:
+                holder._buffers[attribute] = made
+            else:
+                holder.register_buffer(attribute, made, persistent=False)

@@ -1,0 +1,159 @@
+"""A job that keeps and changes state in many places, all of which a copy of a stage has to follow.
+
+Every layer has a parameter for each of these places. All of them add 0 to what the layer computes, so that what goes
+wrong in one place shows in its parameter alone.
+
+train_script_state.py --deepspeed_config FILE --out FOLDER --stages P [--steps N] [--change-at STEP ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    import lean_torch  # before torch
+
+import deepspeed
+import torch
+from deepspeed.pipe import LayerSpec, PipelineModule
+from torch import nn
+from train import HIDDEN, dump, end_of, iterator, joined, wait_a_little
+
+#: ``backward``: random numbers there; ``step``: in the optimizer; ``number``, ``extra``: attributes and extra state of
+#: layers; ``wide``: state of the optimizer in a type of its own; ``count``, ``dictionary``: its attributes; ``rate``: a
+#: learning rate that is a tensor; ``script``: what the script changes itself.
+PLACES = ("backward", "step", "number", "extra", "wide", "count", "dictionary", "rate", "script")
+
+
+class Noisy(torch.autograd.Function):
+    """Adds random numbers to the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0] + 0.1 * torch.randn_like(gradients[0])
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(HIDDEN, HIDDEN)
+        self.places = nn.ParameterDict({place: nn.Parameter(torch.ones(HIDDEN)) for place in PLACES})
+        self.calls = 0
+        self.hidden = [0]
+
+    def get_extra_state(self) -> dict[str, torch.Tensor]:
+        return {"calls": torch.tensor(self.hidden)}
+
+    def set_extra_state(self, state: dict[str, torch.Tensor]) -> None:
+        self.hidden = state["calls"].tolist()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.hidden[0] += 1
+        used = dict(self.places)
+        used["backward"] = Noisy.apply(used["backward"])
+        used["number"] = used["number"] * self.calls
+        used["extra"] = used["extra"] * self.hidden[0]
+        x = x + torch.tanh(self.linear(x))
+        for each in used.values():
+            x = x + (each - each.detach())
+        return x
+
+
+class Optimizer(torch.optim.Optimizer):
+    """One rule per group."""
+
+    def __init__(self, net: nn.Module) -> None:
+        groups: dict[str, list[nn.Parameter]] = {"": [], **{place: [] for place in PLACES}}
+        for name, parameter in net.named_parameters():
+            groups[name.rpartition(".")[2] if "places" in name else ""].append(parameter)
+        super().__init__([{"params": ps, "place": place} for place, ps in groups.items()], {"lr": 0.05})
+        for group in self.param_groups:
+            if group["place"] == "rate":
+                group["lr"] = torch.tensor(0.05)
+        self.count, self.dictionary = 0, {"count": 0}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.count += 1
+        self.dictionary["count"] += 1
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                change = parameter.grad
+                if group["place"] == "step":
+                    change = change + 0.1 * torch.randn_like(change)
+                elif group["place"] == "wide":
+                    state = self.state[parameter]
+                    moment = state.setdefault("moment", torch.zeros_like(parameter, dtype=torch.float64))
+                    change = moment.mul_(0.9).add_(change).float()
+                elif group["place"] == "count":
+                    change = change * self.count
+                elif group["place"] == "dictionary":
+                    change = change * self.dictionary["count"]
+                parameter.sub_(change * group["lr"])
+
+
+def state_of(engine: Any) -> dict[str, Any]:
+    """Parameters and optimizer state of the role that is bound, by the names of the parameters."""
+    named = dict(engine.module.named_parameters())
+    state = {name: dict(engine.optimizer.state.get(parameter, {})) for name, parameter in named.items()}
+    return {
+        "parameters": {name: parameter.detach().clone() for name, parameter in named.items()},
+        "types": {name: [str(tensor.dtype) for tensor in each.values()] for name, each in state.items()},
+        "state": state,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--deepspeed_config", required=True)
+    parser.add_argument("--local_rank", type=int, default=-1)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--stages", type=int, required=True)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--slow-until", type=Path, default=None)
+    parser.add_argument("--slow-s", type=float, default=0.1)
+    parser.add_argument("--end-after", type=int, default=0)
+    parser.add_argument("--change-at", type=int, nargs="*", default=[], help="before so many steps are done")
+    parser.add_argument("--faults", default="[]")
+    arguments = parser.parse_args()
+    arguments.model = "mlp"
+    torch.manual_seed(7)
+    lean_torch.install()
+    deepspeed.init_distributed()
+    rank = torch.distributed.get_rank()
+    layers = [*(LayerSpec(Layer) for _ in range(2 * arguments.stages - 1)), LayerSpec(nn.Linear, HIDDEN, 10)]
+    loss = nn.CrossEntropyLoss()
+    net = PipelineModule(layers, num_stages=arguments.stages, loss_fn=loss, partition_method="uniform")
+    engine, *_ = deepspeed.initialize(args=arguments, model=net, optimizer=Optimizer(net))
+    if arguments.faults != "[]":
+        from faults import install
+
+        install(engine, arguments.faults, str(arguments.out))
+    ends = engine.is_first_stage() or engine.is_last_stage()
+    source = iterator(arguments, 0, 1, 4, None) if ends else None
+    losses: list[float] = []
+    while len(losses) < end_of(arguments, len(losses)):
+        if arguments.slow_until is not None:
+            wait_a_little(arguments.slow_until, arguments.slow_s)
+        for group in engine.optimizer.param_groups:
+            if group["place"] == "rate":
+                group["lr"].fill_(0.05 / (1 + len(losses)))
+        if len(losses) in arguments.change_at:
+            with torch.no_grad():
+                for name, parameter in net.named_parameters():
+                    if name.endswith("script"):
+                        parameter.mul_(0.5)
+        losses.append(float(engine.train_batch(data_iter=source)))
+    dump(engine, arguments.out, rank, {"losses": losses, "evaluations": []}, state_of)
+
+
+if __name__ == "__main__":
+    assert not joined()
+    main()

@@ -1,0 +1,170 @@
+"""State that a script keeps in places of its own, and what it changes itself, on all copies of a stage."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from bamboo_ds.engine.clones import clone_optimizer, kept_by, load_optimizer
+from bamboo_ds.engine.layers import Layers, copied
+from bamboo_ds.engine.rng import Drawing, drawing_seed
+from bamboo_ds.engine.schedulers import put_settings, settings_of
+from bamboo_ds.errors import EXIT_FATAL_LOSS, UnsupportedError
+from bamboo_ds.topology import Role
+
+from .support.jobs import SUPPORT, run_bamboo, write_config
+from .support.surviving import Reference, fault, survive_in_turn
+
+SCRIPT = SUPPORT / "train_script_state.py"
+#: The script's own optimizer has one rule per group, which norms of all gradients would mix up.
+CONFIG: dict[str, Any] = {"optimizer": None, "scheduler": None, "gradient_clipping": 0.0}
+
+
+@pytest.mark.integration
+def test_all_copies_follow(tmp_path: Path, reference: Reference) -> None:
+    """The second loss is survived by a copy that was made in mid-run. Parameters are named by what goes into them."""
+    faults = [fault(1, 4, "BackwardPass", 1), fault(2, 5, "BackwardPass", 1)]
+    result = survive_in_turn(
+        tmp_path,
+        reference,
+        faults,
+        3,
+        arguments=("--change-at", "0", "2"),
+        own=True,
+        micro_batches=4,
+        bamboo={"redundancy": {"verify_every": 1}},
+        script=SCRIPT,
+        **CONFIG,
+    )
+    assert result.events("replica_verified") and not result.events("replica_mismatch")
+    assert "the script has changed" in result.output  # of the second time
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (3, "FatalLoss: no living member holds what the script has just changed in stage 1 of pipeline 0"),
+        (
+            4,
+            r"UnsupportedError: the script has changed \d.places.script of its stage .* another member has taken over",
+        ),
+    ],
+    ids=["just-before-a-loss", "after-a-loss"],
+)
+def test_a_change_that_a_lost_stage_lacks(tmp_path: Path, change: int, message: str) -> None:
+    file = write_config(tmp_path, {"recovery": {"max_restarts": 0}}, 4, **CONFIG)
+    faults = [fault(1, 3, "BackwardPass", 1)]
+    command = ["--stages", "3", "--steps", "8", "--change-at", str(change), "--faults", json.dumps(faults)]
+    result = run_bamboo(tmp_path, 3, command, file, SCRIPT)
+    assert len(result.faults()) == 1
+    assert (result.exit_code == EXIT_FATAL_LOSS) is (change == 3) and result.exit_code != 0, result.output[-4000:]
+    assert len(result.events("step")) == change
+    assert re.search(message, result.output), result.output[-4000:]
+
+
+def test_every_drawing_has_numbers_of_its_own() -> None:
+    places = [Role(0, 0), Role(0, 1), Role(1, 0)]
+    seeds = {drawing_seed(drawing, 7, step, role) for drawing in Drawing for step in (1, 2) for role in places}
+    assert len(seeds) == len(Drawing) * 2 * 3
+
+
+def test_optimizer_state_keeps_its_types() -> None:
+    def make() -> torch.optim.Optimizer:
+        return torch.optim.SGD([nn.Parameter(torch.zeros(2, dtype=torch.bfloat16)) for _ in range(2)], lr=0.1)
+
+    given, loaded = make(), make()
+    third = torch.tensor([1 / 3, 2 / 3], dtype=torch.float64)
+    state = {"wide": third, "mask": torch.tensor([True, False]), "nested": {"wide": [third.float()]}, "count": 3}
+    given.state[given.param_groups[0]["params"][1]] = state
+    load_optimizer(loaded, given.state_dict())
+    found = loaded.state[loaded.param_groups[0]["params"][1]]
+    assert found["wide"].equal(third) and found["wide"].dtype == torch.float64
+    assert found["mask"].dtype == torch.bool
+    assert found["nested"]["wide"][0].equal(third.float()) and found["nested"]["wide"][0].dtype == torch.float32
+    assert found["count"] == 3 and len(loaded.state) == 1
+
+
+def test_clones_share_nothing() -> None:
+    net = nn.Linear(2, 2)
+    original: Any = torch.optim.SGD(net.parameters(), lr=0.1)
+    original.counts, original.taken, original.history = {"steps": [3]}, 3, {1: torch.zeros(1)}
+    original.itself = original
+    clone: Any = clone_optimizer(original, nn.Linear(2, 2), [["weight"], ["bias"]])
+    clone.counts["steps"][0] = 4
+    assert original.counts == {"steps": [3]} and clone.itself is clone
+    assert clone.history[1] is not original.history[1]
+    kept = kept_by(original)
+    assert kept["counts"] == {"steps": [3]} and kept["taken"] == 3
+    assert not {"history", "itself", "state", "defaults", "_optimizer_step_pre_hooks"} & set(kept)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (lambda net: threading.Lock(), "'own' of optimizer SGD cannot be copied .*lock.*deepcopy can copy"),
+        (lambda net: {"inner": [torch.optim.SGD(net.parameters(), lr=0.1)]}, "keeps parameters in its attribute 'own'"),
+        (lambda net: torch.zeros(2), "keeps parameters in its attribute 'own'"),
+    ],
+    ids=["lock", "nested-parameters", "tensor"],
+)
+def test_attributes_that_no_clone_can_have(value: Any, message: str) -> None:
+    net = nn.Linear(2, 2)
+    original: Any = torch.optim.SGD(net.parameters(), lr=0.1)
+    original.own = value(net)
+    with pytest.raises(UnsupportedError, match=message):
+        clone_optimizer(original, nn.Linear(2, 2), [["weight", "bias"]])
+
+
+def test_learning_rates_that_are_tensors() -> None:
+    mine, theirs = (torch.optim.AdamW([nn.Parameter(torch.zeros(1))], lr=torch.tensor(0.1)) for _ in range(2))
+    rate = theirs.param_groups[0]["lr"]
+    before = settings_of(mine)
+    assert before == settings_of(theirs)
+    mine.param_groups[0]["lr"].fill_(0.3)
+    found = settings_of(mine)
+    assert found != before
+    put_settings(theirs.param_groups[0], found[0])
+    assert theirs.param_groups[0]["lr"] is rate and rate.equal(torch.tensor(0.3))
+    group = {"lr": 0.5}
+    put_settings(group, found[0])
+    mine.param_groups[0]["lr"].fill_(0.7)
+    assert torch.is_tensor(group["lr"]) and group["lr"].equal(torch.tensor(0.3))  # type: ignore[attr-defined]
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.zeros(2))
+        self.calls, self.ratio, self.last, self.cache, self.hidden = 0, math.nan, None, None, [0]
+
+    def get_extra_state(self) -> list[int]:
+        return self.hidden
+
+    def set_extra_state(self, state: list[int]) -> None:
+        self.hidden = state
+
+
+def test_what_layers_keep() -> None:
+    owner, replica = (nn.ModuleList([Counting(), nn.Linear(2, 2)]) for _ in range(2))
+    mine, theirs = Layers(owner), Layers(replica)
+    assert mine.capture()["numbers"] == {}, "nothing has changed"
+    owner.eval()
+    layer, other = owner[0], replica[0]
+    layer.calls, layer.last, layer.hidden, layer.late = 5, 0.25, [7], 2
+    layer.table = torch.ones(2, dtype=torch.int64)
+    other.calls, other.ratio, other.cache, other.hidden = 3, 1.0, "here", [1]  # by redundant passes
+    theirs.restore(copied(mine.capture(["1.weight"])))
+    assert (other.calls, other.last, other.late, other.hidden) == (5, 0.25, 2, [7]) and math.isnan(other.ratio)
+    assert other.cache == "here" and other.training and other.table.dtype == torch.int64
+    assert torch.equal(replica[1].weight, owner[1].weight) and not torch.equal(replica[1].bias, owner[1].bias)
+    other.hidden[0] = 8
+    assert layer.hidden == [7]
