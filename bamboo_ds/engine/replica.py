@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import struct
 import zlib
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -88,9 +90,8 @@ def clone_optimizer(
     for name, value in original.__dict__.items():
         if name in _OPTIMIZER_OWN:
             continue
-        if isinstance(value, OrderedDict) and "hooks" in name:
-            value = OrderedDict()
-        elif (torch.is_tensor(value) and value.numel() > 1) or _holds_parameters(value):
+        # Hooks are shared, also those that are registered later: they use the optimizer that they are passed.
+        if (torch.is_tensor(value) and value.numel() > 1) or _holds_parameters(value):
             raise UnsupportedError(
                 f"optimizer {type(original).__name__} keeps parameters in its attribute {name!r}: its replica would "
                 "diverge. Use an optimizer that keeps all of its state in `state`"
@@ -130,7 +131,7 @@ def capture(runtime: StageRuntime) -> Tree:
     scheduler = runtime.attributes["lr_scheduler"]
     return {
         "groups": group_names(runtime),
-        "trainable": [n for n, p in runtime.module.named_parameters() if p.requires_grad],
+        "trains": runtime.trains(),
         "sliced": [n for n, p in runtime.module.named_parameters() if is_model_parallel_parameter(p)],
         "parameters": [p.detach() for p in runtime.module.parameters()],
         "buffers": {name: b.detach() for name, b in runtime.module.named_buffers()},
@@ -156,6 +157,7 @@ def restore(runtime: StageRuntime, state: Tree, pristine: Pristine | None) -> No
     with torch.no_grad():
         for target, source in zip(parameters, state["parameters"], strict=True):
             target.copy_(source)
+    runtime.train_only(state["trains"])
     set_buffers(runtime.module, state["buffers"])
     scheduler = runtime.attributes["lr_scheduler"]
     if scheduler is not None:
@@ -169,10 +171,15 @@ def restore(runtime: StageRuntime, state: Tree, pristine: Pristine | None) -> No
     runtime.valid = True
 
 
-def checksum(runtime: StageRuntime) -> int:
-    """CRC-32 over all parameters, buffers and optimizer state, in a fixed order."""
-    value = 0
+def checksums(runtime: StageRuntime) -> list[int]:
+    """CRC-32 of each parameter, buffer and tensor of the optimizer's state, in a fixed order."""
+    values = []
     for tensor in runtime.tensors():
         flat = tensor.detach().cpu().contiguous().reshape(-1)
-        value = zlib.crc32(flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"", value)
-    return value
+        values.append(zlib.crc32(flat.view(torch.uint8).numpy().data) if flat.numel() else 0)
+    return values
+
+
+def combined(values: Sequence[int]) -> int:
+    """CRC-32 of what :func:`checksums` gave."""
+    return zlib.crc32(struct.pack(f"<{len(values)}I", *values))

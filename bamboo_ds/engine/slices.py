@@ -100,8 +100,11 @@ class SlicingExecutor(EngineState, PipelineEngine):  # type: ignore[misc]  # Dee
         return getattr(self.timers, "timers", {})
 
     def _note_buffers(self, runtime: StageRuntime) -> None:
-        """The first pass of an iteration begins: keep what later passes change of the module's buffers."""
-        if self._layout.slices > 1 and runtime.first_buffers is None:
+        """The first pass of an iteration begins: keep what later passes change of the module's buffers.
+
+        Those of slices and of replicas may be done again from the first one on.
+        """
+        if (self._layout.slices > 1 or not runtime.owned) and runtime.first_buffers is None:
             runtime.first_buffers = {name: buffer.detach().clone() for name, buffer in runtime.module.named_buffers()}
 
     def _begin_again(self, progress: Mapping[Role, RoleProgress]) -> None:
