@@ -9,11 +9,13 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from .plan_change import PlanView
+from .stages import Installer
 from .version import __version__
 
-__all__ = ["PlanView", "__version__", "init_distributed", "is_replaying", "on_plan_change"]
+__all__ = ["PlanView", "__version__", "init_distributed", "is_replaying", "on_plan_change", "on_stage_built"]
 
 _Listener = TypeVar("_Listener", bound=Callable[[PlanView], object])
+_Installer = TypeVar("_Installer", bound=Installer)
 
 
 def on_plan_change(listener: _Listener) -> _Listener:
@@ -34,6 +36,29 @@ def on_plan_change(listener: _Listener) -> _Listener:
     from . import plan_change
 
     return plan_change.listen(listener)
+
+
+def on_stage_built(installer: _Installer) -> _Installer:
+    """Have ``installer(module, stage)`` called on every copy of a stage that is built: the script's own and replicas.
+
+    For hooks on layers and parameters, which a script would otherwise put on its own stage only. It is called when the
+    layers are constructed and before DeepSpeed casts them or makes an optimizer; on the script's own stage inside
+    ``deepspeed.initialize``, in a job without a ``"bamboo"`` block too. A hook must use what it is passed, or
+    ``module``, and must not draw random numbers.
+
+    Args:
+        installer: gets the ``PipelineModule`` with the layers of one stage, and the number of the stage. Several may be
+            given before ``deepspeed.initialize``, and are called in turn.
+
+    Returns:
+        ``installer``, so that this can be used as a decorator.
+
+    Raises:
+        ConfigError: ``deepspeed.initialize`` was called before.
+    """
+    from . import stages
+
+    return stages.install_with(installer)
 
 
 def is_replaying() -> bool:

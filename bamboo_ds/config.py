@@ -74,10 +74,16 @@ class RedundancyConfig(_Block):
     memory_budget_mb: float | None = Field(
         None,
         gt=0,
-        description="bound in MiB on what redundant forward passes keep for a later backward; `null`: none",
+        description="bound in MiB on what redundant forward passes keep for a later backward; `null`: half of what is "
+        "free on a CUDA device, none elsewhere",
     )
     verify_every: int = Field(
         100, ge=0, description="compare checksums of owner and replica every so many steps; 0: never"
+    )
+    on_mismatch: Literal["stop", "warn"] = Field(
+        "stop",
+        description="what follows when a replica differs although it was copied again after the check before: `stop` "
+        "ends the job; `warn`: the stage stays without replica until the plan changes",
     )
 
 

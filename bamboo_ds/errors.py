@@ -61,7 +61,26 @@ class ProtocolError(BambooError, RuntimeError):
 
 
 class ReplicaMismatch(BambooError, RuntimeError):
-    """A replica's checksum differs from its owner's."""
+    """A replica differs from its owner time and again, although it was copied anew.
+
+    Attributes:
+        role: pipeline and stage.
+        tensors: names of what differs.
+    """
+
+    def __init__(self, pipeline: int, stage: int, tensors: Sequence[str], optimizer: str) -> None:
+        self.role = pipeline, stage
+        self.tensors = tuple(tensors)
+        shown = ", ".join(self.tensors[:10]) or "unknown tensors"
+        more = f" and {len(self.tensors) - 10} more" if len(self.tensors) > 10 else ""
+        super().__init__(
+            f"the replica of stage {stage} of pipeline {pipeline} differs from its owner again after it was copied "
+            f"anew: {shown}{more}. Likely something that a step depends on is not part of the state that is replicated,"
+            f" such as attributes of the optimizer ({optimizer}) or of layers, the member, the time, or what the "
+            "script changes on one stage only; or the memory of one of the two hosts fails. Keep such things in the "
+            'optimizer\'s state or in buffers, or set "bamboo.redundancy.on_mismatch" to "warn" to train on without '
+            "this replica"
+        )
 
 
 class Evicted(BambooError, RuntimeError):

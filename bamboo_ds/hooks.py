@@ -6,6 +6,7 @@ import functools
 from types import ModuleType
 from typing import Any
 
+from . import stages
 from .config import BLOCK, bamboo_config, has_block
 from .errors import ConfigError, UnsupportedError
 
@@ -38,6 +39,9 @@ def patch_engine(module: ModuleType) -> None:
     def new(cls: type, *args: Any, **kwargs: Any) -> Any:
         config = kwargs.get("config")
         settings = bamboo_config(config) if config is not None and has_block(config) else None
+        model = kwargs.get("model")
+        if settings is None and model is not None and hasattr(model, "stage_id"):
+            stages.built(model, model.stage_id)
         return object.__new__(cls if settings is None else _engine_class(cls))
 
     base.__new__ = new

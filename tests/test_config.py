@@ -277,7 +277,7 @@ assert type(torch.distributed.group.WORLD) is torch.distributed.ProcessGroup
 loaded = sorted(name for name in sys.modules if name.startswith("bamboo_ds"))
 assert set(loaded) <= {"bamboo_ds", "bamboo_ds.autoload", "bamboo_ds.config", "bamboo_ds.errors", "bamboo_ds.hooks",
                        "bamboo_ds.launch", "bamboo_ds.observe", "bamboo_ds.observe.logs", "bamboo_ds.plan_change",
-                       "bamboo_ds.version"}, loaded
+                       "bamboo_ds.stages", "bamboo_ds.version"}, loaded
 assert not [t.name for t in threading.enumerate() if "bamboo" in t.name]
 print("STOCK")
 """

@@ -138,6 +138,14 @@ class Transport:
             message = messages.popleft()
         return message.payload()
 
+    def take(self, lane: Lane) -> list[Payload]:
+        """Receive what of ``lane`` has arrived, whatever its numbers; also after an abort, until :meth:`close`."""
+        messages = self._inbox(lane)
+        with self._links.changed:
+            taken = list(messages)
+            messages.clear()
+        return [message.payload() for message in taken]
+
     def ready(self, lane: Lane) -> bool:
         """Whether :meth:`recv` would return at once (an undelivered message is there)."""
         return bool(self._inbox(lane))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import distributed as dist
 
-from ..errors import ProtocolError
+from ..comm.session import Answer
+from ..errors import ProtocolError, UnsupportedError
 from ..topology import Layout
 from ..topology.roles import groups_like
 from .commit import in_ring_order
@@ -71,6 +74,52 @@ class Recorder:
     def __call__(self, ranks: tuple[int, ...], operation: str, arguments: tuple[Any, ...]) -> None:
         """Take the place of ``operation`` on a group of ``ranks``."""
         self.values.append(float(arguments[0][0]))
+
+
+class Refusal:
+    """Refuses collectives of which the commit knows nothing: those that a torch optimizer or a scheduler makes itself.
+
+    Args:
+        optimizer: the one that steps.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = type(optimizer).__name__
+
+    def __call__(self, ranks: tuple[int, ...], operation: str, arguments: tuple[Any, ...]) -> None:
+        """Take the place of ``operation`` on a group of ``ranks``."""
+        raise UnsupportedError(
+            f"optimizer {self._optimizer} (or its hook, or its scheduler) calls a collective, {operation} over ranks "
+            f"{list(ranks)}, in its step. Replicas step alone, also after a loss, and cannot take part: use an "
+            "optimizer whose step needs only the averaged gradients, and make collectives of your own between "
+            "iterations"
+        )
+
+
+@contextmanager
+def stepping_alone(
+    optimizer: torch.optim.Optimizer, answering: Callable[[Answer], AbstractContextManager[None]]
+) -> Iterator[None]:
+    """In the body the ``step`` of a torch optimizer that DeepSpeed's optimizer calls has its collectives refused.
+
+    Args:
+        optimizer: the one inside.
+        answering: gives a context in which collectives have another answer.
+    """
+    step, own = optimizer.step, vars(optimizer).get("step")
+
+    @functools.wraps(step)
+    def alone(*args: Any, **kwargs: Any) -> Any:
+        with answering(Refusal(optimizer)):
+            return step(*args, **kwargs)
+
+    optimizer.step = alone  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del optimizer.step
+        if own is not None:
+            optimizer.step = own  # type: ignore[method-assign]
 
 
 def ignore(ranks: tuple[int, ...], operation: str, arguments: tuple[Any, ...]) -> None:

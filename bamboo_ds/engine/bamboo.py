@@ -20,6 +20,7 @@ from ..config import bamboo_config
 from ..errors import ConfigError, EpochChanged, ProtocolError
 from ..launch import current_job
 from ..observe import logs
+from ..stages import built
 from ..state.publish import check_tag
 from ..supported import check_config, check_schedule, layout_of
 from ..topology import Layout, Role
@@ -29,12 +30,14 @@ from .between import ScriptingExecutor, engine_call
 from .bubbles import IdleTimes
 from .commit import mean_over_pipelines
 from .data import Batches, Dataset
+from .doubts import Doubts
 from .history import History
 from .lanes import Stream
 from .layers import Layers
 from .learning import Snapshots
 from .monitors import Monitors
 from .operations import CheckpointSave, End, Evaluation, TrainIteration
+from .refusals import check_hooks, check_layers, check_optimizer_hooks
 from .runtime import RuntimeBinding, StageRuntime
 from .saving import HostCopyEngine, Saves
 from .schedulers import Pristine
@@ -64,11 +67,15 @@ class BambooPipelineEngine(ScriptingExecutor):
         module: Any = kwargs.get("model")
         layout = layout_of(module)
         job.check_first_engine()
+        check_layers(module)
+        check_hooks(module)
+        built(module, module.stage_id)
         # DeepSpeed's constructor runs its own schedule-free code on these.
         self.__dict__["_evaluating"] = False
         super().__init__(*args, **kwargs)
         if self.has_moe_layers:
             raise ConfigError('mixture-of-experts layers are not supported together with "bamboo" yet')
+        check_optimizer_hooks(self.basic_optimizer)
         layout = replace(layout, sharded=layout.copies > 1 and is_sharded(self.optimizer))
         self._layout = layout
         self._send_whole()
@@ -83,6 +90,8 @@ class BambooPipelineEngine(ScriptingExecutor):
         self._vector = self._committed = self._pending = None
         self._bubble_begin = {}
         self._learners, self._changed = {}, set()
+        self._budget, self._exhausted = None, False
+        self._doubts, self._differing = Doubts(settings.redundancy.verify_every), {}
         self._history = History(layout.slices)
         self._snapshots = Snapshots(job.session.address, settings.topology.transfer_mb_per_s, self._history)
         host = HostCopyEngine(self.checkpoint_engine)
@@ -247,10 +256,9 @@ class BambooPipelineEngine(ScriptingExecutor):
         """Take in labels (and gradients for shadows) that were not needed; their senders drained before the commit."""
         try:
             self._batches.end(micro_batches)
-            for (stream, role), lane in self._lanes.streams.items() if gradients else ():
+            for (stream, _), lane in self._lanes.streams.items() if gradients else ():
                 if stream is Stream.SHADOW_GRADIENT and lane.destination == self._job.session.member:
-                    for m in range(self._binding.runtimes[role].backwards, micro_batches):
-                        self._transport.recv(lane, m)
+                    self._transport.take(lane)  # those of the next iteration depend on what this member does in it
         except EpochChanged:
             # The operation has committed; what was left of it in the lanes is gone with their epoch.
             self._batches.drop()

@@ -8,9 +8,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Concatenate, ParamSpec, TypeVar
 
+import torch
+
 from ..comm.script import Place
-from ..errors import EpochChanged
+from ..comm.transport import Lane
+from ..errors import EpochChanged, UnsupportedError
 from .changes import CURE, Adjustable, Weights, check_at_home
+from .lanes import Stream
+from .optimizers import HalfOptimizer
+from .refusals import Hooks, check_optimizer_hooks, hooks_of, refuse_hooks
 from .resuming import ResumingExecutor
 
 logger = logging.getLogger("bamboo_ds")
@@ -37,12 +43,18 @@ class ScriptingExecutor(ResumingExecutor):
     Attributes:
         _left_at: how the script has found what it may set, after the engine's last call.
         _weights: the same of its stage.
+        _trained_then: which parameters of the script's own stage were trainable at that time.
+        _hooks_then: the hooks of the script's own stage at that time.
+        _looks: calls of the engine before which hooks are looked for: scripts register them when they begin.
     """
 
     _depth = 0
     _left_at: Adjustable
     _weights: Weights
     _warned = False
+    _trained_then: list[bool]
+    _hooks_then: Hooks
+    _looks = 5
 
     @contextmanager
     def _inside(self) -> Iterator[None]:
@@ -63,6 +75,9 @@ class ScriptingExecutor(ResumingExecutor):
         self._left_at = Adjustable.of(self._home)
         self._note_count()
         self._weights = Weights(self._home.layers)
+        self._trained_then = self._home.trains()
+        if self._looks:
+            self._hooks_then = hooks_of(self._home.module)
 
     def _follow_script(self) -> None:
         """Give to all roles what the script has set since it went on."""
@@ -76,6 +91,12 @@ class ScriptingExecutor(ResumingExecutor):
                     changed.give(runtime)
         if not (self._job.replaying or self._joining):
             self._follow_weights()
+        if self._home.trains() != self._trained_then:
+            self._follow_freezing()
+        if self._looks:
+            self._looks -= 1
+            refuse_hooks(hooks_of(self._home.module) - self._hooks_then)
+            check_optimizer_hooks(self._home.attributes["basic_optimizer"])
 
     def _follow_weights(self) -> None:
         """Note what the script has changed of its stage, for the holders of the stage's replica.
@@ -102,6 +123,40 @@ class ScriptingExecutor(ResumingExecutor):
         """Note by how much DeepSpeed's count of steps, which checkpoints and scripts set, is ahead of the job's."""
         if not (self._joining or self._job.replaying or self._resumed is not None):
             self._job.channel.ahead = self._home.attributes["global_steps"] - self._committed_steps
+
+    def _follow_freezing(self) -> None:
+        """The script has frozen parameters of its stage, or made them trainable: whoever shadows it must know.
+
+        Raises:
+            UnsupportedError: it cannot be followed exactly.
+        """
+        home = self._home
+        if self._binding.runtimes.get(home.role) is not home or not home.owned:
+            return  # a member that joins replays what the stage's owner has done
+        if isinstance(home.optimizer, HalfOptimizer):
+            raise UnsupportedError(
+                "the script has frozen parameters, or made them trainable, after deepspeed.initialize: with fp16 and "
+                "without ZeRO do it before"
+            )
+        others = [str(each.role) for each in self._binding.owned() if each is not home]
+        if others:
+            raise UnsupportedError(
+                f"the script has frozen parameters of stage {home.role.stage}, or made them trainable. This member "
+                f"also computes {', '.join(others)}, whose own script is lost and can freeze nothing there: restart "
+                "from a checkpoint with a worker for each stage"
+            )
+        home.trained = home.trains()
+        lane = self._lanes.get((Stream.TRAINED, home.role))
+        if lane is not None:
+            # Nothing else is sent in this iteration before the shadow has it: it may be needed for a takeover.
+            self._send_trained(lane, home.trained)
+
+    def _send_trained(self, lane: Lane, trained: list[bool]) -> None:
+        try:
+            self._transport.send(lane, self._sequence, torch.tensor(trained, dtype=torch.uint8))
+            self._transport.drain()
+        except EpochChanged as error:
+            logger.info("interrupted before operation %d: %s", self._sequence, error)
 
     def _where(self) -> Place:
         if self._depth or self._resumed is not None:

@@ -43,9 +43,8 @@ def clone_optimizer(
     for name, value in original.__dict__.items():
         if name in _OWN:
             continue
-        if isinstance(value, OrderedDict) and "hooks" in name:
-            value = OrderedDict()
-        elif not isinstance(value, _SHARED):
+        # Hooks are shared, also those that are registered later: they use the optimizer that they are passed.
+        if not isinstance(value, _SHARED) and not (isinstance(value, OrderedDict) and "hooks" in name):
             value = _copied(original, name, value, known)
         clone.__dict__[name] = value
     clone.defaults = dict(original.defaults)

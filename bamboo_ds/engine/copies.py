@@ -15,6 +15,7 @@ from ..comm.session import slices_name
 from ..compat import cast_module, wrap_optimizer
 from ..control.messages import Place
 from ..errors import FatalLoss, TransferError
+from ..stages import built
 from ..state import join, split
 from ..topology import Layout, Plan, Role
 from .answers import ignore
@@ -102,14 +103,14 @@ class CopyingExecutor(StepExecutor):
         """Give the bound ``runtime`` module, optimizer and scheduler of its role, with ``state``."""
         home = self._home
         module = build_stage_module(home.module, runtime.role.stage, self.device)
+        built(module, runtime.role.stage)
         module._grid, module.global_rank = self.grid, self.global_rank
         self.__dict__["module"] = self._modules["module"] = module
         connect_ties(module, runtime.role, self._plan.world, self._job.session)
         cast_module(self)
-        trainable = set(state["trainable"])
+        runtime.attributes["module"] = module
+        runtime.train_only(state["trains"])  # a script may freeze layers after it has built them
         for name, parameter in module.named_parameters():
-            # A script may freeze layers after it has built them.
-            parameter.requires_grad_(name in trainable)
             if name in state["sliced"] and not is_model_parallel_parameter(parameter):
                 parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
         if self._compiled_with is not None:
@@ -286,6 +287,8 @@ class CopyingExecutor(StepExecutor):
             kept.before.give(runtime, self._pristine)
         before, committed = self._binding.current, self._committed
         runtime.reduced, runtime.received_layers = kept.reduced, kept.layers
+        if kept.trained:
+            runtime.train_only(kept.trained)
         self._committed = kept.committed
         self._binding.use(runtime)
         self._apply_reduced(runtime)

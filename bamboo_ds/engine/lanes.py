@@ -29,6 +29,8 @@ class Stream(IntEnum):
     INPUTS = 7
     #: Inputs of a first stage, to its shadow.
     SHADOW_INPUTS = 8
+    #: Which parameters of the role are trainable, from its owner to its shadow, when the script has changed that.
+    TRAINED = 9
 
 
 #: Streams that carry parts of batches: which part, inputs or labels.
@@ -80,6 +82,7 @@ class Lanes:
             if shadow is not None:
                 self._add(Stream.REPLICA, role, owner, shadow)
                 self._add(Stream.STATE, role, owner, shadow)
+                self._add(Stream.TRAINED, role, owner, shadow)
             sources = batch_sources(plan, role.pipeline)
             if not sources:
                 continue

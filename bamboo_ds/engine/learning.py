@@ -46,6 +46,7 @@ class Kept:
         sequence: number of the operation.
         reduced: reduced gradients, in the order of the module's trainable parameters.
         layers: what the layers kept after the iteration's passes.
+        trained: which parameters are trainable, if that has changed before the iteration.
         committed: what the commit agreed on.
         before: where this member's own scheduler stood before the step.
     """
@@ -53,6 +54,7 @@ class Kept:
     sequence: int
     reduced: list[torch.Tensor]
     layers: Tree
+    trained: list[bool]
     committed: Committed
     before: Standing
 
@@ -66,7 +68,7 @@ class Learner:
         source: key of the snapshot and where it is offered.
         fetch: the transfer.
         begun: monotonic seconds.
-        incoming: reduced gradients of the current iteration, and what the layers keep.
+        incoming: reduced gradients, what the layers keep, and which parameters are trainable, of the current iteration.
         kept: iterations since the copy was begun that it does not contain yet.
         runtime: what is built from the snapshot, once that has arrived.
         standings: where this member's own scheduler stood after each operation.
@@ -77,7 +79,7 @@ class Learner:
     source: tuple[str, Place]
     fetch: Fetch
     begun: float = field(default_factory=time.monotonic)
-    incoming: tuple[list[torch.Tensor], Tree] | None = None
+    incoming: tuple[list[torch.Tensor], Tree, list[bool]] | None = None
     kept: deque[Kept] = field(default_factory=deque)
     runtime: StageRuntime | None = None
     standings: dict[int, Standing] = field(default_factory=dict)

@@ -12,6 +12,7 @@ from .accounts import Accounts
 from .bubbles import IdleTimes
 from .commit import Committed
 from .data import Batches, Dataset
+from .doubts import Doubts
 from .history import History
 from .lanes import Lanes
 from .learning import Learner, Snapshots
@@ -45,6 +46,10 @@ class EngineState:
         _tied_stages: stages that hold weights of other stages, too.
         _consumed: micro-batches of each pipeline that committed iterations have used.
         _learners: copies that this member makes.
+        _doubts: replicas that differed when they were last compared.
+        _differing: of this member's replicas that do: the names of the tensors, if they are known.
+        _budget: bytes that redundant forwards may keep; ``None``: any number.
+        _exhausted: a redundant pass of this iteration has exhausted the memory.
         _snapshots: states that it offers to learners.
         _saves: its checkpoints.
         _accounts: what committed iterations have consumed, for the ledger.
@@ -88,6 +93,10 @@ class EngineState:
     _tied_stages: frozenset[int]
     _consumed: int
     _learners: dict[Role, Learner]
+    _doubts: Doubts
+    _differing: dict[Role, list[str]]
+    _budget: float | None
+    _exhausted: bool
     _snapshots: Snapshots
     _saves: Saves
     _accounts: Accounts

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from deepspeed.runtime.pipe.schedule import PipeInstruction
 
-from ..errors import EpochChanged
+from ..errors import EpochChanged, ReplicaMismatch
 from ..schedule import Commit, RoleProgress, commit_program, member_program
 from ..topology import Role
 from .commit import decode
@@ -35,6 +35,7 @@ class TrainIteration:
 
     def __init__(self, engine: BambooPipelineEngine) -> None:
         self._engine = engine
+        self._lasting: list[Role] = []
         self._begin = time.monotonic()
         engine._binding.refresh()
         engine._stood = Standing.of(engine._home)
@@ -87,7 +88,10 @@ class TrainIteration:
             engine._collect_leftovers(engine.micro_batches, gradients=not engine._interrupted)
         engine._binding.begin_iteration()
         engine._changed.clear()
+        for runtime in engine._binding.runtimes.values():
+            runtime.trained = None
         end_iteration()
+        engine._exhausted = False
         engine._history.add_iteration(engine._committed.losses, engine._skipped())
         engine._committed_steps += 1
         engine._consumed += engine.micro_batches
@@ -100,15 +104,38 @@ class TrainIteration:
         engine._saves.poll()
         engine._job.progressed(engine._committed_steps)
         engine._report_step(time.monotonic() - self._begin)
+        if not behind:
+            self._give_up()
 
     def _mend(self, mismatches: tuple[Role, ...]) -> None:
-        """Copy the state of ``mismatches`` again. A replica stays invalid if a loss prevents it."""
+        """Copy the state of ``mismatches`` again, but of those that differed before as well.
+
+        A replica stays invalid if a loss prevents it.
+        """
         engine = self._engine
+        step = engine._committed_steps - 1
+        self._lasting = [role for role in mismatches if engine._doubts.note(role, step)]
         try:
-            engine._copy_state(mismatches)
+            engine._copy_state(role for role in mismatches if role not in self._lasting)
         except EpochChanged as error:
             # The next operation recovers; it refuses to take a role over from an invalid replica.
             logger.warning("replicas of %s were not mended: %s", mismatches, error)
+
+    def _give_up(self) -> None:
+        """Tell of replicas of this member that have just been found to differ for ever.
+
+        Raises:
+            ReplicaMismatch: it is to end the job (``redundancy.on_mismatch``).
+        """
+        engine = self._engine
+        found = {role: engine._differing.pop(role) for role in list(engine._differing)}
+        for role in self._lasting:
+            if role not in found:
+                continue  # another member's, or told of before
+            error = ReplicaMismatch(role.pipeline, role.stage, found[role], type(engine._home.optimizer.inner).__name__)
+            if engine._settings.redundancy.on_mismatch == "stop":
+                raise error
+            logger.error("%s", error)
 
     def _execute(self, program: tuple[PipeInstruction, ...], until_commit: bool) -> None:
         engine = self._engine

@@ -9,7 +9,9 @@ exchange their shards after it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +33,18 @@ if TYPE_CHECKING:
     from .runtime import StageRuntime
 
 Tensors = list[torch.Tensor]
+
+
+@contextmanager
+def without_state_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """In the body a script's hooks on ``state_dict`` and its loading, which are for checkpoints, are not called."""
+    own = vars(optimizer)
+    kept = {name: hooks for name, hooks in own.items() if "state_dict" in name and name.endswith("_hooks")}
+    own.update({name: OrderedDict() for name in kept})
+    try:
+        yield
+    finally:
+        own.update(kept)
 
 
 class StageOptimizer(ABC):
@@ -143,30 +157,30 @@ class StageOptimizer(ABC):
     def capture(self) -> Tree:
         """The state, without the module's parameters."""
         masters = [master.detach() for master in self.masters()]
-        return {
-            "inner": self.inner.state_dict(),
-            "attributes": kept_by(self.inner),
-            "masters": masters,
-            "scaler": self._scaler(),
-        }
+        with without_state_hooks(self.inner):
+            inner = self.inner.state_dict()
+        return {"inner": inner, "attributes": kept_by(self.inner), "masters": masters, "scaler": self._scaler()}
 
     def restore(self, state: Tree) -> None:
         """Take over what :meth:`capture` gave elsewhere."""
-        load_optimizer(self.inner, state["inner"])
+        with without_state_hooks(self.inner):
+            load_optimizer(self.inner, state["inner"])
         vars(self.inner).update(state["attributes"])
         with torch.no_grad():
             for mine, given in zip(self.masters(), state["masters"], strict=True):
                 mine.copy_(given)
         self._restore_scaler(state["scaler"])
 
-    def tensors(self) -> Iterator[torch.Tensor]:
-        """Masters, then tensors of the state, in a fixed order."""
-        masters = self.masters()
-        yield from masters
-        for group in self.inner.param_groups:
-            for parameter in group["params"]:
-                state = self.inner.state.get(parameter, {})
-                yield from (state[name] for name in sorted(state) if torch.is_tensor(state[name]))
+    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Masters, then tensors of the state, in a fixed order, each with what it is."""
+        for number, master in enumerate(self.masters()):
+            yield f"master {number}", master
+        names = {id(p): name for name, p in self._runtime.module.named_parameters()}
+        for number, parameter in enumerate(p for group in self.inner.param_groups for p in group["params"]):
+            state = self.inner.state.get(parameter, {})
+            for name in sorted(state):
+                if torch.is_tensor(state[name]):
+                    yield f"state {name} of {names.get(id(parameter), f'master {number}')}", state[name]
 
     def _scaler(self) -> dict[str, Any]:
         """Numbers of the loss scaler."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from contextlib import AbstractContextManager
 from typing import Any
@@ -16,10 +17,12 @@ from ..topology import Role
 from .accounts import payload_checksum
 from .data import PARTS, as_payload
 from .lanes import Stream, assists
-from .recomputing import begin_forward, counting_saved_bytes
+from .recomputing import begin_forward, counting_saved_bytes, default_budget, release_cache
 from .rng import Drawing, drawing_seed, keyed_generators, seeded_layers
 from .runtime import StageRuntime
 from .tied import TyingExecutor
+
+logger = logging.getLogger("bamboo_ds")
 
 #: A worker hangs when an instruction takes so many times as long as the longest so far, and at least so many seconds.
 HANG_FACTOR = 10.0
@@ -136,6 +139,7 @@ class PassExecutor(TyingExecutor):
         if not self.is_first_stage():
             runtime.gradients[buffer_id] = self._input_gradients(inputs)
         runtime.backwards += 1
+        runtime.saved.pop(buffer_id, None)
         self._idle.record((runtime.role, "backward"), time.perf_counter() - begin)
 
     @staticmethod
@@ -228,7 +232,7 @@ class PassExecutor(TyingExecutor):
 
     def _redundant_work(self) -> tuple[StageRuntime, str] | None:
         """The next redundant pass that could run now without waiting for anybody."""
-        if not self._mode.eager_forward:
+        if not self._mode.eager_forward or self._exhausted:
             return None
         for replica in self._binding.replicas():
             role = replica.role
@@ -254,11 +258,41 @@ class PassExecutor(TyingExecutor):
         return None
 
     def _over_budget(self, replica: StageRuntime) -> bool:
-        budget = self._settings.redundancy.memory_budget_mb
-        return budget is not None and replica.saved_bytes >= budget * 2**20
+        if not any(each.forwards for each in self._binding.replicas()):  # the first one of this iteration
+            setting = self._settings.redundancy.memory_budget_mb
+            self._budget = default_budget(self.device) if setting is None else setting * 2**20
+        return self._budget is not None and sum(replica.saved.values()) >= self._budget
 
     def _run_redundant(self, replica: StageRuntime, kind: str) -> None:
+        """Run a redundant pass. If it exhausts the device's memory there are none any more in this iteration."""
         before = self._binding.current
+        try:
+            self._run_pass(replica, kind)
+        except torch.OutOfMemoryError as error:
+            self._exhausted = True
+            dropped, reason = replica.forwards, str(error).splitlines()[0]
+        self._binding.use(before)
+        if not self._exhausted:
+            return
+        # Here, where the traceback does not hold the pass's tensors any more.
+        self._binding.refresh()
+        for each in self._binding.replicas():
+            if each.reduced is None:
+                each.begin_again()
+        self._binding.reload()
+        release_cache(self.device)
+        role = replica.role
+        logger.warning("role %s: a redundant %s pass has exhausted the memory: %s", role, kind, reason)
+        self._job.channel.event(
+            "redundancy_exhausted",
+            epoch=self._plan.epoch,
+            step=self._committed_steps,
+            role=[role.pipeline, role.stage],
+            dropped=dropped,
+            reason=reason,
+        )
+
+    def _run_pass(self, replica: StageRuntime, kind: str) -> None:
         role = replica.role
         if kind == "forward":
             m = replica.forwards
@@ -270,10 +304,10 @@ class PassExecutor(TyingExecutor):
                 self.pipe_buffers["inputs"][m] = as_leaves(source)
             if role.stage in (0, self.num_stages - 1):
                 self._exec_load_micro_batch(m)
-            if self._settings.redundancy.memory_budget_mb is None:
+            if self._budget is None:
                 self._exec_forward_pass(m)
             else:
-                with counting_saved_bytes(replica):
+                with counting_saved_bytes(replica, m):
                     self._exec_forward_pass(m)
         else:
             m = replica.backwards
@@ -281,7 +315,6 @@ class PassExecutor(TyingExecutor):
             if not self.is_last_stage():
                 self.grad_layer = self._transport.recv(self._lanes[Stream.SHADOW_GRADIENT, role], m)
             self._exec_backward_pass(m)
-        self._binding.use(before)
 
     _INSTRUCTION_MAP = {
         **TyingExecutor._INSTRUCTION_MAP,

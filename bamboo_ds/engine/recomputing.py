@@ -30,9 +30,26 @@ def end_iteration() -> None:
     checkpointing.reset()
 
 
+def default_budget(device: torch.device) -> float | None:
+    """Bytes that redundant forwards may keep where no setting says: half of what is free on a CUDA device now.
+
+    Elsewhere there is no bound.
+    """
+    if device.type != "cuda":
+        return None
+    free, _ = torch.cuda.mem_get_info(device)
+    return (free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)) / 2
+
+
+def release_cache(device: torch.device) -> None:
+    """Give freed memory back to the device, for allocations of another size."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
 @contextmanager
-def counting_saved_bytes(runtime: StageRuntime) -> Iterator[None]:
-    """Count what the forward pass in the body keeps for its backward pass, in ``runtime.saved_bytes``.
+def counting_saved_bytes(runtime: StageRuntime, micro_batch: int) -> Iterator[None]:
+    """Count what the forward pass in the body keeps for its backward pass, in ``runtime.saved``.
 
     That are the tensors that autograd saves, but parameters and what is counted already; of checkpointed layers the
     inputs.
@@ -40,12 +57,13 @@ def counting_saved_bytes(runtime: StageRuntime) -> Iterator[None]:
     module: Any = runtime.module
     seen = {p.untyped_storage().data_ptr() for p in module.parameters()}
     checkpoint = module.activation_checkpoint_func
+    runtime.saved[micro_batch] = 0
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in seen:
             seen.add(storage.data_ptr())
-            runtime.saved_bytes += storage.nbytes()
+            runtime.saved[micro_batch] += storage.nbytes()
         return tensor
 
     def counted(function: Any, *inputs: Any) -> Any:

@@ -16,6 +16,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+import torch
+
 from .. import plan_change
 from ..comm.script import ScriptCollectives
 from ..comm.transport import Transport
@@ -23,7 +25,7 @@ from ..errors import EpochChanged, FatalLoss
 from ..schedule import Decision, MemberRecord, RoleProgress, decide, settle
 from ..topology import Plan, Role, hungry
 from .copies import CopyingExecutor
-from .lanes import BATCH_PARTS, Lanes
+from .lanes import BATCH_PARTS, Lanes, Stream
 from .runtime import StageRuntime
 
 logger = logging.getLogger("bamboo_ds")
@@ -229,6 +231,7 @@ class RecoveringExecutor(CopyingExecutor):
         logger.info("recovering to epoch %d: lost %s", plan.epoch, ", ".join(plan.lost))
         self._bubble_begin.clear()
         self._idle.forget()
+        self._follow_trained()
         self._enter(plan)
         logger.info("entered epoch %d", plan.epoch)
         promoted = self._adopt_roles(plan)
@@ -267,6 +270,22 @@ class RecoveringExecutor(CopyingExecutor):
         plan_change.tell(plan, session.member)
         return decision
 
+    def _follow_trained(self) -> None:
+        """Learn of parameters that lost owners had frozen when this iteration began, if they could still say so."""
+        if self._transport is None:
+            return
+        self._binding.refresh()
+        for replica in self._binding.replicas():
+            lane = self._lanes.get((Stream.TRAINED, replica.role))
+            told = self._transport.take(lane) if lane and lane.destination == self._job.session.member else ()
+            if told:
+                assert isinstance(told[-1], torch.Tensor)
+                replica.trained = [bool(each) for each in told[-1].tolist()]
+                if replica.trained != replica.trains():
+                    replica.begin_again()  # its passes did not know of it
+                    replica.train_only(replica.trained)
+        self._binding.reload()
+
     def _check_setup(self, plan: Plan, records: Mapping[str, Mapping[str, Any]]) -> None:
         """A loss that hits what scripts set up together before they train.
 
@@ -304,9 +323,11 @@ class RecoveringExecutor(CopyingExecutor):
             self._transport.close()
         self._job.enter(plan)
         self._plan = plan
+        self._doubts.begin()
         self._switch_due = False
-        self._lanes = Lanes(plan, self._mode.eager_backward)
-        self._transport = Transport.open(self._job.session, self._lanes.all())
+        lanes = Lanes(plan, self._mode.eager_backward)
+        self._transport = Transport.open(self._job.session, lanes.all())
+        self._lanes = lanes  # those of the transport, also if it could not be opened
 
     def _adopt_roles(self, plan: Plan) -> list[StageRuntime]:
         """Make the runtimes those that ``plan`` gives to this member, from what it holds already.

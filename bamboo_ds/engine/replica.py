@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import struct
 import zlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -83,7 +85,7 @@ def capture(runtime: StageRuntime) -> Tree:
     scheduler = runtime.attributes["lr_scheduler"]
     return {
         "groups": group_names(runtime),
-        "trainable": [n for n, p in runtime.module.named_parameters() if p.requires_grad],
+        "trains": runtime.trains(),
         "sliced": [n for n, p in runtime.module.named_parameters() if is_model_parallel_parameter(p)],
         "parameters": [p.detach() for p in runtime.module.parameters()],
         "layers": runtime.layers.capture(),
@@ -112,6 +114,7 @@ def restore(runtime: StageRuntime, state: Tree, pristine: Pristine | None) -> No
             target.copy_(source)
     runtime.layers.began = state["began"]
     runtime.layers.restore(state["layers"])
+    runtime.train_only(state["trains"])
     scheduler = runtime.attributes["lr_scheduler"]
     if scheduler is not None:
         if pristine is None:
@@ -124,10 +127,15 @@ def restore(runtime: StageRuntime, state: Tree, pristine: Pristine | None) -> No
     runtime.valid = True
 
 
-def checksum(runtime: StageRuntime) -> int:
-    """CRC-32 over all parameters, buffers and optimizer state, in a fixed order."""
-    value = 0
+def checksums(runtime: StageRuntime) -> list[int]:
+    """CRC-32 of each parameter, buffer and tensor of the optimizer's state, in a fixed order."""
+    values = []
     for tensor in runtime.tensors():
         flat = tensor.detach().cpu().contiguous().reshape(-1)
-        value = zlib.crc32(flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"", value)
-    return value
+        values.append(zlib.crc32(flat.view(torch.uint8).numpy().data) if flat.numel() else 0)
+    return values
+
+
+def combined(values: Sequence[int]) -> int:
+    """CRC-32 of what :func:`checksums` gave."""
+    return zlib.crc32(struct.pack(f"<{len(values)}I", *values))

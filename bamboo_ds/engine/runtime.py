@@ -7,7 +7,7 @@ bamboo job holds several roles, its own and the replica of another. Each has a :
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -90,10 +90,13 @@ class StageRuntime:
         reduced_loss: the pipeline's mean loss (and additional losses) of this iteration, if this runtime holds
             the last stage and all of its forwards are done or its replica was received.
         received_layers: what the layers keep, which came with a replica's reduced gradients; applied at the step.
+        trained: which parameters are trainable, where the script has changed that since the last iteration.
         checksum: of the state after the last step, if that step was one to verify.
+        parts: checksums of the single tensors, which ``checksum`` is made of.
         stale: the stage's other roles have stepped, and their shards of the parameters are not here yet.
         valid: whether a replica equals its owner; false between a failed check and the copy that mends it.
-        saved_bytes: what autograd saved for the redundant forwards of this iteration.
+        saved: bytes that autograd has saved for redundant forwards of this iteration, by micro-batch, until their
+            backwards.
         first_layers: what the layers kept before the first forward of this iteration, where passes may have to be done
             again from the first one on.
     """
@@ -116,10 +119,12 @@ class StageRuntime:
     measured: Measured | None = None
     reduced_loss: torch.Tensor | None = None
     received_layers: Tree | None = None
+    trained: list[bool] | None = None
     checksum: int | None = None
+    parts: list[int] = field(default_factory=list)
     stale: bool = False
     valid: bool = True
-    saved_bytes: int = 0
+    saved: dict[int, int] = field(default_factory=dict)
     first_layers: Tree | None = None
 
     @property
@@ -131,16 +136,33 @@ class StageRuntime:
         """The stage's trainable parameters, in the order in which DeepSpeed reduces their gradients."""
         return [p for p in self.module.parameters() if p.requires_grad]
 
+    def trains(self) -> list[bool]:
+        """Whether each of the stage's parameters is trainable, in the module's order."""
+        return [p.requires_grad for p in self.module.parameters()]
+
+    def train_only(self, trained: Sequence[bool]) -> None:
+        """Make those parameters trainable that :meth:`trains` said are so elsewhere, and no others."""
+        for parameter, trains in zip(self.module.parameters(), trained, strict=False):
+            parameter.requires_grad_(trains)
+            if not trains:
+                parameter.grad = None  # of redundant passes that did not know of it
+
     def checksums(self) -> list[int]:
         """``consumed`` in the order of the micro-batches, all of which a first or last stage has loaded."""
         return [self.consumed[m] for m in range(len(self.consumed))]
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Parameters, then buffers, then tensors of the optimizer state in a fixed order."""
-        yield from self.module.parameters()
+        return (tensor for _, tensor in self.named_tensors())
+
+    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The same, each with what it is."""
+        for name, parameter in self.module.named_parameters():
+            yield f"parameter {name}", parameter
         # A replica may have them in another order, if layers make them when they need them.
-        yield from (buffer for _, buffer in sorted(self.module.named_buffers(), key=lambda named: named[0]))
-        yield from self.optimizer.tensors()
+        for name, buffer in sorted(self.module.named_buffers(), key=lambda named: named[0]):
+            yield f"buffer {name}", buffer
+        yield from self.optimizer.named_tensors()
 
     def begin_iteration(self) -> None:
         """Forget everything of the iteration before. The runtime must not be bound."""
@@ -155,7 +177,7 @@ class StageRuntime:
         self.measured = None
         self.reduced_loss = None
         self.received_layers = None
-        self.saved_bytes = 0
+        self.saved.clear()
         self.first_layers = None
         buffers = self.attributes["pipe_buffers"]
         for name in buffers:

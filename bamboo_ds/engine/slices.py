@@ -101,8 +101,11 @@ class SlicingExecutor(EngineState, PipelineEngine):  # type: ignore[misc]  # Dee
         return getattr(self.timers, "timers", {})
 
     def _note_layers(self, runtime: StageRuntime) -> None:
-        """The first pass of an iteration begins: keep what later passes change of what the layers keep."""
-        if self._layout.slices > 1 and runtime.first_layers is None:
+        """The first pass of an iteration begins: keep what later passes change of what the layers keep.
+
+        Those of slices and of replicas may be done again from the first one on.
+        """
+        if (self._layout.slices > 1 or not runtime.owned) and runtime.first_layers is None:
             runtime.first_layers = copied(runtime.layers.capture())
 
     def _begin_again(self, progress: Mapping[Role, RoleProgress]) -> None:

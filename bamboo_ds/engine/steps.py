@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,12 +15,17 @@ from ..comm.session import Answer
 from ..errors import ProtocolError
 from ..state import join, split
 from ..topology import Role
-from .answers import Answers
+from .answers import Answers, Refusal, stepping_alone
 from .commit import Contribution, Form, Measured, encode, global_norm
+from .lanes import Stream
 from .passes import PassExecutor
-from .replica import checksum
+from .refusals import check_gradients
+from .replica import checksums, combined
 from .rng import Drawing
 from .runtime import StageRuntime
+
+#: How many of the tensors that differ are named.
+_NAMED = 100
 
 
 class StepExecutor(PassExecutor):
@@ -41,6 +47,7 @@ class StepExecutor(PassExecutor):
         sums = []
         for each in same:
             self._binding.use(each)
+            check_gradients(each.module)
             sums.append(self._local_sums(each))
             if self.is_last_stage():
                 each.reduced_loss = self._pipeline_losses()
@@ -64,7 +71,10 @@ class StepExecutor(PassExecutor):
         runtime = self._binding.current
         assert runtime.reduced is not None
         check = -1 if runtime.checksum is None else runtime.checksum
-        header = torch.tensor([check, len(runtime.reduced), *runtime.checksums()], dtype=torch.int64)
+        parts = runtime.parts if check >= 0 and self._doubts.has(runtime.role, self._committed_steps) else []
+        trained = runtime.trains() if runtime.trained else []
+        counts = (check, len(runtime.reduced), len(parts), len(trained))
+        header = torch.tensor([*counts, *parts, *trained, *runtime.checksums()], dtype=torch.int64)
         loss = runtime.reduced_loss if runtime.reduced_loss is not None else torch.empty(0, dtype=torch.float64)
         changed = self._changed if runtime is self._home else ()
         text, layers = split(runtime.layers.capture(changed))
@@ -80,23 +90,29 @@ class StepExecutor(PassExecutor):
         payload = self._receive(lane, self._sequence, (role, "replica", None))
         assert isinstance(payload, tuple)
         header, measured, loss, places, *tensors = payload
-        check, count, *consumed = header.tolist()
+        check, count, parted, changed, *numbers = header.tolist()
+        parts, trained, consumed = numbers[:parted], numbers[parted : parted + changed], numbers[parted + changed :]
+        trained = [bool(each) for each in trained]
         reduced = tensors[:count]
         layers = join(places.cpu().numpy().tobytes().decode(), tensors[count:])
         learner = self._learners.get(role)
         if learner is not None:
-            learner.incoming = reduced, layers
+            learner.incoming = reduced, layers, trained
             return
         replica = self._binding.runtimes[role]
         replica.reduced, replica.received_layers = reduced, layers
+        if trained:
+            self._transport.take(self._lanes[Stream.TRAINED, role])  # the same
+            replica.train_only(trained)
         overflow, *squares = measured.tolist()
         replica.measured = Measured(bool(overflow), tuple(squares))
         replica.reduced_loss = loss if loss.numel() else None
         replica.consumed = dict(enumerate(consumed))
-        if check >= 0 and replica.checksum is not None:
-            self._compare(replica, check)
+        if check >= 0 and replica.checksum is not None and replica.valid:
+            self._compare(replica, check, parts)
 
-    def _compare(self, replica: StageRuntime, expected: int) -> None:
+    def _compare(self, replica: StageRuntime, expected: int, parts: Sequence[int]) -> None:
+        """Compare the replica with its owner's checksum, and with those of its tensors where they are told."""
         role = [replica.role.pipeline, replica.role.stage]
         if replica.checksum == expected:
             self._job.channel.event(
@@ -104,12 +120,16 @@ class StepExecutor(PassExecutor):
             )
             return
         replica.valid = False
+        names = [name for name, _ in replica.named_tensors()]
+        differ = [n for n, own, other in zip(names, replica.parts, parts, strict=False) if own != other]
+        self._differing[replica.role] = differ[:_NAMED]
         self._job.channel.event(
             "replica_mismatch",
             step=self._committed_steps,
             role=role,
             expected=f"{expected:08x}",
             found=f"{replica.checksum:08x}",
+            tensors=differ[:_NAMED],
         )
 
     # -- shards -------------------------------------------------------------------------------------------
@@ -198,10 +218,12 @@ class StepExecutor(PassExecutor):
 
         Args:
             runtime: is bound.
-            answer: default: answers from what the commit agreed on.
+            answer: default: answers from what the commit agreed on, which is what DeepSpeed's optimizers ask for.
         """
         layout, rank = self._plan.world, self._plan.world.rank(runtime.role)
-        if answer is None:
+        if answer is None and not runtime.optimizer.wraps:
+            answer = Refusal(runtime.optimizer.inner)
+        elif answer is None:
             assert self._committed is not None
             found = self._committed
             answer = Answers(layout, rank, found.overflow, found.squares, runtime.optimizer.sums)
@@ -210,7 +232,8 @@ class StepExecutor(PassExecutor):
 
     def _take_model_step(self, lr_kwargs: Any) -> None:
         runtime = self._binding.current
-        with self._answering(runtime), self._keyed(Drawing.STEP, runtime.role):
+        alone = stepping_alone(runtime.optimizer.inner, partial(self._answering, runtime))
+        with self._answering(runtime), alone, self._keyed(Drawing.STEP, runtime.role):
             super()._take_model_step(lr_kwargs)
         runtime.stale = self._plan.world.sharded
 
@@ -255,7 +278,8 @@ class StepExecutor(PassExecutor):
         runtime.checksum = None
         if due:
             self._binding.refresh()
-            runtime.checksum = checksum(runtime)
+            runtime.parts = checksums(runtime)
+            runtime.checksum = combined(runtime.parts)
 
     def _report_progress(self, step: int) -> None:
         # DeepSpeed's constructor reports, too, before there are runtimes.

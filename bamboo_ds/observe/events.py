@@ -218,6 +218,18 @@ class Step(EventBase):
     frc_total: int = Field(ge=0, description="redundant forward passes that would cover every micro-batch")
 
 
+class RedundancyExhausted(EventBase):
+    """A redundant pass has exhausted the memory of its device: there are none any more in this step."""
+
+    event: Literal["redundancy_exhausted"] = "redundancy_exhausted"
+    step: int = Field(ge=0, description="steps committed so far")
+    role: Role = Field(description="the role whose pass it was, [pipeline, stage]")
+    dropped: int = Field(
+        ge=0, description="redundant forward passes of the role that were dropped to free their memory"
+    )
+    reason: str = Field(description="what the allocator said")
+
+
 class ReplicaVerified(EventBase):
     """A replica's checksum equals its owner's."""
 
@@ -229,7 +241,7 @@ class ReplicaVerified(EventBase):
 
 
 class ReplicaMismatch(EventBase):
-    """A replica's checksum differs from its owner's. Always a defect or a memory error."""
+    """A replica's checksum differs from its owner's. It is copied again, once: see `redundancy.on_mismatch`."""
 
     event: Literal["replica_mismatch"] = "replica_mismatch"
     step: int = Field(ge=0, description="last step contained in the replica")
@@ -237,6 +249,7 @@ class ReplicaMismatch(EventBase):
     role: Role = Field(description="the role, [pipeline, stage]")
     expected: str = Field(description="the owner's checksum")
     found: str = Field(description="the replica's checksum")
+    tensors: list[str] = Field(description="what differs; none at the first time, when only one checksum is compared")
 
 
 class CheckpointSaved(EventBase):
@@ -295,6 +308,7 @@ Event = (
     | Reconfigured
     | ReplicaBuilt
     | Step
+    | RedundancyExhausted
     | ReplicaVerified
     | ReplicaMismatch
     | CheckpointSaved

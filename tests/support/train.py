@@ -142,7 +142,59 @@ def build(arguments: argparse.Namespace) -> PipelineModule:
     )
 
 
+class Drifting(torch.optim.SGD):
+    """Depends on the process that it runs in."""
+
+    def step(self, *arguments: Any) -> None:  # type: ignore[override]
+        super().step(*arguments)
+        with torch.no_grad():
+            for group in self.param_groups:
+                group["params"][0].add_(1e-6 * (os.getpid() % 1000))
+
+
+def install_hooks(module: nn.Module, stage: int) -> None:
+    """Hooks of parameters and layers without which the result is another one."""
+    for parameter in module.parameters():
+        parameter.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+    for layer in module.modules():
+        if isinstance(layer, nn.Linear):
+            layer.register_forward_hook(lambda layer, inputs, output: output * (0.9 + 0.01 * stage))
+
+
+def keep_small(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """A hook that is called after a step."""
+    with torch.no_grad():
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.clamp_(-0.1, 0.1)
+
+
+def exhaust(step: int) -> None:
+    """Let the third redundant forward of each replica in ``step`` exhaust the memory."""
+
+    def check(layer: nn.Module, inputs: Any) -> None:
+        engine = ENGINES[0] if ENGINES else None
+        if getattr(engine, "_committed_steps", None) != step:
+            return
+        runtime = engine._binding.current
+        if not runtime.owned and runtime.forwards == 2:
+            raise torch.OutOfMemoryError("no memory is left, says the test")
+
+    def install(module: nn.Module, stage: int) -> None:
+        for layer in module.modules():
+            if isinstance(layer, nn.Linear):
+                layer.register_forward_pre_hook(check)
+
+    bamboo_ds.on_stage_built(install)
+
+
+#: This process's engine, once it is there.
+ENGINES: list[Any] = []
+
+
 def make_optimizer(kind: str) -> Any:
+    if kind == "drifting":
+        return lambda params: Drifting(params, lr=0.01)
     if kind == "client-sgd":
         return lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=0.01)
     if kind == "client-adamw":
@@ -245,6 +297,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--model", default="mlp", choices=["mlp", "tuple", "loss"])
     parser.add_argument("--optimizer", default="config")
+    parser.add_argument("--hooks", action="store_true", help="of layers, parameters and the optimizer")
+    parser.add_argument("--freeze-at", type=int, default=-1, help="no biases are trained from this step on")
+    parser.add_argument("--exhaust-at", type=int, default=-1, help="redundant passes lack memory in this step")
     parser.add_argument("--count-samples", action="store_true", help="a client optimizer, a scheduler like Megatron's")
     parser.add_argument("--adjust", action="store_true", help="set learning rates and the count of steps by hand")
     parser.add_argument("--dropout", type=float, default=0.0)
@@ -284,6 +339,10 @@ def main() -> None:
     if arguments.count_samples:
         optimizer = torch.optim.AdamW(net.parameters())
         scheduler = SampleScheduler(optimizer, 1000)
+    if arguments.hooks:
+        bamboo_ds.on_stage_built(install_hooks)
+    if arguments.exhaust_at >= 0:
+        exhaust(arguments.exhaust_at)
     engine, *_ = deepspeed.initialize(
         args=arguments,
         model=net,
@@ -292,6 +351,9 @@ def main() -> None:
         lr_scheduler=scheduler,
         training_data=data,
     )
+    ENGINES.append(engine)
+    if arguments.hooks:
+        engine.basic_optimizer.register_step_post_hook(keep_small)
     if arguments.faults != "[]":
         from faults import install as strike
 
@@ -320,6 +382,9 @@ def main() -> None:
     while step < end_of(arguments, step):
         if arguments.slow_until is not None and not bamboo_ds.is_replaying():
             wait_a_little(arguments.slow_until, arguments.slow_s)
+        if arguments.freeze_at == step:
+            for parameter in net.parameters():
+                parameter.requires_grad_(parameter.ndim > 1)
         if arguments.adjust:
             for group in engine.optimizer.param_groups:
                 group["lr"] = 0.01 / (1 + 0.1 * step)

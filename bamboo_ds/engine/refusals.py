@@ -1,0 +1,166 @@
+"""What a script has given to its own stage or optimizer and replicas cannot have: found, and refused with a cure."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from types import CodeType, ModuleType
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from ..config import BLOCK
+from ..errors import UnsupportedError
+from .replica import build_stage_module
+
+#: Hooks by (what has them, their kind, their name).
+Hooks: TypeAlias = "Counter[tuple[str, str, str]]"
+
+#: How far from a hook objects are looked at.
+_DEPTH = 4
+
+
+def check_layers(module: nn.Module) -> None:
+    """Refuse layers with sparse gradients.
+
+    Raises:
+        UnsupportedError: names the layers.
+    """
+    sparse = [
+        f"{type(m).__name__} {name!r}" for name, m in module.named_modules() if getattr(m, "sparse", False) is True
+    ]
+    if sparse:
+        raise UnsupportedError(
+            f'{", ".join(sparse)} has sparse gradients, which "{BLOCK}" does not support: build it with sparse=False'
+        )
+
+
+def check_gradients(module: nn.Module) -> None:
+    """Refuse sparse gradients that no layer has announced.
+
+    Raises:
+        UnsupportedError: names the parameters.
+    """
+    sparse = [name for name, p in module.named_parameters() if p.grad is not None and p.grad.layout != torch.strided]
+    if sparse:
+        raise UnsupportedError(
+            f'the gradients of {", ".join(sparse)} are sparse, which "{BLOCK}" does not support: call '
+            "torch.nn.functional.embedding and the like with sparse=False"
+        )
+
+
+# -- hooks of modules and parameters --------------------------------------------------------------------------
+
+
+def hooks_of(module: nn.Module) -> Hooks:
+    """All hooks of ``module``'s parts and parameters."""
+    found: Hooks = Counter()
+    for name, part in module.named_modules():
+        where = f"module {name!r}" if name else "the PipelineModule"
+        for kind, hooks in vars(part).items():
+            if hooks and kind.endswith("_hooks") and isinstance(hooks, dict):
+                found.update((where, kind.strip("_"), _name(hook)) for hook in hooks.values())
+    for name, parameter in module.named_parameters():
+        for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+            hooks = getattr(parameter, kind, None)
+            if hooks:
+                found.update((f"parameter {name!r}", kind.strip("_"), _name(hook)) for hook in hooks.values())
+    return found
+
+
+def check_hooks(module: Any) -> None:
+    """Refuse hooks that another copy of this stage, which is built from the same layers, would not have.
+
+    Args:
+        module: a ``PipelineModule`` to which only the script has done anything so far.
+
+    Raises:
+        UnsupportedError: names the hooks and what has them.
+    """
+    hooks = hooks_of(module)
+    if hooks:  # mostly there are none, and nothing is built
+        refuse_hooks(hooks - hooks_of(build_stage_module(module, module.stage_id, torch.device("cpu"))))
+
+
+def refuse_hooks(hooks: Hooks) -> None:
+    """Raises ``UnsupportedError`` if there are any ``hooks``, which other copies of the stage lack."""
+    if hooks:
+        listed = ", ".join(sorted(f"{name} ({kind} of {where})" for where, kind, name in hooks))
+        raise UnsupportedError(
+            f"the script has registered hooks that other copies of this stage would not have: {listed}. Register them "
+            "in a function that you give to bamboo_ds.on_stage_built before deepspeed.initialize: it is called on "
+            "every copy"
+        )
+
+
+# -- hooks of optimizers --------------------------------------------------------------------------------------
+
+
+def optimizer_hooks(optimizer: Any) -> dict[str, Any]:
+    """The hooks of a torch optimizer, by their names."""
+    kinds = (hooks for kind, hooks in vars(optimizer).items() if kind.endswith("_hooks") and isinstance(hooks, dict))
+    return {_name(hook): hook for hooks in kinds for hook in hooks.values()}
+
+
+def check_optimizer_hooks(optimizer: Any) -> None:
+    """Refuse hooks that would change another stage's optimizer or parameters than those they are passed.
+
+    Raises:
+        UnsupportedError: names the hook and what it uses.
+    """
+    for name, hook in optimizer_hooks(optimizer).items():
+        for used in _reached(hook, _DEPTH, {}):
+            raise UnsupportedError(
+                f"the hook {name} of optimizer {type(optimizer).__name__} uses a {type(used).__name__} that it is not "
+                "passed: called for the optimizer of another stage it would change this one's. Use the optimizer that "
+                "the hook is passed, and the parameters in its param_groups"
+            )
+
+
+def _reached(value: Any, depth: int, seen: dict[int, Any]) -> Iterator[Any]:
+    """Modules, optimizers, and tensors of more than one number that ``value`` refers to."""
+    if id(value) in seen or not depth or isinstance(value, (type, ModuleType, str, bytes)):
+        return
+    seen[id(value)] = value
+    if isinstance(value, (nn.Module, torch.optim.Optimizer)) or (torch.is_tensor(value) and value.numel() > 1):
+        yield value
+        return
+    for child in _children(value):
+        yield from _reached(child, depth - 1, seen)
+
+
+def _children(value: Any) -> list[Any]:
+    if inspect.isfunction(value):
+        cells = [cell.cell_contents for cell in value.__closure__ or () if _is_set(cell)]
+        named = [value.__globals__[name] for name in _names(value.__code__) if name in value.__globals__]
+        return [*cells, *named, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+    if inspect.ismethod(value):
+        return [value.__self__, value.__func__]
+    if isinstance(value, functools.partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, Mapping):
+        return list(value.values())
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return list(value)
+    return list(getattr(value, "__dict__", {}).values())
+
+
+def _names(code: CodeType) -> list[str]:
+    """Names of globals (and attributes) that ``code`` and the functions in it use."""
+    return [*code.co_names, *(name for each in code.co_consts if isinstance(each, CodeType) for name in _names(each))]
+
+
+def _is_set(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:  # a variable without a value yet
+        return False
+
+
+def _name(hook: Any) -> str:
+    hook = getattr(hook, "hook", hook)  # torch wraps some of them
+    hook = hook.func if isinstance(hook, functools.partial) else hook
+    return str(getattr(hook, "__qualname__", type(hook).__qualname__))
