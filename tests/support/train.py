@@ -317,6 +317,7 @@ def main() -> None:
     parser.add_argument("--reload-at", type=int, default=0, help="go back to the newest checkpoint after this step")
     parser.add_argument("--slow-until", type=Path, default=None, help="--slow-s a step until this file exists")
     parser.add_argument("--slow-s", type=float, default=0.3)
+    parser.add_argument("--slow-from", type=int, default=0, help="not before so many steps are done")
     parser.add_argument("--end-after", type=int, default=0, help="end so many steps after that file exists")
     parser.add_argument("--snapshots", action="store_true", help="dump the state after every step, not only the last")
     parser.add_argument("--faults", default="[]")
@@ -380,7 +381,8 @@ def main() -> None:
     if arguments.adjust:
         engine.global_steps = 100
     while step < end_of(arguments, step):
-        if arguments.slow_until is not None and not bamboo_ds.is_replaying():
+        slow = arguments.slow_until is not None and step >= arguments.slow_from
+        if slow and not bamboo_ds.is_replaying():
             wait_a_little(arguments.slow_until, arguments.slow_s)
         if arguments.freeze_at == step:
             for parameter in net.parameters():
