@@ -236,7 +236,7 @@ def test_waits_for_joiners_and_passes_over_a_damaged_checkpoint(tmp_path: Path, 
     bamboo = {"checkpoint": {"asynchronous": False}, "recovery": {"min_members": 2}}
     slow = tmp_path / "fast"
     file = write_config(tmp_path, bamboo, 4)
-    # Slow once both checkpoints are there, so that what is awaited comes before the end, whatever it takes to ask for it.
+    # Slow once both checkpoints are there: what is awaited comes before the end, whatever it takes to ask for it.
     pace = ["--slow-until", str(slow), "--slow-s", "10", "--slow-from", "4"]
     with RunningJob(tmp_path, 4, ["--stages", "4", *ARGUMENTS, "--resume", *pace], file) as job:
         job.wait_for("the first step", lambda: bool(job.events("step")))

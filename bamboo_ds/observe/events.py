@@ -223,6 +223,7 @@ class RedundancyExhausted(EventBase):
 
     event: Literal["redundancy_exhausted"] = "redundancy_exhausted"
     step: int = Field(ge=0, description="steps committed so far")
+    global_step: int | None = _GLOBAL_STEP
     role: Role = Field(description="the role whose pass it was, [pipeline, stage]")
     dropped: int = Field(
         ge=0, description="redundant forward passes of the role that were dropped to free their memory"
