@@ -171,7 +171,7 @@ def test_heart_beats_and_carries_progress() -> None:
     assert beats[-1] - beats[0] < 10.0
     agent.channel.progress(3, "/ckpt")
     agent.channel.progress(4)
-    while agent.read(Heartbeat) != Heartbeat(step=4, checkpoint="/ckpt"):
+    while agent.read(Heartbeat) != Heartbeat(step=4, global_step=4, checkpoint="/ckpt"):
         continue
     agent.close()
 
@@ -181,7 +181,7 @@ def test_closing_sends_the_last_progress(agent: Agent) -> None:
     agent.read(Heartbeat)
     agent.channel.progress(9)
     agent.channel.close()
-    while agent.read(Heartbeat) != Heartbeat(step=9):
+    while agent.read(Heartbeat) != Heartbeat(step=9, global_step=9):
         continue
     assert not agent.closed.is_set(), "it was us who closed"
     with pytest.raises(ConnectionError):
