@@ -115,7 +115,6 @@ def groups_by_name(member: Member) -> Any:
     made["mesh"] = device_mesh.init_device_mesh("cpu", (3, 1), mesh_dim_names=("a", "b")).get_group("b")
     found = {name: (total(group), type(group).__name__) for name, group in made.items()}
     names = [dist.get_backend(made[str(name)]) for name in ASKED] if local else []
-    assert names == ([made[str(name)].name() for name in ASKED] if local else [])
     if local:
         dist.monitored_barrier(made["gloo"], timedelta(seconds=30))
         assert made["c10d"].timeout == timedelta(seconds=9)

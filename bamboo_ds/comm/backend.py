@@ -157,8 +157,8 @@ class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         return acting.rank if acting is not None and registry._world.default_pg is self else super().rank()
 
     def getBackendName(self) -> str:
-        """What carries the tensors, as ``torch.distributed.get_backend`` says: torch and scripts choose by it."""
-        return self.asked or kind_for(torch.device("cuda"))
+        """``bamboo``."""
+        return NAME
 
     # torch keeps these in the inner backends of a group, of which this one has none of its own.
     def getGroupName(self) -> str:

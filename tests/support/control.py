@@ -53,7 +53,7 @@ class Job:
         self._thread = threading.Thread(target=self._listen, name="test-job")
         self._thread.start()
         self.environment = {
-            **os.environ,
+            **{name: value for name, value in os.environ.items() if name != "COLUMNS"},  # that xdist sets
             "XDG_RUNTIME_DIR": str(self.runtime),
             "TMPDIR": str(self.runtime),
             "PYTHONPATH": str(WORKER.parents[2]),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -30,6 +31,8 @@ TRAIN = SUPPORT / "train.py"
 MARK = "BAMBOO_TEST_JOB"
 #: A temporary file that some versions of torch leave behind whenever they are imported.
 OF_TORCH = "_remote_module_non_scriptable."
+#: What Python's ``tempfile`` writes and removes to see whether it can; a process may be killed in between.
+OF_PYTHON = re.compile("[a-z0-9_]{8}")
 #: Seconds after which a job counts as hanging.
 DEADLINE_S = 180
 #: Seconds of silence until a member is lost, where a test does not say. All losses there are noticed in another way.
@@ -174,8 +177,8 @@ class TemporaryFolder:
     def close(self) -> set[str]:
         """Remove its name; returns the files that are left in it."""
         self._name.unlink()
-        files = {path for path in self._path.rglob("*") if path.is_file() and not path.name.startswith(OF_TORCH)}
-        return {str(path.relative_to(self._path)) for path in files}
+        files = [path for path in self._path.rglob("*") if path.is_file() and not path.name.startswith(OF_TORCH)]
+        return {str(path.relative_to(self._path)) for path in files if not OF_PYTHON.fullmatch(path.name)}
 
 
 def run_bamboo(
