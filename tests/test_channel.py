@@ -69,6 +69,16 @@ class Agent:
                 return message
         raise AssertionError(f"the channel ended without {kind.__name__}")
 
+    def read_until(self, expected: Message, timeout_s: float = 20.0) -> None:
+        """Skips messages until ``expected`` has come; fails with what came in its place."""
+        came: list[Message] = []
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            came.append(self.read(type(expected)))
+            if came[-1] == expected:
+                return
+        raise AssertionError(f"waited for {expected}, the last of {len(came)} was {came[-1]}")
+
     def close(self) -> None:
         self.channel.close()
         self._file.close()
@@ -171,8 +181,7 @@ def test_heart_beats_and_carries_progress() -> None:
     assert beats[-1] - beats[0] < 10.0
     agent.channel.progress(3, "/ckpt")
     agent.channel.progress(4)
-    while agent.read(Heartbeat) != Heartbeat(step=4, global_step=4, checkpoint="/ckpt"):
-        continue
+    agent.read_until(Heartbeat(step=4, global_step=4, checkpoint="/ckpt"))
     agent.close()
 
 
@@ -181,8 +190,7 @@ def test_closing_sends_the_last_progress(agent: Agent) -> None:
     agent.read(Heartbeat)
     agent.channel.progress(9)
     agent.channel.close()
-    while agent.read(Heartbeat) != Heartbeat(step=9, global_step=9):
-        continue
+    agent.read_until(Heartbeat(step=9, global_step=9))
     assert not agent.closed.is_set(), "it was us who closed"
     with pytest.raises(ConnectionError):
         agent.channel.wait_plan(0, 10)

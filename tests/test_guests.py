@@ -96,7 +96,8 @@ def test_interrupt_ends_guests_too(start: Start, alone: bool) -> None:
         store.watch("", seen)
         job.kill(job.process.pid, signal.SIGTERM)
         seen.wait_for("put", Keys.STOP)
-        departed = [key for _, key, _ in seen.seen if key.startswith(Keys.LEFT)]
+        keys = [key for _, key, _ in seen.seen]
+        departed = [key for key in keys[: keys.index(Keys.STOP)] if key.startswith(Keys.LEFT)]
         assert not departed, "guests would take it for a loss"
         if not alone:
             seen.wait_for("put", Keys.left(job.member(0)), 20.0)
