@@ -19,6 +19,7 @@ from .errors import (
     EXIT_EVICTED,
     EXIT_FATAL_LOSS,
     EXIT_LEFT,
+    AbortFailed,
     ConfigError,
     EpochChanged,
     Evicted,
@@ -362,7 +363,7 @@ def _is_ending(pid: int) -> bool:
 def _exit_code_of(error: BaseException | None) -> int | None:
     """The exit code of a worker that ``error`` ends, if it comes from the loss of a member or of its own place."""
     while error is not None:
-        if isinstance(error, (Evicted, Isolated)):
+        if isinstance(error, (Evicted, Isolated, AbortFailed)):
             return EXIT_EVICTED
         # A loss that has hit what cannot be repeated, too: building the engine, loading, the script's sends.
         if isinstance(error, (FatalLoss, EpochChanged)):
