@@ -117,7 +117,7 @@ class BambooPipelineEngine(ScriptingExecutor):
             if self.data_iterator is not None:  # DeepSpeed opens one at the ends of a pipeline
                 self._dataset.adopt(self.grid.data_parallel_id, self.data_iterator)
         self._transport: Transport = None  # type: ignore[assignment]  # until the first epoch with roles
-        self._script = ScriptCollectives(job.session, self._where, self._recover_between)
+        self._script = ScriptCollectives(job.session, self._where, self._recover_between, self._tell_lacking)
         job.has_engine = True
         with job.channel.activity.at_work():
             self._join(layout)
