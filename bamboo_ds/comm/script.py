@@ -157,6 +157,12 @@ class ScriptCollectives:
         """Members of the plan whose scripts are not in this gap: they replay it."""
         return {member for member, step in self._newcomers.items() if step >= self._gap}
 
+    def speaker(self, rank: int) -> str | None:
+        """The member that speaks for a rank of the job: that which runs as it, or stands in for it if it is lost."""
+        plan = self._session.plan
+        assert plan is not None, "an engine has been built"
+        return living(plan, range(plan.world.size), self.absent).hosts[rank]
+
     # -- collectives ---------------------------------------------------------------------------------------
 
     def start(
