@@ -7,6 +7,7 @@ patches modules when (and if) they are imported:
   backend;
 * ``deepspeed.runtime.engine``: constructing a ``PipelineEngine`` with a ``"bamboo"`` block in its
   configuration gives a :class:`~bamboo_ds.engine.BambooPipelineEngine`;
+* ``torch.utils.cpp_extension``: a worker that compiles an extension, or waits for one, says so (:mod:`.compiling`);
 * Megatron's that print and write (see :mod:`.megatron`): they ask who speaks for a lost rank.
 
 Submodules are hooked rather than ``deepspeed`` itself because DeepSpeed imports torch: by the time that
@@ -37,6 +38,12 @@ def _patch_engine(module: ModuleType) -> None:
     hooks.patch_engine(module)
 
 
+def _patch_extensions(module: ModuleType) -> None:
+    from . import compiling
+
+    compiling.patch(module)
+
+
 #: Modules that define what Megatron prints and writes with, in versions of Megatron-DeepSpeed and of Megatron's core.
 _MEGATRON = (
     "megatron",
@@ -59,6 +66,7 @@ def _patch_megatron(module: ModuleType) -> None:
 _PATCHES: dict[str, Callable[[ModuleType], None]] = {
     "deepspeed.comm.comm": _patch_comm,
     "deepspeed.runtime.engine": _patch_engine,
+    "torch.utils.cpp_extension": _patch_extensions,
     **dict.fromkeys(_MEGATRON, _patch_megatron),
 }
 

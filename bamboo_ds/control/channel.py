@@ -288,7 +288,12 @@ class WorkerChannel:
         activity = self.activity
         computing = activity.busy and not activity.waiting()
         return self._progress.model_copy(
-            update={"beats": activity.beats, "computing": computing, "hang_after_s": activity.hang_after_s}
+            update={
+                "beats": activity.beats,
+                "computing": computing,
+                "hang_after_s": activity.hang_after_s,
+                "doing": activity.told,
+            }
         )
 
     # -- the thread ---------------------------------------------------------------------------------
@@ -309,9 +314,9 @@ class WorkerChannel:
         while not self._closing:
             now = time.monotonic()
             if now >= next_heartbeat:
+                self._stalls.look(self.activity, now)
                 self._send(self._heartbeat())
                 next_heartbeat = now + self._interval
-                self._stalls.look(self.activity, now)
             ready = self._wire.poll(next_heartbeat - time.monotonic(), writing=self._wire.backlog > 0)
             if ready & select.POLLOUT:
                 self._wire.flush()
