@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 #: Exit code of a worker whose job suffered a fatal loss (see :class:`FatalLoss`).
 EXIT_FATAL_LOSS = 86
-#: Exit code of a worker that the plan no longer lists, or may not list (see :class:`Evicted`, :class:`Isolated`).
+#: Exit code of a worker that the plan no longer lists, or may not list (see :class:`Evicted`, :class:`Isolated`),
+#: or whose device cannot be trusted any more (see :class:`AbortFailed`).
 EXIT_EVICTED = 87
 #: Exit code of a worker that has handed over what it had (see :class:`Left`).
 EXIT_LEFT = 88
@@ -89,6 +90,10 @@ class Evicted(BambooError, RuntimeError):
 
 class Isolated(BambooError, RuntimeError):
     """An operation failed, and no plan came that says how to go on. The worker must stop: others may have one."""
+
+
+class AbortFailed(BambooError, RuntimeError):
+    """A communicator of an epoch that is over could not be aborted. The worker must stop: its device still uses it."""
 
 
 class Left(BambooError, RuntimeError):

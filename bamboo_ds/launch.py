@@ -19,6 +19,7 @@ from .errors import (
     EXIT_EVICTED,
     EXIT_FATAL_LOSS,
     EXIT_LEFT,
+    AbortFailed,
     ConfigError,
     EpochChanged,
     Evicted,
@@ -100,6 +101,22 @@ class Job:
                 "reference): it runs as in DeepSpeed, and a loss while it computes ends the job. Or train the models "
                 "in jobs of their own"
             )
+
+    # -- who speaks ---------------------------------------------------------------------------------
+
+    def rank_of(self, rank: int) -> int:
+        """``rank`` of the script, counted from the last one if it is negative; raises ``ValueError`` outside."""
+        size = self.channel.world_size
+        if not -size <= rank < size:
+            raise ValueError(f"there is no rank {rank} in a job of {size} ranks")
+        return rank % size
+
+    def speaks_for(self, rank: int) -> bool:
+        """See :func:`bamboo_ds.speaks_for`."""
+        rank, script = self.rank_of(rank), self.session.script
+        if script is None:  # all are there, or this member joins
+            return rank == self.channel.rank and not self.channel.joiner
+        return not self.replaying and script.speaker(rank) == self.channel.member
 
     # -- epochs -------------------------------------------------------------------------------------
 
@@ -362,7 +379,7 @@ def _is_ending(pid: int) -> bool:
 def _exit_code_of(error: BaseException | None) -> int | None:
     """The exit code of a worker that ``error`` ends, if it comes from the loss of a member or of its own place."""
     while error is not None:
-        if isinstance(error, (Evicted, Isolated)):
+        if isinstance(error, (Evicted, Isolated, AbortFailed)):
             return EXIT_EVICTED
         # A loss that has hit what cannot be repeated, too: building the engine, loading, the script's sends.
         if isinstance(error, (FatalLoss, EpochChanged)):
@@ -396,6 +413,21 @@ require_job = current_job
 def is_replaying() -> bool:
     """See :func:`bamboo_ds.is_replaying`."""
     return _job is not None and _job.replaying
+
+
+def job_of_main_thread() -> Job | None:
+    """This process's job; ``None``: there is none, or another thread than the main one asks."""
+    return _job if threading.current_thread() is threading.main_thread() else None
+
+
+def speaks_for(rank: int) -> bool:
+    """See :func:`bamboo_ds.speaks_for`."""
+    if _job is not None:
+        return _job.speaks_for(rank)
+    own, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if not -size <= rank < size:
+        raise ValueError(f"there is no rank {rank} in a job of {size} ranks")
+    return rank % size == own
 
 
 def before_init_distributed(timeout: timedelta | None = None, config: Any = None) -> None:

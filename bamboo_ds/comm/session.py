@@ -223,6 +223,7 @@ class Session:
         Raises:
             EpochChanged: aborted meanwhile, or this epoch is already known to have ended.
             PeerLost: the store host or a peer could not be reached.
+            AbortFailed: a communicator of the previous epoch could not be aborted.
             ValueError: ``plan`` is not newer than the current epoch, or does not list this member.
         """
         if self._member not in plan.members:
@@ -233,6 +234,7 @@ class Session:
         if previous is not None:
             previous.abort(f"epoch {plan.epoch} follows")
             self._leave(previous)
+            previous.await_aborts()
         epoch = Epoch(plan, self._member, self._address, self._timeout, self._on_peer_failure, self._silence_s)
         with self._lock:
             self._epoch = epoch

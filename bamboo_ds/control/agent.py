@@ -370,8 +370,8 @@ class Agent:
             if self._watchdog.stuck(message):
                 self._worker.kill(signal.SIGKILL)
             before = self._progress
-            news = before is None or (message.step, message.checkpoint) != (before.step, before.checkpoint)
-            if message.step is not None and news:
+            seen = (None, None, None) if before is None else (before.step, before.checkpoint, before.doing)
+            if (message.step, message.checkpoint, message.doing) != seen:
                 self._progress = message
                 if self._progress_due is None:
                     self._progress_due = time.monotonic() + _PROGRESS_INTERVAL_S
@@ -389,9 +389,9 @@ class Agent:
 
     def _write_progress(self) -> None:
         self._progress_due = None
-        if self._progress is not None and self._progress.step is not None:
-            told = self._progress.model_dump(include={"step", "global_step", "checkpoint"})
-            record = ProgressRecord(id=self._id, **told)
+        if self._progress is not None:
+            told = self._progress.model_dump(include={"global_step", "checkpoint", "doing"})
+            record = ProgressRecord(id=self._id, step=self._progress.step or 0, **told)
             self._coordinator.write(Keys.progress(self._id), record)
 
     # -- the end ------------------------------------------------------------------------------------

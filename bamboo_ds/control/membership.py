@@ -225,13 +225,16 @@ class ProgressRecord(Record):
     """``progress/<id>``: newest committed step and newest complete checkpoint of a member.
 
     Attributes:
+        step: 0 before the first.
         global_step: ``step`` as DeepSpeed counts.
+        doing: see :class:`~.messages.Heartbeat`.
     """
 
     id: str
     step: int
     global_step: int | None = None
     checkpoint: str | None = None
+    doing: str | None = None
 
 
 class LeaderRecord(Record):

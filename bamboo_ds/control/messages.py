@@ -52,6 +52,7 @@ class Heartbeat(Message):
         computing: the worker is in the middle of an instruction and waits for nobody.
         hang_after_s: seconds without a new beat while computing after which it hangs, as far as it can tell from
             its own times; ``None`` while it cannot.
+        doing: what it does that takes long outside of instructions, such as compiling an extension; ``None``: nothing.
     """
 
     type: Literal["heartbeat"] = "heartbeat"
@@ -61,6 +62,7 @@ class Heartbeat(Message):
     beats: int = 0
     computing: bool = False
     hang_after_s: float | None = None
+    doing: str | None = None
 
 
 class LayoutReport(Message):

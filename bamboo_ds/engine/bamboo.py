@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import secrets
 import time
@@ -44,6 +45,8 @@ from .schedulers import Pristine
 from .slices import mode_for
 from .tied import connect_ties, tied_stages
 from .wrappers import is_sharded, stage_optimizer
+
+logger = logging.getLogger("bamboo_ds")
 
 
 class BambooPipelineEngine(ScriptingExecutor):
@@ -114,7 +117,7 @@ class BambooPipelineEngine(ScriptingExecutor):
             if self.data_iterator is not None:  # DeepSpeed opens one at the ends of a pipeline
                 self._dataset.adopt(self.grid.data_parallel_id, self.data_iterator)
         self._transport: Transport = None  # type: ignore[assignment]  # until the first epoch with roles
-        self._script = ScriptCollectives(job.session, self._where, self._recover_between)
+        self._script = ScriptCollectives(job.session, self._where, self._recover_between, self._tell_lacking)
         job.has_engine = True
         with job.channel.activity.at_work():
             self._join(layout)
@@ -163,8 +166,12 @@ class BambooPipelineEngine(ScriptingExecutor):
         agreed = everybody[plan.owner(Role(0, 0))]
         self._seed, self._saves.nonce = agreed["seed"], agreed["nonce"]
         self._accounts.begin(agreed["nonce"], agreed["ledger"])
-        self._copy_state(layout.roles)
-        self._report_standing()
+        try:
+            self._copy_state(layout.roles)
+            self._report_standing()
+        except EpochChanged as error:
+            # Others may be in their first operation already. This member's recovers, with the copies that are complete.
+            logger.info("interrupted at the end of building: %s", error)
         job.at_finish = self._leave
         if agreed["resumed"] is not None:
             self._begin_resuming(*agreed["resumed"])

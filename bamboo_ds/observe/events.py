@@ -218,6 +218,19 @@ class Step(EventBase):
     frc_total: int = Field(ge=0, description="redundant forward passes that would cover every micro-batch")
 
 
+class CollectiveIncomplete(EventBase):
+    """A collective of the script lacks parts of ranks. Told once for each place in the script that calls it."""
+
+    event: Literal["collective_incomplete"] = "collective_incomplete"
+    step: int = Field(ge=0, description="steps committed so far")
+    global_step: int | None = _GLOBAL_STEP
+    operation: str = Field(description="the collective, as torch's backends call it")
+    ranks: list[int] = Field(description="ranks of its group")
+    lost_ranks: list[int] = Field(description="those that no process runs as")
+    moved_ranks: list[int] = Field(description="those whose process does not compute the rank's own stage now")
+    place: str = Field(description="where the script calls it")
+
+
 class RedundancyExhausted(EventBase):
     """A redundant pass has exhausted the memory of its device: there are none any more in this step."""
 
@@ -309,6 +322,7 @@ Event = (
     | Reconfigured
     | ReplicaBuilt
     | Step
+    | CollectiveIncomplete
     | RedundancyExhausted
     | ReplicaVerified
     | ReplicaMismatch
