@@ -124,8 +124,9 @@ class CommConfig(_Block):
 
     cuda_backend: Literal["nccl", "gloo"] = Field(
         "nccl",
-        description="what carries tensors on GPUs: `gloo` takes them through host memory, for several workers on one "
-        "GPU, which NCCL refuses",
+        description="what reduces tensors on GPUs and runs a script's collectives of them: `gloo` takes them through "
+        "host memory, for several workers on one GPU, which NCCL refuses. Boundary tensors, gradients of replicas and "
+        "copies of state go through host memory and TCP with either",
     )
 
 
@@ -161,7 +162,11 @@ class TopologyConfig(_Block):
         500.0, gt=0, description="bound in MB/s on what a member sends of its state to new replicas; `null`: none"
     )
     min_gain: float = Field(
-        0.05, ge=0, lt=1, description="share of the iteration time that must be won before a stage moves for speed"
+        0.05,
+        ge=0,
+        lt=1,
+        description="share of the iteration time that must be won before a stage moves for speed; the time is taken "
+        "to be that of the member with most stages, and stages as equal",
     )
 
 
