@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import BambooConfig, NoticesConfig
+from ..launched import ENV_CHECK_EXACT
 from .access import ENV_NOTICES, ENV_STORE, without_access
 from .channel import (
     ENV_ADDRESS,
@@ -56,6 +57,7 @@ class MemberOptions:
         max_restarts, min_members: see :class:`~bamboo_ds.control.restart.RestartPolicy`.
         on_exception: ``bamboo.recovery.on_exception``.
         rejoin_s: seconds for which it tries to come back when its worker was evicted.
+        check_exact: steps that are checked; ``None``: as the block of the worker's script says.
     """
 
     job: str
@@ -78,11 +80,13 @@ class MemberOptions:
     min_members: int = 1
     on_exception: str = "stop"
     rejoin_s: float = 600.0
+    check_exact: int | None = None
 
     @classmethod
     def from_block(cls, block: BambooConfig, **others: Any) -> MemberOptions:
         """The options that ``block`` stands for; ``others`` by name, where ``None`` leaves it to the block."""
         membership, recovery = block.membership, block.recovery
+        block.redundancy.steps_to_check(others.get("check_exact"))
         ttl = others.get("lease_ttl_s") or float(membership.lease_ttl_s)
         patience = others.get("heartbeat_timeout_s") or membership.heartbeat_timeout_s
         values: dict[str, Any] = {
@@ -214,6 +218,7 @@ def parse_arguments(argv: Sequence[str]) -> AgentSettings:
     parser.add_argument("--restart-from")
     parser.add_argument("--extra")
     parser.add_argument("--rejoin-s", type=float, default=600.0)
+    parser.add_argument("--check-exact", type=int)
     parser.add_argument("--comebacks", type=int, default=0)
     parser.add_argument("--launched", action="store_true")
     parser.add_argument("--on-exception", choices=["stop", "takeover"], default="stop")
@@ -310,8 +315,10 @@ def worker_environment(settings: AgentSettings, member: str) -> dict[str, str]:
     else:
         env.setdefault("OMP_NUM_THREADS", "1")
         env.update(placed)
-    for name in (ENV_JOINER, ENV_RESTARTS, ENV_RESTART_FROM):
+    for name in (ENV_JOINER, ENV_RESTARTS, ENV_RESTART_FROM, ENV_CHECK_EXACT):
         env.pop(name, None)
+    if settings.check_exact is not None:
+        env[ENV_CHECK_EXACT] = str(settings.check_exact)
     if settings.joins:
         env[ENV_JOINER] = "1"
     if settings.generation:

@@ -198,6 +198,7 @@ class StepExecutor(PassExecutor):
             measured[runtime.role] = runtime.measured
         mismatches = [r.role for r in self._binding.replicas() if not r.valid]
         ahead = sum(replica.forwards for replica in self._binding.replicas())
+        ahead -= 0 if self._exact is None else self._exact.redone
         return Contribution(losses, measured, ahead, mismatches, consumed)
 
     def _norm_count(self) -> int:
@@ -233,7 +234,7 @@ class StepExecutor(PassExecutor):
     def _take_model_step(self, lr_kwargs: Any) -> None:
         runtime = self._binding.current
         alone = stepping_alone(runtime.optimizer.inner, partial(self._answering, runtime))
-        with self._answering(runtime), alone, self._keyed(Drawing.STEP, runtime.role):
+        with self._answering(runtime), alone, self._keyed(Drawing.STEP, runtime):
             super()._take_model_step(lr_kwargs)
         runtime.stale = self._plan.world.sharded
 
