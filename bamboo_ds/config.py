@@ -127,6 +127,14 @@ class MembershipConfig(_Block):
         description="seconds until a worker is killed that computes without getting on; `null`: ten times its longest "
         "instruction, at least 300 s, from the second iteration on",
     )
+    fence_s: float | None = Field(
+        120.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="seconds without etcd after which a worker commits nothing until it is back; at least twice "
+        "`lease_ttl_s`. A restart waits longer, unless it is known that a worker of the last plan has ended; `null`: "
+        "workers never pause, and a restart needs that knowledge",
+    )
     rejoin_s: float = Field(
         600.0,
         ge=0,

@@ -169,12 +169,14 @@ class StepExecutor(PassExecutor):
         """The sum of ``vector`` (float64) over all members: the commit of an operation.
 
         Every member also tells the newest epoch that it could enter. When all know of a new one, all switch after
-        this operation.
+        this operation. A member that may not commit now (see :mod:`bamboo_ds.control.fencing`) waits before it.
         """
+        self._job.await_fence()
         members = self._plan.members
         told = torch.zeros(len(members), dtype=torch.float64)
         told[members.index(self._job.session.member)] = self._job.boundary(self._saves.busy)
         total = self._transport.all_reduce(torch.cat([vector, told])).tolist()
+        self._job.await_fence()  # what was on its way for long may come too late
         self._switch_due = min(total[len(vector) :]) > self._plan.epoch
         return tuple(total[: len(vector)])
 
