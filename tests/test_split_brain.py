@@ -85,7 +85,7 @@ def test_the_job_goes_on_once(tmp_path: Path, reference: Reference, make_hosts: 
     assert_same(result, reference(2, 1, 4, *ARGUMENTS, *result.length, own=True))
     lines, problems = read_ledger([tmp_path / "ledger"])
     consumed = audit(lines, distinct=True, steps=int(result.length[1]))
-    assert problems + consumed.problems + compare(consumed, audit(expected(int(result.length[1]), 1, 2, 4))) == []
+    assert problems + consumed.problems + compare(consumed, audit(expected(int(result.length[1]), 1, 4, 4))) == []
     assert len(consumed.runs) == 2 and {line.member for line in lines if line.time > again}.isdisjoint(old)
     infos = list_checkpoints(tmp_path / "checkpoints")
     assert [info.step for info in infos if info.status == "complete"] == sorted(info.step or 0 for info in infos)

@@ -12,6 +12,7 @@ held in the middle of a request to etcd is a nested loop of the world, in which 
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import random
@@ -1008,7 +1009,8 @@ class World:
         plan = self.plan
         if plan is None or (plan.layout is None and not plan.unheld) or len(self.hosts) > STAGES + 2:
             return False
-        slot = len(self.hosts) + 10
+        slot = next(n for n in itertools.count(STAGES) if Keys.slot(n) not in self.etcd.keys)
+        self.etcd.put(Keys.slot(slot), "joiner", None, "")
         fatal = bool(plan.unheld)
         waits = {"waiting": True, "after_epoch": plan.epoch, "generation": self.assigned}
         self._start_host(self._settings(slot, **(waits if fatal else {"home": step.other % STAGES})))
