@@ -43,7 +43,7 @@ def silence() -> Iterator[None]:
     logger.setLevel(level)
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=500, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(STEPS, max_size=8), st.tuples(*[st.sampled_from(RATES)] * 3))
 def test_no_schedule_breaks_an_invariant(steps: list[Step], rates: tuple[float, ...]) -> None:
     run([Step("pass", seconds=2.0), *steps], rates)
