@@ -35,6 +35,10 @@ _REMOTES: weakref.WeakSet[Remote] = weakref.WeakSet()
 
 
 # -- inside a member ------------------------------------------------------------------------------------------
+#: Seconds after which members say who does not come to attach.
+TELL_AFTER_S = 0.3
+
+
 class Member:
     """The commands that a member's main thread understands, one method each."""
 
@@ -47,8 +51,11 @@ class Member:
         self.name = name
         self.failures: list[tuple[str | None, str]] = []
         self.kept: list[Any] = []
+        self.awaited: list[tuple[list[str], float]] = []
         self.session = Session(
-            name, address, timedelta(seconds=60), lambda member, reason: self.failures.append((member, reason))
+            *(name, address, timedelta(seconds=60), lambda member, reason: self.failures.append((member, reason))),
+            awaited=lambda members, seconds: self.awaited.append((list(members), seconds)),
+            tell_after_s=TELL_AFTER_S,
         )
         self.transport: Any = None
         self.lanes: dict[str, Any] = {}
@@ -156,6 +163,8 @@ def serve(name: str, address: str, commands: Connection, parent: Sequence[Connec
                 answer("control", bool(waits))
             elif command == "failures":
                 answer("control", list(member.failures))
+            elif command == "awaited":
+                answer("control", list(member.awaited))
 
     thread = threading.Thread(target=control, name="control", daemon=True)
     thread.start()
