@@ -84,6 +84,26 @@ class ReplicaMismatch(BambooError, RuntimeError):
         )
 
 
+class Inexact(BambooError, RuntimeError):
+    """The shadow of a stage, from the same inputs, does not compute what the stage's owner has computed.
+
+    Attributes:
+        role: pipeline and stage.
+        differences: what differs, as it is computed.
+    """
+
+    def __init__(self, step: int, pipeline: int, stage: int, found: str, causes: str, differences: Sequence[str]):
+        self.role = pipeline, stage
+        self.differences = tuple(differences)
+        more = f" (and {len(self.differences) - 1} more)" if len(self.differences) > 1 else ""
+        super().__init__(
+            f"--check-exact: step {step}, stage {stage} of pipeline {pipeline}: {found}: {self.differences[0]}{more}. "
+            f"After a loss of this stage the job would go on with other results. Likely causes: {causes}. "
+            'docs/state.md lists what copies of a stage follow; "bamboo.redundancy.on_mismatch": "warn" trains on all '
+            "the same"
+        )
+
+
 class Evicted(BambooError, RuntimeError):
     """The newest plan does not list this member. The worker must stop: others own its roles now."""
 

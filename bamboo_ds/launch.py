@@ -227,6 +227,31 @@ class Job:
                 "Check that etcd is reachable from the agents. The worker stops, since others may go on without it"
             ) from error
 
+    def await_fence(self) -> None:
+        """Wait until this worker may commit: until its agent has lately read in etcd that the job goes on with it.
+
+        Raises:
+            EpochChanged: the epoch has ended.
+            PeerLost: a peer is gone.
+        """
+        from .control import fencing
+
+        def may_commit() -> bool:
+            plan = self.session.plan
+            assert plan is not None
+            return fencing.may_commit(plan, self.channel.contact, fencing.now())
+
+        if may_commit():
+            return
+        begin = time.monotonic()
+        logger.warning(
+            "this worker pauses before a commit: its agent has not reached etcd for bamboo.membership.fence_s = %g s, "
+            "after which others may start the job again",
+            self.session.plan.fence_s if self.session.plan else 0.0,
+        )
+        self.session.wait("waiting for etcd before a commit", may_commit)
+        logger.warning("etcd is back: the worker goes on after %.1f s", time.monotonic() - begin)
+
     def boundary(self, writing: bool) -> int:
         """Epoch of the newest plan if this member could enter it now, else 0.
 

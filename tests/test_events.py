@@ -52,6 +52,8 @@ SAMPLES: list[events.Event] = [
     ),
     events.ReplicaVerified(**COMMON, step=7, role=(0, 1), checksum="ab"),
     events.ReplicaMismatch(**COMMON, step=7, role=(0, 1), expected="ab", found="cd", tensors=["parameter 0.weight"]),
+    events.ExactMismatch(**COMMON, step=2, role=(0, 1), found="replica", tensors=["counter global_steps (3 and 2)"]),
+    events.ExactChecked(**COMMON, step=3, steps=3, stages=4, tensors=618, not_rehearsed=[(0, 3)]),
     events.RedundancyExhausted(**COMMON, step=7, role=(0, 1), dropped=2, reason="out of memory"),
     events.CheckpointSaved(**COMMON, step=7, path="/c/step7", seconds=0.4, bytes=1 << 20),
     events.CheckpointFailed(**COMMON, step=7, path="/c/step7", reason="No space left on device"),

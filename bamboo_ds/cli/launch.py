@@ -20,7 +20,7 @@ from ..control.neighbours import process_space, started
 from ..control.reporting import emit_or_log
 from ..control.worker_process import die_with_parent
 from ..errors import ConfigError, LaunchError
-from ..launched import ENV_CONFIG, ENV_EVENTS, ENV_JOB, ENV_LAUNCH, ENV_STORE
+from ..launched import ENV_CHECK_EXACT, ENV_CONFIG, ENV_EVENTS, ENV_JOB, ENV_LAUNCH, ENV_STORE
 from ..observe.events import EventWriter, RunFinished
 from ..store.embedded import EmbeddedEtcd
 from . import guests, jobs
@@ -113,6 +113,8 @@ class Wrapper(Slots):
         }
         if options.events is not None:
             told[ENV_EVENTS] = options.events
+        if options.check_exact is not None:
+            told[ENV_CHECK_EXACT] = str(options.check_exact)
         if options.config is not None:
             told[ENV_CONFIG] = os.path.abspath(options.config)
         # To other hosts DeepSpeed passes what this file lists.

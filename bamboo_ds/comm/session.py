@@ -189,6 +189,13 @@ class Session:
         if epoch is not None:
             epoch.check("operation")
 
+    def wait(self, operation: str, ready: Callable[[], bool]) -> None:
+        """Wait until ``ready()``, which is asked ten times a second; raises as an operation with all members."""
+        epoch, often = self.current, timedelta(seconds=0.1)
+        with epoch.links.changed:
+            while not epoch.links.wait(operation, ready, epoch.plan.members, often):
+                continue
+
     # -- epochs ------------------------------------------------------------------------------------------
     def host_store(self, plan: Plan, address: str | None = None) -> int:
         """Create the store of ``plan``'s epoch, bound to ``address`` (default: ours) only. From any thread.

@@ -17,6 +17,7 @@ from ..topology.plan import Plan
 from ..topology.roles import Layout
 from .activity import Activity
 from .messages import (
+    Contact,
     EventReport,
     ExitNotice,
     Heartbeat,
@@ -70,6 +71,7 @@ class WorkerChannel:
         heartbeat_timeout_s: seconds without a heartbeat after which the agent kills this worker.
         ahead: by how much DeepSpeed's count of steps exceeds the job's.
         activity: what heartbeats tell of the main thread.
+        contact: the newest word of etcd, see :mod:`.fencing`.
     """
 
     def __init__(
@@ -100,6 +102,7 @@ class WorkerChannel:
         self._plan: Plan | None = None
         self._stores: dict[int, tuple[str, int]] = {}
         self._places: tuple[Place, ...] = ()
+        self.contact: Contact | None = None
         self._progress = Heartbeat()
         self.activity = Activity()
         self._stalls = Stalls()
@@ -343,6 +346,8 @@ class WorkerChannel:
                 with self._changed:
                     self._failure = error
                     self._changed.notify_all()
+        elif isinstance(message, Contact):
+            self.contact = message
         elif isinstance(message, Places):
             with self._changed:
                 self._places = tuple(message.places)

@@ -109,6 +109,20 @@ class Places(Message):
     places: list[Place]
 
 
+class Contact(Message):
+    """Agent to worker: etcd's newest plan was one of this lineage, and not fatal, at ``at`` or later.
+
+    Attributes:
+        origin, generation: see :class:`~bamboo_ds.topology.plan.Plan`.
+        at: see :func:`~.fencing.now`.
+    """
+
+    type: Literal["contact"] = "contact"
+    origin: str
+    generation: int
+    at: float
+
+
 class Suspicion(Message):
     """Worker to agent: an operation of ``epoch`` towards ``member`` failed."""
 
@@ -146,19 +160,19 @@ class ExitNotice(Message):
     step: int | None = None
 
 
-ToWorker = Annotated[PlanPush | StoreAddress | Places, Field(discriminator="type")]
+ToWorker = Annotated[PlanPush | StoreAddress | Places | Contact, Field(discriminator="type")]
 ToAgent = Annotated[
     StoreAddress | Heartbeat | LayoutReport | Standing | Suspicion | EventReport | ExitNotice,
     Field(discriminator="type"),
 ]
 
-_TO_WORKER: TypeAdapter[PlanPush | StoreAddress | Places] = TypeAdapter(ToWorker)
+_TO_WORKER: TypeAdapter[PlanPush | StoreAddress | Places | Contact] = TypeAdapter(ToWorker)
 _TO_AGENT: TypeAdapter[StoreAddress | Heartbeat | LayoutReport | Standing | Suspicion | EventReport | ExitNotice] = (
     TypeAdapter(ToAgent)
 )
 
 
-def parse_to_worker(line: bytes) -> PlanPush | StoreAddress | Places:
+def parse_to_worker(line: bytes) -> PlanPush | StoreAddress | Places | Contact:
     """Parse one line that an agent sent; raises ``pydantic.ValidationError``."""
     return _TO_WORKER.validate_json(line)
 

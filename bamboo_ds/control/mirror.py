@@ -84,7 +84,7 @@ class Mirror:
         if entry is None:
             return None
         if self._plan is None or self._plan[0] != entry.mod_revision:
-            self._plan = (entry.mod_revision, _read_plan(entry))
+            self._plan = (entry.mod_revision, read_plan(entry))
         return self._plan[1]
 
     @property
@@ -176,7 +176,8 @@ class Mirror:
         return (record for record in found if record is not None)
 
 
-def _read_plan(entry: KeyValue) -> Plan:
+def read_plan(entry: KeyValue) -> Plan:
+    """The plan in ``entry``; raises :class:`ProtocolError` if it cannot be read."""
     try:
         version = _Version.model_validate_json(entry.value).number
         if version <= plans.SCHEMA:

@@ -20,6 +20,7 @@ from ..comm.transport import Transport
 from ..config import bamboo_config
 from ..errors import ConfigError, EpochChanged, ProtocolError
 from ..launch import current_job
+from ..launched import checked_steps
 from ..observe import logs
 from ..stages import built
 from ..state.publish import check_tag
@@ -32,6 +33,7 @@ from .bubbles import IdleTimes
 from .commit import mean_over_pipelines
 from .data import Batches, Dataset
 from .doubts import Doubts
+from .flags import FLAGS, compare_flags, flags_here
 from .history import History
 from .lanes import Stream
 from .layers import Layers
@@ -64,6 +66,7 @@ class BambooPipelineEngine(ScriptingExecutor):
         config = kwargs.get("config")
         settings = bamboo_config(config)
         assert settings is not None
+        self.__dict__["_check_steps"] = settings.redundancy.steps_to_check(checked_steps(os.environ))
         check_config(config)
         check_schedule()
         use_for_cuda(settings.comm.cuda_backend)
@@ -93,10 +96,11 @@ class BambooPipelineEngine(ScriptingExecutor):
         self._vector = self._committed = self._pending = None
         self._bubble_begin = {}
         self._learners, self._changed = {}, set()
-        self._budget, self._exhausted = None, False
+        self._budget, self._exhausted, self._exact = None, False, None
         self._doubts, self._differing = Doubts(settings.redundancy.verify_every), {}
         self._history = History(layout.slices)
-        self._snapshots = Snapshots(job.session.address, settings.topology.transfer_mb_per_s, self._history)
+        answers = {History.PREFIX: self._history.answer, FLAGS: lambda _: json.dumps(self._flags)}
+        self._snapshots = Snapshots(job.session.address, settings.topology.transfer_mb_per_s, answers)
         host = HostCopyEngine(self.checkpoint_engine)
         self.checkpoint_engine: Any = host
         self._saves = Saves(job, settings.checkpoint, host, self._history)
@@ -107,6 +111,7 @@ class BambooPipelineEngine(ScriptingExecutor):
         self._switch_due = self._joining = False
         self._agreed = ()
         self._seed = torch.initial_seed()
+        self._flags = flags_here(self.device)
         self._operation = End(self)
         self._consumed = 0
         self._tied_stages = tied_stages(module)
@@ -161,11 +166,17 @@ class BambooPipelineEngine(ScriptingExecutor):
             "nonce": secrets.token_hex(4),
             "resumed": self._find_resumed() if self._leads() else None,
             "ledger": self._accounts.folder,
+            "exact": self._check_steps,
+            "flags": self._flags,
         }
         everybody = {m: json.loads(text) for m, text in self._transport.exchange(json.dumps(facts)).items()}
-        agreed = everybody[plan.owner(Role(0, 0))]
+        leads = plan.owner(Role(0, 0))
+        agreed = everybody[leads]
+        compare_flags({member: told["flags"] for member, told in everybody.items()}, leads)
+        self._flags = agreed["flags"]
         self._seed, self._saves.nonce = agreed["seed"], agreed["nonce"]
         self._accounts.begin(agreed["nonce"], agreed["ledger"])
+        self._exact = self._check_of(agreed["exact"])
         try:
             self._copy_state(layout.roles)
             self._report_standing()

@@ -90,6 +90,7 @@ class ScriptingExecutor(ResumingExecutor):
                 if runtime is not self._home:
                     changed.give(runtime)
         if not (self._job.replaying or self._joining):
+            self._weights.check_gradients()
             self._follow_weights()
         if self._home.trains() != self._trained_then:
             self._follow_freezing()

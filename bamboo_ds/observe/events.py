@@ -266,6 +266,31 @@ class ReplicaMismatch(EventBase):
     tensors: list[str] = Field(description="what differs; none at the first time, when only one checksum is compared")
 
 
+class ExactMismatch(EventBase):
+    """`--check-exact`: the shadow of a stage does not compute or hold what the stage's owner does."""
+
+    event: Literal["exact_mismatch"] = "exact_mismatch"
+    step: int = Field(ge=0, description="steps committed when the difference was found")
+    global_step: int | None = _GLOBAL_STEP
+    role: Role = Field(description="the role, [pipeline, stage]")
+    found: Literal["rehearsal", "replica"] = Field(
+        description="what was compared: a rehearsed iteration, or the replica after a step"
+    )
+    tensors: list[str] = Field(description="what differs, as it is computed, and by how much")
+
+
+class ExactChecked(EventBase):
+    """`--check-exact` has come to its end, and nothing has differed."""
+
+    event: Literal["exact_checked"] = "exact_checked"
+    step: int = Field(ge=0, description="steps committed so far")
+    global_step: int | None = _GLOBAL_STEP
+    steps: int = Field(ge=1, description="steps that were checked; those that a loss has hit are not")
+    stages: int = Field(ge=0, description="roles whose takeover was rehearsed in each of them")
+    tensors: int = Field(ge=0, description="tensors and numbers that were compared, bit for bit")
+    not_rehearsed: list[Role] = Field(description="roles of which only the replica was compared, or nothing")
+
+
 class CheckpointSaved(EventBase):
     """A checkpoint is complete. Told again by the next member that leads if the one that completed it was lost."""
 
@@ -326,6 +351,8 @@ Event = (
     | RedundancyExhausted
     | ReplicaVerified
     | ReplicaMismatch
+    | ExactMismatch
+    | ExactChecked
     | CheckpointSaved
     | CheckpointFailed
     | Fatal
