@@ -76,7 +76,7 @@ def _no_collective(ranks: tuple[int, ...], operation: str, arguments: tuple[Any,
 
 
 def _writer(setter: str, *settings: str) -> Callable[[Function, ModuleType], Function]:
-    """Of a function that returns what values are written with; ``setter`` opens it on one rank, for any of ``settings``."""
+    """Of a function that returns a writer of values, which ``setter`` opens on one rank if ``settings`` ask for it."""
 
     def wrap(original: Function, module: ModuleType) -> Function:
         tried = wrote = False
