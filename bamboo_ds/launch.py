@@ -72,7 +72,9 @@ class Job:
         self.settings = settings or BambooConfig()
         # Whoever reads nothing for so long has lost its lease, or been killed by its agent.
         silence_s = 2 * max(self.settings.membership.lease_ttl_s, channel.heartbeat_timeout_s)
-        self.session: Session = Session(channel.member, channel.address, timeout, self._peer_failed, silence_s)
+        self.session: Session = Session(
+            channel.member, channel.address, timeout, self._peer_failed, silence_s, channel.secret
+        )
         #: Called at a clean exit of the script, while all peers are still there.
         self.at_finish: Callable[[], None] | None = None
         #: Called at any exit that runs Python's exit handlers, after ``at_finish``.

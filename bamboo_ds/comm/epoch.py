@@ -14,6 +14,7 @@ from typing import Any
 
 from ..errors import EpochChanged, PeerLost
 from ..forking import only_here
+from ..secret import NONE, JobSecret
 from ..topology import Plan
 from . import sockets
 from .c10d import dist
@@ -43,6 +44,7 @@ class Epoch:
         timeout: default timeout of operations.
         on_peer_failure: as for ``Session``; called once per member.
         silence_s: as for ``Session``.
+        secret: the job's.
     """
 
     def __init__(
@@ -53,8 +55,10 @@ class Epoch:
         timeout: timedelta,
         on_peer_failure: Callable[[str | None, str], None],
         silence_s: float,
+        secret: JobSecret = NONE,
     ) -> None:
         self.plan = plan
+        self.secret = secret
         self.member = member
         self.timeout = timeout
         self.silence_s = silence_s
@@ -104,7 +108,7 @@ class Epoch:
             connection.settimeout(min(self.timeout.total_seconds(), self.silence_s))
             connection.connect(name)
             sockets.watch_silence(connection, self.silence_s)
-            self._client = Client(connection, self.number, self.timeout)
+            self._client = Client(connection, self.number, self.timeout, self.secret, self.member, host)
         except OSError as error:
             self.check("attaching")
             raise self.lost(host, f"connecting to the store at {store_address} failed: {error}") from error

@@ -13,6 +13,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from ..errors import EpochChanged
+from ..secret import NONE, JobSecret
 from ..topology import Plan
 from .c10d import Store
 from .epoch import Epoch
@@ -84,6 +85,7 @@ class Session:
             Called once per member and epoch. Must not block. A member that has already aborted this epoch
             looks like a failed one: whoever judges accusations must drop those of an epoch that has ended.
         silence_s: seconds without any answer of a member's host after which operations towards it fail.
+        secret: the job's; who does not know it gets no connection.
     """
 
     def __init__(
@@ -93,6 +95,7 @@ class Session:
         timeout: timedelta,
         on_peer_failure: Callable[[str | None, str], None],
         silence_s: float = 10.0,
+        secret: JobSecret = NONE,
     ) -> None:
         global _current
         if _current is not None:
@@ -102,6 +105,7 @@ class Session:
         self._timeout = timeout
         self._on_peer_failure = on_peer_failure
         self._silence_s = silence_s
+        self._secret = secret
         self._lock = threading.Lock()
         self._epoch: Epoch | None = None
         self._detached = True
@@ -205,7 +209,9 @@ class Session:
             if hosted is not None:
                 return hosted.port
             self._drop_stores(plan.epoch)
-            server = self._hosted[plan.epoch] = Server(address or self._address, plan.epoch)
+            server = self._hosted[plan.epoch] = Server(
+                address or self._address, plan.epoch, self._secret, self._member, plan.members
+            )
             return server.port
 
     def _drop_stores(self, epoch: int) -> None:
@@ -233,7 +239,9 @@ class Session:
         if previous is not None:
             previous.abort(f"epoch {plan.epoch} follows")
             self._leave(previous)
-        epoch = Epoch(plan, self._member, self._address, self._timeout, self._on_peer_failure, self._silence_s)
+        epoch = Epoch(
+            plan, self._member, self._address, self._timeout, self._on_peer_failure, self._silence_s, self._secret
+        )
         with self._lock:
             self._epoch = epoch
             self._detached = False

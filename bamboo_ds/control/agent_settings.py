@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import BambooConfig, NoticesConfig
+from ..secret import ENV_SECRET, ENV_SECRET_FILE, NONE, JobSecret, handed
 from .access import ENV_NOTICES, ENV_STORE, without_access
 from .channel import (
     ENV_ADDRESS,
@@ -26,6 +27,8 @@ from .notices import build_sources
 #: Cold file systems take that long to load libraries, at least.
 _START_TIMEOUT_S = 60.0
 _GPUS = Path("/proc/driver/nvidia/gpus")
+#: Settings that are not on a command line, which everybody can read, and the command.
+_IN_THE_ENVIRONMENT = ("store", "notices", "secret", "command")
 _STUB = "bamboo_ds.control.script"
 #: Options of the interpreter that are followed by a value.
 _WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")
@@ -56,6 +59,7 @@ class MemberOptions:
         max_restarts, min_members: see :class:`~bamboo_ds.control.restart.RestartPolicy`.
         on_exception: ``bamboo.recovery.on_exception``.
         rejoin_s: seconds for which it tries to come back when its worker was evicted.
+        secret: the job's.
     """
 
     job: str
@@ -78,6 +82,7 @@ class MemberOptions:
     min_members: int = 1
     on_exception: str = "stop"
     rejoin_s: float = 600.0
+    secret: JobSecret = NONE
 
     @classmethod
     def from_block(cls, block: BambooConfig, **others: Any) -> MemberOptions:
@@ -185,13 +190,14 @@ class AgentSettings(MemberOptions):
             name, value = field.name, getattr(self, field.name)
             if value is True:
                 arguments.append(f"--{name.replace('_', '-')}")
-            elif value is not None and value is not False and name not in ("store", "notices", "command"):
+            elif value is not None and value is not False and name not in _IN_THE_ENVIRONMENT:
                 arguments.append(f"--{name.replace('_', '-')}={value}")
         return [*arguments, "--", *self.command]
 
     def environment(self) -> dict[str, str]:
         """The environment of an agent with these settings."""
-        return {**os.environ, ENV_STORE: self.store, ENV_NOTICES: self.notices or ""}
+        told = {ENV_STORE: self.store, ENV_NOTICES: self.notices or "", ENV_SECRET: self.secret.text}
+        return {**{name: value for name, value in os.environ.items() if name != ENV_SECRET_FILE}, **told}
 
 
 def parse_arguments(argv: Sequence[str]) -> AgentSettings:
@@ -241,6 +247,7 @@ def parse_arguments(argv: Sequence[str]) -> AgentSettings:
     if parsed["heartbeat_timeout_s"] is None:
         parsed["heartbeat_timeout_s"] = parsed["lease_ttl_s"]
     parsed["command"] = tuple(parsed["command"])
+    parsed["secret"] = handed(os.environ)
     return AgentSettings(**parsed)
 
 
@@ -290,6 +297,7 @@ def worker_environment(settings: AgentSettings, member: str) -> dict[str, str]:
             ENV_JOB: settings.job,
             ENV_ADDRESS: settings.address,
             ENV_HEARTBEAT_TIMEOUT: str(settings.heartbeat_timeout_s),
+            ENV_SECRET: settings.secret.text,
             "RANK": str(settings.rank),
             "WORLD_SIZE": str(settings.world_size),
         }

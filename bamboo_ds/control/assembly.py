@@ -55,7 +55,7 @@ def make_coordinator(
         state="waiting" if settings.waiting else "running",
         generation=None if settings.joins or settings.waiting else settings.generation or 0,
     )
-    store = open_store(settings.store, settings.job, _STORE_TIMEOUT_S)
+    store = open_store(settings.store, settings.job, _STORE_TIMEOUT_S, settings.secret)
     leader = Leader(
         store,
         events,

@@ -103,7 +103,7 @@ class Comeback:
         if self._ended:
             return None
         try:
-            with open_store(settings.store, settings.job, _STORE_TIMEOUT_S) as store:
+            with open_store(settings.store, settings.job, _STORE_TIMEOUT_S, settings.secret) as store:
                 mirror = Mirror(store.get_prefix(""))
                 view = prospect(mirror, self._member, settings.max_restarts > 0)
                 deserted = self._deserted(view, mirror)

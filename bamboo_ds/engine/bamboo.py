@@ -93,7 +93,8 @@ class BambooPipelineEngine(ScriptingExecutor):
         self._budget, self._exhausted = None, False
         self._doubts, self._differing = Doubts(settings.redundancy.verify_every), {}
         self._history = History(layout.slices)
-        self._snapshots = Snapshots(job.session.address, settings.topology.transfer_mb_per_s, self._history)
+        rate, secret = settings.topology.transfer_mb_per_s, job.channel.secret
+        self._snapshots = Snapshots(job.session.address, rate, self._history, secret)
         host = HostCopyEngine(self.checkpoint_engine)
         self.checkpoint_engine: Any = host
         self._saves = Saves(job, settings.checkpoint, host, self._history)

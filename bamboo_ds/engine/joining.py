@@ -99,7 +99,11 @@ class JoiningExecutor(RecoveringExecutor):
             for place in self._tellers or self._job.channel.wait_places(timeout_s):
                 try:
                     answer, _ = fetch(
-                        place.url, History.key(len(self._history)), token=place.token, timeout_s=patience_s
+                        place.url,
+                        History.key(len(self._history)),
+                        token=place.token,
+                        timeout_s=patience_s,
+                        secret=self._job.channel.secret,
                     )
                     return self._history.extend(answer)
                 except TransferError as error:

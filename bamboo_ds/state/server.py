@@ -18,7 +18,8 @@ import torch
 
 from ..errors import TransferError
 from ..forking import only_here
-from .transfer import CHUNK_BYTES, PATH, Snapshot, Withdrawn, authorization
+from ..secret import NONE, JobSecret
+from .transfer import CHUNK_BYTES, NONCE, PATH, PROOF, Pass, Snapshot, Withdrawn
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -64,7 +65,8 @@ class StateServer:
     Args:
         address: the only address to bind to; the port is chosen by the system.
         rate_mb_per_s: bound on the tensors' bytes of all answers together, in 10^6 bytes per second; ``None``: none.
-        token: the job's secret; requests without it are refused. Never logged.
+        token: which the receivers know; never logged.
+        secret: the job's; requests of who does not know both are refused.
         chunk_bytes: bytes under one checksum.
 
     Raises:
@@ -75,9 +77,15 @@ class StateServer:
     """
 
     def __init__(
-        self, address: str, rate_mb_per_s: float | None, *, token: str, chunk_bytes: int = CHUNK_BYTES
+        self,
+        address: str,
+        rate_mb_per_s: float | None,
+        *,
+        token: str,
+        secret: JobSecret = NONE,
+        chunk_bytes: int = CHUNK_BYTES,
     ) -> None:
-        self._expected = authorization(token).encode()
+        self._pass = Pass(secret, token)
         self._bucket = None
         if rate_mb_per_s is not None:
             rate = rate_mb_per_s * 1e6
@@ -181,7 +189,7 @@ class StateServer:
         from aiohttp import web
 
         # A receiver that hangs up must not leave its request waiting here.
-        # Its logger would show headers, and with them the token, of requests that it cannot parse.
+        # Its logger would show headers, and with them what proves, of requests that it cannot parse.
         silent = logging.Logger("silent", logging.CRITICAL + 1)
         server = web.Server(self._handle, handler_cancellation=True, access_log=None, logger=silent)
         runner = web.ServerRunner(server, shutdown_timeout=0.1)
@@ -223,8 +231,9 @@ class StateServer:
         from aiohttp import web
 
         given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
-        if not hmac.compare_digest(given, self._expected):
-            return web.Response(status=403, text="wrong or missing token")
+        key = request.query.get("key", "")
+        if not hmac.compare_digest(given, self._pass.authorization(key).encode()):
+            return web.Response(status=403, text="wrong or missing proof of the job's secret")
         try:
             key = request.query["key"]
             first, wait_s = int(request.query.get("from", 0)), float(request.query.get("wait", 0))
@@ -266,7 +275,8 @@ class StateServer:
         transport: Any = request.transport
         if transport is None:
             raise ConnectionResetError("the receiver is gone")
-        response = web.StreamResponse(headers={"Content-Type": "application/octet-stream"})
+        proof = self._pass.proof(request.query["key"], request.headers.get(NONCE, ""))
+        response = web.StreamResponse(headers={"Content-Type": "application/octet-stream", PROOF: proof})
         response.content_length = snapshot.bytes_from(first)
         loop = asyncio.get_running_loop()
         self._streams[transport] = snapshot
