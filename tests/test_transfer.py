@@ -247,6 +247,20 @@ def test_whoever_knows_the_token_alone_gets_nothing_and_gives_nothing() -> None:
         get(server.url, timeout_s=0.5, secret=ours)
 
 
+def test_silent_connections_are_bounded(server: StateServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bamboo_ds.state.server._STRANGERS", 8)
+    server.offer("k", "weights", [torch.ones(3)])
+    address = urlsplit(server.url)
+    with contextlib.ExitStack() as stack:
+        silent = []
+        for _ in range(20):
+            silent.append(stack.enter_context(socket.create_connection((str(address.hostname), address.port or 0))))
+            silent[-1].settimeout(20)
+        for one in silent[:12]:
+            assert one.recv(1) == b""
+        assert get(server.url)[0] == "weights"
+
+
 @pytest.mark.parametrize(
     ("method", "target", "status"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import socket
 import struct
 import threading
@@ -12,13 +13,16 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
 from bamboo_ds.comm import wire
+from bamboo_ds.comm.handshake import Handshake, calling
 from bamboo_ds.comm.keyvalue import Client, Server, TorchStore
 from bamboo_ds.comm.transport import Lane, Transport
 from bamboo_ds.errors import ProtocolError
+from bamboo_ds.secret import NONE
 from tests.support.comm_worker import (
     Cluster,
     Member,
@@ -191,6 +195,41 @@ def test_the_store_refuses_strangers() -> None:
         TorchStore(Client(socket.create_connection(place), 7, timedelta(seconds=5))).set("still", "there")
     finally:
         server.close()
+
+
+def test_strangers_at_the_doors_delay_no_epoch() -> None:
+    """Silent ones, and one that says it was a member. Each of the silent ones would have cost five seconds."""
+    with cluster(3) as made, contextlib.ExitStack() as stack:
+        plan = made.next_plan()
+        place = (made.address, made[0].run("host", plan))
+        made[0].start("attach", plan, place)
+
+        def doors() -> list[tuple[str, int]]:
+            connections = psutil.Process(made[0].pid).net_connections("inet")
+            return [tuple(c.laddr) for c in connections if c.status == psutil.CONN_LISTEN]
+
+        wait_until(lambda: len(doors()) == 2, "the first member waits for the others")
+        strangers = [stack.enter_context(socket.create_connection(door)) for door in doors() for _ in range(3)]
+        for door, purpose in itertools.product(doors(), ("link", "store")):
+            connection = stack.enter_context(socket.create_connection(door))
+            connection.settimeout(10)
+            with pytest.raises(ConnectionError):
+                Handshake(connection, calling(NONE, purpose, plan.epoch, "m1", "m0")).advance()
+        for name in plan.members[1:]:
+            made.members[name].start("attach", plan, place)
+        seconds = [made.members[name].finish() for name in plan.members]
+        assert max(seconds[1:]) < 4.0, seconds
+        for stranger in strangers:
+            stranger.settimeout(0.0)
+        held = [stranger for stranger in strangers if not _ended(stranger)]
+        assert len(held) == 3, "those at the store, which stays"
+
+
+def _ended(connection: socket.socket) -> bool:
+    try:
+        return connection.recv(1) == b""
+    except BlockingIOError:
+        return False
 
 
 def test_a_client_that_dies_before_it_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:

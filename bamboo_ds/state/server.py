@@ -9,6 +9,7 @@ import logging
 import socket
 import threading
 import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -33,6 +34,8 @@ _STALL_S = 60.0
 #: How many withdrawn keys are remembered.
 _REMEMBERED = 4096
 _BACKLOG = 128
+#: Connections that have proven nothing; one more, and the oldest has to go.
+_STRANGERS = 256
 _CLOSING_TICK_S = 0.02
 
 
@@ -98,6 +101,7 @@ class StateServer:
         self._closed = False
         # Of the loop's thread alone:
         self._streams: dict[asyncio.Transport, Snapshot] = {}
+        self._proven: weakref.WeakSet[Any] = weakref.WeakSet()  # connections over which a request has proven itself
         self._change = asyncio.Event()
         self._end = asyncio.Event()
 
@@ -191,7 +195,18 @@ class StateServer:
         # A receiver that hangs up must not leave its request waiting here.
         # Its logger would show headers, and with them what proves, of requests that it cannot parse.
         silent = logging.Logger("silent", logging.CRITICAL + 1)
-        server = web.Server(self._handle, handler_cancellation=True, access_log=None, logger=silent)
+        proven = self._proven
+
+        class Bounded(web.Server):
+            """Lets strangers hold no more than so many connections open."""
+
+            def connection_made(self, handler: Any, transport: asyncio.Transport) -> None:
+                super().connection_made(handler, transport)
+                strangers = [each for each in self.connections if each not in proven and each.transport is not None]
+                if len(strangers) > _STRANGERS:
+                    _abort(strangers[0].transport)  # the oldest
+
+        server = Bounded(self._handle, handler_cancellation=True, access_log=None, logger=silent)
         runner = web.ServerRunner(server, shutdown_timeout=0.1)
         await runner.setup()
         await web.SockSite(runner, self._socket, backlog=_BACKLOG).start()
@@ -234,6 +249,7 @@ class StateServer:
         key = request.query.get("key", "")
         if not hmac.compare_digest(given, self._pass.authorization(key).encode()):
             return web.Response(status=403, text="wrong or missing proof of the job's secret")
+        self._proven.add(request.protocol)
         try:
             key = request.query["key"]
             first, wait_s = int(request.query.get("from", 0)), float(request.query.get("wait", 0))
