@@ -202,9 +202,9 @@ class StateServer:
 
             def connection_made(self, handler: Any, transport: asyncio.Transport) -> None:
                 super().connection_made(handler, transport)
-                strangers = [each for each in self.connections if each not in proven and each.transport is not None]
-                if len(strangers) > _STRANGERS:
-                    _abort(strangers[0].transport)  # the oldest
+                strangers = [each.transport for each in self.connections if each not in proven]
+                if len(strangers) > _STRANGERS and strangers[0] is not None:
+                    _abort(strangers[0])  # the oldest
 
         server = Bounded(self._handle, handler_cancellation=True, access_log=None, logger=silent)
         runner = web.ServerRunner(server, shutdown_timeout=0.1)
