@@ -19,7 +19,7 @@ export BAMBOO_TEST_FORK := $(or $(FORK),1)
 PYTEST := $(BIN)/python -m pytest --numprocesses 3 --dist loadgroup --no-loadscope-reorder
 TIMES := $(CURDIR)/$(VENV)/times.jsonl
 
-.PHONY: install test test-times lint unit exhaustive demo benchmarks clean
+.PHONY: install test test-times lint unit exhaustive real demo benchmarks clean
 
 install: $(STAMP)
 
@@ -56,6 +56,11 @@ test-times: install
 # What `unit` leaves out: the other half of the matrix of places and stages.
 exhaustive: install
 	$(BIN)/python -m pytest -m exhaustive
+
+# Jobs on the tools that users have, as Debian has them, with real hosts that are lost. Needs root, and
+# apt-get install iproute2 openssh-server pdsh slurm-wlm munge etcd-server etcd-client openssl
+real: install
+	$(BIN)/python -m pytest -m real tests/real
 
 demo: install
 	$(BIN)/bamboo demo

@@ -19,6 +19,7 @@ from .errors import (
     EXIT_EVICTED,
     EXIT_FATAL_LOSS,
     EXIT_LEFT,
+    AbortFailed,
     ConfigError,
     EpochChanged,
     Evicted,
@@ -102,6 +103,22 @@ class Job:
                 "reference): it runs as in DeepSpeed, and a loss while it computes ends the job. Or train the models "
                 "in jobs of their own"
             )
+
+    # -- who speaks ---------------------------------------------------------------------------------
+
+    def rank_of(self, rank: int) -> int:
+        """``rank`` of the script, counted from the last one if it is negative; raises ``ValueError`` outside."""
+        size = self.channel.world_size
+        if not -size <= rank < size:
+            raise ValueError(f"there is no rank {rank} in a job of {size} ranks")
+        return rank % size
+
+    def speaks_for(self, rank: int) -> bool:
+        """See :func:`bamboo_ds.speaks_for`."""
+        rank, script = self.rank_of(rank), self.session.script
+        if script is None:  # all are there, or this member joins
+            return rank == self.channel.rank and not self.channel.joiner
+        return not self.replaying and script.speaker(rank) == self.channel.member
 
     # -- epochs -------------------------------------------------------------------------------------
 
@@ -211,6 +228,31 @@ class Job:
                 f"{recovery.plan_timeout_s} s; operations failed towards: {failures or 'nobody in particular'}. "
                 "Check that etcd is reachable from the agents. The worker stops, since others may go on without it"
             ) from error
+
+    def await_fence(self) -> None:
+        """Wait until this worker may commit: until its agent has lately read in etcd that the job goes on with it.
+
+        Raises:
+            EpochChanged: the epoch has ended.
+            PeerLost: a peer is gone.
+        """
+        from .control import fencing
+
+        def may_commit() -> bool:
+            plan = self.session.plan
+            assert plan is not None
+            return fencing.may_commit(plan, self.channel.contact, fencing.now())
+
+        if may_commit():
+            return
+        begin = time.monotonic()
+        logger.warning(
+            "this worker pauses before a commit: its agent has not reached etcd for bamboo.membership.fence_s = %g s, "
+            "after which others may start the job again",
+            self.session.plan.fence_s if self.session.plan else 0.0,
+        )
+        self.session.wait("waiting for etcd before a commit", may_commit)
+        logger.warning("etcd is back: the worker goes on after %.1f s", time.monotonic() - begin)
 
     def boundary(self, writing: bool) -> int:
         """Epoch of the newest plan if this member could enter it now, else 0.
@@ -364,7 +406,7 @@ def _is_ending(pid: int) -> bool:
 def _exit_code_of(error: BaseException | None) -> int | None:
     """The exit code of a worker that ``error`` ends, if it comes from the loss of a member or of its own place."""
     while error is not None:
-        if isinstance(error, (Evicted, Isolated)):
+        if isinstance(error, (Evicted, Isolated, AbortFailed)):
             return EXIT_EVICTED
         # A loss that has hit what cannot be repeated, too: building the engine, loading, the script's sends.
         if isinstance(error, (FatalLoss, EpochChanged)):
@@ -398,6 +440,21 @@ require_job = current_job
 def is_replaying() -> bool:
     """See :func:`bamboo_ds.is_replaying`."""
     return _job is not None and _job.replaying
+
+
+def job_of_main_thread() -> Job | None:
+    """This process's job; ``None``: there is none, or another thread than the main one asks."""
+    return _job if threading.current_thread() is threading.main_thread() else None
+
+
+def speaks_for(rank: int) -> bool:
+    """See :func:`bamboo_ds.speaks_for`."""
+    if _job is not None:
+        return _job.speaks_for(rank)
+    own, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if not -size <= rank < size:
+        raise ValueError(f"there is no rank {rank} in a job of {size} ranks")
+    return rank % size == own
 
 
 def before_init_distributed(timeout: timedelta | None = None, config: Any = None) -> None:

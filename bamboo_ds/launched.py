@@ -38,6 +38,8 @@ ENV_EVENTS = "BAMBOO_EVENTS"
 ENV_LAUNCH = "BAMBOO_LAUNCH"
 #: The configuration whose block counts, where the script's is not on its command line.
 ENV_CONFIG = "BAMBOO_CONFIG"
+#: How many steps are checked, in place of ``redundancy.check_exact``; every worker that is told has it.
+ENV_CHECK_EXACT = "BAMBOO_CHECK_EXACT"
 #: Set in every worker: who has it is none of another launcher's processes.
 ENV_MEMBER = "BAMBOO_MEMBER"
 #: How many of the ranks are on a host: torchrun, deepspeed, Open MPI, Intel MPI.
@@ -86,6 +88,16 @@ def launched(environ: Mapping[str, str]) -> Launched | None:
     return Launched(rank, size, environ["MASTER_ADDR"], port, local)
 
 
+def checked_steps(environ: Mapping[str, str]) -> int | None:
+    """The number in ``BAMBOO_CHECK_EXACT``, if it is set; raises :class:`ConfigError` if it is none."""
+    text = environ.get(ENV_CHECK_EXACT)
+    if text is None:
+        return None
+    if not text.isdecimal():
+        raise ConfigError(f"{ENV_CHECK_EXACT} is {text!r}: set it to the number of steps to check, or not at all")
+    return int(text)
+
+
 def become_keeper(place: Launched, block: BambooConfig, timeout: timedelta) -> NoReturn:
     """Agree with the processes of the other ranks, then replace this process. Does not return.
 
@@ -95,6 +107,7 @@ def become_keeper(place: Launched, block: BambooConfig, timeout: timedelta) -> N
     """
     command = own_command()
     own = given(os.environ)
+    checked_steps(os.environ)
     meeting = _Meeting(place, timeout)
     try:
         shared, secret = meeting.agree(own, lambda: _prepare(place, own))
@@ -286,6 +299,7 @@ def _keeper(
         command=command,
         events=os.environ.get(ENV_EVENTS),
         secret=secret,
+        check_exact=checked_steps(os.environ),
     )
     options.check_notices()
     agent = AgentSettings(

@@ -119,8 +119,15 @@ TRAININGS = {
 }
 
 
-def run_stock(folder: Path, workers: int, script: Path, arguments: Sequence[str], timeout_s: float) -> Job:
-    """Run ``script`` without bamboo: ``workers`` plain processes.
+def run_stock(
+    folder: Path,
+    workers: int,
+    script: Path,
+    arguments: Sequence[str],
+    timeout_s: float,
+    variables: Mapping[str, str] | None = None,
+) -> Job:
+    """Run ``script`` without bamboo: ``workers`` plain processes, with ``variables`` more in their environment.
 
     Raises:
         JobFailed: a worker failed, or the job took longer than ``timeout_s`` seconds.
@@ -131,7 +138,7 @@ def run_stock(folder: Path, workers: int, script: Path, arguments: Sequence[str]
         for rank in range(workers):
             place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": workers, "LOCAL_SIZE": workers}
             env = environment() | {name: str(value) for name, value in place.items()}
-            env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **(variables or {})}
             with open(folder / f"log-{rank}.txt", "wb") as log:
                 command = [sys.executable, str(script), *arguments]
                 processes.append(subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT))
@@ -178,9 +185,16 @@ def bamboo_job(
                 process.wait()
 
 
-def run_bamboo(folder: Path, workers: int, script: Path, arguments: Sequence[str], timeout_s: float) -> Job:
-    """Run ``script`` under ``bamboo run`` to its end; raises as :func:`run_stock`."""
-    with bamboo_job(folder, workers, script, arguments) as process:
+def run_bamboo(
+    folder: Path,
+    workers: int,
+    script: Path,
+    arguments: Sequence[str],
+    timeout_s: float,
+    variables: Mapping[str, str] | None = None,
+) -> Job:
+    """Run ``script`` under ``bamboo run`` to its end; parameters and errors are those of :func:`run_stock`."""
+    with bamboo_job(folder, workers, script, arguments, variables=variables) as process:
         try:
             code = process.wait(timeout_s)
         except subprocess.TimeoutExpired as error:

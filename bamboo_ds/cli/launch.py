@@ -21,7 +21,7 @@ from ..control.neighbours import process_space, started
 from ..control.reporting import emit_or_log
 from ..control.worker_process import die_with_parent
 from ..errors import ConfigError, LaunchError
-from ..launched import ENV_CONFIG, ENV_EVENTS, ENV_JOB, ENV_LAUNCH, ENV_STORE
+from ..launched import ENV_CHECK_EXACT, ENV_CONFIG, ENV_EVENTS, ENV_JOB, ENV_LAUNCH, ENV_STORE
 from ..observe.events import EventWriter, RunFinished
 from ..secret import ENV_SECRET_FILE, NONE, given, keep
 from . import guests, jobs
@@ -117,6 +117,8 @@ class Wrapper(Slots):
         }
         if options.events is not None:
             told[ENV_EVENTS] = options.events
+        if options.check_exact is not None:
+            told[ENV_CHECK_EXACT] = str(options.check_exact)
         if options.config is not None:
             told[ENV_CONFIG] = os.path.abspath(options.config)
         if os.environ.get(ENV_SECRET_FILE):

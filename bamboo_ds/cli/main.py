@@ -28,6 +28,7 @@ from .options import (
     NAME_THE_JOB,
     MemberArguments,
     block_of,
+    check_option,
     events_option,
     member_arguments,
     variable_option,
@@ -63,6 +64,7 @@ def cli() -> None:
 @click.option("--pipelines", type=click.IntRange(min=1), help="Number of pipelines; must divide the workers.")
 @variable_option("--store", default=EMBEDDED, show_default=True, help="URLs of etcd, separated by commas.")
 @variable_option("--job", help="Name of the job.  [default: random]")
+@check_option
 @click.option("--prefix-output", is_flag=True, help="Begin each line of output with its slot.")
 @click.option(
     "--emulate-hosts",
@@ -76,6 +78,7 @@ def run(
     pipelines: int | None,
     store: str,
     job: str | None,
+    check_exact: int | None,
     prefix_output: bool,
     emulate_hosts: int | None,
 ) -> None:
@@ -83,7 +86,7 @@ def run(
     if pipelines is not None and workers % pipelines:
         raise ConfigError(f"--pipelines {pipelines} does not divide -n {workers}")
     options = RunOptions(
-        **member.options(job or f"job-{os.urandom(4).hex()}", LOOPBACK),
+        **member.options(job or f"job-{os.urandom(4).hex()}", LOOPBACK, check_exact=check_exact),
         workers=workers,
         store=store,
         pipelines=pipelines,
@@ -98,6 +101,7 @@ def run(
 @variable_option("--job", help="Name of the job.  [default: random]")
 @variable_option("--address", default=LOOPBACK, show_default=True, help="IP address of the embedded etcd.")
 @events_option
+@check_option
 @click.option("--config", type=click.Path(exists=True, dir_okay=False), help="DeepSpeed configuration to read.")
 @click.option(
     "--grace-s", type=click.FloatRange(min=0), default=5.0, show_default=True, help="From SIGTERM to SIGKILL."
@@ -108,6 +112,7 @@ def launch_command(
     job: str | None,
     address: str,
     events: str | None,
+    check_exact: int | None,
     config: str | None,
     grace_s: float,
     command: tuple[str, ...],
@@ -127,6 +132,7 @@ def launch_command(
         command=command,
         events=None if events is None else os.path.abspath(events),
         grace_s=grace_s,
+        check_exact=check_exact,
     )
     sys.exit(Wrapper(LaunchOptions(**options.member_options(), store=store, config=config)).run())
 

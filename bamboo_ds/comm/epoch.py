@@ -17,9 +17,10 @@ from ..forking import only_here
 from ..secret import NONE, JobSecret
 from ..topology import Plan
 from . import sockets
+from .aborts import Aborts
 from .c10d import dist
 from .failures import ended, translate
-from .inner import GLOO, abort_inner, create_inner
+from .inner import GLOO, NCCL, create_inner
 from .keyvalue import Client, TorchStore
 from .links import Links
 from .p2p import Receives
@@ -30,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 #: Seconds between two sweeps over the sockets of an aborted epoch while operations are still blocked in it.
 _SWEEP_EVERY = 0.01
+#: Seconds that the abort of a communicator may take.
+_ABORT_PATIENCE_S = 10.0
 #: Seconds to find out who is gone when a collective failed.
 _PROBE = 0.1
 
@@ -76,6 +79,7 @@ class Epoch:
         self._works: weakref.WeakSet[BambooWork] = weakref.WeakSet()
         self._sweeper: threading.Thread | None = None
         self._undertaker: threading.Thread | None = None
+        self._aborts = Aborts()
         self._accused: set[str | None] = set()
         self._client: Client | None = None
         self._stores: list[TorchStore] = []  # of the groups, which do not keep them
@@ -306,7 +310,9 @@ class Epoch:
                 return
             self._aborted = reason
             callbacks = list(self._callbacks.values())
-            groups = list(self._groups.items())
+            for (key, kind, members), group in self._groups.items():
+                if kind == NCCL:  # gloo's has nothing to call: its sockets are shut down instead
+                    self._aborts.begin(f"NCCL group {key} of {', '.join(members)} (epoch {self.number})", group.abort)
             own = list(self._sockets)
             self._quiet.notify_all()
         logger.info("epoch %d: aborted: %s", self.number, reason)
@@ -314,8 +320,6 @@ class Epoch:
             callback()
         for opened in own:
             sockets.shut(opened)
-        for (_, kind, _), group in groups:
-            abort_inner(kind, group)
         with self._lock:
             if not self._blocked:
                 return
@@ -388,8 +392,20 @@ class Epoch:
         for opened in own:
             opened.close()
 
-        self._undertaker = threading.Thread(target=remains.clear, name="bamboo-release", daemon=True)
+        def release() -> None:
+            self._aborts.join()
+            remains.clear()
+
+        self._undertaker = threading.Thread(target=release, name="bamboo-release", daemon=True)
         self._undertaker.start()
+
+    def await_aborts(self) -> None:
+        """Wait until all communicators of an aborted epoch are, before new ones are made.
+
+        Raises:
+            AbortFailed: one is not, and will not be.
+        """
+        self._aborts.wait(_ABORT_PATIENCE_S)
 
     def released(self, timeout: float) -> bool:
         """Wait up to ``timeout`` seconds until gloo's groups of a destroyed epoch are gone; whether they are."""

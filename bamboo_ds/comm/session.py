@@ -193,6 +193,13 @@ class Session:
         if epoch is not None:
             epoch.check("operation")
 
+    def wait(self, operation: str, ready: Callable[[], bool]) -> None:
+        """Wait until ``ready()``, which is asked ten times a second; raises as an operation with all members."""
+        epoch, often = self.current, timedelta(seconds=0.1)
+        with epoch.links.changed:
+            while not epoch.links.wait(operation, ready, epoch.plan.members, often):
+                continue
+
     # -- epochs ------------------------------------------------------------------------------------------
     def host_store(self, plan: Plan, address: str | None = None) -> int:
         """Create the store of ``plan``'s epoch, bound to ``address`` (default: ours) only. From any thread.
@@ -229,6 +236,7 @@ class Session:
         Raises:
             EpochChanged: aborted meanwhile, or this epoch is already known to have ended.
             PeerLost: the store host or a peer could not be reached.
+            AbortFailed: a communicator of the previous epoch could not be aborted.
             ValueError: ``plan`` is not newer than the current epoch, or does not list this member.
         """
         if self._member not in plan.members:
@@ -239,6 +247,7 @@ class Session:
         if previous is not None:
             previous.abort(f"epoch {plan.epoch} follows")
             self._leave(previous)
+            previous.await_aborts()
         epoch = Epoch(
             plan, self._member, self._address, self._timeout, self._on_peer_failure, self._silence_s, self._secret
         )

@@ -91,12 +91,16 @@ class Mirror:
         return self._plan[1]
 
     def _plan_of(self, entry: KeyValue) -> Plan:
-        if entry.genuine:
-            return _read_plan(entry)
-        if self._plan is None:
-            raise StoreError(f"the plan in etcd {_FORGED}")
+        if entry.genuine or self._plan is None:
+            return read_plan(entry)
         logger.error("the plan in etcd %s; that of epoch %d stays in force", _FORGED, self._plan[1].epoch)
         return self._plan[1]
+
+    @property
+    def plan_forged(self) -> bool:
+        """Whether somebody else has overwritten the plan."""
+        entry = self._entries.get(Keys.PLAN)
+        return entry is not None and not entry.genuine
 
     @property
     def plan_revision(self) -> int:
@@ -190,7 +194,10 @@ class Mirror:
         return (record for record in found if record is not None)
 
 
-def _read_plan(entry: KeyValue) -> Plan:
+def read_plan(entry: KeyValue) -> Plan:
+    """The plan in ``entry``; raises :class:`ProtocolError` if it cannot be read, :class:`StoreError` if forged."""
+    if not entry.genuine:
+        raise StoreError(f"the plan in etcd {_FORGED}")
     try:
         version = _Version.model_validate_json(entry.value).number
         if version <= plans.SCHEMA:

@@ -22,7 +22,7 @@ from .answers import ignore
 from .clones import clone_optimizer
 from .layers import Layers
 from .learning import Kept, Learner, arrived, begin_fetch, snapshot_key
-from .replica import build_stage_module, capture, restore
+from .replica import build_stage_module, capture, check_structure, restore
 from .runtime import StageRuntime
 from .schedulers import Standing, take_step
 from .steps import StepExecutor
@@ -36,13 +36,7 @@ _CATCH_UP_S = 0.05
 
 
 class CopyingExecutor(StepExecutor):
-    """Makes and hands out copies of roles' states.
-
-    Attributes:
-        _compiled_with: how the script has had the modules compiled, if it has.
-    """
-
-    _compiled_with: dict[str, Any] | None = None
+    """Makes and hands out copies of roles' states."""
 
     # -- runtimes -----------------------------------------------------------------------------------------
 
@@ -107,6 +101,7 @@ class CopyingExecutor(StepExecutor):
         module._grid, module.global_rank = self.grid, self.global_rank
         self.__dict__["module"] = self._modules["module"] = module
         connect_ties(module, runtime.role, self._plan.world, self._job.session)
+        check_structure(module, state)
         cast_module(self)
         runtime.attributes["module"] = module
         runtime.train_only(state["trains"])  # a script may freeze layers after it has built them

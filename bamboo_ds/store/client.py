@@ -7,7 +7,7 @@ import math
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -96,12 +96,21 @@ class Store:
         request = self._put_request(key, value, lease)
         return int(self._connection.call(lambda link: link.kv.Put, request).message.header.revision)
 
-    def create(self, key: str, value: str, lease: Lease | None = None) -> bool:
-        """Set ``key`` only if it is absent; same as ``compare_and_swap(key, 0, value, lease)``."""
-        return self.compare_and_swap(key, 0, value, lease)
+    def create(self, key: str, value: str, lease: Lease | None = None, given: Mapping[str, int] | None = None) -> bool:
+        """Set ``key`` only if it is absent; same as ``compare_and_swap(key, 0, value, lease, given)``."""
+        return self.compare_and_swap(key, 0, value, lease, given)
 
-    def compare_and_swap(self, key: str, mod_revision: int, value: str, lease: Lease | None = None) -> bool:
+    def compare_and_swap(
+        self,
+        key: str,
+        mod_revision: int,
+        value: str,
+        lease: Lease | None = None,
+        given: Mapping[str, int] | None = None,
+    ) -> bool:
         """Set ``key`` only if its ``mod_revision`` still is the given one (0: only if absent).
+
+        With ``given`` only if those other keys have these ``mod_revision``s (0: are absent), too.
 
         True if this call wrote. If the connection broke before the answer came, the write is repeated
         under the same condition, and finding exactly ``value`` and ``lease`` in place then counts as
@@ -109,7 +118,7 @@ class Store:
         :class:`LeaseExpired` if ``lease`` is gone.
         """
         write = rpc.RequestOp(request_put=self._put_request(key, value, lease))
-        answer = self._transaction(key, mod_revision, write)
+        answer = self._transaction(key, mod_revision, write, given)
         if answer.message.succeeded:
             return True
         # An attempt whose answer was lost may have written already, and so have failed its own repetition.
@@ -221,12 +230,18 @@ class Store:
         data = self._keys.value(key, value)
         return rpc.PutRequest(key=self._keys.absolute(key), value=data, lease=lease.id if lease else 0)
 
-    def _transaction(self, key: str, mod_revision: int, operation: Any) -> Answer:
-        """Carry out ``operation`` if ``key`` is still at ``mod_revision``; else read ``key``."""
+    def _transaction(
+        self, key: str, mod_revision: int, operation: Any, given: Mapping[str, int] | None = None
+    ) -> Answer:
+        """Carry out ``operation`` if ``key`` is still at ``mod_revision``, and others as ``given``; else read it."""
         name = self._keys.absolute(key)
-        compare = rpc.Compare(result=rpc.Compare.EQUAL, target=rpc.Compare.MOD, key=name, mod_revision=mod_revision)
+        equal, mod = rpc.Compare.EQUAL, rpc.Compare.MOD
+        compare = [
+            rpc.Compare(result=equal, target=mod, key=self._keys.absolute(each), mod_revision=revision)
+            for each, revision in {**(given or {}), key: mod_revision}.items()
+        ]
         read = rpc.RequestOp(request_range=rpc.RangeRequest(key=name))
-        request = rpc.TxnRequest(compare=[compare], success=[operation], failure=[read])
+        request = rpc.TxnRequest(compare=compare, success=[operation], failure=[read])
         return self._connection.call(lambda link: link.kv.Txn, request)
 
     def _before(self, prefix: str, revision: int) -> Snapshot:

@@ -6,7 +6,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,8 +28,29 @@ from .protobuf_shim import load_etcdrpc
 from .variables import ADDRESSES, ENV_PASSWORD, ENV_USER
 
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # it prints every failed handshake, which our own errors tell
-rpc = load_etcdrpc()
-import grpc  # noqa: E402 - after the shim, whose error names the cure if it is missing
+
+
+@contextmanager
+def _no_poller_in_children() -> Iterator[None]:
+    """For the import of gRPC, which reads the variable then.
+
+    With its support of forks a child that prepares itself before it executes something else gets a poller, which aborts
+    it as soon as ``Popen`` has closed the poller's descriptor (grpc/grpc#43055). Workers do not inherit the variable.
+    """
+    before = os.environ.get(_FORK_SUPPORT)
+    os.environ[_FORK_SUPPORT] = "0"
+    try:
+        yield
+    finally:
+        del os.environ[_FORK_SUPPORT]
+        if before is not None:
+            os.environ[_FORK_SUPPORT] = before
+
+
+_FORK_SUPPORT = "GRPC_ENABLE_FORK_SUPPORT"
+with _no_poller_in_children():
+    rpc = load_etcdrpc()
+    import grpc  # after the shim, whose error names the cure if it is missing
 
 log = logging.getLogger(__name__)
 

@@ -1,0 +1,115 @@
+"""What these tests need of Debian, and the table of what ran on which version."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from ..support.hosts import why_not
+from .machines import Machines
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A program of a Debian package, and the arguments with which it tells its version."""
+
+    package: str
+    program: str
+    version: tuple[str, ...] = ("--version",)
+
+    def path(self) -> str | None:
+        """Where it is, apart from what pip has installed; servers are not on the PATH of every user."""
+        own = Path(sys.prefix, "bin")
+        folders = [folder for folder in os.environ["PATH"].split(os.pathsep) if Path(folder) != own]
+        return shutil.which(self.program, path=os.pathsep.join([*folders, "/usr/sbin", "/sbin"]))
+
+    def number(self) -> str:
+        """Its version, as it tells it."""
+        path = self.path()
+        if path is None:
+            return f"missing: apt-get install {self.package}"
+        done = subprocess.run([path, *self.version], capture_output=True, text=True, check=False, timeout=30)
+        found = re.search(r"\d+(\.\d+)+\w*", done.stdout + done.stderr)
+        return found.group() if found else "unknown"
+
+
+TOOLS = {
+    "sshd": Tool("openssh-server", "sshd", ("-V",)),
+    "pdsh": Tool("pdsh", "pdsh", ("-V",)),
+    "Slurm": Tool("slurm-wlm", "slurmctld", ("-V",)),
+    "munge": Tool("munge", "munged", ("-V",)),
+    "etcd": Tool("etcd-server", "etcd"),
+    "etcdctl": Tool("etcd-client", "etcdctl", ("version",)),
+    "openssl": Tool("openssl", "openssl", ("version",)),
+}
+#: How each test ended.
+_OUTCOMES: dict[str, str] = {}
+_TESTS: dict[str, pytest.Item] = {}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    for item in items:
+        if here in item.path.parents:
+            item.add_marker(pytest.mark.real)
+            item.add_marker(pytest.mark.integration)
+            item.add_marker(pytest.mark.timeout(600))
+            _TESTS[item.nodeid] = item
+
+
+def _tools(item: pytest.Item) -> list[str]:
+    return [name for marker in item.iter_markers("tools") for name in marker.args]
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    missing = [TOOLS[name] for name in _tools(item) if TOOLS[name].path() is None]
+    if missing:
+        programs = ", ".join(tool.program for tool in missing)
+        packages = " ".join(tool.package for tool in missing)
+        pytest.fail(f"{programs} missing: apt-get install {packages}", pytrace=False)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.nodeid in _TESTS and (report.when == "call" or not report.passed):
+        _OUTCOMES.setdefault(report.nodeid, report.outcome)
+        if report.failed:
+            _OUTCOMES[report.nodeid] = "failed"
+
+
+def pytest_terminal_summary() -> None:
+    if not _OUTCOMES:
+        return
+    system = platform.freedesktop_os_release()["PRETTY_NAME"]
+    ours = ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "deepspeed"))
+    table = Table("what", "with", "result", box=box.MARKDOWN)
+    table.title = f"{system}, Python {platform.python_version()}, {ours}"
+    for nodeid, outcome in _OUTCOMES.items():
+        item = _TESTS[nodeid]
+        said = (item.function.__doc__ or item.name).partition("\n")[0].rstrip(".")
+        versions = ", ".join(f"{name} {TOOLS[name].number()}" for name in _tools(item))
+        table.add_row(said, versions, outcome)
+    Console(width=200).print(table)
+
+
+@pytest.fixture
+def machines() -> Iterator[Machines]:
+    """Three hosts with an sshd each; they are gone after the test."""
+    reason = why_not()
+    if reason is not None:
+        pytest.fail(reason, pytrace=False)
+    with Machines(3) as made:
+        yield made
