@@ -9,7 +9,6 @@ import logging
 import socket
 import threading
 import time
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -101,7 +100,7 @@ class StateServer:
         self._closed = False
         # Of the loop's thread alone:
         self._streams: dict[asyncio.Transport, Snapshot] = {}
-        self._proven: weakref.WeakSet[Any] = weakref.WeakSet()  # connections over which a request has proven itself
+        self._proven: set[Any] = set()  # aiohttp's handlers of connections over which a request has proven itself
         self._change = asyncio.Event()
         self._end = asyncio.Event()
 
@@ -203,8 +202,13 @@ class StateServer:
             def connection_made(self, handler: Any, transport: asyncio.Transport) -> None:
                 super().connection_made(handler, transport)
                 strangers = [each.transport for each in self.connections if each not in proven]
-                if len(strangers) > _STRANGERS and strangers[0] is not None:
-                    _abort(strangers[0])  # the oldest
+                for one in strangers[:-_STRANGERS]:  # the oldest
+                    if one is not None:
+                        _abort(one)
+
+            def connection_lost(self, handler: Any, exc: BaseException | None = None) -> None:
+                proven.discard(handler)
+                super().connection_lost(handler, exc)
 
         server = Bounded(self._handle, handler_cancellation=True, access_log=None, logger=silent)
         runner = web.ServerRunner(server, shutdown_timeout=0.1)
