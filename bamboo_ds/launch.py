@@ -77,6 +77,7 @@ class Job:
             *(channel.member, channel.address, timeout, self._peer_failed, silence_s),
             awaited=self._tell_awaited,
             tell_after_s=self.settings.recovery.plan_timeout_s,
+            secret=channel.secret,
         )
         #: Called at a clean exit of the script, while all peers are still there.
         self.at_finish: Callable[[], None] | None = None

@@ -11,11 +11,12 @@ import sys
 
 import click
 
-from ..control.access import open_store
+from ..control.access import check_secret, open_store
 from ..control.membership import Keys, StopRecord
 from ..control.mirror import Mirror
 from ..errors import BambooError, ConfigError, LaunchError
 from ..observe import logs
+from ..secret import find
 from ..version import __version__
 from . import jobs
 from .chaos import chaos
@@ -158,7 +159,8 @@ def join(
 
     job, store = _located(job, store)
     address = member.address or address_towards(store)
-    start(JoinOptions(**member.options(job, address, zone, host), store=store, wait_s=wait_s))
+    options = {**member.options(job, address, zone, host), "secret": find(job)}
+    start(JoinOptions(**options, store=store, wait_s=wait_s))
 
 
 cli.add_command(plan)
@@ -228,9 +230,13 @@ def stop(job: str | None, store: str | None, timeout_s: float) -> None:
 
 
 def _stop_members(job: str, urls: str) -> None:
-    with open_store(urls, job, _TIMEOUT_S) as connection:
-        if not connection.get_prefix(Keys.MEMBERS).entries:
+    secret = find(job)
+    with open_store(urls, job, _TIMEOUT_S, secret) as connection:
+        members = connection.get_prefix(Keys.MEMBERS).entries
+        if not members:
             raise ConfigError(f"no job {job!r} runs at {urls}")
+        for entry in members.values():
+            check_secret(entry, job, secret)
         connection.create(Keys.STOP, StopRecord(code=EXIT_STOPPED, reason="bamboo stop", by="").to_json())
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from ..errors import EpochChanged, PeerLost
 from ..forking import only_here
+from ..secret import NONE, JobSecret
 from ..topology import Plan
 from . import sockets
 from .aborts import Aborts
@@ -47,6 +48,7 @@ class Epoch:
         timeout: default timeout of operations.
         on_peer_failure: as for ``Session``; called once per member.
         silence_s, awaited, tell_after_s: as for ``Session``.
+        secret: the job's.
     """
 
     def __init__(
@@ -59,8 +61,10 @@ class Epoch:
         silence_s: float,
         awaited: Callable[[Sequence[str], float], None] = lambda members, seconds: None,
         tell_after_s: float = 120.0,
+        secret: JobSecret = NONE,
     ) -> None:
         self.plan = plan
+        self.secret = secret
         self._awaited, self._tell_after_s = awaited, tell_after_s
         self.member = member
         self.timeout = timeout
@@ -126,7 +130,7 @@ class Epoch:
             connection.settimeout(min(self.timeout.total_seconds(), self.silence_s))
             connection.connect(name)
             sockets.watch_silence(connection, self.silence_s)
-            self._client = Client(connection, self.number, self.timeout)
+            self._client = Client(connection, self.number, self.timeout, self.secret, self.member, host)
         except OSError as error:
             self.check("attaching")
             raise self.lost(host, f"connecting to the store at {store_address} failed: {error}") from error

@@ -13,6 +13,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from ..errors import EpochChanged
+from ..secret import NONE, JobSecret
 from ..topology import Plan
 from .c10d import Store
 from .epoch import Epoch
@@ -86,6 +87,7 @@ class Session:
         silence_s: seconds without any answer of a member's host after which operations towards it fail.
         awaited: called by the thread that attaches with the members that have not come to attach, and for how many
             seconds they have been waited for: after ``tell_after_s``, then after twice as long each time.
+        secret: the job's; who does not know it gets no connection.
     """
 
     def __init__(
@@ -97,6 +99,7 @@ class Session:
         silence_s: float = 10.0,
         awaited: Callable[[Sequence[str], float], None] = lambda members, seconds: None,
         tell_after_s: float = 120.0,
+        secret: JobSecret = NONE,
     ) -> None:
         global _current
         if _current is not None:
@@ -107,6 +110,7 @@ class Session:
         self._on_peer_failure = on_peer_failure
         self._silence_s = silence_s
         self._awaited, self._tell_after_s = awaited, tell_after_s
+        self._secret = secret
         self._lock = threading.Lock()
         self._epoch: Epoch | None = None
         self._detached = True
@@ -217,7 +221,9 @@ class Session:
             if hosted is not None:
                 return hosted.port
             self._drop_stores(plan.epoch)
-            server = self._hosted[plan.epoch] = Server(address or self._address, plan.epoch)
+            server = self._hosted[plan.epoch] = Server(
+                address or self._address, plan.epoch, self._secret, self._member, plan.members
+            )
             return server.port
 
     def _drop_stores(self, epoch: int) -> None:
@@ -251,6 +257,7 @@ class Session:
             *(plan, self._member, self._address, self._timeout, self._on_peer_failure, self._silence_s),
             awaited=self._awaited,
             tell_after_s=self._tell_after_s,
+            secret=self._secret,
         )
         with self._lock:
             self._epoch = epoch

@@ -13,6 +13,7 @@ from typing import Any
 from ..config import BambooConfig, NoticesConfig
 from ..errors import ConfigError
 from ..launched import ENV_CHECK_EXACT
+from ..secret import ENV_SECRET, ENV_SECRET_FILE, NONE, JobSecret, handed
 from .access import ENV_NOTICES, ENV_STORE, without_access
 from .channel import (
     ENV_ADDRESS,
@@ -28,6 +29,8 @@ from .notices import build_sources
 #: Cold file systems take that long to load libraries, at least.
 _START_TIMEOUT_S = 60.0
 _GPUS = Path("/proc/driver/nvidia/gpus")
+#: Settings that are not on a command line, which everybody can read, and the command.
+_IN_THE_ENVIRONMENT = ("store", "notices", "secret", "command")
 _STUB = "bamboo_ds.control.script"
 #: Options of the interpreter that are followed by a value.
 _WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")
@@ -59,6 +62,7 @@ class MemberOptions:
         on_exception: ``bamboo.recovery.on_exception``.
         fence_s: ``bamboo.membership.fence_s``; ``None``, too, where no restart can follow a fatal loss.
         rejoin_s: seconds for which it tries to come back when its worker was evicted.
+        secret: the job's.
         check_exact: steps that are checked; ``None``: as the block of the worker's script says.
     """
 
@@ -82,6 +86,7 @@ class MemberOptions:
     min_members: int = 1
     on_exception: str = "stop"
     rejoin_s: float = 600.0
+    secret: JobSecret = NONE
     check_exact: int | None = None
     fence_s: float | None = None
 
@@ -204,13 +209,14 @@ class AgentSettings(MemberOptions):
             name, value = field.name, getattr(self, field.name)
             if value is True:
                 arguments.append(f"--{name.replace('_', '-')}")
-            elif value is not None and value is not False and name not in ("store", "notices", "command"):
+            elif value is not None and value is not False and name not in _IN_THE_ENVIRONMENT:
                 arguments.append(f"--{name.replace('_', '-')}={value}")
         return [*arguments, "--", *self.command]
 
     def environment(self) -> dict[str, str]:
         """The environment of an agent with these settings."""
-        return {**os.environ, ENV_STORE: self.store, ENV_NOTICES: self.notices or ""}
+        told = {ENV_STORE: self.store, ENV_NOTICES: self.notices or "", ENV_SECRET: self.secret.text}
+        return {**{name: value for name, value in os.environ.items() if name != ENV_SECRET_FILE}, **told}
 
 
 def parse_arguments(argv: Sequence[str]) -> AgentSettings:
@@ -262,6 +268,7 @@ def parse_arguments(argv: Sequence[str]) -> AgentSettings:
     if parsed["heartbeat_timeout_s"] is None:
         parsed["heartbeat_timeout_s"] = parsed["lease_ttl_s"]
     parsed["command"] = tuple(parsed["command"])
+    parsed["secret"] = handed(os.environ)
     return AgentSettings(**parsed)
 
 
@@ -311,6 +318,7 @@ def worker_environment(settings: AgentSettings, member: str) -> dict[str, str]:
             ENV_JOB: settings.job,
             ENV_ADDRESS: settings.address,
             ENV_HEARTBEAT_TIMEOUT: str(settings.heartbeat_timeout_s),
+            ENV_SECRET: settings.secret.text,
             "RANK": str(settings.rank),
             "WORLD_SIZE": str(settings.world_size),
         }

@@ -41,7 +41,7 @@ def make_coordinator(
         pid: process id of the worker, or of the agent if that waits for the job's restart.
     """
     record = member_record(settings, member, pid)
-    store = open_store(settings.store, settings.job, _STORE_TIMEOUT_S)
+    store = open_store(settings.store, settings.job, _STORE_TIMEOUT_S, settings.secret)
     coordinator = Coordinator(
         store,
         make_leader(settings, member, store, events, on_feed),

@@ -13,6 +13,7 @@ from typing import Any
 
 from ..errors import EpochChanged, Isolated
 from ..forking import only_here
+from ..secret import NONE, JobSecret, taken
 from ..topology.plan import Plan
 from ..topology.roles import Layout
 from .activity import Activity
@@ -68,6 +69,7 @@ class WorkerChannel:
         address: IP address that other workers reach this one at; the only one to bind to.
         joiner: the job was running already when this worker was started.
         restart_from: folder of the newest checkpoint that members had told of when the job was started again.
+        secret: the job's.
         heartbeat_timeout_s: seconds without a heartbeat after which the agent kills this worker.
         ahead: by how much DeepSpeed's count of steps exceeds the job's.
         activity: what heartbeats tell of the main thread.
@@ -86,6 +88,7 @@ class WorkerChannel:
         heartbeat_timeout_s: float = _DEFAULT_HEARTBEAT_TIMEOUT_S,
         joiner: bool = False,
         restart_from: str | None = None,
+        secret: JobSecret = NONE,
     ) -> None:
         self.member = member
         self.job = job
@@ -94,6 +97,7 @@ class WorkerChannel:
         self.address = address
         self.joiner = joiner
         self.restart_from = restart_from
+        self.secret = secret
         self.ahead = 0
         self.heartbeat_timeout_s = heartbeat_timeout_s
         self._interval = min(_LONGEST_HEARTBEAT_INTERVAL_S, 0.25 * heartbeat_timeout_s)
@@ -117,8 +121,8 @@ class WorkerChannel:
     def from_environment(cls) -> WorkerChannel | None:
         """The channel that this process inherited from its agent; ``None`` if there is none.
 
-        The variable is taken out of the environment, so that child processes of the worker do not take
-        themselves for workers; later calls in the same process return the same channel.
+        Its variable and the job's secret are taken out of the environment, so that child processes of the worker do
+        not take themselves for workers, nor know the secret; later calls in the same process return the same channel.
         """
         global _inherited
         if _inherited is not None and _inherited[0] == os.getpid():
@@ -138,6 +142,7 @@ class WorkerChannel:
             heartbeat_timeout_s=float(os.environ.get(ENV_HEARTBEAT_TIMEOUT, _DEFAULT_HEARTBEAT_TIMEOUT_S)),
             joiner=bool(os.environ.get(ENV_JOINER)),
             restart_from=os.environ.get(ENV_RESTART_FROM),
+            secret=taken(os.environ),
         )
         _inherited = (os.getpid(), channel)
         return channel

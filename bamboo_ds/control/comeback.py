@@ -111,7 +111,8 @@ class Comeback:
         self._ended = self._ended or not self._wait(seconds)
 
     def _open(self) -> Store:
-        return open_store(self._settings.store, self._settings.job, _STORE_TIMEOUT_S)
+        settings = self._settings
+        return open_store(settings.store, settings.job, _STORE_TIMEOUT_S, settings.secret)
 
     def _look(self) -> AgentSettings | None:
         settings = self._settings

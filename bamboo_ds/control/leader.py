@@ -141,6 +141,11 @@ class Leader:
         generation = mirror.restart.generation if mirror.restart else 0
         if leader != self._member or lagging or generation < self._assigned or self._stopped:
             return None
+        if mirror.plan_forged and plan is not None:
+            # Members that begin, or come back, find no other.
+            logger.warning("putting the plan of epoch %d back in its place", plan.epoch)
+            self._store.compare_and_swap(Keys.PLAN, mirror.plan_revision, plan.to_json())
+            return None  # the watch tells
         view = View(
             world_size=self._world_size,
             plan=plan,

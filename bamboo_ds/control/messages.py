@@ -80,7 +80,11 @@ class LayoutReport(Message):
 
 
 class Place(BaseModel):
-    """Where a worker offers its history and snapshots (see :class:`~bamboo_ds.state.server.StateServer`)."""
+    """Where a worker offers its history and snapshots (see :class:`~bamboo_ds.state.server.StateServer`).
+
+    Attributes:
+        token: goes into what proves knowledge of the job's secret. In a job without one it is all there is to know.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

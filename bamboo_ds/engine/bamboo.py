@@ -100,7 +100,8 @@ class BambooPipelineEngine(ScriptingExecutor):
         self._doubts, self._differing = Doubts(settings.redundancy.verify_every), {}
         self._history = History(layout.slices)
         answers = {History.PREFIX: self._history.answer, FLAGS: lambda _: json.dumps(self._flags)}
-        self._snapshots = Snapshots(job.session.address, settings.topology.transfer_mb_per_s, answers)
+        rate, secret = settings.topology.transfer_mb_per_s, job.channel.secret
+        self._snapshots = Snapshots(job.session.address, rate, answers, secret)
         host = HostCopyEngine(self.checkpoint_engine)
         self.checkpoint_engine: Any = host
         self._saves = Saves(job, settings.checkpoint, host, self._history)

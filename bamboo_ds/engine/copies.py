@@ -217,7 +217,7 @@ class CopyingExecutor(StepExecutor):
                 self._snapshots.want(role)
             if learner == member:
                 source = snapshot_key(plan.epoch, rank), Place(**records[plan.owners[rank]]["place"])
-                self._learners[role] = Learner(role, source, begin_fetch(*source))
+                self._learners[role] = Learner(role, source, begin_fetch(*source, self._job.channel.secret))
 
     def _cancel_copies(self) -> None:
         for learner in self._learners.values():
@@ -239,7 +239,7 @@ class CopyingExecutor(StepExecutor):
                 self._advance_copy(learner)
             except TransferError as error:
                 logger.warning("copying role %s failed and begins again: %s", learner.role, error)
-                learner.fetch = begin_fetch(*learner.source)
+                learner.fetch = begin_fetch(*learner.source, self._job.channel.secret)
 
     def _advance_copy(self, learner: Learner) -> None:
         if learner.runtime is None:

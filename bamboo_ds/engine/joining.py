@@ -106,7 +106,8 @@ class JoiningExecutor(RecoveringExecutor):
         for patience_s in _ASK_TIMEOUTS_S:
             for place in self._tellers or self._job.channel.wait_places(timeout_s):
                 try:
-                    return fetch(place.url, key, token=place.token, timeout_s=patience_s)[0]
+                    secret = self._job.channel.secret
+                    return fetch(place.url, key, token=place.token, timeout_s=patience_s, secret=secret)[0]
                 except TransferError as error:
                     failures.append(str(error))
         raise ProtocolError(f"no worker of the job tells what it has done: {'; '.join(failures)}")

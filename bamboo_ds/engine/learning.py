@@ -25,6 +25,7 @@ import aiohttp.web  # noqa: F401  # the server's; loading it takes time that a r
 import torch
 
 from ..control.messages import Place
+from ..secret import JobSecret
 from ..state import Tree, join, split
 from ..state.fetch import Fetch, start_fetch
 from ..state.server import StateServer
@@ -109,14 +110,21 @@ class Snapshots:
         address: to listen on.
         rate_mb_per_s: bound on all transfers together; ``None``: none.
         answers: what else it is asked for, by what the keys begin with.
+        secret: the job's.
 
     Attributes:
         place: where others find it.
     """
 
-    def __init__(self, address: str, rate_mb_per_s: float | None, answers: Mapping[str, Callable[[str], str]]) -> None:
+    def __init__(
+        self,
+        address: str,
+        rate_mb_per_s: float | None,
+        answers: Mapping[str, Callable[[str], str]],
+        secret: JobSecret,
+    ) -> None:
         token = secrets.token_urlsafe(16)
-        self._server = StateServer(address, rate_mb_per_s, token=token)
+        self._server = StateServer(address, rate_mb_per_s, token=token, secret=secret)
         for prefix, answer in answers.items():
             self._server.answer(prefix, answer)
         self.place = Place(url=self._server.url, token=token)
@@ -155,9 +163,9 @@ def snapshot_key(epoch: int, rank: int) -> str:
     return f"{epoch}/{rank}"
 
 
-def begin_fetch(key: str, place: Place) -> Fetch:
+def begin_fetch(key: str, place: Place, secret: JobSecret) -> Fetch:
     """Start to fetch the snapshot ``key`` from where its owner offers it."""
-    return start_fetch(place.url, key, token=place.token, timeout_s=FETCH_TIMEOUT_S)
+    return start_fetch(place.url, key, token=place.token, timeout_s=FETCH_TIMEOUT_S, secret=secret)
 
 
 def arrived(learner: Learner) -> tuple[int, Any] | None:

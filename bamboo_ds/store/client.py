@@ -12,7 +12,8 @@ from types import TracebackType
 from typing import Any
 
 from ..errors import ConfigError, LeaseExpired, StoreError
-from .connection import Answer, Connection, Link, rpc
+from ..secret import NONE, JobSecret
+from .connection import Access, Answer, Connection, Link, rpc
 from .endpoints import parse_endpoints, read_certificates
 from .keyspace import Keyspace
 from .records import KeyValue, Snapshot, TlsFiles, WatchEvent
@@ -38,6 +39,8 @@ class Store:
         tls: certificate files; ``None`` for plain text, or for the system's roots with ``https``.
         user: name to authenticate with; needs ``password``.
         password: never logged.
+        secret: the job's: values are written with a tag by it, and read as not genuine without.
+        spare: name and password for an etcd that asks for them, if ``user`` is not given.
         timeout_s: seconds that a request may take, with all its retries.
 
     Raises:
@@ -54,6 +57,8 @@ class Store:
         tls: TlsFiles | None = None,
         user: str | None = None,
         password: str | None = None,
+        secret: JobSecret = NONE,
+        spare: tuple[str, str] | None = None,
         timeout_s: float = 5.0,
     ) -> None:
         if (user is None) != (password is None):
@@ -61,11 +66,12 @@ class Store:
             raise ConfigError(f"store.{missing} is not set: set store.user and the password, or neither")
         if timeout_s <= 0:
             raise ConfigError(f"store.timeout_s is {timeout_s:g}; it must be positive")
-        self._keys = Keyspace(namespace)
+        self._keys = Keyspace(namespace, secret)
         places = parse_endpoints(endpoints, tls)
         if user is not None and any(not place.secure and not place.loopback for place in places):
             log.warning("the store's password goes over the network in plain text: use https endpoints")
-        self._connection = Connection(places, read_certificates(tls), user, password, timeout_s)
+        access = Access(user, password, spare if user is None else None)
+        self._connection = Connection(places, read_certificates(tls), access, timeout_s)
         self._lock = threading.Lock()
         self._watches: set[Watch] = set()
         self._monitor: HealthMonitor | None = None
@@ -121,7 +127,8 @@ class Store:
             return False
         present = self._keys.key_value(found[0])
         mine = (value, lease.id if lease else None)
-        return present.mod_revision > mod_revision and (present.value, present.lease) == mine
+        newer = present.genuine and present.mod_revision > mod_revision
+        return newer and (present.value, present.lease) == mine
 
     def delete(self, key: str) -> bool:
         """Delete ``key``; True if it existed (or if the connection broke and it is gone now)."""
@@ -220,7 +227,8 @@ class Store:
             monitor.join()
 
     def _put_request(self, key: str, value: str, lease: Lease | None) -> Any:
-        return rpc.PutRequest(key=self._keys.absolute(key), value=value.encode(), lease=lease.id if lease else 0)
+        data = self._keys.value(key, value)
+        return rpc.PutRequest(key=self._keys.absolute(key), value=data, lease=lease.id if lease else 0)
 
     def _transaction(
         self, key: str, mod_revision: int, operation: Any, given: Mapping[str, int] | None = None

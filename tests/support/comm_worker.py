@@ -25,10 +25,15 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
+from bamboo_ds.secret import JobSecret
+
 DEADLINE = 10.0  # seconds in which anything must happen; a bound on hangs, not a target
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "bamboo_ds.comm.backend", "bamboo_ds.comm.transport"])
 
+
+#: Of the members' job.
+SECRET = JobSecret("the-secret-of-all-clusters-of-the-tests")
 
 #: All members that this test process has started, to say more about a hang.
 _REMOTES: weakref.WeakSet[Remote] = weakref.WeakSet()
@@ -56,6 +61,7 @@ class Member:
             *(name, address, timedelta(seconds=60), lambda member, reason: self.failures.append((member, reason))),
             awaited=lambda members, seconds: self.awaited.append((list(members), seconds)),
             tell_after_s=TELL_AFTER_S,
+            secret=SECRET,
         )
         self.transport: Any = None
         self.lanes: dict[str, Any] = {}
