@@ -22,13 +22,14 @@ Reference = Callable[..., Result]
 #: Undisturbed runs with these are needed by other tests, too.
 ARGUMENTS = ("--evaluate-every", "10")
 TTL_S = 5
+#: Longer than the outages in which training goes on.
+FENCE_S = 14
 
 
 def start(folder: Path, urls: str) -> RunningJob:
     """Four stages on the etcd at ``urls``; a second a step until the file ``go`` exists."""
-    config = write_config(
-        folder, {"membership": {"lease_ttl_s": TTL_S, "heartbeat_timeout_s": 30}, "redundancy": {"verify_every": 5}}
-    )
+    membership = {"lease_ttl_s": TTL_S, "heartbeat_timeout_s": 30, "fence_s": FENCE_S}
+    config = write_config(folder, {"membership": membership, "redundancy": {"verify_every": 5}})
     command = ["--stages", "4", *ARGUMENTS, *slow_until(folder / "go", pace_s=1)]
     return RunningJob(folder, 4, command, config, options=["--store", urls])
 
@@ -47,7 +48,10 @@ def kill_owner(job: RunningJob, urls: str, rank: int) -> str:
 
 
 def test_outage_and_restart(tmp_path: Path, reference: Reference) -> None:
-    """etcd stands still for longer than any lease, later it is killed and comes back with its data."""
+    """etcd stands still for longer than any lease, and than workers go on; later it is killed and comes back.
+
+    Nobody is lost by that.
+    """
     with EtcdServer(tmp_path) as etcd, start(tmp_path, etcd.url) as job:
         wait_steps(job, 1)
         wait_whole(job, 4)
@@ -56,7 +60,9 @@ def test_outage_and_restart(tmp_path: Path, reference: Reference) -> None:
             first = owner_of(job, etcd.url, 2)
             etcd.pause()
             wait_steps(job, 2 * TTL_S)  # of a second each
+            job.wait_for("it pauses", lambda: "pauses before a commit" in job.output())
             etcd.resume()
+            job.wait_for("it goes on", lambda: "etcd is back: the worker goes on" in job.output())
             # Somebody is lost before everybody is back.
             os.kill(first.pid, signal.SIGKILL)
             job.wait_for("a lease has run out", lambda: store.get("canary") is None)

@@ -123,8 +123,9 @@ def test_a_member_that_an_earlier_plan_has_dropped_comes_back_too() -> None:
     [
         ({}, 0.0),
         ({"left": {}}, 12.0),
-        ({"standings": {}}, 12.0),  # of a worker that had entered nothing the others' commits may not have depended
+        ({"standings": {}}, 12.0),  # the others' commits may not need a worker that has entered no plan
         ({"left": {"c": left("c", 2, "lost")}}, 12.0),  # its agent is dead, its worker may be held
+        ({"standings": {}, "left": {m: left(m, 0, "lost", reaped=True) for m in "acd"}}, 0.0),
         ({"left": {}, "restart": RECORD.model_copy(update={"after_epoch": 1})}, 0.0),  # a start that has not begun
         ({"left": {}, "plan": replace(FATAL, layout=None)}, 0.0),  # nobody had built an engine
         ({"left": {}, "plan": replace(FATAL, fence_s=None)}, math.inf),

@@ -85,6 +85,17 @@ def test_compare_and_swap(store: Store) -> None:
     assert store.get("plan") is None
 
 
+def test_a_write_may_depend_on_other_keys(store: Store) -> None:
+    store.put("plan", "1")
+    plan = store.get("plan")
+    assert plan is not None
+    assert not store.create("stop", "x", given={"plan": 0}) and store.get("stop") is None
+    assert not store.create("stop", "x", given={"plan": plan.mod_revision, "other": 7}) and store.get("stop") is None
+    assert store.create("stop", "x", given={"plan": plan.mod_revision, "other": 0})
+    store.put("plan", "2")
+    assert not store.compare_and_swap("stop", 0, "y", given={"plan": plan.mod_revision})
+
+
 def test_of_racing_writers_exactly_one_wins(etcd: EtcdServer) -> None:
     namespace, rounds, writers = new_namespace(), 40, 4
     with contextlib.ExitStack() as stack:

@@ -55,8 +55,9 @@ def restart_wait_s(
 ) -> float:
     """Seconds from the fatal ``plan`` on until no worker of its lineage can commit any more; infinite if never.
 
-    None where it is known that they cannot: all members of a plan take part in its commits. A worker that has ended
-    takes part in none; if it had entered some plan before, so had all members of that, and none of them goes back.
+    None where it is known that they cannot: all members of a plan take part in its commits, and a worker that has ended
+    takes part in none. If it had entered some plan before, so had all members of that, and none of them goes back; one
+    that had entered none may be a newcomer, which the commits of the others did not need yet.
 
     Args:
         left, standings: what is known of members.
@@ -64,7 +65,8 @@ def restart_wait_s(
     """
     over = restart is not None and restart.generation > plan.generation
     concerned = (*plan.members, *plan.lost)
-    ended = any(m in left and left[m].reaped and m in standings for m in concerned)
-    if plan.layout is None or over or ended:
+    ended = [member for member in concerned if member in left and left[member].reaped]
+    known = any(member in standings for member in ended) or len(ended) == len(concerned)
+    if plan.layout is None or over or known:
         return 0.0
     return math.inf if plan.fence_s is None else plan.fence_s * _CLOCK_TOLERANCE + _IN_FLIGHT_S

@@ -1,0 +1,406 @@
+"""Hosts, workers and the package's processes in simulated time: whoever has them says when each of them acts."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from queue import Empty, SimpleQueue
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from bamboo_ds.control import fencing
+from bamboo_ds.control.agent import Agent
+from bamboo_ds.control.agent_settings import AgentSettings
+from bamboo_ds.control.assembly import make_leader, member_record, patience_s
+from bamboo_ds.control.comeback import Comeback
+from bamboo_ds.control.coordinator import _REFRESH, Callbacks, Coordinator
+from bamboo_ds.control.messages import Contact, ExitNotice, LayoutReport, Message, PlanPush, Standing, Suspicion
+from bamboo_ds.control.relay import as_record
+from bamboo_ds.control.waiting import WaitingAgent
+from bamboo_ds.errors import EXIT_EVICTED, EXIT_FATAL_LOSS, EXIT_LEFT, StoreUnavailable
+from bamboo_ds.observe.events import EventWriter
+from bamboo_ds.topology import Layout, Plan
+
+from .simulated_etcd import TTL_S, SimStore
+
+if TYPE_CHECKING:
+    from .fencing_model import World
+
+#: Seconds without a peer or a plan after which a worker stops (``recovery.plan_timeout_s``).
+ISOLATED_S = 8.0
+#: Seconds from an agent's request to the end of a worker.
+GRACE_S = 1.0
+STAGES = 2
+
+
+class Broken(AssertionError):
+    """An invariant does not hold."""
+
+
+class Host:
+    """One machine with one slot (and with those that stand in for others), its clock and its cables."""
+
+    def __init__(self, world: World, number: int) -> None:
+        self.world, self.number = world, number
+        self.rate, self._offset = world.rates[number % len(world.rates)], 1000.0 * number
+        self.alive, self.stopped, self.etcd, self.mute = True, False, True, False
+        self.hold_s, self.hold_at, self.held, self.lose = 0.0, "", False, False
+        self.parties: list[Party] = []
+
+    def clock(self) -> float:
+        return self._offset + self.rate * self.world.now
+
+    @property
+    def runs(self) -> bool:
+        return self.alive and not self.stopped and not self.held
+
+
+class Worker:
+    """Enters plans, commits, accounts, publishes. Nothing else of training is there."""
+
+    pid = 1
+
+    def __init__(self, host: Host, member: str, joiner: bool, tell: Callable[[Message], None]) -> None:
+        self.host, self.member, self.joiner, self._tell = host, member, joiner, tell
+        self.world = host.world
+        self.status: int | None = None
+        self.stopped = False
+        self.stopped_at: float | None = None
+        self.contact: Contact | None = None
+        self.newest: Plan | None = None
+        self.plan: Plan | None = None  # that it has entered
+        self.entering: Plan | None = None
+        self.step = 0
+        self.alone_since: float | None = None
+        self._accused: set[tuple[int, str]] = set()
+        self.last_sign_of_life: float | None = None
+        if joiner:
+            self.tell(LayoutReport(layout=Layout(1, STAGES), redundant=True, iterators=False))
+
+    @property
+    def runs(self) -> bool:
+        return self.status is None and not self.stopped and self.host.alive and not self.host.stopped
+
+    def tell(self, message: Message) -> None:
+        self.world.at_once.append(lambda: self._tell(message))
+
+    # as WorkerProcess
+    def send(self, message: Message) -> None:
+        if isinstance(message, PlanPush):
+            self.newest = message.plan
+        elif isinstance(message, Contact):
+            self.contact = message
+
+    def kill(self, signum: int) -> None:
+        if self.status is None:
+            self.status = -signum
+
+    def lingers(self) -> bool:
+        return False
+
+    # training
+    def exit(self, status: int, failed: bool = False) -> None:
+        if self.status is None:
+            if failed:
+                self.tell(ExitNotice(reason="ValueError", failed=True))
+            self.status = status
+
+    def look(self) -> None:
+        """Follow the newest plan."""
+        plan = self.newest
+        if plan is None or plan.epoch <= max(self.plan.epoch if self.plan else 0, self._going):
+            return
+        if self.member in plan.members and plan.unheld:
+            self.exit(EXIT_FATAL_LOSS)
+        elif plan.immediate or (self.plan is None and self.member in plan.members):
+            self.enter(plan)
+
+    @property
+    def _going(self) -> int:
+        return self.entering.epoch if self.entering else 0
+
+    def enter(self, plan: Plan) -> None:
+        if self.member in plan.members:
+            self.entering = plan
+        elif self.plan is not None or not self.joiner:
+            self.exit(EXIT_EVICTED if self.member in plan.lost else EXIT_LEFT)
+
+    def may_commit(self) -> bool:
+        assert self.plan is not None
+        contact, off = self.contact, self.world.off
+        if "pause" in off:
+            return True
+        if "lineage" in off and contact is not None:
+            contact = Contact(origin=self.plan.origin, generation=self.plan.generation, at=contact.at)
+        return fencing.may_commit(self.plan, contact, self.host.clock())
+
+    def entered(self, plan: Plan) -> None:
+        self.plan, self.entering, self.alone_since = plan, None, None
+        if plan.layout is None:
+            self.tell(LayoutReport(layout=Layout(1, STAGES), redundant=True, iterators=False))
+            return
+        held = [rank for rank, shadow in enumerate(plan.shadows) if shadow == self.member]
+        held += [rank for rank, learner in plan.learners if learner == self.member]
+        self.tell(Standing(epoch=plan.epoch, replicas=sorted(held)))
+
+    def miss(self, peers: Sequence[str]) -> None:
+        """Some peers cannot be reached."""
+        plan = self.entering or self.plan
+        assert plan is not None
+        if not peers:
+            self.alone_since = None
+            return
+        now = self.world.now
+        self.alone_since = now if self.alone_since is None else self.alone_since
+        if now - self.alone_since > ISOLATED_S:
+            self.exit(EXIT_EVICTED)
+        elif now - self.alone_since > TTL_S:
+            for peer in peers:
+                if (plan.epoch, peer) not in self._accused:
+                    self._accused.add((plan.epoch, peer))
+                    self.tell(Suspicion(epoch=plan.epoch, member=peer, reason="silent"))
+
+
+# -- the package's processes ------------------------------------------------------------------------------
+
+
+class SimCoordinator(Coordinator):
+    """Without threads: whoever has it calls :meth:`wake` and :meth:`stay`."""
+
+    due: float | None = 0.0
+    ended = False
+
+    def _refresh(self) -> None:
+        return
+
+    def _attend_neighbours(self, mirror: Any) -> None:
+        return
+
+    def wake(self) -> None:
+        if self.ended:
+            return
+        self._drain(self._clock())
+        try:
+            self.due = self._turn()
+        except Broken:
+            raise
+        except Exception as error:
+            self._ending.set()
+            self._callbacks.on_error(error)
+        if self._ending.is_set():
+            self.ended = True
+            self._store.close()
+            self._callbacks.on_ended()
+
+    def stay(self) -> None:
+        if self._connected and not self.ended:
+            try:
+                self._stay()
+            except StoreUnavailable:
+                if self._deserted():
+                    raise
+
+    @property
+    def pending(self) -> bool:
+        return not self._inbox.empty() or (self.due is not None and self.due <= self._clock())
+
+
+def make(
+    settings: AgentSettings, member: str, host: Host, events: EventWriter, callbacks: Callbacks, **more: Any
+) -> Any:
+    """As :func:`bamboo_ds.control.assembly.make_coordinator`."""
+    store: Any = SimStore(host.world, host)
+    store.by = member
+    return SimCoordinator(
+        store,
+        make_leader(settings, member, store, events, clock=host.clock),
+        member_record(settings, member, 1).model_copy(update={"agent_started": None, "process_space": ""}),
+        lease_ttl_s=settings.lease_ttl_s,
+        callbacks=callbacks,
+        last_heartbeat=more.get("last_heartbeat", lambda: None),
+        after_epoch=settings.after_epoch,
+        patience_s=patience_s(settings),
+        clock=host.clock,
+        fence_clock=host.clock,
+    )
+
+
+class SimAgent(Agent):
+    """The handlers of an agent, without its process, sockets and signals."""
+
+    def __init__(self, settings: AgentSettings, host: Host) -> None:
+        self._settings, self.host = settings, host
+        self._id = host.world.new_id(settings.slot)
+        self._posted: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._events = EventWriter(None)
+        self._stop = self._fatal = self._kill_at = self._broken = self._progress = self._progress_due = None
+        self._exit_notice = None
+        self._admitted = not settings.joins
+        self._member_since = 0.0
+        self._evicted = self._restarts = self._terminated = self._asked = False
+        self._epoch = self._listed = 0
+        self._leaving: Any = SimpleNamespace(notice=None, dropped=False, reason=None, end_at=None)
+        self._watchdog: Any = SimpleNamespace(hung=None)
+        self._feeders: Any = None
+        self.over = False
+        self._worker: Any = Worker(host, self._id, settings.joins, self._hear)
+        callbacks = Callbacks(
+            on_plan=self.on_plan,
+            on_store=lambda epoch, address, port: None,
+            on_places=lambda places: None,
+            on_stop=lambda stop: self._post(lambda: self._begin_stop(stop)),
+            on_error=lambda error: self._post(lambda: self._give_up(error)),
+            on_ended=lambda: self._post(self._note_over),
+            on_contact=self._worker.send,
+        )
+        self._coordinator: Any = make(
+            settings, self._id, host, self._events, callbacks, last_heartbeat=self._last_heartbeat
+        )
+
+    def _last_heartbeat(self) -> float | None:
+        return self.host.clock() if self._worker.runs else None
+
+    def _post(self, action: Callable[[], None]) -> None:
+        self._posted.put(action)
+
+    def _note_over(self) -> None:
+        self.over = True
+
+    def _kill_after(self, grace_s: float) -> None:
+        self._kill_at = self._kill_at or self.host.clock() + GRACE_S
+
+    def _hear(self, message: Message) -> None:
+        record = as_record(message, self._id)
+        if record is not None:
+            self._coordinator.write(*record)
+        elif isinstance(message, ExitNotice):
+            self._handle(message.to_line())
+
+
+class SimWaiting(WaitingAgent):
+    """The same of an agent that waits."""
+
+    def __init__(self, settings: AgentSettings, host: Host) -> None:
+        super().__init__(settings)
+        self.host, self._id = host, host.world.new_id(settings.slot)
+        self._coordinator: Any = make(settings, self._id, host, EventWriter(None), self._callbacks())
+
+
+class SimComeback(Comeback):
+    """Asks this host's store."""
+
+    def __init__(self, settings: AgentSettings, member: str, host: Host) -> None:
+        super().__init__(settings, member, 0.0, lambda seconds: True, host.clock)
+        self._host = host
+
+    def _open(self) -> Any:
+        return SimStore(self._host.world, self._host)
+
+
+class Party:
+    """One agent's process, whatever it is at the moment."""
+
+    def __init__(self, host: Host, settings: AgentSettings) -> None:
+        self.host, self.world = host, host.world
+        self.over = False
+        self._stay_at = 0.0
+        self._come_at = 0.0
+        self._become(settings)
+        host.parties.append(self)
+
+    def _become(self, settings: AgentSettings) -> None:
+        self.comeback: SimComeback | None = None
+        self._told = False
+        if settings.waiting:
+            self.process: SimAgent | SimWaiting = SimWaiting(settings, self.host)
+            return
+        self.process = SimAgent(settings, self.host)
+        for rank, slot in settings.extra_ranks.items():
+            Party(self.host, replace(settings, slot=slot, home=rank, extra=None))
+        self.world.workers[self.process._id] = self.process._worker
+
+    @property
+    def worker(self) -> Worker | None:
+        return self.process._worker if isinstance(self.process, SimAgent) else None
+
+    def act(self) -> None:
+        """What it does in one tick."""
+        if self.over or not self.host.runs:
+            return
+        if self.comeback is not None:
+            self._come_back()
+            return
+        coordinator = self.process._coordinator
+        clock = self.host.clock()
+        if clock >= self._stay_at:
+            self._stay_at = clock + _REFRESH * TTL_S
+            coordinator.stay()
+        for _ in range(4):
+            delivered = not coordinator.ended and coordinator._store.deliver()
+            if not (delivered or coordinator.pending) or coordinator.ended:
+                break
+            coordinator.wake()
+        self._drain()
+        if isinstance(self.process, SimAgent):
+            self._agent(self.process)
+        else:
+            self._waiting(self.process)
+
+    def _drain(self) -> None:
+        try:
+            while True:
+                self.process._posted.get_nowait()()
+        except Empty:
+            return
+
+    def _agent(self, agent: SimAgent) -> None:
+        worker: Worker = agent._worker
+        if worker.status is None:
+            if worker.stopped_at is not None and self.world.now - worker.stopped_at > TTL_S:
+                agent._watchdog.hung = ("heartbeat", 0.0)
+                worker.kill(signal.SIGKILL)
+            if agent._kill_at is not None and self.host.clock() >= agent._kill_at:
+                worker.kill(signal.SIGKILL)
+        elif not self._told:
+            self._told = True
+            agent.departed = agent._departure(worker.status, self.host.clock())  # type: ignore[attr-defined]
+            agent._coordinator.leave(agent.departed, agent._stop_of(agent.departed))  # type: ignore[attr-defined]
+        elif agent.over:
+            departure = agent.departed  # type: ignore[attr-defined]
+            if agent._coordinator.superseded:
+                departure = departure.model_copy(update={"outcome": "evicted"})
+            if agent.reborn is not None:
+                self._become(agent.reborn)
+            elif departure.outcome == "evicted":
+                self.comeback = SimComeback(agent._settings, agent._id, self.host)
+            else:
+                self.over = True
+
+    def _waiting(self, waiting: SimWaiting) -> None:
+        if not waiting._over:
+            return
+        if not self._told:
+            self._told = True
+            waiting._coordinator.leave(waiting._departure)
+            waiting._coordinator.wake()
+            self._drain()
+        if not waiting._ended:
+            return
+        if waiting._next is not None:
+            self._become(waiting._next)
+        elif waiting._joins:
+            self.comeback = SimComeback(waiting._settings, waiting._id, self.host)
+        else:
+            self.over = True
+
+    def _come_back(self) -> None:
+        assert self.comeback is not None
+        if self.world.now < self._come_at:
+            return
+        self._come_at = self.world.now + 1.0
+        settings = self.comeback._look()
+        if settings is not None:
+            self._become(settings)
+        elif self.comeback._ended:
+            self.over = True
