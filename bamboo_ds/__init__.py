@@ -12,7 +12,15 @@ from .plan_change import PlanView
 from .stages import Installer
 from .version import __version__
 
-__all__ = ["PlanView", "__version__", "init_distributed", "is_replaying", "on_plan_change", "on_stage_built"]
+__all__ = [
+    "PlanView",
+    "__version__",
+    "init_distributed",
+    "is_replaying",
+    "on_plan_change",
+    "on_stage_built",
+    "speaks_for",
+]
 
 _Listener = TypeVar("_Listener", bound=Callable[[PlanView], object])
 _Installer = TypeVar("_Installer", bound=Installer)
@@ -70,6 +78,25 @@ def is_replaying() -> bool:
     from . import launch
 
     return launch.is_replaying()
+
+
+def speaks_for(rank: int) -> bool:
+    """Whether what ``rank`` prints, or writes for the whole job, is this process's to say now.
+
+    True in the process that runs as ``rank``; if that is lost, in one survivor: the one that computes the lost rank's
+    stage. So between two calls of the engine it is true in exactly one process, which changes with the plan only (see
+    :func:`on_plan_change`), and goes back when a member joins as that rank and has caught up. In a job without a
+    ``"bamboo"`` block it is true in the process of that rank.
+
+    Args:
+        rank: of the script, as ``torch.distributed.get_rank()`` tells it; negative: counted from the last, which is -1.
+
+    Raises:
+        ValueError: the job has no such rank.
+    """
+    from . import launch
+
+    return launch.speaks_for(rank)
 
 
 def init_distributed(config: Any, **kwargs: Any) -> None:

@@ -1,12 +1,14 @@
 """Entry point of group ``torch.backends``: torch calls :func:`autoload` on ``import torch``.
 
 It costs microseconds: it registers an import hook and, but for tasks of Slurm's ``srun``, nothing else. The hook
-patches two of DeepSpeed's modules when (and if) they are imported:
+patches modules when (and if) they are imported:
 
 * ``deepspeed.comm.comm``: ``init_distributed`` builds the process groups of a bamboo job on the ``bamboo``
   backend;
 * ``deepspeed.runtime.engine``: constructing a ``PipelineEngine`` with a ``"bamboo"`` block in its
-  configuration gives a :class:`~bamboo_ds.engine.BambooPipelineEngine`.
+  configuration gives a :class:`~bamboo_ds.engine.BambooPipelineEngine`;
+* ``torch.utils.cpp_extension``: a worker that compiles an extension, or waits for one, says so (:mod:`.compiling`);
+* Megatron's that print and write (see :mod:`.megatron`): they ask who speaks for a lost rank.
 
 Submodules are hooked rather than ``deepspeed`` itself because DeepSpeed imports torch: by the time that
 torch calls this function, ``deepspeed`` is usually half imported already. Without a block everything that
@@ -36,9 +38,36 @@ def _patch_engine(module: ModuleType) -> None:
     hooks.patch_engine(module)
 
 
+def _patch_extensions(module: ModuleType) -> None:
+    from . import compiling
+
+    compiling.patch(module)
+
+
+#: Modules that define what Megatron prints and writes with, in versions of Megatron-DeepSpeed and of Megatron's core.
+_MEGATRON = (
+    "megatron",
+    "megatron.utils",
+    "megatron.global_vars",
+    "megatron.training",
+    "megatron.timers",
+    "megatron.mpu.initialize",
+    "megatron.core.timers",
+    "megatron.core.parallel_state",
+)
+
+
+def _patch_megatron(module: ModuleType) -> None:
+    from . import megatron
+
+    megatron.patch(module)
+
+
 _PATCHES: dict[str, Callable[[ModuleType], None]] = {
     "deepspeed.comm.comm": _patch_comm,
     "deepspeed.runtime.engine": _patch_engine,
+    "torch.utils.cpp_extension": _patch_extensions,
+    **dict.fromkeys(_MEGATRON, _patch_megatron),
 }
 
 

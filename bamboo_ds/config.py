@@ -85,6 +85,26 @@ class RedundancyConfig(_Block):
         description="what follows when a replica differs although it was copied again after the check before: `stop` "
         "ends the job; `warn`: the stage stays without replica until the plan changes",
     )
+    check_exact: int = Field(
+        0,
+        ge=0,
+        description="in so many steps from the first on rehearse the takeover of every stage and compare all that its "
+        "shadow computes, and the replicas, bit for bit; see [Check that it is exact](#check-that-it-is-exact)",
+    )
+
+    def steps_to_check(self, given: int | None = None) -> int:
+        """``check_exact``, or the number that is ``given`` in its place.
+
+        Raises:
+            ConfigError: there are no replicas to check.
+        """
+        steps = self.check_exact if given is None else given
+        if steps and not self.mode.replicas:
+            raise ConfigError(
+                f'"{BLOCK}.redundancy.check_exact" (--check-exact, BAMBOO_CHECK_EXACT) is {steps}, and '
+                f'"{BLOCK}.redundancy.mode" is "{self.mode.value}": there are no replicas to check; choose another mode'
+            )
+        return steps
 
 
 class MembershipConfig(_Block):
@@ -106,6 +126,14 @@ class MembershipConfig(_Block):
         gt=0,
         description="seconds until a worker is killed that computes without getting on; `null`: ten times its longest "
         "instruction, at least 300 s, from the second iteration on",
+    )
+    fence_s: float | None = Field(
+        120.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="seconds without etcd after which a worker commits nothing until it is back; at least twice "
+        "`lease_ttl_s`. A restart waits longer, unless it is known that a worker of the last plan has ended; `null`: "
+        "workers never pause, and a restart needs that knowledge",
     )
     rejoin_s: float = Field(
         600.0,

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 #: Exit code of a worker whose job suffered a fatal loss (see :class:`FatalLoss`).
 EXIT_FATAL_LOSS = 86
-#: Exit code of a worker that the plan no longer lists, or may not list (see :class:`Evicted`, :class:`Isolated`).
+#: Exit code of a worker that the plan no longer lists, or may not list (see :class:`Evicted`, :class:`Isolated`),
+#: or whose device cannot be trusted any more (see :class:`AbortFailed`).
 EXIT_EVICTED = 87
 #: Exit code of a worker that has handed over what it had (see :class:`Left`).
 EXIT_LEFT = 88
@@ -83,12 +84,36 @@ class ReplicaMismatch(BambooError, RuntimeError):
         )
 
 
+class Inexact(BambooError, RuntimeError):
+    """The shadow of a stage, from the same inputs, does not compute what the stage's owner has computed.
+
+    Attributes:
+        role: pipeline and stage.
+        differences: what differs, as it is computed.
+    """
+
+    def __init__(self, step: int, pipeline: int, stage: int, found: str, causes: str, differences: Sequence[str]):
+        self.role = pipeline, stage
+        self.differences = tuple(differences)
+        more = f" (and {len(self.differences) - 1} more)" if len(self.differences) > 1 else ""
+        super().__init__(
+            f"--check-exact: step {step}, stage {stage} of pipeline {pipeline}: {found}: {self.differences[0]}{more}. "
+            f"After a loss of this stage the job would go on with other results. Likely causes: {causes}. "
+            'docs/state.md lists what copies of a stage follow; "bamboo.redundancy.on_mismatch": "warn" trains on all '
+            "the same"
+        )
+
+
 class Evicted(BambooError, RuntimeError):
     """The newest plan does not list this member. The worker must stop: others own its roles now."""
 
 
 class Isolated(BambooError, RuntimeError):
     """An operation failed, and no plan came that says how to go on. The worker must stop: others may have one."""
+
+
+class AbortFailed(BambooError, RuntimeError):
+    """A communicator of an epoch that is over could not be aborted. The worker must stop: its device still uses it."""
 
 
 class Left(BambooError, RuntimeError):

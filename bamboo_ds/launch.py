@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ from .errors import (
     EXIT_EVICTED,
     EXIT_FATAL_LOSS,
     EXIT_LEFT,
+    AbortFailed,
     ConfigError,
     EpochChanged,
     Evicted,
@@ -72,7 +73,12 @@ class Job:
         self.settings = settings or BambooConfig()
         # Whoever reads nothing for so long has lost its lease, or been killed by its agent.
         silence_s = 2 * max(self.settings.membership.lease_ttl_s, channel.heartbeat_timeout_s)
-        self.session: Session = Session(channel.member, channel.address, timeout, self._peer_failed, silence_s)
+        self.session: Session = Session(
+            *(channel.member, channel.address, timeout, self._peer_failed, silence_s),
+            awaited=self._tell_awaited,
+            tell_after_s=self.settings.recovery.plan_timeout_s,
+            secret=channel.secret,
+        )
         #: Called at a clean exit of the script, while all peers are still there.
         self.at_finish: Callable[[], None] | None = None
         #: Called at any exit that runs Python's exit handlers, after ``at_finish``.
@@ -100,6 +106,22 @@ class Job:
                 "reference): it runs as in DeepSpeed, and a loss while it computes ends the job. Or train the models "
                 "in jobs of their own"
             )
+
+    # -- who speaks ---------------------------------------------------------------------------------
+
+    def rank_of(self, rank: int) -> int:
+        """``rank`` of the script, counted from the last one if it is negative; raises ``ValueError`` outside."""
+        size = self.channel.world_size
+        if not -size <= rank < size:
+            raise ValueError(f"there is no rank {rank} in a job of {size} ranks")
+        return rank % size
+
+    def speaks_for(self, rank: int) -> bool:
+        """See :func:`bamboo_ds.speaks_for`."""
+        rank, script = self.rank_of(rank), self.session.script
+        if script is None:  # all are there, or this member joins
+            return rank == self.channel.rank and not self.channel.joiner
+        return not self.replaying and script.speaker(rank) == self.channel.member
 
     # -- epochs -------------------------------------------------------------------------------------
 
@@ -210,6 +232,31 @@ class Job:
                 "Check that etcd is reachable from the agents. The worker stops, since others may go on without it"
             ) from error
 
+    def await_fence(self) -> None:
+        """Wait until this worker may commit: until its agent has lately read in etcd that the job goes on with it.
+
+        Raises:
+            EpochChanged: the epoch has ended.
+            PeerLost: a peer is gone.
+        """
+        from .control import fencing
+
+        def may_commit() -> bool:
+            plan = self.session.plan
+            assert plan is not None
+            return fencing.may_commit(plan, self.channel.contact, fencing.now())
+
+        if may_commit():
+            return
+        begin = time.monotonic()
+        logger.warning(
+            "this worker pauses before a commit: its agent has not reached etcd for bamboo.membership.fence_s = %g s, "
+            "after which others may start the job again",
+            self.session.plan.fence_s if self.session.plan else 0.0,
+        )
+        self.session.wait("waiting for etcd before a commit", may_commit)
+        logger.warning("etcd is back: the worker goes on after %.1f s", time.monotonic() - begin)
+
     def boundary(self, writing: bool) -> int:
         """Epoch of the newest plan if this member could enter it now, else 0.
 
@@ -264,6 +311,19 @@ class Job:
                 self.lost_at = time.monotonic()
             if member is not None:
                 self._failures.setdefault(member, reason)
+
+    def _tell_awaited(self, members: Sequence[str], seconds: float) -> None:
+        """Say who keeps the others waiting: it may be stuck, or busy with something long; only a person can tell."""
+        plan = self.session.plan
+        assert plan is not None
+        logger.warning(
+            "epoch %d: %s did not come for %.0f s, and all others wait: see where the main thread of its worker is",
+            plan.epoch,
+            ", ".join(members),
+            seconds,
+        )
+        if plan.store_host == self.channel.member:  # one word for all
+            self.channel.event("members_awaited", epoch=plan.epoch, members=list(members), seconds=seconds)
 
     def _agent_gone(self) -> None:
         # Without its agent a worker has no lease: others take its roles over. It must not go on.
@@ -362,7 +422,7 @@ def _is_ending(pid: int) -> bool:
 def _exit_code_of(error: BaseException | None) -> int | None:
     """The exit code of a worker that ``error`` ends, if it comes from the loss of a member or of its own place."""
     while error is not None:
-        if isinstance(error, (Evicted, Isolated)):
+        if isinstance(error, (Evicted, Isolated, AbortFailed)):
             return EXIT_EVICTED
         # A loss that has hit what cannot be repeated, too: building the engine, loading, the script's sends.
         if isinstance(error, (FatalLoss, EpochChanged)):
@@ -396,6 +456,21 @@ require_job = current_job
 def is_replaying() -> bool:
     """See :func:`bamboo_ds.is_replaying`."""
     return _job is not None and _job.replaying
+
+
+def job_of_main_thread() -> Job | None:
+    """This process's job; ``None``: there is none, or another thread than the main one asks."""
+    return _job if threading.current_thread() is threading.main_thread() else None
+
+
+def speaks_for(rank: int) -> bool:
+    """See :func:`bamboo_ds.speaks_for`."""
+    if _job is not None:
+        return _job.speaks_for(rank)
+    own, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if not -size <= rank < size:
+        raise ValueError(f"there is no rank {rank} in a job of {size} ranks")
+    return rank % size == own
 
 
 def before_init_distributed(timeout: timedelta | None = None, config: Any = None) -> None:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from . import slurm
 from .config import BambooConfig
 from .errors import BambooError, ConfigError, LaunchError
+from .secret import NONE, SETTING, JobSecret, find, given, keep, split
 
 if TYPE_CHECKING:
     from .store.embedded import EmbeddedEtcd
@@ -37,19 +38,28 @@ ENV_EVENTS = "BAMBOO_EVENTS"
 ENV_LAUNCH = "BAMBOO_LAUNCH"
 #: The configuration whose block counts, where the script's is not on its command line.
 ENV_CONFIG = "BAMBOO_CONFIG"
+#: How many steps are checked, in place of ``redundancy.check_exact``; every worker that is told has it.
+ENV_CHECK_EXACT = "BAMBOO_CHECK_EXACT"
 #: Set in every worker: who has it is none of another launcher's processes.
 ENV_MEMBER = "BAMBOO_MEMBER"
+#: How many of the ranks are on a host: torchrun, deepspeed, Open MPI, Intel MPI.
+_HERE = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True)
 class Launched:
-    """What the launcher has told the process: its rank, the number of ranks, and where they meet."""
+    """What the launcher has told the process: its rank, the number of ranks, and where they meet.
+
+    Attributes:
+        local: all ranks are on this host.
+    """
 
     rank: int
     world_size: int
     master_address: str
     master_port: int
+    local: bool = False
 
 
 def adopt_slurm(environ: MutableMapping[str, str]) -> None:
@@ -74,25 +84,38 @@ def launched(environ: Mapping[str, str]) -> Launched | None:
         rank, size, port = (int(environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
     except ValueError as error:
         raise ConfigError(f"RANK, WORLD_SIZE and MASTER_PORT must be numbers: {error}") from error
-    return Launched(rank, size, environ["MASTER_ADDR"], port)
+    local = str(size) in [environ[name] for name in _HERE if name in environ]
+    return Launched(rank, size, environ["MASTER_ADDR"], port, local)
+
+
+def checked_steps(environ: Mapping[str, str]) -> int | None:
+    """The number in ``BAMBOO_CHECK_EXACT``, if it is set; raises :class:`ConfigError` if it is none."""
+    text = environ.get(ENV_CHECK_EXACT)
+    if text is None:
+        return None
+    if not text.isdecimal():
+        raise ConfigError(f"{ENV_CHECK_EXACT} is {text!r}: set it to the number of steps to check, or not at all")
+    return int(text)
 
 
 def become_keeper(place: Launched, block: BambooConfig, timeout: timedelta) -> NoReturn:
     """Agree with the processes of the other ranks, then replace this process. Does not return.
 
     Raises:
-        ConfigError: the process cannot be started again by its command line.
-        LaunchError: the etcd of the job cannot be had.
+        ConfigError: the process cannot be started again by its command line, or the job's secret cannot be had.
+        LaunchError: the etcd of the job cannot be had, or another process than rank 0 has answered in its place.
     """
     command = own_command()
+    own = given(os.environ)
+    checked_steps(os.environ)
     meeting = _Meeting(place, timeout)
     try:
-        shared = meeting.agree(lambda: _prepare(place))
+        shared, secret = meeting.agree(own, lambda: _prepare(place, own))
     except BaseException:  # goes on up; only what was begun must not stay
         if _etcd is not None:
             _etcd.stop()
         raise
-    arguments, environment = _keeper(place, block, command, shared)
+    arguments, environment = _keeper(place, block, command, shared, secret)
     sys.stdout.flush()
     sys.stderr.flush()
     os.execve(sys.executable, arguments, environment)
@@ -123,21 +146,68 @@ def own_command() -> tuple[str, ...]:
 _etcd: EmbeddedEtcd | None = None
 
 
-def _prepare(place: Launched) -> dict[str, Any]:
-    """What rank 0 decides for all: where the job's etcd is, and the job's name."""
+def _prepare(place: Launched, own: JobSecret | None) -> tuple[dict[str, Any], JobSecret]:
+    """What rank 0 decides for all: where the job's etcd is, and the job's name; and the job's secret."""
     global _etcd
-    job = os.environ.get(ENV_JOB) or f"job-{os.urandom(4).hex()}"
-    store, wrapped = os.environ.get(ENV_STORE), ENV_LAUNCH in os.environ
-    if store is None:
-        from .store.embedded import EmbeddedEtcd
+    from .cli import jobs
 
-        _etcd = EmbeddedEtcd(_address(place)).start()
+    job = jobs.check_name(os.environ.get(ENV_JOB) or f"job-{os.urandom(4).hex()}")
+    store, wrapped = os.environ.get(ENV_STORE), ENV_LAUNCH in os.environ
+    if not wrapped:
+        jobs.check_free(job)
+    secret = own or (JobSecret.new() if place.local else NONE)
+    if not secret:
+        logger.warning(
+            "this job has no secret: whoever reaches a port of its members can take part in it. Unless its network is "
+            "its own, give every host the same %s",
+            SETTING,
+        )
+    if store is None:
+        from .control.access import embedded_etcd
+
+        here = place.local and not os.environ.get(ENV_ADDRESS)
+        _etcd = embedded_etcd("localhost" if here else _address(place), job, secret).start()
         store = _etcd.url
     elif not wrapped:
         from .control.claims import claim
 
         claim(store, job)
-    return {"store": store, "job": job, "embedded": _etcd is not None, "wrapped": wrapped}
+    keep(job, secret)
+    return {"store": store, "job": job, "embedded": _etcd is not None, "wrapped": wrapped}, secret
+
+
+def _verified(said: str, place: Launched, own: JobSecret | None, prefix: str) -> tuple[dict[str, Any], JobSecret]:
+    """What rank 0 has ``said``, and the job's secret.
+
+    Raises:
+        LaunchError: rank 0 could not decide, or it was not rank 0, or it has another secret.
+    """
+    text, tag = split(said)
+    try:
+        answer = dict(json.loads(text))
+        if "error" in answer:
+            raise LaunchError(f"rank 0 cannot start the job: {answer['error']}")
+        job = str(answer["job"])
+    except (ValueError, TypeError, KeyError) as error:
+        raise LaunchError(f"something else than a rank of this job has answered for rank 0: {error}") from error
+    secret = own
+    if secret is None and place.local:
+        from .cli.jobs import check_name
+
+        secret = find(check_name(job), {})
+    secret = secret or NONE
+    if (secret or place.local) and not tag:
+        why = "without proving that it knows the job's secret"
+    elif tag and not secret:
+        why = "with the proof of a secret that this rank does not have"
+    elif not secret.unseal(said, prefix)[1]:
+        why = "with the proof of another secret than this rank has"
+    else:
+        return answer, secret
+    raise LaunchError(
+        f"rank 0, or something in its place, has answered at {place.master_address}:{place.master_port} {why}. Give "
+        f"every host the same {SETTING}, or none"
+    )
 
 
 class _Meeting:
@@ -152,21 +222,26 @@ class _Meeting:
         # torchrun keeps the store when it starts the processes again.
         self._prefix = f"bamboo/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
-    def agree(self, decide: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """What rank 0 has decided; returns on no rank before all have come.
+    def agree(
+        self, own: JobSecret | None, decide: Callable[[], tuple[dict[str, Any], JobSecret]]
+    ) -> tuple[dict[str, Any], JobSecret]:
+        """What rank 0 has decided, and the job's secret; returns on no rank before all have come.
+
+        Args:
+            own: the secret that the user has given to this rank.
 
         Raises:
-            LaunchError: rank 0 could not decide.
+            LaunchError: rank 0 could not decide, or nothing proves that it was rank 0.
         """
         said, rank = f"{self._prefix}/said", self._place.rank
         if rank == 0:
             try:
-                answer = decide()
+                answer, secret = decide()
             except (BambooError, OSError) as error:
                 self._store.set(said, json.dumps({"error": str(error)}))
                 self._all_have_read()
                 raise
-            self._store.set(said, json.dumps(answer))
+            self._store.set(said, secret.seal(json.dumps(answer), self._prefix))
             hosts = self._all_have_read()
             if answer["embedded"] and len(hosts) > 1:
                 logger.warning(
@@ -175,12 +250,10 @@ class _Meeting:
                     "launchers of deepspeed pass on what .deepspeed_env lists), or bamboo launch --store",
                     *(len(hosts), self._host, ENV_STORE),
                 )
-            return dict(answer)
-        answer = json.loads(self._store.get(said))
+            return answer, secret
+        answered = self._store.get(said).decode(errors="replace")
         self._store.set(f"{self._prefix}/read/{rank}", self._host)
-        if "error" in answer:
-            raise LaunchError(f"rank 0 cannot start the job: {answer['error']}")
-        return dict(answer)
+        return _verified(answered, self._place, own, self._prefix)
 
     def _all_have_read(self) -> set[str]:
         """Wait, since the store may end with this process; returns the hosts of all ranks."""
@@ -212,7 +285,7 @@ def own_address(host: str, port: int) -> str:
 
 
 def _keeper(
-    place: Launched, block: BambooConfig, command: tuple[str, ...], shared: Mapping[str, Any]
+    place: Launched, block: BambooConfig, command: tuple[str, ...], shared: Mapping[str, Any], secret: JobSecret
 ) -> tuple[list[str], dict[str, str]]:
     """The command of the keeper, and its environment."""
     from .cli.jobs import check_name
@@ -225,6 +298,8 @@ def _keeper(
         address=_address(place),
         command=command,
         events=os.environ.get(ENV_EVENTS),
+        secret=secret,
+        check_exact=checked_steps(os.environ),
     )
     options.check_notices()
     agent = AgentSettings(

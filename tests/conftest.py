@@ -12,6 +12,7 @@ from collections.abc import Callable, Generator, Iterator
 import pytest
 from hypothesis import settings
 
+import bamboo_ds.store.connection  # noqa: F401 - it decides how gRPC treats forks, which tests that import gRPC must not
 from bamboo_ds.observe.logs import LOGGER
 
 from .support import times

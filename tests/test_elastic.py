@@ -13,7 +13,7 @@ import pytest
 
 from .support.compare import differences
 from .support.faults import in_turn, mark
-from .support.jobs import SUPPORT, Result, RunningJob, run_bamboo, slow_until, write_config
+from .support.jobs import Result, RunningJob, run_bamboo, run_text, slow_until, write_config
 
 pytestmark = pytest.mark.integration
 Reference = Callable[..., Result]
@@ -217,8 +217,6 @@ def test_a_whole_pipeline_vanishes(tmp_path: Path, reference: Reference) -> None
 
 
 REPLACED = """
-import sys
-sys.path.insert(0, SUPPORT)
 from small_job import begin
 from bamboo_ds.engine.replica import capture, restore
 
@@ -240,10 +238,6 @@ assert replica.checksum is not None
 
 def test_a_state_that_is_replaced_has_no_checksum(tmp_path: Path) -> None:
     """What a runtime was before it came back to a member is not compared with what its owner has now."""
-    script = tmp_path / "replaced.py"
-    script.write_text(f"SUPPORT = {str(SUPPORT)!r}\n{REPLACED}")
-    config = write_config(tmp_path, {"redundancy": {"verify_every": 1}})
-    result = run_bamboo(tmp_path, 2, [], config, script)
-    assert result.exit_code == 0, result.output[-4000:]
+    result = run_text(tmp_path, REPLACED, bamboo={"redundancy": {"verify_every": 1}})
     assert len(result.events("replica_verified")) >= 4
     assert not result.events("replica_mismatch")

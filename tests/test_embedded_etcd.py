@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import queue
 import signal
 import socket
 import subprocess
@@ -18,7 +19,7 @@ from typing import Any
 import psutil
 import pytest
 
-from bamboo_ds.errors import ConfigError, LaunchError
+from bamboo_ds.errors import ConfigError, LaunchError, StoreError
 from bamboo_ds.store import embedded
 from bamboo_ds.store.client import Store
 from bamboo_ds.store.embedded import EmbeddedEtcd, find_etcd
@@ -80,8 +81,7 @@ def test_starts_serves_and_leaves_nothing() -> None:
         pid, folder = etcd.pid, etcd.data_dir
         assert etcd.alive() and psutil.pid_exists(pid) and folder.is_dir()
         assert folder.stat().st_mode & 0o077 == 0
-        listening = [c.laddr for c in psutil.Process(pid).net_connections("inet") if c.status == "LISTEN"]
-        assert {address.ip for address in listening} == {"127.0.0.1"} and len(listening) == 2
+        assert [address.ip for address in listening(pid)] == ["127.0.0.1"]
         # A Ctrl-C in the terminal goes to the foreground process group: not to this one.
         assert os.getsid(pid) != os.getsid(0) and os.getpgid(pid) != os.getpgid(0)
         with Store([etcd.url], namespace="/bamboo/j/") as store:
@@ -98,8 +98,40 @@ def test_serves_another_address_and_no_more() -> None:
         assert etcd.url.startswith("http://127.0.0.2:")
         with Store([etcd.url], namespace="/bamboo/j/") as store:
             assert store.create("a", "1")
-        listening = [c.laddr for c in psutil.Process(etcd.pid).net_connections("inet") if c.status == "LISTEN"]
-        assert sorted(address.ip for address in listening) == ["127.0.0.1", "127.0.0.2"]
+        assert [address.ip for address in listening(etcd.pid)] == ["127.0.0.2"]
+
+
+def listening(pid: int) -> list[Any]:
+    """The addresses at which a process can be reached from elsewhere."""
+    return [c.laddr for c in psutil.Process(pid).net_connections("inet") if c.status == "LISTEN"]
+
+
+def test_serves_this_user_alone() -> None:
+    with EmbeddedEtcd(None) as etcd:
+        assert listening(etcd.pid) == []
+        path = Path(etcd.url.removeprefix("unix://"))
+        assert path.is_socket() and path.parent == etcd.data_dir and path.parent.stat().st_mode & 0o077 == 0
+        with Store([etcd.url], namespace="/bamboo/j/") as store:
+            seen: queue.SimpleQueue[str] = queue.SimpleQueue()
+            store.watch("", lambda event: seen.put(event.key))
+            assert store.create("a", "1")
+            assert seen.get(timeout=10) == "a"
+
+
+def test_serves_those_who_have_the_password() -> None:
+    with EmbeddedEtcd("127.0.0.2", credentials=("root", "p" * 64)) as etcd:
+        print(f"healthy and protected after {etcd.start_seconds:.2f} s")
+        assert [address.ip for address in listening(etcd.pid)] == ["127.0.0.2"]
+        for spare in (None, ("root", "wrong")):
+            with Store([etcd.url], namespace="/bamboo/j/", spare=spare) as store:
+                for attempt in (lambda: store.get_prefix(""), lambda: store.put("a", "2"), lambda: store.delete("a")):
+                    with pytest.raises(StoreError, match="BAMBOO_SECRET_FILE"):
+                        attempt()
+        with Store([etcd.url], namespace="/bamboo/j/", spare=("root", "p" * 64)) as store:
+            seen: queue.SimpleQueue[str] = queue.SimpleQueue()
+            store.watch("", lambda event: seen.put(event.key), 1)
+            assert store.create("a", "1")
+            assert seen.get(timeout=10) == "a"
 
 
 def test_kill_9_of_the_embedding_process_leaves_nothing() -> None:
@@ -179,15 +211,14 @@ def test_outlives_the_thread_that_started_it() -> None:
 
 
 def test_a_taken_port_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    real, tries = embedded._free_ports, []
+    real, tries = embedded._free_port, []
     with socket.create_server(("127.0.0.1", 0)) as taken:
 
-        def ports(address: str) -> tuple[int, int]:
+        def port(address: str) -> int:
             tries.append(address)
-            client, peer = real(address)
-            return (taken.getsockname()[1], peer) if len(tries) == 1 else (client, peer)
+            return int(taken.getsockname()[1]) if len(tries) == 1 else real(address)
 
-        monkeypatch.setattr(embedded, "_free_ports", ports)
+        monkeypatch.setattr(embedded, "_free_port", port)
         with EmbeddedEtcd() as etcd:
             assert etcd.alive() and len(tries) == 2
 

@@ -12,7 +12,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from .support.compare import differences
 from .support.faults import mark
-from .support.jobs import SUPPORT, Result, run_bamboo, run_stock, write_config
+from .support.jobs import SUPPORT, Result, run_bamboo, run_stock, run_text, write_config
 
 pytestmark = pytest.mark.integration
 
@@ -119,9 +119,8 @@ def test_curriculum(tmp_path: Path) -> None:
 
 
 SEVERAL = """
-import argparse, json, sys
-sys.path.insert(0, SUPPORT)
-import deepspeed, torch
+import argparse, json
+import deepspeed
 from small_job import begin
 from train import build
 
@@ -153,8 +152,5 @@ engine.train_batch(batches)
 
 def test_one_engine_of_a_process_is_kept_alive(tmp_path: Path) -> None:
     """A second one with the block is refused at once; one without it works beside the first."""
-    script = tmp_path / "several.py"
-    script.write_text(f"SUPPORT = {str(SUPPORT)!r}\n{SEVERAL}")
-    result = run_bamboo(tmp_path, 2, [], write_config(tmp_path, {}), script)
-    assert result.exit_code == 0, result.output[-4000:]
+    result = run_text(tmp_path, SEVERAL)
     assert len(result.events("step")) == 2

@@ -45,10 +45,16 @@ SAMPLES: list[events.Event] = [
         mode="resume",
     ),
     events.Reconfigured(**COMMON, step=7, pause_seconds=0.02, previous=2),
+    events.MembersAwaited(**COMMON, members=["m1"], seconds=120.0),
     events.ReplicaBuilt(**COMMON, step=7, role=(0, 1), seconds=1.5, bytes=1 << 20),
     events.Step(**COMMON, step=7, loss=2.5, seconds=0.1, frc_done=3, frc_total=4),
+    events.CollectiveIncomplete(
+        **COMMON, step=7, operation="allreduce", ranks=[0, 1], lost_ranks=[1], moved_ranks=[], place="train.py:3 in f"
+    ),
     events.ReplicaVerified(**COMMON, step=7, role=(0, 1), checksum="ab"),
     events.ReplicaMismatch(**COMMON, step=7, role=(0, 1), expected="ab", found="cd", tensors=["parameter 0.weight"]),
+    events.ExactMismatch(**COMMON, step=2, role=(0, 1), found="replica", tensors=["counter global_steps (3 and 2)"]),
+    events.ExactChecked(**COMMON, step=3, steps=3, stages=4, tensors=618, not_rehearsed=[(0, 3)]),
     events.RedundancyExhausted(**COMMON, step=7, role=(0, 1), dropped=2, reason="out of memory"),
     events.CheckpointSaved(**COMMON, step=7, path="/c/step7", seconds=0.4, bytes=1 << 20),
     events.CheckpointFailed(**COMMON, step=7, path="/c/step7", reason="No space left on device"),

@@ -19,7 +19,7 @@ from torch import distributed as dist
 
 from bamboo_ds.comm.keyvalue import Client, Server
 from tests.support.comm_worker import Member, cluster, stop_fork_server
-from tests.support.jobs import SUPPORT, run_bamboo, write_config
+from tests.support.jobs import run_text
 
 pytestmark = pytest.mark.integration
 
@@ -100,8 +100,7 @@ def test_a_closed_store_is_closed() -> None:
 
 
 FORKS = """
-import os, sys
-sys.path.insert(0, SUPPORT)
+import os
 from small_job import begin
 from bamboo_ds.forking import sure_fork
 
@@ -119,10 +118,7 @@ for _ in range(2):
 
 def test_a_script_that_forks(tmp_path: Path) -> None:
     """What its child ends with concerns nobody."""
-    script = tmp_path / "forks.py"
-    script.write_text(f"SUPPORT = {str(SUPPORT)!r}\n{FORKS}")
-    result = run_bamboo(tmp_path, 2, [], write_config(tmp_path, {}), script)
-    assert result.exit_code == 0, result.output[-4000:]
+    result = run_text(tmp_path, FORKS)
     assert [event["step"] for event in result.events("step")] == [1, 2, 3]
     assert not result.events("member_lost")
 

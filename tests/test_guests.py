@@ -14,6 +14,7 @@ from bamboo_ds.cli.guests import Guests, exit_code
 from bamboo_ds.control.access import open_store
 from bamboo_ds.control.membership import Keys, LeftRecord, MemberRecord, StopRecord
 from bamboo_ds.control.mirror import Mirror
+from bamboo_ds.secret import JobSecret
 from bamboo_ds.store import Store
 from bamboo_ds.store.records import KeyValue, Snapshot
 
@@ -66,7 +67,8 @@ def test_exit_code_is_that_of_the_job() -> None:
 def job_store(job: Job) -> Iterator[Store]:
     (path,) = job.runtime.glob("bamboo-*/*.json")
     state = json.loads(path.read_text())
-    with open_store(state["store"], state["job"], 10.0) as store:
+    (file,) = job.runtime.glob("bamboo-*/*.secret")
+    with open_store(state["store"], state["job"], 10.0, JobSecret(file.read_text().strip())) as store:
         yield store
 
 

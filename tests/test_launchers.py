@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -10,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from bamboo_ds import launched, slurm
-from bamboo_ds.errors import ConfigError
+from bamboo_ds import launched, secret, slurm
+from bamboo_ds.errors import ConfigError, LaunchError
+from bamboo_ds.secret import NONE, JobSecret
 
 from .support.jobs import SUPPORT, bamboo_command, free_port, run_stock, write_config
 from .support.launching import SCRIPT, LaunchedJob, losses
@@ -114,11 +116,73 @@ def test_an_etcd_on_one_of_several_hosts_is_told(
 
     def meet(rank: int) -> dict[str, object]:
         place = launched.Launched(rank, 2, "127.0.0.1", int(os.environ["MASTER_PORT"]))
-        return launched._Meeting(place, timedelta(seconds=60), hosts[rank]).agree(lambda: answer)
+        meeting = launched._Meeting(place, timedelta(seconds=60), hosts[rank])
+        return meeting.agree(None, lambda: (answer, NONE))[0]
 
     with ThreadPoolExecutor() as pool:
         assert list(pool.map(meet, (0, 1))) == [answer, answer]
     assert ("2 hosts take part, and the job's etcd is on one of them, a" in caplog.text) == (hosts == ("a", "b"))
+
+
+GIVEN, MADE = JobSecret.new(), JobSecret.new()
+
+
+@pytest.mark.parametrize(
+    ("sealed_by", "own", "local", "outcome"),
+    [
+        (NONE, None, False, NONE),
+        (GIVEN, GIVEN, False, GIVEN),
+        (GIVEN, GIVEN, True, GIVEN),
+        (MADE, None, True, MADE),  # rank 0 has made one, and all are on its host
+        (NONE, GIVEN, False, "without proving"),
+        (NONE, None, True, "without proving"),
+        (GIVEN, None, False, "that this rank does not have"),
+        (GIVEN, MADE, False, "another secret"),
+        (GIVEN, None, True, "another secret"),
+    ],
+)
+def test_only_rank_0_is_believed(
+    sealed_by: JobSecret,
+    own: JobSecret | None,
+    local: bool,
+    outcome: JobSecret | str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whoever is the first to write where the ranks meet could name an etcd of its own."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    secret.keep("j", MADE)
+    answer = {"store": "http://127.0.0.1:1", "job": "j", "embedded": True, "wrapped": False}
+    place = launched.Launched(1, 2, "127.0.0.1", 29500, local)
+    said = sealed_by.seal(json.dumps(answer), "bamboo/0")
+    if isinstance(outcome, JobSecret):
+        assert launched._verified(said, place, own, "bamboo/0") == (answer, outcome)
+        return
+    with pytest.raises(LaunchError, match=f"127.0.0.1:29500 .*{outcome}.*BAMBOO_SECRET_FILE"):
+        launched._verified(said, place, own, "bamboo/0")
+
+
+@pytest.mark.parametrize("said", ["", "[]", "{}", "no", '{"job": "../../etc/x"}', '{"error": "no etcd"}'])
+def test_other_answers_are_refused(said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    with pytest.raises((LaunchError, ConfigError)):
+        launched._verified(said, launched.Launched(1, 2, "127.0.0.1", 29500, True), None, "bamboo/0")
+
+
+@pytest.mark.parametrize(
+    ("variables", "local"),
+    [
+        ({"LOCAL_WORLD_SIZE": "4"}, True),
+        ({"LOCAL_SIZE": "4"}, True),
+        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, True),
+        ({"LOCAL_WORLD_SIZE": "2", "LOCAL_SIZE": "2"}, False),
+        ({}, False),
+    ],
+)
+def test_ranks_of_one_host_know_it(variables: dict[str, str], local: bool) -> None:
+    usual = {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    place = launched.launched(usual | variables)
+    assert place is not None and place.local == local
 
 
 def test_variables_of_a_task() -> None:

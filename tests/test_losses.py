@@ -9,7 +9,7 @@ import pytest
 
 from bamboo_ds.errors import EXIT_FATAL_LOSS
 
-from .support.jobs import run_bamboo, write_config
+from .support.jobs import run_bamboo, run_stock, run_text, write_config
 from .support.surviving import Reference, fault, survive, survive_in_turn
 
 pytestmark = pytest.mark.integration
@@ -82,3 +82,47 @@ def test_adjacent_losses_are_fatal_and_say_so(tmp_path: Path) -> None:
     assert str(tmp_path / "checkpoints" / "step2") in result.output
     (event,) = result.events("fatal")
     assert event["stages"] == [[0, 0], [0, 1]] or event["stages"] == [[0, 1]]
+
+
+BUILDING = """
+import json, os, sys, time
+from pathlib import Path
+from bamboo_ds.engine.bamboo import BambooPipelineEngine as Engine
+from faults import install
+from small_job import begin
+
+rank, copy_state = int(os.environ["RANK"]), Engine._copy_state
+
+def slow(engine, roles):
+    Engine._copy_state = copy_state
+    engine._copy_state(roles)
+    deadline = time.monotonic() + 60
+    while engine._job.session.aborted is None:  # the others have begun to evaluate, and one is lost there
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    engine._job.session.check()
+
+if rank == 1:
+    Engine._copy_state = slow
+engine, batches = begin(7, stages=3)
+out = sys.argv[sys.argv.index("--out") + 1]
+if isinstance(engine, Engine):
+    fault = {"rank": 0, "step": 0, "at": "._exec_forward_pass", "micro_batch": 0, "evaluating": True}
+    install(engine, json.dumps([fault]), out)
+losses = [float(engine.eval_batch(batches)), *(float(engine.train_batch(batches)) for _ in range(3))]
+Path(out, f"losses-{rank}.json").write_text(json.dumps(losses))
+"""
+
+
+def test_one_evaluates_while_another_is_being_built(tmp_path: Path) -> None:
+    """A loss there is survived: all replicas that it takes are complete."""
+    result = run_text(tmp_path, BUILDING, 3, {"recovery": {"max_restarts": 0}})
+    assert result.faults() and len(result.events("member_lost")) == 1
+    stock = tmp_path / "stock"
+    stock.mkdir()
+    undisturbed = run_stock(stock, 3, [], write_config(stock, None), tmp_path / "script.py")
+    assert undisturbed.exit_code == 0, undisturbed.output[-4000:]
+    expected = (stock / "losses-0.json").read_text()
+    assert {f.name: f.read_text() for f in tmp_path.glob("losses-*.json")} == dict.fromkeys(
+        ("losses-1.json", "losses-2.json"), expected
+    )

@@ -38,4 +38,7 @@ def test_every_stage_is_lost(
     """One after the other, each when the job has recovered from the one before."""
     faults = [fault(rank, 2 + 2 * n, at, micro_batch) for n, (rank, at, micro_batch) in enumerate(FAULTS)]
     options = ("--dropout", "0.1", "--checkpoint-activations", "1", "--layers", "8", *arguments)
-    survive_in_turn(tmp_path, reference, faults, 4, 2, options, own, **precision)
+    block = {"redundancy": {"verify_every": 2, "check_exact": 2}}
+    result = survive_in_turn(tmp_path, reference, faults, 4, 2, options, own, bamboo=block, **precision)
+    (event,) = result.events("exact_checked")
+    assert (event["step"], event["steps"], event["stages"]) == (2, 2, 8)

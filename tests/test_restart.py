@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 from dataclasses import replace
@@ -15,7 +16,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bamboo_ds.control.decisions import Decider, StopJob, View, Wait, WritePlan
-from bamboo_ds.control.membership import LeftRecord, MemberRecord, ProgressRecord, RestartRecord, boot_id
+from bamboo_ds.control.membership import (
+    LeftRecord,
+    MemberRecord,
+    ProgressRecord,
+    RestartRecord,
+    StandingRecord,
+    boot_id,
+)
 from bamboo_ds.control.restart import Assign, RestartPolicy, assign, fatal_plan
 from bamboo_ds.observe.audit import audit, compare
 from bamboo_ds.observe.ledger import read_ledger
@@ -50,9 +58,10 @@ def waiting(*slots: int) -> dict[str, MemberRecord]:
 
 def after_the_loss(**more: Any) -> View:
     """``c`` and ``d`` have ended and wait; ``a`` and ``b`` are lost."""
-    gone = {"c": left("c", 2, "fatal"), "d": left("d", 3, "fatal"), "a": left("a", 0, "lost")}
+    gone = {"c": left("c", 2, "fatal", reaped=True), "d": left("d", 3, "fatal"), "a": left("a", 0, "lost")}
     progress = {"c": ProgressRecord(id="c", step=9, checkpoint="/c/step8")}
-    view = View(world_size=4, plan=FATAL, members=waiting(2, 3), left=gone, progress=progress)
+    entered = {"c": StandingRecord(id="c", epoch=2)}
+    view = View(world_size=4, plan=FATAL, members=waiting(2, 3), left=gone, progress=progress, standings=entered)
     return replace(view, **more)
 
 
@@ -100,12 +109,38 @@ def test_members_on_their_way_back_are_waited_for_but_not_for_ever() -> None:
 def test_a_member_that_an_earlier_plan_has_dropped_comes_back_too() -> None:
     """Both have stopped by themselves; one of them was taken over before it was known that the other one had."""
     alone = replace(FATAL, members=(), lost=("d",))
-    gone = {"c": left("c", 2, "evicted", since=99.0), "d": left("d", 3, "fatal", since=100.0)}
-    view = after_the_loss(plan=alone, members=waiting(3), left=gone)
+    gone = {"c": left("c", 2, "evicted", since=99.0), "d": left("d", 3, "fatal", since=100.0, reaped=True)}
+    entered = {"d": StandingRecord(id="d", epoch=2)}
+    view = after_the_loss(plan=alone, members=waiting(3), left=gone, standings=entered)
     it = decider()
     assert it.decide(view, 101.0) == Wait(106.0)
     assert it.decide(replace(view, members=waiting(2, 3)), 102.0) == Assign(RECORD)
     assert isinstance(decider().decide(view, 104.5), Assign), "it has had its time to return"
+
+
+@pytest.mark.parametrize(
+    ("change", "wait_s"),
+    [
+        ({}, 0.0),
+        ({"left": {}}, 12.0),
+        ({"standings": {}}, 12.0),  # of a worker that had entered nothing the others' commits may not have depended
+        ({"left": {"c": left("c", 2, "lost")}}, 12.0),  # its agent is dead, its worker may be held
+        ({"left": {}, "restart": RECORD.model_copy(update={"after_epoch": 1})}, 0.0),  # a start that has not begun
+        ({"left": {}, "plan": replace(FATAL, layout=None)}, 0.0),  # nobody had built an engine
+        ({"left": {}, "plan": replace(FATAL, fence_s=None)}, math.inf),
+    ],
+)
+def test_workers_that_nobody_saw_end_are_waited_for(change: dict[str, Any], wait_s: float) -> None:
+    """Until they commit nothing any more, without etcd."""
+    view = replace(after_the_loss(plan=replace(FATAL, fence_s=10.0)), **change)
+    it, due = decider(), 100.0 + wait_s
+    first = it.decide(view, 100.0)
+    assert isinstance(first, Assign) == (not wait_s)
+    if wait_s:
+        assert isinstance(first, Wait) and first.until == (None if wait_s == math.inf else due)
+        assert "whether any worker of the last plan has ended is not known" in str(first.reason)
+        assert isinstance(it.decide(view, min(due, 1e9) - 0.1), Wait)
+        assert isinstance(it.decide(view, min(due, 1e9)), Assign) == (wait_s < math.inf)
 
 
 def test_with_too_few_members_it_waits_and_says_so() -> None:
@@ -139,6 +174,7 @@ def test_the_first_plan_waits_for_all_workers() -> None:
     plan = action.plan
     assert (plan.epoch, plan.owners, plan.homes) == (FATAL.epoch + 1, ("n0", "n1", "n2", "n3"), (0, 1, 2, 3))
     assert plan.unheld == () and plan.layout is None
+    assert plan.generation == 1
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 
 from bamboo_ds.control.agent_settings import observed
 
-from .support.jobs import SUPPORT, environment, run_bamboo, write_config
+from .support.jobs import SUPPORT, environment, run_text
 
 STUB = ("-m", "bamboo_ds.control.script")
 
@@ -94,9 +94,8 @@ def signals() -> None:
 
 
 FAILS = """
-import os, sys, threading
+import os, threading
 from sys import exit
-sys.path.insert(0, SUPPORT)
 from small_job import begin
 
 engine, data = begin(7)
@@ -113,8 +112,5 @@ for _ in range(2):
 @pytest.mark.integration
 @pytest.mark.parametrize("end", ["raise SystemExit(3)", "exit(3)"])
 def test_a_worker_that_exits_in_whatever_way_ends_the_job(tmp_path: Path, end: str) -> None:
-    script = tmp_path / "fails.py"
-    script.write_text(f"SUPPORT = {str(SUPPORT)!r}\n{FAILS.replace('END', end)}")
-    result = run_bamboo(tmp_path, 2, [], write_config(tmp_path, {}), script)
-    assert result.exit_code == 3, result.output[-4000:]
+    result = run_text(tmp_path, FAILS.replace("END", end), exit_code=3)
     assert "it fails" in result.output

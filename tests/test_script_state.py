@@ -40,12 +40,13 @@ def test_all_copies_follow(tmp_path: Path, reference: Reference) -> None:
         arguments=("--change-at", "0", "2"),
         own=True,
         micro_batches=4,
-        bamboo={"redundancy": {"verify_every": 1}},
+        bamboo={"redundancy": {"verify_every": 1, "check_exact": 3}},
         script=SCRIPT,
         **CONFIG,
     )
     assert result.events("replica_verified") and not result.events("replica_mismatch")
     assert "the script has changed" in result.output  # of the second time
+    assert [event["stages"] for event in result.events("exact_checked")] == [3]
 
 
 @pytest.mark.integration

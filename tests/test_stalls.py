@@ -17,7 +17,7 @@ from bamboo_ds.control.channel import WorkerChannel
 from bamboo_ds.control.stalls import FIRST_REPORT_S, Stalls
 
 from .support.etcd import wait_until
-from .support.jobs import SUPPORT, run_bamboo, write_config
+from .support.jobs import run_text
 
 
 def elsewhere(call: Callable[[], None]) -> None:
@@ -73,8 +73,6 @@ def test_a_worker_s_channel_looks(caplog: pytest.LogCaptureFixture, monkeypatch:
 
 
 INSIDE = """
-import sys
-sys.path.insert(0, SUPPORT)
 from small_job import begin
 
 engine, data = begin(7)
@@ -94,8 +92,5 @@ for _ in range(2):
 
 @pytest.mark.integration
 def test_an_iteration_is_looked_at(tmp_path: Path) -> None:
-    script = tmp_path / "inside.py"
-    script.write_text(f"SUPPORT = {str(SUPPORT)!r}\n{INSIDE}")
-    result = run_bamboo(tmp_path, 2, [], write_config(tmp_path, {}), script)
-    assert result.exit_code == 0, result.output[-4000:]
+    result = run_text(tmp_path, INSIDE)
     assert len(result.events("step")) == 2

@@ -144,6 +144,26 @@ def test_a_lost_answer_is_not_taken_for_a_lost_race(own_etcd: EtcdServer) -> Non
         assert future.result(10) is False
 
 
+def test_children_start_beside_a_busy_connection(etcd: EtcdServer, store: Store) -> None:
+    """Also those that prepare themselves between fork and exec, as launchers do."""
+    seen, done = Recorder(), threading.Event()
+
+    def write() -> None:
+        while not done.is_set():
+            store.put("k", "v")
+
+    with ThreadPoolExecutor(1) as pool:
+        store.watch("", seen)
+        writing = pool.submit(write)
+        seen.wait_for("put", "k")
+        try:
+            ended = [subprocess.call(["true"], preexec_fn=lambda: None) for _ in range(150)]
+        finally:
+            done.set()
+            writing.result()
+    assert not any(ended)
+
+
 def test_two_comers_never_get_one_slot(own_etcd: EtcdServer) -> None:
     with (
         Proxy(own_etcd.port) as proxy,

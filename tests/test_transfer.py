@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import logging
 import socket
@@ -9,7 +10,7 @@ import subprocess
 import sys
 import warnings
 import weakref
-from urllib.parse import urlsplit
+from urllib.parse import parse_qs, urlsplit
 
 import numpy
 import pytest
@@ -18,10 +19,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bamboo_ds.errors import TransferError, UnsupportedError
+from bamboo_ds.secret import NONE, JobSecret
 from bamboo_ds.state import join, split
 from bamboo_ds.state.fetch import fetch, start_fetch
 from bamboo_ds.state.server import StateServer, TokenBucket
-from bamboo_ds.state.transfer import Chunks
+from bamboo_ds.state.transfer import Chunks, Pass
 
 from .support.transfer import CHUNK, TOKEN, Proxy, get, nothing_left, same, server, state, wait_for
 
@@ -196,7 +198,7 @@ def test_token(server: StateServer, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     server.offer("k", "secret", [])
     for wrong in ("wrong", TOKEN + "x"):
-        with pytest.raises(TransferError, match="refuses the token") as caught:
+        with pytest.raises(TransferError, match="refuses us") as caught:
             fetch(server.url, "k", token=wrong, timeout_s=20)
         assert caught.value.failure == "refused"
         assert wrong not in str(caught.value)
@@ -214,6 +216,49 @@ def test_token(server: StateServer, caplog: pytest.LogCaptureFixture) -> None:
     assert any("checksum of the header" in record.getMessage() for record in caplog.records)
     assert TOKEN not in caplog.text
     assert TOKEN not in repr(server)
+
+
+def test_whoever_knows_the_token_alone_gets_nothing_and_gives_nothing() -> None:
+    """Tokens are in etcd. What they open without the job's secret is nothing, and their server is nobody's owner."""
+    ours, other = JobSecret.new(), JobSecret.new()
+    with (
+        contextlib.closing(StateServer("127.0.0.1", None, token=TOKEN, secret=ours)) as server,
+        contextlib.closing(StateServer("127.0.0.1", None, token=TOKEN)) as false,
+    ):
+        for one in (server, false):
+            one.offer("k", "weights", [torch.ones(3)])
+        for secret in (NONE, other):
+            with pytest.raises(TransferError, match="refuses us") as refused:
+                get(server.url, secret=secret)
+            assert refused.value.failure == "refused"
+        assert fetch(server.url, "k", token=TOKEN, timeout_s=20, secret=ours)[0] == "weights"
+
+        class Credulous(Pass):
+            """Would take the word of a server that does not know the secret."""
+
+            def authorization(self, key: str) -> str:
+                return Pass(NONE, self.token).authorization(key)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("bamboo_ds.state.fetch.Pass", Credulous)
+            with pytest.raises(TransferError, match="not the owner"):
+                get(false.url, timeout_s=0.5, secret=ours)
+    with pytest.raises(TransferError):
+        get(server.url, timeout_s=0.5, secret=ours)
+
+
+def test_silent_connections_are_bounded(server: StateServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bamboo_ds.state.server._STRANGERS", 8)
+    server.offer("k", "weights", [torch.ones(3)])
+    address = urlsplit(server.url)
+    with contextlib.ExitStack() as stack:
+        silent = []
+        for _ in range(20):
+            silent.append(stack.enter_context(socket.create_connection((str(address.hostname), address.port or 0))))
+            silent[-1].settimeout(20)
+        for one in silent[:12]:
+            assert one.recv(1) == b""
+        assert get(server.url)[0] == "weights"
 
 
 @pytest.mark.parametrize(
@@ -238,7 +283,13 @@ def test_requests(server: StateServer, method: str, target: str, status: int) ->
         response = connection.getresponse()
         assert response.status == 403, "without the token nothing is told"
         response.read()
-        connection.request(method, target, headers={"Authorization": f"Bearer {TOKEN}"})
+        key = parse_qs(urlsplit(target).query).get("key", [""])[0]
+        other = Pass(NONE, TOKEN).authorization(f"{key}x")
+        connection.request(method, target, headers={"Authorization": other})
+        response = connection.getresponse()
+        assert response.status == 403, "what opens one key opens no other"
+        response.read()
+        connection.request(method, target, headers={"Authorization": Pass(NONE, TOKEN).authorization(key)})
         assert connection.getresponse().status == status
     finally:
         connection.close()

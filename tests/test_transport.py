@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import socket
 import struct
 import threading
@@ -12,18 +13,22 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
 from bamboo_ds.comm import wire
+from bamboo_ds.comm.handshake import Handshake, calling
 from bamboo_ds.comm.keyvalue import Client, Server, TorchStore
 from bamboo_ds.comm.transport import Lane, Transport
 from bamboo_ds.errors import ProtocolError
+from bamboo_ds.secret import NONE
 from tests.support.comm_worker import (
     Cluster,
     Member,
     cluster,
     grown,
+    lowest,
     portable,
     stop_fork_server,
     take_census,
@@ -182,7 +187,7 @@ def test_the_store_refuses_strangers() -> None:
         place = ("127.0.0.1", server.port)
         with pytest.raises(OSError, match=r"closed|reset"):
             Client(socket.create_connection(place), 6, timedelta(seconds=5))
-        for junk in (b"GET / HTTP/1.1\r\n\r\n", b"\xff\xff\xff\x7f", b"\x02\0\0\0{}", b"\x01\0\0\0{"):
+        for junk in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 200, b"[" * 200_000):
             with socket.create_connection(place) as stranger:
                 stranger.settimeout(5)
                 stranger.sendall(junk)
@@ -191,6 +196,48 @@ def test_the_store_refuses_strangers() -> None:
         TorchStore(Client(socket.create_connection(place), 7, timedelta(seconds=5))).set("still", "there")
     finally:
         server.close()
+
+
+@pytest.mark.integration
+def test_strangers_at_the_doors_delay_no_epoch() -> None:
+    """Silent ones, and one that says it was a member. Each of the silent ones would have cost five seconds."""
+    with cluster(3) as made, contextlib.ExitStack() as stack:
+
+        def listening() -> set[tuple[str, int]]:
+            connections = psutil.Process(made[0].pid).net_connections("inet")
+            return {tuple(c.laddr) for c in connections if c.status == psutil.CONN_LISTEN}
+
+        def doors() -> set[tuple[str, int]]:
+            return listening() - before
+
+        plan, before = made.next_plan(), listening()
+        place = (made.address, made[0].run("host", plan))
+        made[0].start("attach", plan, place)
+        wait_until(lambda: len(doors()) == 2, "the first member waits for the others")
+        strangers = [stack.enter_context(socket.create_connection(door)) for door in doors() for _ in range(3)]
+        false = []
+        for door, purpose in itertools.product(doors(), ("link", "store")):
+            connection = stack.enter_context(socket.create_connection(door))
+            connection.settimeout(10)
+            false.append(Handshake(connection, calling(NONE, purpose, plan.epoch, "m1", "m0")))
+        for name in plan.members[1:]:
+            made.members[name].start("attach", plan, place)
+        seconds = [made.members[name].finish() for name in plan.members]
+        assert max(seconds) < 4.0, seconds
+        for handshake in false:
+            with pytest.raises(ConnectionError):
+                handshake.advance()
+        for stranger in strangers:
+            stranger.settimeout(0.0)
+        held = [stranger for stranger in strangers if not _ended(stranger)]
+        assert len(held) == 3, "those at the store, which stays"
+
+
+def _ended(connection: socket.socket) -> bool:
+    try:
+        return connection.recv(1) == b""
+    except BlockingIOError:
+        return False
 
 
 def test_a_client_that_dies_before_it_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -551,7 +598,7 @@ def test_epochs_leave_nothing_behind(trio: Cluster) -> None:
         inside(trio, open_transport)
         inside(trio, close_transport)
         take_census(trio, census)
-    assert not any(grown(later, census[1]) for later in census[2:]), census
+    assert not grown(census[-1], lowest(census[:-1])), census
 
 
 def traffic(member: Member) -> None:

@@ -77,12 +77,12 @@ def test_the_loss_of_each_stage(tmp_path: Path, stock: list[float], stages: tupl
     script.write_text(SCRIPT)
     # A stalled agent must be heard of the end of its worker before the others, who cannot reach that, accuse it.
     config = write_config(tmp_path, {"recovery": {"suspect_after_s": 30}}, 8)
-    command = [bamboo_command(), "run", "-n", str(STAGES), "--events", str(events), str(script)]
+    command = [bamboo_command(), "run", "-n", str(STAGES), "--events", str(events), "--check-exact", "3", str(script)]
     command += ["--deepspeed_config", str(config), "--out", str(tmp_path)]
     with open(tmp_path / "log.txt", "wb") as log:
         job = subprocess.Popen(command, env=environment(), stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
         try:
-            for stage, step in zip(stages, (3, 10), strict=True):
+            for stage, step in zip(stages, (4, 10), strict=True):
                 wait_for_step(events, step, job)
                 os.kill(worker_of_rank(job.pid, stage), signal.SIGKILL)
             assert job.wait(DEADLINE_S) == 0, (tmp_path / "log.txt").read_text()[-4000:]
@@ -90,6 +90,7 @@ def test_the_loss_of_each_stage(tmp_path: Path, stock: list[float], stages: tupl
             if job.poll() is None:
                 job.terminate()
                 job.wait(30)
+    assert "bamboo: the first 3 steps are exact: 4 stages " in (tmp_path / "log.txt").read_text()
     lost = [json.loads(line) for line in events.read_text().splitlines() if '"member_lost"' in line]
     assert [(e["member_id"][:2], e["reason"], e["detail"]) for e in lost] == [
         (f"m{stage}", "signal", "SIGKILL") for stage in stages

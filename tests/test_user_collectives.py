@@ -20,7 +20,7 @@ from bamboo_ds.comm.script import ScriptCollectives, ScriptWork
 from bamboo_ds.errors import ProtocolError
 from bamboo_ds.topology import Layout, Plan
 
-from .support.jobs import SUPPORT, RunningJob, run_bamboo, run_stock, write_config
+from .support.jobs import SUPPORT, Result, RunningJob, run_bamboo, run_stock, write_config
 
 SCRIPT = SUPPORT / "train_with_collectives.py"
 RANKS = 4
@@ -65,8 +65,11 @@ def test_losses_inside_collectives_of_the_script_and_a_joiner(tmp_path: Path) ->
                 by_step.setdefault(line["step"], []).append(line)
     last = max(by_step)
     counts = []
+    assert not any(line["speaks"] for lines in members.values() for line in lines if line["replaying"])
     for step in range(last + 1):
         lines = sorted(by_step[step], key=lambda line: line["rank"])
+        assert sorted(rank for line in lines for rank in line["speaks"]) == list(range(RANKS)), (step, lines)
+        assert all(line["rank"] in line["speaks"] for line in lines)
         for name in ("alive", "greatest", "broadcast", "gathered", "objects"):
             assert len({json.dumps(line[name]) for line in lines}) == 1, (step, name, lines)
         count = int(lines[0]["alive"][0])
@@ -79,6 +82,7 @@ def test_losses_inside_collectives_of_the_script_and_a_joiner(tmp_path: Path) ->
     assert counts[:5] == [4] * 5 and counts[5] in (3, 4)
     assert sorted(counts[6:], reverse=True)[0] == 3 and counts[-1] == 3 and 2 in counts
     check_the_lost(members)
+    check_what_is_told(result, members)
     undisturbed = tmp_path / "undisturbed"
     undisturbed.mkdir()
     stock = run_stock(undisturbed, RANKS, ["--steps", str(last + 1)], write_config(undisturbed, None, 6), script=SCRIPT)
@@ -121,6 +125,20 @@ def check_the_lost(members: dict[str, list[dict[str, Any]]]) -> None:
     assert own[:5] == [8] * 5 and set(own[6:]) <= {5, 4, 7} and own[6] == 5 and 4 in own
     after = next(line for line in lines if line["gathered"][0] != 0.0)
     assert after["broadcast"][0] in (after["step"], -1.0)
+
+
+def check_what_is_told(result: Result, members: dict[str, list[dict[str, Any]]]) -> None:
+    """Each place whose collective lacks a rank is told once, by the first member of its group, with what is missing."""
+    told = [event for event in result.events("collective_incomplete") if event["lost_ranks"] == [2]]
+    places = [(e["operation"], e["place"].rpartition(" in ")[0], *e["ranks"], e["member"]) for e in told]
+    assert len(set(places)) == len(places)
+    assert all("train_with_collectives.py:" in place for _, place, *_ in places)
+    operations = {operation for operation, *_ in places}
+    assert {"allreduce", "allgather", "reduce"} <= operations
+    assert not {"barrier", "broadcast"} & operations, "they lack nothing: the root lives"
+    assert "lost ranks (2) have no part in it, so its result is that of the living ranks alone" in result.output
+    broadcasts = [e for e in result.events("collective_incomplete") if e["operation"] == "broadcast"]
+    assert all(0 in event["lost_ranks"] for event in broadcasts) and len(broadcasts) >= 1
 
 
 # -- who takes part -----------------------------------------------------------------------------------------

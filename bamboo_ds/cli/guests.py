@@ -11,6 +11,7 @@ from ..control.access import open_store
 from ..control.membership import Keys, MemberRecord, StopRecord
 from ..control.mirror import Mirror
 from ..errors import EXIT_FATAL_LOSS, StoreError, StoreUnavailable
+from ..secret import JobSecret
 
 logger = logging.getLogger("bamboo_ds.cli.launcher")
 
@@ -67,6 +68,7 @@ def await_end(
     return_s: float,
     quiet: bool = False,
     departed: bool = False,
+    secret: JobSecret | None = None,
 ) -> int | None:
     """Wait until no member is left.
 
@@ -76,13 +78,14 @@ def await_end(
         own, return_s: see :class:`Guests`.
         quiet: do not say what is waited for.
         departed: members that have left before count as well.
+        secret: see :func:`open_store`.
 
     Returns:
         The job's exit code; ``None`` if there were no guests, or if they are still there.
     """
     give_up_at = time.monotonic() + _UNKNOWN_S
     guests, told = Guests(own, return_s), quiet
-    with open_store(urls, job, _STORE_TIMEOUT_S) as store:
+    with open_store(urls, job, _STORE_TIMEOUT_S, secret) as store:
         while True:
             try:
                 mirror = Mirror(store.get_prefix(""))
@@ -110,11 +113,11 @@ def await_end(
                 return None
 
 
-def tell_to_stop(urls: str, job: str, signum: int, told: str) -> None:
+def tell_to_stop(urls: str, job: str, signum: int, told: str, secret: JobSecret | None = None) -> None:
     """Have all members end, those that are about to join included, since ``told`` has got the signal."""
     record = StopRecord(code=128 + signum, reason=f"{signal.Signals(signum).name} of {told}", by="")
     try:
-        with open_store(urls, job, _STORE_TIMEOUT_S) as store:
+        with open_store(urls, job, _STORE_TIMEOUT_S, secret) as store:
             store.create(Keys.STOP, record.to_json())
     except StoreError as error:
         logger.error("cannot tell members that have joined that the job ends: %s", error)

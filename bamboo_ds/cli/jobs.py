@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import stat
-import tempfile
 from pathlib import Path
 
 import psutil
@@ -14,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from ..control.membership import boot_id
 from ..control.neighbours import started
 from ..errors import ConfigError, LaunchError
+from ..secret import file_of, folder
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
@@ -61,9 +60,7 @@ class JobFile(BaseModel):
 
     def write(self) -> None:
         """Create the file; raises :class:`LaunchError` if a job of this name runs already."""
-        other = find(self.job)
-        if other is not None:
-            raise LaunchError(f"a job named {self.job!r} runs already (launcher {other.pid}); take another name")
+        check_free(self.job)
         temporary = self.path.with_suffix(f".{os.getpid()}")
         # A store's URL may hold a password.
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -77,8 +74,9 @@ class JobFile(BaseModel):
             temporary.unlink()
 
     def remove(self) -> None:
-        """Remove the file. Idempotent."""
+        """Remove the file, and the job's secret. Idempotent."""
         self.path.unlink(missing_ok=True)
+        file_of(self.job).unlink(missing_ok=True)
 
 
 def this_process(job: str, store: str, foreign: bool = False) -> JobFile:
@@ -86,16 +84,6 @@ def this_process(job: str, store: str, foreign: bool = False) -> JobFile:
     pid, since = os.getpid(), started(os.getpid())
     assert since is not None
     return JobFile(job=job, store=store, pid=pid, started=since, boot=boot_id(), foreign=foreign)
-
-
-def folder() -> Path:
-    """The folder of the files; made if absent. Raises :class:`LaunchError` if it is not ours alone."""
-    path = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()) / f"bamboo-{os.getuid()}"
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = path.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
-        raise LaunchError(f"{path} must be a folder that only you can write to; remove it and try again")
-    return path
 
 
 def running() -> list[JobFile]:
@@ -116,6 +104,13 @@ def running() -> list[JobFile]:
 def find(name: str) -> JobFile | None:
     """The running job ``name``, if any."""
     return next((job for job in running() if job.job == name), None)
+
+
+def check_free(name: str) -> None:
+    """Raise :class:`LaunchError` if a job ``name`` runs already."""
+    other = find(name)
+    if other is not None:
+        raise LaunchError(f"a job named {name!r} runs already (launcher {other.pid}); take another name")
 
 
 def choose(name: str | None) -> JobFile:

@@ -9,15 +9,16 @@ from dataclasses import dataclass
 
 from tenacity import Retrying, retry_if_result, stop_after_delay, wait_fixed
 
-from ..control.access import open_store
+from ..control.access import check_secret, open_store
 from ..control.agent_settings import AgentSettings, MemberOptions
-from ..control.membership import JobRecord, Keys
+from ..control.membership import Keys
 from ..control.mirror import Mirror
 from ..control.newcomer import find_vacancy, is_over
 from ..errors import ConfigError, LaunchError
 from ..launched import own_address
 from ..store import Store
 from ..store.endpoints import parse_endpoints
+from .options import LOOPBACK
 
 _TIMEOUT_S = 10.0
 _POLL_S = 0.2
@@ -44,6 +45,8 @@ def address_towards(urls: str) -> str:
     """
     refused = None
     for place in parse_endpoints(urls.split(","), None):
+        if place.path:
+            return LOOPBACK  # the etcd of a job whose members are all on this host
         try:
             return own_address(place.host, place.port)
         except OSError as error:
@@ -59,7 +62,7 @@ def prepare(options: JoinOptions) -> AgentSettings:
         LaunchError: it has not built its engines within ``wait_s``, or has ended.
     """
     options.check_notices()
-    with open_store(options.store, options.job, _TIMEOUT_S) as store:
+    with open_store(options.store, options.job, _TIMEOUT_S, options.secret) as store:
         mirror = _started(store, options)
         plan = mirror.plan
         assert plan is not None
@@ -82,8 +85,11 @@ def _started(store: Store, options: JoinOptions) -> Mirror:
     """The job's keys, once its engines are built."""
 
     def look() -> Mirror:
-        mirror = Mirror(store.get_prefix(""))
-        if mirror.get(Keys.SPEC, JobRecord) is None and not options.wait_s:
+        snapshot = store.get_prefix("")
+        if Keys.SPEC in snapshot.entries:
+            check_secret(snapshot.entries[Keys.SPEC], options.job, options.secret)
+        mirror = Mirror(snapshot)
+        if Keys.SPEC not in snapshot.entries and not options.wait_s:
             raise ConfigError(f"no job {options.job!r} is known at {options.store}; check --store and --job")
         if is_over(mirror):
             raise LaunchError(f"job {options.job!r} has ended: there is nothing to join")

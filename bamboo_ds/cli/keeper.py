@@ -172,7 +172,7 @@ class Keeper(Slots):
             self._leave_at = time.monotonic() + self._agent.grace_s + OTHERS_S
         others = guests.Guests(self._slots, 2 * self._agent.lease_ttl_s)
         silent_since: float | None = None
-        with open_store(self._urls, self._agent.job, _STORE_TIMEOUT_S) as store:
+        with open_store(self._urls, self._agent.job, _STORE_TIMEOUT_S, self._secret) as store:
             while True:
                 now = time.monotonic()
                 try:

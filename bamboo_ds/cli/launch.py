@@ -9,20 +9,21 @@ import subprocess
 import tempfile
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
 
+from ..control.access import embedded_etcd
 from ..control.agent_settings import MemberOptions
 from ..control.claims import claimed
 from ..control.neighbours import process_space, started
 from ..control.reporting import emit_or_log
 from ..control.worker_process import die_with_parent
 from ..errors import ConfigError, LaunchError
-from ..launched import ENV_CONFIG, ENV_EVENTS, ENV_JOB, ENV_LAUNCH, ENV_STORE
+from ..launched import ENV_CHECK_EXACT, ENV_CONFIG, ENV_EVENTS, ENV_JOB, ENV_LAUNCH, ENV_STORE
 from ..observe.events import EventWriter, RunFinished
-from ..store.embedded import EmbeddedEtcd
+from ..secret import ENV_SECRET_FILE, NONE, given, keep
 from . import guests, jobs
 from .launcher import EMBEDDED
 from .slots import AGENT_GRACE_S, Slots
@@ -51,6 +52,8 @@ class Wrapper(Slots):
     """Runs another launcher, and stays until the job is over. Use it once, in the main thread."""
 
     def __init__(self, options: LaunchOptions) -> None:
+        # Without one that the user gives, rank 0 makes one if all ranks are on its host.
+        options = replace(options, secret=given(os.environ) or NONE)
         super().__init__(options, ())
         self._options = options
         self._command: subprocess.Popen[bytes] | None = None
@@ -70,7 +73,7 @@ class Wrapper(Slots):
                 raise ConfigError(f"cannot write events to {options.events}: {error}") from error
             stack.enter_context(self._prepared({child.pid for child in psutil.Process().children()}))
             if options.store == EMBEDDED:
-                etcd = stack.enter_context(EmbeddedEtcd(options.address))
+                etcd = stack.enter_context(embedded_etcd(options.address, options.job, options.secret))
                 self._urls = etcd.url
                 self._watch_etcd(etcd.supervisor_pid, stack)
             else:
@@ -79,6 +82,7 @@ class Wrapper(Slots):
             state = jobs.this_process(options.job, self._urls)
             state.write()
             stack.callback(state.remove)
+            keep(options.job, options.secret)
             begin = time.monotonic()
             self._handle_signals()
             if self._interrupted is None:
@@ -113,8 +117,12 @@ class Wrapper(Slots):
         }
         if options.events is not None:
             told[ENV_EVENTS] = options.events
+        if options.check_exact is not None:
+            told[ENV_CHECK_EXACT] = str(options.check_exact)
         if options.config is not None:
             told[ENV_CONFIG] = os.path.abspath(options.config)
+        if os.environ.get(ENV_SECRET_FILE):
+            told[ENV_SECRET_FILE] = os.path.abspath(os.environ[ENV_SECRET_FILE])
         # To other hosts DeepSpeed passes what this file lists.
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="bamboo-launch-"))
         told[_DEEPSPEED_FILE] = str(Path(folder, "deepspeed_env"))
@@ -151,7 +159,8 @@ class Wrapper(Slots):
             return not (late or self._etcd_ended or self._hurried)
 
         options = self._options
-        return guests.await_end(self._urls, options.job, (), pause, 2 * options.lease_ttl_s, True, departed=True)
+        return_s = 2 * options.lease_ttl_s
+        return guests.await_end(self._urls, options.job, (), pause, return_s, True, departed=True, secret=self._secret)
 
     # -- the end ------------------------------------------------------------------------------------
 
@@ -178,7 +187,7 @@ class Wrapper(Slots):
         """In the background, because etcd may not answer."""
 
         def tell() -> None:
-            guests.tell_to_stop(self._urls, self._options.job, signum, "bamboo launch")
+            guests.tell_to_stop(self._urls, self._options.job, signum, "bamboo launch", self._secret)
             self._stop_soon()
 
         self._in_background(tell)

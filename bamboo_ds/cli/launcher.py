@@ -5,16 +5,17 @@ from __future__ import annotations
 import os
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import psutil
 
+from ..control.access import embedded_etcd
 from ..control.agent_settings import AgentSettings, MemberOptions
 from ..control.claims import claimed
 from ..control.reporting import emit_or_log
 from ..errors import EXIT_FATAL_LOSS, ConfigError
 from ..observe.events import EventWriter, RunFinished, RunStarted
-from ..store.embedded import EmbeddedEtcd
+from ..secret import JobSecret, given, keep
 from . import guests, jobs
 from .slots import OTHERS_S, Slots, free_port
 
@@ -44,6 +45,7 @@ class Launcher(Slots):
     """Runs one job. Use it once, in the main thread."""
 
     def __init__(self, options: RunOptions) -> None:
+        options = replace(options, secret=given(os.environ) or JobSecret.new())
         super().__init__(options, range(options.workers), options.prefix_output)
         self._options = options
 
@@ -62,7 +64,7 @@ class Launcher(Slots):
                 raise ConfigError(f"cannot write events to {options.events}: {error}") from error
             stack.enter_context(self._prepared({child.pid for child in psutil.Process().children()}))
             if options.store == EMBEDDED:
-                etcd = stack.enter_context(EmbeddedEtcd(options.address))
+                etcd = stack.enter_context(embedded_etcd(options.address, options.job, options.secret))
                 urls = etcd.url
                 self._watch_etcd(etcd.supervisor_pid, stack)
             else:
@@ -72,6 +74,7 @@ class Launcher(Slots):
             state = jobs.this_process(options.job, urls)
             state.write()
             stack.callback(state.remove)
+            keep(options.job, options.secret)
             begin = time.monotonic()
             command = list(options.command)
             emit_or_log(events, RunStarted(job=options.job, epoch=0, members=options.workers, command=command))
@@ -121,13 +124,14 @@ class Launcher(Slots):
             return not (late or self._etcd_ended or self._hurried)
 
         return_s = 2 * options.lease_ttl_s
-        return guests.await_end(self._urls, options.job, self._slots, pause, return_s, self._stopping or ending)
+        quiet = self._stopping or ending
+        return guests.await_end(self._urls, options.job, self._slots, pause, return_s, quiet, secret=options.secret)
 
     def _end_others(self, signum: int) -> None:
         """In the background, because etcd may not answer."""
 
         def tell() -> None:
-            guests.tell_to_stop(self._urls, self._options.job, signum, "the launcher")
+            guests.tell_to_stop(self._urls, self._options.job, signum, "the launcher", self._secret)
             self._stop_soon()
 
         self._in_background(tell)

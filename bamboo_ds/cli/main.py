@@ -11,11 +11,12 @@ import sys
 
 import click
 
-from ..control.access import open_store
+from ..control.access import check_secret, open_store
 from ..control.membership import Keys, StopRecord
 from ..control.mirror import Mirror
 from ..errors import BambooError, ConfigError, LaunchError
 from ..observe import logs
+from ..secret import find
 from ..version import __version__
 from . import jobs
 from .chaos import chaos
@@ -27,6 +28,7 @@ from .options import (
     NAME_THE_JOB,
     MemberArguments,
     block_of,
+    check_option,
     events_option,
     member_arguments,
     variable_option,
@@ -62,6 +64,7 @@ def cli() -> None:
 @click.option("--pipelines", type=click.IntRange(min=1), help="Number of pipelines; must divide the workers.")
 @variable_option("--store", default=EMBEDDED, show_default=True, help="URLs of etcd, separated by commas.")
 @variable_option("--job", help="Name of the job.  [default: random]")
+@check_option
 @click.option("--prefix-output", is_flag=True, help="Begin each line of output with its slot.")
 @click.option(
     "--emulate-hosts",
@@ -75,6 +78,7 @@ def run(
     pipelines: int | None,
     store: str,
     job: str | None,
+    check_exact: int | None,
     prefix_output: bool,
     emulate_hosts: int | None,
 ) -> None:
@@ -82,7 +86,7 @@ def run(
     if pipelines is not None and workers % pipelines:
         raise ConfigError(f"--pipelines {pipelines} does not divide -n {workers}")
     options = RunOptions(
-        **member.options(job or f"job-{os.urandom(4).hex()}", LOOPBACK),
+        **member.options(job or f"job-{os.urandom(4).hex()}", LOOPBACK, check_exact=check_exact),
         workers=workers,
         store=store,
         pipelines=pipelines,
@@ -97,6 +101,7 @@ def run(
 @variable_option("--job", help="Name of the job.  [default: random]")
 @variable_option("--address", default=LOOPBACK, show_default=True, help="IP address of the embedded etcd.")
 @events_option
+@check_option
 @click.option("--config", type=click.Path(exists=True, dir_okay=False), help="DeepSpeed configuration to read.")
 @click.option(
     "--grace-s", type=click.FloatRange(min=0), default=5.0, show_default=True, help="From SIGTERM to SIGKILL."
@@ -107,6 +112,7 @@ def launch_command(
     job: str | None,
     address: str,
     events: str | None,
+    check_exact: int | None,
     config: str | None,
     grace_s: float,
     command: tuple[str, ...],
@@ -126,6 +132,7 @@ def launch_command(
         command=command,
         events=None if events is None else os.path.abspath(events),
         grace_s=grace_s,
+        check_exact=check_exact,
     )
     sys.exit(Wrapper(LaunchOptions(**options.member_options(), store=store, config=config)).run())
 
@@ -152,7 +159,8 @@ def join(
 
     job, store = _located(job, store)
     address = member.address or address_towards(store)
-    start(JoinOptions(**member.options(job, address, zone, host), store=store, wait_s=wait_s))
+    options = {**member.options(job, address, zone, host), "secret": find(job)}
+    start(JoinOptions(**options, store=store, wait_s=wait_s))
 
 
 cli.add_command(plan)
@@ -222,9 +230,13 @@ def stop(job: str | None, store: str | None, timeout_s: float) -> None:
 
 
 def _stop_members(job: str, urls: str) -> None:
-    with open_store(urls, job, _TIMEOUT_S) as connection:
-        if not connection.get_prefix(Keys.MEMBERS).entries:
+    secret = find(job)
+    with open_store(urls, job, _TIMEOUT_S, secret) as connection:
+        members = connection.get_prefix(Keys.MEMBERS).entries
+        if not members:
             raise ConfigError(f"no job {job!r} runs at {urls}")
+        for entry in members.values():
+            check_secret(entry, job, secret)
         connection.create(Keys.STOP, StopRecord(code=EXIT_STOPPED, reason="bamboo stop", by="").to_json())
 
 

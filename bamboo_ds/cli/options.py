@@ -18,7 +18,7 @@ import click
 from ..config import BLOCK, BambooConfig, bamboo_config, config_path_from_argv, load_config
 from ..control.agent_settings import MemberOptions, script_command
 from ..errors import ConfigError
-from ..launched import ENV_ADDRESS, ENV_EVENTS, ENV_JOB, ENV_LAUNCH, ENV_MEMBER, ENV_STORE
+from ..launched import ENV_ADDRESS, ENV_CHECK_EXACT, ENV_EVENTS, ENV_JOB, ENV_LAUNCH, ENV_MEMBER, ENV_STORE
 from . import jobs
 
 #: Where members of ``bamboo run`` meet unless it is told.
@@ -34,14 +34,31 @@ class _OfTheUser(click.Option):
         return None if inherited else super().resolve_envvar_value(ctx)
 
 
+_VARIABLES = {
+    "--store": ENV_STORE,
+    "--job": ENV_JOB,
+    "--address": ENV_ADDRESS,
+    "--events": ENV_EVENTS,
+    "--check-exact": ENV_CHECK_EXACT,
+}
+
+
 def variable_option(name: str, **attributes: Any) -> Callable[..., Any]:
-    """``--store``, ``--job``, ``--address`` or ``--events``: its default may come from the environment."""
-    variable = {"--store": ENV_STORE, "--job": ENV_JOB, "--address": ENV_ADDRESS, "--events": ENV_EVENTS}[name]
+    """An option of the same name as a variable, ``BAMBOO_…``, which its default may come from."""
+    variable = _VARIABLES[name]
     return click.option(name, cls=_OfTheUser, envvar=variable, show_envvar=True, **attributes)
 
 
 events_option = variable_option(
     "--events", type=click.Path(dir_okay=False), help="File to append events to, as JSON lines."
+)
+
+check_option = variable_option(
+    "--check-exact",
+    type=click.IntRange(min=0),
+    metavar="N",
+    help="In the first N steps rehearse the takeover of every stage and compare everything, bit for bit. Overrides "
+    "bamboo.redundancy.check_exact.",
 )
 
 
@@ -62,7 +79,9 @@ class MemberArguments:
     script: str
     arguments: tuple[str, ...]
 
-    def options(self, job: str, address: str, zone: str = "", host: str | None = None) -> dict[str, Any]:
+    def options(
+        self, job: str, address: str, zone: str = "", host: str | None = None, check_exact: int | None = None
+    ) -> dict[str, Any]:
         """Values of :class:`~bamboo_ds.control.agent_settings.MemberOptions`, by name.
 
         Args:
@@ -85,6 +104,7 @@ class MemberArguments:
             grace_s=self.grace_s,
             max_restarts=self.max_restarts,
             rejoin_s=self.rejoin_s,
+            check_exact=check_exact,
         ).member_options()
         check_script(self.script, self.module)
         return options

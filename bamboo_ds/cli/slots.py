@@ -27,6 +27,7 @@ from ..control.neighbours import report_dead_agent
 from ..control.rebirth import handle_signals
 from ..control.worker_process import adopt_orphans, end_descendants, reap_adopted
 from ..errors import LaunchError, StoreError
+from ..secret import JobSecret
 
 logger = logging.getLogger("bamboo_ds.cli.launcher")
 
@@ -319,6 +320,11 @@ class Slots:
         elif departure.outcome == "fatal" and not self._stopping and self._kill_at is None:
             self._kill_at = time.monotonic() + _FATAL_GRACE_S
 
+    @property
+    def _secret(self) -> JobSecret | None:
+        """The job's; ``None`` where a rank of another launcher has made it: this process finds it by the job's name."""
+        return self._common.secret or None
+
     def _report_dead_agent(self, agent: _Agent) -> None:
         """Tell the leader of a member whose agent cannot: its lease would take a while to run out.
 
@@ -326,7 +332,7 @@ class Slots:
         """
         died = time.monotonic()
         try:
-            with open_store(self._urls, self._common.job, STORE_TIMEOUT_S) as store:
+            with open_store(self._urls, self._common.job, STORE_TIMEOUT_S, self._secret) as store:
                 for member in Mirror(store.get_prefix(Keys.MEMBERS)).members.values():
                     # Not by its slot: an agent that has come back has got another one.
                     if member.address == self._common.address and member.agent_pid == agent.process.pid:

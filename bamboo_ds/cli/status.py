@@ -13,6 +13,7 @@ from ..topology.plan import Plan
 class MemberStatus(BaseModel):
     """One member, living or not. ``pid`` and ``agent_pid`` are ``None`` when it is gone.
 
+    ``doing`` is what its worker does that takes long outside of training, such as compiling an extension.
     ``roles`` and ``shadows`` are lists of ``[pipeline, stage]``.
     """
 
@@ -28,6 +29,7 @@ class MemberStatus(BaseModel):
     roles: list[tuple[int, int]] = []
     shadows: list[tuple[int, int]] = []
     leader: bool = False
+    doing: str | None = None
 
 
 class JobStatus(BaseModel):
@@ -62,6 +64,7 @@ def job_status(job: str, mirror: Mirror) -> JobStatus:
             roles=_roles(plan, member.id, shadows=False),
             shadows=_roles(plan, member.id, shadows=True),
             leader=member.id == mirror.leader,
+            doing=mirror.progress[member.id].doing if member.id in mirror.progress else None,
         )
         for member in in_slot_order(mirror.members.values())
     ]
@@ -80,7 +83,7 @@ def job_status(job: str, mirror: Mirror) -> JobStatus:
     return JobStatus(
         job=job,
         epoch=plan.epoch if plan else 0,
-        step=progress.step if progress else None,
+        step=(progress.step or None) if progress else None,
         global_step=progress.global_step if progress else None,
         checkpoint=newest.checkpoint if newest else None,
         members=sorted(living + gone, key=lambda member: (member.slot, member.id)),
@@ -130,6 +133,9 @@ def status_table(status: JobStatus) -> Table:
             _listed(member.shadows),
         )
     table.caption = "* leads; roles are (pipeline,stage)"
+    for member in status.members:
+        if member.doing is not None:
+            table.caption += f"\nthe worker of {member.id} {member.doing}"
     if status.checkpoint is not None:
         table.caption += f"\nnewest checkpoint: {status.checkpoint}"
     return table

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 import threading
+import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -14,11 +15,13 @@ from typing import Any
 
 from ..errors import EpochChanged, PeerLost
 from ..forking import only_here
+from ..secret import NONE, JobSecret
 from ..topology import Plan
 from . import sockets
+from .aborts import Aborts
 from .c10d import dist
 from .failures import ended, translate
-from .inner import GLOO, abort_inner, create_inner
+from .inner import GLOO, NCCL, create_inner
 from .keyvalue import Client, TorchStore
 from .links import Links
 from .p2p import Receives
@@ -29,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 #: Seconds between two sweeps over the sockets of an aborted epoch while operations are still blocked in it.
 _SWEEP_EVERY = 0.01
+#: Seconds that the abort of a communicator may take.
+_ABORT_PATIENCE_S = 10.0
 #: Seconds to find out who is gone when a collective failed.
 _PROBE = 0.1
 
@@ -42,7 +47,8 @@ class Epoch:
         address: the advertised address.
         timeout: default timeout of operations.
         on_peer_failure: as for ``Session``; called once per member.
-        silence_s: as for ``Session``.
+        silence_s, awaited, tell_after_s: as for ``Session``.
+        secret: the job's.
     """
 
     def __init__(
@@ -53,8 +59,13 @@ class Epoch:
         timeout: timedelta,
         on_peer_failure: Callable[[str | None, str], None],
         silence_s: float,
+        awaited: Callable[[Sequence[str], float], None] = lambda members, seconds: None,
+        tell_after_s: float = 120.0,
+        secret: JobSecret = NONE,
     ) -> None:
         self.plan = plan
+        self.secret = secret
+        self._awaited, self._tell_after_s = awaited, tell_after_s
         self.member = member
         self.timeout = timeout
         self.silence_s = silence_s
@@ -72,6 +83,7 @@ class Epoch:
         self._works: weakref.WeakSet[BambooWork] = weakref.WeakSet()
         self._sweeper: threading.Thread | None = None
         self._undertaker: threading.Thread | None = None
+        self._aborts = Aborts()
         self._accused: set[str | None] = set()
         self._client: Client | None = None
         self._stores: list[TorchStore] = []  # of the groups, which do not keep them
@@ -90,8 +102,22 @@ class Epoch:
         """Connect to the epoch's store and, through it, to all its members. Collective over all of them."""
         with self.calling("attaching", self.plan.store_host):
             self._connect_store(store_address)
-            mine = self.links.listen(self._address)
-            self.links.connect(self._exchange("link", mine, self.plan.members), self.timeout)
+            self.links.connect(self._await_places(self.links.listen(self._address)), self.timeout)
+
+    def _await_places(self, mine: str) -> dict[str, str]:
+        """Where all members listen; tells after a while, and then more and more rarely, who has not come."""
+        begin, pause, limit = time.monotonic(), self._tell_after_s, self.timeout.total_seconds()
+        while True:
+            left = begin + limit - time.monotonic()
+            try:
+                return self._exchange("link", mine, self.plan.members, timedelta(seconds=max(0.0, min(pause, left))))
+            except dist.DistStoreError:
+                if left <= pause:
+                    raise
+            store = self.store("place/")
+            missing = [member for member in self.plan.members if not store.check([f"link/{member}"])]
+            self._awaited(missing, time.monotonic() - begin)
+            pause *= 2
 
     def _connect_store(self, store_address: tuple[str, int]) -> None:
         host = self.plan.store_host
@@ -104,7 +130,7 @@ class Epoch:
             connection.settimeout(min(self.timeout.total_seconds(), self.silence_s))
             connection.connect(name)
             sockets.watch_silence(connection, self.silence_s)
-            self._client = Client(connection, self.number, self.timeout)
+            self._client = Client(connection, self.number, self.timeout, self.secret, self.member, host)
         except OSError as error:
             self.check("attaching")
             raise self.lost(host, f"connecting to the store at {store_address} failed: {error}") from error
@@ -302,7 +328,9 @@ class Epoch:
                 return
             self._aborted = reason
             callbacks = list(self._callbacks.values())
-            groups = list(self._groups.items())
+            for (key, kind, members), group in self._groups.items():
+                if kind == NCCL:  # gloo's has nothing to call: its sockets are shut down instead
+                    self._aborts.begin(f"NCCL group {key} of {', '.join(members)} (epoch {self.number})", group.abort)
             own = list(self._sockets)
             self._quiet.notify_all()
         logger.info("epoch %d: aborted: %s", self.number, reason)
@@ -310,8 +338,6 @@ class Epoch:
             callback()
         for opened in own:
             sockets.shut(opened)
-        for (_, kind, _), group in groups:
-            abort_inner(kind, group)
         with self._lock:
             if not self._blocked:
                 return
@@ -384,8 +410,20 @@ class Epoch:
         for opened in own:
             opened.close()
 
-        self._undertaker = threading.Thread(target=remains.clear, name="bamboo-release", daemon=True)
+        def release() -> None:
+            self._aborts.join()
+            remains.clear()
+
+        self._undertaker = threading.Thread(target=release, name="bamboo-release", daemon=True)
         self._undertaker.start()
+
+    def await_aborts(self) -> None:
+        """Wait until all communicators of an aborted epoch are, before new ones are made.
+
+        Raises:
+            AbortFailed: one is not, and will not be.
+        """
+        self._aborts.wait(_ABORT_PATIENCE_S)
 
     def released(self, timeout: float) -> bool:
         """Wait up to ``timeout`` seconds until gloo's groups of a destroyed epoch are gone; whether they are."""

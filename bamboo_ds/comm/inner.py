@@ -62,12 +62,6 @@ def create_inner(kind: str, store: Store, rank: int, size: int, timeout: timedel
     return dist.ProcessGroupNCCL(store, rank, size, nccl_options)
 
 
-def abort_inner(kind: str, group: Any) -> None:
-    """Abort ``group``'s communicators, from any thread. gloo has none: its sockets are shut down instead."""
-    if kind == NCCL:
-        group.abort()
-
-
 def issue(group: Any, operation: str, arguments: tuple[Any, ...]) -> Any:
     """Start a collective of an inner group; ``operation`` is named as in torch's C++ ``Backend``."""
     single = _ONE_BY_ONE.get(operation)

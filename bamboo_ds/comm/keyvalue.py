@@ -3,8 +3,8 @@
 Not torch's ``TCPStore``: its client cannot be interrupted while it connects, and looks the peer's name up in
 the DNS for every connection, which costs seconds where that does not answer.
 
-A request is an object in JSON, preceded by its length (4 bytes, little-endian); so is the answer, which repeats
-the request's number. Values are bytes, one character each.
+A connection begins with a :mod:`handshake <.handshake>`. A request is an object in JSON, preceded by its length
+(4 bytes, little-endian); so is the answer, which repeats the request's number. Values are bytes, one character each.
 """
 
 from __future__ import annotations
@@ -15,16 +15,19 @@ import selectors
 import socket
 import struct
 import threading
+from collections.abc import Container
 from datetime import timedelta
 from typing import Any
 
 from ..forking import only_here
+from ..secret import NONE, JobSecret
 from . import sockets
 from .c10d import dist
+from .handshake import Door, Handshake, calling, hosting
 
 _LENGTH = struct.Struct("<I")
 _LARGEST = 1 << 26
-_HELLO = "bamboo-store-1"
+_PURPOSE = "store"
 
 
 class Server:
@@ -33,17 +36,30 @@ class Server:
     Args:
         host: the address to listen on, and no other.
         epoch: number of the epoch; clients of another are refused.
+        secret: the job's; clients that do not know it are refused.
+        member: id of the member that hosts it.
+        members: those that may come; ``None``: whatever their names.
     """
 
-    def __init__(self, host: str, epoch: int) -> None:
-        self._epoch = epoch
+    def __init__(
+        self,
+        host: str,
+        epoch: int,
+        secret: JobSecret = NONE,
+        member: str = "",
+        members: Container[str] | None = None,
+    ) -> None:
         self._listener = only_here(sockets.listen(host))
         self._listener.setblocking(False)
         self.port = int(self._listener.getsockname()[1])
         self._data: dict[str, str] = {}
         self._clients: dict[socket.socket, _Client] = {}
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._door = Door(
+            self._selector,
+            self._listener,
+            lambda: hosting(secret, _PURPOSE, epoch, member, lambda name: members is None or name in members),
+        )
         self._wake, self._woken = socket.socketpair()
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._serve, name="bamboo-store", daemon=True)
@@ -59,23 +75,23 @@ class Server:
     def _serve(self) -> None:
         try:
             while True:
-                for key, events in self._selector.select():
+                for key, events in self._selector.select(self._door.patience()):
                     if key.fileobj is self._woken:
                         return
-                    if key.fileobj is self._listener:
-                        self._accept()
+                    if key.data is self._door:
+                        self._admit(key.fileobj)  # type: ignore[arg-type]
                     elif (client := self._clients.get(key.fileobj)) is not None:  # type: ignore[call-overload]
                         self._attend(client, events)  # one before it may have found that it is gone
         finally:
+            self._door.close()
             for opened in (*self._clients, self._listener, self._woken):
                 opened.close()
             self._selector.close()
 
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # it has gone again
-            connection, _ = self._listener.accept()
-            only_here(connection)
-            connection.setblocking(False)
+    def _admit(self, ready: socket.socket) -> None:
+        found = self._door.attend(ready)
+        if found is not None:
+            _, connection = found
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._clients[connection] = _Client(connection)
             self._selector.register(connection, selectors.EVENT_READ)
@@ -87,7 +103,7 @@ class Server:
                     self._handle(client, request)
             if self._clients.get(client.connection) is client:
                 self._flush(client)
-        except (OSError, ValueError, KeyError, TypeError):  # gone, or none of ours
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):  # gone, or it talks nonsense
             self._drop(client)
 
     def _flush(self, client: _Client) -> None:
@@ -102,14 +118,6 @@ class Server:
 
     def _handle(self, client: _Client, request: dict[str, Any]) -> None:
         operation, number = request["op"], request["n"]
-        if operation == "hello":
-            if request["key"] != _HELLO or request["value"] != self._epoch:
-                raise ValueError("not a client of this epoch")
-            client.known = True
-            client.answer(number, True)
-            return
-        if not client.known:
-            raise ValueError("not introduced")
         data = self._data
         if operation == "get":
             client.waiting[number] = list(request["keys"])
@@ -162,7 +170,6 @@ class _Client:
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
-        self.known = False
         self.waiting: dict[int, list[str]] = {}
         self._received = bytearray()
         self._answers = bytearray()
@@ -176,7 +183,7 @@ class _Client:
         found = []
         while len(self._received) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._received)
-            if length > (_LARGEST if self.known else 256):
+            if length > _LARGEST:
                 raise ValueError("too large a request")
             end = _LENGTH.size + length
             if len(self._received) < end:
@@ -208,19 +215,30 @@ class Client:
         connection: connected socket; shutting it down makes every call raise ``OSError``.
         epoch: number of the epoch.
         timeout: default for calls that wait.
+        secret: the job's.
+        member: id of this member, and host: of the one whose server it is.
 
     Raises:
-        OSError: the connection has ended, or the server refused us.
+        OSError: the connection has ended, the server refused us, or it is not that of ``host``.
     """
 
-    def __init__(self, connection: socket.socket, epoch: int, timeout: timedelta) -> None:
+    def __init__(
+        self,
+        connection: socket.socket,
+        epoch: int,
+        timeout: timedelta,
+        secret: JobSecret = NONE,
+        member: str = "",
+        host: str = "",
+    ) -> None:
         self._connection = connection
         self._timeout = timeout
         self._lock = threading.Lock()
         self._number = 0
         self._received = bytearray()
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._call("hello", key=_HELLO, value=epoch)
+        connection.settimeout(timeout.total_seconds())
+        Handshake(connection, calling(secret, _PURPOSE, epoch, member, host)).advance()
 
     def _call(self, operation: str, timeout: timedelta | None = None, **fields: Any) -> Any:
         with self._lock:

@@ -11,9 +11,8 @@ comes and sorts it by key; one more writes what the kernel did not take at once.
 from __future__ import annotations
 
 import logging
-import secrets
+import selectors
 import socket
-import struct
 import threading
 import time
 from collections import deque
@@ -26,17 +25,14 @@ from typing import TYPE_CHECKING
 from ..errors import EpochChanged, NotMet, PeerLost
 from . import sockets, wire
 from .failures import ended
+from .handshake import Door, Handshake, Talk, calling, hosting
 
 if TYPE_CHECKING:
     from .epoch import Epoch
 
 logger = logging.getLogger(__name__)
 
-_MAGIC = b"bamboo-link-1"
-_TOKEN = 16  # bytes
-_HELLO = struct.Struct(f"<{len(_MAGIC)}sq{_TOKEN}sH")
-#: Seconds that a stranger may take to say who it is.
-_HELLO_TIMEOUT = 5.0
+_PURPOSE = "link"
 #: The kernel takes at most so many pieces in one call.
 _PIECES = 512
 
@@ -102,7 +98,6 @@ class Links:
         self._peers: dict[str, _Peer] = {}
         self._inbox: dict[bytes, deque[Message]] = {}
         self._listener: socket.socket | None = None
-        self._token = secrets.token_bytes(_TOKEN)
         self._rounds = 0
         self._closed = False
 
@@ -111,69 +106,77 @@ class Links:
         """Open the listening socket; returns what peers must know, as text."""
         listener = self._listener = self._epoch.own(sockets.listen(address))
         host, port = sockets.endpoint(listener.getsockname())
-        return f"{host} {port} {self._token.hex()}"
+        return f"{host} {port}"
 
     def connect(self, places: dict[str, str], timeout: timedelta) -> None:
         """Connect to every member; collective. ``places`` are all members' results of :meth:`listen`.
 
         Raises:
             EpochChanged: aborted meanwhile.
-            PeerLost: a member refused.
+            PeerLost: a member refused, or whoever answers in its place is not that member.
             TimeoutError: somebody did not come within ``timeout``.
         """
-        members = self._epoch.plan.members
-        own = members.index(self._epoch.member)
+        members, me = self._epoch.plan.members, self._epoch.member
+        own = members.index(me)
         listener = self._listener
         assert listener is not None
-        try:
-            for member in members[:own]:
-                self._add(member, self._call(member, places[member], timeout))
-            missing = set(members[own + 1 :])
-            listener.settimeout(timeout.total_seconds())
-            while missing:
-                try:
-                    connection, _ = listener.accept()
-                except OSError as error:
-                    self._epoch.check("connecting")
-                    raise TimeoutError(f"{', '.join(sorted(missing))} did not connect: {error}") from error
-                caller = self._identify(connection, missing)
-                if caller is not None:
-                    missing.discard(caller)
-                    self._add(caller, connection)
-        finally:
-            listener.close()
+        listener.setblocking(False)
+        missing = set(members[own + 1 :])
+        called: dict[str, Handshake] = {}
+        deadline = time.monotonic() + timeout.total_seconds()
 
-    def _call(self, member: str, place: str, timeout: timedelta) -> socket.socket:
-        host, port, token = place.split(" ")
+        def host() -> Talk:
+            return hosting(self._epoch.secret, _PURPOSE, self._epoch.number, me, missing.__contains__)
+
+        with selectors.DefaultSelector() as selector:
+            door = Door(selector, listener, host)
+            try:
+                for member in members[:own]:
+                    called[member] = self._call(member, places[member], timeout)
+                    selector.register(called[member].connection, selectors.EVENT_READ, member)
+                while missing or called:
+                    self._epoch.check("connecting")
+                    left = deadline - time.monotonic()
+                    if left <= 0:
+                        late = ", ".join(sorted({*missing, *called}))
+                        raise TimeoutError(f"{late} did not connect within {timeout}")
+                    patience = door.patience()
+                    for key, _ in selector.select(left if patience is None else min(left, patience)):
+                        ready: socket.socket = key.fileobj  # type: ignore[assignment]
+                        if key.data is not door:
+                            if self._answered(key.data, called[key.data]):
+                                selector.unregister(ready)
+                                self._add(key.data, called.pop(key.data).connection)
+                        elif (found := door.attend(ready)) is not None:
+                            missing.discard(found[0])
+                            self._add(found[0], self._epoch.own(found[1]))
+            finally:
+                door.close()
+                listener.close()
+
+    def _call(self, member: str, place: str, timeout: timedelta) -> Handshake:
+        """Connect to ``member`` and begin to prove ourselves."""
+        host, port = place.split(" ")
         family, name = sockets.resolve(host, int(port))
         connection = self._epoch.own(socket.socket(family, socket.SOCK_STREAM))
+        epoch = self._epoch
         try:
-            connection.settimeout(min(timeout.total_seconds(), self._epoch.silence_s))
+            connection.settimeout(min(timeout.total_seconds(), epoch.silence_s))
             connection.connect(name)
-            own = self._epoch.member.encode()
-            hello = _HELLO.pack(_MAGIC, self._epoch.number, bytes.fromhex(token), len(own))
-            connection.sendall(hello + own)
+            connection.setblocking(False)
+            return Handshake(connection, calling(epoch.secret, _PURPOSE, epoch.number, epoch.member, member))
         except OSError as error:
             connection.close()
-            self._epoch.check("connecting")
-            raise self._epoch.lost(member, f"connecting to {host}:{port} failed: {error}") from error
-        return connection
+            epoch.check("connecting")
+            raise epoch.lost(member, f"connecting to {host}:{port} failed: {error}") from error
 
-    def _identify(self, connection: socket.socket, expected: Iterable[str]) -> str | None:
-        """Who calls; ``None``, and the connection closed, if it is nobody whom we expect."""
-        self._epoch.own(connection)
+    def _answered(self, member: str, handshake: Handshake) -> bool:
+        """Whether ``member`` has proven itself to us."""
         try:
-            connection.settimeout(_HELLO_TIMEOUT)
-            magic, epoch, token, length = _HELLO.unpack(_read(connection, _HELLO.size))
-            name = _read(connection, min(length, 4096)).decode()
-            known = magic == _MAGIC and epoch == self._epoch.number and name in expected
-            if known and secrets.compare_digest(token, self._token):
-                return name
-            logger.warning("epoch %d: refused a connection of %r", self._epoch.number, name)
-        except (OSError, ValueError, struct.error) as error:
-            logger.warning("epoch %d: refused a connection: %s", self._epoch.number, error)
-        connection.close()
-        return None
+            return handshake.advance() is not None
+        except OSError as error:
+            self._epoch.check("connecting")
+            raise self._epoch.lost(member, f"connecting failed: {error}") from error
 
     def _add(self, member: str, connection: socket.socket) -> None:
         connection.settimeout(None)

@@ -15,10 +15,13 @@ The operations themselves number those gaps, and nobody is in a gap while others
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -26,11 +29,12 @@ import torch
 from ..errors import EpochChanged, PeerLost, ProtocolError
 from .c10d import dist
 from .inner import GLOO, NCCL, issue, kind_for
-from .living import LivingGroup, living
+from .living import Living, LivingGroup, living
 from .local import LocalGroup
 from .work import NO_TIMEOUT, BambooWork
 
 if TYPE_CHECKING:
+    from ..topology import Plan
     from .backend import BambooProcessGroup
     from .epoch import Epoch
     from .session import Session
@@ -40,8 +44,49 @@ Place = Literal["engine", "script", "replay"]
 
 #: Collectives that write over what they are given.
 _IN_PLACE = ("allreduce", "allreduce_coalesced", "broadcast", "reduce")
+#: What gives each rank's part, and what sums them up.
+_COPIES = (
+    "allgather",
+    "allgather_coalesced",
+    "_allgather_base",
+    "allgather_into_tensor_coalesced",
+    "gather",
+    "alltoall",
+    "alltoall_base",
+)
+_REDUCTIONS = (
+    "allreduce",
+    "allreduce_coalesced",
+    "reduce",
+    "reduce_scatter",
+    "_reduce_scatter_base",
+    "reduce_scatter_tensor_coalesced",
+)
+#: Packages whose frames are not the script's.
+_LIBRARIES = ("bamboo_ds", "torch", "deepspeed")
 #: Attributes of torch's options of collectives.
 _OPTIONS = ("reduceOp", "rootRank", "rootTensor", "timeout", "asyncOp")
+
+
+@dataclass(frozen=True)
+class Lacking:
+    """A collective of the script in which not every rank has the part that it had at the start of the job.
+
+    Attributes:
+        operation: as torch's backends call it.
+        ranks: of its group.
+        lost: those that no process runs as.
+        moved: those whose process does not compute the rank's own stage (any more): what it has of that is old.
+        place: where the script calls it, ``file:line in function``.
+        result: what it gives without the lost ranks.
+    """
+
+    operation: str
+    ranks: tuple[int, ...]
+    lost: tuple[int, ...]
+    moved: tuple[int, ...]
+    place: str
+    result: str
 
 
 class ScriptCollectives:
@@ -51,12 +96,22 @@ class ScriptCollectives:
         session: this process's data plane.
         place: where the main thread is.
         recover: recovers after a loss, and calls :meth:`agree` meanwhile.
+        on_lacking: told, on one member and once for each place in the script, of collectives that lack parts of ranks;
+            ``None``: nobody is.
     """
 
-    def __init__(self, session: Session, place: Callable[[], Place], recover: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        session: Session,
+        place: Callable[[], Place],
+        recover: Callable[[], None],
+        on_lacking: Callable[[Lacking], None] | None = None,
+    ) -> None:
         self._session = session
         self._place = place
         self._recover = recover
+        self._on_lacking = on_lacking
+        self._told: set[tuple[Any, ...]] = set()
         self._gap = 0
         self._done: dict[str, int] = {}  # collectives of each group that this member has come out of, in this gap
         self._begun: dict[str, int] = {}
@@ -101,6 +156,12 @@ class ScriptCollectives:
     def absent(self) -> set[str]:
         """Members of the plan whose scripts are not in this gap: they replay it."""
         return {member for member, step in self._newcomers.items() if step >= self._gap}
+
+    def speaker(self, rank: int) -> str | None:
+        """The member that speaks for a rank of the job: that which runs as it, or stands in for it if it is lost."""
+        plan = self._session.plan
+        assert plan is not None, "an engine has been built"
+        return living(plan, range(plan.world.size), self.absent).hosts[rank]
 
     # -- collectives ---------------------------------------------------------------------------------------
 
@@ -153,6 +214,21 @@ class ScriptCollectives:
                 return
             except EpochChanged:
                 continue
+
+    def note(self, plan: Plan, handle: BambooProcessGroup, operation: str, options: Any, group: Living) -> None:
+        """Tell, the first time at each place, that a collective of ``group`` lacks parts of ranks."""
+        runs = list(zip(handle.ranks, group.of_rank, strict=True))
+        lost = tuple(rank for rank, member in runs if member is None)
+        moved = tuple(rank for rank, member in runs if member not in (None, plan.owners[rank]))
+        if not (lost or moved) or self._on_lacking is None or group.members[0] != self._session.member:
+            return
+        result = _without(operation, options, group)
+        if result is None:
+            return
+        told = _caller(), operation, handle.key, lost
+        if told not in self._told:
+            self._told.add(told)
+            self._on_lacking(Lacking(operation, handle.ranks, lost, moved, told[0], result))
 
     # -- point to point ---------------------------------------------------------------------------------------
 
@@ -230,6 +306,7 @@ class ScriptWork(dist.Work):  # type: ignore[misc]
         handle, operation = self._handle, self._operation
         group = living(epoch.plan, handle.ranks, self._script.absent)
         self._others = tuple(member for member in group.members if member != epoch.member)
+        self._script.note(epoch.plan, handle, operation, self._arguments[-1], group)
         arguments = (*self._arguments[:-1], _copied(self._arguments[-1]))
         if not self._others:
             self._work = getattr(LocalGroup(handle.rank(), len(handle.ranks)), operation)(*arguments)
@@ -320,6 +397,32 @@ class ScriptWork(dist.Work):  # type: ignore[misc]
         future: torch.futures.Future[Any] = torch.futures.Future()
         future.set_result(self.result())
         return future
+
+
+def _without(operation: str, options: Any, group: Living) -> str | None:
+    """What a collective gives without the part of the lost ranks of ``group``; ``None``: what it should."""
+    if operation in _COPIES:
+        return "in the place of their parts are those that the owners of their stages have passed"
+    if operation in _REDUCTIONS:
+        return "its result is that of the living ranks alone"
+    root = getattr(options, "rootRank", None)
+    if operation in ("broadcast", "scatter") and root is not None and group.of_rank[root] is None:
+        return (
+            "there is nothing from the rank that it comes from"
+            if operation == "scatter"
+            else ("its result is what the owner of that rank's stage has passed")
+        )
+    return None
+
+
+def _caller() -> str:
+    """The innermost place on this thread's stack outside of this package, torch and DeepSpeed."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES:
+        frame = frame.f_back
+    if frame is None:
+        return "an unknown place"
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 
 def _copied(options: Any) -> Any:

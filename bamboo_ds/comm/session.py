@@ -13,6 +13,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from ..errors import EpochChanged
+from ..secret import NONE, JobSecret
 from ..topology import Plan
 from .c10d import Store
 from .epoch import Epoch
@@ -84,6 +85,9 @@ class Session:
             Called once per member and epoch. Must not block. A member that has already aborted this epoch
             looks like a failed one: whoever judges accusations must drop those of an epoch that has ended.
         silence_s: seconds without any answer of a member's host after which operations towards it fail.
+        awaited: called by the thread that attaches with the members that have not come to attach, and for how many
+            seconds they have been waited for: after ``tell_after_s``, then after twice as long each time.
+        secret: the job's; who does not know it gets no connection.
     """
 
     def __init__(
@@ -93,6 +97,9 @@ class Session:
         timeout: timedelta,
         on_peer_failure: Callable[[str | None, str], None],
         silence_s: float = 10.0,
+        awaited: Callable[[Sequence[str], float], None] = lambda members, seconds: None,
+        tell_after_s: float = 120.0,
+        secret: JobSecret = NONE,
     ) -> None:
         global _current
         if _current is not None:
@@ -102,6 +109,8 @@ class Session:
         self._timeout = timeout
         self._on_peer_failure = on_peer_failure
         self._silence_s = silence_s
+        self._awaited, self._tell_after_s = awaited, tell_after_s
+        self._secret = secret
         self._lock = threading.Lock()
         self._epoch: Epoch | None = None
         self._detached = True
@@ -189,6 +198,13 @@ class Session:
         if epoch is not None:
             epoch.check("operation")
 
+    def wait(self, operation: str, ready: Callable[[], bool]) -> None:
+        """Wait until ``ready()``, which is asked ten times a second; raises as an operation with all members."""
+        epoch, often = self.current, timedelta(seconds=0.1)
+        with epoch.links.changed:
+            while not epoch.links.wait(operation, ready, epoch.plan.members, often):
+                continue
+
     # -- epochs ------------------------------------------------------------------------------------------
     def host_store(self, plan: Plan, address: str | None = None) -> int:
         """Create the store of ``plan``'s epoch, bound to ``address`` (default: ours) only. From any thread.
@@ -205,7 +221,9 @@ class Session:
             if hosted is not None:
                 return hosted.port
             self._drop_stores(plan.epoch)
-            server = self._hosted[plan.epoch] = Server(address or self._address, plan.epoch)
+            server = self._hosted[plan.epoch] = Server(
+                address or self._address, plan.epoch, self._secret, self._member, plan.members
+            )
             return server.port
 
     def _drop_stores(self, epoch: int) -> None:
@@ -223,6 +241,7 @@ class Session:
         Raises:
             EpochChanged: aborted meanwhile, or this epoch is already known to have ended.
             PeerLost: the store host or a peer could not be reached.
+            AbortFailed: a communicator of the previous epoch could not be aborted.
             ValueError: ``plan`` is not newer than the current epoch, or does not list this member.
         """
         if self._member not in plan.members:
@@ -233,7 +252,13 @@ class Session:
         if previous is not None:
             previous.abort(f"epoch {plan.epoch} follows")
             self._leave(previous)
-        epoch = Epoch(plan, self._member, self._address, self._timeout, self._on_peer_failure, self._silence_s)
+            previous.await_aborts()
+        epoch = Epoch(
+            *(plan, self._member, self._address, self._timeout, self._on_peer_failure, self._silence_s),
+            awaited=self._awaited,
+            tell_after_s=self._tell_after_s,
+            secret=self._secret,
+        )
         with self._lock:
             self._epoch = epoch
             self._detached = False

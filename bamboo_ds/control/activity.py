@@ -15,6 +15,8 @@ class Activity:
         busy: whether the main thread executes instructions; else it is in the script, or recovers.
         waiting: whether it waits for another member at this moment.
         hang_after_s: see :class:`~.messages.Heartbeat`.
+        doing: tells what else it does that may take long, for people; ``None``: nothing.
+        told: what was said of that.
     """
 
     def __init__(self) -> None:
@@ -23,6 +25,8 @@ class Activity:
         self.busy = False
         self.waiting: Callable[[], bool] = lambda: False
         self.hang_after_s: float | None = None
+        self.doing: Callable[[], str] | None = None
+        self.told: str | None = None
 
     @contextmanager
     def at_work(self) -> Iterator[None]:

@@ -30,6 +30,7 @@ from pydantic import ValidationError
 from ..errors import EXIT_LEFT, ConfigError, LaunchError
 from ..observe import logs
 from ..observe.events import EventWriter
+from ..secret import file_of
 from ..topology.plan import Plan
 from .agent_settings import AgentSettings, observed, parse_arguments, worker_environment
 from .ending import Ending
@@ -143,6 +144,7 @@ class Agent:
             on_stop=lambda stop: self._post(partial(self._begin_stop, stop)),
             on_error=lambda error: self._post(partial(self._give_up, error)),
             on_ended=lambda: self._post(self._coordinator_ended.set),
+            on_contact=self._worker.send,
         )
         return make_coordinator(
             self._settings,
@@ -370,8 +372,8 @@ class Agent:
             if self._watchdog.stuck(message):
                 self._worker.kill(signal.SIGKILL)
             before = self._progress
-            news = before is None or (message.step, message.checkpoint) != (before.step, before.checkpoint)
-            if message.step is not None and news:
+            seen = (None, None, None) if before is None else (before.step, before.checkpoint, before.doing)
+            if (message.step, message.checkpoint, message.doing) != seen:
                 self._progress = message
                 if self._progress_due is None:
                     self._progress_due = time.monotonic() + _PROGRESS_INTERVAL_S
@@ -389,9 +391,9 @@ class Agent:
 
     def _write_progress(self) -> None:
         self._progress_due = None
-        if self._progress is not None and self._progress.step is not None:
-            told = self._progress.model_dump(include={"step", "global_step", "checkpoint"})
-            record = ProgressRecord(id=self._id, **told)
+        if self._progress is not None:
+            told = self._progress.model_dump(include={"global_step", "checkpoint", "doing"})
+            record = ProgressRecord(id=self._id, step=self._progress.step or 0, **told)
             self._coordinator.write(Keys.progress(self._id), record)
 
     # -- the end ------------------------------------------------------------------------------------
@@ -423,7 +425,8 @@ class Agent:
         if self._settings.feeder and departure.outcome == "fatal":
             departure = departure.model_copy(update={"outcome": "evicted"})  # it does not come back
         generation = None if self._settings.joins else self._settings.generation or 0
-        return departure.model_copy(update={"generation": generation})
+        reaped = not self._worker.lingers()
+        return departure.model_copy(update={"generation": generation, "reaped": reaped})
 
     def _announce(self, departure: LeftRecord) -> LeftRecord:
         """Bring the news of the worker's end to etcd; give up when told to end, or after a while.
@@ -434,12 +437,7 @@ class Agent:
         while self._worker.wire.poll(0.0, writing=False) and self._read_channel():
             continue  # what the worker wrote before its death
         self._write_progress()
-        stop = None
-        if departure.outcome == "failed":
-            what = f"the worker of {self._id} failed ({departure.reason} {departure.detail})"
-            why = f"{what}: {self._exit_notice.reason}" if self._exit_notice else what
-            stop = StopRecord(code=departure.code, reason=why, by=self._id)
-        self._coordinator.leave(departure, stop)
+        self._coordinator.leave(departure, self._stop_of(departure))
         begin = time.monotonic()
         while not self._coordinator_ended.is_set():
             patience = _ORPHAN_GRACE_S if self._terminated else _DEPARTURE_S
@@ -451,6 +449,14 @@ class Agent:
         if self._coordinator.superseded:
             departure = departure.model_copy(update={"outcome": "evicted", "code": 0})
         return departure
+
+    def _stop_of(self, departure: LeftRecord) -> StopRecord | None:
+        """The end of the job, if that is what ``departure`` means."""
+        if departure.outcome != "failed":
+            return None
+        what = f"the worker of {self._id} failed ({departure.reason} {departure.detail})"
+        why = f"{what}: {self._exit_notice.reason}" if self._exit_notice else what
+        return StopRecord(code=departure.code, reason=why, by=self._id)
 
     def _await_feeders(self, departure: LeftRecord) -> None:
         """Workers that draw batches end with this agent: first let them finish, or others take that over, too."""
@@ -519,7 +525,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         except BrokenPipeError:
             logger.info("the launcher is gone and hears no results any more")
     if settings.state_file is not None and os.getppid() != settings.parent_pid:
-        Path(settings.state_file).unlink(missing_ok=True)  # the launcher cannot do it any more
+        for path in (Path(settings.state_file), file_of(settings.job)):
+            path.unlink(missing_ok=True)  # the launcher cannot do it any more
     return departure.code
 
 

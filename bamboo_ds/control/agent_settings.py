@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from ..config import BambooConfig, NoticesConfig
+from ..errors import ConfigError
+from ..launched import ENV_CHECK_EXACT
+from ..secret import ENV_SECRET, ENV_SECRET_FILE, NONE, JobSecret, handed
 from .access import ENV_NOTICES, ENV_STORE, without_access
 from .channel import (
     ENV_ADDRESS,
@@ -26,6 +29,8 @@ from .notices import build_sources
 #: Cold file systems take that long to load libraries, at least.
 _START_TIMEOUT_S = 60.0
 _GPUS = Path("/proc/driver/nvidia/gpus")
+#: Settings that are not on a command line, which everybody can read, and the command.
+_IN_THE_ENVIRONMENT = ("store", "notices", "secret", "command")
 _STUB = "bamboo_ds.control.script"
 #: Options of the interpreter that are followed by a value.
 _WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")
@@ -55,7 +60,10 @@ class MemberOptions:
         notices: ``bamboo.notices`` as JSON.
         max_restarts, min_members: see :class:`~bamboo_ds.control.restart.RestartPolicy`.
         on_exception: ``bamboo.recovery.on_exception``.
+        fence_s: ``bamboo.membership.fence_s``; ``None``, too, where no restart can follow a fatal loss.
         rejoin_s: seconds for which it tries to come back when its worker was evicted.
+        secret: the job's.
+        check_exact: steps that are checked; ``None``: as the block of the worker's script says.
     """
 
     job: str
@@ -78,13 +86,28 @@ class MemberOptions:
     min_members: int = 1
     on_exception: str = "stop"
     rejoin_s: float = 600.0
+    secret: JobSecret = NONE
+    check_exact: int | None = None
+    fence_s: float | None = None
 
     @classmethod
     def from_block(cls, block: BambooConfig, **others: Any) -> MemberOptions:
-        """The options that ``block`` stands for; ``others`` by name, where ``None`` leaves it to the block."""
+        """The options that ``block`` stands for; ``others`` by name, where ``None`` leaves it to the block.
+
+        Raises:
+            ConfigError: two of them contradict each other.
+        """
         membership, recovery = block.membership, block.recovery
+        block.redundancy.steps_to_check(others.get("check_exact"))
         ttl = others.get("lease_ttl_s") or float(membership.lease_ttl_s)
         patience = others.get("heartbeat_timeout_s") or membership.heartbeat_timeout_s
+        restarts = recovery.max_restarts if others.get("max_restarts") is None else others["max_restarts"]
+        fence_s = membership.fence_s if restarts else None
+        if fence_s is not None and fence_s < 2 * ttl:
+            raise ConfigError(
+                f"bamboo.membership.fence_s = {fence_s:g} is less than twice lease_ttl_s = {ttl:g}: workers would "
+                "pause before their members count as lost; set it to at least twice lease_ttl_s"
+            )
         values: dict[str, Any] = {
             "zone": "",
             "grace_s": 5.0,
@@ -101,6 +124,7 @@ class MemberOptions:
             "min_members": recovery.min_members,
             "on_exception": recovery.on_exception,
             "rejoin_s": membership.rejoin_s,
+            "fence_s": fence_s,
             "events": None,
         }
         return MemberOptions(**values | {name: value for name, value in others.items() if value is not None})
@@ -185,13 +209,14 @@ class AgentSettings(MemberOptions):
             name, value = field.name, getattr(self, field.name)
             if value is True:
                 arguments.append(f"--{name.replace('_', '-')}")
-            elif value is not None and value is not False and name not in ("store", "notices", "command"):
+            elif value is not None and value is not False and name not in _IN_THE_ENVIRONMENT:
                 arguments.append(f"--{name.replace('_', '-')}={value}")
         return [*arguments, "--", *self.command]
 
     def environment(self) -> dict[str, str]:
         """The environment of an agent with these settings."""
-        return {**os.environ, ENV_STORE: self.store, ENV_NOTICES: self.notices or ""}
+        told = {ENV_STORE: self.store, ENV_NOTICES: self.notices or "", ENV_SECRET: self.secret.text}
+        return {**{name: value for name, value in os.environ.items() if name != ENV_SECRET_FILE}, **told}
 
 
 def parse_arguments(argv: Sequence[str]) -> AgentSettings:
@@ -214,6 +239,8 @@ def parse_arguments(argv: Sequence[str]) -> AgentSettings:
     parser.add_argument("--restart-from")
     parser.add_argument("--extra")
     parser.add_argument("--rejoin-s", type=float, default=600.0)
+    parser.add_argument("--check-exact", type=int)
+    parser.add_argument("--fence-s", type=float)
     parser.add_argument("--comebacks", type=int, default=0)
     parser.add_argument("--launched", action="store_true")
     parser.add_argument("--on-exception", choices=["stop", "takeover"], default="stop")
@@ -241,6 +268,7 @@ def parse_arguments(argv: Sequence[str]) -> AgentSettings:
     if parsed["heartbeat_timeout_s"] is None:
         parsed["heartbeat_timeout_s"] = parsed["lease_ttl_s"]
     parsed["command"] = tuple(parsed["command"])
+    parsed["secret"] = handed(os.environ)
     return AgentSettings(**parsed)
 
 
@@ -290,6 +318,7 @@ def worker_environment(settings: AgentSettings, member: str) -> dict[str, str]:
             ENV_JOB: settings.job,
             ENV_ADDRESS: settings.address,
             ENV_HEARTBEAT_TIMEOUT: str(settings.heartbeat_timeout_s),
+            ENV_SECRET: settings.secret.text,
             "RANK": str(settings.rank),
             "WORLD_SIZE": str(settings.world_size),
         }
@@ -310,8 +339,10 @@ def worker_environment(settings: AgentSettings, member: str) -> dict[str, str]:
     else:
         env.setdefault("OMP_NUM_THREADS", "1")
         env.update(placed)
-    for name in (ENV_JOINER, ENV_RESTARTS, ENV_RESTART_FROM):
+    for name in (ENV_JOINER, ENV_RESTARTS, ENV_RESTART_FROM, ENV_CHECK_EXACT):
         env.pop(name, None)
+    if settings.check_exact is not None:
+        env[ENV_CHECK_EXACT] = str(settings.check_exact)
     if settings.joins:
         env[ENV_JOINER] = "1"
     if settings.generation:

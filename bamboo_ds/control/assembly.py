@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Callable
 
 from ..observe.events import EventWriter
+from ..store import Store
 from .access import open_store
 from .agent_settings import AgentSettings
 from .coordinator import Callbacks, Coordinator
@@ -38,7 +40,37 @@ def make_coordinator(
     Args:
         pid: process id of the worker, or of the agent if that waits for the job's restart.
     """
-    record = MemberRecord(
+    record = member_record(settings, member, pid)
+    store = open_store(settings.store, settings.job, _STORE_TIMEOUT_S, settings.secret)
+    coordinator = Coordinator(
+        store,
+        make_leader(settings, member, store, events, on_feed),
+        record,
+        lease_ttl_s=settings.lease_ttl_s,
+        callbacks=callbacks,
+        last_heartbeat=last_heartbeat,
+        after_epoch=settings.after_epoch,
+        patience_s=patience_s(settings),
+    )
+    if settings.slot == 0 and settings.home is None and not settings.waiting:
+        spec = JobRecord(
+            job=settings.job,
+            world_size=settings.world_size,
+            pipelines=settings.pipelines,
+            command=settings.command,
+        )
+        coordinator.write(Keys.SPEC, spec)
+    return coordinator
+
+
+def patience_s(settings: AgentSettings) -> float:
+    """Seconds without etcd that a member bears which takes no part."""
+    return max(settings.rejoin_s if settings.waiting else _JOINING_S, 3 * settings.lease_ttl_s)
+
+
+def member_record(settings: AgentSettings, member: str, pid: int) -> MemberRecord:
+    """What ``member`` registers as; ``pid`` as above."""
+    return MemberRecord(
         id=member,
         slot=settings.slot,
         host=settings.host or socket.gethostname(),
@@ -55,8 +87,18 @@ def make_coordinator(
         state="waiting" if settings.waiting else "running",
         generation=None if settings.joins or settings.waiting else settings.generation or 0,
     )
-    store = open_store(settings.store, settings.job, _STORE_TIMEOUT_S)
-    leader = Leader(
+
+
+def make_leader(
+    settings: AgentSettings,
+    member: str,
+    store: Store,
+    events: EventWriter,
+    on_feed: Callable[[int, int], None] = lambda slot, rank: None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Leader:
+    """What contests the leadership for ``member``."""
+    return Leader(
         store,
         events,
         member=member,
@@ -68,23 +110,6 @@ def make_coordinator(
         min_gain=settings.min_gain,
         standby_replicas=settings.standby_replicas,
         restarts=RestartPolicy(settings.max_restarts, settings.min_members),
+        fence_s=settings.fence_s,
+        clock=clock,
     )
-    coordinator = Coordinator(
-        store,
-        leader,
-        record,
-        lease_ttl_s=settings.lease_ttl_s,
-        callbacks=callbacks,
-        last_heartbeat=last_heartbeat,
-        after_epoch=settings.after_epoch,
-        patience_s=max(settings.rejoin_s if settings.waiting else _JOINING_S, 3 * settings.lease_ttl_s),
-    )
-    if settings.slot == 0 and settings.home is None and not settings.waiting:
-        spec = JobRecord(
-            job=settings.job,
-            world_size=settings.world_size,
-            pipelines=settings.pipelines,
-            command=settings.command,
-        )
-        coordinator.write(Keys.SPEC, spec)
-    return coordinator

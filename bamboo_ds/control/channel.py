@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import socket
@@ -10,12 +11,14 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..errors import EpochChanged
+from ..errors import EpochChanged, Isolated
 from ..forking import only_here
+from ..secret import NONE, JobSecret, taken
 from ..topology.plan import Plan
 from ..topology.roles import Layout
 from .activity import Activity
 from .messages import (
+    Contact,
     EventReport,
     ExitNotice,
     Heartbeat,
@@ -31,6 +34,8 @@ from .messages import (
 )
 from .stalls import Stalls
 from .wire import LineSocket
+
+logger = logging.getLogger("bamboo_ds.control.channel")
 
 #: Names of the environment variables that an agent gives to its worker.
 ENV_FD = "BAMBOO_CHANNEL_FD"
@@ -64,9 +69,11 @@ class WorkerChannel:
         address: IP address that other workers reach this one at; the only one to bind to.
         joiner: the job was running already when this worker was started.
         restart_from: folder of the newest checkpoint that members had told of when the job was started again.
+        secret: the job's.
         heartbeat_timeout_s: seconds without a heartbeat after which the agent kills this worker.
         ahead: by how much DeepSpeed's count of steps exceeds the job's.
         activity: what heartbeats tell of the main thread.
+        contact: the newest word of etcd, see :mod:`.fencing`.
     """
 
     def __init__(
@@ -81,6 +88,7 @@ class WorkerChannel:
         heartbeat_timeout_s: float = _DEFAULT_HEARTBEAT_TIMEOUT_S,
         joiner: bool = False,
         restart_from: str | None = None,
+        secret: JobSecret = NONE,
     ) -> None:
         self.member = member
         self.job = job
@@ -89,6 +97,7 @@ class WorkerChannel:
         self.address = address
         self.joiner = joiner
         self.restart_from = restart_from
+        self.secret = secret
         self.ahead = 0
         self.heartbeat_timeout_s = heartbeat_timeout_s
         self._interval = min(_LONGEST_HEARTBEAT_INTERVAL_S, 0.25 * heartbeat_timeout_s)
@@ -97,10 +106,12 @@ class WorkerChannel:
         self._plan: Plan | None = None
         self._stores: dict[int, tuple[str, int]] = {}
         self._places: tuple[Place, ...] = ()
+        self.contact: Contact | None = None
         self._progress = Heartbeat()
         self.activity = Activity()
         self._stalls = Stalls()
         self._gone = False  # the agent is, or its socket
+        self._failure: Exception | None = None  # of what is called for a plan
         self._closing = False
         self._thread: threading.Thread | None = None
         self._on_plan: Callable[[Plan], None] = lambda plan: None
@@ -110,8 +121,8 @@ class WorkerChannel:
     def from_environment(cls) -> WorkerChannel | None:
         """The channel that this process inherited from its agent; ``None`` if there is none.
 
-        The variable is taken out of the environment, so that child processes of the worker do not take
-        themselves for workers; later calls in the same process return the same channel.
+        Its variable and the job's secret are taken out of the environment, so that child processes of the worker do
+        not take themselves for workers, nor know the secret; later calls in the same process return the same channel.
         """
         global _inherited
         if _inherited is not None and _inherited[0] == os.getpid():
@@ -131,6 +142,7 @@ class WorkerChannel:
             heartbeat_timeout_s=float(os.environ.get(ENV_HEARTBEAT_TIMEOUT, _DEFAULT_HEARTBEAT_TIMEOUT_S)),
             joiner=bool(os.environ.get(ENV_JOINER)),
             restart_from=os.environ.get(ENV_RESTART_FROM),
+            secret=taken(os.environ),
         )
         _inherited = (os.getpid(), channel)
         return channel
@@ -142,7 +154,8 @@ class WorkerChannel:
 
         Args:
             on_plan: called on the channel's thread for every plan with a newer epoch, as soon as it
-                arrives. It must return quickly: while it runs no heartbeat is sent.
+                arrives. It must return quickly: while it runs no heartbeat is sent. What it raises the waits
+                of other threads raise as the cause of an ``Isolated``.
             on_closed: called on the channel's thread once, when the agent is gone. Not called when
                 this side closes the channel.
         """
@@ -235,7 +248,9 @@ class WorkerChannel:
 
     def _wait(self, ready: Callable[[], bool], timeout_s: float, what: str) -> None:
         """Wait under ``_changed`` for ``ready``; see :meth:`wait_plan` for what is raised."""
-        self._changed.wait_for(lambda: ready() or self._gone or self._closing, timeout_s)
+        self._changed.wait_for(lambda: ready() or self._gone or self._closing or self._failure, timeout_s)
+        if self._failure is not None:
+            raise Isolated(f"member {self.member} cannot follow a new plan: {self._failure}") from self._failure
         if ready():
             return
         if self._gone or self._closing:
@@ -281,7 +296,12 @@ class WorkerChannel:
         activity = self.activity
         computing = activity.busy and not activity.waiting()
         return self._progress.model_copy(
-            update={"beats": activity.beats, "computing": computing, "hang_after_s": activity.hang_after_s}
+            update={
+                "beats": activity.beats,
+                "computing": computing,
+                "hang_after_s": activity.hang_after_s,
+                "doing": activity.told,
+            }
         )
 
     # -- the thread ---------------------------------------------------------------------------------
@@ -302,9 +322,9 @@ class WorkerChannel:
         while not self._closing:
             now = time.monotonic()
             if now >= next_heartbeat:
+                self._stalls.look(self.activity, now)
                 self._send(self._heartbeat())
                 next_heartbeat = now + self._interval
-                self._stalls.look(self.activity, now)
             ready = self._wire.poll(next_heartbeat - time.monotonic(), writing=self._wire.backlog > 0)
             if ready & select.POLLOUT:
                 self._wire.flush()
@@ -324,7 +344,15 @@ class WorkerChannel:
                     return
                 self._plan = message.plan
                 self._changed.notify_all()
-            self._on_plan(message.plan)
+            try:
+                self._on_plan(message.plan)
+            except Exception as error:  # raised where the main thread waits for a plan: heartbeats go on
+                logger.exception("the plan of epoch %d cannot be followed", message.plan.epoch)
+                with self._changed:
+                    self._failure = error
+                    self._changed.notify_all()
+        elif isinstance(message, Contact):
+            self.contact = message
         elif isinstance(message, Places):
             with self._changed:
                 self._places = tuple(message.places)

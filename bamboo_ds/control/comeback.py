@@ -10,7 +10,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from tenacity import Retrying, retry_if_result, stop_after_delay, wait_exponential
 
@@ -20,6 +20,9 @@ from .agent_settings import AgentSettings
 from .membership import JobRecord, Keys
 from .mirror import Mirror
 from .newcomer import find_vacancy, is_over
+
+if TYPE_CHECKING:
+    from ..store import Store
 
 logger = logging.getLogger("bamboo_ds.control.comeback")
 
@@ -65,9 +68,18 @@ class Comeback:
         member: what it was.
         member_s: seconds for which it was part of the job.
         wait: waits for so many seconds; false, at once, when the agent is to end.
+        clock: monotonic seconds.
     """
 
-    def __init__(self, settings: AgentSettings, member: str, member_s: float, wait: Callable[[float], bool]) -> None:
+    def __init__(
+        self,
+        settings: AgentSettings,
+        member: str,
+        member_s: float,
+        wait: Callable[[float], bool],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock = clock
         self._settings = settings
         self._member = member
         self._wait = wait
@@ -98,12 +110,16 @@ class Comeback:
     def _sleep(self, seconds: float) -> None:
         self._ended = self._ended or not self._wait(seconds)
 
+    def _open(self) -> Store:
+        settings = self._settings
+        return open_store(settings.store, settings.job, _STORE_TIMEOUT_S, settings.secret)
+
     def _look(self) -> AgentSettings | None:
         settings = self._settings
         if self._ended:
             return None
         try:
-            with open_store(settings.store, settings.job, _STORE_TIMEOUT_S) as store:
+            with self._open() as store:
                 mirror = Mirror(store.get_prefix(""))
                 view = prospect(mirror, self._member, settings.max_restarts > 0)
                 deserted = self._deserted(view, mirror)
@@ -131,7 +147,7 @@ class Comeback:
         if view != "not yet" or plan is None or any(m in mirror.members for m in plan.members):
             self._deserted_since = None
             return False
-        now = time.monotonic()
+        now = self._clock()
         if self._deserted_since is None:
             self._deserted_since = now
         return now - self._deserted_since > _DESERTED * self._settings.lease_ttl_s

@@ -16,10 +16,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from ..errors import LeaseExpired, StoreError, StoreUnavailable
-from ..store import Lease, Store, WatchEvent
+from ..errors import LeaseExpired, ProtocolError, StoreError, StoreUnavailable
+from ..store import KeyValue, Lease, Store, WatchEvent
 from ..topology.plan import Plan
 from .admission import over_for, places
+from .fencing import contact_with
+from .fencing import now as fence_clock
 from .leader import Leader
 from .membership import (
     Keys,
@@ -32,8 +34,8 @@ from .membership import (
     TimingRecord,
     VoucherRecord,
 )
-from .messages import Place
-from .mirror import Mirror
+from .messages import Contact, Place
+from .mirror import Mirror, read_plan
 from .neighbours import Neighbours, report_dead_agent
 
 logger = logging.getLogger("bamboo_ds.control.coordinator")
@@ -59,6 +61,7 @@ class Callbacks:
         on_places: where a member that waits to be admitted can learn what the job has done; again when it changes.
         on_stop: the job is to end.
         on_restart: workers are to be started again.
+        on_contact: etcd has just said what its newest plan is; on the thread of the lease.
         on_error: the coordinator has ended by this error; the member cannot be kept.
         on_ended: the coordinator has ended, after the departure or by an error; always the last call.
     """
@@ -70,6 +73,7 @@ class Callbacks:
     on_error: Callable[[BaseException], None]
     on_ended: Callable[[], None]
     on_restart: Callable[[RestartRecord], None] = lambda record: None
+    on_contact: Callable[[Contact], None] = lambda contact: None
 
 
 class Coordinator:
@@ -85,6 +89,7 @@ class Coordinator:
             thread.
         after_epoch: plans up to this one are none of the member's business.
         patience_s: seconds without etcd after which a member gives up that does not take part.
+        clock, fence_clock: monotonic seconds, and those of :func:`.fencing.now`.
     """
 
     def __init__(
@@ -98,8 +103,11 @@ class Coordinator:
         last_heartbeat: Callable[[], float | None],
         after_epoch: int = 0,
         patience_s: float = math.inf,
+        clock: Callable[[], float] = time.monotonic,
+        fence_clock: Callable[[], float] = fence_clock,
     ) -> None:
         self._store = store
+        self._clock, self._fence_clock = clock, fence_clock
         self._leader = leader
         self._record = record
         self._ttl_s = lease_ttl_s
@@ -114,6 +122,8 @@ class Coordinator:
         self._departure: tuple[LeftRecord | None, StopRecord | None] | None = None
         self._ending = threading.Event()
         self._lease: Lease | None = None
+        self._lost: Lease | None = None
+        self._seen: tuple[int, Plan | None] = 0, None  # the plan that was read last on the lease's thread
         self._mirror: Mirror | None = None
         self._pushed_epoch = self._after_epoch = after_epoch
         self._told_restart = 0
@@ -122,13 +132,13 @@ class Coordinator:
         self._admitted = not record.joiner
         self._places: list[Place] = []
         self._stop_told = False
-        self._resigned = False
+        self._resigned = self._connected = False
         self._leaving = self._state_due = False
         #: Its worker has failed when the job went on without this member already.
         self.superseded = False
         #: After the departure: no other member is left on this host. False while that is not known.
         self.last_of_host = False
-        self._last_contact = time.monotonic()
+        self._last_contact = self._clock()
         self._trusted_from = 0.0
         self._thread = threading.Thread(target=self._run, name="bamboo-coordinator", daemon=True)
         self._lease_thread = threading.Thread(target=self._keep_lease, name="bamboo-lease", daemon=True)
@@ -184,10 +194,10 @@ class Coordinator:
         """Give up what is not done yet; wait up to ``timeout_s`` seconds for the threads to end."""
         self._ending.set()
         self._inbox.put(lambda: None)
-        deadline = time.monotonic() + timeout_s
+        deadline = self._clock() + timeout_s
         for thread in (self._thread, self._lease_thread):
             if thread.is_alive():
-                thread.join(max(0.0, deadline - time.monotonic()))
+                thread.join(max(0.0, deadline - self._clock()))
 
     # -- the coordinator's thread -------------------------------------------------------------------
 
@@ -208,36 +218,41 @@ class Coordinator:
             self._callbacks.on_ended()
 
     def _serve(self) -> None:
-        wake: float | None = time.monotonic()
+        wake: float | None = self._clock()
         while not self._ending.is_set():
             self._drain(wake)
-            try:
-                if self._departure is not None:
-                    self._depart(*self._departure)
-                    return
-                if self._mirror is None:
-                    self._mirror = self._connect()
-                wake = self._work(self._mirror)
-            except (StoreUnavailable, LeaseExpired) as error:
-                logger.debug("etcd does not answer: %s", error)
-                wake = time.monotonic() + _RETRY_S
-                if self._deserted():
-                    raise
-            except StoreError as error:
-                if not self._lease_thread.is_alive():
-                    raise  # at the start it is the settings that are wrong
-                logger.error("etcd refuses a request, training goes on: %s", error)
-                wake = time.monotonic() + _REFUSED_RETRY_S
+            wake = self._turn()
+
+    def _turn(self) -> float | None:
+        """Do all there is to do; returns when to look again at the latest."""
+        try:
+            if self._departure is not None:
+                self._depart(*self._departure)
+                self._ending.set()
+                return None
+            if self._mirror is None:
+                self._mirror = self._connect()
+            return self._work(self._mirror)
+        except (StoreUnavailable, LeaseExpired) as error:
+            logger.debug("etcd does not answer: %s", error)
+            if self._deserted():
+                raise
+            return self._clock() + _RETRY_S
+        except StoreError as error:
+            if not self._connected:
+                raise  # at the start it is the settings that are wrong
+            logger.error("etcd refuses a request, training goes on: %s", error)
+            return self._clock() + _REFUSED_RETRY_S
 
     def _deserted(self) -> bool:
         """Whether etcd has been away for so long that it is gone, and this member has nothing that others need."""
         takes_part = self._admitted and not self._waits
-        return not takes_part and time.monotonic() - self._last_contact > self._patience_s
+        return not takes_part and self._clock() - self._last_contact > self._patience_s
 
     def _drain(self, wake: float | None) -> None:
         """Handle everything in the inbox, waiting for something until ``wake``."""
         try:
-            timeout = None if wake is None else max(0.0, wake - time.monotonic())
+            timeout = None if wake is None else max(0.0, wake - self._clock())
             self._inbox.get(timeout=timeout)()
             while True:
                 self._inbox.get_nowait()()
@@ -250,8 +265,9 @@ class Coordinator:
         if self._lease is None:
             self._register(mirror.plan)
         self._store.watch("", self._observe, snapshot.revision + 1, on_error=self._watch_failed)
-        if not self._lease_thread.is_alive():
-            self._lease_thread.start()
+        if not self._connected:
+            self._connected = True
+            self._refresh()
         for key in snapshot.entries:
             self._announce_store(mirror, key)
         return mirror
@@ -264,7 +280,7 @@ class Coordinator:
         record = self._record.model_copy(update={"lease": lease.id})
         self._store.put(Keys.member(record.id), record.to_json(), lease)
         self._lease = lease
-        self._last_contact = time.monotonic()
+        self._last_contact = self._clock()
         # Nothing is known of what was before: others may have lost their leases by an outage, and be about to return.
         self._trusted_from = self._last_contact + self._ttl_s
 
@@ -306,7 +322,7 @@ class Coordinator:
                 self._callbacks.on_store(record.epoch, record.host, record.port)
 
     def _work(self, mirror: Mirror) -> float | None:
-        """Do all there is to do; returns when to look again at the latest."""
+        """As :meth:`_turn`, with what etcd holds."""
         plan, stop = mirror.plan, mirror.stop
         if plan is not None and plan.epoch > self._pushed_epoch:
             self._pushed_epoch = plan.epoch
@@ -340,10 +356,10 @@ class Coordinator:
                 self._renew(self._lease)
             wakes = [self._vouch(mirror, plan)]
             if not self._resigned:
-                wakes.append(self._leader.step(mirror, self._lease, self._trust(time.monotonic())))
+                wakes.append(self._leader.step(mirror, self._lease, self._trust(self._clock())))
         except LeaseExpired:
             self._lease = None
-            return time.monotonic()
+            return self._clock()
         return min((wake for wake in wakes if wake is not None), default=None)
 
     def _attend_neighbours(self, mirror: Mirror) -> None:
@@ -379,22 +395,31 @@ class Coordinator:
         if not any(s.accused == me and s.epoch == plan.epoch for s in mirror.suspicions):
             return None
         if self._accused is None or self._accused[0] != plan.epoch:
-            self._accused = (plan.epoch, time.monotonic())
+            self._accused = (plan.epoch, self._clock())
         heartbeat = self._last_heartbeat()
         if heartbeat is not None and heartbeat > self._accused[1]:
             self._store.put(Keys.voucher(me), VoucherRecord(id=me, epoch=plan.epoch).to_json())
             return None
-        return time.monotonic() + _VOUCH_POLL_S
+        return self._clock() + _VOUCH_POLL_S
 
     def _put(self, key: str, record: Record) -> None:
         if not isinstance(record, StopRecord):
             self._store.put(key, record.to_json())
         # The mirror may be older than an outage in which the others have gone on.
-        elif (plan := Mirror(self._store.get_prefix(Keys.PLAN)).plan) is not None and self._is_out(plan):
-            self.superseded = True
-            logger.warning("the job goes on without this member, which does not end it: %s", record.reason)
         else:
-            self._store.create(key, record.to_json())
+            self._stop_job(key, record)
+
+    def _stop_job(self, key: str, record: StopRecord) -> None:
+        """End the job, unless it goes on without this member at the moment of the write."""
+        while not self._ending.is_set():
+            now = Mirror(self._store.get_prefix(Keys.PLAN))
+            if now.plan is not None and self._is_out(now.plan):
+                self.superseded = True
+                logger.warning("the job goes on without this member, which does not end it: %s", record.reason)
+                return
+            written = self._store.create(key, record.to_json(), given={Keys.PLAN: now.plan_revision})
+            if written or self._store.get(key) is not None:
+                return
 
     def _depart(self, departure: LeftRecord | None, stop: StopRecord | None) -> None:
         if stop is not None:
@@ -420,14 +445,14 @@ class Coordinator:
             return now + self._ttl_s
         return self._trusted_from
 
+    def _refresh(self) -> None:
+        """From now on :meth:`_stay` is called every ``_REFRESH`` TTLs, whatever else this member does."""
+        self._lease_thread.start()
+
     def _keep_lease(self) -> None:
-        lost: Lease | None = None
         while not self._ending.wait(_REFRESH * self._ttl_s):
-            lease = self._lease
-            if lease is None or lease is lost:
-                continue
             try:
-                alive = lease.refresh()
+                self._stay()
             except StoreUnavailable as error:
                 if self._ending.is_set():
                     return
@@ -435,25 +460,43 @@ class Coordinator:
                 if self._deserted():
                     self._inbox.put(partial(_raise, error))
                     return
-                continue
             except StoreError as error:
                 if self._ending.is_set():  # then it is only that the store has been closed
                     return
                 logger.error("etcd refuses to refresh the lease of %s: %s", self._record.id, error)
-                continue
-            now = time.monotonic()
+            except ProtocolError as error:
+                self._inbox.put(partial(_raise, error))
+                return
+
+    def _stay(self) -> None:
+        """Refresh the lease, and learn whether the job still goes on with the plan that the worker has."""
+        lease = self._lease
+        if lease is not None and lease is not self._lost:
+            alive = lease.refresh()
+            now = self._clock()
             if now - self._last_contact > _OUTAGE * self._ttl_s:
                 self._trusted_from = now + self._ttl_s
             self._last_contact = now
             if not alive:
-                lost = lease
+                self._lost = lease
                 logger.warning("the lease of %s ran out", self._record.id)
                 self._inbox.put(partial(self._forget, lease))
+        begun = self._fence_clock()
+        found = self._store.get(Keys.PLAN)
+        contact = contact_with(self._read(found), begun)
+        if contact is not None:
+            self._callbacks.on_contact(contact)
+
+    def _read(self, entry: KeyValue | None) -> Plan | None:
+        """The plan in ``entry``; mostly it is the one before."""
+        if entry is not None and self._seen[0] != entry.mod_revision:
+            self._seen = entry.mod_revision, read_plan(entry)
+        return None if entry is None else self._seen[1]
 
     def _forget(self, lease: Lease) -> None:
         if self._lease is lease:
             self._lease = None
 
 
-def _raise(error: StoreUnavailable) -> None:
+def _raise(error: BaseException) -> None:
     raise error

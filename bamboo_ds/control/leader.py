@@ -78,6 +78,8 @@ class Leader:
         min_gain, standby_replicas: see :class:`~bamboo_ds.topology.Policy`.
         restarts: when the job is started again after a fatal loss.
         on_feed: starts a worker in a new slot (first argument) that runs as a rank (second), to draw its batches.
+        fence_s: goes into the job's first plan.
+        clock: monotonic seconds.
     """
 
     def __init__(
@@ -94,8 +96,11 @@ class Leader:
         min_gain: float = 0.05,
         standby_replicas: bool = False,
         restarts: RestartPolicy = RestartPolicy(max_restarts=0),  # noqa: B008  # immutable
+        fence_s: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = store
+        self._fence_s, self._clock = fence_s, clock
         self._events = events
         self._member = member
         self._job = job
@@ -120,7 +125,7 @@ class Leader:
         Raises ``StoreUnavailable`` if etcd does not answer (call again), ``LeaseExpired`` if the member has
         to register anew first.
         """
-        now = time.monotonic()
+        now = self._clock()
         self._recognise(mirror)
         self._deadlines.note(mirror.notices, now)
         leader = mirror.leader
@@ -136,6 +141,11 @@ class Leader:
         generation = mirror.restart.generation if mirror.restart else 0
         if leader != self._member or lagging or generation < self._assigned or self._stopped:
             return None
+        if mirror.plan_forged and plan is not None:
+            # Members that begin, or come back, find no other.
+            logger.warning("putting the plan of epoch %d back in its place", plan.epoch)
+            self._store.compare_and_swap(Keys.PLAN, mirror.plan_revision, plan.to_json())
+            return None  # the watch tells
         view = View(
             world_size=self._world_size,
             plan=plan,
@@ -196,7 +206,7 @@ class Leader:
 
     def _feed(self, rank: int, mirror: Mirror) -> float:
         """Have a feeder started, unless one is on its way; returns when to look again."""
-        now = time.monotonic()
+        now = self._clock()
         if now >= self._fed.get(rank, 0.0) + _FEEDER_S:
             self._fed[rank] = now
             first = max([self._world_size - 1, *(member.slot for member in mirror.members.values())]) + 1
@@ -242,11 +252,13 @@ class Leader:
 
     def _write(self, action: WritePlan, mirror: Mirror) -> None:
         new_plan = replace(action.plan, nonce=secrets.token_hex(8))
+        if not new_plan.origin:
+            new_plan = replace(new_plan, origin=new_plan.nonce, fence_s=self._fence_s)
         if action.losses:
             # Before the plan, so that whoever knows the plan knows its times.
             first = min(loss.noticed for loss in action.losses)
             detections = [loss.detection_s for loss in action.losses if loss.detection_s is not None]
-            taken = time.monotonic() - first
+            taken = self._clock() - first
             timing = TimingRecord(epoch=new_plan.epoch, detection_s=max(detections, default=None), plan_s=taken)
             self._store.put(Keys.timing(new_plan.epoch), timing.to_json())
         # Several may be under way if answers are lost; etcd takes one of them at most.
@@ -290,9 +302,12 @@ class Leader:
     def _stop(self, action: StopJob, mirror: Mirror) -> None:
         record = StopRecord(code=action.code, reason=action.reason, by=self._member)
         self._stop_attempt = action
-        if self._store.create(Keys.STOP, record.to_json()):
+        # What was decided holds for the plan that it was decided by.
+        if self._store.create(Keys.STOP, record.to_json(), given={Keys.PLAN: mirror.plan_revision}):
             self._stop_attempt = None
             self._tell_stop(action, mirror)
+        elif self._store.get(Keys.STOP) is None:
+            return
         self._stopped = True
 
     def _tell_stop(self, action: StopJob, mirror: Mirror) -> None:

@@ -140,6 +140,7 @@ class LeftRecord(Record):
         generation: see :class:`MemberRecord`.
         error: in a job that takes such workers for lost: it has failed by itself, in this way.
         step: newest step that it has committed, as far as known.
+        reaped: the agent has collected the dead worker: none of its code runs any more.
         since: ``CLOCK_MONOTONIC`` seconds at which the worker was last known to be well: its death as the
             agent saw it, or its last heartbeat. Comparable only where ``boot`` is the same.
         boot: id of the running kernel.
@@ -154,6 +155,7 @@ class LeftRecord(Record):
     generation: int | None = None
     error: str | None = None
     step: int | None = None
+    reaped: bool = False
     since: float
     boot: str
 
@@ -225,13 +227,16 @@ class ProgressRecord(Record):
     """``progress/<id>``: newest committed step and newest complete checkpoint of a member.
 
     Attributes:
+        step: 0 before the first.
         global_step: ``step`` as DeepSpeed counts.
+        doing: see :class:`~.messages.Heartbeat`.
     """
 
     id: str
     step: int
     global_step: int | None = None
     checkpoint: str | None = None
+    doing: str | None = None
 
 
 class LeaderRecord(Record):

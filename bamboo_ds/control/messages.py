@@ -52,6 +52,7 @@ class Heartbeat(Message):
         computing: the worker is in the middle of an instruction and waits for nobody.
         hang_after_s: seconds without a new beat while computing after which it hangs, as far as it can tell from
             its own times; ``None`` while it cannot.
+        doing: what it does that takes long outside of instructions, such as compiling an extension; ``None``: nothing.
     """
 
     type: Literal["heartbeat"] = "heartbeat"
@@ -61,6 +62,7 @@ class Heartbeat(Message):
     beats: int = 0
     computing: bool = False
     hang_after_s: float | None = None
+    doing: str | None = None
 
 
 class LayoutReport(Message):
@@ -78,7 +80,11 @@ class LayoutReport(Message):
 
 
 class Place(BaseModel):
-    """Where a worker offers its history and snapshots (see :class:`~bamboo_ds.state.server.StateServer`)."""
+    """Where a worker offers its history and snapshots (see :class:`~bamboo_ds.state.server.StateServer`).
+
+    Attributes:
+        token: goes into what proves knowledge of the job's secret. In a job without one it is all there is to know.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -105,6 +111,20 @@ class Places(Message):
 
     type: Literal["places"] = "places"
     places: list[Place]
+
+
+class Contact(Message):
+    """Agent to worker: etcd's newest plan was one of this lineage, and not fatal, at ``at`` or later.
+
+    Attributes:
+        origin, generation: see :class:`~bamboo_ds.topology.plan.Plan`.
+        at: see :func:`~.fencing.now`.
+    """
+
+    type: Literal["contact"] = "contact"
+    origin: str
+    generation: int
+    at: float
 
 
 class Suspicion(Message):
@@ -144,19 +164,19 @@ class ExitNotice(Message):
     step: int | None = None
 
 
-ToWorker = Annotated[PlanPush | StoreAddress | Places, Field(discriminator="type")]
+ToWorker = Annotated[PlanPush | StoreAddress | Places | Contact, Field(discriminator="type")]
 ToAgent = Annotated[
     StoreAddress | Heartbeat | LayoutReport | Standing | Suspicion | EventReport | ExitNotice,
     Field(discriminator="type"),
 ]
 
-_TO_WORKER: TypeAdapter[PlanPush | StoreAddress | Places] = TypeAdapter(ToWorker)
+_TO_WORKER: TypeAdapter[PlanPush | StoreAddress | Places | Contact] = TypeAdapter(ToWorker)
 _TO_AGENT: TypeAdapter[StoreAddress | Heartbeat | LayoutReport | Standing | Suspicion | EventReport | ExitNotice] = (
     TypeAdapter(ToAgent)
 )
 
 
-def parse_to_worker(line: bytes) -> PlanPush | StoreAddress | Places:
+def parse_to_worker(line: bytes) -> PlanPush | StoreAddress | Places | Contact:
     """Parse one line that an agent sent; raises ``pydantic.ValidationError``."""
     return _TO_WORKER.validate_json(line)
 

@@ -8,7 +8,8 @@ from typing import TypeVar
 
 from pydantic import BaseModel, Field, ValidationError
 
-from ..errors import ProtocolError
+from ..errors import ProtocolError, StoreError
+from ..secret import ENV_SECRET_FILE
 from ..store.records import KeyValue, Snapshot, WatchEvent
 from ..topology import plan as plans
 from ..topology.plan import Plan
@@ -32,6 +33,7 @@ logger = logging.getLogger("bamboo_ds.control.mirror")
 
 R = TypeVar("R", bound=Record)
 
+_FORGED = f"is not from a process that knows the job's secret ({ENV_SECRET_FILE})"
 #: Epochs whose nonces are known, the newest ones: more than one attempt to write a plan is hardly ever under way.
 _KNOWN_NONCES = 64
 
@@ -45,9 +47,10 @@ class _Version(BaseModel):
 class Mirror:
     """All keys of a job. Not thread-safe: one thread applies and reads.
 
-    A record that cannot be read (a newer version's, somebody's mistake) is told in the log and counts for nothing: what
-    its key held before, if that is known, stays in force. Without the plan nothing can be done: reading one raises
-    :class:`ProtocolError`, also here and in :meth:`apply`.
+    A record that cannot be read (a newer version's, somebody's mistake) or is not genuine is told in the log and counts
+    for nothing: what its key held before, if that is known, stays in force. Without the plan nothing can be done: one
+    that cannot be read raises :class:`ProtocolError`, also here and in :meth:`apply`, and one that is not genuine
+    :class:`StoreError` if none is known from before.
     """
 
     def __init__(self, snapshot: Snapshot) -> None:
@@ -84,8 +87,20 @@ class Mirror:
         if entry is None:
             return None
         if self._plan is None or self._plan[0] != entry.mod_revision:
-            self._plan = (entry.mod_revision, _read_plan(entry))
+            self._plan = (entry.mod_revision, self._plan_of(entry))
         return self._plan[1]
+
+    def _plan_of(self, entry: KeyValue) -> Plan:
+        if entry.genuine or self._plan is None:
+            return read_plan(entry)
+        logger.error("the plan in etcd %s; that of epoch %d stays in force", _FORGED, self._plan[1].epoch)
+        return self._plan[1]
+
+    @property
+    def plan_forged(self) -> bool:
+        """Whether somebody else has overwritten the plan."""
+        entry = self._entries.get(Keys.PLAN)
+        return entry is not None and not entry.genuine
 
     @property
     def plan_revision(self) -> int:
@@ -165,7 +180,10 @@ class Mirror:
         revision, record = self._records_read.get(key, (0, None))
         if revision != entry.mod_revision:
             try:
-                record = kind.from_json(entry.value)
+                if entry.genuine:
+                    record = kind.from_json(entry.value)
+                else:
+                    logger.error("%s in etcd %s: it is left out", key, _FORGED)
             except ValidationError as error:
                 logger.error("%s in etcd cannot be read and is left out: %s", key, _faults(error))
             self._records_read[key] = entry.mod_revision, record
@@ -176,7 +194,10 @@ class Mirror:
         return (record for record in found if record is not None)
 
 
-def _read_plan(entry: KeyValue) -> Plan:
+def read_plan(entry: KeyValue) -> Plan:
+    """The plan in ``entry``; raises :class:`ProtocolError` if it cannot be read, :class:`StoreError` if forged."""
+    if not entry.genuine:
+        raise StoreError(f"the plan in etcd {_FORGED}")
     try:
         version = _Version.model_validate_json(entry.value).number
         if version <= plans.SCHEMA:

@@ -4,16 +4,21 @@ Every worker ends, and every agent waits, registered but without a worker. The l
 way back and for as many as the job needs, and says who starts which workers: one for every rank, several on a member
 where there are too few. When all are registered it writes their first plan, as at the job's first start. Workers
 beyond the first of a member give their roles away as soon as the job runs. A loss on the way is one more fatal loss.
+
+Workers that nobody has seen end may train on where etcd is out of their reach. A restart waits until they commit
+nothing any more: :mod:`.fencing`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ..topology import Plan
 from ..topology.planner import initial_plan
+from .fencing import restart_wait_s
 from .membership import MemberRecord, RestartRecord, in_slot_order
 
 if TYPE_CHECKING:
@@ -116,8 +121,12 @@ class Restarts:
 
     def _gather(self, view: View, plan: Plan, now: float) -> Assign | GiveUp | Pause:
         waiting = [record for record in view.members.values() if record.state == "waiting"]
+        wait_s = restart_wait_s(plan, view.left, view.standings, view.restart)
+        fenced_at = self._until("fence", plan, now, 0.0) + wait_s
         if any(member in view.members for member in plan.members):
             return Pause()  # their workers have yet to end
+        if now < fenced_at:
+            return Pause(None if wait_s == math.inf else fenced_at, _unfenced(plan, wait_s))
         coming = self._coming(view, plan, now) - {record.slot for record in waiting}
         until = self._until("back", plan, now, self._policy.return_s)
         if coming and now < until:
@@ -157,7 +166,8 @@ class Restarts:
         workers = {m.home: m.id for m in mine}
         if len(workers) == view.world_size:
             first = initial_plan([workers[rank] for rank in range(view.world_size)])
-            return Begin(replace(first, epoch=plan.epoch + 1))
+            lineage = replace(first, origin=plan.origin, generation=record.generation, fence_s=plan.fence_s)
+            return Begin(replace(lineage, epoch=plan.epoch + 1))
         gone = [left for left in view.left.values() if left.generation == record.generation]
         here = {m.slot for m in view.members.values() if m.state == "waiting"} | {m.slot for m in mine}
         missing = [slot for slot in record.ranks if slot not in here]
@@ -173,3 +183,13 @@ class Restarts:
         else:
             return Pause(min(started_by, return_by) if missing else started_by)
         return Again(fatal_plan(plan, sorted(workers.values())), f"restart {record.generation} failed: {why}")
+
+
+def _unfenced(plan: Plan, wait_s: float) -> str:
+    what = "whether any worker of the last plan has ended is not known"
+    if wait_s == math.inf:
+        return (
+            f"{what}, and since bamboo.membership.fence_s is null they may train on without etcd. "
+            "End them, and the job with `bamboo stop`"
+        )
+    return f"{what}: in {wait_s:.0f} s (bamboo.membership.fence_s = {plan.fence_s:g}) they commit nothing any more"

@@ -6,6 +6,7 @@ import logging
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 
 from .activity import Activity
 
@@ -13,6 +14,8 @@ logger = logging.getLogger("bamboo_ds.control.stalls")
 
 #: Seconds within one instruction until the first report; each next one comes after twice as many.
 FIRST_REPORT_S = 60.0
+#: The same for what a worker does outside of instructions and can say itself.
+FIRST_WORD_S = 3.0
 
 
 class Stalls:
@@ -25,6 +28,9 @@ class Stalls:
         self._beats = -1
         self._since = 0.0
         self._next_s = FIRST_REPORT_S
+        self._doing: Callable[[], str] | None = None
+        self._doing_since = 0.0
+        self._next_word_s = FIRST_WORD_S
 
     def look(self, activity: Activity, now: float) -> None:
         """Report if it is time; call it often, from another thread than the main one.
@@ -33,6 +39,7 @@ class Stalls:
             activity: of the main thread.
             now: ``time.monotonic()``.
         """
+        self._say(activity, now)
         if not activity.inside or activity.beats != self._beats:
             self._beats, self._since, self._next_s = activity.beats, now, FIRST_REPORT_S
             return
@@ -43,3 +50,13 @@ class Stalls:
         place = "".join(traceback.format_stack(frame)) if frame is not None else ""
         does = "waits for other members" if activity.waiting() else "is busy"
         logger.warning("one instruction lasts %.0f s by now; the worker %s in\n%s", now - self._since, does, place)
+
+    def _say(self, activity: Activity, now: float) -> None:
+        doing = activity.doing
+        if doing is not self._doing:
+            self._doing, self._doing_since, self._next_word_s, activity.told = doing, now, FIRST_WORD_S, None
+        if doing is None or now - self._doing_since < self._next_word_s:
+            return
+        self._next_word_s *= 2
+        activity.told = doing()
+        logger.warning("for %.0f s by now the worker %s", now - self._doing_since, activity.told)

@@ -50,10 +50,10 @@ class WaitingAgent:
         self._assigned: RestartRecord | None = None
         self._over = self._ended = self._joins = False
         logs.set_context(member=self._id)
-        handle_signals(self._on_signal)
 
     def run(self) -> LeftRecord | AgentSettings:
         """Wait; returns how the member has ended, or the settings with which it goes on."""
+        handle_signals(self._on_signal)
         settings = self._settings
         logger.warning("slot %d waits until the job starts again", settings.slot)
         with EventWriter(settings.events) as events:
@@ -91,7 +91,10 @@ class WaitingAgent:
         return False
 
     def _make_coordinator(self, events: EventWriter) -> Coordinator:
-        callbacks = Callbacks(
+        return make_coordinator(self._settings, self._id, os.getpid(), events, self._callbacks())
+
+    def _callbacks(self) -> Callbacks:
+        return Callbacks(
             on_plan=lambda plan: self._posted.put(partial(self._note_plan, plan)),
             on_store=lambda epoch, host, port: None,
             on_places=lambda places: None,
@@ -100,7 +103,6 @@ class WaitingAgent:
             on_ended=lambda: self._posted.put(self._note_end),
             on_restart=lambda restart: self._posted.put(partial(self._begin, restart)),
         )
-        return make_coordinator(self._settings, self._id, os.getpid(), events, callbacks)
 
     # -- what may happen ------------------------------------------------------------------------------------
 

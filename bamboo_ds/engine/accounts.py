@@ -111,7 +111,7 @@ class Accounts:
             if pipeline in self._written or plan.owner(Role(pipeline, 0)) != self._member:
                 continue
             self._written.add(pipeline)
-            self._writer.append(self._line(self._last, pipeline, plan, dataset))
+            self._writer.append(self._line(self._last, pipeline, plan, dataset), plan.lineage)
 
     def _line(self, last: Consumed, pipeline: int, plan: Plan, dataset: Dataset | None) -> LedgerLine:
         checksums = [f"{value:08x}" for value in last.checksums[pipeline]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import secrets
 import time
@@ -19,6 +20,7 @@ from ..comm.transport import Transport
 from ..config import bamboo_config
 from ..errors import ConfigError, EpochChanged, ProtocolError
 from ..launch import current_job
+from ..launched import checked_steps
 from ..observe import logs
 from ..stages import built
 from ..state.publish import check_tag
@@ -31,6 +33,7 @@ from .bubbles import IdleTimes
 from .commit import mean_over_pipelines
 from .data import Batches, Dataset
 from .doubts import Doubts
+from .flags import FLAGS, compare_flags, flags_here
 from .history import History
 from .lanes import Stream
 from .layers import Layers
@@ -44,6 +47,8 @@ from .schedulers import Pristine
 from .slices import mode_for
 from .tied import connect_ties, tied_stages
 from .wrappers import is_sharded, stage_optimizer
+
+logger = logging.getLogger("bamboo_ds")
 
 
 class BambooPipelineEngine(ScriptingExecutor):
@@ -61,6 +66,7 @@ class BambooPipelineEngine(ScriptingExecutor):
         config = kwargs.get("config")
         settings = bamboo_config(config)
         assert settings is not None
+        self.__dict__["_check_steps"] = settings.redundancy.steps_to_check(checked_steps(os.environ))
         check_config(config)
         check_schedule()
         use_for_cuda(settings.comm.cuda_backend)
@@ -90,10 +96,12 @@ class BambooPipelineEngine(ScriptingExecutor):
         self._vector = self._committed = self._pending = None
         self._bubble_begin = {}
         self._learners, self._changed = {}, set()
-        self._budget, self._exhausted = None, False
+        self._budget, self._exhausted, self._exact = None, False, None
         self._doubts, self._differing = Doubts(settings.redundancy.verify_every), {}
         self._history = History(layout.slices)
-        self._snapshots = Snapshots(job.session.address, settings.topology.transfer_mb_per_s, self._history)
+        answers = {History.PREFIX: self._history.answer, FLAGS: lambda _: json.dumps(self._flags)}
+        rate, secret = settings.topology.transfer_mb_per_s, job.channel.secret
+        self._snapshots = Snapshots(job.session.address, rate, answers, secret)
         host = HostCopyEngine(self.checkpoint_engine)
         self.checkpoint_engine: Any = host
         self._saves = Saves(job, settings.checkpoint, host, self._history)
@@ -104,6 +112,7 @@ class BambooPipelineEngine(ScriptingExecutor):
         self._switch_due = self._joining = False
         self._agreed = ()
         self._seed = torch.initial_seed()
+        self._flags = flags_here(self.device)
         self._operation = End(self)
         self._consumed = 0
         self._tied_stages = tied_stages(module)
@@ -114,7 +123,7 @@ class BambooPipelineEngine(ScriptingExecutor):
             if self.data_iterator is not None:  # DeepSpeed opens one at the ends of a pipeline
                 self._dataset.adopt(self.grid.data_parallel_id, self.data_iterator)
         self._transport: Transport = None  # type: ignore[assignment]  # until the first epoch with roles
-        self._script = ScriptCollectives(job.session, self._where, self._recover_between)
+        self._script = ScriptCollectives(job.session, self._where, self._recover_between, self._tell_lacking)
         job.has_engine = True
         with job.channel.activity.at_work():
             self._join(layout)
@@ -158,13 +167,23 @@ class BambooPipelineEngine(ScriptingExecutor):
             "nonce": secrets.token_hex(4),
             "resumed": self._find_resumed() if self._leads() else None,
             "ledger": self._accounts.folder,
+            "exact": self._check_steps,
+            "flags": self._flags,
         }
         everybody = {m: json.loads(text) for m, text in self._transport.exchange(json.dumps(facts)).items()}
-        agreed = everybody[plan.owner(Role(0, 0))]
+        leads = plan.owner(Role(0, 0))
+        agreed = everybody[leads]
+        compare_flags({member: told["flags"] for member, told in everybody.items()}, leads)
+        self._flags = agreed["flags"]
         self._seed, self._saves.nonce = agreed["seed"], agreed["nonce"]
         self._accounts.begin(agreed["nonce"], agreed["ledger"])
-        self._copy_state(layout.roles)
-        self._report_standing()
+        self._exact = self._check_of(agreed["exact"])
+        try:
+            self._copy_state(layout.roles)
+            self._report_standing()
+        except EpochChanged as error:
+            # Others may be in their first operation already. This member's recovers, with the copies that are complete.
+            logger.info("interrupted at the end of building: %s", error)
         job.at_finish = self._leave
         if agreed["resumed"] is not None:
             self._begin_resuming(*agreed["resumed"])

@@ -10,7 +10,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 
-from ..comm.script import Place
+from ..comm.script import Lacking, Place
 from ..comm.transport import Lane
 from ..errors import EpochChanged, UnsupportedError
 from .changes import CURE, Adjustable, Weights, check_at_home
@@ -90,6 +90,7 @@ class ScriptingExecutor(ResumingExecutor):
                 if runtime is not self._home:
                     changed.give(runtime)
         if not (self._job.replaying or self._joining):
+            self._weights.check_gradients()
             self._follow_weights()
         if self._home.trains() != self._trained_then:
             self._follow_freezing()
@@ -162,6 +163,31 @@ class ScriptingExecutor(ResumingExecutor):
         if self._depth or self._resumed is not None:
             return "engine"
         return "replay" if self._job.replaying or self._joining else "script"
+
+    def _tell_lacking(self, lacking: Lacking) -> None:
+        """A collective of the script goes on without parts of ranks."""
+        listed = {name: ", ".join(map(str, getattr(lacking, name))) for name in ("ranks", "lost", "moved")}
+        lost = f"lost ranks ({listed['lost']}) have no part in it, so {lacking.result}" if lacking.lost else ""
+        moved = f"other members compute the stages of ranks ({listed['moved']}) now" if lacking.moved else ""
+        logger.warning(
+            "%s over ranks %s, called at %s: %s. What a script sums up from the parameters or optimizer states of each "
+            "rank, such as a norm over all stages, is wrong until each rank has a process that computes its stage "
+            "again. This is said once for each place",
+            lacking.operation,
+            listed["ranks"],
+            lacking.place,
+            "; ".join(filter(None, (lost, moved))),
+        )
+        self._job.channel.event(
+            "collective_incomplete",
+            epoch=self._plan.epoch,
+            step=self._committed_steps,
+            operation=lacking.operation,
+            ranks=list(lacking.ranks),
+            lost_ranks=list(lacking.lost),
+            moved_ranks=list(lacking.moved),
+            place=lacking.place,
+        )
 
     def _recover_between(self) -> None:
         """Recover from a loss that has hit the script, and remember for the next operation how it goes on."""

@@ -12,6 +12,8 @@ import itertools
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from ..errors import UnsupportedError
 from ..topology import Plan
 from .layers import Layers, newer
@@ -85,12 +87,35 @@ class Weights:
         # Tensors of inference mode have no versions, and cannot be changed outside of it.
         self._seen = [(name, tensor, tensor._version) for name, tensor in named if not tensor.is_inference()]
         self._numbers = layers.numbers()
+        self._gradients = {name: _version(p.grad) for name, p in layers.parameters.items()}
 
     def changed(self) -> list[str]:
         """Names of those that have been changed since."""
         tensors = [name for name, tensor, version in self._seen if tensor._version != version]
         numbers = newer(self._layers.numbers(), self._numbers)
         return [*tensors, *(f"{layer}.{name}" for layer, names in numbers.items() for name in names)]
+
+    def check_gradients(self) -> None:
+        """Refuse what the script has added to gradients since, which other copies of the stage lack.
+
+        Raises:
+            UnsupportedError: names the parameters.
+        """
+        found = []
+        for name, parameter in self._layers.parameters.items():
+            gradient = parameter.grad
+            if gradient is not None and _version(gradient) != self._gradients[name] and bool(gradient.any()):
+                found.append(name)
+        if found:
+            raise UnsupportedError(
+                f"the script has added to the gradients of {', '.join(found[:10])} between two calls of its engine, "
+                "which copies of the stage lack: compute all of the loss in the pipeline, or set the gradients to None "
+                "before train_batch"
+            )
+
+
+def _version(gradient: torch.Tensor | None) -> tuple[int, int] | None:
+    return None if gradient is None else (id(gradient), gradient._version)
 
 
 def check_at_home(changed: list[str], plan: Plan) -> None:

@@ -22,7 +22,7 @@ from .answers import ignore
 from .clones import clone_optimizer
 from .layers import Layers
 from .learning import Kept, Learner, arrived, begin_fetch, snapshot_key
-from .replica import build_stage_module, capture, restore
+from .replica import build_stage_module, capture, check_structure, restore
 from .runtime import StageRuntime
 from .schedulers import Standing, take_step
 from .steps import StepExecutor
@@ -36,13 +36,7 @@ _CATCH_UP_S = 0.05
 
 
 class CopyingExecutor(StepExecutor):
-    """Makes and hands out copies of roles' states.
-
-    Attributes:
-        _compiled_with: how the script has had the modules compiled, if it has.
-    """
-
-    _compiled_with: dict[str, Any] | None = None
+    """Makes and hands out copies of roles' states."""
 
     # -- runtimes -----------------------------------------------------------------------------------------
 
@@ -107,6 +101,7 @@ class CopyingExecutor(StepExecutor):
         module._grid, module.global_rank = self.grid, self.global_rank
         self.__dict__["module"] = self._modules["module"] = module
         connect_ties(module, runtime.role, self._plan.world, self._job.session)
+        check_structure(module, state)
         cast_module(self)
         runtime.attributes["module"] = module
         runtime.train_only(state["trains"])  # a script may freeze layers after it has built them
@@ -222,7 +217,7 @@ class CopyingExecutor(StepExecutor):
                 self._snapshots.want(role)
             if learner == member:
                 source = snapshot_key(plan.epoch, rank), Place(**records[plan.owners[rank]]["place"])
-                self._learners[role] = Learner(role, source, begin_fetch(*source))
+                self._learners[role] = Learner(role, source, begin_fetch(*source, self._job.channel.secret))
 
     def _cancel_copies(self) -> None:
         for learner in self._learners.values():
@@ -244,7 +239,7 @@ class CopyingExecutor(StepExecutor):
                 self._advance_copy(learner)
             except TransferError as error:
                 logger.warning("copying role %s failed and begins again: %s", learner.role, error)
-                learner.fetch = begin_fetch(*learner.source)
+                learner.fetch = begin_fetch(*learner.source, self._job.channel.secret)
 
     def _advance_copy(self, learner: Learner) -> None:
         if learner.runtime is None:

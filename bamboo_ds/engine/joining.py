@@ -8,6 +8,7 @@ replays what the others did meanwhile, and from then on takes part. The plan giv
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ from ..errors import EpochChanged, ProtocolError, TransferError
 from ..schedule import Decision, RoleProgress
 from ..state.fetch import fetch
 from .commit import Committed
+from .flags import FLAGS, compare_flags
 from .history import History, Kind
 from .recovery import RecoveringExecutor
 from .saving import is_complete
@@ -50,6 +52,8 @@ class JoiningExecutor(RecoveringExecutor):
         self._joining, self._job.replaying = True, True
         self._binding.drop(self._home.role)
         self._ask()
+        job = "the job"
+        compare_flags({job: json.loads(self._fetch(FLAGS)), "this member": self._flags}, job)
         logger.info("joining as rank %d: the job has done %d operations", self.global_rank, len(self._history))
 
     @contextmanager
@@ -93,15 +97,17 @@ class JoiningExecutor(RecoveringExecutor):
 
     def _ask(self) -> int:
         """Learn what the job has done since; returns how many operations."""
+        return self._history.extend(self._fetch(History.key(len(self._history))))
+
+    def _fetch(self, key: str) -> str:
+        """What a member of the job answers to ``key``."""
         timeout_s = self._job.settings.recovery.plan_timeout_s
         failures = []
         for patience_s in _ASK_TIMEOUTS_S:
             for place in self._tellers or self._job.channel.wait_places(timeout_s):
                 try:
-                    answer, _ = fetch(
-                        place.url, History.key(len(self._history)), token=place.token, timeout_s=patience_s
-                    )
-                    return self._history.extend(answer)
+                    secret = self._job.channel.secret
+                    return fetch(place.url, key, token=place.token, timeout_s=patience_s, secret=secret)[0]
                 except TransferError as error:
                     failures.append(str(error))
         raise ProtocolError(f"no worker of the job tells what it has done: {'; '.join(failures)}")
@@ -130,6 +136,7 @@ class JoiningExecutor(RecoveringExecutor):
         self._job.channel.ahead = facts["ahead"]
         self._saves.nonce = facts["nonce"]
         self._accounts.follow(facts["nonce"], facts["accounts"])
+        self._exact = self._check_of(facts["exact"])
         self._joining = False
 
     # -- the script's calls -------------------------------------------------------------------------------

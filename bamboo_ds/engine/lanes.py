@@ -141,6 +141,43 @@ class Lanes:
         return [*self.streams.values(), *self.learners.values(), *self.shards.values()]
 
 
+class RehearsalLanes(Lanes):
+    """The lanes of a takeover that is only rehearsed: what the owner of a role gets, for its shadow.
+
+    Attributes:
+        roles: those whose passes the shadows rehearse.
+        reports: what the owner of a role has computed, for its shadow, of every role with a replica.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        """Args:
+        plan: the plan, without unheld roles.
+        """
+        self.streams, self.learners, self.shards = {}, {}, {}
+        self.reports: dict[Role, Lane] = {}
+        self.roles: list[Role] = []
+        layout = plan.world
+        for role in layout.roles:
+            shadow = plan.shadow(role)
+            if shadow is None:
+                continue
+            self.reports[role] = Lane(self._count(), plan.owner(role), shadow, f"report {role}")
+            if not assists(plan, role):
+                continue
+            self.roles.append(role)
+            if role.stage > 0:
+                self._add(Stream.ACTIVATION, role, plan.owner(layout.predecessor(role)), shadow)
+            if role.stage < layout.stages - 1:
+                self._add(Stream.GRADIENT, role, plan.owner(layout.successor(role)), shadow)
+
+    def _count(self) -> int:
+        return super()._count() + len(self.reports)
+
+    def all(self) -> list[Lane]:
+        """Every lane."""
+        return [*super().all(), *self.reports.values()]
+
+
 def _interested(plan: Plan, role: Role) -> list[str]:
     """Members, other than the owner of ``role``, that hold or copy another role of the stage, in the plan's order."""
 

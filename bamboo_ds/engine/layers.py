@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ..state import Tree, join, split
+from .rng import GENERATORS
 
 #: Attributes of layers that are numbers (or ``None``, where there is no number yet), by the layers' names.
 Numbers = dict[str, dict[str, Any]]
@@ -30,6 +31,7 @@ class Layers:
         module: the stage. Its own numbers tell where it is, and belong to its layers as little as its parameters do.
 
     Attributes:
+        generators: of random numbers, that layers keep as attributes, each with its name in the stage.
         began: numbers that every copy of the stage began with; only others have to be told.
     """
 
@@ -41,6 +43,12 @@ class Layers:
         # Looked at in every iteration: only names that may be those of numbers, again where there are more of them.
         self._attributes = {path: vars(layer) for path, layer in modules if path}
         self._names: dict[str, tuple[int, list[str]]] = {path: (0, []) for path in self._attributes}
+        self.generators = [
+            (f"{path}{name}", value)
+            for path, layer in self._modules
+            for name, value in vars(layer).items()
+            if isinstance(value, GENERATORS)
+        ]
         self.parameters = dict(module.named_parameters())
         self.began = self.numbers()
 

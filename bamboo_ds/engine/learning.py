@@ -17,6 +17,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,12 +25,12 @@ import aiohttp.web  # noqa: F401  # the server's; loading it takes time that a r
 import torch
 
 from ..control.messages import Place
+from ..secret import JobSecret
 from ..state import Tree, join, split
 from ..state.fetch import Fetch, start_fetch
 from ..state.server import StateServer
 from ..topology import Role
 from .commit import Committed
-from .history import History
 from .runtime import StageRuntime
 from .schedulers import Standing
 
@@ -108,16 +109,24 @@ class Snapshots:
     Args:
         address: to listen on.
         rate_mb_per_s: bound on all transfers together; ``None``: none.
-        history: what the job has done.
+        answers: what else it is asked for, by what the keys begin with.
+        secret: the job's.
 
     Attributes:
         place: where others find it.
     """
 
-    def __init__(self, address: str, rate_mb_per_s: float | None, history: History) -> None:
+    def __init__(
+        self,
+        address: str,
+        rate_mb_per_s: float | None,
+        answers: Mapping[str, Callable[[str], str]],
+        secret: JobSecret,
+    ) -> None:
         token = secrets.token_urlsafe(16)
-        self._server = StateServer(address, rate_mb_per_s, token=token)
-        self._server.answer(History.PREFIX, history.answer)
+        self._server = StateServer(address, rate_mb_per_s, token=token, secret=secret)
+        for prefix, answer in answers.items():
+            self._server.answer(prefix, answer)
         self.place = Place(url=self._server.url, token=token)
         self._wanted: set[Role] = set()
         self._offered: dict[Role, str] = {}
@@ -154,9 +163,9 @@ def snapshot_key(epoch: int, rank: int) -> str:
     return f"{epoch}/{rank}"
 
 
-def begin_fetch(key: str, place: Place) -> Fetch:
+def begin_fetch(key: str, place: Place, secret: JobSecret) -> Fetch:
     """Start to fetch the snapshot ``key`` from where its owner offers it."""
-    return start_fetch(place.url, key, token=place.token, timeout_s=FETCH_TIMEOUT_S)
+    return start_fetch(place.url, key, token=place.token, timeout_s=FETCH_TIMEOUT_S, secret=secret)
 
 
 def arrived(learner: Learner) -> tuple[int, Any] | None:

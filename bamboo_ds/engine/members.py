@@ -13,6 +13,7 @@ from .bubbles import IdleTimes
 from .commit import Committed
 from .data import Batches, Dataset
 from .doubts import Doubts
+from .exactness import ExactCheck
 from .history import History
 from .lanes import Lanes
 from .learning import Learner, Snapshots
@@ -48,6 +49,9 @@ class EngineState:
         _learners: copies that this member makes.
         _doubts: replicas that differed when they were last compared.
         _differing: of this member's replicas that do: the names of the tensors, if they are known.
+        _flags: settings that decide how tensors are computed, equal on all members.
+        _exact: the check of the first steps, as long as it goes on.
+        _compiled_with: how the script has had the modules compiled, if it has.
         _budget: bytes that redundant forwards may keep; ``None``: any number.
         _exhausted: a redundant pass of this iteration has exhausted the memory.
         _snapshots: states that it offers to learners.
@@ -95,6 +99,9 @@ class EngineState:
     _learners: dict[Role, Learner]
     _doubts: Doubts
     _differing: dict[Role, list[str]]
+    _flags: dict[str, str]
+    _exact: ExactCheck | None
+    _compiled_with: dict[str, Any] | None = None
     _budget: float | None
     _exhausted: bool
     _snapshots: Snapshots

@@ -40,6 +40,8 @@ class TrainIteration:
         engine._binding.refresh()
         engine._stood = Standing.of(engine._home)
         engine._use_training_batches()
+        if engine._exact is not None:
+            engine._exact.begin()
 
     @property
     def draws(self) -> bool:
@@ -50,6 +52,7 @@ class TrainIteration:
         for runtime in engine._binding.runtimes.values():
             runtime.module.train()
         engine._evaluating = False
+        torch.clear_autocast_cache()  # within the script's own context it outlives steps, on each copy another time
         engine._batches.draw_ahead(engine.micro_batches)
         program = member_program(
             engine._plan,
@@ -141,6 +144,9 @@ class TrainIteration:
         engine = self._engine
         handlers: Mapping[type, Callable[..., None]] = engine._INSTRUCTION_MAP
         for instruction in program:
+            if type(instruction) is Commit and engine._rehearses():
+                assert engine._exact is not None
+                engine._exact.rehearse()
             handlers[type(instruction)](engine, **instruction.kwargs)
             engine._beat()
             if until_commit and type(instruction) is Commit:

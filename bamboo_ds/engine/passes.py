@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from .accounts import payload_checksum
 from .data import PARTS, as_payload
 from .lanes import Stream, assists
 from .recomputing import begin_forward, counting_saved_bytes, default_budget, release_cache
-from .rng import Drawing, drawing_seed, keyed_generators, seeded_layers
+from .rng import Drawing, drawing_seed, keyed_attributes, keyed_generators, seeded_layers
 from .runtime import StageRuntime
 from .tied import TyingExecutor
 
@@ -79,17 +80,25 @@ class PassExecutor(TyingExecutor):
 
     # -- forward and backward ---------------------------------------------------------------------------
 
-    def _keyed(self, drawing: Drawing, role: Role, micro_batch: int = 0) -> AbstractContextManager[None]:
-        """In the body random numbers are those of ``role``, equal on its owner and its shadow.
+    @contextmanager
+    def _keyed(self, drawing: Drawing, runtime: StageRuntime, micro_batch: int = 0) -> Iterator[None]:
+        """In the body random numbers are those of the role of ``runtime``, equal on its owner and its shadow.
 
         All slices draw the same. Copies of the model draw different numbers in their passes; in a step they draw the
-        same ones, if they all update the same parameters. In backward passes only torch's generators are keyed.
+        same ones, if they all update the same parameters. In backward passes only torch's generators are keyed, and
+        those that layers have themselves.
         """
-        layout = self._layout
+        layout, role = self._layout, runtime.role
         same = drawing is Drawing.STEP and not layout.sharded
         everywhere = Role(0 if same else layout.copy_of(role), role.stage)
         seed = drawing_seed(drawing, self._seed, self.global_steps, everywhere, micro_batch)
-        return keyed_generators(seed, self.device, layout.slice_of(role), others=drawing is not Drawing.BACKWARD)
+        others = drawing is not Drawing.BACKWARD
+        with keyed_generators(seed, self.device, layout.slice_of(role), others):
+            if not runtime.layers.generators:
+                yield
+                return
+            with keyed_attributes(runtime.layers.generators, seed):
+                yield
 
     def _exec_forward_pass(self, buffer_id: int) -> None:
         runtime = self._binding.current
@@ -104,8 +113,9 @@ class PassExecutor(TyingExecutor):
         self._note_layers(runtime)
         with (
             self._in_pass(keeps=any((runtime.first_layers or {}).values())),
-            self._keyed(Drawing.FORWARD, runtime.role, buffer_id),
+            self._keyed(Drawing.FORWARD, runtime, buffer_id),
             seeded_layers(self.module, self._consumed + buffer_id),
+            nullcontext() if self._exact is None else self._exact.watching(runtime, buffer_id),
         ):
             super()._exec_forward_pass(buffer_id)
         if self.is_last_stage():
@@ -127,7 +137,7 @@ class PassExecutor(TyingExecutor):
             self.loss = runtime.micro_losses.pop(buffer_id)
         with (
             self._in_pass(keeps=True),
-            self._keyed(Drawing.BACKWARD, runtime.role, buffer_id),
+            self._keyed(Drawing.BACKWARD, runtime, buffer_id),
             seeded_layers(self.module),
         ):
             super()._exec_backward_pass(buffer_id)
@@ -232,7 +242,7 @@ class PassExecutor(TyingExecutor):
 
     def _redundant_work(self) -> tuple[StageRuntime, str] | None:
         """The next redundant pass that could run now without waiting for anybody."""
-        if not self._mode.eager_forward or self._exhausted:
+        if not self._mode.eager_forward or self._exhausted or (self._exact is not None and self._exact.rests):
             return None
         for replica in self._binding.replicas():
             role = replica.role

@@ -25,6 +25,7 @@ from ..errors import EpochChanged, FatalLoss
 from ..schedule import Decision, MemberRecord, RoleProgress, decide, settle
 from ..topology import Plan, Role, hungry
 from .copies import CopyingExecutor
+from .exactness import ExactCheck
 from .lanes import BATCH_PARTS, Lanes, Stream
 from .runtime import StageRuntime
 
@@ -138,9 +139,11 @@ class RecoveringExecutor(CopyingExecutor):
         self._script.begin_gap(self._sequence)
         if behind and self._pending is not None:
             self._pending = replace(self._pending, behind=())
-        if operation.steps and self._plan.world.sharded:
+        if operation.steps:
             try:
-                self._exchange_shards()
+                if self._plan.world.sharded:
+                    self._exchange_shards()
+                self._check_exactly(behind)
             except EpochChanged as error:
                 logger.info("interrupted after operation %d: %s", self._sequence - 1, error)
                 self._recover_at_boundary()
@@ -150,6 +153,36 @@ class RecoveringExecutor(CopyingExecutor):
             self._recovery = None
         if self._switch_due and operation.goes_on:
             self._switch()
+
+    def _check_of(self, steps: int) -> ExactCheck | None:
+        """The check of so many steps, as the members have agreed."""
+        return ExactCheck(self, steps) if steps else None
+
+    def _rehearses(self) -> bool:
+        """Whether the iteration that runs is rehearsed, on all members alike: one that a loss has hit is not."""
+        return self._exact is not None and not self._interrupted and self._exact.rehearses(self._committed_steps)
+
+    def _check_exactly(self, behind: bool) -> None:
+        """An iteration is over; ``behind``: the others have been in the next one before."""
+        exact = self._exact
+        if exact is None:
+            return
+        last = self._committed_steps == exact.steps
+        if self._committed_steps >= exact.steps:
+            self._exact = None
+        if behind or self._interrupted:
+            self._tell_unchecked(last)
+        elif self._committed_steps <= exact.steps:
+            try:
+                exact.compare_replicas()
+            except EpochChanged:
+                self._tell_unchecked(last)
+                raise
+
+    def _tell_unchecked(self, last: bool) -> None:
+        """A loss has hit a step that was to be checked, ``last`` of all."""
+        if last and self._leads():
+            logger.warning("a loss has hit the last step to be checked, so that the check has no result")
 
     @contextmanager
     def _busy(self, operation: Operation) -> Iterator[None]:
@@ -212,6 +245,10 @@ class RecoveringExecutor(CopyingExecutor):
         """The next operation begins as ``decision`` says."""
         done = any(p != RoleProgress() for p in decision.progress.values())
         self._pending = decision if done or decision.behind or decision.mode == "commit" else None
+
+    @abstractmethod
+    def _leads(self) -> bool:
+        """Whether this member owns the role of rank 0, whose owner speaks for the job."""
 
     @abstractmethod
     def _joined(self, decision: Decision, records: Mapping[str, Mapping[str, Any]]) -> None:
@@ -393,6 +430,7 @@ class RecoveringExecutor(CopyingExecutor):
             "accounts": self._accounts.record(),
             "script": self._script.record(),
             "changed": bool(self._changed),
+            "exact": 0 if self._exact is None else self._exact.steps,
         }
 
     def _decide(self, plan: Plan, records: Mapping[str, Mapping[str, Any]]) -> Decision:

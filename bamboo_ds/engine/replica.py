@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from deepspeed.runtime.pipe.module import LayerSpec
 from deepspeed.runtime.utils import is_model_parallel_parameter
 from torch import nn
 
@@ -22,8 +23,8 @@ def build_stage_module(module: Any, stage: int, device: torch.device) -> Any:
     """Another stage of the PipelineModule ``module``, freshly built and not initialised to anything in particular.
 
     The constructor of ``PipelineModule`` runs collectives, so the instance is put together without it:
-    attributes of the original are shared, its layers are built from the same specs. Layers that were given as
-    module instances are copied, since the original belongs to another role. Draws no random numbers.
+    attributes of the original are shared, its layers are built from the same specs. What was given as module instances
+    or parameters is copied, since the original belongs to another role. Draws no random numbers.
     """
     kind: Any = type(module)
     other = kind.__new__(kind)
@@ -45,10 +46,9 @@ def build_stage_module(module: Any, stage: int, device: torch.device) -> Any:
     other.forward_funcs, other.fwd_map = [], {}
     other.tied_modules, other.tied_weight_attrs, other.tied_comms = nn.ModuleDict(), {}, {}
     other.micro_offset = 0
-    specs = list(module._layer_specs)
+    specs, copies = list(module._layer_specs), dict[int, Any]()
     for index in range(other._local_start, other._local_stop):
-        if isinstance(specs[index], nn.Module):
-            specs[index] = copy.deepcopy(specs[index])
+        specs[index] = with_own_parts(specs[index], copies)
     other._layer_specs = specs
     other.seed_layers = False  # it would seed every generator of the process
     with torch.random.fork_rng(enabled=True):
@@ -63,6 +63,56 @@ def build_stage_module(module: Any, stage: int, device: torch.device) -> Any:
     if other.activation_checkpoint_interval > 0:
         other._precompute_checkpointable_values()
     return other
+
+
+def with_own_parts(spec: Any, copies: dict[int, Any]) -> Any:
+    """``spec`` with copies of modules and parameters among its arguments, which the layers of another role use.
+
+    Args:
+        copies: what was copied before, by ``id``; specs of a stage that share a part go on sharing it.
+    """
+    if isinstance(spec, nn.Module):
+        return copy.deepcopy(spec, copies)
+    if not isinstance(spec, LayerSpec):
+        return spec
+    parts = (nn.Module, torch.Tensor)
+    if not any(isinstance(each, parts) for each in (*spec.module_args, *spec.module_kwargs.values())):
+        return spec
+    own: Any = copy.copy(spec)
+    own.module_args = tuple(copy.deepcopy(v, copies) if isinstance(v, parts) else v for v in spec.module_args)
+    own.module_kwargs = {
+        n: copy.deepcopy(v, copies) if isinstance(v, parts) else v for n, v in spec.module_kwargs.items()
+    }
+    return own
+
+
+def structure_of(module: nn.Module) -> dict[str, str]:
+    """What the parts of a stage are, by their names: what all copies must have alike."""
+    found = {}
+    for name, part in module.named_modules():
+        own = ", its forward is one of the script's" if "forward" in vars(part) else ""
+        found[name or "the PipelineModule"] = f"{type(part).__qualname__}{own}"
+    return found
+
+
+def check_structure(module: nn.Module, state: Tree) -> None:
+    """Compare ``module``, a copy of a stage, with its owner's, whose ``state`` is what :func:`capture` gave.
+
+    Raises:
+        UnsupportedError: the script has changed the owner's after its layers were built.
+    """
+    mine, theirs = structure_of(module), state["structure"]
+    names, given = [name for name, _ in module.named_parameters()], state["names"]
+    different = [f"{n} is {theirs[n]}, in the copy {mine[n]}" for n in mine if theirs.get(n, mine[n]) != mine[n]]
+    different += [f"only the owner has parameter {name}" for name in given if name not in names]
+    different += [f"only the copy has parameter {name}" for name in names if name not in given]
+    if different:
+        raise UnsupportedError(
+            f"the script has changed layers of its stage after they were built, which copies of the stage lack: "
+            f"{'; '.join(different[:10])}. Do it (parametrizations, shared weights, other forwards) in the layers' "
+            "constructors, or in a function that you give to bamboo_ds.on_stage_built before deepspeed.initialize: it "
+            "is called on every copy"
+        )
 
 
 def group_names(runtime: StageRuntime) -> list[list[str]]:
@@ -85,6 +135,8 @@ def capture(runtime: StageRuntime) -> Tree:
     scheduler = runtime.attributes["lr_scheduler"]
     return {
         "groups": group_names(runtime),
+        "structure": structure_of(runtime.module),
+        "names": [name for name, _ in runtime.module.named_parameters()],
         "trains": runtime.trains(),
         "sliced": [n for n, p in runtime.module.named_parameters() if is_model_parallel_parameter(p)],
         "parameters": [p.detach() for p in runtime.module.parameters()],

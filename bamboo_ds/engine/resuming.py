@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ProtocolError
+from ..generations import supersede
 from ..state.checkpoints import MAX_DEPTH, CheckpointError, newest_complete, read_manifest
-from ..state.publish import put_back
+from ..state.publish import clean, put_back
 from .answers import ignore
 from .history import Kind
 from .joining import JoiningExecutor
@@ -36,13 +37,16 @@ class ResumingExecutor(JoiningExecutor):
     def _find_resumed(self) -> list[str] | None:
         """Folder and tag of the newest checkpoint that is whole, if the job has been started again; reads all of it.
 
-        It may be an older one than that which members had told of, or a newer one.
+        It may be an older one than that which members had told of, or a newer one. What was saved by workers that the
+        job goes on without is found, or never gets its name.
         """
         told, job = self._job.channel.restart_from, self._job.channel.job
         for folder in list(Path(told).parents)[:MAX_DEPTH] if told is not None else ():
             try:
-                if folder.is_dir():
-                    put_back(folder, job)
+                if newest_complete(folder, job) is None and not (folder.is_dir() and put_back(folder, job)):
+                    continue
+                supersede(folder, self._plan.lineage)
+                clean(folder, job, lineage=self._plan.lineage)
                 found = newest_complete(folder, job, checksums=True)
             except (CheckpointError, OSError) as error:
                 logger.warning("looking for a checkpoint in %s: %s", folder, error)

@@ -6,7 +6,7 @@ import hashlib
 import random
 import struct
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from typing import Any
@@ -22,6 +22,10 @@ _TRACKING = (
     "megatron.core.tensor_parallel.random",
     "megatron.mpu.random",
 )
+
+
+#: Generators that a layer may have of its own.
+GENERATORS = (torch.Generator, random.Random, numpy.random.RandomState, numpy.random.Generator)
 
 
 class Drawing(str, Enum):
@@ -94,6 +98,43 @@ def _state(seed: int, name: str, device: torch.device) -> torch.Tensor:
     """State of the generator ``name`` in the pass that ``seed`` belongs to."""
     generator = torch.Generator(device if device.type == "cuda" else "cpu")
     return generator.manual_seed(_hashed(struct.pack("<q", seed) + name.encode())).get_state()
+
+
+@contextmanager
+def keyed_attributes(generators: Sequence[tuple[str, Any]], seed: int) -> Iterator[None]:
+    """Run the body with ``generators``, named ones, seeded by ``seed`` and their names; restore their states."""
+    before = [_state_of(generator) for _, generator in generators]
+    for name, generator in generators:
+        _seed(generator, _hashed(struct.pack("<q", seed) + name.encode()))
+    try:
+        yield
+    finally:
+        for (_, generator), state in zip(generators, before, strict=True):
+            _set_state(generator, state)
+
+
+def _state_of(generator: Any) -> Any:
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    return generator.bit_generator.state if isinstance(generator, numpy.random.Generator) else generator.get_state()
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif isinstance(generator, numpy.random.Generator):
+        generator.bit_generator.state = state
+    else:
+        generator.set_state(state)
+
+
+def _seed(generator: Any, seed: int) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.manual_seed(seed)
+    elif isinstance(generator, numpy.random.Generator):
+        generator.bit_generator.state = type(generator.bit_generator)(seed).state
+    else:
+        generator.seed(seed if isinstance(generator, random.Random) else seed & 0xFFFFFFFF)
 
 
 @contextmanager

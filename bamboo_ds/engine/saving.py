@@ -176,6 +176,7 @@ class Saves:
             latest=latest,
             seed=engine._seed,
             consumed=engine._consumed,
+            lineage=plan.lineage,
             losses=lambda: self._history.losses(count),
             history=lambda: json.dumps(self._history.first(count) + this),
             interrupt=self._job.session.check,

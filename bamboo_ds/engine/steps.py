@@ -169,12 +169,14 @@ class StepExecutor(PassExecutor):
         """The sum of ``vector`` (float64) over all members: the commit of an operation.
 
         Every member also tells the newest epoch that it could enter. When all know of a new one, all switch after
-        this operation.
+        this operation. A member that may not commit now (see :mod:`bamboo_ds.control.fencing`) waits before it.
         """
+        self._job.await_fence()
         members = self._plan.members
         told = torch.zeros(len(members), dtype=torch.float64)
         told[members.index(self._job.session.member)] = self._job.boundary(self._saves.busy)
         total = self._transport.all_reduce(torch.cat([vector, told])).tolist()
+        self._job.await_fence()  # what was on its way for long may come too late
         self._switch_due = min(total[len(vector) :]) > self._plan.epoch
         return tuple(total[: len(vector)])
 
@@ -198,6 +200,7 @@ class StepExecutor(PassExecutor):
             measured[runtime.role] = runtime.measured
         mismatches = [r.role for r in self._binding.replicas() if not r.valid]
         ahead = sum(replica.forwards for replica in self._binding.replicas())
+        ahead -= 0 if self._exact is None else self._exact.redone
         return Contribution(losses, measured, ahead, mismatches, consumed)
 
     def _norm_count(self) -> int:
@@ -233,7 +236,7 @@ class StepExecutor(PassExecutor):
     def _take_model_step(self, lr_kwargs: Any) -> None:
         runtime = self._binding.current
         alone = stepping_alone(runtime.optimizer.inner, partial(self._answering, runtime))
-        with self._answering(runtime), alone, self._keyed(Drawing.STEP, runtime.role):
+        with self._answering(runtime), alone, self._keyed(Drawing.STEP, runtime):
             super()._take_model_step(lr_kwargs)
         runtime.stale = self._plan.world.sharded
 

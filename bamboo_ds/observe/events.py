@@ -195,6 +195,15 @@ class Reconfigured(EventBase):
     previous: int = Field(ge=0, description="epoch that it left")
 
 
+class MembersAwaited(EventBase):
+    """Members do not come to where all others wait for them, to enter an epoch. Told after `recovery.plan_timeout_s`,
+    then more and more rarely."""
+
+    event: Literal["members_awaited"] = "members_awaited"
+    members: list[str] = Field(description="who has not come")
+    seconds: float = Field(ge=0, description="for how long they have been waited for")
+
+
 class ReplicaBuilt(EventBase):
     """A member has completed a copy of a role's state while training went on."""
 
@@ -216,6 +225,19 @@ class Step(EventBase):
     seconds: float = Field(ge=0, description="duration of the iteration")
     frc_done: int = Field(ge=0, description="redundant forward passes that fitted into idle time")
     frc_total: int = Field(ge=0, description="redundant forward passes that would cover every micro-batch")
+
+
+class CollectiveIncomplete(EventBase):
+    """A collective of the script lacks parts of ranks. Told once for each place in the script that calls it."""
+
+    event: Literal["collective_incomplete"] = "collective_incomplete"
+    step: int = Field(ge=0, description="steps committed so far")
+    global_step: int | None = _GLOBAL_STEP
+    operation: str = Field(description="the collective, as torch's backends call it")
+    ranks: list[int] = Field(description="ranks of its group")
+    lost_ranks: list[int] = Field(description="those that no process runs as")
+    moved_ranks: list[int] = Field(description="those whose process does not compute the rank's own stage now")
+    place: str = Field(description="where the script calls it")
 
 
 class RedundancyExhausted(EventBase):
@@ -251,6 +273,31 @@ class ReplicaMismatch(EventBase):
     expected: str = Field(description="the owner's checksum")
     found: str = Field(description="the replica's checksum")
     tensors: list[str] = Field(description="what differs; none at the first time, when only one checksum is compared")
+
+
+class ExactMismatch(EventBase):
+    """`--check-exact`: the shadow of a stage does not compute or hold what the stage's owner does."""
+
+    event: Literal["exact_mismatch"] = "exact_mismatch"
+    step: int = Field(ge=0, description="steps committed when the difference was found")
+    global_step: int | None = _GLOBAL_STEP
+    role: Role = Field(description="the role, [pipeline, stage]")
+    found: Literal["rehearsal", "replica"] = Field(
+        description="what was compared: a rehearsed iteration, or the replica after a step"
+    )
+    tensors: list[str] = Field(description="what differs, as it is computed, and by how much")
+
+
+class ExactChecked(EventBase):
+    """`--check-exact` has come to its end, and nothing has differed."""
+
+    event: Literal["exact_checked"] = "exact_checked"
+    step: int = Field(ge=0, description="steps committed so far")
+    global_step: int | None = _GLOBAL_STEP
+    steps: int = Field(ge=1, description="steps that were checked; those that a loss has hit are not")
+    stages: int = Field(ge=0, description="roles whose takeover was rehearsed in each of them")
+    tensors: int = Field(ge=0, description="tensors and numbers that were compared, bit for bit")
+    not_rehearsed: list[Role] = Field(description="roles of which only the replica was compared, or nothing")
 
 
 class CheckpointSaved(EventBase):
@@ -307,11 +354,15 @@ Event = (
     | Takeover
     | Recovered
     | Reconfigured
+    | MembersAwaited
     | ReplicaBuilt
     | Step
+    | CollectiveIncomplete
     | RedundancyExhausted
     | ReplicaVerified
     | ReplicaMismatch
+    | ExactMismatch
+    | ExactChecked
     | CheckpointSaved
     | CheckpointFailed
     | Fatal

@@ -19,6 +19,8 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from typing_extensions import Self
 
+from ..generations import Lineage, is_over, supersede
+
 logger = logging.getLogger("bamboo_ds.observe.ledger")
 
 #: Fields that tell who wrote a line, not what was consumed.
@@ -103,12 +105,23 @@ class LedgerWriter:
     def __init__(self, folder: str, member: str) -> None:
         self._path = os.path.join(folder, f"{member}.jsonl")
         self._torn = self._failing = False
+        self._begun: Lineage = ("", 0)
 
-    def append(self, line: LedgerLine) -> None:
-        """Write ``line``: one ``write`` on a descriptor opened with ``O_APPEND``."""
+    def append(self, line: LedgerLine, lineage: Lineage = ("", 0)) -> None:
+        """Write ``line``: one ``write`` on a descriptor opened with ``O_APPEND``.
+
+        Args:
+            lineage: whose step it is. Once a later one writes there the line is refused, as one that cannot be written.
+        """
         data = (b"\n" if self._torn else b"") + line.to_json().encode() + b"\n"
         try:
-            os.makedirs(os.path.dirname(self._path), exist_ok=True)
+            folder = Path(self._path).parent
+            os.makedirs(folder, exist_ok=True)
+            if self._begun != lineage:
+                supersede(folder, lineage)
+                self._begun = lineage
+            if is_over(folder, lineage):
+                raise PermissionError("the job has been started again without this worker, which accounts for nothing")
             descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
                 written = os.write(descriptor, data)

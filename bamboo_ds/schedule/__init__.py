@@ -16,6 +16,7 @@ from .orders import Kind, Work, compute_order, one_f_one_b
 from .program import Program, commit_program, epilogue, member_program
 from .progress import Decision, MemberRecord, RoleProgress, decide, settle
 from .redundant import Placement, RedundantTrainSchedule
+from .rehearsal import rehearsal_passes, rehearsal_sends
 
 __all__ = [
     "Awaits",
@@ -42,5 +43,7 @@ __all__ = [
     "epilogue",
     "member_program",
     "one_f_one_b",
+    "rehearsal_passes",
+    "rehearsal_sends",
     "settle",
 ]

@@ -91,6 +91,7 @@ class SaveRecord(_Record):
         step: number of committed steps that the state contains.
         seed: of the job's random numbers in forward passes.
         consumed: micro-batches of each pipeline that the job has used.
+        origin, generation: the lineage that saves, see :mod:`bamboo_ds.generations`.
     """
 
     schema_version: int = Field(SCHEMA, alias="schema")
@@ -101,6 +102,13 @@ class SaveRecord(_Record):
     layout: Layout
     seed: int | None = None
     consumed: int | None = None
+    origin: str = ""
+    generation: int = 0
+
+    @property
+    def lineage(self) -> tuple[str, int]:
+        """Both."""
+        return self.origin, self.generation
 
 
 class PartRecord(_Record):

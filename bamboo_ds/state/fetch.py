@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import hmac
 import http.client
 import io
 import logging
 import os
+import secrets
 import select
 import socket
 import threading
@@ -20,7 +22,21 @@ import torch
 from tenacity import RetryCallState, Retrying, retry_if_exception_type, sleep_using_event
 
 from ..errors import TransferError, UnsupportedError
-from .transfer import CHECKSUM, PATH, PREFIX, Chunks, Corrupt, Header, authorization, decode_header, header_size, view
+from ..secret import NONE, JobSecret
+from .transfer import (
+    CHECKSUM,
+    NONCE,
+    PATH,
+    PREFIX,
+    PROOF,
+    Chunks,
+    Corrupt,
+    Header,
+    Pass,
+    decode_header,
+    header_size,
+    view,
+)
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +55,7 @@ def fetch(
     *,
     token: str,
     timeout_s: float,
+    secret: JobSecret = NONE,
     stop: threading.Event | None = None,
     device: torch.device | str = "cpu",
 ) -> tuple[str, list[torch.Tensor]]:
@@ -49,9 +66,10 @@ def fetch(
 
     Args:
         url: the server's ``url``.
-        token: the job's secret.
+        token: the server's.
         timeout_s: seconds without a newly verified chunk (or header) until it is given up. A transfer that moves
             never times out; the server's rate should send several chunks in this time.
+        secret: the job's.
         stop: ends the fetch as soon as it is set.
         device: where the tensors are wanted. They are received in host memory and moved when all are complete.
 
@@ -59,10 +77,11 @@ def fetch(
         The text, and the tensors with dtype and shape of the originals, each contiguous, with memory of its own.
 
     Raises:
-        TransferError: nothing came for ``timeout_s``, the owner withdrew the snapshot, the server refuses the token
+        TransferError: nothing came for ``timeout_s``, the owner withdrew the snapshot, the server refuses us
             or speaks another version, or ``stop`` was set; its ``failure`` says which.
     """
-    return _Transfer(url, key, token, timeout_s, stop or threading.Event(), torch.device(device)).run()
+    permit = Pass(secret, token)
+    return _Transfer(url, key, permit, timeout_s, stop or threading.Event(), torch.device(device)).run()
 
 
 class _Broken(Exception):
@@ -73,14 +92,14 @@ class _Transfer:
     """One call of :func:`fetch`."""
 
     def __init__(
-        self, url: str, key: str, token: str, timeout_s: float, stop: threading.Event, device: torch.device
+        self, url: str, key: str, permit: Pass, timeout_s: float, stop: threading.Event, device: torch.device
     ) -> None:
         parts = urlsplit(url)
         if parts.scheme != "http" or not parts.hostname or not parts.port:
             raise ValueError(f"expected http://address:port as the url of a state server, not {url!r}")
         self._host, self._port, self._netloc = parts.hostname, parts.port, parts.netloc
         self._url, self._key, self._timeout_s = url, key, timeout_s
-        self._authorization = authorization(token)
+        self._pass, self._nonce = permit, secrets.token_hex(16)
         self._stop, self._device = stop, device
         self._incoming: _Incoming | None = None
         self._progress = time.monotonic()
@@ -157,7 +176,7 @@ class _Transfer:
         query = urlencode({"key": self._key, "from": first, "wait": min(_LONG_POLL_S, self._timeout_s / 4)})
         line.sendall(
             f"GET {PATH}?{query} HTTP/1.1\r\nHost: {self._netloc}\r\nConnection: close\r\n"
-            f"Authorization: {self._authorization}\r\n\r\n".encode()
+            f"Authorization: {self._pass.authorization(self._key)}\r\n{NONCE}: {self._nonce}\r\n\r\n".encode()
         )
         return http.client.HTTPResponse(line, method="GET")  # type: ignore[arg-type]
 
@@ -165,7 +184,7 @@ class _Transfer:
         """Read the answer up to its body; raises unless it is a snapshot."""
         response.begin()
         if response.status == 403:
-            raise self._failed("refused", "the server refuses the token; all members of a job must have the same one")
+            raise self._failed("refused", "the server refuses us; all members of a job must have the same secret")
         if response.status == 410:
             raise self._failed("withdrawn", "its owner has withdrawn it")
         if response.status == 404:
@@ -175,6 +194,8 @@ class _Transfer:
             self._incoming = None  # another snapshot, with fewer chunks
         if response.status != 200:
             raise _Broken(f"the server answers {response.status} {response.reason}")
+        if not hmac.compare_digest(response.headers.get(PROOF, ""), self._pass.proof(self._key, self._nonce)):
+            raise _Broken("the server is not the owner: its answer proves nothing")
 
     def _receive(self, response: http.client.HTTPResponse, first: int) -> tuple[str, list[torch.Tensor]]:
         length, crc = header_size(_exactly(response, PREFIX.size))
@@ -322,6 +343,16 @@ class Fetch:
         self._stop.set()
 
 
-def start_fetch(url: str, key: str, *, token: str, timeout_s: float, device: torch.device | str = "cpu") -> Fetch:
+def start_fetch(
+    url: str,
+    key: str,
+    *,
+    token: str,
+    timeout_s: float,
+    secret: JobSecret = NONE,
+    device: torch.device | str = "cpu",
+) -> Fetch:
     """Start :func:`fetch` in a daemon thread; the arguments are the same."""
-    return Fetch(lambda stop: fetch(url, key, token=token, timeout_s=timeout_s, stop=stop, device=device))
+    return Fetch(
+        lambda stop: fetch(url, key, token=token, timeout_s=timeout_s, secret=secret, stop=stop, device=device)
+    )

@@ -18,6 +18,9 @@ from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from urllib.parse import quote, unquote
 
+from pydantic import ValidationError
+
+from ..generations import Lineage, is_over
 from .checkpoints import (
     LOADED,
     MANIFEST,
@@ -156,23 +159,35 @@ def put_back(folder: Path, job: str) -> list[Path]:
     return back
 
 
-def clean(folder: Path, job: str, keep: Collection[str] = ()) -> list[Path]:
+def clean(folder: Path, job: str, keep: Collection[str] = (), lineage: Lineage = ("", 0)) -> list[Path]:
     """Finish what a crash has interrupted: :func:`put_back`, and remove abandoned saves of ``job``.
 
     Args:
         keep: ids of saves that are going on.
+        lineage: who cleans; saves of later ones are none of its business.
 
     Returns:
         The abandoned partial folders.
     """
     put_back(folder, job)
-    abandoned = [p for p in hidden(folder, PARTIAL, job) if p.name.split(SEPARATOR, 3)[2] not in keep]
+    others = [p for p in hidden(folder, PARTIAL, job) if p.name.split(SEPARATOR, 3)[2] not in keep]
+    abandoned = [p for p in others if not _is_later(p, lineage)]
     for partial in abandoned:
         logger.warning("removing %s: its save was abandoned", partial)
         discard(partial, folder, job)
     for rest in hidden(folder, REMOVING, job):
         shutil.rmtree(rest)
     return abandoned
+
+
+def _is_later(partial: Path, lineage: Lineage) -> bool:
+    """Whether a later lineage than ``lineage`` saves there."""
+    origin, generation = lineage
+    try:
+        record = SaveRecord.model_validate_json((partial / SAVE).read_bytes())
+    except (OSError, ValidationError):  # it is about to get its name, or is broken
+        return origin != "" and is_over(partial.parent, lineage)
+    return record.origin == origin and record.generation > generation
 
 
 def point_latest(folder: Path, tag: str) -> bool:
@@ -233,20 +248,30 @@ def prune(folder: Path, job: str, keep: int, newest: Path) -> list[Path]:
     own = [i for i in list_checkpoints(folder) if i.status is Status.COMPLETE and i.job == job]
     removed = []
     for info in own[: max(0, len(own) - max(1, keep))]:
-        if info.path != newest and not info.latest:
-            discard(info.path, folder, job)
+        if info.path != newest and not info.latest and discard(info.path, folder, job, info.serial):
             removed.append(info.path)
     return removed
 
 
-def discard(path: Path, folder: Path, job: str) -> None:
-    """Delete the folder ``path``: at once under its name, then in peace. No such folder: nothing to do."""
+def discard(path: Path, folder: Path, job: str, serial: int | None = None) -> bool:
+    """Delete the folder ``path``: at once under its name, then in peace. No such folder: nothing to do.
+
+    Args:
+        serial: of the checkpoint that is meant: another one, which has got its name meanwhile, gets that back.
+
+    Returns:
+        Whether it is gone by that.
+    """
     doomed = _hidden_name(folder, REMOVING, job)
     try:
         os.rename(path, doomed)
     except FileNotFoundError:
-        return
+        return False
+    if serial is not None and read_manifest(doomed).serial != serial:
+        os.rename(doomed, path)
+        return False
     shutil.rmtree(doomed)
+    return True
 
 
 def _hidden_name(folder: Path, kind: str, job: str) -> Path:

@@ -26,10 +26,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from ..generations import Lineage
 from ..topology.roles import Layout
 from . import publish
 from .checkpoints import CheckpointError, Manifest, SaveRecord, read_manifest
-from .writer import HostFile, KnownFolder, Save, SaveAborted, perform
+from .writer import HostFile, KnownFolder, Save, SaveAborted, SaveFailed, check_lineage, perform
 
 logger = logging.getLogger("bamboo_ds")
 
@@ -135,6 +136,7 @@ class CheckpointSaver:
         latest: bool = True,
         seed: int | None = None,
         consumed: int | None = None,
+        lineage: Lineage = ("", 0),
         losses: Callable[[], Sequence[float]] | None = None,
         history: Callable[[], str] | None = None,
         interrupt: Callable[[], None] | None = None,
@@ -151,6 +153,7 @@ class CheckpointSaver:
             owners: member that adds each role, by rank. The first one leads: it completes the checkpoint.
             latest: whether DeepSpeed's file ``latest`` is to name it.
             seed, consumed: noted in the manifest.
+            lineage: who saves: nothing is published once a later one has begun in the folder.
             losses: gives those of all steps up to this one; called by the thread of the member that leads.
             history: the same, the JSON list of what the job has done, this save included.
             interrupt: called every 50 ms and after :meth:`wake` while waiting; may raise to end the wait.
@@ -172,6 +175,8 @@ class CheckpointSaver:
             layout=layout,
             seed=seed,
             consumed=consumed,
+            origin=lineage[0],
+            generation=lineage[1],
         )
         with self._changed:
             if self._closing:
@@ -423,11 +428,12 @@ class CheckpointSaver:
             known = KnownFolder(os.stat(path).st_dev, path)
             with self._changed:
                 self._folders[save.folder] = known
+            check_lineage(save)
             if save.latest:
                 publish.point_latest(save.folder, save.record.tag)
             if self._keep:
                 publish.prune(save.folder, self._job, self._keep, path)
-        except (OSError, CheckpointError) as error:
+        except (OSError, CheckpointError, SaveFailed) as error:
             return f"complete, but the folder could not be tidied up: {error}"
         return None
 

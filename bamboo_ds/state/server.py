@@ -9,6 +9,7 @@ import logging
 import socket
 import threading
 import time
+import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -18,7 +19,8 @@ import torch
 
 from ..errors import TransferError
 from ..forking import only_here
-from .transfer import CHUNK_BYTES, PATH, Snapshot, Withdrawn, authorization
+from ..secret import NONE, JobSecret
+from .transfer import CHUNK_BYTES, NONCE, PATH, PROOF, Pass, Snapshot, Withdrawn
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -32,6 +34,8 @@ _STALL_S = 60.0
 #: How many withdrawn keys are remembered.
 _REMEMBERED = 4096
 _BACKLOG = 128
+#: Connections that have proven nothing; one more, and the oldest has to go.
+_STRANGERS = 256
 _CLOSING_TICK_S = 0.02
 
 
@@ -64,7 +68,8 @@ class StateServer:
     Args:
         address: the only address to bind to; the port is chosen by the system.
         rate_mb_per_s: bound on the tensors' bytes of all answers together, in 10^6 bytes per second; ``None``: none.
-        token: the job's secret; requests without it are refused. Never logged.
+        token: which the receivers know; never logged.
+        secret: the job's; requests of who does not know both are refused.
         chunk_bytes: bytes under one checksum.
 
     Raises:
@@ -75,9 +80,15 @@ class StateServer:
     """
 
     def __init__(
-        self, address: str, rate_mb_per_s: float | None, *, token: str, chunk_bytes: int = CHUNK_BYTES
+        self,
+        address: str,
+        rate_mb_per_s: float | None,
+        *,
+        token: str,
+        secret: JobSecret = NONE,
+        chunk_bytes: int = CHUNK_BYTES,
     ) -> None:
-        self._expected = authorization(token).encode()
+        self._pass = Pass(secret, token)
         self._bucket = None
         if rate_mb_per_s is not None:
             rate = rate_mb_per_s * 1e6
@@ -90,6 +101,7 @@ class StateServer:
         self._closed = False
         # Of the loop's thread alone:
         self._streams: dict[asyncio.Transport, Snapshot] = {}
+        self._proven: set[Any] = set()  # aiohttp's handlers of connections over which a request has proven itself
         self._change = asyncio.Event()
         self._end = asyncio.Event()
 
@@ -181,9 +193,25 @@ class StateServer:
         from aiohttp import web
 
         # A receiver that hangs up must not leave its request waiting here.
-        # Its logger would show headers, and with them the token, of requests that it cannot parse.
+        # Its logger would show headers, and with them what proves, of requests that it cannot parse.
         silent = logging.Logger("silent", logging.CRITICAL + 1)
-        server = web.Server(self._handle, handler_cancellation=True, access_log=None, logger=silent)
+        proven = self._proven
+
+        class Bounded(web.Server):
+            """Lets strangers hold no more than so many connections open."""
+
+            def connection_made(self, handler: Any, transport: asyncio.Transport) -> None:
+                super().connection_made(handler, transport)
+                strangers = [each.transport for each in self.connections if each not in proven]
+                for one in strangers[:-_STRANGERS]:  # the oldest
+                    if one is not None:
+                        _abort(one)
+
+            def connection_lost(self, handler: Any, exc: BaseException | None = None) -> None:
+                proven.discard(handler)
+                super().connection_lost(handler, exc)
+
+        server = Bounded(self._handle, handler_cancellation=True, access_log=None, logger=silent)
         runner = web.ServerRunner(server, shutdown_timeout=0.1)
         await runner.setup()
         await web.SockSite(runner, self._socket, backlog=_BACKLOG).start()
@@ -213,18 +241,21 @@ class StateServer:
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         try:
             return await self._answer(request)
-        except ConnectionError:
-            raise  # the receiver is gone, or was cut off
-        except Exception:
-            log.exception("a request to the state server at %s failed", self.url)
+        except BaseException as error:
+            _forget_locals(error)
+            # Else the receiver is gone, or was cut off.
+            if isinstance(error, Exception) and not isinstance(error, ConnectionError):
+                log.exception("a request to the state server at %s failed", self.url)
             raise
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
         from aiohttp import web
 
         given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
-        if not hmac.compare_digest(given, self._expected):
-            return web.Response(status=403, text="wrong or missing token")
+        key = request.query.get("key", "")
+        if not hmac.compare_digest(given, self._pass.authorization(key).encode()):
+            return web.Response(status=403, text="wrong or missing proof of the job's secret")
+        self._proven.add(request.protocol)
         try:
             key = request.query["key"]
             first, wait_s = int(request.query.get("from", 0)), float(request.query.get("wait", 0))
@@ -266,7 +297,8 @@ class StateServer:
         transport: Any = request.transport
         if transport is None:
             raise ConnectionResetError("the receiver is gone")
-        response = web.StreamResponse(headers={"Content-Type": "application/octet-stream"})
+        proof = self._pass.proof(request.query["key"], request.headers.get(NONCE, ""))
+        response = web.StreamResponse(headers={"Content-Type": "application/octet-stream", PROOF: proof})
         response.content_length = snapshot.bytes_from(first)
         loop = asyncio.get_running_loop()
         self._streams[transport] = snapshot
@@ -290,6 +322,13 @@ class StateServer:
             stall.cancel()
             del self._streams[transport]
         return response
+
+
+def _forget_locals(error: BaseException | None) -> None:
+    """Let go of what the functions had that ``error`` has ended: it may be kept, and with it the tensors being sent."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__context__
 
 
 def _abort(transport: asyncio.Transport) -> None:

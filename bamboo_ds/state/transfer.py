@@ -21,12 +21,14 @@ import threading
 import uuid
 import zlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, ValidationError, model_validator
 
 from ..errors import UnsupportedError
+from ..secret import JobSecret
 
 #: What is checked, and sent again, at once.
 CHUNK_BYTES = 2 << 20
@@ -46,11 +48,34 @@ class Withdrawn(Exception):
     """The snapshot is no longer offered."""
 
 
-def authorization(token: str) -> str:
-    """The header's value that proves knowledge of ``token``; raises ``ValueError`` if it cannot be a header."""
-    if not (token and token.isascii() and token.isprintable()):
-        raise ValueError("the token of state transfers must be printable ASCII and not empty")
-    return f"Bearer {token}"
+#: Headers: what the receiver has drawn, and the owner's proof that the answer is its own.
+NONCE = "Bamboo-Nonce"
+PROOF = "Bamboo-Proof"
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What the owner of a snapshot and its receivers prove to each other.
+
+    Attributes:
+        secret: the job's.
+        token: the owner's, which all members know.
+    """
+
+    secret: JobSecret
+    token: str
+
+    def __post_init__(self) -> None:
+        if not (self.token and self.token.isascii() and self.token.isprintable()):
+            raise ValueError("the token of state transfers must be printable ASCII and not empty")
+
+    def authorization(self, key: str) -> str:
+        """The header's value that proves that one may have what is offered under ``key``."""
+        return f"Bamboo {self.secret.tag('state', self.token, key).hex()}"
+
+    def proof(self, key: str, nonce: str) -> str:
+        """The header's value that proves that the answer about ``key`` comes from the owner."""
+        return self.secret.tag("state answer", self.token, key, nonce).hex()
 
 
 class TensorMeta(BaseModel):

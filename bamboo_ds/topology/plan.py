@@ -30,6 +30,9 @@ class Plan:
             those of that rank. Not unique: a standby shares the home of another member.
         immediate: whether workers break off what they do to enter this epoch, as after a loss. Otherwise they
             switch together at the next boundary between two operations.
+        origin: names the job, from its first plan on: that one's nonce.
+        generation: the restart (0: the first start) whose workers these are.
+        fence_s: see ``bamboo.membership.fence_s``; settled by the first plan, so that all go by the same number.
         nonce: drawn for every attempt to write a plan, so that its writer recognises it.
         schema: version of this record.
     """
@@ -45,8 +48,16 @@ class Plan:
     learners: tuple[tuple[int, str], ...] = ()
     homes: tuple[int, ...] = ()
     immediate: bool = True
+    origin: str = ""
+    generation: int = 0
+    fence_s: float | None = None
     nonce: str = ""
     schema: int = SCHEMA
+
+    @property
+    def lineage(self) -> tuple[str, int]:
+        """What one start of the job's workers makes: plans, checkpoints, lines of the ledger."""
+        return self.origin, self.generation
 
     @property
     def world(self) -> Layout:

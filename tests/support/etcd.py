@@ -53,14 +53,13 @@ class EtcdServer:
         begin = time.monotonic()
         self.spawn()
         if self._scheme == "http":
-            wait_healthy("127.0.0.1", self.port, 20.0, self.check)
+            wait_healthy(self.url, 20.0, self.check)
         note("etcd: start", time.monotonic() - begin)
         return self
 
     def spawn(self) -> None:
         """Start."""
-        command = etcd_command(find_etcd(), str(self.folder / "data"), "127.0.0.1", self.port, self.peer_port)
-        command = [part.replace(f"http://127.0.0.1:{self.port}", self.url) for part in command]
+        command = etcd_command(find_etcd(), str(self.folder / "data"), self.url, f"http://127.0.0.1:{self.peer_port}")
         with open(self.folder / "etcd.log", "ab") as log:
             self._process = subprocess.Popen(
                 command + self.extra,
@@ -92,7 +91,7 @@ class EtcdServer:
         """Kill and start on the same ports, with the old data or with none."""
         if self._scheme == "http":
             # A linearizable read: what etcd 3.5.1 has acknowledged is not on the disk yet, for a moment (etcd#14370).
-            wait_healthy("127.0.0.1", self.port, 20.0, self.check)
+            wait_healthy(self.url, 20.0, self.check)
         self.kill()
         if empty:
             shutil.rmtree(self.folder / "data")
@@ -149,7 +148,7 @@ class EtcdCluster:
             for server in self.servers:
                 server.spawn()
             for server in self.servers:
-                wait_healthy("127.0.0.1", server.port, 30.0, server.check)
+                wait_healthy(server.url, 30.0, server.check)
         except BaseException:
             self.__exit__(None, None, None)
             raise

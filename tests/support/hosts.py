@@ -22,9 +22,10 @@ from typing import IO, Any
 import psutil
 import pytest
 
-from bamboo_ds.control.access import ENV_NOTICES, ENV_STORE
+from bamboo_ds.control.access import ENV_NOTICES, ENV_STORE, credentials
 from bamboo_ds.control.agent_settings import AgentSettings, script_command
 from bamboo_ds.control.membership import LeftRecord, MemberRecord
+from bamboo_ds.secret import ENV_SECRET, JobSecret
 from bamboo_ds.store.embedded import EmbeddedEtcd
 
 from .jobs import DEADLINE_S, MARK, TRAIN, Result, RunningJob, TemporaryFolder, environment, marked
@@ -184,9 +185,13 @@ class HostJob(RunningJob):
         self._results: list[IO[bytes]] = []
         temporary = TemporaryFolder(folder)
         self.env = environment() | {MARK: str(folder)} | temporary.variables
+        self._settings, self._world = dict(settings or {}), len(places)
         with ExitStack() as begun:
             begun.callback(temporary.close)
-            self._etcd = begun.enter_context(EmbeddedEtcd(hosts.outside))
+            self.secret = JobSecret.new()
+            self.etcd = begun.enter_context(
+                EmbeddedEtcd(hosts.outside, credentials=credentials(self.secret, self.name))
+            )
             for slot, host in enumerate(places):
                 self._start_agent(slot, host, len(places), settings or {})
             self._stack = begun.pop_all()
@@ -198,7 +203,8 @@ class HostJob(RunningJob):
         values: dict[str, Any] = {
             "slot": slot,
             "world_size": world,
-            "store": self._etcd.url,
+            "store": self.etcd.url,
+            "secret": self.secret,
             "job": self.name,
             "address": self.hosts.address(host),
             "zone": "",
@@ -220,7 +226,7 @@ class HostJob(RunningJob):
         with open(self.folder / f"agent-{slot}.log", "wb") as log:
             process = start(
                 command,
-                {**self.env, ENV_STORE: agent.store, ENV_NOTICES: agent.notices or ""},
+                {**self.env, ENV_STORE: agent.store, ENV_NOTICES: agent.notices or "", ENV_SECRET: agent.secret.text},
                 log.fileno(),
                 pass_fds=[writing],
                 namespace=self.hosts.name(host),
@@ -228,9 +234,13 @@ class HostJob(RunningJob):
         os.close(writing)
         self.agents.append(process)
 
+    def come(self, slot: int, host: int, home: int) -> None:
+        """Start the agent of a slot that joins, with a script that runs as the rank ``home``."""
+        self._start_agent(slot, host, self._world, {**self._settings, "home": home})
+
     def members(self) -> dict[int, MemberRecord]:
         """The members that etcd knows, by the process ids of their agents."""
-        return {record.agent_pid: record for record in registered(self._etcd.url, self.name)}
+        return {record.agent_pid: record for record in registered(self.etcd.url, self.name, self.secret)}
 
     def member(self, slot: int) -> MemberRecord:
         """The member that the agent which began as ``slot`` has registered."""

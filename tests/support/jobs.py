@@ -213,6 +213,17 @@ def run_bamboo(
     return result
 
 
+def run_text(
+    folder: Path, text: str, world: int = 2, bamboo: dict[str, Any] | None = None, exit_code: int = 0
+) -> Result:
+    """A job of a script that is given as text and imports modules of this folder; it must end with ``exit_code``."""
+    script = folder / "script.py"
+    script.write_text(f"import sys\nsys.path.insert(0, {str(SUPPORT)!r})\n{text}")
+    result = run_bamboo(folder, world, [], write_config(folder, bamboo or {}), script)
+    assert result.exit_code == exit_code, result.output[-4000:]
+    return result
+
+
 class RunningJob:
     """A job under ``bamboo run`` that a test acts upon while it runs. Use it in a ``with`` statement.
 

@@ -1,4 +1,4 @@
-"""A pipeline of two stages for scripts of two workers that look into their engines."""
+"""A small pipeline for scripts that look into their engines."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from train import build, iterator  # beside this file
 
 
-def begin(seed: int) -> tuple[Any, Any]:
-    """The engine, and an iterator over its batches."""
+def begin(seed: int, stages: int = 2) -> tuple[Any, Any]:
+    """The engine of a worker per stage, and an iterator over its batches."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--deepspeed_config")
     parser.add_argument("--out")
@@ -19,7 +19,7 @@ def begin(seed: int) -> tuple[Any, Any]:
     torch.manual_seed(seed)
     deepspeed.init_distributed()
     shape = argparse.Namespace(
-        model="mlp", dropout=0.0, norm=False, cache=False, stages=2, instances=False, checkpoint_activations=0
+        model="mlp", dropout=0.0, norm=False, cache=False, stages=stages, instances=False, checkpoint_activations=0
     )
     net = build(shape)
     engine, *_ = deepspeed.initialize(args=arguments, model=net, model_parameters=list(net.parameters()))

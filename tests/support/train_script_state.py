@@ -1,7 +1,7 @@
 """A job that keeps and changes state in many places, all of which a copy of a stage has to follow.
 
 Every layer has a parameter for each of these places. All of them add 0 to what the layer computes, so that what goes
-wrong in one place shows in its parameter alone.
+wrong in one place shows in its parameter alone. All steps are in one context of autocast.
 
 train_script_state.py --deepspeed_config FILE --out FOLDER --stages P [--steps N] [--change-at STEP ...]
 """
@@ -9,6 +9,7 @@ train_script_state.py --deepspeed_config FILE --out FOLDER --stages P [--steps N
 from __future__ import annotations
 
 import argparse
+import random
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,17 @@ if __name__ == "__main__":
     import lean_torch  # before torch
 
 import deepspeed
+import numpy
 import torch
 from deepspeed.pipe import LayerSpec, PipelineModule
 from torch import nn
 from train import HIDDEN, dump, end_of, iterator, joined, wait_a_little
 
-#: ``backward``: random numbers there; ``step``: in the optimizer; ``number``, ``extra``: attributes and extra state of
-#: layers; ``wide``: state of the optimizer in a type of its own; ``count``, ``dictionary``: its attributes; ``rate``: a
-#: learning rate that is a tensor; ``script``: what the script changes itself.
-PLACES = ("backward", "step", "number", "extra", "wide", "count", "dictionary", "rate", "script")
+#: ``backward``: random numbers there; ``generators``: those of generators that a layer has itself; ``step``: in the
+#: optimizer; ``number``, ``extra``: attributes and extra state of layers; ``wide``: state of the optimizer in a type of
+#: its own; ``count``, ``dictionary``: its attributes; ``rate``: a learning rate that is a tensor; ``script``: what the
+#: script changes itself.
+PLACES = ("backward", "generators", "step", "number", "extra", "wide", "count", "dictionary", "rate", "script")
 
 
 class Noisy(torch.autograd.Function):
@@ -46,6 +49,12 @@ class Layer(nn.Module):
         self.places = nn.ParameterDict({place: nn.Parameter(torch.ones(HIDDEN)) for place in PLACES})
         self.calls = 0
         self.hidden = [0]
+        self.of_torch, self.of_python = torch.Generator(), random.Random()
+        self.of_numpy, self.old = numpy.random.default_rng(), numpy.random.RandomState()
+
+    def noise(self) -> float:
+        drawn = torch.rand((), generator=self.of_torch).item() + self.of_python.random()
+        return float(drawn + self.of_numpy.random() + self.old.random())
 
     def get_extra_state(self) -> dict[str, torch.Tensor]:
         return {"calls": torch.tensor(self.hidden)}
@@ -58,6 +67,7 @@ class Layer(nn.Module):
         self.hidden[0] += 1
         used = dict(self.places)
         used["backward"] = Noisy.apply(used["backward"])
+        used["generators"] = used["generators"] * self.noise()
         used["number"] = used["number"] * self.calls
         used["extra"] = used["extra"] * self.hidden[0]
         x = x + torch.tanh(self.linear(x))
@@ -139,6 +149,8 @@ def main() -> None:
     ends = engine.is_first_stage() or engine.is_last_stage()
     source = iterator(arguments, 0, 1, 4, None) if ends else None
     losses: list[float] = []
+    context = torch.autocast("cpu", torch.bfloat16)
+    context.__enter__()  # one for all steps: what it has cast it keeps as long
     while len(losses) < end_of(arguments, len(losses)):
         if arguments.slow_until is not None:
             wait_a_little(arguments.slow_until, arguments.slow_s)
@@ -151,6 +163,7 @@ def main() -> None:
                     if name.endswith("script"):
                         parameter.mul_(0.5)
         losses.append(float(engine.train_batch(data_iter=source)))
+    context.__exit__(None, None, None)
     dump(engine, arguments.out, rank, {"losses": losses, "evaluations": []}, state_of)
 
 

@@ -118,6 +118,7 @@ def main() -> None:
             total = torch.tensor([rank + 1])
             dist.reduce(total, dst=3, group=own)
             said["reduced"] = int(total) if rank == 3 else None
+        said["speaks"] = [r for r in range(RANKS) if bamboo_ds.speaks_for(r)]
         objects: list[Any] = [None] * RANKS
         dist.all_gather_object(objects, {"rank": rank, "step": step})
         said["objects"] = objects

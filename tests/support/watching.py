@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bamboo_ds.control.access import open_store
 from bamboo_ds.control.membership import Keys, MemberRecord
+from bamboo_ds.secret import NONE, JobSecret
 
 from .compare import differences
 from .jobs import Result, RunningJob
@@ -12,9 +13,9 @@ from .jobs import Result, RunningJob
 PATIENCE_S = 120.0
 
 
-def registered(urls: str, job: str) -> list[MemberRecord]:
+def registered(urls: str, job: str, secret: JobSecret = NONE) -> list[MemberRecord]:
     """The members that etcd knows."""
-    with open_store(urls, job, 10.0) as store:
+    with open_store(urls, job, 10.0, secret) as store:
         entries = store.get_prefix(Keys.MEMBERS).entries.values()
     return [MemberRecord.from_json(entry.value) for entry in entries]
 

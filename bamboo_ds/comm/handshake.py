@@ -1,0 +1,196 @@
+"""How both ends of a connection prove that they belong to the job before a word of the other counts.
+
+::
+
+    caller                              host
+       | purpose, epoch, nonce, name  ->  |
+       |  <-  nonce, tag                  |     tag = HMAC(secret, side, purpose, epoch, names, nonces)
+       | tag  ->                          |
+
+A stranger gets no further than the first message, whose size is bounded, and costs nobody time: hosts attend to all
+callers at once. What follows on the connection carries no tags.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import selectors
+import socket
+import struct
+import time
+from collections.abc import Callable, Generator
+
+from ..forking import only_here
+from ..secret import SETTING, TAG, JobSecret
+
+logger = logging.getLogger(__name__)
+
+_NONCE = 32  # bytes
+_MAGIC = b"bamboo-2"
+#: Magic, purpose, epoch, nonce, length of the name.
+_HELLO = struct.Struct(f"<{len(_MAGIC)}s8sq{_NONCE}sH")
+_LONGEST_NAME = 256
+#: Seconds that a caller may take: a member that was stopped meanwhile, say. Nobody waits for it.
+PATIENCE_S = 30.0
+#: Callers that a host attends to at once; one more, and the oldest has to go.
+CALLERS = 256
+
+#: Yields bytes to send, or a number of bytes to receive; returns the name of the other end.
+Talk = Generator[bytes | int, bytes, str]
+
+
+class Refused(ConnectionError):
+    """The other end has not proven that it belongs to the job."""
+
+
+def calling(secret: JobSecret, purpose: str, epoch: int, caller: str, host: str) -> Talk:
+    """The caller's part; ``host`` is the member that it expects there."""
+    name, nonce = caller.encode(), secrets.token_bytes(_NONCE)
+    yield _HELLO.pack(_MAGIC, purpose.encode(), epoch, nonce, len(name)) + name
+    answer = yield _NONCE + TAG
+    facts = (purpose, epoch, caller, host, nonce, answer[:_NONCE])
+    if not secret.proves(answer[_NONCE:], "host", *facts):
+        raise Refused(f"whoever answers there is not {host} of this job, or has another secret: check {SETTING}")
+    yield secret.tag("caller", *facts)
+    return host
+
+
+def hosting(secret: JobSecret, purpose: str, epoch: int, host: str, expected: Callable[[str], bool]) -> Talk:
+    """The host's part, towards any caller whose name is ``expected``."""
+    magic = yield len(_MAGIC)
+    if magic != _MAGIC:
+        raise Refused("it is no member of a job, or has another version of bamboo_ds")
+    _, what, number, nonce, length = _HELLO.unpack(magic + (yield _HELLO.size - len(_MAGIC)))
+    if what.rstrip(b"\0") != purpose.encode() or length > _LONGEST_NAME:
+        raise Refused("it wants something else")
+    name = (yield length).decode(errors="replace") if length else ""
+    if number != epoch or not expected(name):
+        raise Refused(f"{name!r} is not expected in epoch {epoch} (it says {number})")
+    own = secrets.token_bytes(_NONCE)
+    facts = (purpose, epoch, name, host, nonce, own)
+    yield own + secret.tag("host", *facts)
+    if not secret.proves((yield TAG), "caller", *facts):
+        raise Refused(f"the caller is not {name}, or has another secret: check {SETTING}")
+    return name
+
+
+class Handshake:
+    """Carries a :data:`Talk` out over a connected socket, and reads not a byte more.
+
+    Args:
+        connection: with a timeout :meth:`advance` waits for the end, else it never blocks.
+    """
+
+    def __init__(self, connection: socket.socket, talk: Talk) -> None:
+        self.connection = connection
+        self.until = time.monotonic() + PATIENCE_S
+        self._talk = talk
+        self._wanted = 0
+        self._received = b""
+        self._next(None)
+
+    def _next(self, data: bytes | None) -> str | None:
+        try:
+            step = next(self._talk) if data is None else self._talk.send(data)
+            while isinstance(step, bytes):
+                if self.connection.send(step, socket.MSG_NOSIGNAL) != len(step):
+                    raise Refused("it takes no answer")
+                step = next(self._talk)
+        except StopIteration as end:
+            return str(end.value)
+        self._wanted, self._received = step, b""
+        return None
+
+    def advance(self) -> str | None:
+        """Go on with what has arrived; the name of the other end when that is proven.
+
+        Raises:
+            Refused: it is a stranger.
+            OSError: the connection has ended, or nothing came within its timeout.
+        """
+        while True:
+            try:
+                piece = self.connection.recv(self._wanted - len(self._received))
+            except BlockingIOError:
+                return None
+            if not piece:
+                raise ConnectionError("closed by the other end")
+            self._received += piece
+            if len(self._received) == self._wanted:
+                name = self._next(self._received)
+                if name is not None:
+                    return name
+
+
+class Door:
+    """Attends to all who call at a listening socket, until they have proven who they are.
+
+    Args:
+        selector: tells what is ready: the listening socket and the callers' are registered with this as their data.
+        listener: not blocking; closed by whoever made it.
+        talk: makes the host's part of a talk with one caller.
+    """
+
+    def __init__(self, selector: selectors.BaseSelector, listener: socket.socket, talk: Callable[[], Talk]) -> None:
+        self._selector, self._listener, self._talk = selector, listener, talk
+        self._callers: dict[socket.socket, Handshake] = {}  # oldest first
+        self._refused = 0
+        selector.register(listener, selectors.EVENT_READ, self)
+
+    def attend(self, ready: socket.socket) -> tuple[str, socket.socket] | None:
+        """Go on with a socket that is readable; a member's name and connection when that has proven itself."""
+        if ready is self._listener:
+            self._accept()
+            return None
+        handshake = self._callers.get(ready)
+        if handshake is None:
+            return None  # it had to go
+        try:
+            name = handshake.advance()
+        except OSError as error:
+            self._refuse(ready, error)
+            return None
+        if name is None:
+            return None
+        self._forget(ready)
+        return name, ready
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):  # it has gone again, or the listener is shut down
+            connection, _ = self._listener.accept()
+            only_here(connection)
+            connection.setblocking(False)
+            self._callers[connection] = Handshake(connection, self._talk())
+            self._selector.register(connection, selectors.EVENT_READ, self)
+            if len(self._callers) > CALLERS:
+                self._refuse(next(iter(self._callers)), "too many callers")
+
+    def patience(self) -> float | None:
+        """Seconds until a caller has taken too long; ``None`` if there are none. Those that have are refused."""
+        while self._callers:
+            oldest = next(iter(self._callers.values()))
+            left = oldest.until - time.monotonic()
+            if left > 0:
+                return left
+            self._refuse(oldest.connection, "it is silent")
+        return None
+
+    def _refuse(self, caller: socket.socket, why: object) -> None:
+        self._forget(caller)
+        caller.close()
+        self._refused += 1
+        # A stranger must not be able to fill the log.
+        logger.log(logging.WARNING if self._refused == 1 else logging.DEBUG, "refused a connection: %s", why)
+
+    def _forget(self, caller: socket.socket) -> None:
+        del self._callers[caller]
+        self._selector.unregister(caller)
+
+    def close(self) -> None:
+        """Send everybody away who is not known yet."""
+        for caller in list(self._callers):
+            self._forget(caller)
+            caller.close()
+        self._selector.unregister(self._listener)

@@ -1,0 +1,119 @@
+"""C++ extensions that torch compiles when they are first used, as DeepSpeed's Adam is on processors: for minutes.
+
+Of the processes that load one, the first makes a lock file and compiles, the others wait until the file is gone. torch
+says nothing of that, and who is killed while it compiles leaves the file, at which every later process waits for ever.
+The process that has made the file keeps it open: so it can be told who builds, and whether anybody does.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from . import launch
+
+_MARK = "_bamboo_patched"
+
+
+def patch(module: ModuleType) -> None:
+    """Wrap ``torch.utils.cpp_extension.load``."""
+    original: Any = module.__dict__["load"]
+    if hasattr(original, _MARK):
+        return
+
+    @functools.wraps(original)
+    def load(name: str, *args: Any, **kwargs: Any) -> Any:
+        job = launch.job_of_main_thread()
+        if job is None:
+            return original(name, *args, **kwargs)
+        folder = kwargs.get("build_directory") or module._get_build_directory(name, False)
+        activity = job.channel.activity
+        activity.doing = functools.partial(state, name, Path(folder, "lock"))
+        try:
+            with _ended_in_order():
+                return original(name, *args, **kwargs)
+        finally:
+            activity.doing = None
+
+    setattr(load, _MARK, True)
+    setattr(module, "load", load)  # noqa: B010
+
+
+def state(name: str, lock: Path) -> str:
+    """What this process, which loads extension ``name``, does or waits for."""
+    try:
+        age_s = time.time() - lock.stat().st_mtime
+    except FileNotFoundError:
+        return f"loads the C++ extension {name}"
+    holders = who_has(lock)
+    if os.getpid() in holders:
+        return f"compiles the C++ extension {name}, which can take minutes; in {lock.parent}"
+    if holders:
+        return f"waits for process {holders[0]}, which compiles the C++ extension {name}; in {lock.parent}"
+    return (
+        f"waits for the C++ extension {name} at the lock {lock}, which is {age_s:.0f} s old and which no process has "
+        "open that this user can see on this host: a build that was stopped has left it there. Unless another host "
+        f"builds in this folder now, stop the job, remove the lock (rm {lock}) and start again"
+    )
+
+
+def who_has(path: Path) -> list[int]:
+    """Processes of this host and user that have the file open."""
+    real, found = os.path.realpath(path), []
+    for process in Path("/proc").iterdir():
+        if not process.name.isdigit():
+            continue
+        try:
+            opened = list((process / "fd").iterdir())
+        except (PermissionError, FileNotFoundError, ProcessLookupError):
+            continue  # another user's, or it has just ended
+        if any(_target(each) == real for each in opened):
+            found.append(int(process.name))
+    return found
+
+
+def _target(link: Path) -> str | None:
+    try:
+        return os.readlink(link)
+    except OSError:
+        return None  # closed meanwhile
+
+
+class _Ended(BaseException):
+    """SIGTERM has come."""
+
+
+@contextmanager
+def _ended_in_order() -> Iterator[None]:
+    """SIGTERM in the body, which would leave the lock and the compilers, ends both before it ends this process."""
+    if (
+        signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+        or threading.current_thread() is not threading.main_thread()
+    ):
+        yield
+        return
+    from .control.worker_process import end_descendants
+
+    def end(*_: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it comes once from the agent, perhaps again from a launcher
+        end_descendants()
+        raise _Ended
+
+    signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    except _Ended:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTERM)
+    except BaseException:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        raise

@@ -1,0 +1,361 @@
+"""The check of a job's first steps (``redundancy.check_exact``): would a takeover change what the job computes?
+
+Before the commit of a step the takeover of every stage is *rehearsed*. The neighbours of the stage send
+again what its owner has used, and its shadow computes with its replica what is missing of the iteration, by the
+instructions that a takeover runs (:mod:`~bamboo_ds.schedule.rehearsal`). Outputs, losses and gradients are compared bit
+for bit with the owner's; their step has not been done yet. After every step all of the replica is compared::
+
+    owner    passes  reduce         send    commit  step  send state
+    shadow   passes  reduce  redo   compare commit  step  compare
+
+In the last step but one shadows compute nothing, redundantly or in a rehearsal: what only passes keep up to date, such
+as a count in a variable of the script, is out of date on them by the last step, as it may be when a real loss comes.
+
+A loss in such a step takes precedence: the step is not checked. What members exchange here travels on lanes of their
+own, which exist in these steps only.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..comm.transport import Payload, Transport
+from ..errors import Inexact, ProtocolError
+from ..schedule import rehearsal_passes, rehearsal_sends
+from ..topology import Role
+from .lanes import RehearsalLanes, Stream
+from .replica import capture
+from .tracing import Traces, checksum, given_back, owner_of, tensors_in
+
+if TYPE_CHECKING:
+    from .recovery import RecoveringExecutor
+    from .runtime import StageRuntime
+
+logger = logging.getLogger("bamboo_ds")
+
+#: How many differences are named.
+_NAMED = 100
+#: What differs, as told in errors, and why it may.
+_REHEARSAL = (
+    "its shadow computes something else than its owner from the same inputs",
+    "random numbers that are not keyed (those of Python and NumPy in a backward pass, a generator that is no attribute "
+    "of a layer); something that passes depend on and that is not replicated (attributes of layers that are neither "
+    "numbers nor in get_extra_state, variables of the script, what it changes through .data); the time, the process or "
+    "the host; a kernel that is not deterministic (torch.use_deterministic_algorithms)",
+)
+_REPLICA = (
+    "after the step its replica is not what its owner has",
+    "something that the optimizer's step depends on and that is not replicated (what its attributes refer to, "
+    "variables of the script); what the script changes through .data; the time, the process or the host; a kernel that "
+    "is not deterministic (torch.use_deterministic_algorithms)",
+)
+
+#: What is compared, by what it is called: tensors as they are, all else as text.
+Facts = dict[str, Any]
+
+
+@dataclass
+class Tally:
+    """What this member has compared."""
+
+    steps: int = 0
+    rehearsals: int = 0
+    tensors: int = 0
+    differing: int = 0
+    roles: set[Role] = field(default_factory=set)
+
+
+class ExactCheck:
+    """This member's part of the check. All methods belong to the main thread.
+
+    Args:
+        engine: the engine.
+        steps: how many steps are checked, equal on all members.
+
+    Attributes:
+        redone: forward passes that this member has rehearsed in this iteration.
+        rests: it is the iteration in which shadows compute nothing.
+    """
+
+    def __init__(self, engine: RecoveringExecutor, steps: int) -> None:
+        self._engine = engine
+        self.steps = steps
+        self.redone, self.rests = 0, False
+        self._tally = Tally()
+        self._traces = Traces()
+        self._lanes: RehearsalLanes | None = None
+        self._transport: Transport | None = None
+        self._epoch = 0
+
+    def begin(self) -> None:
+        """An iteration begins."""
+        self.redone, self.rests = 0, self._engine._committed_steps == self.steps - 2
+        self._traces.clear()
+
+    @contextmanager
+    def watching(self, runtime: StageRuntime, micro_batch: int) -> Iterator[None]:
+        """The body is a forward pass of ``runtime``, which is bound."""
+        if self._engine._compiled_with is not None:  # the compiler would make hooks a part of the layers
+            yield
+            return
+        with self._traces.of(runtime.role, runtime.module, micro_batch):
+            yield
+
+    # -- before the commit --------------------------------------------------------------------------------
+
+    def rehearses(self, step: int) -> bool:
+        """Whether there is a rehearsal in the step before which so many were done."""
+        return step < self.steps and step != self.steps - 2
+
+    def rehearse(self) -> None:
+        """Send what others rehearse with, rehearse the roles that this member shadows, and compare.
+
+        Raises:
+            Inexact: something differs.
+            EpochChanged: a member is lost.
+        """
+        engine, member = self._engine, self._engine._job.session.member
+        lanes = self._open()
+        transport, layout = self._transport, engine._plan.world
+        assert transport is not None
+        before = engine._binding.current
+        with self._in_place_of(lanes):
+            self._execute(rehearsal_sends(engine._plan, member, lanes.roles, engine.micro_batches))
+            for role in lanes.roles:
+                if engine._plan.owner(role) == member:
+                    engine._exec_use_role(role)
+                    self._send(lanes, role, self._computed(role))
+            for role in lanes.roles:
+                if engine._plan.shadow(role) != member:
+                    continue
+                replica = engine._binding.runtimes[role]
+                forwards, backwards = replica.forwards, replica.backwards
+                for stream, done in ((Stream.ACTIVATION, forwards), (Stream.GRADIENT, backwards)):
+                    for m in range(done if (stream, role) in lanes.streams else 0):
+                        transport.recv(lanes[stream, role], m)  # the replica has used it when it was there first
+                self.redone += engine.micro_batches - forwards
+                self._execute(rehearsal_passes(layout, role, engine.micro_batches, forwards, backwards))
+                engine._exec_use_role(role)
+                self._compare(role, self._computed(role), self._receive(lanes, role), "rehearsal")
+        self._tally.rehearsals += 1
+        engine._binding.use(before)
+
+    @contextmanager
+    def _in_place_of(self, lanes: RehearsalLanes) -> Iterator[None]:
+        """In the body the engine's instructions send and receive on ``lanes``."""
+        engine = self._engine
+        before = engine._transport, engine._lanes
+        assert self._transport is not None
+        engine._transport, engine._lanes = self._transport, lanes
+        try:
+            yield
+        finally:
+            engine._transport, engine._lanes = before
+
+    def _execute(self, program: Sequence[Any]) -> None:
+        for instruction in program:
+            self._engine._INSTRUCTION_MAP[type(instruction)](self._engine, **instruction.kwargs)
+            self._engine._beat()
+
+    def _computed(self, role: Role) -> Facts:
+        """What the bound runtime of ``role`` has computed in this iteration, in the order in which it did."""
+        engine = self._engine
+        runtime = engine._binding.runtimes[role]
+        module: Any = runtime.module
+        micro_batches = range(engine.micro_batches)
+        facts: Facts = dict(self._traces.forward(role))
+        if role.stage == engine.num_stages - 1:
+            facts["losses"] = engine._pipeline_losses()
+        else:
+            for m in micro_batches:
+                name = f"output of the stage in micro-batch {m}"
+                facts[name] = [checksum(t) for t in tensors_in(runtime.activations[m])]
+        sums = runtime.optimizer.local()
+        trained = [(n, p, owner_of(module, n)) for n, p in module.named_parameters() if p.requires_grad]
+        backward = self._traces.backward(role)
+        start = module._local_start
+        for number in range(start + len(module.forward_funcs), start - 2, -1):
+            facts.update(
+                (f"gradient of {name}", runtime.optimizer.part(sums, parameter))
+                for name, parameter, where in trained
+                if where == number or where < 0 > number - start
+            )
+            names = [given_back(module, number, m) for m in micro_batches] if number > start else []
+            facts.update((name, backward[name]) for name in names if name in backward)
+        if role.stage > 0:
+            for m in micro_batches:
+                name = f"gradient of the stage's input in micro-batch {m}"
+                facts[name] = [checksum(t) for t in tensors_in(runtime.gradients[m])]
+        return facts
+
+    # -- after the step -----------------------------------------------------------------------------------
+
+    def compare_replicas(self) -> None:
+        """Compare each replica with its owner, all of whose steps are done. After the last step: tell the result.
+
+        Raises:
+            Inexact: one differs.
+            EpochChanged: a member is lost.
+        """
+        engine, member = self._engine, self._engine._job.session.member
+        engine._binding.refresh()
+        lanes = self._open()
+        assert self._transport is not None
+        for role in lanes.reports:
+            if engine._plan.owner(role) == member:
+                self._send(lanes, role, state_of(engine._binding.runtimes[role]))
+        for role in lanes.reports:
+            if engine._plan.shadow(role) == member:
+                theirs = self._receive(lanes, role)
+                replica = engine._binding.runtimes.get(role)
+                if replica is None:
+                    raise ProtocolError(f"the replica of role {role}, which is to be compared, is not there")
+                self._compare(role, state_of(replica), theirs, "replica")
+        self._transport.drain()  # the next step changes what was sent
+        self._tally.steps += 1
+        if engine._committed_steps == self.steps:
+            self._conclude()
+
+    def _conclude(self) -> None:
+        """All members put together what they have compared; the one that leads tells it."""
+        engine, tally = self._engine, self._tally
+        roles = sorted((role.pipeline, role.stage) for role in tally.roles)
+        mine = [tally.steps, tally.tensors, tally.differing, roles, tally.rehearsals]
+        found = [json.loads(each) for each in engine._transport.exchange(json.dumps(mine)).values()]
+        if not engine._leads():
+            return
+        steps, tensors = min(each[0] for each in found), sum(each[1] for each in found)
+        rehearsals = min(each[4] for each in found)
+        rehearsed = {tuple(role) for each in found for role in each[3]}
+        rest = [[r.pipeline, r.stage] for r in engine._layout.roles if (r.pipeline, r.stage) not in rehearsed]
+        why = "tensor slices" if engine._layout.slices > 1 else "the shadow is not the owner of the stage before"
+        names = ", ".join(f"stage {s} of pipeline {d}" for d, s in rest)
+        without = f" Not rehearsed ({why}): {names}." if rest else ""
+        if any(each[2] for each in found):
+            _say(f"the check of the first {self.steps} steps has found differences, see above.{without}")
+            return
+        _say(
+            f"the first {self.steps} steps are exact: {len(rehearsed)} stages computed again by their shadows in "
+            f"{rehearsals} of them, all replicas compared after {steps}, {tensors} tensors and numbers equal to the "
+            f"last bit.{without}"
+        )
+        engine._job.channel.event(
+            "exact_checked",
+            step=engine._committed_steps,
+            steps=steps,
+            stages=len(rehearsed),
+            tensors=tensors,
+            not_rehearsed=rest,
+        )
+
+    # -- comparing ----------------------------------------------------------------------------------------
+
+    def _open(self) -> RehearsalLanes:
+        """The lanes of the current epoch; all members open them at the same place."""
+        engine, session = self._engine, self._engine._job.session
+        if self._lanes is None or self._epoch != engine._plan.epoch:
+            lanes = RehearsalLanes(engine._plan)
+            self._transport = Transport.open(session, lanes.all())
+            self._lanes, self._epoch = lanes, engine._plan.epoch
+        return self._lanes
+
+    def _send(self, lanes: RehearsalLanes, role: Role, facts: Facts) -> None:
+        tensors = {name: value.detach() for name, value in facts.items() if torch.is_tensor(value)}
+        rest = {name: value for name, value in facts.items() if name not in tensors}
+        header = json.dumps([list(facts), list(tensors), rest]).encode()
+        assert self._transport is not None
+        payload = (torch.frombuffer(bytearray(header), dtype=torch.uint8), *tensors.values())
+        self._transport.send(lanes.reports[role], self._engine._sequence, payload)
+
+    def _receive(self, lanes: RehearsalLanes, role: Role) -> Facts:
+        assert self._transport is not None
+        payload: Payload = self._transport.recv(lanes.reports[role], self._engine._sequence)
+        assert isinstance(payload, tuple)
+        names, sent, rest = json.loads(bytes(payload[0].tolist()))
+        tensors = dict(zip(sent, payload[1:], strict=True))
+        return {name: tensors[name] if name in tensors else rest[name] for name in names}
+
+    def _compare(self, role: Role, mine: Facts, theirs: Facts, what: str) -> None:
+        tally, engine = self._tally, self._engine
+        tally.tensors += len({*mine, *theirs})
+        if what == "rehearsal":
+            tally.roles.add(role)
+        found = differences(mine, theirs)
+        if not found:
+            return
+        tally.differing += len(found)
+        engine._job.channel.event(
+            "exact_mismatch",
+            step=engine._committed_steps,
+            role=[role.pipeline, role.stage],
+            found=what,
+            tensors=found[:_NAMED],
+        )
+        step = engine._committed_steps + (what == "rehearsal")
+        error = Inexact(step, role.pipeline, role.stage, *(_REHEARSAL if what == "rehearsal" else _REPLICA), found)
+        if engine._settings.redundancy.on_mismatch == "stop":
+            raise error
+        logger.error("%s", error)
+
+
+def state_of(runtime: StageRuntime) -> Facts:
+    """All that a replica must equal, by what it is called. The runtime's attributes must be up to date."""
+    facts: Facts = dict(runtime.named_tensors())
+    state = capture(runtime)
+    optimizer, layers = state["optimizer"], state["layers"]
+    for name, part in (
+        ("trainable parameters", state["trains"]),
+        ("number of layer", layers["numbers"]),
+        ("extra state of layer", layers["extra"]),
+        ("group of the optimizer", optimizer["inner"]["param_groups"]),
+        ("attribute of the optimizer", optimizer["attributes"]),
+        ("loss scaler", optimizer["scaler"]),
+        ("learning-rate scheduler", state["scheduler"]),
+        ("counter", state["counters"]),
+    ):
+        facts.update(_leaves(name, part))
+    return facts
+
+
+def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """The leaves of a tree, each with its path; what is no tensor as text, in which every bit of a number shows."""
+    if isinstance(value, Mapping):
+        for name, each in value.items():
+            yield from _leaves(f"{path} {name}", each)
+    elif isinstance(value, (list, tuple)):
+        for number, each in enumerate(value):
+            yield from _leaves(f"{path} {number}", each)
+    else:
+        yield path, value if torch.is_tensor(value) else repr(value)
+
+
+def differences(mine: Facts, theirs: Facts) -> list[str]:
+    """What the owner's facts differ in from ``mine``, in their order, and by how much where that is a number."""
+    found = []
+    for name in {**theirs, **mine}:
+        if name not in mine or name not in theirs:
+            found.append(f"{name} (only the {'shadow' if name in mine else 'owner'} has it)")
+            continue
+        own, other = mine[name], theirs[name]
+        if not torch.is_tensor(own) or not torch.is_tensor(other):
+            if own is not other and (torch.is_tensor(own) or torch.is_tensor(other) or own != other):
+                found.append(name if not isinstance(own, str) else f"{name} ({own} instead of {other})")
+        elif (own.dtype, own.shape) != (other.dtype, other.shape):
+            kinds = [f"{t.dtype} {tuple(t.shape)}" for t in (own, other)]
+            found.append(f"{name} ({' instead of '.join(kinds)})")
+        elif checksum(own) != checksum(other):
+            wide = torch.complex128 if own.is_complex() else torch.float64
+            apart = (own.detach().cpu().to(wide) - other.detach().cpu().to(wide)).abs().max().item()
+            found.append(f"{name} (by up to {apart:.3g})")
+    return found
+
+
+def _say(line: str) -> None:
+    print(f"bamboo: {line}", flush=True)

@@ -1,0 +1,45 @@
+"""Which starts of a job's workers may still write into a folder that they share with later ones.
+
+A lineage (see :mod:`bamboo_ds.control.fencing`) that begins where another one has ended says so by empty files in the
+folder, ``.bamboo-over~<origin>~<generation>`` for every generation before it. Files only come, so that whoever looks
+afterwards finds them, in whatever order others have written. A job that was never started again leaves none.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+Lineage = tuple[str, int]
+
+OVER = ".bamboo-over"
+_SEPARATOR = "~"
+
+
+def _mark(folder: Path, origin: str, generation: int) -> Path:
+    return folder / _SEPARATOR.join((OVER, origin, str(generation)))
+
+
+def supersede(folder: Path, lineage: Lineage) -> None:
+    """From now on earlier lineages of the job may not write into ``folder``, which exists; raises ``OSError``.
+
+    Idempotent. Those that looked before may be about to write.
+    """
+    origin, generation = lineage
+    known = set(os.listdir(folder)) if origin and generation else set()
+    for number in range(generation if origin else 0):
+        mark = _mark(folder, origin, number)
+        if mark.name not in known:
+            os.close(os.open(mark, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o644))
+
+
+def is_over(folder: Path, lineage: Lineage) -> bool:
+    """Whether a later lineage has begun in ``folder``; raises ``OSError`` if that cannot be looked up."""
+    origin, generation = lineage
+    if not origin:
+        return False
+    try:
+        # A listing, since network file systems remember for a while that a name does not exist.
+        return _mark(folder, origin, generation).name in os.listdir(folder)
+    except FileNotFoundError:
+        return False

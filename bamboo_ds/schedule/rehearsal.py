@@ -1,0 +1,42 @@
+"""The passes of a takeover that is only rehearsed: every shadow computes its stage once more, nobody being lost.
+
+The instructions are those of a resumed iteration: the neighbours of the stage send again what its owner has used, and
+the replica runs the forwards that are missing and all backwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from deepspeed.runtime.pipe.schedule import PipeInstruction
+
+from ..topology import Layout, Plan, Role
+from .instructions import ResendActivation, ResendGrad, UseRole
+from .orders import one_f_one_b
+from .program import Program
+from .redundant import backward_step, forward_step
+
+
+def rehearsal_sends(plan: Plan, member: str, roles: Collection[Role], micro_batches: int) -> Program:
+    """What ``member`` sends again so that the shadows of ``roles`` can compute these."""
+    layout = plan.world
+    program: list[PipeInstruction] = []
+    for own in plan.owned_by(member):
+        program.append(UseRole(own))
+        if own.stage < layout.stages - 1 and layout.successor(own) in roles:
+            program += [ResendActivation(m) for m in range(micro_batches)]
+        if own.stage > 0 and layout.predecessor(own) in roles:
+            program += [ResendGrad(m) for m in range(micro_batches)]
+    return tuple(program)
+
+
+def rehearsal_passes(layout: Layout, role: Role, micro_batches: int, forwards: int, backwards: int) -> Program:
+    """What the replica of ``role`` computes, which has done so many ``forwards`` and ``backwards`` redundantly."""
+    first, last = role.stage == 0, role.stage == layout.stages - 1
+    program: list[PipeInstruction] = [UseRole(role)]
+    for kind, m in one_f_one_b(micro_batches, layout.stages, role.stage):
+        if kind == "F" and m >= forwards:
+            program += forward_step(m, first=first, last=last, placement="none", send=False)
+        elif kind == "B" and m >= backwards:
+            program += backward_step(m, first=first, last=last, placement="none", send=False)
+    return tuple(program)

@@ -1,0 +1,239 @@
+"""The check of a job's first steps: what passes it, what it finds, and that a job goes on as if it were not there."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.runtime.pipe.schedule import BackwardPass, ForwardPass, LoadMicroBatch, RecvActivation, RecvGrad
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from bamboo_ds.cli import demo_train
+from bamboo_ds.config import parse_block
+from bamboo_ds.control.agent_settings import MemberOptions, parse_arguments, worker_environment
+from bamboo_ds.engine.exactness import differences
+from bamboo_ds.engine.lanes import RehearsalLanes, Stream
+from bamboo_ds.engine.tracing import Traces
+from bamboo_ds.errors import ConfigError
+from bamboo_ds.launched import checked_steps
+from bamboo_ds.schedule import ResendActivation, ResendGrad, UseRole, rehearsal_passes, rehearsal_sends
+from bamboo_ds.topology import Layout, Role, initial_plan, with_redundancy
+
+from .support.jobs import SUPPORT, RunningJob, run_bamboo, write_config
+from .support.sliced_jobs import TRAIN_SLICED
+from .support.surviving import Reference, fault, survive
+
+ROOT = Path(__file__).parents[1]
+INEXACT = SUPPORT / "train_inexact.py"
+CHECK = {"redundancy": {"check_exact": 3}}
+
+
+def inexact(folder: Path, reaction: str, *culprits: str) -> Any:
+    block = {"redundancy": {"check_exact": 3, "on_mismatch": reaction}}
+    config = write_config(folder, block, 4, optimizer=None, scheduler=None)
+    return run_bamboo(folder, len(culprits), ["--culprits", ",".join(culprits)], config, INEXACT)
+
+
+# -- jobs ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.integration
+def test_the_demo_passes_with_a_ready_configuration(tmp_path: Path) -> None:
+    config, script = ROOT / "configs" / "pipeline_tuned.json", Path(demo_train.__file__)
+    with RunningJob(tmp_path, 4, ["--steps", "4"], config, script, options=["--check-exact", "3"]) as job:
+        result = job.finish()
+    assert result.exit_code == 0, result.output[-4000:]
+    (event,) = result.events("exact_checked")
+    assert (event["step"], event["steps"], event["stages"], event["not_rehearsed"]) == (3, 3, 4, [])
+    said = "bamboo: the first 3 steps are exact: 4 stages computed again by their shadows in 2 of them"
+    assert result.output.count(said) == 1 and f"{event['tensors']} tensors" in result.output
+    assert not result.events("exact_mismatch")
+
+
+@pytest.mark.integration
+def test_each_culprit_is_named(tmp_path: Path) -> None:
+    """One in each stage; none hides another, since a shadow computes from what the owner has been given."""
+    result = inexact(tmp_path, "warn", "data", "backward", "global", "list")
+    assert result.exit_code == 0, result.output[-4000:]
+    assert len(result.events("step")) == 4
+    found: dict[int, tuple[int, str, str]] = {}
+    for event in result.events("exact_mismatch"):
+        found.setdefault(event["role"][1], (event["step"], event["found"], event["tensors"][0]))
+    assert found[0][:2] == (2, "replica") and found[0][2].startswith("parameter 0.linear.weight (by up to 0.0")
+    assert found[1] == (0, "rehearsal", "gradient that layer 4 (Rounded) gives back in micro-batch 0")
+    assert found[2] == (2, "rehearsal", "output of layer 7 (Counted) in micro-batch 0")
+    assert found[3] == (2, "rehearsal", "output of layer 10 (Listed) in micro-batch 0")
+    assert "step 3, stage 3 of pipeline 0: its shadow computes something else than its owner" in result.output
+    assert "the check of the first 3 steps has found differences" in result.output
+    assert not result.events("exact_checked")
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    ("culprits", "steps", "named"),
+    [
+        (("generator", "time"), 0, r"step 1, .* output of layer (1 \(Noisy\)|4 \(Timed\)) in micro-batch 0"),
+        (("step", "step"), 1, r"step 1, .* its replica is not .* parameter [03]\.linear\.weight \(by up to 0\.001\)"),
+    ],
+    ids=["passes", "steps"],
+)
+def test_a_difference_ends_the_job(tmp_path: Path, culprits: tuple[str, ...], steps: int, named: str) -> None:
+    """What passes differ in is found before the step."""
+    result = inexact(tmp_path, "stop", *culprits)
+    assert result.exit_code == 1
+    assert re.search(f"Inexact: --check-exact: {named}", result.output), result.output[-4000:]
+    assert len(result.events("step")) == steps
+
+
+@pytest.mark.integration
+def test_a_loss_in_a_rehearsal(tmp_path: Path, reference: Reference) -> None:
+    """Its shadow goes on from what it has rehearsed; the step is not checked, and the check has no result."""
+    faults = [fault(1, 2, "ResendGrad", 1)]  # nothing is sent again but in a rehearsal, or after a loss
+    result = survive(tmp_path, reference, faults, 3, bamboo=CHECK)
+    assert "a loss has hit the last step to be checked" in result.output
+    assert not result.events("exact_checked") and not result.events("exact_mismatch")
+
+
+@pytest.mark.integration
+def test_tensor_slices_are_not_rehearsed_and_it_says_so(tmp_path: Path) -> None:
+    config = write_config(tmp_path, CHECK, 2)
+    result = run_bamboo(tmp_path, 4, ["--stages", "2", "--steps", "3"], config, TRAIN_SLICED)
+    assert result.exit_code == 0, result.output[-4000:]
+    (event,) = result.events("exact_checked")
+    assert event["stages"] == 0 and len(event["not_rehearsed"]) == 4 and event["tensors"] > 100
+    assert "Not rehearsed (tensor slices): stage 0 of pipeline 0" in result.output
+
+
+# -- parts --------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 5), st.integers(1, 6), st.data())
+def test_a_rehearsal_does_what_is_missing(stages: int, micro_batches: int, data: st.DataObject) -> None:
+    """In each stage, from any number of redundant passes; what it receives its neighbours send, in order."""
+    layout = Layout(1, stages + 1)
+    plan = with_redundancy(initial_plan([f"m{n}" for n in range(layout.size)]), layout, True)
+    lanes = RehearsalLanes(plan)
+    assert lanes.roles == list(layout.roles) and set(lanes.reports) == set(layout.roles)
+    assert len({lane.tag for lane in lanes.all()}) == len(lanes.all())
+    role = data.draw(st.sampled_from(layout.roles))
+    forwards = data.draw(st.integers(0, micro_batches))
+    backwards = data.draw(st.integers(0, forwards))
+    program = rehearsal_passes(layout, role, micro_batches, forwards, backwards)
+    done: dict[type, list[int]] = {}
+    for instruction in program:
+        if not isinstance(instruction, UseRole):
+            done.setdefault(type(instruction), []).append(instruction.buffer_id)
+    missing = {ForwardPass: list(range(forwards, micro_batches)), BackwardPass: list(range(backwards, micro_batches))}
+    first, last = role.stage == 0, role.stage == stages
+    if not first:
+        missing[RecvActivation] = missing[ForwardPass]
+    if not last:
+        missing[RecvGrad] = missing[BackwardPass]
+    if first or last:
+        missing[LoadMicroBatch] = missing[ForwardPass]
+    assert done == {kind: which for kind, which in missing.items() if which}
+    sent = {Stream.ACTIVATION: 0, Stream.GRADIENT: 0}
+    for member in plan.members:
+        current = None
+        for instruction in rehearsal_sends(plan, member, lanes.roles, micro_batches):
+            if isinstance(instruction, UseRole):
+                current = instruction.role
+                assert plan.owner(current) == member
+                continue
+            assert current is not None
+            stream = {ResendActivation: Stream.ACTIVATION, ResendGrad: Stream.GRADIENT}[type(instruction)]
+            to = Role(0, current.stage + (1 if stream is Stream.ACTIVATION else -1))
+            assert lanes[stream, to].source == member and lanes[stream, to].destination == plan.shadow(to)
+            sent[stream] += 1
+    assert set(sent.values()) == {stages * micro_batches}
+
+
+def test_differences_are_named_in_order_and_to_the_bit() -> None:
+    one, nan = torch.tensor([1.0, 2.0]), torch.tensor([math.nan])
+    theirs = {"same": one, "nan": nan, "zero": torch.tensor(0.0), "far": one, "type": one, "count": "3", "trace": [1]}
+    mine = {**theirs, "nan": nan.clone()}
+    assert differences(mine, theirs) == []
+    mine |= {
+        "zero": torch.tensor(-0.0),
+        "far": one + 0.25,
+        "type": one.double(),
+        "count": "4",
+        "trace": [2],
+        "own": "1",
+    }
+    assert differences(mine, theirs) == [
+        "zero (by up to 0)",
+        "far (by up to 0.25)",
+        "type (torch.float64 (2,) instead of torch.float32 (2,))",
+        "count (4 instead of 3)",
+        "trace",
+        "own (only the shadow has it)",
+    ]
+    assert differences({}, {"theirs": "1"}) == ["theirs (only the owner has it)"]
+
+
+class Stage(nn.Module):
+    """As much of a ``PipelineModule`` as is looked at."""
+
+    def __init__(self, *layers: Any) -> None:
+        super().__init__()
+        self.forward_funcs, self._local_start, self._layer_specs = list(layers), 4, [None] * (4 + len(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.forward_funcs:
+            x = layer(x)
+        return x
+
+
+def test_traces_name_layers_and_leave_no_hooks() -> None:
+    stage, traces = Stage(nn.Linear(2, 2), torch.neg, nn.ReLU(inplace=True)), Traces()
+    for _ in range(2):  # a pass that is done again counts once
+        with traces.of("role", stage, 0):
+            found = stage(torch.ones(1, 2))
+        found.sum().backward()
+    linear, relu = "output of layer 4 (Linear) in micro-batch 0", "output of layer 6 (ReLU) in micro-batch 0"
+    assert {name: len(sums) for name, sums in traces.forward("role").items()} == {linear: 1, relu: 1}
+    assert set(traces.backward("role")) == {
+        "gradient that layer 5 (neg) gives back in micro-batch 0",
+        "gradient that the loss function gives back in micro-batch 0",
+    }
+    assert not any(layer._forward_hooks for layer in stage.forward_funcs if isinstance(layer, nn.Module))
+    traces.clear()
+    assert not traces.forward("role") and not traces.backward("role")
+
+
+def test_the_number_of_steps_comes_from_the_block_the_option_or_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    block = parse_block({"redundancy": {"check_exact": 3}})
+    assert [block.redundancy.steps_to_check(given) for given in (None, 0, 5)] == [3, 0, 5]
+    without = parse_block({"redundancy": {"mode": "none"}})
+    assert without.redundancy.steps_to_check() == 0
+    with pytest.raises(ConfigError, match=r'--check-exact, BAMBOO_CHECK_EXACT\) is 2, and .*mode" is "none"'):
+        MemberOptions.from_block(without, job="j", address="", command=(), check_exact=2)
+    with pytest.raises(ConfigError, match="BAMBOO_CHECK_EXACT is '-1': set it to the number of steps"):
+        checked_steps({"BAMBOO_CHECK_EXACT": "-1"})
+    assert checked_steps({}) is None and checked_steps({"BAMBOO_CHECK_EXACT": "4"}) == 4
+    monkeypatch.setenv("BAMBOO_CHECK_EXACT", "7")  # of another job that this process is in
+    for told in (None, 0, 4):
+        more = [] if told is None else [f"--check-exact={told}"]
+        needed = [
+            "--slot=0",
+            "--world-size=1",
+            "--store=http://e:1",
+            "--job=j",
+            "--parent-pid=1",
+            *more,
+            "--",
+            "python",
+        ]
+        settings = parse_arguments(needed)
+        assert settings.check_exact == told and ("--check-exact=4" in settings.to_arguments()) is (told == 4)
+        assert worker_environment(settings, "m").get("BAMBOO_CHECK_EXACT") == (
+            None if told is None else json.dumps(told)
+        )

@@ -1,0 +1,217 @@
+"""What a step depends on besides parameters and gradients (``docs/state.md``), where no other file tests it."""
+
+from __future__ import annotations
+
+import json
+import random
+import types
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from deepspeed.pipe import LayerSpec
+from deepspeed.runtime.activation_checkpointing import checkpointing
+from torch import nn
+
+from bamboo_ds.engine.changes import Weights
+from bamboo_ds.engine.flags import FLAGS, compare_flags, flags_here
+from bamboo_ds.engine.joining import JoiningExecutor
+from bamboo_ds.engine.layers import Layers
+from bamboo_ds.engine.replica import check_structure, structure_of, with_own_parts
+from bamboo_ds.engine.rng import keyed_attributes
+from bamboo_ds.errors import ConfigError, UnsupportedError
+
+from .support.jobs import SUPPORT, TRAIN, run_bamboo, write_config
+
+CPU = torch.device("cpu")
+
+# -- settings of processes ----------------------------------------------------------------------------------
+
+
+def test_every_setting_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = flags_here(CPU)
+    compare_flags({"m0": before, "m1": flags_here(CPU)}, "m0")
+    changes: dict[str, tuple[Any, Any, Any]] = {
+        "torch.set_default_dtype": (torch.set_default_dtype, torch.float64, torch.float32),
+        "torch.set_float32_matmul_precision": (torch.set_float32_matmul_precision, "medium", "highest"),
+        "torch.use_deterministic_algorithms": (torch.use_deterministic_algorithms, True, False),
+        "torch.set_flush_denormal": (torch.set_flush_denormal, True, False),
+        "torch.set_num_threads (OMP_NUM_THREADS)": (torch.set_num_threads, torch.get_num_threads() + 1, None),
+        "torch.backends.cuda.enable_math_sdp": (torch.backends.cuda.enable_math_sdp, False, True),
+    }
+    for name, (change, to, back) in changes.items():
+        back = torch.get_num_threads() if back is None else back
+        change(to)
+        try:
+            after = flags_here(CPU)
+        finally:
+            change(back)
+        assert after[name] != before[name], name
+        with pytest.raises(ConfigError, match="different settings") as refused:
+            compare_flags({"m0": before, "m1": after}, "m0")
+        assert f"{name} is {before[name]} on m0 and {after[name]} on m1" in str(refused.value)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    monkeypatch.setattr(checkpointing, "CPU_CHECKPOINT", True)
+    monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")
+    hook = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    try:
+        after = flags_here(CPU)
+    finally:
+        hook.remove()
+    monkeypatch.undo()
+    assert {name for name in before if before[name] != after[name]} == {
+        "torch.backends.cudnn.benchmark",
+        "deepspeed.checkpointing.configure: CPU_CHECKPOINT",
+        "MKL_CBWR",
+        "torch.nn.modules.module._global_forward_hooks",
+    }
+    assert flags_here(CPU) == before
+
+
+@pytest.mark.integration
+def test_ranks_that_compute_with_different_settings_are_refused(tmp_path: Path) -> None:
+    script = tmp_path / "differing.py"
+    script.write_text(
+        f"import os, runpy, sys\nsys.path.insert(0, {str(SUPPORT)!r})\nimport lean_torch, torch\n"
+        "torch.set_float32_matmul_precision('medium' if os.environ['RANK'] == '1' else 'highest')\n"
+        f"runpy.run_path({str(TRAIN)!r}, run_name='__main__')\n"
+    )
+    result = run_bamboo(tmp_path, 2, ["--stages", "2"], write_config(tmp_path, {}), script)
+    assert result.exit_code == 1 and not result.events("step")
+    assert "ConfigError: the members of this job compute with different settings: torch.set_float32_" in result.output
+    assert "matmul_precision is highest on m0-" in result.output and " and medium on m1-" in result.output
+
+
+def test_a_member_that_joins_compares_its_settings() -> None:
+    asked: list[str] = []
+
+    def fetch(key: str) -> str:
+        asked.append(key)
+        return json.dumps({"torch.set_default_dtype": "torch.float32"})
+
+    engine: Any = SimpleNamespace(
+        _job=SimpleNamespace(replaying=False),
+        _binding=SimpleNamespace(drop=lambda role: None),
+        _home=SimpleNamespace(role=None),
+        _history=(),
+        global_rank=0,
+        _ask=lambda: 0,
+        _fetch=fetch,
+        _flags={"torch.set_default_dtype": "torch.float32"},
+    )
+    JoiningExecutor._begin_joining(engine)
+    engine._flags = {"torch.set_default_dtype": "torch.float64"}
+    with pytest.raises(ConfigError, match=r"dtype is torch.float32 on the job and torch.float64 on this member"):
+        JoiningExecutor._begin_joining(engine)
+    assert asked == [FLAGS] * 2
+
+
+# -- layers -------------------------------------------------------------------------------------------------
+
+
+class Doubled(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return 2 * weight
+
+
+def double(net: Any) -> None:
+    nn.utils.parametrize.register_parametrization(net[0], "weight", Doubled())
+
+
+def share(net: Any) -> None:
+    net[1].weight = net[0].weight
+
+
+def replace(net: Any) -> None:
+    net[1].forward = types.MethodType(lambda layer, x: x, net[1])
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (double, "0 is ParametrizedLinear, in the copy Linear; only the owner has parameter 0.parametrizations"),
+        (share, "only the copy has parameter 1.weight"),
+        (replace, "1 is Linear, its forward is one of the script's, in the copy Linear"),
+    ],
+)
+def test_layers_that_were_changed_after_they_were_built_are_refused(change: Any, named: str) -> None:
+    owner, copy = (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)) for _ in range(2))
+
+    def state() -> dict[str, Any]:
+        return {"structure": structure_of(owner), "names": [name for name, _ in owner.named_parameters()]}
+
+    check_structure(copy, state())
+    change(owner)
+    with pytest.raises(UnsupportedError, match="on_stage_built") as refused:
+        check_structure(copy, state())
+    assert named in str(refused.value)
+    change(copy)
+    check_structure(copy, state())
+
+
+class Around(nn.Module):
+    def __init__(self, inner: nn.Module, scale: torch.Tensor, settings: dict[str, int]) -> None:
+        super().__init__()
+        self.inner, self.scale, self.settings = inner, scale, settings
+
+
+def test_copies_of_a_stage_have_parts_of_their_own() -> None:
+    shared, settings = nn.Linear(2, 2), {"width": 2}
+    given = [LayerSpec(Around, shared, scale=nn.Parameter(torch.ones(1)), settings=settings) for _ in range(2)]
+    copies: dict[int, Any] = {}
+    first, second = (with_own_parts(spec, copies).build() for spec in given)
+    assert first.inner is second.inner and first.inner is not shared and first.inner.weight.equal(shared.weight)
+    assert first.scale is not second.scale and first.scale is not given[0].module_kwargs["scale"]
+    assert first.settings is settings and given[0].module_args == (shared,)
+    plain = LayerSpec(nn.Linear, 2, 2)
+    assert with_own_parts(plain, copies) is plain and with_own_parts(shared, {}) is not shared
+    assert with_own_parts(torch.tanh, copies) is torch.tanh
+
+
+class Drawing(nn.Module):
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.of_torch, self.of_python = torch.Generator().manual_seed(seed), random.Random(seed)
+        self.of_numpy, self.old = numpy.random.default_rng(seed), numpy.random.RandomState(seed)
+
+    def draw(self) -> list[float]:
+        drawn = torch.rand((), generator=self.of_torch).item()
+        return [drawn, self.of_python.random(), float(self.of_numpy.random()), self.old.random_sample()]
+
+
+def test_generators_of_layers_draw_the_same_wherever_they_run() -> None:
+    owner, replica = (nn.Sequential(Drawing(seed), Drawing(seed)) for seed in (1, 2))
+    drawn: dict[str, list[list[float]]] = {}
+    for name, net in (("owner", owner), ("replica", replica)):
+        generators = Layers(net).generators
+        assert [n for n, _ in generators[:2]] == ["0.of_torch", "0.of_python"] and len(generators) == 8
+        untouched = Drawing(1 if name == "owner" else 2).draw()
+        for seed in (7, 8):
+            with keyed_attributes(generators, seed):
+                drawn.setdefault(name, []).extend(layer.draw() for layer in net)
+        assert [layer.draw() for layer in net] == [untouched] * 2
+    assert drawn["owner"] == drawn["replica"]
+    numbers = [number for each in drawn["owner"] for number in each]
+    assert len(set(numbers)) == len(numbers) == 16
+
+
+def test_gradients_that_a_script_adds_are_refused() -> None:
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    net[0](torch.ones(2)).sum().backward()
+    weights = Weights(Layers(net))
+    weights.check_gradients()
+    net[1].zero_grad()
+    net[1].weight.grad = torch.zeros(2, 2)
+    weights.check_gradients()
+    net[1](torch.ones(2)).sum().backward()
+    with pytest.raises(UnsupportedError, match=r"gradients of 1\.weight, 1\.bias between two calls"):
+        weights.check_gradients()
+    net[1].zero_grad()
+    net[0](torch.ones(2)).sum().backward()
+    with pytest.raises(UnsupportedError, match=r"gradients of 0\.weight, 0\.bias between"):
+        weights.check_gradients()
+    net.zero_grad()
+    weights.check_gradients()
