@@ -61,6 +61,11 @@ def test_workers_that_hang(tmp_path: Path, reference: Reference) -> None:
     assert [event["reason"] for event in result.events("member_lost")] == ["hang"] * 2
 
 
+def test_losses_in_the_first_iteration(tmp_path: Path, reference: Reference) -> None:
+    """Nothing has been measured yet, and no optimizer has a state."""
+    survive(tmp_path, reference, [fault(1, 0, "ForwardPass", 0), fault(3, 0, "Commit")])
+
+
 def test_loss_between_iterations(tmp_path: Path, reference: Reference) -> None:
     survive(tmp_path, reference, [fault(2, 2, "._exec_schedule"), fault(0, 4, "._exec_schedule")])
 

@@ -19,7 +19,7 @@ from .inner import GLOO, NCCL, issue, kind_for
 from .living import living
 from .local import LocalGroup
 from .monitored import not_passed, timed_out
-from .naming import NAME, making_groups_ours, naming_what_scripts_know
+from .naming import NAME, making_groups_ours, naming_what_scripts_know, not_asking_for_devices
 from .script import Place
 from .session import Session, current, group_key
 from .work import BambooWork, CompletedWork
@@ -34,6 +34,7 @@ def register() -> None:
     if NAME.upper() not in dist.Backend._plugins:
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
         dist.get_backend = registry.get_backend = naming_what_scripts_know(registry.get_backend)
+        dist.monitored_barrier = registry.monitored_barrier = not_asking_for_devices(registry.monitored_barrier)
         # All that makes groups ends in this function, also where `new_group` was imported before.
         registry._new_group_with_tag = making_groups_ours(registry._new_group_with_tag)
 
@@ -186,9 +187,14 @@ class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         return f"BambooProcessGroup({self.key!r}, rank={self._index})"
 
     def _get_backend(self, device: torch.device) -> Any:
-        """The inner group of the current epoch; builds it, collectively."""
-        epoch = self._session.current
-        return epoch.group(self._meant[0], self._owners(epoch), kind_for(torch.device(device)), self.timeout)
+        """Stands for the inner group of the epoch that is current when it is used."""
+        kind = kind_for(torch.device(device))
+
+        def inner() -> Any:
+            epoch = self._session.current
+            return epoch.group(self._meant[0], self._owners(epoch), kind, self.timeout)
+
+        return _Inner(inner, kind)
 
     def shutdown(self) -> None:
         """Nothing to do: inner groups end with their epoch."""
@@ -456,6 +462,20 @@ class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         if WORKS_NEED_HOLDING:
             self._held.append(work)
         return work
+
+
+class _Inner:
+    """An inner group, which ``build`` builds, collectively, when something of it is needed.
+
+    Torch asks it whether it sends several tensors as one, also on members that use it alone.
+    """
+
+    def __init__(self, build: Callable[[], Any], kind: str) -> None:
+        self._build = build
+        self.supports_coalescing = kind == NCCL
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._build(), name)
 
 
 class _All(CompletedWork):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -39,6 +40,29 @@ def naming_what_scripts_know(original: Callable[..., str]) -> Callable[..., str]
         return found
 
     return get_backend
+
+
+def not_asking_for_devices(original: Callable[..., None]) -> Callable[..., None]:
+    """``torch.distributed.monitored_barrier`` for groups that, as ours, have no backends of their own.
+
+    Since 2.14 torch asks a group for the devices of its backends before it calls the group's method.
+    """
+
+    @functools.wraps(original)
+    def monitored_barrier(
+        group: Any = None, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        world = registry._world
+        target = world.default_pg if group is None else group
+        if world.pg_map.get(target, ("",))[0] != NAME or registry.get_backend(target) != GLOO:
+            original(group, timeout, wait_all_ranks)
+            return
+        if timeout is None:
+            timeout = registry._get_default_timeout(GLOO)
+        limit = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+        target.monitored_barrier(limit, wait_all_ranks=wait_all_ranks)
+
+    return monitored_barrier
 
 
 def making_groups_ours(original: Callable[..., Any]) -> Callable[..., Any]:
