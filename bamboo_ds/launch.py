@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -74,7 +74,10 @@ class Job:
         # Whoever reads nothing for so long has lost its lease, or been killed by its agent.
         silence_s = 2 * max(self.settings.membership.lease_ttl_s, channel.heartbeat_timeout_s)
         self.session: Session = Session(
-            channel.member, channel.address, timeout, self._peer_failed, silence_s, channel.secret
+            *(channel.member, channel.address, timeout, self._peer_failed, silence_s),
+            awaited=self._tell_awaited,
+            tell_after_s=self.settings.recovery.plan_timeout_s,
+            secret=channel.secret,
         )
         #: Called at a clean exit of the script, while all peers are still there.
         self.at_finish: Callable[[], None] | None = None
@@ -308,6 +311,19 @@ class Job:
                 self.lost_at = time.monotonic()
             if member is not None:
                 self._failures.setdefault(member, reason)
+
+    def _tell_awaited(self, members: Sequence[str], seconds: float) -> None:
+        """Say who keeps the others waiting: it may be stuck, or busy with something long; only a person can tell."""
+        plan = self.session.plan
+        assert plan is not None
+        logger.warning(
+            "epoch %d: %s did not come for %.0f s, and all others wait: see where the main thread of its worker is",
+            plan.epoch,
+            ", ".join(members),
+            seconds,
+        )
+        if plan.store_host == self.channel.member:  # one word for all
+            self.channel.event("members_awaited", epoch=plan.epoch, members=list(members), seconds=seconds)
 
     def _agent_gone(self) -> None:
         # Without its agent a worker has no lease: others take its roles over. It must not go on.

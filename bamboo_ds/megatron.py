@@ -75,8 +75,8 @@ def _no_collective(ranks: tuple[int, ...], operation: str, arguments: tuple[Any,
     raise RuntimeError(f"{operation} in a function of Megatron that is known to print only")
 
 
-def _writer(setter: str) -> Callable[[Function, ModuleType], Function]:
-    """Of a function that returns what values are written with, or ``None``, and that ``setter`` opens on one rank."""
+def _writer(setter: str, *settings: str) -> Callable[[Function, ModuleType], Function]:
+    """Of a function that returns a writer of values, which ``setter`` opens on one rank if ``settings`` ask for it."""
 
     def wrap(original: Function, module: ModuleType) -> Function:
         tried = wrote = False
@@ -90,7 +90,7 @@ def _writer(setter: str) -> Callable[[Function, ModuleType], Function]:
             speaks = job.speaks_for(_LAST)
             if speaks and not tried and original() is None and job.rank_of(_LAST) != job.channel.rank:
                 tried = True
-                _open(module, setter, job.rank_of(_LAST))
+                _open(module, setter, settings, job.rank_of(_LAST))
             writer = original()
             if wrote and not speaks and hasattr(writer, "flush"):
                 writer.flush()  # what comes next another process writes
@@ -102,12 +102,13 @@ def _writer(setter: str) -> Callable[[Function, ModuleType], Function]:
     return wrap
 
 
-def _open(module: ModuleType, setter: str, rank: int) -> None:
+def _open(module: ModuleType, setter: str, settings: tuple[str, ...], rank: int) -> None:
     """Have ``setter`` open a writer in this process as it would on ``rank``; a failure does not end the training."""
     try:
         arguments = copy.copy(module.get_args())
-        arguments.rank = rank
-        getattr(module, setter)(arguments)
+        if any(getattr(arguments, name, None) for name in settings):
+            arguments.rank = rank
+            getattr(module, setter)(arguments)
     except Exception:
         logger.exception(
             "Megatron's %s failed in the process that speaks for lost rank %d: what it would write is missing until a "
@@ -165,8 +166,8 @@ _WRAPPERS: dict[str, Callable[[Any, ModuleType], Any]] = {
     "is_rank_0": _as_speaker(0),
     "print_rank_last": _as_speaker(_LAST),
     "is_last_rank": _as_speaker(_LAST),
-    "get_tensorboard_writer": _writer("_set_tensorboard_writer"),
-    "get_wandb_writer": _writer("_set_wandb_writer"),
+    "get_tensorboard_writer": _writer("_set_tensorboard_writer", "tensorboard_dir"),
+    "get_wandb_writer": _writer("_set_wandb_writer", "wandb_project", "wandb_exp_name"),
     "Timers": _timers,
     "evaluate": _evaluate,
     "is_pipeline_last_stage": _is_last_stage,

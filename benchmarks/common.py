@@ -28,7 +28,7 @@ HERE = Path(__file__).parent
 WORKERS = HERE / "workers"
 #: Seconds without the next expected event after which a job counts as hanging.
 PATIENCE_S = 90.0
-console = Console()
+console = Console(width=None if sys.stdout.isatty() else 160)
 
 
 class JobFailed(click.ClickException):
@@ -64,6 +64,26 @@ class Job:
 def environment() -> dict[str, str]:
     """One computing thread per process, on the CPU."""
     return {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONUNBUFFERED": "1"}
+
+
+def package_of(checkout: Path) -> dict[str, str]:
+    """Variables of processes that use the package of another checkout of the project, beside this one's benchmarks.
+
+    Raises:
+        JobFailed: they would use another one.
+    """
+    variables = {"PYTHONPATH": str(checkout)}
+    command = [sys.executable, "-c", "import bamboo_ds; print(bamboo_ds.__file__)"]
+    env = {**environment(), **variables}
+    done = subprocess.run(command, env=env, cwd="/", capture_output=True, text=True, check=False)
+    if Path(done.stdout.strip()) != checkout / "bamboo_ds" / "__init__.py":
+        raise JobFailed(f"{checkout} is no checkout of the project: {done.stdout}{done.stderr}")
+    return variables
+
+
+def versions(against: Path | None) -> tuple[Path | None, ...]:
+    """This checkout (``None``), and the other one if there is one."""
+    return (None,) if against is None else (None, against.resolve())
 
 
 def fresh(folder: Path) -> Path:
@@ -165,14 +185,27 @@ def bamboo_job(
     job: str | None = None,
     options: Sequence[str] = (),
     variables: Mapping[str, str] | None = None,
+    checkout: Path | None = None,
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """``bamboo run`` of ``script`` with its events in ``folder``; ended when the body is left."""
+    """``bamboo run`` of ``script`` with its events in ``folder``; ended when the body is left.
+
+    Args:
+        variables: more of its environment.
+        checkout: of another version of the project, whose package is used in place of this one.
+    """
     command = [sys.executable, "-m", "bamboo_ds.cli.main", "run", "-n", str(workers)]
     command += ["--events", str(folder / "events.jsonl")] + (["--job", job] if job else [])
     command += [*options, str(script), *arguments]
-    env = {**environment(), **(variables or {})}
+    env = {**environment(), **(variables or {}), **({} if checkout is None else package_of(checkout))}
     with open(folder / "log.txt", "wb") as log:
-        process = subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen(
+            command,
+            env=env,
+            cwd=None if checkout is None else folder,  # Python would take the package that is in the working directory
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
     try:
         yield process
     finally:
@@ -192,9 +225,10 @@ def run_bamboo(
     arguments: Sequence[str],
     timeout_s: float,
     variables: Mapping[str, str] | None = None,
+    checkout: Path | None = None,
 ) -> Job:
-    """Run ``script`` under ``bamboo run`` to its end; parameters and errors are those of :func:`run_stock`."""
-    with bamboo_job(folder, workers, script, arguments, variables=variables) as process:
+    """Run ``script`` under ``bamboo run`` to its end; as :func:`run_stock`, with a ``checkout`` of another version."""
+    with bamboo_job(folder, workers, script, arguments, variables=variables, checkout=checkout) as process:
         try:
             code = process.wait(timeout_s)
         except subprocess.TimeoutExpired as error:

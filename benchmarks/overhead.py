@@ -7,7 +7,7 @@ it, so that a slow change of the machine's speed cancels out. See ``--help``.
 from __future__ import annotations
 
 import itertools
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -26,6 +26,7 @@ from common import (
     save_figure,
     save_json,
     verdict,
+    versions,
     write_config,
 )
 from critical import critical_path_line
@@ -37,20 +38,27 @@ from timeline import breakdown_table, latency_lines
 WARM_UP = 3
 TITLE = "Iteration time against stock DeepSpeed (EMULATED devices)"
 CAPTION = (
-    "emulated: layers hold their device without using the CPU; FRC: share of redundant forwards that ran, room: share "
-    "that the idle time before a stage's last backward has room for (ideal 1F1B)"
+    "emulated: layers hold their device without using the CPU; against: ratio to the other checkout; FRC: share of "
+    "redundant forwards that ran, room: share for which the idle time before a stage's last backward is long enough"
 )
 
 
 @dataclass(frozen=True)
 class Mode:
-    """A setting of ``bamboo.redundancy``; ``limit`` is the ratio to reach at P=8, M=16."""
+    """A setting of ``bamboo.redundancy``; ``limit`` is the ratio to reach at P=8, M=16; ``checkout`` a version."""
 
     name: str
     mode: str
     placement: str = "idle"
     limit: float | None = None
     coverage: float | None = None
+    checkout: Path | None = None
+
+    def of(self, checkout: Path | None) -> Mode:
+        """The same in another version of the project."""
+        if checkout is None:
+            return self
+        return replace(self, name=f"{self.name} in {checkout.name}", limit=None, coverage=None, checkout=checkout)
 
     @property
     def block(self) -> dict[str, Any]:
@@ -69,7 +77,10 @@ MODES = (
 
 @dataclass
 class Figures:
-    """One mode at one (stages, micro-batches); seconds are medians over runs of medians over iterations."""
+    """One mode at one (stages, micro-batches); seconds are medians over runs of medians over iterations.
+
+    ``against`` is the ratio to the same mode in another version of the project.
+    """
 
     stages: int
     micro_batches: int
@@ -83,6 +94,7 @@ class Figures:
     coverage_bound: float
     limit: float | None
     reached: bool | None
+    against: float | None = None
 
 
 class Runner:
@@ -96,8 +108,10 @@ class Runner:
         training: Training,
         iterations: int,
         hold: tuple[float, float],
+        sizes: tuple[str, ...] = (),
     ) -> None:
         self._out, self._stages, self._micro_batches = out, stages, micro_batches
+        self._sizes = sizes
         self.training = training
         self._steps = WARM_UP + iterations
         self.hold = hold
@@ -112,12 +126,18 @@ class Runner:
         arguments = ["--deepspeed_config", str(config), "--out", str(folder), "--stages", str(self._stages)]
         arguments += ["--steps", str(self._steps)]
         arguments += ["--forward-s", str(self.hold[0]), "--backward-s", str(self.hold[1])]
-        arguments += [*training.arguments, *(["--trace"] if trace else [])]
-        start, workers = run_bamboo if mode else run_stock, self._stages * training.pipelines
-        job = start(folder, workers, WORKERS / "emulated.py", arguments, 120 + 5 * self._steps * self.ideal_s)
+        arguments += [*self._sizes, *training.arguments, *(["--trace"] if trace else [])]
+        workers, script, timeout_s = self._stages * training.pipelines, WORKERS / "emulated.py", self._timeout_s()
+        if mode:
+            job = run_bamboo(folder, workers, script, arguments, timeout_s, checkout=mode.checkout)
+        else:
+            job = run_stock(folder, workers, script, arguments, timeout_s)
         size = f"P={self._stages} D={training.pipelines} M={self._micro_batches}"
         console.print(f"  {size} {training.name:10} {label:20} {self.seconds(job):.4f} s")
         return job
+
+    def _timeout_s(self) -> float:
+        return (600 if self._sizes else 120) + 5 * self._steps * self.ideal_s
 
     def seconds(self, job: Job) -> float:
         """Median iteration time at rank 0."""
@@ -169,13 +189,31 @@ def compare(runner: Runner, stages: int, micro_batches: int, modes: list[Mode], 
                 reached if target else None,
             )
         )
+    for row in rows:
+        other = next((each for each in rows if each.mode.startswith(f"{row.mode} in ")), None)
+        if other is not None:
+            row.against = median(mine / theirs for mine, theirs in zip(row.ratios, other.ratios, strict=True))
     return rows
 
 
 def table(rows: list[Figures]) -> Table:
     """The figures for people."""
     result = Table(title=TITLE, caption=CAPTION)
-    for column in ("P", "M", "training", "stock [s]", "mode", "[s]", "ratio", "spread", "FRC", "room", "limit", ""):
+    for column in (
+        "P",
+        "M",
+        "training",
+        "stock [s]",
+        "mode",
+        "[s]",
+        "ratio",
+        "spread",
+        "against",
+        "FRC",
+        "room",
+        "limit",
+        "",
+    ):
         result.add_column(column, justify="left" if column in ("training", "mode", "") else "right")
     for row in rows:
         result.add_row(
@@ -187,6 +225,7 @@ def table(rows: list[Figures]) -> Table:
             f"{row.mode_s:.3f}",
             f"{row.ratio:.3f}",
             f"{min(row.ratios):.3f}..{max(row.ratios):.3f}",
+            "" if row.against is None else f"{row.against:.3f}",
             "" if row.coverage is None else f"{row.coverage:.0%}",
             "" if row.coverage is None else f"{row.coverage_bound:.0%}",
             "" if row.limit is None else f"{row.limit:.2f}",
@@ -199,7 +238,7 @@ def table(rows: list[Figures]) -> Table:
 def plot(rows: list[Figures], path: Path) -> None:
     """Ratio per mode over the sizes."""
     sizes = list(dict.fromkeys((row.stages, row.micro_batches, row.training) for row in rows))
-    names = [mode.name for mode in MODES if any(row.mode == mode.name for row in rows)]
+    names = list(dict.fromkeys(row.mode for row in rows))
     figure, axis = new_figure(figsize=(2 + 1.5 * len(sizes), 4.5))
     width = 0.8 / len(names)
     for index, name in enumerate(names):
@@ -229,6 +268,15 @@ def plot(rows: list[Figures], path: Path) -> None:
 @click.option("--iterations", type=click.IntRange(min=1), default=10, show_default=True, help="Counted ones.")
 @click.option("--forward-ms", type=float, default=20.0, show_default=True)
 @click.option("--backward-ms", type=float, default=40.0, show_default=True)
+@click.option("--parameters", type=click.IntRange(min=0), default=0, show_default=True, help="More per stage.")
+@click.option(
+    "--boundary-mb", type=float, default=0.0, show_default=True, help="Size of boundary tensors; 0: 64 bytes."
+)
+@click.option(
+    "--against",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Another checkout of the project; its runs alternate with this one's, and a column has the ratios.",
+)
 @click.option("--quick", is_flag=True, help="One repetition of four iterations, M = 2P only.")
 @click.option("--trace", is_flag=True, help="Instead: one run each, with where every stage spends its time.")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("out"), show_default=True)
@@ -241,6 +289,9 @@ def main(
     iterations: int,
     forward_ms: float,
     backward_ms: float,
+    parameters: int,
+    boundary_mb: float,
+    against: Path | None,
     quick: bool,
     trace: bool,
     out: Path,
@@ -248,13 +299,16 @@ def main(
     """Measure the overhead of redundancy without failures, on EMULATED devices."""
     if quick:
         repetitions, iterations, factors = 1, 4, (2,)
-    modes = [mode for mode in MODES if not wanted or mode.name in wanted]
+    modes = [m.of(version) for m in MODES if not wanted or m.name in wanted for version in versions(against)]
+    sizes = (
+        () if not (parameters or boundary_mb) else ("--parameters", str(parameters), "--boundary-mb", str(boundary_mb))
+    )
     out = out.resolve()
     rows: list[Figures] = []
     for name in trainings:
         for p, factor in itertools.product(stages, factors):
             hold = forward_ms / 1000, backward_ms / 1000
-            runner = Runner(out, p, factor * p, TRAININGS[name], iterations, hold)
+            runner = Runner(out, p, factor * p, TRAININGS[name], iterations, hold, sizes)
             console.print(f"P={p} M={factor * p}: ideal 1F1B takes {runner.ideal_s:.3f} s")
             if trace:
                 for mode in (None, *modes):
@@ -268,6 +322,7 @@ def main(
         return
     console.print(table(rows))
     settings = {"forward_ms": forward_ms, "backward_ms": backward_ms, "iterations": iterations}
+    settings |= {"parameters": parameters, "boundary_mb": boundary_mb}
     content = {"title": TITLE, "emulated": True, **settings, "repetitions": repetitions}
     save_json(out / "overhead.json", {**content, "rows": [asdict(row) for row in rows]})
     plot(rows, out / "overhead.png")

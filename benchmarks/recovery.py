@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -17,6 +18,7 @@ from statistics import median
 from typing import Any
 
 import click
+import psutil
 from common import (
     PATIENCE_S,
     WORKERS,
@@ -32,14 +34,11 @@ from common import (
     save_json,
     summary,
     verdict,
+    versions,
     wall,
     write_config,
 )
 from rich.table import Table
-
-from bamboo_ds.cli import jobs
-from bamboo_ds.control.access import open_store
-from bamboo_ds.control.membership import Keys, LeftRecord, MemberRecord
 
 STAGES, MICRO_BATCHES, BATCH, WIDTH = 4, 8, 16, 256
 #: Steps of a job, and the steps after which its kills come.
@@ -54,7 +53,6 @@ class Kill:
         stage: first stage of the killed worker.
         after_step: committed steps when its instant was chosen.
         delay_s: from the notice of that step to the kill.
-        detected_s: until the worker's agent knew of its death.
         planned_s: until the leader had written the new plan.
         known_s: until every survivor had left what it waited for (by survivor).
         rebuilt_s: until the last survivor had rebuilt its groups and agreed on how to go on.
@@ -69,7 +67,6 @@ class Kill:
     stage: int
     after_step: int
     delay_s: float
-    detected_s: float
     planned_s: float
     known_s: list[float]
     rebuilt_s: float
@@ -83,7 +80,6 @@ class Kill:
 
 #: Columns of the summary: name, value of one kill, limit in seconds of the 95th percentile.
 FIGURES: tuple[tuple[str, Callable[[Kill], float], float | None], ...] = (
-    ("death known to its agent", lambda k: k.detected_s, None),
     ("plan written", lambda k: k.planned_s, None),
     ("known to every survivor", lambda k: max(k.known_s), 0.3),
     ("agreed and rebuilt", lambda k: k.rebuilt_s, 0.5),
@@ -94,24 +90,26 @@ FIGURES: tuple[tuple[str, Callable[[Kill], float], float | None], ...] = (
 )
 
 
-def members(name: str) -> dict[int, MemberRecord]:
-    """Members of the running job ``name`` by slot (``bamboo status`` tells the same, but takes seconds to start)."""
-    with open_store(jobs.choose(name).store, name, 5.0) as store:
-        records = [MemberRecord.from_json(entry.value) for entry in store.get_prefix(Keys.MEMBERS).entries.values()]
-    return {record.slot: record for record in records}
+@dataclass(frozen=True)
+class Worker:
+    """A member's id and the process id of its worker."""
+
+    id: str
+    pid: int
 
 
-def death_of(name: str, member: str) -> float:
-    """``time.monotonic()`` at which the agent of ``member`` noticed the end of its worker."""
-    file = jobs.choose(name)
-    with open_store(file.store, name, 5.0) as store:
-        entry = store.get(Keys.left(member))
-    if entry is None:
-        raise JobFailed(f"the departure of {member} is not recorded")
-    return LeftRecord.from_json(entry.value).since
+def members(process: subprocess.Popen[bytes]) -> dict[int, Worker]:
+    """Workers of a running job by the ranks with which they began, of whatever version of the project."""
+    found = {}
+    for child in psutil.Process(process.pid).children(recursive=True):
+        env = child.environ()
+        parent = child.parent()
+        if "RANK" in env and "BAMBOO_MEMBER" in env and parent and "bamboo_ds.control.agent" in parent.cmdline():
+            found[int(env["RANK"])] = Worker(env["BAMBOO_MEMBER"], child.pid)
+    return found
 
 
-def strike(watcher: Watcher, name: str, victim: MemberRecord, number: int, draw: random.Random) -> Kill:
+def strike(watcher: Watcher, victim: Worker, stage: int, number: int, draw: random.Random) -> Kill:
     """Kill ``victim`` at a random instant of an iteration, and account for it."""
     window = KILL_AFTER[len([e for e in watcher.seen if e["event"] == "member_lost"])]
     after = watcher.step(draw.randint(*window))
@@ -119,7 +117,7 @@ def strike(watcher: Watcher, name: str, victim: MemberRecord, number: int, draw:
     epoch = max(e["epoch"] for e in watcher.seen if e["event"] == "plan")
     delay = draw.random() * typical
     time.sleep(delay)
-    at, at_monotonic = time.time(), time.monotonic()
+    at = time.time()
     os.kill(victim.pid, signal.SIGKILL)
 
     def new(events: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
@@ -136,10 +134,9 @@ def strike(watcher: Watcher, name: str, victim: MemberRecord, number: int, draw:
     noticed = [wall(e) - e["redo_seconds"] - e["pause_seconds"] - at for e in ends]
     return Kill(
         job=number,
-        stage=victim.slot,
+        stage=stage,
         after_step=after,
         delay_s=delay,
-        detected_s=death_of(name, victim.id) - at_monotonic,
         planned_s=wall(plan) - at,
         known_s=noticed,
         rebuilt_s=max(wall(e) - e["redo_seconds"] - at for e in ends),
@@ -165,20 +162,26 @@ def delays(kills: list[Kill], events: list[dict[str, Any]]) -> list[Kill]:
     return found
 
 
-def kill_job(out: Path, number: int, first: int, kills: int, draw: random.Random, arguments: list[str]) -> list[Kill]:
-    """One job with one or two kills; its losses are left in its folder."""
-    folder = fresh(out / "jobs" / f"kills-{number}")
+def folder_of(out: Path, number: int, checkout: Path | None) -> Path:
+    """Where a job leaves its losses."""
+    return out / "jobs" / f"kills-{number}{'' if checkout is None else f'-{checkout.name}'}"
+
+
+def kill_job(
+    out: Path, number: int, first: int, kills: int, draw: random.Random, arguments: list[str], checkout: Path | None
+) -> list[Kill]:
+    """One job with one or two kills."""
+    folder = fresh(folder_of(out, number, checkout))
     config = write_config(folder, MICRO_BATCHES, {}, train_micro_batch_size_per_gpu=BATCH)
-    name = f"bench-{os.getpid()}-{number}"
     options = ["--deepspeed_config", str(config), "--out", str(folder), *arguments]
     done = []
-    with bamboo_job(folder, STAGES, WORKERS / "small.py", options, name) as process:
+    with bamboo_job(folder, STAGES, WORKERS / "small.py", options, checkout=checkout) as process:
         watcher = Watcher(Job(folder), process)
         watcher.step(1)
-        living = members(name)
+        living = members(process)
         for turn in range(kills):
-            victim = living[(first + 2 * turn) % STAGES]
-            done.append(strike(watcher, name, victim, number, draw))
+            stage = (first + 2 * turn) % STAGES
+            done.append(strike(watcher, living[stage], stage, number, draw))
             last = done[-1]
             console.print(
                 f"  job {number}: stage {last.stage} killed {last.delay_s * 1000:.0f} ms after step {last.after_step}: "
@@ -206,6 +209,16 @@ def table(kills: list[Kill], normal_s: float) -> tuple[Table, list[dict[str, Any
     return view, rows
 
 
+def against_table(mine: list[dict[str, Any]], theirs: list[dict[str, Any]], name: str) -> Table:
+    """Ratios of two summaries."""
+    view = Table(title=f"this checkout / {name}, {STAGES} workers, the same kills in turn")
+    for column in ("since the SIGKILL", "p50", "p95", "max"):
+        view.add_column(column, justify="right" if column.startswith(("p", "m")) else "left")
+    for own, other in zip(mine, theirs, strict=True):
+        view.add_row(own["name"], *(f"{own[key] / other[key]:.2f}" for key in ("p50", "p95", "max")))
+    return view
+
+
 def plot(kills: list[Kill], path: Path) -> None:
     """One bar per kill, divided into its phases."""
     figure, axis = new_figure(figsize=(3 + 0.35 * len(kills), 4.5))
@@ -230,8 +243,13 @@ def plot(kills: list[Kill], path: Path) -> None:
 @click.option("--kills", type=click.IntRange(min=1), default=20, show_default=True)
 @click.option("--seed", type=int, default=1, show_default=True)
 @click.option("--quick", is_flag=True, help="Two kills.")
+@click.option(
+    "--against",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Another checkout of the project, whose jobs take turns with this one's and have the same kills.",
+)
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("out"), show_default=True)
-def main(kills: int, seed: int, quick: bool, out: Path) -> None:
+def main(kills: int, seed: int, quick: bool, against: Path | None, out: Path) -> None:
     """Kill workers at random instants and measure how long training pauses."""
     out, kills = out.resolve(), 2 if quick else kills
     draw = random.Random(seed)
@@ -240,23 +258,35 @@ def main(kills: int, seed: int, quick: bool, out: Path) -> None:
     config = write_config(folder, MICRO_BATCHES, None, train_micro_batch_size_per_gpu=BATCH)
     options = ["--deepspeed_config", str(config), "--out", str(folder), *arguments]
     undisturbed = run_stock(folder, STAGES, WORKERS / "small.py", options, 180).results()[0]
-    done: list[Kill] = []
+    done: dict[Path | None, list[Kill]] = {checkout: [] for checkout in versions(against)}
     wrong: list[bool] = []
     stages: list[int] = []
-    while len(done) < kills:
+    while len(done[None]) < kills:
         if not stages:
             stages = draw.sample(range(STAGES), STAGES)
-        number = len(wrong)
-        done += kill_job(out, number, stages.pop(), min(2, kills - len(done)), draw, arguments)
-        results = Job(out / "jobs" / f"kills-{number}").results().values()
-        wrong.append(not results or any(r["losses"] != undisturbed["losses"] for r in results))
+        number, first, wanted, instants = len(wrong), stages.pop(), min(2, kills - len(done[None])), draw.random()
+        for checkout, found in done.items():
+            found += kill_job(out, number, first, wanted, random.Random(instants), arguments, checkout)
+            results = Job(folder_of(out, number, checkout)).results().values()
+            differs = not results or any(r["losses"] != undisturbed["losses"] for r in results)
+            if checkout is None:
+                wrong.append(differs)
+            elif differs:
+                console.print(f"[red]losses of job {number} of {checkout} differ from the undisturbed run[/red]")
     normal_s = median(undisturbed["seconds"][3:])
-    view, rows = table(done, normal_s)
+    view, rows = table(done[None], normal_s)
     console.print(view)
     console.print(f"losses bit-equal to the undisturbed run: {wrong.count(False)} of {len(wrong)} jobs")
     content = {"title": "recovery", "seed": seed, "undisturbed_iteration_s": normal_s, "summary": rows}
-    save_json(out / "recovery.json", {**content, "jobs_that_differ": sum(wrong), "kills": [asdict(k) for k in done]})
-    plot(done, out / "recovery.png")
+    for checkout, found in done.items():
+        if checkout is not None:
+            view, theirs = table(found, normal_s)
+            view.title = f"{checkout}: {view.title}"
+            console.print(view, against_table(rows, theirs, checkout.name))
+            content["against"] = {"checkout": str(checkout), "summary": theirs, "kills": [asdict(k) for k in found]}
+    own = [asdict(kill) for kill in done[None]]
+    save_json(out / "recovery.json", {**content, "jobs_that_differ": sum(wrong), "kills": own})
+    plot(done[None], out / "recovery.png")
     if any(wrong):
         raise JobFailed(f"losses of jobs {[i for i, w in enumerate(wrong) if w]} differ from the undisturbed run")
 

@@ -51,6 +51,24 @@ def test_every_call_equals_stock_gloo(world: int) -> None:
         stock.destroy()
 
 
+def profile_messages(member: Member) -> list[tuple[str, list[list[int]]]]:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    with torch.autograd.profiler.profile(record_shapes=True) as profile:
+        for source in ((rank - 1) % world, None):
+            work = dist.isend(torch.zeros(2, rank + 1), (rank + 1) % world)
+            dist.recv(torch.zeros(2, (rank - 1) % world + 1), source)
+            work.wait()
+    return [(e.name, e.input_shapes) for e in profile.function_events or () if e.name.startswith("bamboo:")]
+
+
+def test_the_profiler_sees_sends_and_receives(trio: Cluster) -> None:
+    for rank, events in enumerate(trio.everybody("call", lambda _: (profile_messages,))):
+        sent, received = [[2, rank + 1]], [[2, (rank - 1) % 3 + 1]]
+        assert events == [
+            ("bamboo:send", sent), ("bamboo:recv", received), ("bamboo:send", sent), ("bamboo:recvAnySource", received),
+        ]  # fmt: skip
+
+
 def names_of_torch(member: Member) -> Any:
     group = dist.group.WORLD
     assert group is not None

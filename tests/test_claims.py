@@ -1,4 +1,4 @@
-"""``docs/claims.md`` names tests and benchmarks that exist, and sections that the README has."""
+"""``docs/claims.md`` and ``docs/state.md`` name tests and benchmarks that exist, and sections that the README has."""
 
 from __future__ import annotations
 
@@ -54,3 +54,21 @@ def test_sections_are_those_of_the_readme() -> None:
     sections = re.findall(r"^## (.+)$", claims(), re.MULTILINE)
     missing = [section for section in sections if section not in known]
     assert sections and not missing, f"README.md has no section {', '.join(missing)}"
+
+
+def states() -> list[list[str]]:
+    """The rows of the tables of states: what, what becomes of it, where, and tests."""
+    lines = (ROOT / "docs" / "state.md").read_text().splitlines()
+    rows = [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")]
+    return [row for row in rows if row[0] not in ("state", "---")]
+
+
+def test_every_state_has_its_treatment_and_a_test() -> None:
+    rows = states()
+    assert len(rows) > 40, "the tables have another form"
+    for row in rows:
+        assert len(row) == 4 and row[1] in ("replicated", "keyed", "compared", "refused", "outside"), row
+        named = re.findall("`([^`]+)`", row[3])
+        assert named and (named == ["none"]) <= (row[1] == "outside"), row
+        missing = [name for name in named if name != "none" and not exists(name)]
+        assert not missing, f"docs/state.md names what does not exist: {', '.join(missing)}"

@@ -89,12 +89,12 @@ def test_a_job_says_what_it_waits_for_and_ends_compilers(tmp_path: Path) -> None
         job.wait_for("a word of each worker", lambda: all(f"the worker {word}" in job.output() for word in words))
         compilers = psutil.Process(int((tmp_path / "compiler").read_text()))
 
-        def told() -> list[str]:
-            return [member["doing"] or "" for member in job.status()["members"]]
+        def all_told() -> bool:
+            status = job.status()
+            told = [member["doing"] or "" for member in status["members"]]
+            return status["step"] is None and all(sum(t.startswith(word) for t in told) == 1 for word in words)
 
-        job.wait_for("status", lambda: all(told()))
-        assert all(sum(doing.startswith(word) for doing in told()) == 1 for word in words), told()
-        assert job.status()["step"] is None
+        job.wait_for("the same in the status", all_told)
         job.process.terminate()
         result = job.finish()
     assert result.exit_code == 143

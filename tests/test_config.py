@@ -25,6 +25,7 @@ from bamboo_ds.config import (
     parse_block,
     settings_markdown,
 )
+from bamboo_ds.control.agent_settings import MemberOptions
 from bamboo_ds.errors import ConfigError, UnsupportedError
 from bamboo_ds.hooks import patch_engine
 from bamboo_ds.launch import _CHANNEL_VARIABLE, before_init_distributed
@@ -368,3 +369,14 @@ def test_the_engine_is_replaced_however_the_configuration_is_given(tmp_path: Pat
     path = write_config(tmp_path, {})
     with pytest.raises(ConfigError, match="the model is not a PipelineModule"):
         module.DeepSpeedEngine(config=str(path) if as_path else json.loads(path.read_text()))
+
+
+def test_a_fence_is_longer_than_leases() -> None:
+    """Otherwise workers would pause before anybody could have noticed anything."""
+    others = {"job": "j", "address": "127.0.0.1", "command": ("true",)}
+    block = parse_block({"membership": {"lease_ttl_s": 4, "fence_s": 7}})
+    with pytest.raises(ConfigError, match=r"bamboo\.membership\.fence_s = 7 is less than twice lease_ttl_s = 4"):
+        MemberOptions.from_block(block, **others)
+    assert MemberOptions.from_block(block, **others, lease_ttl_s=3.0).fence_s == 7
+    assert MemberOptions.from_block(block, **others, max_restarts=0).fence_s is None, "nobody starts the job again"
+    assert MemberOptions.from_block(BambooConfig(), **others).fence_s == 120

@@ -42,11 +42,7 @@ pytestmark = pytest.mark.integration
         ),
         pytest.param((0, 2), ("--dropout", "0.2"), True, {}, id="dropout", marks=pytest.mark.exhaustive),
         pytest.param(
-            (3, 1),
-            ("--dropout", "0.2", "--checkpoint-activations", "1", "--autocast"),
-            True,
-            {},
-            id="checkpointed-dropout-and-autocast",
+            (3, 1), ("--dropout", "0.2", "--checkpoint-activations", "1"), True, {}, id="checkpointed-dropout"
         ),
         pytest.param(
             (3, 1),

@@ -107,10 +107,10 @@ class Speaker:
 
 WRITER = """
 from types import SimpleNamespace
-WRITER, FAILS, OPENED = None, True, []
+WRITER, FAILS, OPENED, FOLDER = None, True, [], "tensorboard"
 
 def get_args():
-    return SimpleNamespace(rank=1)
+    return SimpleNamespace(rank=1, tensorboard_dir=FOLDER)
 
 def get_tensorboard_writer():
     return WRITER
@@ -141,6 +141,8 @@ def test_other_versions_of_megatron(monkeypatch: pytest.MonkeyPatch, caplog: pyt
     assert "what it would write is missing" in caplog.text and "the folder is on another host" in caplog.text
     works = module("megatron.global_vars", WRITER.replace("= None, True", "= None, False"))
     assert works.get_tensorboard_writer() == "writer"
+    unasked = module("megatron.global_vars", WRITER.replace('"tensorboard"', "None"))
+    assert unasked.get_tensorboard_writer() is None and not unasked.OPENED
     job.ranks = (1,)
     assert works.get_tensorboard_writer() is None
     job.ranks = (1, 2)

@@ -13,6 +13,7 @@ import numpy
 import pytest
 import torch
 from deepspeed.pipe import LayerSpec
+from deepspeed.runtime.activation_checkpointing import checkpointing
 from torch import nn
 
 from bamboo_ds.engine.changes import Weights
@@ -53,6 +54,7 @@ def test_every_setting_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
             compare_flags({"m0": before, "m1": after}, "m0")
         assert f"{name} is {before[name]} on m0 and {after[name]} on m1" in str(refused.value)
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    monkeypatch.setattr(checkpointing, "CPU_CHECKPOINT", True)
     monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")
     hook = nn.modules.module.register_module_forward_hook(lambda *_: None)
     try:
@@ -62,6 +64,7 @@ def test_every_setting_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     assert {name for name in before if before[name] != after[name]} == {
         "torch.backends.cudnn.benchmark",
+        "deepspeed.checkpointing.configure: CPU_CHECKPOINT",
         "MKL_CBWR",
         "torch.nn.modules.module._global_forward_hooks",
     }

@@ -20,7 +20,7 @@ from bamboo_ds.state.fetch import start_fetch
 from bamboo_ds.state.server import StateServer
 from bamboo_ds.state.transfer import PREFIX, Header
 
-from .support.transfer import CHUNK, TOKEN, Proxy, get, nothing_left, same, server, state, wait_for
+from .support.transfer import CHUNK, TOKEN, Proxy, get, is_in, nothing_left, same, server, state, wait_for
 
 __all__ = ["nothing_left", "server"]  # fixtures
 
@@ -177,10 +177,10 @@ def test_stopping_in_a_read(server: StateServer) -> None:
     server.offer("k", "t", state())
     with Proxy(server.url, "hold", at=5 * CHUNK) as proxy:
         one = start_fetch(proxy.url, "k", token=TOKEN, timeout_s=600)
-        wait_for(lambda: proxy.strikes == 1)
+        wait_for(lambda: proxy.strikes == 1 and is_in(one, "_receive", "_wait"))
         assert not one.done()
         with pytest.raises(TimeoutError):
-            one.result(0.5)
+            one.result(0)
         one.cancel()
         with pytest.raises(TransferError, match=r"stopped (after [1-4] of|before the first chunk)") as caught:
             one.result(20)
@@ -206,23 +206,15 @@ def test_stopping_in_a_connect_and_between_attempts() -> None:
         with pytest.raises(TransferError, match="stopped"):
             refused.result(20)
         listener.listen(0)
-        waiting = []
-        while True:  # until the queue is full: further connections are not answered
-            waiting.append(sock := socket.socket())
-            sock.settimeout(0.2)
-            try:
-                sock.connect(listener.getsockname())
-            except TimeoutError:
-                break
-            assert len(waiting) < 10
+        first = socket.create_connection(listener.getsockname())  # fills the queue: others are not answered
         one = start_fetch(url, "k", token=TOKEN, timeout_s=600)
+        wait_for(lambda: is_in(one, "_connect", "connect", "_wait"))
         with pytest.raises(TimeoutError):
-            one.result(0.2)
+            one.result(0)
         one.cancel()
         with pytest.raises(TransferError, match="stopped before the first chunk"):
             one.result(20)
-        for sock in waiting:
-            sock.close()
+        first.close()
 
 
 def test_stopped_before_it_began(server: StateServer) -> None:

@@ -410,9 +410,10 @@ class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         if kind_for(tensor.device) == NCCL and peer != epoch.member:
             return self._nccl(epoch, "send", tensors, peer, tag)
         key = self._stream(destination, tag)
-        if peer == epoch.member:
-            return self._coalesced(p2p.deliver_here(epoch, key, self._index, tensor))
-        ticket = epoch.links.send(peer, wire.encode(key, self._index, tensor))
+        with p2p.profiled("send", tensor):
+            if peer == epoch.member:
+                return self._coalesced(p2p.deliver_here(epoch, key, self._index, tensor))
+            ticket = epoch.links.send(peer, wire.encode(key, self._index, tensor))
         return self._coalesced(p2p.SendWork(epoch, peer, ticket, tensor, self.timeout))
 
     def recv(self, tensors: Tensors, source: int, tag: int) -> Any:

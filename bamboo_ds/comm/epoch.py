@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 import threading
+import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -46,7 +47,7 @@ class Epoch:
         address: the advertised address.
         timeout: default timeout of operations.
         on_peer_failure: as for ``Session``; called once per member.
-        silence_s: as for ``Session``.
+        silence_s, awaited, tell_after_s: as for ``Session``.
         secret: the job's.
     """
 
@@ -58,10 +59,13 @@ class Epoch:
         timeout: timedelta,
         on_peer_failure: Callable[[str | None, str], None],
         silence_s: float,
+        awaited: Callable[[Sequence[str], float], None] = lambda members, seconds: None,
+        tell_after_s: float = 120.0,
         secret: JobSecret = NONE,
     ) -> None:
         self.plan = plan
         self.secret = secret
+        self._awaited, self._tell_after_s = awaited, tell_after_s
         self.member = member
         self.timeout = timeout
         self.silence_s = silence_s
@@ -98,8 +102,22 @@ class Epoch:
         """Connect to the epoch's store and, through it, to all its members. Collective over all of them."""
         with self.calling("attaching", self.plan.store_host):
             self._connect_store(store_address)
-            mine = self.links.listen(self._address)
-            self.links.connect(self._exchange("link", mine, self.plan.members), self.timeout)
+            self.links.connect(self._await_places(self.links.listen(self._address)), self.timeout)
+
+    def _await_places(self, mine: str) -> dict[str, str]:
+        """Where all members listen; tells after a while, and then more and more rarely, who has not come."""
+        begin, pause, limit = time.monotonic(), self._tell_after_s, self.timeout.total_seconds()
+        while True:
+            left = begin + limit - time.monotonic()
+            try:
+                return self._exchange("link", mine, self.plan.members, timedelta(seconds=max(0.0, min(pause, left))))
+            except dist.DistStoreError:
+                if left <= pause:
+                    raise
+            store = self.store("place/")
+            missing = [member for member in self.plan.members if not store.check([f"link/{member}"])]
+            self._awaited(missing, time.monotonic() - begin)
+            pause *= 2
 
     def _connect_store(self, store_address: tuple[str, int]) -> None:
         host = self.plan.store_host

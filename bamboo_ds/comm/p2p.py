@@ -133,6 +133,11 @@ class RecvWork(CompletedWork):
             RuntimeError: not within the timeout (the receive is withdrawn then), or of another size.
         """
         limit = timeout if timeout != NO_TIMEOUT else self._timeout
+        with profiled("recv" if self.source is not None else "recvAnySource", self._result[0]):
+            self._wait(limit)
+        return True
+
+    def _wait(self, limit: timedelta) -> None:
         links = self._epoch.links
         with links.changed:
             if not links.wait("recv", self._arrived, self._members, limit):
@@ -142,7 +147,6 @@ class RecvWork(CompletedWork):
             if not self._taken:
                 self._take()
                 self._taken = True
-        return True
 
     def _take(self) -> None:
         assert self.message is not None
@@ -174,6 +178,11 @@ class RecvWork(CompletedWork):
     def get_future(self) -> torch.futures.Future[Any]:
         """As in gloo: receives have none."""
         raise RuntimeError("a receive has no future")
+
+
+def profiled(operation: str, tensor: torch.Tensor) -> Any:
+    """A context that torch's profiler records, with the shape of ``tensor``, as it does collectives."""
+    return torch._C._profiler._RecordFunctionFast(f"bamboo:{operation}", [tensor])
 
 
 def check(tensors: list[torch.Tensor], tag: int) -> torch.Tensor:

@@ -85,6 +85,8 @@ class Session:
             Called once per member and epoch. Must not block. A member that has already aborted this epoch
             looks like a failed one: whoever judges accusations must drop those of an epoch that has ended.
         silence_s: seconds without any answer of a member's host after which operations towards it fail.
+        awaited: called by the thread that attaches with the members that have not come to attach, and for how many
+            seconds they have been waited for: after ``tell_after_s``, then after twice as long each time.
         secret: the job's; who does not know it gets no connection.
     """
 
@@ -95,6 +97,8 @@ class Session:
         timeout: timedelta,
         on_peer_failure: Callable[[str | None, str], None],
         silence_s: float = 10.0,
+        awaited: Callable[[Sequence[str], float], None] = lambda members, seconds: None,
+        tell_after_s: float = 120.0,
         secret: JobSecret = NONE,
     ) -> None:
         global _current
@@ -105,6 +109,7 @@ class Session:
         self._timeout = timeout
         self._on_peer_failure = on_peer_failure
         self._silence_s = silence_s
+        self._awaited, self._tell_after_s = awaited, tell_after_s
         self._secret = secret
         self._lock = threading.Lock()
         self._epoch: Epoch | None = None
@@ -249,7 +254,10 @@ class Session:
             self._leave(previous)
             previous.await_aborts()
         epoch = Epoch(
-            plan, self._member, self._address, self._timeout, self._on_peer_failure, self._silence_s, self._secret
+            *(plan, self._member, self._address, self._timeout, self._on_peer_failure, self._silence_s),
+            awaited=self._awaited,
+            tell_after_s=self._tell_after_s,
+            secret=self._secret,
         )
         with self._lock:
             self._epoch = epoch

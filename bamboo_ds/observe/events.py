@@ -195,6 +195,15 @@ class Reconfigured(EventBase):
     previous: int = Field(ge=0, description="epoch that it left")
 
 
+class MembersAwaited(EventBase):
+    """Members do not come to where all others wait for them, to enter an epoch. Told after `recovery.plan_timeout_s`,
+    then more and more rarely."""
+
+    event: Literal["members_awaited"] = "members_awaited"
+    members: list[str] = Field(description="who has not come")
+    seconds: float = Field(ge=0, description="for how long they have been waited for")
+
+
 class ReplicaBuilt(EventBase):
     """A member has completed a copy of a role's state while training went on."""
 
@@ -345,6 +354,7 @@ Event = (
     | Takeover
     | Recovered
     | Reconfigured
+    | MembersAwaited
     | ReplicaBuilt
     | Step
     | CollectiveIncomplete

@@ -9,6 +9,7 @@ import logging
 import socket
 import threading
 import time
+import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -240,10 +241,11 @@ class StateServer:
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         try:
             return await self._answer(request)
-        except ConnectionError:
-            raise  # the receiver is gone, or was cut off
-        except Exception:
-            log.exception("a request to the state server at %s failed", self.url)
+        except BaseException as error:
+            _forget_locals(error)
+            # Else the receiver is gone, or was cut off.
+            if isinstance(error, Exception) and not isinstance(error, ConnectionError):
+                log.exception("a request to the state server at %s failed", self.url)
             raise
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
@@ -320,6 +322,13 @@ class StateServer:
             stall.cancel()
             del self._streams[transport]
         return response
+
+
+def _forget_locals(error: BaseException | None) -> None:
+    """Let go of what the functions had that ``error`` has ended: it may be kept, and with it the tensors being sent."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__context__
 
 
 def _abort(transport: asyncio.Transport) -> None:

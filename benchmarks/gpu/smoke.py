@@ -24,7 +24,6 @@ import torch
 from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
-from rich.console import Console
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -151,11 +150,10 @@ class Runner:
     def killed(self, case: Case) -> tuple[Job, str]:
         """With the block and a SIGKILL to the owner of the last stage in the middle of an iteration; what of it."""
         folder, arguments = self.prepare(case, "killed", self.block())
-        name = f"smoke-{os.getpid()}-{case.name}"
-        with bamboo_job(folder, case.workers, SCRIPT, arguments, name, variables=self.variables) as process:
+        with bamboo_job(folder, case.workers, SCRIPT, arguments, variables=self.variables) as process:
             watcher = Watcher(Job(folder), process)
             watcher.step(1)
-            victim = members(name)[case.workers - 1]
+            victim = members(process)[case.workers - 1]
             watcher.step(KILL_AFTER)
             typical = median(e["seconds"] for e in watcher.seen if e["event"] == "step" and e["step"] > 1)
             time.sleep(typical / 2)
@@ -266,7 +264,7 @@ def main(allow_cpu: bool, wanted: tuple[str, ...], layers: int, width: int, cont
                 if said:
                     console.print(f"[red]{case.name}[/red] ({device}): {said}", markup=True, highlight=False)
     title = f"{device}: all workers on it, M={MICRO_BATCHES}, {layers} layers of width {width}, context {context}"
-    Console(width=max(console.width, 160)).print(table(rows, title))
+    console.print(table(rows, title))
     content = {"title": title, "device": device, "emulated": not gpu, "alone": alone}
     save_json(out / "gpu-smoke.json", {**content, "rows": [asdict(row) for row in rows]})
     if "problem" in alone or not all(row.good for row in rows):

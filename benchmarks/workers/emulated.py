@@ -50,15 +50,19 @@ class Hold(torch.autograd.Function):
 
 
 class EmulatedLayer(nn.Module):
-    """(batch, WIDTH) -> (batch, WIDTH)."""
+    """(..., WIDTH) -> (..., WIDTH); with ``more`` parameters, which have gradients and cost hardly any computing."""
 
-    def __init__(self, forward_s: float, backward_s: float) -> None:
+    def __init__(self, forward_s: float, backward_s: float, more: int = 0) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
+        self.more = nn.Parameter(torch.zeros(more)) if more else None
         self.forward_s, self.backward_s = forward_s, backward_s
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return Hold.apply(self.linear(x.to(self.linear.weight.dtype)), self.forward_s, self.backward_s)
+        y = self.linear(x.to(self.linear.weight.dtype))
+        if self.more is not None:
+            y = y * (1 + self.more.mean())
+        return Hold.apply(y, self.forward_s, self.backward_s)
 
 
 class Loss(nn.MSELoss):
@@ -68,9 +72,11 @@ class Loss(nn.MSELoss):
         return super().forward(output.float(), target)
 
 
-def batches(size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The same batch for ever."""
-    x = torch.randn(size, WIDTH, generator=torch.Generator().manual_seed(1))
+def batches(size: int, boundary_bytes: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The same batch for ever, of so many bytes in fp32."""
+    rows = boundary_bytes // (4 * WIDTH * size)
+    shape = (size, rows, WIDTH) if rows else (size, WIDTH)
+    x = torch.randn(*shape, generator=torch.Generator().manual_seed(1))
     while True:
         yield x, x
 
@@ -104,6 +110,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--forward-s", type=float, required=True)
     parser.add_argument("--backward-s", type=float, required=True)
+    parser.add_argument("--parameters", type=int, default=0, help="more of each stage")
+    parser.add_argument(
+        "--boundary-mb", type=float, default=0.0, help="size of boundary tensors; 0: as small as can be"
+    )
     parser.add_argument("--tied", action="store_true", help="the first and the last stage share their weights")
     parser.add_argument("--trace", action="store_true")
     parser.add_argument("--out", type=Path, required=True)
@@ -113,7 +123,7 @@ def main() -> None:
     get_accelerator().is_fp16_supported = lambda: True
     deepspeed.init_distributed()
     torch.manual_seed(0)
-    times = arguments.forward_s, arguments.backward_s
+    times = arguments.forward_s, arguments.backward_s, arguments.parameters
     specs = [LayerSpec(EmulatedLayer, *times) for _ in range(arguments.stages)]
     if arguments.tied:
         specs[0], specs[-1] = (
@@ -122,7 +132,8 @@ def main() -> None:
     net = PipelineModule(specs, num_stages=arguments.stages, loss_fn=Loss(), partition_method="uniform")
     engine, *_ = deepspeed.initialize(args=arguments, model=net, model_parameters=list(net.parameters()))
     ends = engine.is_first_stage() or engine.is_last_stage()
-    data = batches(engine.train_micro_batch_size_per_gpu()) if ends else None
+    boundary = int(arguments.boundary_mb * 10**6)
+    data = batches(engine.train_micro_batch_size_per_gpu(), boundary) if ends else None
     trace = Trace(engine) if arguments.trace else None
     seconds = []
     for step in range(arguments.steps):

@@ -40,6 +40,10 @@ _REMOTES: weakref.WeakSet[Remote] = weakref.WeakSet()
 
 
 # -- inside a member ------------------------------------------------------------------------------------------
+#: Seconds after which members say who does not come to attach.
+TELL_AFTER_S = 0.3
+
+
 class Member:
     """The commands that a member's main thread understands, one method each."""
 
@@ -52,11 +56,11 @@ class Member:
         self.name = name
         self.failures: list[tuple[str | None, str]] = []
         self.kept: list[Any] = []
+        self.awaited: list[tuple[list[str], float]] = []
         self.session = Session(
-            name,
-            address,
-            timedelta(seconds=60),
-            lambda member, reason: self.failures.append((member, reason)),
+            *(name, address, timedelta(seconds=60), lambda member, reason: self.failures.append((member, reason))),
+            awaited=lambda members, seconds: self.awaited.append((list(members), seconds)),
+            tell_after_s=TELL_AFTER_S,
             secret=SECRET,
         )
         self.transport: Any = None
@@ -165,6 +169,8 @@ def serve(name: str, address: str, commands: Connection, parent: Sequence[Connec
                 answer("control", bool(waits))
             elif command == "failures":
                 answer("control", list(member.failures))
+            elif command == "awaited":
+                answer("control", list(member.awaited))
 
     thread = threading.Thread(target=control, name="control", daemon=True)
     thread.start()
@@ -359,22 +365,29 @@ def cluster(size: int, world: bool = True) -> Iterator[Cluster]:
         made.destroy()
 
 
-def take_census(made: Cluster, census: list[list[tuple[int, int]]]) -> None:
-    """Append how many threads and descriptors each member has; later ones wait until there are not more than before.
+Census = list[tuple[int, int]]
 
-    What a member closes goes in the background: a released thread, a server's end of a connection. The second census is
-    what the others are compared with, so each is taken again until it is as low as it gets.
+
+def take_census(made: Cluster, census: list[Census]) -> None:
+    """Append how many threads and descriptors each member has, when they are not more than :func:`lowest` before.
+
+    What a member closes goes in the background: a released thread, a server's end of a connection.
     """
     census.append(made.everybody("census"))
-    deadline = time.monotonic() + (10.0 if len(census) > 2 else 1.0)
-    while time.monotonic() < deadline:
-        again = made.everybody("census")
-        if len(census) > 2 and not grown(census[-1], census[1]):
-            return
-        census[-1] = [tuple(map(min, a, b)) for a, b in zip(census[-1], again, strict=True)]  # type: ignore[misc]
+    deadline = time.monotonic() + DEADLINE
+    while len(census) > 2 and grown(census[-1], lowest(census[:-1])):
+        if time.monotonic() > deadline:
+            return  # the test compares, too
+        again: Census = made.everybody("census")
+        census[-1] = [(min(a[0], b[0]), min(a[1], b[1])) for a, b in zip(census[-1], again, strict=True)]
 
 
-def grown(census: list[tuple[int, int]], base: list[tuple[int, int]]) -> bool:
+def lowest(census: list[Census]) -> Census:
+    """The lowest numbers of each member, the first time left out: what stays is made then."""
+    return [(min(n for n, _ in each), min(n for _, n in each)) for each in zip(*census[1:], strict=True)]
+
+
+def grown(census: Census, base: Census) -> bool:
     """Whether a member has more threads or descriptors than in ``base``."""
     return any(
         now > then for one, other in zip(census, base, strict=True) for now, then in zip(one, other, strict=True)

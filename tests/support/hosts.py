@@ -185,6 +185,7 @@ class HostJob(RunningJob):
         self._results: list[IO[bytes]] = []
         temporary = TemporaryFolder(folder)
         self.env = environment() | {MARK: str(folder)} | temporary.variables
+        self._settings, self._world = dict(settings or {}), len(places)
         with ExitStack() as begun:
             begun.callback(temporary.close)
             self.secret = JobSecret.new()
@@ -232,6 +233,10 @@ class HostJob(RunningJob):
             )
         os.close(writing)
         self.agents.append(process)
+
+    def come(self, slot: int, host: int, home: int) -> None:
+        """Start the agent of a slot that joins, with a script that runs as the rank ``home``."""
+        self._start_agent(slot, host, self._world, {**self._settings, "home": home})
 
     def members(self) -> dict[int, MemberRecord]:
         """The members that etcd knows, by the process ids of their agents."""

@@ -305,7 +305,6 @@ def main() -> None:
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--norm", action="store_true")
     parser.add_argument("--cache", action="store_true", help="layers make a buffer in their first pass")
-    parser.add_argument("--autocast", action="store_true", help="all steps in one context of the script's own")
     parser.add_argument("--compile", action="store_true", help="the engine's modules")
     parser.add_argument("--instances", action="store_true")
     parser.add_argument("--training-data", action="store_true")
@@ -381,8 +380,6 @@ def main() -> None:
     step = first
     if arguments.adjust:
         engine.global_steps = 100
-    context = torch.autocast("cpu", torch.bfloat16, enabled=arguments.autocast)
-    context.__enter__()
     while step < end_of(arguments, step):
         slow = arguments.slow_until is not None and step >= arguments.slow_from
         if slow and not bamboo_ds.is_replaying():
@@ -410,7 +407,6 @@ def main() -> None:
             path, state = engine.load_checkpoint(str(arguments.out / "checkpoints"))
             assert path is not None and state["step"] <= step + 1, (path, state)
         step += 1
-    context.__exit__(None, None, None)
     results = {"losses": losses, "evaluations": evaluations, "present": present, "pid": os.getpid()}
     dump(engine, arguments.out, rank, results)
 

@@ -1,7 +1,7 @@
 """A job that keeps and changes state in many places, all of which a copy of a stage has to follow.
 
 Every layer has a parameter for each of these places. All of them add 0 to what the layer computes, so that what goes
-wrong in one place shows in its parameter alone.
+wrong in one place shows in its parameter alone. All steps are in one context of autocast.
 
 train_script_state.py --deepspeed_config FILE --out FOLDER --stages P [--steps N] [--change-at STEP ...]
 """
@@ -149,6 +149,8 @@ def main() -> None:
     ends = engine.is_first_stage() or engine.is_last_stage()
     source = iterator(arguments, 0, 1, 4, None) if ends else None
     losses: list[float] = []
+    context = torch.autocast("cpu", torch.bfloat16)
+    context.__enter__()  # one for all steps: what it has cast it keeps as long
     while len(losses) < end_of(arguments, len(losses)):
         if arguments.slow_until is not None:
             wait_a_little(arguments.slow_until, arguments.slow_s)
@@ -161,6 +163,7 @@ def main() -> None:
                     if name.endswith("script"):
                         parameter.mul_(0.5)
         losses.append(float(engine.train_batch(data_iter=source)))
+    context.__exit__(None, None, None)
     dump(engine, arguments.out, rank, {"losses": losses, "evaluations": []}, state_of)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 import torch
 
-from bamboo_ds.state.fetch import fetch
+from bamboo_ds.state.fetch import Fetch, fetch
 from bamboo_ds.state.server import StateServer
 
 from .leaks import no_leaks
@@ -64,6 +65,16 @@ def wait_for(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         pause.wait(0.002)
+
+
+def is_in(one: Fetch, *functions: str) -> bool:
+    """Whether the thread of a fetch is in ``functions``, each called somewhere below the one before."""
+    frame, names = sys._current_frames().get(one._thread.ident or 0), []
+    while frame is not None:
+        names.append(frame.f_code.co_name)
+        frame = frame.f_back
+    outer = iter(reversed(names))
+    return all(name in outer for name in functions)
 
 
 class Proxy:

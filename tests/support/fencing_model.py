@@ -1,0 +1,1080 @@
+"""A job in simulated time: the real coordinators, leaders and agents over an etcd, hosts and workers made of nothing.
+
+What decides is the package's: :class:`Coordinator`, :class:`Leader` (with its deciders), the handlers of
+:class:`Agent`, :class:`WaitingAgent` and :class:`Comeback`, :mod:`~bamboo_ds.control.fencing`,
+:mod:`~bamboo_ds.generations` and the folder of checkpoints. Modelled: etcd (transactions, leases, watches, one
+revision for all), the network between hosts, clocks, processes that are stopped or killed, and workers, which do
+nothing but enter plans, commit, account and publish.
+
+A schedule is a list of :class:`Step`: everything that happens follows from it. All is one thread. A process that is
+held in the middle of a request to etcd is a nested loop of the world, in which all others go on.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import random
+import shutil
+import signal
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+from bamboo_ds.control import fencing, restart
+from bamboo_ds.control.agent import Agent
+from bamboo_ds.control.agent_settings import AgentSettings
+from bamboo_ds.control.assembly import make_leader, member_record, patience_s
+from bamboo_ds.control.comeback import Comeback
+from bamboo_ds.control.coordinator import _REFRESH, Callbacks, Coordinator
+from bamboo_ds.control.membership import JobRecord, Keys, RestartRecord, StopRecord
+from bamboo_ds.control.messages import Contact, ExitNotice, LayoutReport, Message, PlanPush, Standing, Suspicion
+from bamboo_ds.control.relay import as_record
+from bamboo_ds.control.waiting import WaitingAgent
+from bamboo_ds.errors import EXIT_EVICTED, EXIT_FATAL_LOSS, EXIT_LEFT, LeaseExpired, StoreUnavailable
+from bamboo_ds.generations import is_over, supersede
+from bamboo_ds.observe.events import EventWriter
+from bamboo_ds.state import publish
+from bamboo_ds.state.checkpoints import SaveRecord
+from bamboo_ds.state.writer import Save, SaveFailed, check_lineage
+from bamboo_ds.store.records import KeyValue, Snapshot, WatchEvent
+from bamboo_ds.topology import Layout, Plan
+
+TTL_S = 2.0
+FENCE_S = 5.0
+#: Seconds between two looks at everybody.
+TICK_S = 0.4
+#: Seconds without a peer or a plan after which a worker stops (``recovery.plan_timeout_s``).
+ISOLATED_S = 8.0
+#: Seconds from an agent's request to the end of a worker.
+GRACE_S = 1.0
+#: Seconds for which a job may stand still once nothing is broken any more.
+HEALED_S = 60.0
+STAGES = 2
+JOB = "job"
+FOLDER = "checkpoints"
+#: How long steps take, and how fast clocks run.
+SECONDS = (0.4, 1.2, 3.0, 7.0, 12.0)
+RATES = (1.0, 0.97, 1.03)
+#: What may be switched off, to see that it is needed.
+FENCES = ("pause", "lineage", "wait", "mark", "clean", "stop", "swap")
+
+
+class Broken(AssertionError):
+    """An invariant does not hold."""
+
+
+class Step(NamedTuple):
+    """One thing that happens; ``one``, ``other`` choose who, ``seconds`` how long."""
+
+    kind: str
+    one: int = 0
+    other: int = 0
+    seconds: float = 1.0
+
+
+#: Kinds of steps by how often a schedule has them.
+KINDS: dict[str, int] = {
+    "pass": 8,
+    "cut": 4,  # a host from etcd
+    "cut all": 3,  # every host of the plan from etcd
+    "mend": 3,
+    "separate": 2,  # two hosts from each other
+    "etcd": 2,  # goes away, or comes back
+    "hold": 3,  # an agent in one of its next requests
+    "lose": 2,  # the answer to an agent's next request
+    "mute": 2,  # an agent's watch, or not any more
+    "stop": 3,  # all processes of a host, or not any more
+    "stop worker": 2,
+    "stop all": 1,  # the hosts of the plan
+    "kill worker": 2,
+    "kill host": 2,
+    "kill all": 1,  # the hosts of the plan
+    "fail": 1,  # a script
+    "join": 4,
+    "save": 3,  # a checkpoint is published; its writer may be stopped while it writes, or just before the rename
+    "account": 2,  # the next member that accounts is stopped just before
+}
+
+
+# -- etcd -------------------------------------------------------------------------------------------------
+
+
+class Etcd:
+    """Keys, revisions, leases, and all changes in order."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.revision = 1
+        self.up = True
+        self.keys: dict[str, KeyValue] = {}
+        self.leases: dict[int, float] = {}
+        self.changes: list[WatchEvent] = []
+        self._ids = 0
+
+    def grant(self) -> int:
+        self._ids += 1
+        self.leases[self._ids] = self._world.now + TTL_S
+        return self._ids
+
+    def expire(self) -> None:
+        """End what has run out, unless etcd is away: then nobody's time passes, and all begin anew at its return."""
+        if self.up:
+            for lease in [lease for lease, end in self.leases.items() if end <= self._world.now]:
+                self.revoke(lease)
+
+    def revoke(self, lease: int) -> None:
+        if self.leases.pop(lease, None) is not None:
+            for key in [key for key, entry in self.keys.items() if entry.lease == lease]:
+                self.delete(key)
+
+    def put(self, key: str, value: str, lease: int | None, by: str) -> int:
+        if lease is not None and lease not in self.leases:
+            raise LeaseExpired("gone")
+        self.revision += 1
+        before = self.keys.get(key)
+        created = before.create_revision if before else self.revision
+        entry = KeyValue(key, value, self.revision, created, lease)
+        self._world.check_write(key, value, by)
+        self.keys[key] = entry
+        self.changes.append(WatchEvent("put", key, entry))
+        return self.revision
+
+    def delete(self, key: str) -> bool:
+        if self.keys.pop(key, None) is None:
+            return False
+        self.revision += 1
+        self.changes.append(WatchEvent("delete", key, KeyValue(key, "", self.revision, 0)))
+        return True
+
+    def mod(self, key: str) -> int:
+        entry = self.keys.get(key)
+        return entry.mod_revision if entry else 0
+
+
+class SimLease:
+    """As :class:`bamboo_ds.store.Lease`."""
+
+    def __init__(self, store: SimStore, number: int) -> None:
+        self.id, self._store = number, store
+
+    def refresh(self) -> bool:
+        etcd = self._store.etcd
+
+        def again() -> bool:
+            if self.id in etcd.leases:
+                etcd.leases[self.id] = self._store.world.now + TTL_S
+            return self.id in etcd.leases
+
+        return bool(self._store.request(again))
+
+    def revoke(self) -> None:
+        self._store.request(lambda: self._store.etcd.revoke(self.id))
+
+
+class SimStore:
+    """As :class:`bamboo_ds.store.Store`, on one host."""
+
+    def __init__(self, world: World, host: Host) -> None:
+        self.world, self.etcd, self.host = world, world.etcd, host
+        self.by = ""
+        self.closed = self._seen = False
+        self._next = 0
+        self._observe: Callable[[WatchEvent], None] | None = None
+
+    def request(self, action: Callable[[], Any], key: str = "") -> Any:
+        host, world = self.host, self.world
+        if host.hold_s and not host.held and host.hold_at in ("", key):
+            seconds, host.hold_s = host.hold_s, 0.0
+            world.happened["hold"] += 1
+            host.held = True
+            world.advance(seconds)
+            host.held = False
+        if not self.etcd.up or not host.etcd or not host.alive:
+            raise StoreUnavailable("no answer")
+        result = action()
+        if host.lose:
+            host.lose = False
+            world.happened["lose"] += 1
+            raise StoreUnavailable("the answer was lost")
+        return result
+
+    def get(self, key: str) -> KeyValue | None:
+        return self.request(lambda: self.etcd.keys.get(key))  # type: ignore[no-any-return]
+
+    def get_prefix(self, prefix: str) -> Snapshot:
+        def read() -> Snapshot:
+            found = {key: entry for key, entry in self.etcd.keys.items() if key.startswith(prefix)}
+            return Snapshot(found, self.etcd.revision)
+
+        return self.request(read)  # type: ignore[no-any-return]
+
+    def put(self, key: str, value: str, lease: SimLease | None = None) -> int:
+        return self.request(lambda: self.etcd.put(key, value, lease.id if lease else None, self.by))  # type: ignore[no-any-return]
+
+    def create(
+        self, key: str, value: str, lease: SimLease | None = None, given: Mapping[str, int] | None = None
+    ) -> bool:
+        return self.compare_and_swap(key, 0, value, lease, given)
+
+    def compare_and_swap(
+        self,
+        key: str,
+        mod_revision: int,
+        value: str,
+        lease: SimLease | None = None,
+        given: Mapping[str, int] | None = None,
+    ) -> bool:
+        expected = {key: mod_revision, **({} if "stop" in self.world.off else given or {})}
+        if "swap" in self.world.off and key == Keys.PLAN:
+            expected = {}
+
+        def swap() -> bool:
+            if any(self.etcd.mod(each) != revision for each, revision in expected.items()):
+                return False
+            self.etcd.put(key, value, lease.id if lease else None, self.by)
+            return True
+
+        return self.request(swap, key)  # type: ignore[no-any-return]
+
+    def delete(self, key: str) -> bool:
+        return self.request(lambda: self.etcd.delete(key))  # type: ignore[no-any-return]
+
+    def compare_and_delete(self, key: str, mod_revision: int) -> bool:
+        return self.request(lambda: self.etcd.mod(key) == mod_revision and self.etcd.delete(key))  # type: ignore[no-any-return]
+
+    def delete_keys(self, keys: Iterable[str]) -> None:
+        self.request(lambda: [self.etcd.delete(key) for key in keys])
+
+    def lease(self, ttl_s: float) -> SimLease:
+        return SimLease(self, self.request(self.etcd.grant))
+
+    def watch(self, prefix: str, callback: Callable[[WatchEvent], None], start: int, *, on_error: Any) -> None:
+        self._observe = callback
+        changes = self.etcd.changes
+        self._next = next((n for n, event in enumerate(changes) if event.kv.mod_revision >= start), len(changes))
+
+    def deliver(self) -> bool:
+        """Hand over what has changed since the last time; whether there was anything."""
+        changes = self.etcd.changes
+        if self._observe is None or self._next == len(changes) or self.host.mute:
+            return False
+        if not self.etcd.up or not self.host.etcd:
+            return False
+        for event in changes[self._next :]:
+            self._observe(event)
+        self._next = len(changes)
+        return True
+
+    def close(self) -> None:
+        self.closed, self._observe = True, None
+
+    def __enter__(self) -> SimStore:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+# -- hosts and workers ------------------------------------------------------------------------------------
+
+
+class Host:
+    """One machine with one slot (and with those that stand in for others), its clock and its cables."""
+
+    def __init__(self, world: World, number: int) -> None:
+        self.world, self.number = world, number
+        self.rate, self._offset = world.rates[number % len(world.rates)], 1000.0 * number
+        self.alive, self.stopped, self.etcd, self.mute = True, False, True, False
+        self.hold_s, self.hold_at, self.held, self.lose = 0.0, "", False, False
+        self.parties: list[Party] = []
+
+    def clock(self) -> float:
+        return self._offset + self.rate * self.world.now
+
+    @property
+    def runs(self) -> bool:
+        return self.alive and not self.stopped and not self.held
+
+
+class Worker:
+    """Enters plans, commits, accounts, publishes. Nothing else of training is there."""
+
+    pid = 1
+
+    def __init__(self, host: Host, member: str, joiner: bool, tell: Callable[[Message], None]) -> None:
+        self.host, self.member, self.joiner, self._tell = host, member, joiner, tell
+        self.world = host.world
+        self.status: int | None = None
+        self.stopped = False
+        self.stopped_at: float | None = None
+        self.contact: Contact | None = None
+        self.newest: Plan | None = None
+        self.plan: Plan | None = None  # that it has entered
+        self.entering: Plan | None = None
+        self.step = 0
+        self.alone_since: float | None = None
+        self._accused: set[tuple[int, str]] = set()
+        self.last_sign_of_life: float | None = None
+        if joiner:
+            self.tell(LayoutReport(layout=Layout(1, STAGES), redundant=True, iterators=False))
+
+    @property
+    def runs(self) -> bool:
+        return self.status is None and not self.stopped and self.host.alive and not self.host.stopped
+
+    def tell(self, message: Message) -> None:
+        self.world.at_once.append(lambda: self._tell(message))
+
+    # as WorkerProcess
+    def send(self, message: Message) -> None:
+        if isinstance(message, PlanPush):
+            self.newest = message.plan
+        elif isinstance(message, Contact):
+            self.contact = message
+
+    def kill(self, signum: int) -> None:
+        if self.status is None:
+            self.status = -signum
+
+    def lingers(self) -> bool:
+        return False
+
+    # training
+    def exit(self, status: int, failed: bool = False) -> None:
+        if self.status is None:
+            if failed:
+                self.tell(ExitNotice(reason="ValueError", failed=True))
+            self.status = status
+
+    def look(self) -> None:
+        """Follow the newest plan."""
+        plan = self.newest
+        if plan is None or plan.epoch <= max(self.plan.epoch if self.plan else 0, self._going):
+            return
+        if self.member in plan.members and plan.unheld:
+            self.exit(EXIT_FATAL_LOSS)
+        elif plan.immediate or (self.plan is None and self.member in plan.members):
+            self.enter(plan)
+
+    @property
+    def _going(self) -> int:
+        return self.entering.epoch if self.entering else 0
+
+    def enter(self, plan: Plan) -> None:
+        if self.member in plan.members:
+            self.entering = plan
+        elif self.plan is not None or not self.joiner:
+            self.exit(EXIT_EVICTED if self.member in plan.lost else EXIT_LEFT)
+
+    def may_commit(self) -> bool:
+        assert self.plan is not None
+        contact, off = self.contact, self.world.off
+        if "pause" in off:
+            return True
+        if "lineage" in off and contact is not None:
+            contact = Contact(origin=self.plan.origin, generation=self.plan.generation, at=contact.at)
+        return fencing.may_commit(self.plan, contact, self.host.clock())
+
+    def entered(self, plan: Plan) -> None:
+        self.plan, self.entering, self.alone_since = plan, None, None
+        if plan.layout is None:
+            self.tell(LayoutReport(layout=Layout(1, STAGES), redundant=True, iterators=False))
+            return
+        held = [rank for rank, shadow in enumerate(plan.shadows) if shadow == self.member]
+        held += [rank for rank, learner in plan.learners if learner == self.member]
+        self.tell(Standing(epoch=plan.epoch, replicas=sorted(held)))
+
+    def miss(self, peers: Sequence[str]) -> None:
+        """Some peers cannot be reached."""
+        plan = self.entering or self.plan
+        assert plan is not None
+        if not peers:
+            self.alone_since = None
+            return
+        now = self.world.now
+        self.alone_since = now if self.alone_since is None else self.alone_since
+        if now - self.alone_since > ISOLATED_S:
+            self.exit(EXIT_EVICTED)
+        elif now - self.alone_since > TTL_S:
+            for peer in peers:
+                if (plan.epoch, peer) not in self._accused:
+                    self._accused.add((plan.epoch, peer))
+                    self.tell(Suspicion(epoch=plan.epoch, member=peer, reason="silent"))
+
+
+# -- the package's processes ------------------------------------------------------------------------------
+
+
+class SimCoordinator(Coordinator):
+    """Without threads: whoever has it calls :meth:`wake` and :meth:`stay`."""
+
+    due: float | None = 0.0
+    ended = False
+
+    def _refresh(self) -> None:
+        return
+
+    def _attend_neighbours(self, mirror: Any) -> None:
+        return
+
+    def wake(self) -> None:
+        if self.ended:
+            return
+        self._drain(self._clock())
+        try:
+            self.due = self._turn()
+        except Broken:
+            raise
+        except Exception as error:
+            self._ending.set()
+            self._callbacks.on_error(error)
+        if self._ending.is_set():
+            self.ended = True
+            self._store.close()
+            self._callbacks.on_ended()
+
+    def stay(self) -> None:
+        if self._connected and not self.ended:
+            try:
+                self._stay()
+            except StoreUnavailable:
+                if self._deserted():
+                    raise
+
+    @property
+    def pending(self) -> bool:
+        return not self._inbox.empty() or (self.due is not None and self.due <= self._clock())
+
+
+def make(
+    settings: AgentSettings, member: str, host: Host, events: EventWriter, callbacks: Callbacks, **more: Any
+) -> Any:
+    """As :func:`bamboo_ds.control.assembly.make_coordinator`."""
+    store: Any = SimStore(host.world, host)
+    store.by = member
+    return SimCoordinator(
+        store,
+        make_leader(settings, member, store, events, clock=host.clock),
+        member_record(settings, member, 1).model_copy(update={"agent_started": None, "process_space": ""}),
+        lease_ttl_s=settings.lease_ttl_s,
+        callbacks=callbacks,
+        last_heartbeat=more.get("last_heartbeat", lambda: None),
+        after_epoch=settings.after_epoch,
+        patience_s=patience_s(settings),
+        clock=host.clock,
+        fence_clock=host.clock,
+    )
+
+
+class SimAgent(Agent):
+    """The handlers of an agent, without its process, sockets and signals."""
+
+    def __init__(self, settings: AgentSettings, host: Host) -> None:
+        self._settings, self.host = settings, host
+        self._id = host.world.new_id(settings.slot)
+        self._posted: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._events = EventWriter(None)
+        self._stop = self._fatal = self._kill_at = self._broken = self._progress = self._progress_due = None
+        self._exit_notice = None
+        self._admitted = not settings.joins
+        self._member_since = 0.0
+        self._evicted = self._restarts = self._terminated = self._asked = False
+        self._epoch = self._listed = 0
+        self._leaving: Any = SimpleNamespace(notice=None, dropped=False, reason=None, end_at=None)
+        self._watchdog: Any = SimpleNamespace(hung=None)
+        self._feeders: Any = None
+        self.over = False
+        self._worker: Any = Worker(host, self._id, settings.joins, self._hear)
+        callbacks = Callbacks(
+            on_plan=self.on_plan,
+            on_store=lambda epoch, address, port: None,
+            on_places=lambda places: None,
+            on_stop=lambda stop: self._post(lambda: self._begin_stop(stop)),
+            on_error=lambda error: self._post(lambda: self._give_up(error)),
+            on_ended=lambda: self._post(self._note_over),
+            on_contact=self._worker.send,
+        )
+        self._coordinator: Any = make(
+            settings, self._id, host, self._events, callbacks, last_heartbeat=self._last_heartbeat
+        )
+
+    def _last_heartbeat(self) -> float | None:
+        return self.host.clock() if self._worker.runs else None
+
+    def _post(self, action: Callable[[], None]) -> None:
+        self._posted.put(action)
+
+    def _note_over(self) -> None:
+        self.over = True
+
+    def _kill_after(self, grace_s: float) -> None:
+        self._kill_at = self._kill_at or self.host.clock() + GRACE_S
+
+    def _hear(self, message: Message) -> None:
+        record = as_record(message, self._id)
+        if record is not None:
+            self._coordinator.write(*record)
+        elif isinstance(message, ExitNotice):
+            self._handle(message.to_line())
+
+
+class SimWaiting(WaitingAgent):
+    """The same of an agent that waits."""
+
+    def __init__(self, settings: AgentSettings, host: Host) -> None:
+        super().__init__(settings)
+        self.host, self._id = host, host.world.new_id(settings.slot)
+        self._coordinator: Any = make(settings, self._id, host, EventWriter(None), self._callbacks())
+
+
+class SimComeback(Comeback):
+    """Asks this host's store."""
+
+    def __init__(self, settings: AgentSettings, member: str, host: Host) -> None:
+        super().__init__(settings, member, 0.0, lambda seconds: True, host.clock)
+        self._host = host
+
+    def _open(self) -> Any:
+        return SimStore(self._host.world, self._host)
+
+
+class Party:
+    """One agent's process, whatever it is at the moment."""
+
+    def __init__(self, host: Host, settings: AgentSettings) -> None:
+        self.host, self.world = host, host.world
+        self.over = False
+        self._stay_at = 0.0
+        self._come_at = 0.0
+        self._become(settings)
+        host.parties.append(self)
+
+    def _become(self, settings: AgentSettings) -> None:
+        self.comeback: SimComeback | None = None
+        self._told = False
+        if settings.waiting:
+            self.process: SimAgent | SimWaiting = SimWaiting(settings, self.host)
+            return
+        self.process = SimAgent(settings, self.host)
+        for rank, slot in settings.extra_ranks.items():
+            Party(self.host, replace(settings, slot=slot, home=rank, extra=None))
+        self.world.workers[self.process._id] = self.process._worker
+
+    @property
+    def worker(self) -> Worker | None:
+        return self.process._worker if isinstance(self.process, SimAgent) else None
+
+    def act(self) -> None:
+        """What it does in one tick."""
+        if self.over or not self.host.runs:
+            return
+        if self.comeback is not None:
+            self._come_back()
+            return
+        coordinator = self.process._coordinator
+        clock = self.host.clock()
+        if clock >= self._stay_at:
+            self._stay_at = clock + _REFRESH * TTL_S
+            coordinator.stay()
+        for _ in range(4):
+            delivered = not coordinator.ended and coordinator._store.deliver()
+            if not (delivered or coordinator.pending) or coordinator.ended:
+                break
+            coordinator.wake()
+        self._drain()
+        if isinstance(self.process, SimAgent):
+            self._agent(self.process)
+        else:
+            self._waiting(self.process)
+
+    def _drain(self) -> None:
+        try:
+            while True:
+                self.process._posted.get_nowait()()
+        except Empty:
+            return
+
+    def _agent(self, agent: SimAgent) -> None:
+        worker: Worker = agent._worker
+        if worker.status is None:
+            if worker.stopped_at is not None and self.world.now - worker.stopped_at > TTL_S:
+                agent._watchdog.hung = ("heartbeat", 0.0)
+                worker.kill(signal.SIGKILL)
+            if agent._kill_at is not None and self.host.clock() >= agent._kill_at:
+                worker.kill(signal.SIGKILL)
+        elif not self._told:
+            self._told = True
+            agent.departed = agent._departure(worker.status, self.host.clock())  # type: ignore[attr-defined]
+            agent._coordinator.leave(agent.departed, agent._stop_of(agent.departed))  # type: ignore[attr-defined]
+        elif agent.over:
+            departure = agent.departed  # type: ignore[attr-defined]
+            if agent._coordinator.superseded:
+                departure = departure.model_copy(update={"outcome": "evicted"})
+            if agent.reborn is not None:
+                self._become(agent.reborn)
+            elif departure.outcome == "evicted":
+                self.comeback = SimComeback(agent._settings, agent._id, self.host)
+            else:
+                self.over = True
+
+    def _waiting(self, waiting: SimWaiting) -> None:
+        if not waiting._over:
+            return
+        if not self._told:
+            self._told = True
+            waiting._coordinator.leave(waiting._departure)
+            waiting._coordinator.wake()
+            self._drain()
+        if not waiting._ended:
+            return
+        if waiting._next is not None:
+            self._become(waiting._next)
+        elif waiting._joins:
+            self.comeback = SimComeback(waiting._settings, waiting._id, self.host)
+        else:
+            self.over = True
+
+    def _come_back(self) -> None:
+        assert self.comeback is not None
+        if self.world.now < self._come_at:
+            return
+        self._come_at = self.world.now + 1.0
+        settings = self.comeback._look()
+        if settings is not None:
+            self._become(settings)
+        elif self.comeback._ended:
+            self.over = True
+
+
+# -- the world --------------------------------------------------------------------------------------------
+
+
+class World:
+    """A job of two stages on hosts of their own, and what goes wrong.
+
+    Args:
+        rates: speed of each host's clock.
+        off: fences that are switched off, of :data:`FENCES`.
+
+    Attributes:
+        happened: faults that have had an effect, by kind.
+    """
+
+    def __init__(self, rates: Sequence[float] = (1.0,), off: Iterable[str] = ()) -> None:
+        self.now = 100.0
+        self.rates, self.off = tuple(rates), frozenset(off)
+        self.etcd = Etcd(self)
+        self.hosts: list[Host] = []
+        self.workers: dict[str, Worker] = {}
+        self.at_once: list[Callable[[], None]] = []
+        self.happened: Counter[str] = Counter()
+        self.apart: set[frozenset[int]] = set()
+        self.folder = Path(tempfile.mkdtemp(prefix="fencing-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None))
+        (self.folder / FOLDER).mkdir()
+        self._ids = self._turns = 0
+        self.hold_account = 0.0
+        self._sent: dict[tuple[int, int, str], int] = {}
+        self.plan: Plan | None = None
+        self.assigned = 0  # the newest restart
+        self.committed = self.accounted = 0  # newest generations that did
+        self.commits = 0
+        self.begun: set[int] = set()  # generations that have taken the folder over
+        for _ in range(STAGES):
+            self._start_host(None)
+        self.etcd.put(Keys.SPEC, JobRecord(job=JOB, world_size=STAGES, pipelines=1).to_json(), None, "")
+
+    def close(self) -> None:
+        shutil.rmtree(self.folder)
+
+    def new_id(self, slot: int) -> str:
+        self._ids += 1
+        return f"m{slot}-{self._ids:08x}"
+
+    def _start_host(self, settings: AgentSettings | None) -> None:
+        host = Host(self, len(self.hosts))
+        self.hosts.append(host)
+        Party(host, settings or self._settings(host.number))
+
+    def _settings(self, slot: int, **more: Any) -> AgentSettings:
+        values: dict[str, Any] = {
+            "job": JOB,
+            "address": "x",
+            "command": ("x",),
+            "zone": "",
+            "events": None,
+            "lease_ttl_s": TTL_S,
+            "heartbeat_timeout_s": TTL_S,
+            "settle_s": 0.02,
+            "grace_s": 1.0,
+            "max_restarts": 1000,
+            "slot": slot,
+            "world_size": STAGES,
+            "store": "x",
+            "parent_pid": 1,
+            "master_port": 1,
+            "pipelines": 1,
+            "result_fd": None,
+            "state_file": None,
+            "host": f"h{slot}",
+            "fence_s": FENCE_S,
+        }
+        return AgentSettings(**{**values, **more})
+
+    @property
+    def parties(self) -> list[Party]:
+        return [party for host in self.hosts for party in host.parties]
+
+    # -- invariants ---------------------------------------------------------------------------------------
+
+    def check_write(self, key: str, value: str, by: str) -> None:
+        """Nobody outside the plan stops the job; plans and restarts follow each other one by one."""
+        plan = self.plan
+        if key == Keys.PLAN:
+            new = Plan.from_json(value)
+            if plan is not None and (new.epoch, new.origin) != (plan.epoch + 1, plan.origin):
+                raise Broken(f"plan {new.epoch} follows {plan.epoch}")
+            if plan is not None and new.generation < plan.generation:
+                raise Broken(f"generation {new.generation} follows {plan.generation}")
+            self.plan = new
+        elif key == Keys.RESTART:
+            record = RestartRecord.from_json(value)
+            if record.generation != self.assigned + 1:
+                raise Broken(f"restart {record.generation} follows {self.assigned}")
+            self.assigned = record.generation
+        elif key == Keys.STOP and plan is not None:
+            stop = StopRecord.from_json(value)
+            if by not in plan.members and not plan.unheld and "failed" in stop.reason:
+                raise Broken(f"{by} has stopped the job, which plan {plan.epoch} does not list: {stop.reason}")
+
+    def _commit(self, worker: Worker) -> None:
+        assert worker.plan is not None
+        generation = worker.plan.generation
+        if generation < max(self.committed, self.assigned):
+            newer = max(self.committed, self.assigned)
+            raise Broken(f"{worker.member} commits for start {generation} when start {newer} has begun")
+        self.committed = generation
+        self.commits += 1
+        worker.step += 1
+        if self.hold_account and worker.plan.owners[0] == worker.member:
+            seconds, self.hold_account = self.hold_account, 0.0
+            if not self._stop_for(worker, seconds, 1):
+                return
+        self._account(worker)
+
+    def _account(self, worker: Worker) -> None:
+        """One line of the ledger, by the owner of the first stage."""
+        assert worker.plan is not None
+        if worker.plan.owners[0] != worker.member:
+            return
+        lineage = worker.plan.lineage
+        self._begin(lineage)
+        if "mark" in self.off or not is_over(self.folder / FOLDER, lineage):
+            if lineage[1] < self.accounted:
+                raise Broken(f"start {lineage[1]} accounts when start {self.accounted} has")
+            self.accounted = lineage[1]
+
+    def _begin(self, lineage: tuple[str, int]) -> None:
+        """What every start does first in a folder; then it chooses the checkpoint that it goes on from."""
+        if lineage[1] not in self.begun:
+            self.begun.add(lineage[1])
+            supersede(self.folder / FOLDER, lineage)
+            if "clean" not in self.off:
+                publish.clean(self.folder / FOLDER, JOB, lineage=lineage)
+
+    def _publish(self, worker: Worker, seconds: float, whom: int) -> None:
+        """A checkpoint gets its name; the process may be stopped in the middle of that."""
+        plan = worker.plan
+        if plan is None or plan.layout is None or plan.unheld or not worker.runs or worker.step == 0:
+            return
+        self._ids += 1
+        origin, generation = plan.lineage
+        fields = {"job": JOB, "save_id": f"s{self._ids}", "tag": f"step{self._ids}", "step": worker.step}
+        record = SaveRecord(**fields, layout=plan.layout, origin=origin, generation=generation)  # type: ignore[arg-type]
+        root = self.folder / FOLDER
+        try:
+            save = Save(root, record, plan.owners, True, True, None, None, 1.0)
+            check_lineage(save)
+            partial = publish.open_partial(root, record)
+            if whom % 2 and not self._stop_for(worker, seconds, whom // 2 % 3):  # anywhere while it writes
+                return
+            if "mark" not in self.off:
+                check_lineage(save)
+            if not whom % 2 and not self._stop_for(worker, seconds, whom // 2 % 3):  # at the worst instant
+                return
+            os.rename(partial, root / record.tag)
+        except (SaveFailed, FileNotFoundError):
+            self.happened["refused"] += 1
+            return
+        self.happened["published"] += 1
+        if any(later > generation for later in self.begun):
+            raise Broken(f"start {generation} publishes {record.tag} when start {max(self.begun)} has begun")
+
+    def _stop_for(self, worker: Worker, seconds: float, whom: int) -> bool:
+        """A worker's host is stopped at this instant, and (1) those of its plan, too, or (2) these are killed.
+
+        Returns:
+            Whether the worker lives on.
+        """
+        others = [host for host in self._of_plan() if host is not worker.host] if whom else []
+        self.happened["writer stopped"] += 1
+        for host in others:
+            host.stopped = host.alive
+            if whom == 2:
+                self._kill_host(host, Step("kill host"))
+        worker.host.stopped = True
+        self.advance(seconds)
+        for host in (worker.host, *others):
+            host.stopped = False
+        return worker.status is None
+
+    # -- time ---------------------------------------------------------------------------------------------
+
+    def advance(self, seconds: float) -> None:
+        """Let so much time pass, in which everybody acts that can."""
+        end = self.now + seconds
+        while self.now < end:
+            self.now = min(end, self.now + TICK_S)
+            self._tick()
+
+    def _tick(self) -> None:
+        self.etcd.expire()
+        self._turns += 1
+        parties = self.parties
+        for party in parties[self._turns % len(parties) :] + parties[: self._turns % len(parties)]:
+            party.act()
+        if self._turns % 2:
+            self._train()
+        pending, self.at_once = self.at_once, []
+        for action in pending:
+            action()
+
+    def linked(self, one: Host, other: Host) -> bool:
+        return frozenset((one.number, other.number)) not in self.apart
+
+    def _train(self) -> None:
+        live = [worker for worker in self.workers.values() if worker.runs]
+        for worker in live:
+            worker.look()
+        self._attach(live)
+        for worker in live:
+            if worker.plan is not None and worker.entering is None and worker.plan.layout is not None:
+                self._contribute(worker)
+        for worker in live:
+            if worker.status is None and worker.plan is not None and worker.entering is None:
+                self._complete(worker)
+
+    def _attach(self, live: Sequence[Worker]) -> None:
+        """Those enter a plan together whom it lists, if all of them are there."""
+        for plan in {w.entering.epoch: w.entering for w in live if w.entering is not None}.values():
+            here = [w for w in live if w.entering is not None and w.entering.epoch == plan.epoch]
+            missing = [m for m in plan.members if m not in {w.member for w in here}]
+            split = [w for w in here if not all(self.linked(w.host, other.host) for other in here)]
+            if missing or split:
+                for worker in here:
+                    worker.miss([m for m in missing if self._silent(worker, m)])
+                continue
+            step = max(w.step for w in here)
+            for worker in here:
+                worker.step = step
+                worker.entered(plan)
+
+    def _silent(self, worker: Worker, member: str) -> bool:
+        peer = self.workers.get(member)
+        return peer is None or not peer.runs or not self.linked(worker.host, peer.host)
+
+    def _contribute(self, worker: Worker) -> None:
+        plan = worker.plan
+        assert plan is not None
+        key = plan.epoch, worker.step, worker.member
+        if key not in self._sent and worker.may_commit():
+            self._sent[key] = worker.newest.epoch if worker.newest else 0
+
+    def _complete(self, worker: Worker) -> None:
+        plan = worker.plan
+        assert plan is not None
+        told = [self._sent.get((plan.epoch, worker.step, member)) for member in plan.members]
+        others = [member for member in plan.members if member != worker.member]
+        apart = [m for m in others if m not in self.workers or not self.linked(worker.host, self.workers[m].host)]
+        gone = [m for m in others if m in self.workers and self.workers[m].status is not None]
+        if None in told or apart:
+            worker.miss([m for m in others if m in apart or m in gone or not self.workers[m].runs])
+            return
+        worker.miss([])
+        if not worker.may_commit():
+            self.happened["paused"] += 1
+            return
+        self._commit(worker)
+        due = worker.newest
+        if due is not None and min(epoch for epoch in told if epoch is not None) >= due.epoch > plan.epoch:
+            worker.enter(due)
+
+    # -- what goes wrong ----------------------------------------------------------------------------------
+
+    def do(self, step: Step) -> None:
+        """One step of a schedule."""
+        host = self.hosts[step.one % len(self.hosts)]
+        effect = self._account_ if step.kind == "account" else getattr(self, "_" + step.kind.replace(" ", "_"), None)
+        if step.kind != "pass" and effect is not None and effect(host, step) is not False:
+            self.happened[step.kind] += 1
+        if step.kind not in ("save",):
+            self.advance(step.seconds)
+
+    def _of_plan(self) -> list[Host]:
+        members = self.plan.members if self.plan else ()
+        return [h for h in self.hosts if any(p.worker and p.worker.member in members for p in h.parties)]
+
+    def _cut(self, host: Host, step: Step) -> bool:
+        host.etcd, before = False, host.etcd
+        return before
+
+    def _cut_all(self, host: Host, step: Step) -> bool:
+        return any([self._cut(each, step) for each in self._of_plan()])
+
+    def _mend(self, host: Host, step: Step) -> None:
+        self.apart.clear()
+        for each in self.hosts:
+            each.etcd = True
+
+    def _separate(self, host: Host, step: Step) -> bool:
+        other = self.hosts[step.other % len(self.hosts)]
+        self.apart ^= {frozenset((host.number, other.number))} if other is not host else set()
+        return other is not host
+
+    def _etcd(self, host: Host, step: Step) -> None:
+        self.etcd.up = not self.etcd.up
+        if self.etcd.up:
+            self.etcd.leases = {lease: self.now + TTL_S for lease in self.etcd.leases}
+
+    def _hold(self, host: Host, step: Step) -> bool:
+        host.hold_s, host.hold_at = 2 * step.seconds, ("", "", Keys.PLAN, Keys.RESTART)[step.other % 4]
+        return False  # counted when it takes place
+
+    def _lose(self, host: Host, step: Step) -> bool:
+        host.lose = True
+        return False
+
+    def _mute(self, host: Host, step: Step) -> None:
+        host.mute = not host.mute
+
+    def _stop(self, host: Host, step: Step) -> bool:
+        host.stopped = host.alive and not host.stopped
+        return host.alive
+
+    def _stop_all(self, host: Host, step: Step) -> None:
+        for each in self._of_plan():
+            each.stopped = each.alive
+
+    def _stop_worker(self, host: Host, step: Step) -> bool:
+        workers = [p.worker for p in host.parties if p.worker is not None and p.worker.status is None]
+        for worker in workers:
+            worker.stopped = not worker.stopped
+            worker.stopped_at = self.now if worker.stopped else None
+        return bool(workers)
+
+    def _kill_worker(self, host: Host, step: Step) -> bool:
+        workers = [p.worker for p in host.parties if p.worker is not None and p.worker.status is None]
+        for worker in workers:
+            worker.kill(signal.SIGKILL)
+        return bool(workers)
+
+    def _kill_host(self, host: Host, step: Step) -> bool:
+        alive, host.alive = host.alive, False
+        for party in host.parties:
+            party.over = True
+            if party.worker is not None:
+                party.worker.kill(signal.SIGKILL)
+        return alive
+
+    def _kill_all(self, host: Host, step: Step) -> bool:
+        return any([self._kill_host(each, step) for each in self._of_plan()])
+
+    def _fail(self, host: Host, step: Step) -> bool:
+        workers = [p.worker for p in host.parties if p.worker is not None and p.worker.runs]
+        if step.other % 2:
+            host.hold_s, host.hold_at = 2 * step.seconds, Keys.STOP
+        for worker in workers:
+            worker.exit(1, failed=True)
+        return bool(workers)
+
+    def _join(self, host: Host, step: Step) -> bool:
+        plan = self.plan
+        if plan is None or (plan.layout is None and not plan.unheld) or len(self.hosts) > STAGES + 2:
+            return False
+        slot = next(n for n in itertools.count(STAGES) if Keys.slot(n) not in self.etcd.keys)
+        self.etcd.put(Keys.slot(slot), "joiner", None, "")
+        fatal = bool(plan.unheld)
+        waits = {"waiting": True, "after_epoch": plan.epoch, "generation": self.assigned}
+        self._start_host(self._settings(slot, **(waits if fatal else {"home": step.other % STAGES})))
+        return True
+
+    def _save(self, host: Host, step: Step) -> bool:
+        members = self.plan.members if self.plan else ()
+        leads = [w for w in self.workers.values() if w.plan is not None and w.plan.owners[0] == w.member and w.runs]
+        for worker in leads[-1:]:
+            self._publish(worker, 3 * step.seconds, step.one + step.other)
+        return bool(members and leads)
+
+    def _account_(self, host: Host, step: Step) -> None:
+        self.hold_account = 3 * step.seconds
+
+    # -- the end ------------------------------------------------------------------------------------------
+
+    def heal(self) -> None:
+        """Nothing is broken any more; raises :class:`Broken` if the job neither ends nor goes on."""
+        self.apart.clear()
+        self.hold_account = 0.0
+        self.etcd.up or self._etcd(self.hosts[0], Step("etcd"))
+        for host in self.hosts:
+            host.etcd, host.mute, host.stopped, host.hold_s, host.lose = True, False, False, 0.0, False
+        for worker in self.workers.values():
+            worker.stopped, worker.stopped_at = False, None
+        begin, end = self.commits, self.now + HEALED_S
+        while self.now < end:
+            self.advance(1.0)
+            if Keys.STOP in self.etcd.keys or all(party.over for party in self.parties):
+                return
+            plan = self.plan
+            if plan is not None and not plan.unheld and self.commits > begin + 3 and self.committed == plan.generation:
+                return
+        raise Broken(f"the job stands still: plan {self.plan}, members {[k for k in self.etcd.keys if '/' in k]}")
+
+
+def draw(seed: int, length: int = 8) -> tuple[list[Step], tuple[float, ...]]:
+    """A schedule and speeds of clocks, from a seed."""
+    dice = random.Random(seed)
+    kinds = dice.choices(list(KINDS), list(KINDS.values()), k=length)
+    steps = [Step("pass", seconds=dice.choice((2.0, 4.0)))]
+    steps += [Step(kind, dice.randrange(5), dice.randrange(5), dice.choice(SECONDS)) for kind in kinds]
+    return steps, tuple(dice.choice(RATES) for _ in range(3))
+
+
+def run(steps: Sequence[Step], rates: Sequence[float] = (1.0,), off: Iterable[str] = ()) -> Counter[str]:
+    """Carry a schedule out; returns what has happened. Raises :class:`Broken`."""
+    world = World(rates, off)
+    waits = nullcontext() if "wait" not in world.off else patch.object(restart, "restart_wait_s", lambda *_: 0.0)
+    try:
+        waits.__enter__()
+        world.advance(3 * TICK_S)
+        for step in steps:
+            world.do(step)
+        world.heal()
+        world.happened["restarts"] += world.assigned
+        world.happened["commits"] += world.commits
+        return world.happened
+    finally:
+        waits.__exit__(None, None, None)
+        world.close()
+
+
+def quiet() -> None:
+    """Keep the package's log to itself: these jobs have much to tell."""
+    logging.getLogger("bamboo_ds").setLevel(logging.CRITICAL + 1)
