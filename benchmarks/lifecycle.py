@@ -18,7 +18,6 @@ from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import click
 import psutil
@@ -230,11 +229,9 @@ class Lifecycle:
 
     def stop_etcd(self, seconds: float) -> None:
         """SIGSTOP, and SIGCONT after some time."""
-        port = urlsplit(jobs.choose(self.name).store).port
-        assert port is not None
-        pid = listener(self.process.pid, port)
+        pid = listener(self.process.pid, jobs.choose(self.name).store)
         if pid is None:
-            raise JobFailed("no process of the job listens on etcd's port")
+            raise JobFailed("no process of the job is its etcd")
         with Process(pid) as etcd:
             etcd.signal(signal.SIGSTOP)
             try:

@@ -161,13 +161,13 @@ def test_partition_says_why_not() -> None:
 def test_listener_is_found_by_its_port() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        assert listener(os.getpid(), port) is None  # it is no descendant
+        assert listener(os.getpid(), f"http://127.0.0.1:{port}") is None  # it is no descendant
         child = os.fork()
         if child == 0:
             signal.pause()
             os._exit(0)
         try:
-            assert listener(os.getpid(), port) == child
+            assert listener(os.getpid(), f"http://127.0.0.1:{port}") == child
         finally:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)

@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 import pytest
 
+from bamboo_ds.chaos.processes import listener
 from bamboo_ds.errors import ConfigError, LaunchError, StoreError
 from bamboo_ds.store import embedded
 from bamboo_ds.store.client import Store
@@ -108,7 +109,7 @@ def listening(pid: int) -> list[Any]:
 
 def test_serves_this_user_alone() -> None:
     with EmbeddedEtcd(None) as etcd:
-        assert listening(etcd.pid) == []
+        assert listening(etcd.pid) == [] and listener(os.getpid(), etcd.url) == etcd.pid
         path = Path(etcd.url.removeprefix("unix://"))
         assert path.is_socket() and path.parent == etcd.data_dir and path.parent.stat().st_mode & 0o077 == 0
         with Store([etcd.url], namespace="/bamboo/j/") as store:

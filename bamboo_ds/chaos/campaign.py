@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
-from urllib.parse import urlsplit
 
 import psutil
 from rich.console import Console
@@ -308,10 +307,7 @@ def _notice_file(command: Sequence[str], folder: str) -> str | None:
 
 def _etcd(place: Place) -> int | None:
     """Process id of the etcd that the launcher has started."""
-    url = urlsplit(place.store.split(",")[0])
-    if place.launcher is None or url.port is None:
-        return None
-    return listener(place.launcher, url.port)
+    return None if place.launcher is None else listener(place.launcher, place.store.split(",")[0])
 
 
 # -- settings of the command line -----------------------------------------------------------------------

@@ -16,6 +16,7 @@ from typing_extensions import Self
 from ..control.channel import ENV_MEMBER
 from ..control.membership import MemberRecord
 from ..errors import BambooError
+from ..store.endpoints import parse_endpoints
 
 #: Seconds within which a signal takes effect, else something is wrong with the host.
 EFFECT_S = 5.0
@@ -135,17 +136,22 @@ def here(record: MemberRecord) -> bool:
     return True
 
 
-def listener(root_pid: int, port: int) -> int | None:
-    """The descendant of process ``root_pid`` that listens on TCP ``port``, if any."""
+def listener(root_pid: int, url: str) -> int | None:
+    """The descendant of process ``root_pid`` that serves the store at ``url``, if any."""
+    (place,) = parse_endpoints([url], None)
     try:
         family = psutil.Process(root_pid).children(recursive=True)
     except psutil.NoSuchProcess:
         return None
     for process in family:
         try:
-            sockets = process.net_connections(kind="tcp")
+            if place.path:  # etcd's own folder
+                found = process.cwd() == os.path.dirname(place.path)
+            else:
+                sockets = process.net_connections(kind="tcp")
+                found = any(s.status == psutil.CONN_LISTEN and s.laddr and s.laddr.port == place.port for s in sockets)
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue  # it has just ended
-        if any(s.status == psutil.CONN_LISTEN and s.laddr and s.laddr.port == port for s in sockets):
+        if found:
             return process.pid
     return None
