@@ -55,7 +55,8 @@ def test_a_rank_is_lost_under(launcher: str, tmp_path: Path, stock: list[float])
     if "module" in launcher:
         script[0] = script[0].removesuffix(".py")
     go = tmp_path / "go"
-    with LaunchedJob(tmp_path, [*LAUNCHERS[launcher](), *script, "--slow-until", str(go)]) as job:
+    command, told = [*LAUNCHERS[launcher](), *script, "--slow-until", str(go)], {"BAMBOO_CHECK_EXACT": "2"}
+    with LaunchedJob(tmp_path, command, told) as job:
         job.wait_for_step(3)
         before = job.launched()
         assert set(before) == set(range(RANKS))
@@ -66,13 +67,14 @@ def test_a_rank_is_lost_under(launcher: str, tmp_path: Path, stock: list[float])
         assert job.exit_code() == 0, job.output()[-6000:]
     assert [(e["reason"], e["detail"]) for e in job.events("member_lost")] == [("signal", "SIGKILL")]
     assert [e["exit_code"] for e in job.events("run_finished")] == [0]
+    assert [(e["step"], e["stages"]) for e in job.events("exact_checked")] == [(2, 2)]
     assert losses(tmp_path) == {0: stock}
 
 
 @pytest.mark.integration
 def test_bamboo_launch_survives_the_launcher(tmp_path: Path, stock: list[float]) -> None:
     script = prepare(tmp_path, bamboo=True)
-    go, events = tmp_path / "go", ["--events", str(tmp_path / "events.jsonl")]
+    go, events = tmp_path / "go", ["--events", str(tmp_path / "events.jsonl"), "--check-exact", "2"]
     command = [bamboo_command(), "launch", *events, "--", *LAUNCHERS["deepspeed"](), *script, "--slow-until", str(go)]
     with LaunchedJob(tmp_path, command) as job:
         job.wait_for_step(3)

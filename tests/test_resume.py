@@ -50,9 +50,10 @@ class Held:
     forwards: int = 0
     reduced: bool = False
     bare: bool = False
+    loss: bool = True  # with the reduced gradients; a step does without
 
     def progress(self) -> RoleProgress:
-        return RoleProgress(self.forwards, len(self.summed), self.reduced, self.bare)
+        return RoleProgress(self.forwards, len(self.summed), self.reduced and self.loss, self.bare)
 
 
 class Deadlock(AssertionError):
@@ -141,12 +142,13 @@ class Job:
         # Everything that a member of iteration K holds counts, and nothing else does.
         for role in self.layout.roles:
             assert decision.progress[role] == self.held[role].progress()
+        if decision.mode == "commit" and not all(p.reduced for p in decision.progress.values()):
+            decision = replace(decision, mode="resume")  # a clone lacks what the commit needs
         if decision.mode == "resume":
             settled = settle(self.layout, self.micro_batches, decision.progress, self.tied)
             for role, done in settled.items():
                 self.faults["redone"] += done != decision.progress[role]
-                alone = self.layout.pipelines == 1 and role.stage not in self.tied
-                self.held[role].reduced = done.reduced and alone
+                self.held[role].reduced = done.reduced
             decision = replace(decision, progress=settled)
         self.faults[decision.mode] += 1
         self.faults["behind"] += bool(decision.behind)
@@ -171,7 +173,8 @@ class Job:
         owner = new.owner(role)
         twins = (Role(d, role.stage) for d in range(self.layout.pipelines))
         twin = next(t for t in twins if t not in clones and new.owner(t) == owner)
-        self.held[role] = Held(reduced=self.held[twin].reduced, bare=True)
+        last = role.stage == self.layout.stages - 1  # the loss of its own pipeline is gone
+        self.held[role] = Held(reduced=self.held[twin].reduced, bare=True, loss=not last)
         self.versions[owner, role] = self.versions[owner, twin]
         self.faults["cloned"] += 1
 
@@ -294,7 +297,7 @@ class Job:
             self.arrived.add(r)
         complete = all(r in self.arrived for r in group)
         for r in mine:
-            self.held[r].reduced = complete
+            self.held[r].reduced = self.held[r].loss = complete
         return complete
 
     def do_SendReplica(self, _: str, role: Role) -> None:
@@ -311,7 +314,7 @@ class Job:
 
     def do_Commit(self, member: str, _: Any) -> bool:
         for role in self.plan.owned_by(member):
-            assert self.held[role].reduced
+            assert self.held[role].progress().reduced
         for role in self.plan.shadowed_by(member):
             assert self.replicas[role]
         step = self.steps[member]
@@ -444,6 +447,29 @@ def test_shadows_anywhere(pipelines: int, stages: int) -> None:
         faults += job.faults
     assert faults["redone"] >= 3 and faults["behind"] >= 5, faults
     assert (faults["cloned"] >= 5) == (pipelines > 1), faults
+
+
+@pytest.mark.parametrize("copies", [1, 2, 3])
+@pytest.mark.parametrize("lacking", [None, 0, 1, 2])
+def test_what_is_reduced_everywhere_is_not_done_again(copies: int, lacking: int | None) -> None:
+    """A loss after all passes, when some had not entered the commit; one copy of stage ``lacking`` is not reduced."""
+    plan = takeover(plan_of(copies, 3), {"m1" if copies == 1 else f"m{copies}"})
+    lost = Role(0, 1)
+    progress = {role: RoleProgress(4, 4, reduced=True) for role in plan.world.roles}
+    progress[lost] = RoleProgress(2, 0, reduced=True, bare=True)
+    late = Role(copies - 1, lacking) if lacking is not None else None
+    if late is not None:
+        progress[late] = replace(progress[late], reduced=False)
+    settled = settle(plan.world, 4, progress)
+    kept = {role.stage for role in plan.world.roles if settled[role].reduced}
+    assert kept == {0, 1, 2} - {lacking}
+    passes: Counter[str] = Counter()
+    for member in plan.members:
+        passes.update(type(i).__name__ for i in member_program(plan, member, 4, settled) if "Pass" in type(i).__name__)
+    # The passes of the lost role alone, and only if it has to reduce again; it had done two forwards redundantly.
+    again = lacking == lost.stage
+    assert passes == (Counter(ForwardPass=2, BackwardPass=4) if again else Counter())
+    assert settled[lost].reduced is not again
 
 
 def test_one_stage() -> None:

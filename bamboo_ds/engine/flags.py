@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ FLAGS = "flags/"
 #: Settings of libraries, by module of ``torch.backends`` (or below) and attribute.
 _BACKENDS = (
     ("cuda.matmul", "allow_tf32"),
+    ("cuda.matmul", "fp32_precision"),
     ("cuda.matmul", "allow_fp16_reduced_precision_reduction"),
     ("cuda.matmul", "allow_bf16_reduced_precision_reduction"),
     ("cuda.matmul", "allow_fp16_accumulation"),
@@ -25,9 +27,12 @@ _BACKENDS = (
     ("cudnn", "benchmark"),
     ("cudnn", "deterministic"),
     ("cudnn", "allow_tf32"),
+    ("cudnn", "fp32_precision"),
+    ("cudnn.conv", "fp32_precision"),
     ("mkldnn", "enabled"),
     ("mkldnn", "deterministic"),
     ("mkldnn", "allow_tf32"),
+    ("mkldnn.matmul", "fp32_precision"),
     ("quantized", "engine"),
 )
 #: Variables that libraries read.
@@ -53,7 +58,7 @@ def flags_here(device: torch.device) -> dict[str, str]:
     found: dict[str, Any] = {
         "torch.set_default_dtype": torch.get_default_dtype(),
         "torch.set_default_device": torch.get_default_device(),
-        "torch.set_float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "torch.set_float32_matmul_precision": _read(torch.get_float32_matmul_precision),
         "torch.use_deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
         "torch.use_deterministic_algorithms(warn_only)": torch.is_deterministic_algorithms_warn_only_enabled(),
         "torch.set_flush_denormal": not torch.tensor(5e-324, dtype=torch.float64).mul(1.0).item(),
@@ -64,13 +69,7 @@ def flags_here(device: torch.device) -> dict[str, str]:
     else:
         found["torch.set_num_threads (OMP_NUM_THREADS)"] = torch.get_num_threads()
     for path, name in _BACKENDS:
-        part: Any = torch.backends
-        for each in path.split("."):
-            part = getattr(part, each, None)
-        try:
-            found[f"torch.backends.{path}.{name}"] = getattr(part, name, None)
-        except RuntimeError as error:  # torch's new and old ways of setting it were mixed
-            found[f"torch.backends.{path}.{name}"] = str(error).splitlines()[0]
+        found[f"torch.backends.{path}.{name}"] = _read(partial(_attribute, path, name))
     for kind in ("flash", "mem_efficient", "math", "cudnn"):
         enabled = getattr(torch.backends.cuda, f"{kind}_sdp_enabled", None)
         found[f"torch.backends.cuda.enable_{kind}_sdp"] = enabled() if enabled is not None else None
@@ -82,6 +81,21 @@ def flags_here(device: torch.device) -> dict[str, str]:
             found[f"torch.nn.modules.module.{name}"] = sorted(_called(hook) for hook in hooks.values())
     found.update((name, os.environ.get(name)) for name in _VARIABLES)
     return {name: str(value) for name, value in found.items()}
+
+
+def _attribute(path: str, name: str) -> Any:
+    part: Any = torch.backends
+    for each in path.split("."):
+        part = getattr(part, each, None)
+    return getattr(part, name, None)
+
+
+def _read(setting: Callable[[], Any]) -> Any:
+    """The value, or why torch does not tell it: its new and old ways of setting it were mixed."""
+    try:
+        return setting()
+    except RuntimeError as error:
+        return str(error).splitlines()[0]
 
 
 def _called(hook: Any) -> str:

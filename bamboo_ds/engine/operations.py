@@ -72,11 +72,7 @@ class TrainIteration:
 
     def repeatable(self) -> bool:
         engine = self._engine
-        owned, accounted = engine._binding.owned(), engine._accounted()
-        last = [r for r in owned if r.role.stage == engine.num_stages - 1]
-        ends = [*last, *(r for r in owned if r.role.stage == 0)]
-        known = all(len(runtime.consumed) >= accounted for runtime in ends)
-        return known and all(runtime.reduced_loss is not None for runtime in last)
+        return all(engine._is_complete(runtime) for runtime in engine._binding.owned())
 
     def finish(self, behind: bool) -> None:
         engine = self._engine

@@ -396,17 +396,23 @@ class RecoveringExecutor(CopyingExecutor):
                 self._binding.drop(role)
         return [runtimes[role] for role in owned if runtimes[role].adopted]
 
+    def _is_complete(self, runtime: StageRuntime) -> bool:
+        """Whether there is all that the commit needs of a role. One cloned from another pipeline lacks its own's."""
+        stage, last = runtime.role.stage, self.num_stages - 1
+        if runtime.reduced is None or (stage == last and runtime.reduced_loss is None):
+            return False
+        return stage not in (0, last) or len(runtime.consumed) >= self._accounted()
+
     def _record(self) -> dict[str, Any]:
         """What this member tells the others (JSON)."""
         roles = []
         for runtime in self._binding.owned():
-            reduced = runtime.reduced is not None and (self._entered or not self._repeats_reduction(runtime.role))
             roles.append(
                 {
                     "role": [runtime.role.pipeline, runtime.role.stage],
                     "forwards": 0 if runtime.torn else runtime.forwards,
                     "backwards": 0 if runtime.torn else runtime.backwards,
-                    "reduced": reduced,
+                    "reduced": self._is_complete(runtime),
                     "bare": runtime.adopted,
                 }
             )
@@ -457,14 +463,11 @@ class RecoveringExecutor(CopyingExecutor):
         return replace(decision, progress=settled)
 
     def _drop_reductions(self, progress: Mapping[Role, RoleProgress]) -> None:
-        """The iteration is resumed from ``progress``: reductions are done again, but for roles that need nothing more.
-
-        With several pipelines that is none, and no tied stage: another role may have to repeat the reduction.
-        """
+        """The iteration is resumed from ``progress``: reductions that it does not know of are done again."""
         self._entered = False
         for role, runtime in self._binding.runtimes.items():
             # A replica's are still what the owner has: they protect the role while the iteration is finished.
-            if self._repeats_reduction(role) or not progress[role].reduced:
+            if not progress[role].reduced:
                 runtime.tied.clear()
                 runtime.reduced = runtime.measured = runtime.reduced_loss = runtime.received_layers = None
         for learner in self._learners.values():

@@ -113,10 +113,6 @@ class TyingExecutor(SlicingExecutor):
         runtime.tied.clear()
         return found
 
-    def _repeats_reduction(self, role: Role) -> bool:
-        """Whether ``role`` may have to repeat its reduction although it is through with it: for other roles."""
-        return self.is_data_parallel or role.stage in self._tied_stages
-
     def _exec_reduce_tied_grads(self) -> None:
         """Sum the gradients of the pipeline's tied weights into ``runtime.tied`` of this member's roles there.
 

@@ -73,6 +73,10 @@ def settle(
     from it: no neighbour a boundary tensor, no other role its sums for another reduction. Else its passes are
     done again; for that its neighbours may have to do theirs again.
 
+    The roles of a stage in all copies of the model are reduced together: what all of them hold is kept. If one of them
+    lacks it all do the reduction again, for which those that were taken over do their passes again. So do stages that
+    are reduced with others, always.
+
     Tensor slices of a stage do their passes together. Where one of them has to do passes again, so have the others,
     from the first one on: what went into a sum of gradients cannot be taken out of it, and of a backward pass there
     is nothing left to do it again with. That is so for the slices of a role that was taken over, and where a loss
@@ -91,8 +95,6 @@ def settle(
         return done.reduced or getattr(done, counter) == micro_batches
 
     def needed(role: Role) -> bool:
-        if layout.copies > 1 or role.stage in tied:
-            return True
         before, after = Role(role.pipeline, role.stage - 1), Role(role.pipeline, role.stage + 1)
         return (role.stage > 0 and not over(before, "backwards")) or (
             role.stage < layout.stages - 1 and not over(after, "forwards")
@@ -106,7 +108,8 @@ def settle(
     while again:
         again = False
         for role, done in settled.items():
-            if done.bare and done.reduced and needed(role):
+            lacking = role.stage in tied or not all(settled[each].reduced for each in layout.siblings(role))
+            if done.reduced and (lacking or (done.bare and needed(role))):
                 settled[role] = replace(done, reduced=False)
                 again = True
         for role in layout.roles if layout.slices > 1 else ():
