@@ -69,12 +69,13 @@ class Stranger:
             others = [other for other in targets["members"] if other != member]
             told = targets["epoch"], others[0] if others else "x", member
             nested, old = b"[" * 200_000, {"op": "hello", "n": 1, "key": "bamboo-store-1", "value": targets["epoch"]}
-            much = frame(b'{"op":"set","n":1,"key":"k","value":"' + b"x" * (64 << 20))
+            much = frame(b'{"op":"set","n":1,"key":"k","value":"' + b"x" * (60 << 20) + b'"}')
             for what, deed in (
                 ("send nested JSON", partial(self.say, place, frame(nested))),
                 ("say an old hello", partial(self.say, place, frame(json.dumps(old).encode()))),
                 ("fill the store", partial(self.introduce, place, b"store", *told, much)),
                 ("take a member's place", partial(self.introduce, place, b"link", *told)),
+                ("take a member's place", partial(self.introduce, place, b"store", *told)),
             ):
                 self.attempt(what, place, deed)
         for url, token in targets["servers"]:
