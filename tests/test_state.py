@@ -32,6 +32,9 @@ CPU = torch.device("cpu")
 
 
 def test_every_setting_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.set_float32_matmul_precision(
+        "highest"
+    )  # the default; torch tells a default that was set from one that was not
     before = flags_here(CPU)
     compare_flags({"m0": before, "m1": flags_here(CPU)}, "m0")
     changes: dict[str, tuple[Any, Any, Any]] = {
