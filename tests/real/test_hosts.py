@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -39,6 +40,14 @@ def script(folder: Path) -> list[str]:
     ]
 
 
+def secret(folder: Path) -> dict[str, str]:
+    """The job's secret, for every host."""
+    file = folder / "job.secret"
+    file.touch(0o600)
+    file.write_text(os.urandom(32).hex())
+    return {"BAMBOO_SECRET_FILE": str(file)}
+
+
 def lose(job: RealJob, machines: Machines, host: int) -> None:
     """The host vanishes; its two members are lost by their leases, and two others have everything."""
     wait_whole(job, 4)
@@ -59,15 +68,17 @@ def lose(job: RealJob, machines: Machines, host: int) -> None:
 def test_a_host_under_pdsh(tmp_path: Path, reference: Reference, machines: Machines) -> None:
     """`deepspeed --hostfile`, pdsh and ssh: one of two hosts vanishes, two members join from a third one over ssh."""
     events = str(tmp_path / "events.jsonl")
+    # What deepspeed passes to other hosts: a member that joins must compute with as many threads.
+    (tmp_path / ".deepspeed_env").write_text("OMP_NUM_THREADS=1\nDS_ACCELERATOR=cpu\n")
     (tmp_path / "hostfile").write_text("".join(f"{machines.address(host)} slots=2\n" for host in (0, 1)))
     with EmbeddedEtcd(machines.outside) as etcd:
         launch = [bamboo_command(), "launch", "--store", etcd.url, "--job", "pdsh", "--events", events]
         deepspeed = ["deepspeed", "--hostfile", str(tmp_path / "hostfile"), "--master_port", str(free_port())]
-        words = script(tmp_path)
-        with RealJob(tmp_path, [*launch, "--", *deepspeed, *words], words, "pdsh", machines) as job:
+        words, told = script(tmp_path), secret(tmp_path)
+        with RealJob(tmp_path, [*launch, "--", *deepspeed, *words], words, "pdsh", machines, told) as job:
             lose(job, machines, 1)
             options = ["--store", etcd.url, "--job", "pdsh", "--events", events]
-            command = job.shell([bamboo_command(), "join", *options, *job.command])
+            command = job.shell([bamboo_command(), "join", *options, *job.command], **told)
             joiners = [job.start(machines.ssh(2, command), f"join-{number}") for number in (0, 1)]
             wait_whole(job, 4)
             wait_steps(job, 2)
@@ -84,7 +95,8 @@ def test_a_host_under_torchrun(tmp_path: Path, reference: Reference, machines: M
     """torchrun, 2 nodes x 2, static rendezvous: one node vanishes, the other one finishes."""
     rendezvous = ["--rdzv-backend", "static", "--master-addr", machines.address(0), "--master-port", str(free_port())]
     with EmbeddedEtcd(machines.outside) as etcd:
-        told = {"BAMBOO_STORE": etcd.url, "BAMBOO_JOB": "torchrun", "BAMBOO_EVENTS": str(tmp_path / "events.jsonl")}
+        told = secret(tmp_path)
+        told |= {"BAMBOO_STORE": etcd.url, "BAMBOO_JOB": "torchrun", "BAMBOO_EVENTS": str(tmp_path / "events.jsonl")}
 
         def node(job: RealJob, rank: int) -> list[str]:
             command = ["torchrun", "--nnodes", "2", "--node-rank", str(rank), "--nproc-per-node", "2", *rendezvous]
