@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from queue import Empty, SimpleQueue
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from bamboo_ds.control.agent import Agent
 from bamboo_ds.control.agent_settings import AgentSettings
 from bamboo_ds.control.assembly import make_leader, member_record, patience_s
 from bamboo_ds.control.comeback import Comeback
-from bamboo_ds.control.coordinator import _REFRESH, Callbacks, Coordinator
+from bamboo_ds.control.coordinator import _REFRESH, Callbacks, Coordinator, _raise
 from bamboo_ds.control.messages import Contact, ExitNotice, LayoutReport, Message, PlanPush, Standing, Suspicion
 from bamboo_ds.control.relay import as_record
 from bamboo_ds.control.waiting import WaitingAgent
@@ -180,8 +181,8 @@ class SimCoordinator(Coordinator):
     def wake(self) -> None:
         if self.ended:
             return
-        self._drain(self._clock())
         try:
+            self._drain(self._clock())
             self.due = self._turn()
         except Broken:
             raise
@@ -197,9 +198,9 @@ class SimCoordinator(Coordinator):
         if self._connected and not self.ended:
             try:
                 self._stay()
-            except StoreUnavailable:
+            except StoreUnavailable as error:
                 if self._deserted():
-                    raise
+                    self._inbox.put(partial(_raise, error))
 
     @property
     def pending(self) -> bool:
