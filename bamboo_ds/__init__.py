@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from .plan_change import PlanView
 from .stages import Installer
 from .version import __version__
+from .worker.plan_changes import PlanView
 
 __all__ = [
     "PlanView",
@@ -36,12 +36,12 @@ def on_plan_change(listener: _Listener) -> _Listener:
     called.
 
     Args:
-        listener: gets a :class:`~bamboo_ds.plan_change.PlanView`. Several may be given, and are called in turn.
+        listener: gets a :class:`~bamboo_ds.worker.plan_changes.PlanView`. Several may be given, and are called in turn.
 
     Returns:
         ``listener``, so that this can be used as a decorator.
     """
-    from . import plan_change
+    from .worker import plan_changes as plan_change
 
     return plan_change.listen(listener)
 
@@ -75,9 +75,9 @@ def is_replaying() -> bool:
     Meanwhile ``train_batch`` returns recorded losses at once. A script may want to print or log nothing then.
     Always false in a worker that was there from the start, and in a job without a ``"bamboo"`` block.
     """
-    from . import launch
+    from .worker import job
 
-    return launch.is_replaying()
+    return job.is_replaying()
 
 
 def speaks_for(rank: int) -> bool:
@@ -94,9 +94,9 @@ def speaks_for(rank: int) -> bool:
     Raises:
         ValueError: the job has no such rank.
     """
-    from . import launch
+    from .worker import job
 
-    return launch.speaks_for(rank)
+    return job.speaks_for(rank)
 
 
 def init_distributed(config: Any, **kwargs: Any) -> None:
@@ -111,6 +111,11 @@ def init_distributed(config: Any, **kwargs: Any) -> None:
     Raises:
         ConfigError: the ``"bamboo"`` block is wrong; raised before any process group exists.
     """
-    from . import launch
+    from .autoload import autoload
+    from .launch import before_init_distributed
 
-    launch.init_distributed(config, **kwargs)
+    autoload()
+    before_init_distributed(kwargs.get("timeout"), config)
+    import deepspeed
+
+    deepspeed.init_distributed(**kwargs)

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from . import launch
+from .worker import job as jobs
 
 _MARK = "_bamboo_patched"
 
@@ -31,7 +31,7 @@ def patch(module: ModuleType) -> None:
 
     @functools.wraps(original)
     def load(name: str, *args: Any, **kwargs: Any) -> Any:
-        job = launch.job_of_main_thread()
+        job = jobs.job_of_main_thread()
         if job is None:
             return original(name, *args, **kwargs)
         folder = kwargs.get("build_directory") or module._get_build_directory(name, False)
@@ -100,7 +100,7 @@ def _ended_in_order() -> Iterator[None]:
     ):
         yield
         return
-    from .control.worker_process import end_descendants
+    from .processes import end_descendants
 
     def end(*_: object) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it comes once from the agent, perhaps again from a launcher

@@ -52,8 +52,8 @@ def _engine_class(cls: type) -> type:
     """The engine class of a job with a block that would otherwise be a ``cls``."""
     from deepspeed.runtime.pipe.engine import PipelineEngine
 
-    from . import launch
     from .engine import BambooPipelineEngine
+    from .worker.job import current_job
 
     if issubclass(cls, BambooPipelineEngine):
         return cls
@@ -66,5 +66,5 @@ def _engine_class(cls: type) -> type:
         raise UnsupportedError(
             f'"{BLOCK}" does not support the pipeline engine {cls.__name__}; use a plain PipelineModule'
         )
-    launch.require_job()
+    current_job()
     return BambooPipelineEngine

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
-from . import launch
+from .worker import job as jobs
 
 logger = logging.getLogger("bamboo_ds")
 
@@ -59,7 +59,7 @@ def _as_speaker(rank: int) -> Callable[[Function, ModuleType], Function]:
 @contextmanager
 def _taken_for(rank: int) -> Iterator[None]:
     """In the body the process has ``rank`` if it speaks for it, and else not."""
-    job = launch.job_of_main_thread()
+    job = jobs.job_of_main_thread()
     if job is None:
         yield
         return
@@ -84,7 +84,7 @@ def _writer(setter: str, *settings: str) -> Callable[[Function, ModuleType], Fun
         @functools.wraps(original)
         def get() -> Any:
             nonlocal tried, wrote
-            job = launch.job_of_main_thread()
+            job = jobs.job_of_main_thread()
             if job is None:
                 return original()
             speaks = job.speaks_for(_LAST)
@@ -126,7 +126,7 @@ def _timers(original: Any, _: ModuleType) -> Any:
 
     @functools.wraps(log)
     def speak(self: Any, names: Any, rank: int | None = None, *args: Any, **kwargs: Any) -> Any:
-        job = launch.job_of_main_thread()
+        job = jobs.job_of_main_thread()
         if job is not None:
             rank = job.channel.rank if job.speaks_for(_LAST if rank is None else rank) else _NONE
         return log(self, names, rank, *args, **kwargs)
@@ -153,7 +153,7 @@ def _evaluate(original: Function, _: ModuleType) -> Function:
 def _is_last_stage(original: Function, _: ModuleType) -> Function:
     @functools.wraps(original)
     def is_pipeline_last_stage(*args: Any, **kwargs: Any) -> Any:
-        job = launch.job_of_main_thread() if _evaluating else None
+        job = jobs.job_of_main_thread() if _evaluating else None
         if job is not None and job.session.script is not None and job.session.script.place != "engine":
             return True
         return original(*args, **kwargs)

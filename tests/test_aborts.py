@@ -13,11 +13,12 @@ import pytest
 
 from bamboo_ds.comm import epoch as module
 from bamboo_ds.comm.inner import NCCL
-from bamboo_ds.control.channel import WorkerChannel
 from bamboo_ds.control.messages import Heartbeat, PlanPush, parse_to_agent
 from bamboo_ds.errors import EXIT_EVICTED, AbortFailed, Isolated
-from bamboo_ds.launch import Job, _exit_code_of
 from bamboo_ds.topology import Plan
+from bamboo_ds.worker.channel import WorkerChannel
+from bamboo_ds.worker.exit import exit_code_of
+from bamboo_ds.worker.job import Job
 
 
 def plan(epoch: int, *others: str) -> Plan:
@@ -96,7 +97,7 @@ def test_one_that_blocks_or_fails_holds_nobody_up(
         worker.heartbeats(4)
         with pytest.raises(AbortFailed, match=r"NCCL group group0 of a, b \(epoch 1\) still blocks after 0 s") as first:
             worker.job.enter(worker.job.channel.wait_plan(1, 20))
-        assert _exit_code_of(first.value) == EXIT_EVICTED, "a loss of this member, no failure of the script"
+        assert exit_code_of(first.value) == EXIT_EVICTED, "a loss of this member, no failure of the script"
     finally:
         release.set()
     epoch._aborts.join()

@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from bamboo_ds.control.admission import over_for
-from bamboo_ds.control.membership import Keys, LeftRecord, MemberRecord, Record, StandingRecord
-from bamboo_ds.control.mirror import Mirror
-from bamboo_ds.control.newcomer import choose_home
+from bamboo_ds.control.agent.admission import over_for
+from bamboo_ds.control.registry.keys import Keys
+from bamboo_ds.control.registry.mirror import Mirror
+from bamboo_ds.control.registry.records import LeftRecord, MemberRecord, Record, StandingRecord
+from bamboo_ds.control.registry.vacancies import choose_home
 from bamboo_ds.store.records import KeyValue, Snapshot
 from bamboo_ds.topology import Layout, Plan
 from bamboo_ds.topology.planner import initial_plan, with_redundancy

@@ -9,8 +9,9 @@ from collections.abc import Callable
 
 import psutil
 
-from bamboo_ds.control.access import open_store
-from bamboo_ds.control.membership import Keys, MemberRecord
+from bamboo_ds.control.registry.access import open_store
+from bamboo_ds.control.registry.keys import Keys
+from bamboo_ds.control.registry.records import MemberRecord
 
 from .support.control import Job, start
 

@@ -15,8 +15,6 @@ from dataclasses import replace
 import pytest
 from pydantic import ValidationError
 
-from bamboo_ds.control import channel as module
-from bamboo_ds.control.channel import WorkerChannel
 from bamboo_ds.control.messages import (
     EventReport,
     ExitNotice,
@@ -31,6 +29,8 @@ from bamboo_ds.control.messages import (
 )
 from bamboo_ds.errors import EpochChanged
 from bamboo_ds.topology import Layout, Plan
+from bamboo_ds.worker import channel as module
+from bamboo_ds.worker.channel import WorkerChannel
 
 PLAN = Plan(epoch=1, owners=("a", "b"), members=("a", "b"), store_host="a")
 
@@ -308,6 +308,6 @@ def test_from_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.integration
 def test_importing_the_channel_is_cheap() -> None:
     """Workers import it: it must bring neither torch nor gRPC."""
-    code = "import sys, bamboo_ds.control.channel; print(sorted({'torch', 'grpc', 'etcd3'} & set(sys.modules)))"
+    code = "import sys, bamboo_ds.worker.channel; print(sorted({'torch', 'grpc', 'etcd3'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "[]\n"

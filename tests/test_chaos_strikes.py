@@ -32,7 +32,7 @@ from bamboo_ds.chaos.situation import Situation
 from bamboo_ds.chaos.sparing import Choice
 from bamboo_ds.chaos.strikes import Impossible, Kill, Notify, Obey, Partition, Raise, Stop, Strike
 from bamboo_ds.chaos.victim import EXIT_CODE, Order, VictimUnreachable
-from bamboo_ds.control.membership import MemberRecord
+from bamboo_ds.control.registry.records import MemberRecord
 from bamboo_ds.topology import takeover
 
 from .support.chaos import OBEDIENT, at, members, record, settled
@@ -296,7 +296,7 @@ def test_feeders_end_with_the_agent_that_has_started_them() -> None:
 REAPER = """
 import subprocess, sys, time
 import psutil
-from bamboo_ds.control.worker_process import adopt_orphans, reap_adopted
+from bamboo_ds.processes import adopt_orphans, reap_adopted
 adopt_orphans()
 own = subprocess.Popen(["sh", "-c", "exit 3"])
 # Its child ends when told to, which is after it was adopted: a shell collects what has ended before.

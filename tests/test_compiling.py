@@ -12,7 +12,8 @@ from typing import Any
 import psutil
 import pytest
 
-from bamboo_ds import compiling, launch
+from bamboo_ds import compiling
+from bamboo_ds.worker import job as jobs
 
 from .support.jobs import RunningJob, write_config
 
@@ -43,7 +44,7 @@ def test_another_process_has_the_lock(tmp_path: Path) -> None:
 
 
 def test_without_a_job_torch_loads_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "_job", None)
+    monkeypatch.setattr(jobs, "_job", None)
     torch_s: Any = ModuleType("torch.utils.cpp_extension")
     torch_s.load = lambda name, sources, verbose=False: (name, sources, verbose)
     compiling.patch(torch_s)

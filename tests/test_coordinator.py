@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from bamboo_ds.control.coordinator import Callbacks, Coordinator
-from bamboo_ds.control.membership import Keys, LeftRecord, MemberRecord, StandingRecord, StopRecord
-from bamboo_ds.control.mirror import Mirror
+from bamboo_ds.control.agent.coordinator import Callbacks, Coordinator
+from bamboo_ds.control.registry.keys import Keys
+from bamboo_ds.control.registry.mirror import Mirror
+from bamboo_ds.control.registry.records import LeftRecord, MemberRecord, StandingRecord, StopRecord
 from bamboo_ds.errors import StoreUnavailable
 from bamboo_ds.store import Lease, Store
 from bamboo_ds.topology.planner import initial_plan

@@ -9,7 +9,8 @@ import torch
 
 from bamboo_ds.comm import inner
 from bamboo_ds.comm.inner import GLOO, NCCL, kind_for, use_for_cuda
-from bamboo_ds.control.agent_settings import AgentSettings, local_rank, parse_arguments
+from bamboo_ds.control.agent.command import local_rank
+from bamboo_ds.control.settings import AgentSettings, parse_arguments
 
 CUDA = torch.device("cuda")
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from bamboo_ds.control.access import open_store
-from bamboo_ds.control.membership import MemberRecord
+from bamboo_ds.control.registry.access import open_store
+from bamboo_ds.control.registry.records import MemberRecord
 
 from .support.etcd import EtcdCluster, EtcdServer
 from .support.jobs import Result, RunningJob, slow_until, write_config

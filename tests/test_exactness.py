@@ -17,7 +17,8 @@ from torch import nn
 
 from bamboo_ds.cli import demo_train
 from bamboo_ds.config import parse_block
-from bamboo_ds.control.agent_settings import MemberOptions, parse_arguments, worker_environment
+from bamboo_ds.control.agent.command import worker_environment
+from bamboo_ds.control.settings import MemberOptions, parse_arguments
 from bamboo_ds.engine.exactness import differences
 from bamboo_ds.engine.lanes import RehearsalLanes, Stream
 from bamboo_ds.engine.tracing import Traces

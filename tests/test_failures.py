@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from bamboo_ds.control.ending import Ending
-from bamboo_ds.control.failures import hopeless
-from bamboo_ds.control.membership import LeftRecord
+from bamboo_ds.control.agent.ending import Ending
+from bamboo_ds.control.leader.failures import hopeless
+from bamboo_ds.control.registry.records import LeftRecord
 
 from .support.control import Job, start
 from .support.jobs import write_config

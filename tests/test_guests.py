@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from bamboo_ds.cli.guests import Guests, exit_code
-from bamboo_ds.control.access import open_store
-from bamboo_ds.control.membership import Keys, LeftRecord, MemberRecord, StopRecord
-from bamboo_ds.control.mirror import Mirror
+from bamboo_ds.control.registry.access import open_store
+from bamboo_ds.control.registry.keys import Keys
+from bamboo_ds.control.registry.mirror import Mirror
+from bamboo_ds.control.registry.records import LeftRecord, MemberRecord, StopRecord
 from bamboo_ds.secret import JobSecret
 from bamboo_ds.store import Store
 from bamboo_ds.store.records import KeyValue, Snapshot

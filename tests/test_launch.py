@@ -16,8 +16,8 @@ from typing import TypeVar
 
 import pytest
 
-from bamboo_ds.control.channel import ENV_ADDRESS, ENV_FD, ENV_JOB, ENV_JOINER, ENV_MEMBER
 from bamboo_ds.control.messages import ExitNotice, Message, PlanPush, StoreAddress, parse_to_agent
+from bamboo_ds.control.variables import ENV_ADDRESS, ENV_FD, ENV_JOB, ENV_JOINER, ENV_MEMBER
 from bamboo_ds.errors import EXIT_FATAL_LOSS
 from bamboo_ds.topology import Layout, Plan
 
@@ -30,9 +30,9 @@ ALONE = Plan(epoch=1, owners=("a",), members=("a",), store_host="a", homes=(0,))
 BEGIN = """
 import sys
 from datetime import timedelta
-from bamboo_ds.control.channel import WorkerChannel
+from bamboo_ds.worker.channel import WorkerChannel
 from bamboo_ds.errors import EpochChanged
-from bamboo_ds.launch import Job
+from bamboo_ds.worker.job import Job
 
 channel = WorkerChannel.from_environment()
 job = Job(channel, None, timedelta(seconds=20))

@@ -9,9 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bamboo_ds.cli.status import job_status
-from bamboo_ds.control.decisions import EXIT_CONFIG, Decider, StopJob, View, Wait, WritePlan
-from bamboo_ds.control.membership import (
-    Keys,
+from bamboo_ds.control.leader.decisions import EXIT_CONFIG, Decider, StopJob, Wait, WritePlan
+from bamboo_ds.control.leader.view import View
+from bamboo_ds.control.registry.keys import Keys
+from bamboo_ds.control.registry.mirror import Mirror
+from bamboo_ds.control.registry.records import (
     LayoutRecord,
     LeaderRecord,
     LeftRecord,
@@ -20,10 +22,9 @@ from bamboo_ds.control.membership import (
     Record,
     RestartRecord,
     SuspicionRecord,
-    boot_id,
 )
-from bamboo_ds.control.mirror import Mirror
 from bamboo_ds.errors import EXIT_FATAL_LOSS
+from bamboo_ds.processes import boot_id
 from bamboo_ds.store.records import KeyValue, Snapshot, WatchEvent
 from bamboo_ds.topology import Layout, Plan
 from bamboo_ds.topology.planner import initial_plan, takeover, with_redundancy

@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 
-from bamboo_ds.control.leader import Leader
-from bamboo_ds.control.membership import Keys, LayoutRecord, LeaderRecord, LeftRecord, MemberRecord, boot_id
-from bamboo_ds.control.mirror import Mirror
+from bamboo_ds.control.leader.leader import Leader
+from bamboo_ds.control.registry.keys import Keys
+from bamboo_ds.control.registry.mirror import Mirror
+from bamboo_ds.control.registry.records import LayoutRecord, LeaderRecord, LeftRecord, MemberRecord
 from bamboo_ds.errors import StoreUnavailable
 from bamboo_ds.observe.events import EventWriter
+from bamboo_ds.processes import boot_id
 from bamboo_ds.store import Lease, Store
 from bamboo_ds.topology import Layout, Plan
 

@@ -6,9 +6,10 @@ import logging
 
 import pytest
 
-from bamboo_ds.control.membership import Keys, MemberRecord
-from bamboo_ds.control.mirror import Mirror
-from bamboo_ds.control.pruning import obsolete
+from bamboo_ds.control.leader.pruning import obsolete
+from bamboo_ds.control.registry.keys import Keys
+from bamboo_ds.control.registry.mirror import Mirror
+from bamboo_ds.control.registry.records import MemberRecord
 from bamboo_ds.errors import ProtocolError
 from bamboo_ds.observe.logs import LOGGER
 from bamboo_ds.store.records import KeyValue, Snapshot, WatchEvent

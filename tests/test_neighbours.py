@@ -10,8 +10,10 @@ from contextlib import contextmanager
 
 import pytest
 
-from bamboo_ds.control.membership import Keys, LeaderRecord, LeftRecord, MemberRecord
-from bamboo_ds.control.neighbours import Neighbours, process_space, report_dead_agent, started, watched_by
+from bamboo_ds.control.agent.neighbours import Neighbours, report_dead_agent, watched_by
+from bamboo_ds.control.registry.keys import Keys
+from bamboo_ds.control.registry.records import LeaderRecord, LeftRecord, MemberRecord
+from bamboo_ds.processes import process_space, started
 from bamboo_ds.store import Store
 
 pytest_plugins = ["tests.support.fixtures"]

@@ -18,21 +18,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bamboo_ds.cli.status import job_status
-from bamboo_ds.control.decisions import Decider, Feed, StopJob, View, Wait, WritePlan
-from bamboo_ds.control.ending import Ending
-from bamboo_ds.control.handover import Deadlines
-from bamboo_ds.control.membership import (
-    Keys,
+from bamboo_ds.control.agent.ending import Ending
+from bamboo_ds.control.leader.decisions import Decider, Feed, StopJob, Wait, WritePlan
+from bamboo_ds.control.leader.departures import Deadlines
+from bamboo_ds.control.leader.view import View
+from bamboo_ds.control.registry.keys import Keys
+from bamboo_ds.control.registry.mirror import Mirror
+from bamboo_ds.control.registry.records import (
     LayoutRecord,
     LeftRecord,
     MemberRecord,
     NoticeRecord,
     StandingRecord,
     StopRecord,
-    boot_id,
 )
-from bamboo_ds.control.mirror import Mirror
 from bamboo_ds.errors import EXIT_EVICTED, EXIT_FATAL_LOSS, EXIT_LEFT
+from bamboo_ds.processes import boot_id
 from bamboo_ds.store.records import KeyValue, Snapshot
 from bamboo_ds.topology import Candidate, Layout
 from bamboo_ds.topology.planner import initial_plan, with_redundancy

@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from bamboo_ds.control.agent_settings import parse_arguments, worker_environment
+from bamboo_ds.control.agent.command import worker_environment
 from bamboo_ds.control.notices import Notice, NoticesConfig, NoticeSource, NoticeWatcher, build_sources
 from bamboo_ds.control.notices.aws import AwsSource
 from bamboo_ds.control.notices.azure import AzureSource
 from bamboo_ds.control.notices.gcp import GcpSource
 from bamboo_ds.control.notices.hooks import FileSource, HttpSource
+from bamboo_ds.control.settings import parse_arguments
 from bamboo_ds.errors import ConfigError
 
 from .support.leaks import no_leaks

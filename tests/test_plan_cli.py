@@ -10,8 +10,9 @@ import pytest
 from click.testing import CliRunner
 
 from bamboo_ds.cli.plan import plan as command
-from bamboo_ds.control.access import open_store
-from bamboo_ds.control.membership import Keys, LayoutRecord, MemberRecord, StandingRecord
+from bamboo_ds.control.registry.access import open_store
+from bamboo_ds.control.registry.keys import Keys
+from bamboo_ds.control.registry.records import LayoutRecord, MemberRecord, StandingRecord
 from bamboo_ds.errors import ConfigError
 from bamboo_ds.topology import Layout, Plan, initial_plan, takeover, with_redundancy
 

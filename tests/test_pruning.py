@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from bamboo_ds.control.leader import Leader
-from bamboo_ds.control.membership import (
+from bamboo_ds.control.leader.leader import Leader
+from bamboo_ds.control.leader.pruning import KEPT_EPOCHS, KEPT_MEMBERS, obsolete
+from bamboo_ds.control.registry.keys import Keys
+from bamboo_ds.control.registry.mirror import Mirror
+from bamboo_ds.control.registry.records import (
     JobRecord,
-    Keys,
     LayoutRecord,
     LeaderRecord,
     LeftRecord,
@@ -25,8 +27,6 @@ from bamboo_ds.control.membership import (
     TimingRecord,
     VoucherRecord,
 )
-from bamboo_ds.control.mirror import Mirror
-from bamboo_ds.control.pruning import KEPT_EPOCHS, KEPT_MEMBERS, obsolete
 from bamboo_ds.observe.events import EventWriter
 from bamboo_ds.store import Store
 from bamboo_ds.store.records import KeyValue, Snapshot

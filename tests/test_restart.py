@@ -15,18 +15,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bamboo_ds.control.decisions import Decider, StopJob, View, Wait, WritePlan
-from bamboo_ds.control.membership import (
-    LeftRecord,
-    MemberRecord,
-    ProgressRecord,
-    RestartRecord,
-    StandingRecord,
-    boot_id,
-)
-from bamboo_ds.control.restart import Assign, RestartPolicy, assign, fatal_plan
+from bamboo_ds.control.leader.decisions import Decider, StopJob, Wait, WritePlan
+from bamboo_ds.control.leader.restarts import Assign, RestartPolicy, assign, fatal_plan
+from bamboo_ds.control.leader.view import View
+from bamboo_ds.control.registry.records import LeftRecord, MemberRecord, ProgressRecord, RestartRecord, StandingRecord
 from bamboo_ds.observe.audit import audit, compare
 from bamboo_ds.observe.ledger import read_ledger
+from bamboo_ds.processes import boot_id
 from bamboo_ds.topology import Layout
 from bamboo_ds.topology.planner import initial_plan, takeover, with_redundancy
 

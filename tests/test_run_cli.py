@@ -19,12 +19,13 @@ import pytest
 from bamboo_ds.cli import jobs, join, main, slots
 from bamboo_ds.cli.options import block_of
 from bamboo_ds.cli.status import job_status
-from bamboo_ds.control import claims
-from bamboo_ds.control.access import open_store
-from bamboo_ds.control.membership import Keys, LayoutRecord, MemberRecord, boot_id
-from bamboo_ds.control.mirror import Mirror
-from bamboo_ds.control.neighbours import started
+from bamboo_ds.control.registry import claims
+from bamboo_ds.control.registry.access import open_store
+from bamboo_ds.control.registry.keys import Keys
+from bamboo_ds.control.registry.mirror import Mirror
+from bamboo_ds.control.registry.records import LayoutRecord, MemberRecord
 from bamboo_ds.errors import ConfigError, LaunchError
+from bamboo_ds.processes import boot_id, started
 from bamboo_ds.store.records import KeyValue, Snapshot
 from bamboo_ds.topology import Layout
 from bamboo_ds.topology.planner import initial_plan

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bamboo_ds.control.agent_settings import observed
+from bamboo_ds.control.agent.command import observed
 
 from .support.jobs import SUPPORT, environment, run_text
 

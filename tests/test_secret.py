@@ -22,10 +22,12 @@ from bamboo_ds.comm import handshake
 from bamboo_ds.comm.handshake import Door, Handshake, Refused, calling, hosting
 from bamboo_ds.comm.keyvalue import Client, Server
 from bamboo_ds.config import BambooConfig
-from bamboo_ds.control.access import check_secret, credentials
-from bamboo_ds.control.agent_settings import AgentSettings, MemberOptions, parse_arguments, worker_environment
-from bamboo_ds.control.membership import Keys, ProgressRecord, RestartRecord
-from bamboo_ds.control.mirror import Mirror
+from bamboo_ds.control.agent.command import worker_environment
+from bamboo_ds.control.registry.access import check_secret, credentials
+from bamboo_ds.control.registry.keys import Keys
+from bamboo_ds.control.registry.mirror import Mirror
+from bamboo_ds.control.registry.records import ProgressRecord, RestartRecord
+from bamboo_ds.control.settings import AgentSettings, MemberOptions, parse_arguments
 from bamboo_ds.errors import ConfigError, StoreError
 from bamboo_ds.observe.logs import LOGGER
 from bamboo_ds.secret import ENV_SECRET, ENV_SECRET_FILE, NONE, JobSecret

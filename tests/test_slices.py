@@ -22,7 +22,7 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bamboo_ds.control.newcomer import choose_home
+from bamboo_ds.control.registry.vacancies import choose_home
 from bamboo_ds.engine.data import as_message, from_message
 from bamboo_ds.engine.lanes import Lanes, assists
 from bamboo_ds.errors import ProtocolError, UnsupportedError

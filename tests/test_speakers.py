@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from bamboo_ds import launch, megatron, speaks_for
+from bamboo_ds import megatron, speaks_for
+from bamboo_ds.worker import job as jobs
 
 from .support.faults import in_turn, mark
 from .support.jobs import SUPPORT, RunningJob, run_stock, slow_until, write_config
@@ -127,7 +128,7 @@ def _set_tensorboard_writer(args):
 def test_other_versions_of_megatron(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Those without some function, with others' arguments, or where a writer cannot be opened."""
     job = Speaker(1, 2)
-    monkeypatch.setattr(launch, "job_of_main_thread", lambda: job)
+    monkeypatch.setattr(jobs, "job_of_main_thread", lambda: job)
     old = "class Timers:\n    def log(self, names, normalizer=1.0): return names, normalizer"
     assert module("megatron.timers", old).Timers().log(["a"], 2.0) == (["a"], 2.0)
     new = "class Timers:\n    def log(self, names, rank=None, normalizer=1.0): return rank, normalizer"
@@ -150,7 +151,7 @@ def test_other_versions_of_megatron(monkeypatch: pytest.MonkeyPatch, caplog: pyt
 
 
 def test_without_a_job_a_rank_speaks_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "_job", None)
+    monkeypatch.setattr(jobs, "_job", None)
     monkeypatch.setenv("RANK", "2")
     monkeypatch.setenv("WORLD_SIZE", "3")
     assert [speaks_for(rank) for rank in (-3, -2, -1, 0, 1, 2)] == [False, False, True, False, False, True]

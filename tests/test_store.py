@@ -15,8 +15,8 @@ from pathlib import Path
 import grpc
 import pytest
 
-from bamboo_ds.control.membership import Keys
-from bamboo_ds.control.newcomer import claim_slot
+from bamboo_ds.control.registry.keys import Keys
+from bamboo_ds.control.registry.vacancies import claim_slot
 from bamboo_ds.errors import ConfigError, LeaseExpired, StoreError, StoreUnavailable
 from bamboo_ds.store.client import Store
 from bamboo_ds.store.connection import Broken

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from bamboo_ds.control.access import open_store
-from bamboo_ds.control.membership import Keys, MemberRecord, ProgressRecord, RestartRecord, StandingRecord, namespace
+from bamboo_ds.control.registry.access import open_store
+from bamboo_ds.control.registry.keys import Keys, namespace
+from bamboo_ds.control.registry.records import MemberRecord, ProgressRecord, RestartRecord, StandingRecord
 from bamboo_ds.engine.history import History
 from bamboo_ds.secret import JobSecret
 from bamboo_ds.store import EmbeddedEtcd, Snapshot

@@ -12,13 +12,14 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from bamboo_ds import PlanView, plan_change
+from bamboo_ds import PlanView
 from bamboo_ds.comm.c10d import registry
 from bamboo_ds.comm.living import LivingGroup, living, neutral
 from bamboo_ds.comm.local import LocalGroup
 from bamboo_ds.comm.script import ScriptCollectives, ScriptWork
 from bamboo_ds.errors import ProtocolError
 from bamboo_ds.topology import Layout, Plan
+from bamboo_ds.worker import plan_changes as plan_change
 
 from .support.jobs import SUPPORT, Result, RunningJob, run_bamboo, run_stock, write_config
 

@@ -14,9 +14,9 @@ import psutil
 import pytest
 
 from bamboo_ds.config import BambooConfig
-from bamboo_ds.control.agent_settings import MemberOptions
+from bamboo_ds.control.agent.watchdog import Watchdog
 from bamboo_ds.control.messages import Heartbeat
-from bamboo_ds.control.watchdog import Watchdog
+from bamboo_ds.control.settings import MemberOptions
 
 from .support.control import Job, start
 from .support.etcd import wait_until

@@ -17,12 +17,12 @@ import psutil
 from rich.console import Console
 
 from ..config import BLOCK, config_path_from_argv, load_config
-from ..control.access import ENV_STORE
-from ..control.agent_settings import AgentSettings, parse_arguments
-from ..control.membership import JobRecord
-from ..control.worker_process import adopt_orphans, end_descendants
+from ..control.registry.access import ENV_STORE
+from ..control.registry.records import JobRecord
+from ..control.settings import AgentSettings, parse_arguments
 from ..errors import ConfigError, LaunchError
 from ..observe.events import read_events
+from ..processes import adopt_orphans, end_descendants
 from . import report
 from .faults import WEIGHTS, Deed, Fault, Kind
 from .joiners import JoinCommand

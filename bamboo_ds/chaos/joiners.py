@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..control.agent_settings import AgentSettings
-from ..control.membership import MemberRecord
+from ..control.registry.records import MemberRecord
+from ..control.settings import AgentSettings
 from .faults import Fault
 from .situation import Situation
 from .strikes import Impossible, Strike

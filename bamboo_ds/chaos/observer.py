@@ -9,9 +9,10 @@ from types import TracebackType
 from tenacity import Retrying, retry_if_result, stop_after_delay, wait_fixed
 from typing_extensions import Self
 
-from ..control.access import open_store
-from ..control.membership import JobRecord, Keys
-from ..control.mirror import Mirror
+from ..control.registry.access import open_store
+from ..control.registry.keys import Keys
+from ..control.registry.mirror import Mirror
+from ..control.registry.records import JobRecord
 from ..errors import ConfigError, StoreError, StoreUnavailable
 from ..store.records import Snapshot, WatchEvent
 from .situation import Situation

@@ -13,8 +13,8 @@ from types import TracebackType
 import psutil
 from typing_extensions import Self
 
-from ..control.channel import ENV_MEMBER
-from ..control.membership import MemberRecord
+from ..control.registry.records import MemberRecord
+from ..control.variables import ENV_MEMBER
 from ..errors import BambooError
 from ..store.endpoints import parse_endpoints
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
-from ..control.membership import MemberRecord
-from ..control.worker_process import reap_adopted
+from ..control.registry.records import MemberRecord
+from ..processes import reap_adopted
 from .faults import GIVEN_UP, HIT_ELSEWHERE, Deed, Fault, Kind
 from .joiners import Join, JoinCommand
 from .processes import ProcessGone, feeders_of, here

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from ..control.membership import LeftRecord, MemberRecord
-from ..control.mirror import Mirror
-from ..control.reconfiguration import ready_copies
+from ..control.leader.boundary import ready_copies
+from ..control.registry.mirror import Mirror
+from ..control.registry.records import LeftRecord, MemberRecord
 from ..errors import ConfigError
 from ..topology import Plan
 

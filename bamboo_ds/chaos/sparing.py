@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ..control.membership import MemberRecord, in_slot_order
+from ..control.registry.records import MemberRecord, in_slot_order
 from ..topology import Candidate, Plan, Role, holders_of, takeover
 from ..topology.planner import plan as next_plan
 from .faults import Fault, Kind, Target

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..control.membership import MemberRecord
+from ..control.registry.records import MemberRecord
 from .faults import Fault, Kind
 from .processes import EFFECT_S, Process, ProcessGone, agent_of, worker_of
 from .situation import Situation

@@ -14,8 +14,8 @@ import time
 from collections.abc import Mapping
 
 from ..topology.plan import Plan
-from .membership import LeftRecord, RestartRecord, StandingRecord
 from .messages import Contact
+from .registry.records import LeftRecord, RestartRecord, StandingRecord
 
 #: A restart waits longer than the fence by this factor, for clocks that run at different speeds, and by so many
 #: seconds, for what is on its way between workers.

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pydantic import ValidationError
 
 from ..observe.events import Event, EventWriter, parse_event
-from .membership import TimingRecord
 from .messages import EventReport
+from .registry.records import TimingRecord
 
 logger = logging.getLogger("bamboo_ds.control.reporting")
 

@@ -23,9 +23,9 @@ def main(arguments: Sequence[str]) -> None:
     try:
         _run(arguments)
     except BaseException as error:
-        launch: Any = sys.modules.get("bamboo_ds.launch")
-        if launch is not None:
-            launch.script_ends_by(error)
+        job: Any = sys.modules.get("bamboo_ds.worker.job")
+        if job is not None:
+            job.script_ends_by(error)
         raise
 
 

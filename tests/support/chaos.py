@@ -12,8 +12,8 @@ from dataclasses import replace
 from typing import Any
 
 from bamboo_ds.chaos.situation import Situation
-from bamboo_ds.control.channel import ENV_MEMBER
-from bamboo_ds.control.membership import MemberRecord
+from bamboo_ds.control.registry.records import MemberRecord
+from bamboo_ds.control.variables import ENV_MEMBER
 from bamboo_ds.topology import Candidate, Layout, Plan, initial_plan, with_redundancy
 
 #: An agent: starts a worker that dies with it, tells its process id, waits.

@@ -26,9 +26,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-from bamboo_ds.control import restart
-from bamboo_ds.control.agent_settings import AgentSettings
-from bamboo_ds.control.membership import JobRecord, Keys, RestartRecord, StopRecord
+from bamboo_ds.control.leader import restarts as restart
+from bamboo_ds.control.registry.keys import Keys
+from bamboo_ds.control.registry.records import JobRecord, RestartRecord, StopRecord
+from bamboo_ds.control.settings import AgentSettings
 from bamboo_ds.generations import is_over, supersede
 from bamboo_ds.state import publish
 from bamboo_ds.state.checkpoints import SaveRecord

@@ -57,13 +57,15 @@ MODULES = (
     "bamboo_ds.cli.guests",
     "bamboo_ds.cli.join",
     "bamboo_ds.comm.backend",
-    "bamboo_ds.control.assembly",
-    "bamboo_ds.control.channel",
-    "bamboo_ds.control.comeback",
-    "bamboo_ds.control.waiting",
+    "bamboo_ds.control.agent.agent",
+    "bamboo_ds.control.agent.assembly",
+    "bamboo_ds.control.agent.rejoin",
+    "bamboo_ds.control.agent.waiting",
     "bamboo_ds.engine.bamboo",
     "bamboo_ds.launch",
     "bamboo_ds.supported",
+    "bamboo_ds.worker.channel",
+    "bamboo_ds.worker.job",
 )
 _AGENT, _COMMAND, _SCRIPT = "bamboo_ds.control.agent", "bamboo_ds.cli.main", "bamboo_ds.control.script"
 #: Descriptors that a process is given lie above this one until they get their own numbers.
@@ -415,8 +417,7 @@ def main() -> None:
         theirs.close()
         serve(ours)
     problem = problem or _import(MODULES)
-    for program in (_AGENT, _COMMAND):
-        sys.modules.pop(program, None)  # executed, not imported
+    sys.modules.pop(_COMMAND, None)  # executed, not imported
     socket.send_fds(control, [json.dumps({"problem": problem}).encode()], [theirs.fileno()])
     theirs.close()
     ours.close()

@@ -22,9 +22,10 @@ from typing import IO, Any
 import psutil
 import pytest
 
-from bamboo_ds.control.access import ENV_NOTICES, ENV_STORE, credentials
-from bamboo_ds.control.agent_settings import AgentSettings, script_command
-from bamboo_ds.control.membership import LeftRecord, MemberRecord
+from bamboo_ds.control.agent.command import script_command
+from bamboo_ds.control.registry.access import ENV_NOTICES, ENV_STORE, credentials
+from bamboo_ds.control.registry.records import LeftRecord, MemberRecord
+from bamboo_ds.control.settings import AgentSettings
 from bamboo_ds.secret import ENV_SECRET, JobSecret
 from bamboo_ds.store.embedded import EmbeddedEtcd
 

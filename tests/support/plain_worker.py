@@ -16,8 +16,8 @@ import threading
 import time
 from typing import Any
 
-from bamboo_ds.control.channel import WorkerChannel
 from bamboo_ds.topology import Layout, Plan
+from bamboo_ds.worker.channel import WorkerChannel
 
 line = socket.socket(socket.AF_UNIX)
 line.connect(sys.argv[1])

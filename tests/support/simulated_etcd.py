@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from bamboo_ds.control.membership import Keys
+from bamboo_ds.control.registry.keys import Keys
 from bamboo_ds.errors import LeaseExpired, StoreUnavailable
 from bamboo_ds.store.records import KeyValue, Snapshot, WatchEvent
 

@@ -11,14 +11,14 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from bamboo_ds.control import fencing
-from bamboo_ds.control.agent import Agent
-from bamboo_ds.control.agent_settings import AgentSettings
-from bamboo_ds.control.assembly import make_leader, member_record, patience_s
-from bamboo_ds.control.comeback import Comeback
-from bamboo_ds.control.coordinator import _REFRESH, Callbacks, Coordinator, _raise
+from bamboo_ds.control.agent.agent import Agent
+from bamboo_ds.control.agent.assembly import make_leader, member_record, patience_s
+from bamboo_ds.control.agent.coordinator import _REFRESH, Callbacks, Coordinator, _raise
+from bamboo_ds.control.agent.rejoin import Comeback
+from bamboo_ds.control.agent.relay import as_record
+from bamboo_ds.control.agent.waiting import WaitingAgent
 from bamboo_ds.control.messages import Contact, ExitNotice, LayoutReport, Message, PlanPush, Standing, Suspicion
-from bamboo_ds.control.relay import as_record
-from bamboo_ds.control.waiting import WaitingAgent
+from bamboo_ds.control.settings import AgentSettings
 from bamboo_ds.errors import EXIT_EVICTED, EXIT_FATAL_LOSS, EXIT_LEFT, StoreUnavailable
 from bamboo_ds.observe.events import EventWriter
 from bamboo_ds.topology import Layout, Plan

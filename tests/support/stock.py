@@ -17,7 +17,7 @@ from pathlib import Path
 import deepspeed.comm  # noqa: F401
 import torch
 
-from bamboo_ds.control.worker_process import die_with_parent
+from bamboo_ds.processes import die_with_parent
 
 
 def run(command: list[str]) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bamboo_ds.control.membership import MemberRecord
+from bamboo_ds.control.registry.records import MemberRecord
 
 #: ``nobody``.
 NOBODY = 65534

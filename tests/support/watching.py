@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from bamboo_ds.control.access import open_store
-from bamboo_ds.control.membership import Keys, MemberRecord
+from bamboo_ds.control.registry.access import open_store
+from bamboo_ds.control.registry.keys import Keys
+from bamboo_ds.control.registry.records import MemberRecord
 from bamboo_ds.secret import NONE, JobSecret
 
 from .compare import differences

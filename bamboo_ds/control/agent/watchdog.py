@@ -6,7 +6,7 @@ import logging
 import time
 from typing import Literal
 
-from .messages import Heartbeat
+from ..messages import Heartbeat
 
 logger = logging.getLogger("bamboo_ds.control.watchdog")
 

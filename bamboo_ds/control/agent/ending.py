@@ -6,8 +6,9 @@ import signal
 from dataclasses import dataclass
 from typing import Literal
 
-from ..errors import EXIT_EVICTED, EXIT_FATAL_LOSS, EXIT_LEFT
-from .membership import LeftRecord, StopRecord, boot_id
+from ...errors import EXIT_EVICTED, EXIT_FATAL_LOSS, EXIT_LEFT
+from ...processes import boot_id
+from ..registry.records import LeftRecord, StopRecord
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from .membership import Keys, LayoutRecord, Record, StandingRecord, StoreRecord, SuspicionRecord
-from .messages import LayoutReport, Message, Standing, StoreAddress, Suspicion
+from ..messages import LayoutReport, Message, Standing, StoreAddress, Suspicion
+from ..registry.keys import Keys
+from ..registry.records import LayoutRecord, Record, StandingRecord, StoreRecord, SuspicionRecord
 
 
 def as_record(message: Message, member: str) -> tuple[str, Record] | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from .membership import LeftRecord
+from ..registry.records import LeftRecord
 
 #: Workers that may fail by themselves, in different ways, before the same step is committed.
 MOST_PER_STEP = 3

@@ -1,4 +1,4 @@
-"""The leader's hands: brings a :class:`~bamboo_ds.control.decisions.Decider`'s actions into etcd.
+"""The leader's hands: brings a :class:`~.decisions.Decider`'s actions into etcd.
 
 Every agent has a :class:`Leader`; only the one whose member holds the ``leader`` key acts. A leader that has
 been deposed without knowing loses the compare-and-swap on the plan.
@@ -12,22 +12,12 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from ..observe.events import (
-    Event,
-    EventWriter,
-    Fatal,
-    MemberJoined,
-    MemberLost,
-    PlanWritten,
-    Restart,
-    Takeover,
-)
-from ..store import Lease, Store
-from ..topology.plan import Plan
-from .decisions import Decider, Feed, Loss, StopJob, View, Wait, WritePlan
-from .handover import Deadlines, going
-from .membership import (
-    Keys,
+from ...observe.events import Event, EventWriter, Fatal, MemberJoined, MemberLost, PlanWritten, Restart, Takeover
+from ...store import Lease, Store
+from ...topology.plan import Plan
+from ..registry.keys import Keys
+from ..registry.mirror import Mirror
+from ..registry.records import (
     LeaderRecord,
     MemberRecord,
     ProgressRecord,
@@ -36,11 +26,13 @@ from .membership import (
     TimingRecord,
     in_slot_order,
 )
-from .mirror import Mirror
-from .newcomer import claim_slot
+from ..registry.vacancies import claim_slot
+from ..reporting import emit_or_log
+from .decisions import Decider, Feed, Loss, StopJob, Wait, WritePlan
+from .departures import Deadlines, going
 from .pruning import obsolete
-from .reporting import emit_or_log
-from .restart import Assign, RestartPolicy
+from .restarts import Assign, RestartPolicy
+from .view import View
 
 logger = logging.getLogger("bamboo_ds.control.leader")
 

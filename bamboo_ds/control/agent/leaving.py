@@ -7,13 +7,13 @@ import os
 import time
 from collections.abc import Callable
 
-from ..config import NoticesConfig
-from ..observe.events import EventWriter, MemberLeft, NoticeReceived
-from .agent_settings import AgentSettings
-from .membership import NoticeRecord
-from .messages import Heartbeat
-from .notices import Notice, NoticeWatcher, build_sources
-from .reporting import emit_or_log
+from ...config import NoticesConfig
+from ...observe.events import EventWriter, MemberLeft, NoticeReceived
+from ..messages import Heartbeat
+from ..notices import Notice, NoticeWatcher, build_sources
+from ..registry.records import NoticeRecord
+from ..reporting import emit_or_log
+from ..settings import AgentSettings
 
 logger = logging.getLogger("bamboo_ds.control.leaving")
 

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 
-from .agent_settings import AgentSettings
+from ..settings import AgentSettings
 
 logger = logging.getLogger("bamboo_ds.control.feeders")
 

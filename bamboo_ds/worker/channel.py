@@ -11,13 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..errors import EpochChanged, Isolated
-from ..forking import only_here
-from ..secret import NONE, JobSecret, taken
-from ..topology.plan import Plan
-from ..topology.roles import Layout
-from .activity import Activity
-from .messages import (
+from ..control.messages import (
     Contact,
     EventReport,
     ExitNotice,
@@ -32,22 +26,25 @@ from .messages import (
     Suspicion,
     parse_to_worker,
 )
+from ..control.variables import (
+    ENV_ADDRESS,
+    ENV_FD,
+    ENV_HEARTBEAT_TIMEOUT,
+    ENV_JOB,
+    ENV_JOINER,
+    ENV_MEMBER,
+    ENV_RESTART_FROM,
+)
+from ..control.wire import LineSocket
+from ..errors import EpochChanged, Isolated
+from ..forking import only_here
+from ..secret import NONE, JobSecret, taken
+from ..topology.plan import Plan
+from ..topology.roles import Layout
+from .activity import Activity
 from .stalls import Stalls
-from .wire import LineSocket
 
 logger = logging.getLogger("bamboo_ds.control.channel")
-
-#: Names of the environment variables that an agent gives to its worker.
-ENV_FD = "BAMBOO_CHANNEL_FD"
-ENV_MEMBER = "BAMBOO_MEMBER"
-ENV_JOB = "BAMBOO_JOB"
-ENV_ADDRESS = "BAMBOO_ADDRESS"
-ENV_HEARTBEAT_TIMEOUT = "BAMBOO_HEARTBEAT_TIMEOUT"
-ENV_JOINER = "BAMBOO_JOINER"
-#: Number of the job's restart that the worker belongs to; not set before the first one.
-ENV_RESTARTS = "BAMBOO_RESTART_COUNT"
-#: Folder of the checkpoint that a restart goes on from, if there is one.
-ENV_RESTART_FROM = "BAMBOO_RESTART_FROM"
 
 _DEFAULT_HEARTBEAT_TIMEOUT_S = 5.0
 _LONGEST_HEARTBEAT_INTERVAL_S = 0.2

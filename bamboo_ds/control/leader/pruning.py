@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ..topology.plan import Plan
-from .membership import Keys
-from .mirror import Mirror
+from ...topology.plan import Plan
+from ..registry.keys import Keys
+from ..registry.mirror import Mirror
 
 #: Departed members whose keys stay: for ``bamboo status``, and for whoever compares the errors of several.
 KEPT_MEMBERS = 32

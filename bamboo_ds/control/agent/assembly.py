@@ -10,15 +10,16 @@ import socket
 import time
 from collections.abc import Callable
 
-from ..observe.events import EventWriter
-from ..store import Store
-from .access import open_store
-from .agent_settings import AgentSettings
+from ...observe.events import EventWriter
+from ...processes import process_space, started
+from ...store import Store
+from ..leader.leader import Leader
+from ..leader.restarts import RestartPolicy
+from ..registry.access import open_store
+from ..registry.keys import Keys
+from ..registry.records import JobRecord, MemberRecord
+from ..settings import AgentSettings
 from .coordinator import Callbacks, Coordinator
-from .leader import Leader
-from .membership import JobRecord, Keys, MemberRecord
-from .neighbours import process_space, started
-from .restart import RestartPolicy
 
 _STORE_TIMEOUT_S = 2.0
 #: Seconds without etcd that a member bears which joins: nothing is lost with it.

@@ -15,35 +15,35 @@ import select
 import selectors
 import signal
 import socket
-import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from queue import Empty, SimpleQueue
 from types import FrameType
 from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
-from ..errors import EXIT_LEFT, ConfigError, LaunchError
-from ..observe import logs
-from ..observe.events import EventWriter
-from ..secret import file_of
-from ..topology.plan import Plan
-from .agent_settings import AgentSettings, observed, parse_arguments, worker_environment
+from ...errors import EXIT_LEFT
+from ...observe import logs
+from ...observe.events import EventWriter
+from ...processes import end_descendants
+from ...topology.plan import Plan
+from ..messages import EventReport, ExitNotice, Heartbeat, Place, Places, PlanPush, StoreAddress, parse_to_agent
+from ..notices import Notice
+from ..registry.keys import Keys, new_member_id
+from ..registry.records import LeftRecord, ProgressRecord, StopRecord
+from ..reporting import forward
+from ..settings import AgentSettings
+from .command import observed, worker_environment
+from .data_workers import Feeders
 from .ending import Ending
-from .feeders import Feeders
 from .leaving import Leaving
-from .membership import Keys, LeftRecord, ProgressRecord, StopRecord, new_member_id
-from .messages import EventReport, ExitNotice, Heartbeat, Place, Places, PlanPush, StoreAddress, parse_to_agent
-from .notices import Notice
-from .rebirth import handle_signals, reexecute
+from .reexec import handle_signals, reexecute
 from .relay import as_record
-from .reporting import forward
 from .watchdog import Watchdog
-from .worker_process import WorkerProcess, adopt_orphans, die_with_parent, end_descendants
+from .worker_process import WorkerProcess
 
 if TYPE_CHECKING:
     from .coordinator import Coordinator
@@ -474,7 +474,7 @@ class Agent:
 
     def _come_back(self) -> None:
         """Join the job again as somebody new; returns if there is no way, or if the agent is to end."""
-        from .comeback import Comeback
+        from .rejoin import Comeback
 
         def wait(seconds: float) -> bool:
             until = time.monotonic() + seconds
@@ -490,48 +490,3 @@ class Agent:
         if settings is not None and wait(0.0):
             logger.warning("coming back into the job, as slot %d", settings.slot)
             reexecute(settings)
-
-
-def _serve(settings: AgentSettings) -> LeftRecord:
-    """Run one worker, or wait for the job's restart; begins anew where the job does."""
-    if settings.waiting:
-        from .waiting import WaitingAgent
-
-        result = WaitingAgent(settings).run()
-        if isinstance(result, AgentSettings):
-            reexecute(result)
-        return result
-    departure = (agent := Agent(settings)).run()
-    if agent.reborn is not None:
-        reexecute(agent.reborn)
-    return departure
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run an agent; returns the exit code of its worker, 128 + n for signal n."""
-    settings = parse_arguments(sys.argv[1:] if argv is None else argv)
-    logs.configure()
-    if not settings.guest:
-        die_with_parent(signal.SIGTERM, settings.parent_pid)
-    adopt_orphans()
-    try:
-        departure = _serve(settings)
-    except (ConfigError, LaunchError) as error:
-        logger.error("%s", error)
-        return 1
-    if settings.result_fd is not None:
-        try:
-            os.write(settings.result_fd, departure.to_json().encode() + b"\n")
-        except BrokenPipeError:
-            logger.info("the launcher is gone and hears no results any more")
-    if settings.state_file is not None and os.getppid() != settings.parent_pid:
-        for path in (Path(settings.state_file), file_of(settings.job)):
-            path.unlink(missing_ok=True)  # the launcher cannot do it any more
-    return departure.code
-
-
-if __name__ == "__main__":
-    exit_code = main()
-    logging.shutdown()
-    # A thread may still be waiting for an etcd that is gone; nothing that it could do matters any more.
-    os._exit(exit_code)

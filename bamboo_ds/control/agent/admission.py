@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ..topology.plan import Plan
-from .messages import Place
-from .mirror import Mirror
+from ...topology.plan import Plan
+from ..messages import Place
+from ..registry.mirror import Mirror
 
 
 def places(mirror: Mirror, plan: Plan) -> list[Place]:

@@ -16,15 +16,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from ..errors import LeaseExpired, ProtocolError, StoreError, StoreUnavailable
-from ..store import KeyValue, Lease, Store, WatchEvent
-from ..topology.plan import Plan
-from .admission import over_for, places
-from .fencing import contact_with
-from .fencing import now as fence_clock
-from .leader import Leader
-from .membership import (
-    Keys,
+from ...errors import LeaseExpired, ProtocolError, StoreError, StoreUnavailable
+from ...store import KeyValue, Lease, Store, WatchEvent
+from ...topology.plan import Plan
+from ..fencing import contact_with
+from ..fencing import now as fence_clock
+from ..leader.leader import Leader
+from ..messages import Contact, Place
+from ..registry.keys import Keys
+from ..registry.mirror import Mirror, read_plan
+from ..registry.records import (
     LeftRecord,
     MemberRecord,
     Record,
@@ -34,8 +35,7 @@ from .membership import (
     TimingRecord,
     VoucherRecord,
 )
-from .messages import Contact, Place
-from .mirror import Mirror, read_plan
+from .admission import over_for, places
 from .neighbours import Neighbours, report_dead_agent
 
 logger = logging.getLogger("bamboo_ds.control.coordinator")
@@ -440,7 +440,7 @@ class Coordinator:
     # -- the lease ----------------------------------------------------------------------------------
 
     def _trust(self, now: float) -> float:
-        """When absence means loss; see :class:`~bamboo_ds.control.decisions.View`."""
+        """When absence means loss; see :class:`~bamboo_ds.control.leader.view.View`."""
         if now - self._last_contact > _OUTAGE * self._ttl_s:
             return now + self._ttl_s
         return self._trusted_from

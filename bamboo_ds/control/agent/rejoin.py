@@ -1,7 +1,7 @@
 """How an evicted member comes back: as a newcomer to the job, in a process of the same id.
 
 Others have taken its roles over; what its worker had is worth nothing any more. When etcd answers again and the job
-goes on without it, its agent starts anew (:mod:`.rebirth`), with a slot of its own as anybody who joins.
+goes on without it, its agent starts anew (:mod:`.reexec`), with a slot of its own as anybody who joins.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from typing import TYPE_CHECKING, Literal
 
 from tenacity import Retrying, retry_if_result, stop_after_delay, wait_exponential
 
-from ..errors import StoreError
-from .access import open_store
-from .agent_settings import AgentSettings
-from .membership import JobRecord, Keys
-from .mirror import Mirror
-from .newcomer import find_vacancy, is_over
+from ...errors import StoreError
+from ..registry.access import open_store
+from ..registry.keys import Keys
+from ..registry.mirror import Mirror
+from ..registry.records import JobRecord
+from ..registry.vacancies import find_vacancy, is_over
+from ..settings import AgentSettings
 
 if TYPE_CHECKING:
-    from ..store import Store
+    from ...store import Store
 
 logger = logging.getLogger("bamboo_ds.control.comeback")
 

@@ -1,78 +1,29 @@
 """What the leader does next, as a pure function of what is in etcd and of the time.
 
-No I/O: :mod:`bamboo_ds.control.leader` supplies a :class:`View` and carries the action out.
+No I/O: :mod:`.leader` supplies a :class:`~.view.View` and carries the action out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from ..errors import EXIT_FATAL_LOSS
-from ..topology import Candidate, Policy, ends, holders_of, hungry
-from ..topology.plan import Plan
-from ..topology.planner import initial_plan, takeover, with_redundancy
+from ...errors import EXIT_FATAL_LOSS
+from ...topology import Candidate, Policy, ends, holders_of, hungry
+from ...topology.plan import Plan
+from ...topology.planner import initial_plan, takeover, with_redundancy
+from ..registry.records import LayoutRecord, LeftRecord, in_slot_order
+from .boundary import next_change, ready_copies
+from .departures import vanished, wanted_feeder
 from .failures import hopeless
-from .handover import vanished, wanted_feeder
-from .membership import (
-    LayoutRecord,
-    LeftRecord,
-    MemberRecord,
-    ProgressRecord,
-    RestartRecord,
-    StandingRecord,
-    SuspicionRecord,
-    in_slot_order,
-)
-from .reconfiguration import next_change, ready_copies
-from .restart import Again, Assign, Begin, GiveUp, RestartPolicy, Restarts, fatal_plan
+from .restarts import Again, Assign, Begin, GiveUp, RestartPolicy, Restarts, fatal_plan
+from .view import View
 
 #: A pair of members that cannot reach each other again in fewer epochs after a reconnection is not connected anew.
 _RECONNECTED_EPOCHS = 4
 #: Exit code of a job whose workers disagree about the layout.
 EXIT_CONFIG = 2
-
-
-@dataclass(frozen=True)
-class View:
-    """The job as the leader sees it.
-
-    Attributes:
-        world_size: number of slots at the start.
-        plan: the newest plan.
-        members: living members by id.
-        left: departures by member id.
-        reports: layout reports by member id.
-        standings: the epoch that each worker has entered and the replicas that it holds, by member id.
-        suspicions: of any epoch; only the current one's count.
-        vouched: members whose agents answered an accusation, with the epoch of their newest answer.
-        trusted_from: monotonic time in seconds from which on the absence of a member without a
-            departure record means its loss. It lies in the future for a while after etcd could not be
-            reached, when leases have run out of members that are alive and about to return.
-        stopping: the job is being ended; nothing is planned any more.
-        hurried: members that are going to vanish and have little time left.
-        progress: newest progress by member id, also of members that are gone.
-        restart: the newest restart.
-    """
-
-    world_size: int
-    plan: Plan | None = None
-    members: Mapping[str, MemberRecord] = field(default_factory=dict)
-    left: Mapping[str, LeftRecord] = field(default_factory=dict)
-    reports: Mapping[str, LayoutRecord] = field(default_factory=dict)
-    standings: Mapping[str, StandingRecord] = field(default_factory=dict)
-    suspicions: Sequence[SuspicionRecord] = ()
-    vouched: Mapping[str, int] = field(default_factory=dict)
-    trusted_from: float = 0.0
-    stopping: bool = False
-    hurried: frozenset[str] = frozenset()
-    progress: Mapping[str, ProgressRecord] = field(default_factory=dict)
-    restart: RestartRecord | None = None
-
-    def finished(self, member: str) -> bool:
-        """Whether the worker of ``member`` has done all its work."""
-        return member in self.left and self.left[member].outcome == "finished"
 
 
 @dataclass(frozen=True)

@@ -17,16 +17,18 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from types import FrameType
 
-from ..errors import EXIT_FATAL_LOSS
-from ..observe import logs
-from ..observe.events import EventWriter
-from ..topology.plan import Plan
-from .agent_settings import AgentSettings
+from ...errors import EXIT_FATAL_LOSS
+from ...observe import logs
+from ...observe.events import EventWriter
+from ...processes import boot_id
+from ...topology.plan import Plan
+from ..registry.keys import new_member_id
+from ..registry.records import LeftRecord, RestartRecord, StopRecord
+from ..settings import AgentSettings
 from .assembly import make_coordinator
-from .comeback import Comeback
 from .coordinator import Callbacks, Coordinator
-from .membership import LeftRecord, RestartRecord, StopRecord, boot_id, new_member_id
-from .rebirth import handle_signals
+from .reexec import handle_signals
+from .rejoin import Comeback
 
 logger = logging.getLogger("bamboo_ds.control.waiting")
 

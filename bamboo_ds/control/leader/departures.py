@@ -1,7 +1,7 @@
 """Members that leave on notice, as the leader sees it. Pure.
 
 A member that is going to vanish gets nothing any more, and what it has goes to others as in any other change of the
-plan: copies first, then an exchange of names, in which it is listed no more (see :mod:`.reconfiguration`). Where the
+plan: copies first, then an exchange of names, in which it is listed no more (see :mod:`.boundary`). Where the
 copies would take longer than it has, the exchange comes first: shadows hold the state already.
 """
 
@@ -9,14 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
-from ..topology import Candidate, Plan, ends
-from ..topology.planner import takeover
-from .membership import MemberRecord, NoticeRecord
-
-if TYPE_CHECKING:
-    from .decisions import View
+from ...topology import Candidate, Plan, ends
+from ...topology.planner import takeover
+from ..registry.records import MemberRecord, NoticeRecord
+from .view import View
 
 #: A member hurries when it has no more than so many seconds left, so many iterations, or this share of its time.
 _HURRY_S = 2.0

@@ -14,15 +14,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
-from ..topology import Plan
-from ..topology.planner import initial_plan
-from .fencing import restart_wait_s
-from .membership import MemberRecord, RestartRecord, in_slot_order
-
-if TYPE_CHECKING:
-    from .decisions import View
+from ...topology import Plan
+from ...topology.planner import initial_plan
+from ..fencing import restart_wait_s
+from ..registry.records import MemberRecord, RestartRecord, in_slot_order
+from .view import View
 
 
 @dataclass(frozen=True)

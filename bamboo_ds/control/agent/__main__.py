@@ -1,0 +1,66 @@
+"""The process of an agent: ``python -m bamboo_ds.control.agent --slot I … -- SCRIPT ARGS``."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ...errors import ConfigError, LaunchError
+from ...observe import logs
+from ...processes import adopt_orphans, die_with_parent
+from ...secret import file_of
+from ..registry.records import LeftRecord
+from ..settings import AgentSettings, parse_arguments
+from .agent import Agent
+from .reexec import reexecute
+
+logger = logging.getLogger("bamboo_ds.control.agent")
+
+
+def _serve(settings: AgentSettings) -> LeftRecord:
+    """Run one worker, or wait for the job's restart; begins anew where the job does."""
+    if settings.waiting:
+        from .waiting import WaitingAgent
+
+        result = WaitingAgent(settings).run()
+        if isinstance(result, AgentSettings):
+            reexecute(result)
+        return result
+    departure = (agent := Agent(settings)).run()
+    if agent.reborn is not None:
+        reexecute(agent.reborn)
+    return departure
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run an agent; returns the exit code of its worker, 128 + n for signal n."""
+    settings = parse_arguments(sys.argv[1:] if argv is None else argv)
+    logs.configure()
+    if not settings.guest:
+        die_with_parent(signal.SIGTERM, settings.parent_pid)
+    adopt_orphans()
+    try:
+        departure = _serve(settings)
+    except (ConfigError, LaunchError) as error:
+        logger.error("%s", error)
+        return 1
+    if settings.result_fd is not None:
+        try:
+            os.write(settings.result_fd, departure.to_json().encode() + b"\n")
+        except BrokenPipeError:
+            logger.info("the launcher is gone and hears no results any more")
+    if settings.state_file is not None and os.getppid() != settings.parent_pid:
+        for path in (Path(settings.state_file), file_of(settings.job)):
+            path.unlink(missing_ok=True)  # the launcher cannot do it any more
+    return departure.code
+
+
+if __name__ == "__main__":
+    exit_code = main()
+    logging.shutdown()
+    # A thread may still be waiting for an etcd that is gone; nothing that it could do matters any more.
+    os._exit(exit_code)

@@ -1,0 +1,111 @@
+"""What an agent executes as its worker, and in which environment."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from ...secret import ENV_SECRET
+from ..registry.access import without_access
+from ..settings import AgentSettings
+from ..variables import (
+    ENV_ADDRESS,
+    ENV_CHECK_EXACT,
+    ENV_HEARTBEAT_TIMEOUT,
+    ENV_JOB,
+    ENV_JOINER,
+    ENV_MEMBER,
+    ENV_RESTART_FROM,
+    ENV_RESTARTS,
+)
+
+_GPUS = Path("/proc/driver/nvidia/gpus")
+_STUB = "bamboo_ds.control.script"
+#: Options of the interpreter that are followed by a value.
+_WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")
+#: Options that may stand together behind one dash.
+_FLAGS = frozenset("bBdEiIOPqRsSuvx")
+
+
+def script_command(script: str, arguments: Sequence[str], module: bool) -> tuple[str, ...]:
+    """The command that runs a user's Python script, or module, with unbuffered output."""
+    return (sys.executable, "-u", *(("-m",) if module else ()), script, *arguments)
+
+
+def observed(command: Sequence[str]) -> tuple[str, ...]:
+    """The command that runs ``command`` in :mod:`bamboo_ds.control.script`; itself if it is no script or module."""
+    at = 1
+    while at < len(command) and command[at].startswith("-") and command[at] != "-m":
+        if command[at] in _WITH_VALUE:
+            at += 1
+        elif not (_FLAGS.issuperset(command[at][1:]) and command[at] != "-") and command[at][:2] not in _WITH_VALUE:
+            return tuple(command)
+        at += 1
+    if at >= len(command) or not os.path.basename(command[0]).startswith("python"):
+        return tuple(command)
+    return (*command[:at], "-m", _STUB, *command[at:])
+
+
+def local_rank(settings: AgentSettings, environ: Mapping[str, str], gpus: Path = _GPUS) -> int:
+    """``LOCAL_RANK`` of a worker: on a host with GPUs they go round by rank.
+
+    So a member that joins as a lost rank gets the GPU of that one, and what scripts expect, Megatron among them.
+
+    Args:
+        environ: where ``CUDA_VISIBLE_DEVICES`` may be.
+        gpus: the folder in which the driver has an entry for every GPU.
+    """
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        count = len([device for device in visible.split(",") if device.strip() not in ("", "-1")])
+    else:
+        count = len(list(gpus.iterdir())) if gpus.is_dir() else 0
+    return settings.rank % count if count else settings.rank
+
+
+def worker_environment(settings: AgentSettings, member: str) -> dict[str, str]:
+    """The environment of the worker of ``member``, without the channel's descriptor."""
+    env = dict(os.environ)
+    without_access(env)
+    env.update(
+        {
+            ENV_MEMBER: member,
+            ENV_JOB: settings.job,
+            ENV_ADDRESS: settings.address,
+            ENV_HEARTBEAT_TIMEOUT: str(settings.heartbeat_timeout_s),
+            ENV_SECRET: settings.secret.text,
+            "RANK": str(settings.rank),
+            "WORLD_SIZE": str(settings.world_size),
+        }
+    )
+    size = env.get("LOCAL_WORLD_SIZE", "1") if settings.launched else str(settings.world_size)
+    placed = {
+        "LOCAL_RANK": str(local_rank(settings, env)),
+        "LOCAL_WORLD_SIZE": size,
+        # DeepSpeed on CPU asks for this one.
+        "LOCAL_SIZE": size,
+        "CROSS_RANK": "0",
+        "CROSS_SIZE": "1",
+        "MASTER_ADDR": settings.address,
+        "MASTER_PORT": str(settings.master_port),
+    }
+    if settings.launched:
+        env.update({name: value for name, value in placed.items() if name not in env})
+    else:
+        env.setdefault("OMP_NUM_THREADS", "1")
+        env.update(placed)
+    for name in (ENV_JOINER, ENV_RESTARTS, ENV_RESTART_FROM, ENV_CHECK_EXACT):
+        env.pop(name, None)
+    if settings.check_exact is not None:
+        env[ENV_CHECK_EXACT] = str(settings.check_exact)
+    if settings.joins:
+        env[ENV_JOINER] = "1"
+    if settings.generation:
+        env[ENV_RESTARTS] = str(settings.generation)
+    if settings.restart_from is not None:
+        env[ENV_RESTART_FROM] = settings.restart_from
+    if settings.pipelines is not None:
+        env["BAMBOO_PIPELINES"] = str(settings.pipelines)
+    return env

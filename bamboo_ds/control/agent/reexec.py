@@ -1,0 +1,65 @@
+"""An agent that starts anew in the same process: with another slot, or for another attempt at the job.
+
+Whoever watches the process goes on watching it: its id, its parent, its output and the pipe for its result stay.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, NoReturn
+
+from ..settings import AgentSettings
+
+#: What an agent handles. Blocked until its handlers are there: an early one would kill it.
+HANDLED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+_FIRST_PRIVATE_FD = 3
+
+
+def handle_signals(handler: Callable[[int, FrameType | None], None]) -> dict[int, Any]:
+    """Have ``handler`` called for :data:`HANDLED_SIGNALS`; whoever has started the process may have blocked them.
+
+    SIGHUP stays ignored where it was (``nohup``).
+
+    Returns:
+        What handled them before, by number.
+    """
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    handled = [signum for signum in HANDLED_SIGNALS if signum != signal.SIGHUP or not ignored]
+    before = {int(signum): signal.signal(signum, handler) for signum in handled}
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED_SIGNALS)
+    return before
+
+
+def reexecute(settings: AgentSettings) -> NoReturn:
+    """Replace this process by an agent with ``settings``.
+
+    Of what is open only standard input, output, error and ``settings.result_fd`` are passed on. Call it from the
+    main thread when the worker is reaped; all other threads end with the call.
+
+    Raises:
+        OSError: the interpreter cannot be executed. Then nothing has changed but the signals, which are blocked.
+    """
+    arguments = [sys.executable, "-m", "bamboo_ds.control.agent", *settings.to_arguments()]
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED_SIGNALS)
+    for fd in _open_descriptors():
+        _pass_on(fd, fd == settings.result_fd)
+    os.execve(sys.executable, arguments, settings.environment())
+
+
+def _open_descriptors() -> list[int]:
+    return [fd for fd in map(int, os.listdir("/proc/self/fd")) if fd >= _FIRST_PRIVATE_FD]
+
+
+def _pass_on(fd: int, inheritable: bool) -> None:
+    try:
+        os.set_inheritable(fd, inheritable)
+    except OSError:
+        return  # it was that of the listing, or another thread has closed it: so there is nothing to pass on

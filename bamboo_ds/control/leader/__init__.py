@@ -1,0 +1,13 @@
+"""What the agent does whose member holds the ``leader`` key. All but :mod:`.leader` and :mod:`.vote` is pure.
+
+===================  ====================================================================================
+:mod:`.leader`       contests the leadership, asks for the next action, brings it into etcd
+:mod:`.view`         the job as the leader sees it
+:mod:`.decisions`    the next action: take over, change the plan, start again, stop, wait
+:mod:`.boundary`     changes at a boundary: healing, admission, rebalancing, leaving
+:mod:`.departures`   members that leave on notice
+:mod:`.failures`     when workers fail by themselves too often
+:mod:`.restarts`     how the job starts again after a fatal loss
+:mod:`.pruning`      garbage collection of keys
+===================  ====================================================================================
+"""

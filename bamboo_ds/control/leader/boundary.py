@@ -1,0 +1,96 @@
+"""Changes of the plan at a boundary: healing, admission, rebalancing, leaving. Pure.
+
+What the planner wants is reached in two steps. First the same owners and shadows with *learners*, which copy the state
+that the planner wants them to have while training goes on. When all of them are ready, the plan itself: an exchange of
+names between members that hold the state already. No step is written before all workers have entered the one before
+it, so a worker never has to skip one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ...topology import Candidate, Plan, Policy, explain, holders_of, learners_for, moves
+from ...topology.planner import plan as best_plan
+from ..registry.records import StandingRecord
+from .departures import feeding, going, handover, needed, waits
+from .view import View
+
+
+@dataclass(frozen=True)
+class Change:
+    """A plan to write and why."""
+
+    plan: Plan
+    reason: str
+
+
+def ready_copies(standings: Mapping[str, StandingRecord], plan: Plan) -> dict[str, tuple[int, ...]]:
+    """Ranks of the complete replicas by member, as far as the members of ``plan`` have reported them."""
+    return {m: standings[m].replicas for m in plan.members if m in standings}
+
+
+def next_change(view: View, plan: Plan, policy: Policy) -> Change | None:
+    """What to write next to come nearer to the planner's choice; ``None``: nothing, or not yet."""
+    if plan.layout is None or any(view.finished(member) for member in plan.members):
+        return None
+    entered = (view.standings.get(member) for member in plan.members)
+    if any(standing is None or standing.epoch != plan.epoch for standing in entered):
+        return None
+    candidates = _candidates(view, plan)
+    holders = holders_of(plan, ready_copies(view.standings, plan))
+    target = _with_sources(view, plan, best_plan(plan, candidates, policy=policy, holders=holders), candidates)
+    joined = [c.id for c in candidates if c.id not in plan.members]
+    missing = moves(plan, target, holders)
+    if not missing:
+        same = (target.owners, target.shadows, target.members) == (plan.owners, plan.shadows, plan.members)
+        if same and not plan.learners:
+            return None
+        return Change(target, _reason(plan, target, candidates))
+    rushed = handover(view, plan, candidates, holders)
+    if rushed is not None:
+        return Change(rushed, "short of time: " + _reason(plan, rushed, candidates))
+    learners = tuple(sorted(learners_for(plan, target)))
+    if learners == tuple(sorted(plan.learners)) and not joined:
+        return None
+    members = tuple(c.id for c in candidates)
+    learning = replace(
+        plan,
+        epoch=plan.epoch + 1,
+        members=members,
+        homes=tuple(c.home for c in candidates),
+        learners=learners,
+        immediate=False,
+        lost=(),
+    )
+    return Change(learning, _reason(plan, target, candidates))
+
+
+def _candidates(view: View, plan: Plan) -> Sequence[Candidate]:
+    """The members of the plan and those that wait to be admitted, in the order of their slots."""
+    records = [r for r in view.members.values() if r.id in plan.members or waits(view, r)]
+    leaving = going(view, plan)
+    homes = dict(zip(plan.members, plan.homes, strict=True))
+    return [
+        Candidate(
+            id=r.id,
+            slot=r.slot,
+            host=r.host,
+            zone=r.zone,
+            home=homes.get(r.id, r.home),
+            leaving=r.id in leaving or r.feeder,
+        )
+        for r in sorted(records, key=lambda record: (record.slot, record.id))
+    ]
+
+
+def _with_sources(view: View, plan: Plan, target: Plan, candidates: Sequence[Candidate]) -> Plan:
+    """``target`` with the members that have no roles but draw batches."""
+    drawing = needed(view, plan, candidates) | feeding(view, plan, candidates)
+    kept = [c for c in candidates if c.id in target.members or c.id in drawing]
+    return replace(target, members=tuple(c.id for c in kept), homes=tuple(c.home for c in kept))
+
+
+def _reason(plan: Plan, target: Plan, candidates: Sequence[Candidate]) -> str:
+    return "; ".join(explain(plan, target, candidates)) or "tidying up"

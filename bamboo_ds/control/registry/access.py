@@ -1,0 +1,80 @@
+"""How the control plane's processes get at etcd: URLs as arguments, secrets through the environment."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import MutableMapping
+from typing import TYPE_CHECKING
+
+from ...errors import ConfigError
+from ...secret import ENV_SECRET_FILE, SETTING, JobSecret, file_of, find
+from ...store.endpoints import Endpoint
+from ...store.variables import ENV_CA, ENV_CERT, ENV_KEY, ENV_PASSWORD, ENV_STORE, ENV_USER
+from .keys import namespace
+
+if TYPE_CHECKING:
+    from ...store import EmbeddedEtcd, KeyValue, Store
+
+__all__ = ["ENV_NOTICES", "ENV_STORE", "check_secret", "open_store", "without_access"]
+
+#: ``bamboo.notices`` of an agent as JSON: there may be a password in a URL, and everybody can read command lines.
+ENV_NOTICES = "BAMBOO_AGENT_NOTICES"
+
+
+def open_store(urls: str, job: str, timeout_s: float, secret: JobSecret | None = None) -> Store:
+    """The store of ``job``; raises as :class:`~bamboo_ds.store.Store` does. Loads gRPC.
+
+    Args:
+        secret: the job's; ``None``: the one that this process finds.
+    """
+    from ...store import Store, TlsFiles
+
+    if secret is None:
+        secret = find(job)
+    files = [os.environ.get(name) for name in (ENV_CA, ENV_CERT, ENV_KEY)]
+    return Store(
+        urls.split(","),
+        namespace=namespace(job),
+        tls=TlsFiles(*files) if any(files) else None,
+        user=os.environ.get(ENV_USER),
+        password=os.environ.get(ENV_PASSWORD),
+        secret=secret,
+        spare=credentials(secret, job) if secret else None,
+        timeout_s=timeout_s,
+    )
+
+
+def credentials(secret: JobSecret, job: str) -> tuple[str, str]:
+    """Name and password at an etcd that belongs to ``job``; etcd insists on the name."""
+    return "root", secret.tag("etcd", job).hex()
+
+
+def embedded_etcd(address: str, job: str, secret: JobSecret) -> EmbeddedEtcd:
+    """The etcd of a job that brings its own, to be started: for this user alone, or for who knows the secret.
+
+    Args:
+        address: at which members reach it. If that is a loopback address all are on this host, and it gets no port.
+    """
+    from ...store.embedded import EmbeddedEtcd
+
+    if Endpoint(address, 0, False).loopback:
+        return EmbeddedEtcd(None)
+    return EmbeddedEtcd(address, credentials=credentials(secret, job) if secret else None)
+
+
+def check_secret(entry: KeyValue, job: str, secret: JobSecret) -> None:
+    """Raise :class:`ConfigError` if ``entry``, an entry of ``job``, says that this process has not the job's secret."""
+    if entry.genuine and (secret or not entry.sealed):
+        return
+    where = f"a copy of {file_of(job).name} of the host where it was started ({file_of(job)} there)"
+    if not secret:
+        raise ConfigError(f"job {job!r} has a secret, and none is known here: set {ENV_SECRET_FILE} to {where}")
+    if not entry.sealed:
+        raise ConfigError(f"job {job!r} has no secret: unset {SETTING}")
+    raise ConfigError(f"job {job!r} has another secret than {SETTING} gives: it must be {where}")
+
+
+def without_access(env: MutableMapping[str, str]) -> None:
+    """Remove from ``env`` what is for agents only: workers have no business with it."""
+    for name in (ENV_SECRET_FILE, ENV_STORE, ENV_NOTICES, ENV_USER, ENV_PASSWORD, ENV_CA, ENV_CERT, ENV_KEY):
+        env.pop(name, None)

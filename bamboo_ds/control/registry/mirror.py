@@ -1,0 +1,216 @@
+"""A local copy of a job's keys, kept current by a watch."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import TypeVar
+
+from pydantic import BaseModel, Field, ValidationError
+
+from ...errors import ProtocolError, StoreError
+from ...secret import ENV_SECRET_FILE
+from ...store.records import KeyValue, Snapshot, WatchEvent
+from ...topology import plan as plans
+from ...topology.plan import Plan
+from .keys import Keys
+from .records import (
+    LayoutRecord,
+    LeaderRecord,
+    LeftRecord,
+    MemberRecord,
+    NoticeRecord,
+    ProgressRecord,
+    Record,
+    RestartRecord,
+    StandingRecord,
+    StopRecord,
+    SuspicionRecord,
+    VoucherRecord,
+)
+
+logger = logging.getLogger("bamboo_ds.control.mirror")
+
+R = TypeVar("R", bound=Record)
+
+_FORGED = f"is not from a process that knows the job's secret ({ENV_SECRET_FILE})"
+#: Epochs whose nonces are known, the newest ones: more than one attempt to write a plan is hardly ever under way.
+_KNOWN_NONCES = 64
+
+
+class _Version(BaseModel):
+    """What plans of all versions have."""
+
+    number: int = Field(alias="schema")
+
+
+class Mirror:
+    """All keys of a job. Not thread-safe: one thread applies and reads.
+
+    A record that cannot be read (a newer version's, somebody's mistake) or is not genuine is told in the log and counts
+    for nothing: what its key held before, if that is known, stays in force. Without the plan nothing can be done: one
+    that cannot be read raises :class:`ProtocolError`, also here and in :meth:`apply`, and one that is not genuine
+    :class:`StoreError` if none is known from before.
+    """
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self._entries: dict[str, KeyValue] = dict(snapshot.entries)
+        self._records_read: dict[str, tuple[int, Record | None]] = {}  # by key: revision, and what counts
+        self._plan: tuple[int, Plan] | None = None
+        self._nonces: dict[int, str] = {}
+        self._note_plan()
+
+    def apply(self, event: WatchEvent) -> None:
+        """Take one change over."""
+        if event.kind == "put":
+            self._entries[event.key] = event.kv
+        else:
+            self._entries.pop(event.key, None)
+            self._records_read.pop(event.key, None)
+        if event.key == Keys.PLAN:
+            self._note_plan()
+
+    def _note_plan(self) -> None:
+        plan = self.plan
+        if plan is not None:
+            self._nonces[plan.epoch] = plan.nonce
+            self._nonces.pop(plan.epoch - _KNOWN_NONCES, None)
+
+    def nonce(self, epoch: int) -> str | None:
+        """That of the plan of ``epoch``, if this mirror has seen it."""
+        return self._nonces.get(epoch)
+
+    @property
+    def plan(self) -> Plan | None:
+        """The newest plan."""
+        entry = self._entries.get(Keys.PLAN)
+        if entry is None:
+            return None
+        if self._plan is None or self._plan[0] != entry.mod_revision:
+            self._plan = (entry.mod_revision, self._plan_of(entry))
+        return self._plan[1]
+
+    def _plan_of(self, entry: KeyValue) -> Plan:
+        if entry.genuine or self._plan is None:
+            return read_plan(entry)
+        logger.error("the plan in etcd %s; that of epoch %d stays in force", _FORGED, self._plan[1].epoch)
+        return self._plan[1]
+
+    @property
+    def plan_forged(self) -> bool:
+        """Whether somebody else has overwritten the plan."""
+        entry = self._entries.get(Keys.PLAN)
+        return entry is not None and not entry.genuine
+
+    @property
+    def plan_revision(self) -> int:
+        """Revision to compare with when replacing the plan; 0 if there is none."""
+        return self.revision(Keys.PLAN)
+
+    @property
+    def leader(self) -> str | None:
+        """The leading member."""
+        record = self.get(Keys.LEADER, LeaderRecord)
+        return record.id if record else None
+
+    @property
+    def stop(self) -> StopRecord | None:
+        """The request to end the job."""
+        return self.get(Keys.STOP, StopRecord)
+
+    @property
+    def restart(self) -> RestartRecord | None:
+        """The newest restart."""
+        return self.get(Keys.RESTART, RestartRecord)
+
+    def revisions(self) -> list[tuple[str, int]]:
+        """All keys with the revisions of their last changes."""
+        return [(key, entry.mod_revision) for key, entry in self._entries.items()]
+
+    def revision(self, key: str) -> int:
+        """Revision to compare with when replacing the value at ``key``; 0 if there is none."""
+        entry = self._entries.get(key)
+        return entry.mod_revision if entry else 0
+
+    @property
+    def members(self) -> dict[str, MemberRecord]:
+        """Living members by id."""
+        return {record.id: record for record in self._records(Keys.MEMBERS, MemberRecord)}
+
+    @property
+    def left(self) -> dict[str, LeftRecord]:
+        """Departures by member id."""
+        return {record.id: record for record in self._records(Keys.LEFT, LeftRecord)}
+
+    @property
+    def notices(self) -> dict[str, NoticeRecord]:
+        """Notices by member id, also of members that are gone."""
+        return {record.id: record for record in self._records(Keys.NOTICES, NoticeRecord)}
+
+    @property
+    def reports(self) -> dict[str, LayoutRecord]:
+        """Layout reports by member id."""
+        return {record.id: record for record in self._records(Keys.REPORTS, LayoutRecord)}
+
+    @property
+    def standings(self) -> dict[str, StandingRecord]:
+        """What the workers have last said of themselves, by member id."""
+        return {record.id: record for record in self._records(Keys.STANDINGS, StandingRecord)}
+
+    @property
+    def suspicions(self) -> list[SuspicionRecord]:
+        """All accusations, also of epochs that are over."""
+        return list(self._records(Keys.SUSPECTS, SuspicionRecord))
+
+    @property
+    def vouched(self) -> dict[str, int]:
+        """Epoch of the newest voucher by member id."""
+        return {record.id: record.epoch for record in self._records(Keys.VOUCHERS, VoucherRecord)}
+
+    @property
+    def progress(self) -> dict[str, ProgressRecord]:
+        """Newest progress by member id."""
+        return {record.id: record for record in self._records(Keys.PROGRESS, ProgressRecord)}
+
+    def get(self, key: str, kind: type[R]) -> R | None:
+        """The record at ``key``, if there is one that can be read."""
+        entry = self._entries.get(key)
+        if entry is None:
+            return None
+        revision, record = self._records_read.get(key, (0, None))
+        if revision != entry.mod_revision:
+            try:
+                if entry.genuine:
+                    record = kind.from_json(entry.value)
+                else:
+                    logger.error("%s in etcd %s: it is left out", key, _FORGED)
+            except ValidationError as error:
+                logger.error("%s in etcd cannot be read and is left out: %s", key, _faults(error))
+            self._records_read[key] = entry.mod_revision, record
+        return record if isinstance(record, kind) else None
+
+    def _records(self, prefix: str, kind: type[R]) -> Iterator[R]:
+        found = (self.get(key, kind) for key in self._entries if key.startswith(prefix))
+        return (record for record in found if record is not None)
+
+
+def read_plan(entry: KeyValue) -> Plan:
+    """The plan in ``entry``; raises :class:`ProtocolError` if it cannot be read, :class:`StoreError` if forged."""
+    if not entry.genuine:
+        raise StoreError(f"the plan in etcd {_FORGED}")
+    try:
+        version = _Version.model_validate_json(entry.value).number
+        if version <= plans.SCHEMA:
+            return Plan.from_json(entry.value)
+    except ValidationError as error:
+        raise ProtocolError(f"the plan in etcd cannot be read: {_faults(error)}") from error
+    raise ProtocolError(
+        f"the plan in etcd has version {version}, but the bamboo_ds of this member reads {plans.SCHEMA} at most: all "
+        "members of a job need the same version of the package"
+    )
+
+
+def _faults(error: ValidationError) -> str:
+    """What is wrong, without the values: there are secrets among them."""
+    faults = error.errors(include_url=False, include_input=False, include_context=False)
+    return "; ".join(f"{'.'.join(map(str, fault['loc'])) or 'the whole'}: {fault['msg']}" for fault in faults)

@@ -1,0 +1,256 @@
+"""What the control plane keeps in etcd, by key in the namespace ``/bamboo/<job>/`` (:mod:`.keys`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, field_validator
+from typing_extensions import Self
+
+from ...processes import boot_id
+from ...topology.roles import Layout
+from ..messages import Place
+
+SCHEMA = 1
+
+
+class Record(BaseModel):
+    """Base of all stored values: JSON with a schema version; unknown fields are ignored."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    schema_version: int = SCHEMA
+
+    @field_validator("schema_version")
+    @classmethod
+    def _known(cls, version: int) -> int:
+        if version > SCHEMA:
+            raise ValueError(f"version {version} of a newer bamboo_ds; this one reads {SCHEMA} at most")
+        return version
+
+    def to_json(self) -> str:
+        """The record as it is stored."""
+        return self.model_dump_json()
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Self:
+        """Parse :meth:`to_json`'s output; raises ``pydantic.ValidationError`` for anything else."""
+        return cls.model_validate_json(text)
+
+
+class JobRecord(Record):
+    """``spec``: what ``bamboo run`` was asked for."""
+
+    job: str
+    world_size: int
+    pipelines: int | None = None
+    command: tuple[str, ...] = ()
+
+
+class MemberRecord(Record):
+    """``members/<id>``, under the agent's lease: a slot that lives.
+
+    Attributes:
+        pid: process id of the worker, on ``host``.
+        agent_pid: process id of the agent, on ``host``.
+        agent_started: when it began, and process_space: where its id means something; see :mod:`bamboo_ds.processes`.
+        lease: id of the lease that the record lives under.
+        home: rank that the worker's script runs as.
+        joiner: the member came while the job was running; it waits to be admitted.
+        feeder: it only draws batches, for a pipeline at whose ends nobody else is at home.
+        state: ``leaving``: it is going to vanish and gets nothing any more; ``waiting``: it has no worker and waits
+            for the job's restart.
+        generation: the restart (0: the first start) that the worker is part of from the beginning; ``None``: it
+            joins what is running, or has no worker.
+    """
+
+    id: str
+    slot: int
+    host: str
+    zone: str = ""
+    address: str
+    pid: int
+    agent_pid: int
+    agent_started: int | None = None
+    process_space: str = ""
+    incarnation: str
+    lease: int = 0
+    home: int = 0
+    joiner: bool = False
+    feeder: bool = False
+    state: Literal["running", "leaving", "waiting"] = "running"
+    generation: int | None = 0
+
+
+class RestartRecord(Record):
+    """``restart``: who starts which workers after a fatal loss.
+
+    Attributes:
+        generation: number of the restart, from 1 on.
+        after_epoch: the epoch that was fatal.
+        ranks: the ranks whose workers each slot starts.
+        extra: numbers of the slots of the second and further workers of a member, by rank.
+        checkpoint: folder of the newest checkpoint that a member has told of.
+        step, global_step: newest step that any member has told of so far, and the same as DeepSpeed counts.
+        failures: restarts in a row, up to this one, that came after one that had not got beyond ``step``.
+    """
+
+    generation: int
+    after_epoch: int
+    ranks: dict[int, tuple[int, ...]]
+    extra: dict[int, int] = {}
+    checkpoint: str | None = None
+    step: int = 0
+    global_step: int | None = None
+    failures: int = 0
+
+
+class NoticeRecord(Record):
+    """``notices/<id>``: the member is going to vanish.
+
+    Attributes:
+        kind, source, detail: see :class:`~bamboo_ds.control.notices.Notice`.
+        deadline_s: seconds from the writing of this record until it vanishes; ``None`` where unknown.
+        iteration_s: duration of its newest iteration; ``None`` before the second one.
+    """
+
+    id: str
+    kind: str
+    source: str
+    detail: str
+    deadline_s: float | None = None
+    iteration_s: float | None = None
+
+
+class LeftRecord(Record):
+    """``left/<id>``: written by a member's agent just before it revokes the lease.
+
+    Attributes:
+        outcome: ``finished`` (exit 0), ``failed`` (an error of the application), ``fatal`` and
+            ``evicted`` (the worker stopped itself, see :mod:`bamboo_ds.errors`), ``lost`` (died by a
+            signal or was killed because it hung), ``stopped`` (the job was ended on request), ``left`` (went on
+            notice, after it had handed over what it had).
+        reason: how the worker ended: by itself, by a signal, killed because its heartbeat stopped or
+            because it made no progress.
+        detail: exit code or name of the signal; of a member that has left the notice.
+        code: the exit code that the job should end with if this is a failure.
+        generation: see :class:`MemberRecord`.
+        error: in a job that takes such workers for lost: it has failed by itself, in this way.
+        step: newest step that it has committed, as far as known.
+        reaped: the agent has collected the dead worker: none of its code runs any more.
+        since: ``CLOCK_MONOTONIC`` seconds at which the worker was last known to be well: its death as the
+            agent saw it, or its last heartbeat. Comparable only where ``boot`` is the same.
+        boot: id of the running kernel.
+    """
+
+    id: str
+    slot: int
+    outcome: Literal["finished", "failed", "fatal", "evicted", "lost", "stopped", "left"]
+    reason: Literal["exit", "signal", "heartbeat", "hang"]
+    detail: str
+    code: int = 0
+    generation: int | None = None
+    error: str | None = None
+    step: int | None = None
+    reaped: bool = False
+    since: float
+    boot: str
+
+    def age_s(self, now: float) -> float | None:
+        """Seconds from :attr:`since` to ``now``; ``None`` when it was taken on another host's clock."""
+        return now - self.since if self.boot == boot_id() else None
+
+
+class LayoutRecord(Record):
+    """``reports/<id>``: the member's engine is built and has this logical world."""
+
+    id: str
+    layout: Layout
+    redundant: bool
+    iterators: bool = True
+
+
+class StandingRecord(Record):
+    """``standing/<id>``: the epoch that the member's worker has entered, and the replicas that it has complete.
+
+    Attributes:
+        place: where it offers its history and snapshots, and to whom (a secret: never logged).
+    """
+
+    id: str
+    epoch: int
+    replicas: tuple[int, ...] = ()
+    place: Place | None = None
+
+
+class SuspicionRecord(Record):
+    """``suspects/<accused>/<by>``: an operation of ``epoch`` towards ``accused`` failed."""
+
+    accused: str
+    by: str
+    epoch: int
+    reason: str
+
+
+class VoucherRecord(Record):
+    """``vouchers/<id>``: an agent's answer to an accusation of ``epoch``: my worker's heart beats."""
+
+    id: str
+    epoch: int
+
+
+class TimingRecord(Record):
+    """``epochs/<e>/timing``: how the loss that made the epoch was learnt.
+
+    Attributes:
+        detection_s: from the fault to its notice by the leader; ``None`` where unknown.
+        plan_s: from the notice to the plan.
+    """
+
+    epoch: int
+    detection_s: float | None
+    plan_s: float
+
+
+class StoreRecord(Record):
+    """``epochs/<e>/store``: where the ``TCPStore`` of an epoch listens."""
+
+    epoch: int
+    host: str
+    port: int
+
+
+class ProgressRecord(Record):
+    """``progress/<id>``: newest committed step and newest complete checkpoint of a member.
+
+    Attributes:
+        step: 0 before the first.
+        global_step: ``step`` as DeepSpeed counts.
+        doing: see :class:`~.messages.Heartbeat`.
+    """
+
+    id: str
+    step: int
+    global_step: int | None = None
+    checkpoint: str | None = None
+    doing: str | None = None
+
+
+class LeaderRecord(Record):
+    """``leader``: the member whose agent writes plans."""
+
+    id: str
+
+
+class StopRecord(Record):
+    """``stop``: every agent ends its worker; the job's exit code is ``code``."""
+
+    code: int
+    reason: str
+    by: str
+
+
+def in_slot_order(members: Iterable[MemberRecord]) -> list[MemberRecord]:
+    """``members`` ordered by slot."""
+    return sorted(members, key=lambda member: (member.slot, member.id))

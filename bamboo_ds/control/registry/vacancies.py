@@ -1,0 +1,99 @@
+"""What a member needs that comes to a job: a slot of its own, and the rank that its script runs as."""
+
+from __future__ import annotations
+
+import secrets
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ...store import Store
+from ...topology import Plan, ends
+from .keys import Keys
+from .mirror import Mirror
+from .records import JobRecord
+
+#: Members at home at the ends of each pipeline, where scripts have iterators over its batches.
+WANTED_SOURCES = 3
+
+
+def choose_home(plan: Plan, homes: Iterable[int]) -> int:
+    """The rank that the script of a new member runs as.
+
+    Scripts have iterators over a pipeline's batches at its ends only. Without one of them the pipeline waits for a new
+    worker, so an end of a pipeline without any comes first. A member can only have roles of the tensor slice that its
+    home is one of, so the slice with the fewest members is next. Then comes an end of the pipeline with the fewest
+    sources, up to :data:`WANTED_SOURCES` of each, and then the rank at which the fewest members are at home.
+
+    Args:
+        plan: the newest plan, with a layout.
+        homes: homes of all members, admitted or not.
+    """
+    layout, taken = plan.world, list(homes)
+
+    in_slice = Counter(home % layout.slices for home in taken)
+
+    def key(rank: int) -> tuple[bool, int, int, int, bool, int]:
+        at = ends(plan, layout.role(rank).pipeline)
+        sources = min(sum(home in at for home in taken), WANTED_SOURCES) if rank in at else WANTED_SOURCES
+        return sources > 0, in_slice[rank % layout.slices], sources, taken.count(rank), rank not in at, rank
+
+    return min(range(layout.size), key=key)
+
+
+@dataclass(frozen=True)
+class Vacancy:
+    """What a newcomer gets; the names are those of :class:`~bamboo_ds.control.settings.AgentSettings`.
+
+    It joins what is running, or waits for the restart of a job that had a fatal loss.
+    """
+
+    slot: int
+    home: int | None
+    waiting: bool
+    after_epoch: int
+    generation: int | None
+    world_size: int
+    pipelines: int | None
+
+
+def find_vacancy(
+    store: Store, mirror: Mirror, plan: Plan, own_slot: int | None = None, restart: bool = False
+) -> Vacancy:
+    """A place in the job, with a slot that is claimed for the caller.
+
+    Args:
+        mirror: the job's keys.
+        plan: the newest plan among them, with a layout or fatal.
+        own_slot: the slot that the caller has had; it keeps it if it waits for a restart, where it may be expected.
+        restart: nobody of it is there any more, who could say that it is fatal.
+    """
+    spec, newest = mirror.get(Keys.SPEC, JobRecord), mirror.restart
+    size, fatal = len(plan.owners), restart or bool(plan.unheld)
+    waiting = [record.home for record in mirror.members.values() if record.id not in plan.members]
+    taken = [record.slot for record in Mirror(store.get_prefix(Keys.MEMBERS)).members.values()]
+    kept = own_slot if fatal else None
+    return Vacancy(
+        slot=claim_slot(store, max([size - 1, *taken]) + 1) if kept is None else kept,
+        home=None if fatal else choose_home(plan, [*plan.homes, *waiting]),
+        waiting=fatal,
+        after_epoch=plan.epoch if fatal else 0,
+        generation=None if not fatal else newest.generation if newest else 0,
+        world_size=size,
+        pipelines=spec.pipelines if spec else None,
+    )
+
+
+def claim_slot(store: Store, first: int) -> int:
+    """A slot number from ``first`` on that nobody else has; claimed for the job's whole life."""
+    slot, mine = first, secrets.token_hex(8)  # a request that is repeated finds its own value, not another's
+    while not store.create(Keys.slot(slot), mine):
+        slot += 1
+    return slot
+
+
+def is_over(mirror: Mirror) -> bool:
+    """Whether the job has ended: on request, by a failure, or because its members have finished."""
+    plan, left = mirror.plan, mirror.left
+    done = plan is not None and all(m in left and left[m].outcome == "finished" for m in plan.members)
+    return mirror.stop is not None or done
