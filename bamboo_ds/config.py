@@ -22,6 +22,8 @@ from .errors import ConfigError
 
 #: Name of the block in DeepSpeed's configuration.
 BLOCK = "bamboo"
+#: Seconds that cold file systems take to load libraries, at least.
+START_TIMEOUT_S = 60.0
 
 
 class RedundancyMode(str, Enum):
@@ -145,6 +147,16 @@ class MembershipConfig(_Block):
     settle_ms: int = Field(
         20, ge=0, description="milliseconds that the leader waits for companions of a loss before it plans"
     )
+
+    @property
+    def heartbeat_limit_s(self) -> float:
+        """Seconds without a heartbeat after which a worker is killed."""
+        return self.heartbeat_timeout_s or float(self.lease_ttl_s)
+
+    @property
+    def start_limit_s(self) -> float:
+        """The same before its first step, if that is longer."""
+        return self.start_timeout_s or (0.0 if self.heartbeat_timeout_s else START_TIMEOUT_S)
 
 
 class CommConfig(_Block):
@@ -312,10 +324,39 @@ class BambooConfig(_Block):
     notices: NoticesConfig = Field(default_factory=lambda: NoticesConfig())
     observe: ObserveConfig = Field(default_factory=lambda: ObserveConfig())
 
+    @property
+    def fence_s(self) -> float | None:
+        """``membership.fence_s``; ``None``, too, where no restart can follow a fatal loss."""
+        return self.membership.fence_s if self.recovery.max_restarts else None
+
+    def overridden(self, overrides: Mapping[str, Any]) -> BambooConfig:
+        """This block with other values at some paths, such as ``membership.lease_ttl_s``. They are not validated."""
+        block = self
+        for path, value in overrides.items():
+            part, name = path.split(".")
+            block = block.model_copy(update={part: getattr(block, part).model_copy(update={name: value})})
+        return block
+
+    def check(self) -> None:
+        """Raise :class:`ConfigError` if two settings contradict each other."""
+        self.redundancy.steps_to_check()
+        ttl = self.membership.lease_ttl_s
+        if self.fence_s is not None and self.fence_s < 2 * ttl:
+            raise ConfigError(
+                f"bamboo.membership.fence_s = {self.fence_s:g} is less than twice lease_ttl_s = {ttl:g}: workers would "
+                "pause before their members count as lost; set it to at least twice lease_ttl_s"
+            )
+
 
 def _is_model(annotation: Any) -> bool:
     # On Python 3.10 `tuple[int]` is an instance of `type`, but no class.
     return get_origin(annotation) is None and isinstance(annotation, type) and issubclass(annotation, BaseModel)
+
+
+def paths_by_name() -> dict[str, str]:
+    """The path of each setting inside the block, by its own name, which no two settings share."""
+    parts = BambooConfig.model_fields.items()
+    return {name: f"{part}.{name}" for part, field in parts for name in getattr(field.annotation, "model_fields", ())}
 
 
 def _model_at(path: Sequence[Any]) -> type[BaseModel]:

@@ -309,9 +309,6 @@ def _keeper(
         store=shared["store"],
         parent_pid=os.getpid(),
         master_port=place.master_port,
-        pipelines=None,
-        result_fd=None,
-        state_file=None,
         generation=0,
         launched=True,
     )

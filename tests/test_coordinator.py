@@ -96,7 +96,7 @@ def test_one_that_takes_no_part_gives_up_when_etcd_stays_away(own_etcd: EtcdServ
                 lease_ttl_s=1.0,
                 callbacks=callbacks,
                 last_heartbeat=lambda: None,
-                patience_s=0.5,
+                outage_s=0.5,
             )
         )
     if not registered:

@@ -222,7 +222,7 @@ def test_the_number_of_steps_comes_from_the_block_the_option_or_a_variable(monke
     assert checked_steps({}) is None and checked_steps({"BAMBOO_CHECK_EXACT": "4"}) == 4
     monkeypatch.setenv("BAMBOO_CHECK_EXACT", "7")  # of another job that this process is in
     for told in (None, 0, 4):
-        more = [] if told is None else [f"--check-exact={told}"]
+        more = [] if told is None else [f'--overrides={{"redundancy.check_exact":{told}}}']
         needed = [
             "--slot=0",
             "--world-size=1",
@@ -234,7 +234,8 @@ def test_the_number_of_steps_comes_from_the_block_the_option_or_a_variable(monke
             "python",
         ]
         settings = parse_arguments(needed)
-        assert settings.check_exact == told and ("--check-exact=4" in settings.to_arguments()) is (told == 4)
+        assert settings.bamboo.redundancy.check_exact == (told or 0)
+        assert [option for option in settings.to_arguments() if option.startswith("--overrides")] == more
         assert worker_environment(settings, "m").get("BAMBOO_CHECK_EXACT") == (
             None if told is None else json.dumps(told)
         )

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bamboo_ds.cli.status import job_status
-from bamboo_ds.control.leader.decisions import EXIT_CONFIG, Decider, StopJob, Wait, WritePlan
+from bamboo_ds.control.leader.actions import StopJob, Wait, WritePlan
+from bamboo_ds.control.leader.decisions import EXIT_CONFIG, Decider
 from bamboo_ds.control.leader.view import View
 from bamboo_ds.control.registry.keys import Keys
 from bamboo_ds.control.registry.mirror import Mirror
@@ -28,6 +29,8 @@ from bamboo_ds.processes import boot_id
 from bamboo_ds.store.records import KeyValue, Snapshot, WatchEvent
 from bamboo_ds.topology import Layout, Plan
 from bamboo_ds.topology.planner import initial_plan, takeover, with_redundancy
+
+from .support.settings import deciding
 
 SETTLE_S = 0.02
 PATIENCE_S = 2.5
@@ -60,7 +63,7 @@ def report(name: str, layout: Layout = SECOND.world, redundant: bool = True) -> 
 
 
 def decider() -> Decider:
-    return Decider(SETTLE_S, PATIENCE_S)
+    return deciding(SETTLE_S, PATIENCE_S)
 
 
 def all_well() -> View:
@@ -134,20 +137,20 @@ def test_loss_waits_for_companions() -> None:
 
 def test_detection_on_another_host_is_unknown() -> None:
     view = replace(all_well(), members=members("a", "c", "d"), left={"b": left("b", boot="elsewhere")})
-    action = Decider(0.0, PATIENCE_S).decide(view, 100.0)
+    action = deciding(0.0, PATIENCE_S).decide(view, 100.0)
     assert isinstance(action, WritePlan)
     assert action.losses[0].detection_s is None
 
 
 def test_lease_that_ran_out() -> None:
     view = replace(all_well(), members=members("a", "c", "d"))
-    action = Decider(0.0, PATIENCE_S).decide(view, 100.0)
+    action = deciding(0.0, PATIENCE_S).decide(view, 100.0)
     assert isinstance(action, WritePlan)
     assert (action.losses[0].reason, action.losses[0].detection_s) == ("lease", None)
 
 
 def test_absence_after_an_outage_is_not_trusted() -> None:
-    one = Decider(0.0, PATIENCE_S)
+    one = deciding(0.0, PATIENCE_S)
     view = replace(all_well(), members=members("a"), trusted_from=105.0)
     assert one.decide(view, 100.0) == Wait(105.0)
     returned = replace(view, members=members(*IDS))
@@ -159,7 +162,7 @@ def test_absence_after_an_outage_is_not_trusted() -> None:
 
 def test_death_in_an_outage_is_trusted() -> None:
     view = replace(all_well(), members=members("a", "c"), left={"b": left("b")}, trusted_from=105.0)
-    action = Decider(0.0, PATIENCE_S).decide(view, 100.0)
+    action = deciding(0.0, PATIENCE_S).decide(view, 100.0)
     assert isinstance(action, WritePlan)
     assert action.plan.lost == ("b",), "d has time to return"
 
@@ -171,7 +174,7 @@ def test_finishing_is_no_loss() -> None:
 
 def test_who_has_finished_takes_nothing_over() -> None:
     view = replace(all_well(), members=members("c", "d"), left={"a": left("a", "finished"), "b": left("b")})
-    action = Decider(0.0, PATIENCE_S).decide(view, 100.0)
+    action = deciding(0.0, PATIENCE_S).decide(view, 100.0)
     assert isinstance(action, WritePlan)
     assert action.plan == takeover(SECOND, ["a", "b"])
     assert [loss.member for loss in action.losses] == ["b"]
@@ -179,7 +182,7 @@ def test_who_has_finished_takes_nothing_over() -> None:
 
 def test_loss_before_the_layout_stops() -> None:
     view = View(world_size=4, plan=FIRST, members=members("a", "b", "c"), left={"d": left("d")})
-    action = Decider(0.0, PATIENCE_S).decide(view, 100.0)
+    action = deciding(0.0, PATIENCE_S).decide(view, 100.0)
     assert isinstance(action, StopJob)
     assert action.code == EXIT_FATAL_LOSS
     assert [loss.member for loss in action.losses] == ["d"]
@@ -254,7 +257,7 @@ def test_vouched_member_stays_and_connections_are_made_anew() -> None:
 
 def test_who_cannot_be_reconnected_is_divided_once() -> None:
     """The second time in a row one of the two has to go: the one with fewer roles, else that with the higher slot."""
-    one = Decider(0.0, 0.0)
+    one = deciding(0.0, 0.0)
     again = one.decide(replace(all_well(), suspicions=[suspicion("a", "c")], vouched={"c": 2}), 100.0)
     assert isinstance(again, WritePlan) and again.plan == replace(SECOND, epoch=3)
     view = replace(all_well(), plan=again.plan, suspicions=[suspicion("c", "a", 3)], vouched={"a": 3})
@@ -266,7 +269,7 @@ def test_who_cannot_be_reconnected_is_divided_once() -> None:
     for epoch, accused, by in ((3, "d", "a"), (7, "c", "a")):
         plan = replace(SECOND, epoch=epoch)
         view = replace(all_well(), plan=plan, suspicions=[suspicion(by, accused, epoch)], vouched={accused: epoch})
-        one = Decider(0.0, 0.0)
+        one = deciding(0.0, 0.0)
         one.decide(replace(all_well(), suspicions=[suspicion("a", "c")], vouched={"c": 2}), 100.0)
         action = one.decide(view, 200.0)
         assert isinstance(action, WritePlan) and not action.losses
@@ -275,7 +278,7 @@ def test_who_cannot_be_reconnected_is_divided_once() -> None:
 def test_of_two_who_cannot_reach_each_other_the_one_that_can_be_replaced_goes() -> None:
     # Nobody but d holds stage 0 now, which it has taken over from a.
     plan = takeover(SECOND, ["a"])
-    one = Decider(0.0, 0.0)
+    one = deciding(0.0, 0.0)
     view = replace(all_well(), plan=plan, members=members("b", "c", "d"))
     first = one.decide(replace(view, suspicions=[suspicion("c", "d", 3)], vouched={"d": 3}), 100.0)
     assert isinstance(first, WritePlan)
@@ -293,7 +296,7 @@ def test_only_living_members_accuse_others_in_this_epoch() -> None:
         [suspicion("b", "b")],
         [suspicion("a", "x"), suspicion("c", "x")],
     ):
-        assert Decider(0.0, 0.0).decide(replace(all_well(), suspicions=useless), 100.0) == Wait()
+        assert deciding(0.0, 0.0).decide(replace(all_well(), suspicions=useless), 100.0) == Wait()
 
 
 def test_known_loss_comes_before_accusations() -> None:
@@ -303,7 +306,7 @@ def test_known_loss_comes_before_accusations() -> None:
         left={"b": left("b")},
         suspicions=[suspicion("a", "c"), suspicion("d", "c")],
     )
-    action = Decider(0.0, 0.0).decide(view, 100.0)
+    action = deciding(0.0, 0.0).decide(view, 100.0)
     assert isinstance(action, WritePlan)
     assert action.plan.lost == ("b",)
 
@@ -311,7 +314,7 @@ def test_known_loss_comes_before_accusations() -> None:
 def test_mutual_accusations_convict_one_at_a_time() -> None:
     accusations = [("a", "b"), ("b", "a"), ("c", "b"), ("d", "b"), ("c", "a")]
     view = replace(all_well(), suspicions=[suspicion(*pair) for pair in accusations])
-    action = Decider(0.0, 0.0).decide(view, 100.0)
+    action = deciding(0.0, 0.0).decide(view, 100.0)
     assert isinstance(action, WritePlan)
     assert action.plan.lost == ("b",)
 

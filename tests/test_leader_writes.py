@@ -20,6 +20,8 @@ from bamboo_ds.processes import boot_id
 from bamboo_ds.store import Lease, Store
 from bamboo_ds.topology import Layout, Plan
 
+from .support.settings import agent
+
 pytest_plugins = ["tests.support.fixtures"]
 
 IDS = ("a", "b", "c")
@@ -79,11 +81,8 @@ class Stage:
         self.leader = Leader(
             self.store,  # type: ignore[arg-type]  # a double
             self._events,
-            member="a",
-            job="j",
-            world_size=3,
-            settle_s=0.0,
-            patience_s=1.0,
+            agent(world_size=3, settle_ms=0, lease_ttl_s=2),
+            "a",
         )
 
     def step(self) -> None:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from bamboo_ds.cli.status import job_status
 from bamboo_ds.control.agent.ending import Ending
-from bamboo_ds.control.leader.decisions import Decider, Feed, StopJob, Wait, WritePlan
+from bamboo_ds.control.leader.actions import Feed, StopJob, Wait, WritePlan
 from bamboo_ds.control.leader.departures import Deadlines
 from bamboo_ds.control.leader.view import View
 from bamboo_ds.control.registry.keys import Keys
@@ -41,6 +41,7 @@ from bamboo_ds.topology.planner import initial_plan, with_redundancy
 from .support.compare import differences
 from .support.jobs import Result, RunningJob, slow_until, write_config
 from .support.metadata_servers import AwsMetadata, AzureMetadata, Handler
+from .support.settings import deciding
 
 Reference = Callable[..., Result]
 
@@ -59,7 +60,7 @@ class Simulated:
         self.hurried: frozenset[str] = frozenset()
         self.waiting: set[str] = set()
         self.standings: dict[str, StandingRecord] = {}
-        self.one = Decider(0.0, 1.0)
+        self.one = deciding(0.0, 1.0)
         self.enter()
 
     @staticmethod

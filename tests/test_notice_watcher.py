@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from bamboo_ds.config import BambooConfig
 from bamboo_ds.control.agent.command import worker_environment
 from bamboo_ds.control.notices import Notice, NoticesConfig, NoticeSource, NoticeWatcher, build_sources
 from bamboo_ds.control.notices.aws import AwsSource
@@ -41,9 +42,9 @@ def log() -> Iterator[Log]:
 
 
 def test_passwords_in_urls_are_in_no_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    notices = NoticesConfig(sources=["http"], url="http://me:secret@127.0.0.1/notice").model_dump_json()
+    notices = NoticesConfig(sources=["http"], url="http://me:secret@127.0.0.1/notice")
     options = ["--slot=0", "--world-size=1", "--job=j", "--store=http://127.0.0.1:1", "--parent-pid=1", "--", "true"]
-    settings = replace(parse_arguments(options), notices=notices)
+    settings = replace(parse_arguments(options), block=BambooConfig(notices=notices))
     assert "secret" not in " ".join(settings.to_arguments())
     for name, value in settings.environment().items():
         monkeypatch.setenv(name, value)

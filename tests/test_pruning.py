@@ -32,6 +32,8 @@ from bamboo_ds.store import Store
 from bamboo_ds.store.records import KeyValue, Snapshot
 from bamboo_ds.topology import Layout, Plan
 
+from .support.settings import agent
+
 pytest_plugins = ["tests.support.fixtures"]
 
 LIVING = ("a", "b")
@@ -157,11 +159,8 @@ def test_the_leader_removes_them(store: Store, tmp_path: Path) -> None:
     leader = Leader(
         store,
         EventWriter(str(tmp_path / "events.jsonl")),
-        member="a",
-        job="j",
-        world_size=2,
-        settle_s=0.0,
-        patience_s=1.0,
+        agent(world_size=2, settle_ms=0, lease_ttl_s=2),
+        "a",
     )
     before, lease = store.get_prefix(""), store.lease(60)
     leader.step(Mirror(before), lease, 0.0)

@@ -15,8 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bamboo_ds.control.leader.decisions import Decider, StopJob, Wait, WritePlan
-from bamboo_ds.control.leader.restarts import Assign, RestartPolicy, assign, fatal_plan
+from bamboo_ds.control.leader.actions import Assign, StopJob, Wait, WritePlan
+from bamboo_ds.control.leader.decisions import Decider
+from bamboo_ds.control.leader.restarts import RestartLimits, assign, fatal_plan
 from bamboo_ds.control.leader.view import View
 from bamboo_ds.control.registry.records import LeftRecord, MemberRecord, ProgressRecord, RestartRecord, StandingRecord
 from bamboo_ds.observe.audit import audit, compare
@@ -28,6 +29,7 @@ from bamboo_ds.topology.planner import initial_plan, takeover, with_redundancy
 from .support.compare import differences
 from .support.faults import mark
 from .support.jobs import Result, RunningJob, run_bamboo, write_config
+from .support.settings import deciding
 from .support.surviving import Reference, fault
 from .test_ledger import expected
 
@@ -60,8 +62,8 @@ def after_the_loss(**more: Any) -> View:
     return replace(view, **more)
 
 
-def decider(**policy: Any) -> Decider:
-    return Decider(0.02, 2.5, restarts=RestartPolicy(**{"return_s": 5.0, "start_s": 60.0, **policy}))
+def decider(**recovery: Any) -> Decider:
+    return deciding(0.02, 2.5, RestartLimits(return_s=5.0, start_s=60.0), **{"max_restarts": 10, **recovery})
 
 
 RECORD = RestartRecord(
@@ -90,7 +92,7 @@ def test_survivors_start_all_workers() -> None:
 
 
 def test_without_restarts_nothing_happens() -> None:
-    assert Decider(0.02, 2.5).decide(after_the_loss(), 0.0) == Wait()
+    assert deciding(0.02, 2.5).decide(after_the_loss(), 0.0) == Wait()
 
 
 def test_members_on_their_way_back_are_waited_for_but_not_for_ever() -> None:

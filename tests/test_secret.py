@@ -98,10 +98,6 @@ def test_it_is_on_no_command_line_and_in_no_text(monkeypatch: pytest.MonkeyPatch
         world_size=1,
         store="unix:///x",
         parent_pid=1,
-        master_port=1,
-        pipelines=None,
-        result_fd=None,
-        state_file=None,
     )
     arguments, environment = settings.to_arguments(), settings.environment()
     assert OURS.text not in f"{arguments} {settings!r} {OURS!r} {OURS}"

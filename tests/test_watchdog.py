@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from bamboo_ds.config import BambooConfig
+from bamboo_ds.config import BambooConfig, MembershipConfig
 from bamboo_ds.control.agent.watchdog import Watchdog
 from bamboo_ds.control.messages import Heartbeat
 from bamboo_ds.control.settings import MemberOptions
@@ -29,7 +29,7 @@ WALL = 0x40000000
 
 
 def test_a_worker_may_be_silent_for_longer_before_its_first_step() -> None:
-    watchdog = Watchdog(5.0, 60.0, None)
+    watchdog = Watchdog(MembershipConfig(lease_ttl_s=5))
     for step in (None, 0):
         watchdog.stuck(Heartbeat(step=step))
         assert not watchdog.silent(time.monotonic() - 59.0)
@@ -40,8 +40,8 @@ def test_a_worker_may_be_silent_for_longer_before_its_first_step() -> None:
 
 
 def test_a_worker_that_never_has_a_heartbeat() -> None:
-    assert Watchdog(5.0, 60.0, None).due(None) is None
-    watchdog = Watchdog(5.0, 60.0, None, first_timeout_s=1e-9)
+    assert Watchdog(MembershipConfig(lease_ttl_s=5)).due(None) is None
+    watchdog = Watchdog(MembershipConfig(lease_ttl_s=60, start_timeout_s=1e-9))
     assert not watchdog.silent(None, closed=True)
     assert not watchdog.silent(time.monotonic() - 59.0)
     assert watchdog.silent(None)
@@ -56,7 +56,7 @@ def test_a_worker_that_hangs_before_its_first_heartbeat_is_killed(start: Callabl
 
 
 def test_it_is_not_less_than_later() -> None:
-    watchdog = Watchdog(90.0, 60.0, None)
+    watchdog = Watchdog(MembershipConfig(lease_ttl_s=90))
     assert not watchdog.silent(time.monotonic() - 89.0)
     assert watchdog.silent(time.monotonic() - 90.0)
 
@@ -76,7 +76,8 @@ def test_what_is_not_said_of_them(
 ) -> None:
     block = BambooConfig.model_validate({"membership": membership})
     options = MemberOptions.from_block(block, job="j", address="127.0.0.1", command=("true",), **others)
-    assert (options.heartbeat_timeout_s, options.start_timeout_s) == expected
+    settings = options.bamboo.membership
+    assert (settings.heartbeat_limit_s, settings.start_limit_s) == expected
 
 
 @contextmanager

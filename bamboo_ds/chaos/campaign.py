@@ -149,7 +149,7 @@ def run(options: CampaignOptions, faults: Sequence[Fault] = (), changes: Sequenc
         list(read_events(events)),
         deeds,
         finished=options.wait,
-        timeout_s=settings.heartbeat_timeout_s if settings else 5.0,
+        timeout_s=settings.bamboo.membership.heartbeat_limit_s if settings else 5.0,
     )
     if options.complete and runner.reached < len(faults):
         verdict.problems.append(f"the job ended after {runner.reached} of {len(faults)} faults")
@@ -276,7 +276,7 @@ def _runner_options(
         one_at_a_time=options.one_at_a_time,
         keep=options.keep,
         ready_s=options.ready_s,
-        risk_s=(settings.lease_ttl_s if settings else 5.0) + 1.0,
+        risk_s=(settings.bamboo.membership.lease_ttl_s if settings else 5.0) + 1.0,
         notice_file=_notice_file(command, folder),
         etcd_pid=_etcd(place),
         nodes=dict(zip(nodes, slots, strict=False)),

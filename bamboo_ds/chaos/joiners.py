@@ -54,10 +54,11 @@ class JoinCommand:
             raise Impossible("the job does not say what its workers execute: nothing can join it")
         words = [sys.executable, "-m", "bamboo_ds.cli.main", "join", "--store", self.store, "--job", self.job]
         if self.settings is not None:
+            membership = self.settings.bamboo.membership
             words += ["--address", self.settings.address]
-            words += ["--lease-ttl-s", str(self.settings.lease_ttl_s)]
-            words += ["--heartbeat-timeout-s", str(self.settings.heartbeat_timeout_s)]
-            words += ["--settle-ms", str(self.settings.settle_s * 1000)]
+            words += ["--lease-ttl-s", str(membership.lease_ttl_s)]
+            words += ["--heartbeat-timeout-s", str(membership.heartbeat_limit_s)]
+            words += ["--settle-ms", str(membership.settle_ms)]
             words += ["--grace-s", str(self.settings.grace_s)]
             if self.settings.events is not None:
                 words += ["--events", self.settings.events]

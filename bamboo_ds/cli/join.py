@@ -66,7 +66,7 @@ def prepare(options: JoinOptions) -> AgentSettings:
         mirror = _started(store, options)
         plan = mirror.plan
         assert plan is not None
-        if plan.unheld and not options.max_restarts:
+        if plan.unheld and not options.bamboo.recovery.max_restarts:
             raise LaunchError(f"job {options.job!r} has ended by a fatal loss: there is nothing to join")
         vacancy = find_vacancy(store, mirror, plan)
     return AgentSettings(
@@ -74,9 +74,6 @@ def prepare(options: JoinOptions) -> AgentSettings:
         **dataclasses.asdict(vacancy),
         store=options.store,
         parent_pid=os.getppid(),
-        master_port=29500,
-        result_fd=None,
-        state_file=None,
         guest=True,
     )
 

@@ -170,7 +170,7 @@ class Keeper(Slots):
         ending = not self._outcomes.isdisjoint(("failed", "stopped", "fatal"))
         if (self._stopping or ending) and self._leave_at is None:
             self._leave_at = time.monotonic() + self._agent.grace_s + OTHERS_S
-        others = guests.Guests(self._slots, 2 * self._agent.lease_ttl_s)
+        others = guests.Guests(self._slots, 2 * self._agent.bamboo.membership.lease_ttl_s)
         silent_since: float | None = None
         with open_store(self._urls, self._agent.job, _STORE_TIMEOUT_S, self._secret) as store:
             while True:

@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 
 from ..control.access import embedded_etcd
+from ..control.agent.command import CHECK_EXACT
 from ..control.agent_settings import MemberOptions
 from ..control.claims import claimed
 from ..control.neighbours import process_space, started
@@ -117,8 +118,8 @@ class Wrapper(Slots):
         }
         if options.events is not None:
             told[ENV_EVENTS] = options.events
-        if options.check_exact is not None:
-            told[ENV_CHECK_EXACT] = str(options.check_exact)
+        if CHECK_EXACT in options.overrides:
+            told[ENV_CHECK_EXACT] = str(options.overrides[CHECK_EXACT])
         if options.config is not None:
             told[ENV_CONFIG] = os.path.abspath(options.config)
         if os.environ.get(ENV_SECRET_FILE):
@@ -159,7 +160,7 @@ class Wrapper(Slots):
             return not (late or self._etcd_ended or self._hurried)
 
         options = self._options
-        return_s = 2 * options.lease_ttl_s
+        return_s = 2 * options.bamboo.membership.lease_ttl_s
         return guests.await_end(self._urls, options.job, (), pause, return_s, True, departed=True, secret=self._secret)
 
     # -- the end ------------------------------------------------------------------------------------

@@ -103,7 +103,6 @@ class Launcher(Slots):
                 parent_pid=os.getpid(),
                 master_port=port,
                 pipelines=options.pipelines,
-                result_fd=None,
                 state_file=state_file,
                 generation=0,
             )
@@ -123,7 +122,7 @@ class Launcher(Slots):
             late = self._leave_at is not None and time.monotonic() >= self._leave_at
             return not (late or self._etcd_ended or self._hurried)
 
-        return_s = 2 * options.lease_ttl_s
+        return_s = 2 * options.bamboo.membership.lease_ttl_s
         quiet = self._stopping or ending
         return guests.await_end(self._urls, options.job, self._slots, pause, return_s, quiet, secret=options.secret)
 

@@ -100,7 +100,7 @@ class MemberArguments:
             events=None if self.events is None else os.path.abspath(self.events),
             lease_ttl_s=self.lease_ttl_s,
             heartbeat_timeout_s=self.heartbeat_timeout_s,
-            settle_s=None if self.settle_ms is None else self.settle_ms / 1000,
+            settle_ms=self.settle_ms,
             grace_s=self.grace_s,
             max_restarts=self.max_restarts,
             rejoin_s=self.rejoin_s,

@@ -1,23 +1,27 @@
-"""What an agent is told by its launcher, and what it tells its worker."""
+"""What an agent is told: about the job, about its slot, and the settings of the ``"bamboo"`` block.
+
+A new setting is a field of its block (:mod:`bamboo_ds.config`), and is read where it is used: as
+``settings.bamboo.<path>`` by agents and leaders, which get the settings whole, as ``job.settings.<path>`` by workers.
+What else an agent is told is a field here; its command line is made from the fields and parsed by them.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from functools import cached_property
+from typing import Any, get_args, get_origin, get_type_hints
 
-from ..config import BambooConfig, NoticesConfig
-from ..errors import ConfigError
+from ..config import BambooConfig, NoticesConfig, paths_by_name
 from ..secret import ENV_SECRET, ENV_SECRET_FILE, NONE, JobSecret, handed
 from .notices import build_sources
 from .registry.access import ENV_NOTICES, ENV_STORE
 
-#: Cold file systems take that long to load libraries, at least.
-_START_TIMEOUT_S = 60.0
-#: Settings that are not on a command line, which everybody can read, and the command.
-_IN_THE_ENVIRONMENT = ("store", "notices", "secret", "command")
+#: What is not on a command line, which everybody can read; so are ``block.notices``, which may have a password.
+_IN_THE_ENVIRONMENT = ("store", "secret")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,94 +35,52 @@ class MemberOptions:
         zone: failure zone, for the planner.
         host: the failure domain, if it is another one than the machine by its name.
         events: file to append events to.
-        lease_ttl_s: seconds of silence after which a member is lost.
-        heartbeat_timeout_s: seconds without a heartbeat after which a worker is killed.
-        start_timeout_s: the same before its first step, if that is longer.
-        first_timeout_s: seconds from its start to its first heartbeat after which a worker is killed; ``None``: never.
-        hang_timeout_s: seconds without progress after which a worker is killed; ``None``: as it suggests itself.
-        settle_s: seconds that the leader waits for companions of a loss.
         grace_s: seconds between SIGTERM and SIGKILL for a worker.
-        min_gain, standby_replicas: see :class:`~bamboo_ds.topology.Policy`.
-        notices: ``bamboo.notices`` as JSON.
-        max_restarts, min_members: see :class:`~bamboo_ds.control.leader.restarts.RestartPolicy`.
-        on_exception: ``bamboo.recovery.on_exception``.
-        fence_s: ``bamboo.membership.fence_s``; ``None``, too, where no restart can follow a fatal loss.
-        rejoin_s: seconds for which it tries to come back when its worker was evicted.
         secret: the job's.
-        check_exact: steps that are checked; ``None``: as the block of the worker's script says.
+        block: the ``"bamboo"`` block of the configuration that the command line names.
+        overrides: settings that the command line gives in place of the block's, by path. They hold for the worker, too,
+            whose script may have another block.
     """
 
     job: str
-    address: str
+    address: str = "127.0.0.1"
     command: tuple[str, ...]
-    zone: str
-    events: str | None
-    lease_ttl_s: float
-    heartbeat_timeout_s: float
-    settle_s: float
-    grace_s: float
+    zone: str = ""
     host: str | None = None
-    start_timeout_s: float = 0.0
-    first_timeout_s: float | None = None
-    hang_timeout_s: float | None = None
-    min_gain: float = 0.05
-    standby_replicas: bool = False
-    notices: str | None = None
-    max_restarts: int = 0
-    min_members: int = 1
-    on_exception: str = "stop"
-    rejoin_s: float = 600.0
+    events: str | None = None
+    grace_s: float = 5.0
     secret: JobSecret = NONE
-    check_exact: int | None = None
-    fence_s: float | None = None
+    block: BambooConfig = field(default_factory=BambooConfig)
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def bamboo(self) -> BambooConfig:
+        """The settings: the block with what overrides it."""
+        return self.block.overridden(self.overrides)
 
     @classmethod
     def from_block(cls, block: BambooConfig, **others: Any) -> MemberOptions:
-        """The options that ``block`` stands for; ``others`` by name, where ``None`` leaves it to the block.
+        """The options of ``block`` and ``others``, by name: fields, or settings that override the block's.
+
+        Of ``others`` ``None`` leaves a setting to the block, and a field to its default.
 
         Raises:
-            ConfigError: two of them contradict each other.
+            ConfigError: two settings contradict each other.
         """
-        membership, recovery = block.membership, block.recovery
-        block.redundancy.steps_to_check(others.get("check_exact"))
-        ttl = others.get("lease_ttl_s") or float(membership.lease_ttl_s)
-        patience = others.get("heartbeat_timeout_s") or membership.heartbeat_timeout_s
-        restarts = recovery.max_restarts if others.get("max_restarts") is None else others["max_restarts"]
-        fence_s = membership.fence_s if restarts else None
-        if fence_s is not None and fence_s < 2 * ttl:
-            raise ConfigError(
-                f"bamboo.membership.fence_s = {fence_s:g} is less than twice lease_ttl_s = {ttl:g}: workers would "
-                "pause before their members count as lost; set it to at least twice lease_ttl_s"
-            )
-        values: dict[str, Any] = {
-            "zone": "",
-            "grace_s": 5.0,
-            "lease_ttl_s": ttl,
-            "heartbeat_timeout_s": membership.heartbeat_timeout_s or ttl,
-            "start_timeout_s": membership.start_timeout_s or (0.0 if patience else _START_TIMEOUT_S),
-            "first_timeout_s": membership.start_timeout_s,
-            "hang_timeout_s": membership.hang_timeout_s,
-            "settle_s": membership.settle_ms / 1000,
-            "min_gain": block.topology.min_gain,
-            "standby_replicas": block.standby.replicas,
-            "notices": block.notices.model_dump_json(),
-            "max_restarts": recovery.max_restarts,
-            "min_members": recovery.min_members,
-            "on_exception": recovery.on_exception,
-            "rejoin_s": membership.rejoin_s,
-            "fence_s": fence_s,
-            "events": None,
-        }
-        return MemberOptions(**values | {name: value for name, value in others.items() if value is not None})
+        given = {name: value for name, value in others.items() if value is not None}
+        paths = paths_by_name()
+        overrides = {paths[name]: given.pop(name) for name in list(given) if name in paths}
+        options = MemberOptions(block=block, overrides=overrides, **given)
+        options.bamboo.check()
+        return options
 
     def member_options(self) -> dict[str, Any]:
         """These options alone, by name, without what a subclass adds."""
-        return {field.name: getattr(self, field.name) for field in fields(MemberOptions)}
+        return {each.name: getattr(self, each.name) for each in fields(MemberOptions)}
 
     def check_notices(self) -> None:
         """Raise :class:`ConfigError` if the sources of notices cannot be asked. The agent asks, under its own name."""
-        if self.notices is not None:
-            build_sources(NoticesConfig.model_validate_json(self.notices), os.environ, {"slot": "0", "member": "m0"})
+        build_sources(self.bamboo.notices, os.environ, {"slot": "0", "member": "m0"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +100,7 @@ class AgentSettings(MemberOptions):
         result_fd: descriptor to write the worker's departure to, as a line of JSON.
         state_file: the launcher's state file, to be removed if the launcher cannot.
         guest: nobody watches this agent: it is no launcher's and no other agent's child.
-        comebacks: how many times it has come back, lately.
+        rejoins: how many times it has rejoined, lately.
         generation: the restart (0: the first start) that the worker is part of from the beginning; ``None`` with a
             ``home``: it joins what is running.
         waiting: there is no worker yet: the job is about to be started again.
@@ -153,10 +115,10 @@ class AgentSettings(MemberOptions):
     world_size: int
     store: str
     parent_pid: int
-    master_port: int
-    pipelines: int | None
-    result_fd: int | None
-    state_file: str | None
+    master_port: int = 29500
+    pipelines: int | None = None
+    result_fd: int | None = None
+    state_file: str | None = None
     home: int | None = None
     feeder: bool = False
     guest: bool = False
@@ -165,7 +127,7 @@ class AgentSettings(MemberOptions):
     after_epoch: int = 0
     restart_from: str | None = None
     extra: str | None = None
-    comebacks: int = 0
+    rejoins: int = 0
     launched: bool = False
 
     @property
@@ -187,68 +149,59 @@ class AgentSettings(MemberOptions):
     def to_arguments(self) -> list[str]:
         """The command line that :func:`parse_arguments` turns into these settings, with :meth:`environment`."""
         arguments = []
-        for field in fields(self):
-            name, value = field.name, getattr(self, field.name)
+        for each in _on_the_command_line():
+            value = getattr(self, each.name)
+            if isinstance(value, BambooConfig):
+                value = value.model_dump(mode="json", exclude_defaults=True, exclude={"notices"})
+            if isinstance(value, Mapping):
+                value = json.dumps(dict(value), separators=(",", ":")) if value else None
+            option = f"--{each.name.replace('_', '-')}"
             if value is True:
-                arguments.append(f"--{name.replace('_', '-')}")
-            elif value is not None and value is not False and name not in _IN_THE_ENVIRONMENT:
-                arguments.append(f"--{name.replace('_', '-')}={value}")
+                arguments.append(option)
+            elif value is not None and value is not False:
+                arguments.append(f"{option}={value}")
         return [*arguments, "--", *self.command]
 
-    def environment(self) -> dict[str, str]:
-        """The environment of an agent with these settings."""
-        told = {ENV_STORE: self.store, ENV_NOTICES: self.notices or "", ENV_SECRET: self.secret.text}
-        return {**{name: value for name, value in os.environ.items() if name != ENV_SECRET_FILE}, **told}
+    def environment(self, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+        """The environment of an agent with these settings, from that of the process that starts it."""
+        told = {
+            ENV_STORE: self.store,
+            ENV_NOTICES: self.block.notices.model_dump_json(exclude_defaults=True),
+            ENV_SECRET: self.secret.text,
+        }
+        return {**{name: value for name, value in environ.items() if name != ENV_SECRET_FILE}, **told}
+
+
+def _on_the_command_line() -> list[Any]:
+    return [each for each in fields(AgentSettings) if each.name not in (*_IN_THE_ENVIRONMENT, "command")]
 
 
 def parse_arguments(argv: Sequence[str]) -> AgentSettings:
     """Parse an agent's command line; exits with a message if it is wrong."""
     parser = argparse.ArgumentParser(prog="python -m bamboo_ds.control.agent", allow_abbrev=False)
-    parser.add_argument("--slot", type=int, required=True)
-    parser.add_argument("--home", type=int)
-    parser.add_argument("--feeder", action="store_true")
-    parser.add_argument("--host")
-    parser.add_argument("--hang-timeout-s", type=float)
-    parser.add_argument("--min-gain", type=float, default=0.05)
-    parser.add_argument("--standby-replicas", action="store_true")
-    parser.add_argument("--notices", default=os.environ.get(ENV_NOTICES) or None, help=f"default: ${ENV_NOTICES}")
-    parser.add_argument("--guest", action="store_true")
-    parser.add_argument("--max-restarts", type=int, default=0)
-    parser.add_argument("--min-members", type=int, default=1)
-    parser.add_argument("--generation", type=int)
-    parser.add_argument("--waiting", action="store_true")
-    parser.add_argument("--after-epoch", type=int, default=0)
-    parser.add_argument("--restart-from")
-    parser.add_argument("--extra")
-    parser.add_argument("--rejoin-s", type=float, default=600.0)
-    parser.add_argument("--check-exact", type=int)
-    parser.add_argument("--fence-s", type=float)
-    parser.add_argument("--comebacks", type=int, default=0)
-    parser.add_argument("--launched", action="store_true")
-    parser.add_argument("--on-exception", choices=["stop", "takeover"], default="stop")
-    parser.add_argument("--world-size", type=int, required=True)
+    types = get_type_hints(AgentSettings)
+    for each in _on_the_command_line():
+        option, needed = f"--{each.name.replace('_', '-')}", each.default is each.default_factory is MISSING
+        if types[each.name] is bool:
+            parser.add_argument(option, action="store_true")
+        else:
+            unset = argparse.SUPPRESS  # then the field has its default
+            parser.add_argument(option, type=_reader(types[each.name]), required=needed, default=unset)
     parser.add_argument("--store", default=os.environ.get(ENV_STORE), help=f"default: ${ENV_STORE}")
-    parser.add_argument("--job", required=True)
-    parser.add_argument("--address", default="127.0.0.1")
-    parser.add_argument("--zone", default="")
-    parser.add_argument("--events")
-    parser.add_argument("--parent-pid", type=int, required=True)
-    parser.add_argument("--lease-ttl-s", type=float, default=5.0)
-    parser.add_argument("--heartbeat-timeout-s", type=float)
-    parser.add_argument("--start-timeout-s", type=float, default=0.0)
-    parser.add_argument("--first-timeout-s", type=float)
-    parser.add_argument("--settle-s", type=float, default=0.02)
-    parser.add_argument("--grace-s", type=float, default=5.0)
-    parser.add_argument("--master-port", type=int, default=29500)
-    parser.add_argument("--pipelines", type=int)
-    parser.add_argument("--result-fd", type=int)
-    parser.add_argument("--state-file")
     parser.add_argument("command", nargs="+", help="what the worker executes")
     parsed = vars(parser.parse_args(argv))
     if not parsed["store"]:
         parser.error(f"etcd's URL is missing: give --store or set {ENV_STORE}")
-    if parsed["heartbeat_timeout_s"] is None:
-        parsed["heartbeat_timeout_s"] = parsed["lease_ttl_s"]
+    notices = NoticesConfig.model_validate_json(os.environ.get(ENV_NOTICES) or "{}")
+    parsed["block"] = parsed.get("block", BambooConfig()).model_copy(update={"notices": notices})
     parsed["command"] = tuple(parsed["command"])
-    parsed["secret"] = handed(os.environ)
-    return AgentSettings(**parsed)
+    return AgentSettings(**parsed, secret=handed(os.environ))
+
+
+def _reader(kind: Any) -> Callable[[str], Any]:
+    """What turns an argument into a field's value of type ``kind``."""
+    if kind is BambooConfig:
+        return BambooConfig.model_validate_json
+    if get_origin(kind) is Mapping:
+        return json.loads
+    return next(each for each in (int, float, str) if each in (kind, *get_args(kind)))

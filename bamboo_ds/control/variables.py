@@ -13,5 +13,7 @@ ENV_JOINER = "BAMBOO_JOINER"
 ENV_RESTARTS = "BAMBOO_RESTART_COUNT"
 #: Folder of the checkpoint that a restart goes on from, if there is one.
 ENV_RESTART_FROM = "BAMBOO_RESTART_FROM"
+#: Settings that the command line gives in place of those of the script's block: JSON, values by path.
+ENV_OVERRIDES = "BAMBOO_OVERRIDES"
 #: Number of steps that are checked, in place of ``redundancy.check_exact``.
 ENV_CHECK_EXACT = "BAMBOO_CHECK_EXACT"

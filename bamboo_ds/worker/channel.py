@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from ..control.messages import (
@@ -33,6 +35,7 @@ from ..control.variables import (
     ENV_JOB,
     ENV_JOINER,
     ENV_MEMBER,
+    ENV_OVERRIDES,
     ENV_RESTART_FROM,
 )
 from ..control.wire import LineSocket
@@ -67,6 +70,7 @@ class WorkerChannel:
         joiner: the job was running already when this worker was started.
         restart_from: folder of the newest checkpoint that members had told of when the job was started again.
         secret: the job's.
+        overrides: settings that hold in place of those of the script's block, by path.
         heartbeat_timeout_s: seconds without a heartbeat after which the agent kills this worker.
         ahead: by how much DeepSpeed's count of steps exceeds the job's.
         activity: what heartbeats tell of the main thread.
@@ -86,6 +90,7 @@ class WorkerChannel:
         joiner: bool = False,
         restart_from: str | None = None,
         secret: JobSecret = NONE,
+        overrides: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self.member = member
         self.job = job
@@ -95,6 +100,7 @@ class WorkerChannel:
         self.joiner = joiner
         self.restart_from = restart_from
         self.secret = secret
+        self.overrides = overrides
         self.ahead = 0
         self.heartbeat_timeout_s = heartbeat_timeout_s
         self._interval = min(_LONGEST_HEARTBEAT_INTERVAL_S, 0.25 * heartbeat_timeout_s)
@@ -140,6 +146,7 @@ class WorkerChannel:
             joiner=bool(os.environ.get(ENV_JOINER)),
             restart_from=os.environ.get(ENV_RESTART_FROM),
             secret=taken(os.environ),
+            overrides=json.loads(os.environ.pop(ENV_OVERRIDES, "{}")),
         )
         _inherited = (os.getpid(), channel)
         return channel

@@ -42,7 +42,7 @@ class Job:
     Attributes:
         channel: to the agent.
         session: the data plane.
-        settings: the block, once it is known.
+        settings: the script's block, once it is known, with what overrides it.
     """
 
     def __init__(self, channel: WorkerChannel, settings: BambooConfig | None, timeout: timedelta) -> None:
@@ -73,6 +73,15 @@ class Job:
         self.has_engine = False
         self.exit = ScriptExit(channel, self.session, lambda: self.at_finish(), lambda: self.at_end())
         self._step = 0
+
+    @property
+    def settings(self) -> BambooConfig:
+        """See above."""
+        return self._settings
+
+    @settings.setter
+    def settings(self, block: BambooConfig) -> None:
+        self._settings = block.overridden(self.channel.overrides)
 
     def check_first_engine(self) -> None:
         """Raise :class:`UnsupportedError` if this process has an engine that the job keeps alive."""

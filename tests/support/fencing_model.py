@@ -36,6 +36,7 @@ from bamboo_ds.state.checkpoints import SaveRecord
 from bamboo_ds.state.writer import Save, SaveFailed, check_lineage
 from bamboo_ds.topology import Plan
 
+from .settings import block
 from .simulated_etcd import TTL_S, Etcd
 from .simulated_members import STAGES, Broken, Host, Party, Worker
 
@@ -47,6 +48,7 @@ TICK_S = 0.4
 #: Seconds for which a job may stand still once nothing is broken any more.
 HEALED_S = 60.0
 JOB = "job"
+BLOCK = block(lease_ttl_s=TTL_S, fence_s=FENCE_S, max_restarts=1000)
 FOLDER = "checkpoints"
 #: How long steps take, and how fast clocks run.
 SECONDS = (0.4, 1.2, 3.0, 7.0, 12.0)
@@ -137,25 +139,14 @@ class World:
     def _settings(self, slot: int, **more: Any) -> AgentSettings:
         values: dict[str, Any] = {
             "job": JOB,
-            "address": "x",
             "command": ("x",),
-            "zone": "",
-            "events": None,
-            "lease_ttl_s": TTL_S,
-            "heartbeat_timeout_s": TTL_S,
-            "settle_s": 0.02,
-            "grace_s": 1.0,
-            "max_restarts": 1000,
+            "block": BLOCK,
             "slot": slot,
             "world_size": STAGES,
             "store": "x",
             "parent_pid": 1,
-            "master_port": 1,
             "pipelines": 1,
-            "result_fd": None,
-            "state_file": None,
             "host": f"h{slot}",
-            "fence_s": FENCE_S,
         }
         return AgentSettings(**{**values, **more})
 

@@ -23,15 +23,15 @@ import psutil
 import pytest
 
 from bamboo_ds.control.agent.command import script_command
-from bamboo_ds.control.registry.access import ENV_NOTICES, ENV_STORE, credentials
+from bamboo_ds.control.registry.access import credentials
 from bamboo_ds.control.registry.records import LeftRecord, MemberRecord
-from bamboo_ds.control.settings import AgentSettings
-from bamboo_ds.secret import ENV_SECRET, JobSecret
+from bamboo_ds.secret import JobSecret
 from bamboo_ds.store.embedded import EmbeddedEtcd
 
 from .jobs import DEADLINE_S, MARK, TRAIN, Result, RunningJob, TemporaryFolder, environment, marked
 from .patience import Patience
 from .processes import Process, parent_pid, start
+from .settings import agent as settings_of
 from .watching import registered
 
 
@@ -163,7 +163,7 @@ class HostJob(RunningJob):
 
     Args:
         places: the host of each slot.
-        settings: changes of :class:`AgentSettings`.
+        settings: changes of those of agents, see :func:`~.settings.agent`.
     """
 
     def __init__(
@@ -208,26 +208,21 @@ class HostJob(RunningJob):
             "secret": self.secret,
             "job": self.name,
             "address": self.hosts.address(host),
-            "zone": "",
             "events": str(self.folder / "events.jsonl"),
             "parent_pid": parent_pid(),
-            "lease_ttl_s": 5.0,
+            "lease_ttl_s": 5,
             "heartbeat_timeout_s": 5.0,
-            "settle_s": 0.05,
-            "grace_s": 5.0,
-            "master_port": 29500,
-            "pipelines": None,
+            "settle_ms": 50,
             "result_fd": writing,
-            "state_file": None,
             "command": script_command(script, arguments, False),
             "host": f"h{host}",
         }
-        agent = AgentSettings(**{**values, **changes})
-        command = [sys.executable, "-m", "bamboo_ds.control.agent", *agent.to_arguments()]
+        told = settings_of(**{**values, **changes})
+        command = [sys.executable, "-m", "bamboo_ds.control.agent", *told.to_arguments()]
         with open(self.folder / f"agent-{slot}.log", "wb") as log:
             process = start(
                 command,
-                {**self.env, ENV_STORE: agent.store, ENV_NOTICES: agent.notices or "", ENV_SECRET: agent.secret.text},
+                told.environment(self.env),
                 log.fileno(),
                 pass_fds=[writing],
                 namespace=self.hosts.name(host),

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from bamboo_ds.control import fencing
 from bamboo_ds.control.agent.agent import Agent
-from bamboo_ds.control.agent.assembly import make_leader, member_record, patience_s
+from bamboo_ds.control.agent.assembly import member_record, outage_s
 from bamboo_ds.control.agent.coordinator import _REFRESH, Callbacks, Coordinator, _raise
 from bamboo_ds.control.agent.rejoin import Comeback
 from bamboo_ds.control.agent.relay import as_record
 from bamboo_ds.control.agent.waiting import WaitingAgent
+from bamboo_ds.control.leader.leader import Leader
 from bamboo_ds.control.messages import Contact, ExitNotice, LayoutReport, Message, PlanPush, Standing, Suspicion
 from bamboo_ds.control.settings import AgentSettings
 from bamboo_ds.errors import EXIT_EVICTED, EXIT_FATAL_LOSS, EXIT_LEFT, StoreUnavailable
@@ -215,13 +216,13 @@ def make(
     store.by = member
     return SimCoordinator(
         store,
-        make_leader(settings, member, store, events, clock=host.clock),
+        Leader(store, events, settings, member, clock=host.clock),
         member_record(settings, member, 1).model_copy(update={"agent_started": None, "process_space": ""}),
-        lease_ttl_s=settings.lease_ttl_s,
+        lease_ttl_s=settings.bamboo.membership.lease_ttl_s,
         callbacks=callbacks,
         last_heartbeat=more.get("last_heartbeat", lambda: None),
         after_epoch=settings.after_epoch,
-        patience_s=patience_s(settings),
+        outage_s=outage_s(settings),
         clock=host.clock,
         fence_clock=host.clock,
     )

@@ -89,12 +89,7 @@ class Agent:
         self._channel_open = True
         self._coordinator_ended = threading.Event()
         self._kill_at: float | None = None
-        self._watchdog = Watchdog(
-            settings.heartbeat_timeout_s,
-            settings.start_timeout_s,
-            settings.hang_timeout_s,
-            settings.first_timeout_s,
-        )
+        self._watchdog = Watchdog(settings.bamboo.membership)
         self._feeders = Feeders(settings)
         self._broken: BaseException | None = None
         self._progress: Heartbeat | None = None
@@ -339,7 +334,7 @@ class Agent:
         """What this agent becomes after :meth:`run`, if it goes on."""
         settings = self._settings
         given_up = self._terminated or self._stop or self._broken or self._leaving.notice is not None
-        if not settings.max_restarts or settings.feeder or given_up or not self._restarts:
+        if not settings.bamboo.recovery.max_restarts or settings.feeder or given_up or not self._restarts:
             return None
         after = self._epoch if self._fatal is None else self._fatal
         return dataclasses.replace(settings, waiting=True, after_epoch=after, extra=None)
@@ -383,7 +378,7 @@ class Agent:
             self._exit_notice = message
             if message.failed:
                 self._kill_after(self._settings.grace_s)  # a thread of the script may keep it, and the others wait
-            stops = self._settings.on_exception == "stop" and not self._settings.joins
+            stops = self._settings.bamboo.recovery.on_exception == "stop" and not self._settings.joins
             spoilt = self._fatal is not None or self._terminated or self._evicted
             if message.failed and stops and not spoilt:
                 why = f"the worker of {me} failed: {message.reason}"
@@ -417,7 +412,7 @@ class Agent:
             broken=self._broken,
             error=notice.reason if notice is not None and notice.failed else None,
             done=notice is not None and notice.done,
-            spared=self._settings.on_exception == "takeover" and self._admitted,
+            spared=self._settings.bamboo.recovery.on_exception == "takeover" and self._admitted,
             step=step,
         )
         departure = ending.departure(self._id, self._settings.slot, status)

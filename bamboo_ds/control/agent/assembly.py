@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import os
 import socket
-import time
 from collections.abc import Callable
 
 from ...observe.events import EventWriter
 from ...processes import process_space, started
-from ...store import Store
 from ..leader.leader import Leader
-from ..leader.restarts import RestartPolicy
 from ..registry.access import open_store
 from ..registry.keys import Keys
 from ..registry.records import JobRecord, MemberRecord
@@ -45,13 +42,13 @@ def make_coordinator(
     store = open_store(settings.store, settings.job, _STORE_TIMEOUT_S, settings.secret)
     coordinator = Coordinator(
         store,
-        make_leader(settings, member, store, events, on_feed),
+        Leader(store, events, settings, member, on_feed),
         record,
-        lease_ttl_s=settings.lease_ttl_s,
+        lease_ttl_s=settings.bamboo.membership.lease_ttl_s,
         callbacks=callbacks,
         last_heartbeat=last_heartbeat,
         after_epoch=settings.after_epoch,
-        patience_s=patience_s(settings),
+        outage_s=outage_s(settings),
     )
     if settings.slot == 0 and settings.home is None and not settings.waiting:
         spec = JobRecord(
@@ -64,9 +61,10 @@ def make_coordinator(
     return coordinator
 
 
-def patience_s(settings: AgentSettings) -> float:
+def outage_s(settings: AgentSettings) -> float:
     """Seconds without etcd that a member bears which takes no part."""
-    return max(settings.rejoin_s if settings.waiting else _JOINING_S, 3 * settings.lease_ttl_s)
+    membership = settings.bamboo.membership
+    return max(membership.rejoin_s if settings.waiting else _JOINING_S, 3 * membership.lease_ttl_s)
 
 
 def member_record(settings: AgentSettings, member: str, pid: int) -> MemberRecord:
@@ -87,30 +85,4 @@ def member_record(settings: AgentSettings, member: str, pid: int) -> MemberRecor
         feeder=settings.feeder,
         state="waiting" if settings.waiting else "running",
         generation=None if settings.joins or settings.waiting else settings.generation or 0,
-    )
-
-
-def make_leader(
-    settings: AgentSettings,
-    member: str,
-    store: Store,
-    events: EventWriter,
-    on_feed: Callable[[int, int], None] = lambda slot, rank: None,
-    clock: Callable[[], float] = time.monotonic,
-) -> Leader:
-    """What contests the leadership for ``member``."""
-    return Leader(
-        store,
-        events,
-        member=member,
-        job=settings.job,
-        world_size=settings.world_size,
-        settle_s=settings.settle_s,
-        patience_s=settings.lease_ttl_s / 2,
-        on_feed=on_feed,
-        min_gain=settings.min_gain,
-        standby_replicas=settings.standby_replicas,
-        restarts=RestartPolicy(settings.max_restarts, settings.min_members),
-        fence_s=settings.fence_s,
-        clock=clock,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -17,10 +18,13 @@ from ..variables import (
     ENV_JOB,
     ENV_JOINER,
     ENV_MEMBER,
+    ENV_OVERRIDES,
     ENV_RESTART_FROM,
     ENV_RESTARTS,
 )
 
+#: This one has a variable of its own, which users may set, too.
+CHECK_EXACT = "redundancy.check_exact"
 _GPUS = Path("/proc/driver/nvidia/gpus")
 _STUB = "bamboo_ds.control.script"
 #: Options of the interpreter that are followed by a value.
@@ -74,7 +78,8 @@ def worker_environment(settings: AgentSettings, member: str) -> dict[str, str]:
             ENV_MEMBER: member,
             ENV_JOB: settings.job,
             ENV_ADDRESS: settings.address,
-            ENV_HEARTBEAT_TIMEOUT: str(settings.heartbeat_timeout_s),
+            ENV_HEARTBEAT_TIMEOUT: str(settings.bamboo.membership.heartbeat_limit_s),
+            ENV_OVERRIDES: json.dumps(dict(settings.overrides)),
             ENV_SECRET: settings.secret.text,
             "RANK": str(settings.rank),
             "WORLD_SIZE": str(settings.world_size),
@@ -98,8 +103,8 @@ def worker_environment(settings: AgentSettings, member: str) -> dict[str, str]:
         env.update(placed)
     for name in (ENV_JOINER, ENV_RESTARTS, ENV_RESTART_FROM, ENV_CHECK_EXACT):
         env.pop(name, None)
-    if settings.check_exact is not None:
-        env[ENV_CHECK_EXACT] = str(settings.check_exact)
+    if CHECK_EXACT in settings.overrides:
+        env[ENV_CHECK_EXACT] = str(settings.overrides[CHECK_EXACT])
     if settings.joins:
         env[ENV_JOINER] = "1"
     if settings.generation:

@@ -88,7 +88,7 @@ class Coordinator:
         last_heartbeat: monotonic seconds of the worker's newest heartbeat; asked from the coordinator's
             thread.
         after_epoch: plans up to this one are none of the member's business.
-        patience_s: seconds without etcd after which a member gives up that does not take part.
+        outage_s: seconds without etcd after which a member gives up that does not take part.
         clock, fence_clock: monotonic seconds, and those of :func:`.fencing.now`.
     """
 
@@ -102,7 +102,7 @@ class Coordinator:
         callbacks: Callbacks,
         last_heartbeat: Callable[[], float | None],
         after_epoch: int = 0,
-        patience_s: float = math.inf,
+        outage_s: float = math.inf,
         clock: Callable[[], float] = time.monotonic,
         fence_clock: Callable[[], float] = fence_clock,
     ) -> None:
@@ -111,7 +111,7 @@ class Coordinator:
         self._leader = leader
         self._record = record
         self._ttl_s = lease_ttl_s
-        self._patience_s = patience_s
+        self._outage_s = outage_s
         self._callbacks = callbacks
         self._last_heartbeat = last_heartbeat
         self._accused: tuple[int, float] | None = None  # epoch, and when we learnt of it
@@ -205,7 +205,7 @@ class Coordinator:
         try:
             self._serve()
         except StoreUnavailable as error:
-            logger.error("%s gives up: etcd has not answered for %.0f s (%s)", self._record.id, self._patience_s, error)
+            logger.error("%s gives up: etcd has not answered for %.0f s (%s)", self._record.id, self._outage_s, error)
             self._callbacks.on_error(error)
         except BaseException as error:  # the agent ends its worker and says why
             logger.exception("the coordinator of %s failed", self._record.id)
@@ -247,7 +247,7 @@ class Coordinator:
     def _deserted(self) -> bool:
         """Whether etcd has been away for so long that it is gone, and this member has nothing that others need."""
         takes_part = self._admitted and not self._waits
-        return not takes_part and self._clock() - self._last_contact > self._patience_s
+        return not takes_part and self._clock() - self._last_contact > self._outage_s
 
     def _drain(self, wake: float | None) -> None:
         """Handle everything in the inbox, waiting for something until ``wake``."""

@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Callable
 
-from ...config import NoticesConfig
 from ...observe.events import EventWriter, MemberLeft, NoticeReceived
 from ..messages import Heartbeat
 from ..notices import Notice, NoticeWatcher, build_sources
@@ -37,7 +36,7 @@ class Leaving:
     """
 
     def __init__(self, settings: AgentSettings, member: str, events: EventWriter) -> None:
-        config = NoticesConfig.model_validate_json(settings.notices) if settings.notices else NoticesConfig()
+        config = settings.bamboo.notices
         sources = build_sources(config, os.environ, {"slot": str(settings.slot), "member": member})
         self._watcher = NoticeWatcher(sources, lambda notice: self._tell(notice), config.poll_s)
         self._tell: Callable[[Notice], None] = lambda notice: None

@@ -84,26 +84,24 @@ class Comeback:
         self._settings = settings
         self._member = member
         self._wait = wait
-        self._comebacks = 0 if member_s >= _GOOD_S else settings.comebacks
+        self._comebacks = 0 if member_s >= _GOOD_S else settings.rejoins
         self._deserted_since: float | None = None
         self._ended = False
 
     def find(self) -> AgentSettings | None:
         """The settings to start anew with; ``None`` if the job is over, or has not been seen for too long."""
-        settings = self._settings
+        settings, rejoin_s = self._settings, self._settings.bamboo.membership.rejoin_s
         pause = pause_s(self._comebacks)
         if pause:
             logger.warning("evicted again, %d times now: waiting for %.0f s", self._comebacks + 1, pause)
-        if settings.feeder or settings.rejoin_s <= 0 or not self._wait(pause):
+        if settings.feeder or rejoin_s <= 0 or not self._wait(pause):
             return None
         patience = Retrying(
             retry=retry_if_result(lambda found: found is None and not self._ended),
-            stop=stop_after_delay(settings.rejoin_s),
+            stop=stop_after_delay(rejoin_s),
             wait=wait_exponential(multiplier=0.2, max=5.0),
             sleep=self._sleep,
-            retry_error_callback=lambda state: logger.warning(
-                "found no way back into the job within %.0f s", settings.rejoin_s
-            ),
+            retry_error_callback=lambda state: logger.warning("found no way back into the job within %.0f s", rejoin_s),
         )
         found: AgentSettings | None = patience(self._look)
         return found
@@ -116,18 +114,18 @@ class Comeback:
         return open_store(settings.store, settings.job, _STORE_TIMEOUT_S, settings.secret)
 
     def _look(self) -> AgentSettings | None:
-        settings = self._settings
+        settings, restarts = self._settings, self._settings.bamboo.recovery.max_restarts > 0
         if self._ended:
             return None
         try:
             with self._open() as store:
                 mirror = Mirror(store.get_prefix(""))
-                view = prospect(mirror, self._member, settings.max_restarts > 0)
+                view = prospect(mirror, self._member, restarts)
                 deserted = self._deserted(view, mirror)
-                if view == "over" or (deserted and not settings.max_restarts):
+                if view == "over" or (deserted and not restarts):
                     logger.info("there is no job to come back to")
                     self._ended = True
-                if view != "open" and not (deserted and settings.max_restarts):
+                if view != "open" and not (deserted and restarts):
                     return None
                 assert mirror.plan is not None
                 vacancy = find_vacancy(store, mirror, mirror.plan, own_slot=settings.slot, restart=deserted)
@@ -139,7 +137,7 @@ class Comeback:
             **dataclasses.asdict(vacancy),
             restart_from=None,
             extra=None,
-            comebacks=self._comebacks + 1,
+            rejoins=self._comebacks + 1,
         )
 
     def _deserted(self, view: Prospect, mirror: Mirror) -> bool:
@@ -151,4 +149,4 @@ class Comeback:
         now = self._clock()
         if self._deserted_since is None:
             self._deserted_since = now
-        return now - self._deserted_since > _DESERTED * self._settings.lease_ttl_s
+        return now - self._deserted_since > _DESERTED * self._settings.bamboo.membership.lease_ttl_s

@@ -6,6 +6,7 @@ import logging
 import time
 from typing import Literal
 
+from ...config import MembershipConfig
 from ..messages import Heartbeat
 
 logger = logging.getLogger("bamboo_ds.control.watchdog")
@@ -15,30 +16,18 @@ class Watchdog:
     """Judges one worker by its heartbeats.
 
     Args:
-        heartbeat_timeout_s: seconds without a heartbeat after which it hangs.
-        start_timeout_s: the same for a worker that has not committed a step yet. It loads libraries, which holds
-            Python's global lock, for as long as a cold file system takes.
-        first_timeout_s: seconds from now on after which it hangs if it has had no heartbeat yet; ``None``: never, since
-            its script may prepare data, for as long as that takes.
-        hang_timeout_s: seconds without progress after which it hangs; ``None``: as the heartbeats suggest.
+        settings: ``heartbeat_limit_s`` holds from the first step on. Before it the worker loads libraries, which holds
+            Python's global lock for as long as a cold file system takes. Before its first heartbeat its script may
+            prepare data, for as long as that takes, unless ``start_timeout_s`` is set.
 
     Attributes:
-        patience_s: seconds without a heartbeat after which it hangs now.
+        limit_s: seconds without a heartbeat after which it hangs now.
         hung: how it hangs, and since when in monotonic seconds; ``None``: it does not. Stays once it is set.
     """
 
-    def __init__(
-        self,
-        heartbeat_timeout_s: float,
-        start_timeout_s: float,
-        hang_timeout_s: float | None,
-        first_timeout_s: float | None = None,
-    ) -> None:
-        self._born = time.monotonic()
-        self._first_timeout_s = first_timeout_s
-        self._heartbeat_timeout_s = heartbeat_timeout_s
-        self.patience_s = max(heartbeat_timeout_s, start_timeout_s)
-        self._hang_timeout_s = hang_timeout_s
+    def __init__(self, settings: MembershipConfig) -> None:
+        self._born, self._settings = time.monotonic(), settings
+        self.limit_s = max(settings.heartbeat_limit_s, settings.start_limit_s)
         self._stuck_since: float | None = None
         self._beats = 0
         self.hung: tuple[Literal["heartbeat", "hang"], float] | None = None
@@ -53,8 +42,9 @@ class Watchdog:
         if self.hung is not None or closed:
             return None
         if last_sign_of_life is not None:
-            return last_sign_of_life + self.patience_s
-        return None if self._first_timeout_s is None else self._born + self._first_timeout_s
+            return last_sign_of_life + self.limit_s
+        first_s = self._settings.start_timeout_s
+        return None if first_s is None else self._born + first_s
 
     def silent(self, last_sign_of_life: float | None, closed: bool = False) -> bool:
         """Whether it has just been found to be without heartbeat. Arguments as of :meth:`due`."""
@@ -69,8 +59,8 @@ class Watchdog:
     def stuck(self, heartbeat: Heartbeat) -> bool:
         """Whether it has just been found to compute without doing anything new."""
         if heartbeat.step:
-            self.patience_s = self._heartbeat_timeout_s
-        limit = self._hang_timeout_s or heartbeat.hang_after_s
+            self.limit_s = self._settings.heartbeat_limit_s
+        limit = self._settings.hang_timeout_s or heartbeat.hang_after_s
         if not heartbeat.computing or heartbeat.beats != self._beats or limit is None:
             self._beats, self._stuck_since = heartbeat.beats, None
             return False

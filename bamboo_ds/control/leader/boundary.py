@@ -9,21 +9,14 @@ it, so a worker never has to skip one.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ...topology import Candidate, Plan, Policy, explain, holders_of, learners_for, moves
 from ...topology.planner import plan as best_plan
 from ..registry.records import StandingRecord
+from .actions import WritePlan
 from .departures import feeding, going, handover, needed, waits
 from .view import View
-
-
-@dataclass(frozen=True)
-class Change:
-    """A plan to write and why."""
-
-    plan: Plan
-    reason: str
 
 
 def ready_copies(standings: Mapping[str, StandingRecord], plan: Plan) -> dict[str, tuple[int, ...]]:
@@ -31,7 +24,7 @@ def ready_copies(standings: Mapping[str, StandingRecord], plan: Plan) -> dict[st
     return {m: standings[m].replicas for m in plan.members if m in standings}
 
 
-def next_change(view: View, plan: Plan, policy: Policy) -> Change | None:
+def next_change(view: View, plan: Plan, policy: Policy) -> WritePlan | None:
     """What to write next to come nearer to the planner's choice; ``None``: nothing, or not yet."""
     if plan.layout is None or any(view.finished(member) for member in plan.members):
         return None
@@ -47,10 +40,10 @@ def next_change(view: View, plan: Plan, policy: Policy) -> Change | None:
         same = (target.owners, target.shadows, target.members) == (plan.owners, plan.shadows, plan.members)
         if same and not plan.learners:
             return None
-        return Change(target, _reason(plan, target, candidates))
+        return WritePlan(target, _reason(plan, target, candidates))
     rushed = handover(view, plan, candidates, holders)
     if rushed is not None:
-        return Change(rushed, "short of time: " + _reason(plan, rushed, candidates))
+        return WritePlan(rushed, "short of time: " + _reason(plan, rushed, candidates))
     learners = tuple(sorted(learners_for(plan, target)))
     if learners == tuple(sorted(plan.learners)) and not joined:
         return None
@@ -64,7 +57,7 @@ def next_change(view: View, plan: Plan, policy: Policy) -> Change | None:
         immediate=False,
         lost=(),
     )
-    return Change(learning, _reason(plan, target, candidates))
+    return WritePlan(learning, _reason(plan, target, candidates))
 
 
 def _candidates(view: View, plan: Plan) -> Sequence[Candidate]:

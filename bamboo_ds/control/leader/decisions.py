@@ -6,18 +6,19 @@ No I/O: :mod:`.leader` supplies a :class:`~.view.View` and carries the action ou
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import replace
 
+from ...config import BambooConfig
 from ...errors import EXIT_FATAL_LOSS
 from ...topology import Candidate, Policy, ends, holders_of, hungry
 from ...topology.plan import Plan
 from ...topology.planner import initial_plan, takeover, with_redundancy
 from ..registry.records import LayoutRecord, LeftRecord, in_slot_order
+from .actions import Action, Feed, Loss, StopJob, Wait, WritePlan
 from .boundary import next_change, ready_copies
 from .departures import vanished, wanted_feeder
 from .failures import hopeless
-from .restarts import Again, Assign, Begin, GiveUp, RestartPolicy, Restarts, fatal_plan
+from .restarts import RestartLimits, Restarts, fatal_plan
 from .view import View
 
 #: A pair of members that cannot reach each other again in fewer epochs after a reconnection is not connected anew.
@@ -26,88 +27,23 @@ _RECONNECTED_EPOCHS = 4
 EXIT_CONFIG = 2
 
 
-@dataclass(frozen=True)
-class Loss:
-    """A member that a new plan drops.
-
-    Attributes:
-        reason: how it was noticed.
-        detail: exit code, name of the signal, or names of the accusers.
-        detection_s: seconds from the fault to its notice; ``None`` where unknown.
-        noticed: monotonic seconds of the notice.
-    """
-
-    member: str
-    reason: Literal["exit", "signal", "heartbeat", "hang", "lease", "suspects"]
-    detail: str
-    detection_s: float | None
-    noticed: float
-
-
-@dataclass(frozen=True)
-class Wait:
-    """Nothing to do before something changes, or before the monotonic time ``until``; ``reason`` is worth telling."""
-
-    until: float | None = None
-    reason: str | None = None
-
-
-@dataclass(frozen=True)
-class WritePlan:
-    """Replace the plan that the view showed by ``plan``."""
-
-    plan: Plan
-    reason: str
-    losses: tuple[Loss, ...] = ()
-
-
-@dataclass(frozen=True)
-class StopJob:
-    """End the job on all members with exit code ``code``."""
-
-    code: int
-    reason: str
-    losses: tuple[Loss, ...] = ()
-
-
-@dataclass(frozen=True)
-class Feed:
-    """Start a worker that runs as ``rank``, since nobody can draw the batches of that pipeline."""
-
-    rank: int
-
-
-Action = Wait | WritePlan | StopJob | Feed | Assign
-
-
 class Decider:
     """Decides for one leader; remembers only since when it has seen members absent or accused, and of whom both.
 
     Args:
-        settle_s: how long a loss waits for companions, because preemptions come in bulk; also how long
-            accusations wait for a better explanation.
-        patience_s: how long a single accusation waits for the accused's agent to vouch for its worker.
-            Without a voucher the accused is dropped; with one, both are right and the connection between
-            them is at fault: a new epoch with the same members rebuilds it. If they cannot reach each other
-            then either, one of them is dropped.
-        min_gain: see :class:`~bamboo_ds.topology.Policy`.
-        standby_replicas: see there.
-        restarts: when the job is started again after a fatal loss.
+        settings: the job's. For ``membership.settle_ms`` a loss waits for companions, because preemptions come in
+            bulk, and accusations for a better explanation. For half of ``membership.lease_ttl_s`` a single accusation
+            waits for a health reply of the accused's agent. Without a reply the accused is dropped. With one, both are
+            right and the connection between them is at fault: a new epoch with the same members rebuilds it. If they
+            cannot reach each other then either, one of them is dropped.
+        limits: of a restart.
     """
 
-    def __init__(
-        self,
-        settle_s: float,
-        patience_s: float,
-        min_gain: float = 0.05,
-        standby_replicas: bool = False,
-        restarts: RestartPolicy = RestartPolicy(max_restarts=0),  # noqa: B008  # immutable
-    ) -> None:
-        self._settle_s = settle_s
-        self._patience_s = patience_s
-        self._min_gain = min_gain
-        self._standby_replicas = standby_replicas
-        self._restarts = Restarts(restarts) if restarts.max_restarts else None
+    def __init__(self, settings: BambooConfig, limits: RestartLimits = RestartLimits()) -> None:  # noqa: B008  # immutable
+        self._settings = settings
+        self._settle_s = settings.membership.settle_ms / 1000
+        self._reply_timeout_s = settings.membership.lease_ttl_s / 2
+        self._restarts = Restarts(settings.recovery, limits) if settings.recovery.max_restarts else None
         self._since: dict[tuple[str, int, str], float] = {}
         self._reconnected: dict[frozenset[str], int] = {}  # pairs of members: the epoch that connected them anew
 
@@ -124,7 +60,7 @@ class Decider:
         if view.plan is None:
             return self._start(view)
         if view.plan.unheld:
-            return self._start_again(view, view.plan, now)
+            return self._restarts.next(view, view.plan, now) if self._restarts else Wait()
         for departure in view.left.values():
             if departure.outcome == "fatal" and departure.id in view.plan.members:
                 if self._restarts is None:
@@ -132,20 +68,6 @@ class Decider:
                 what = f"{departure.id} cannot go on ({departure.reason}: {departure.detail})"
                 return WritePlan(fatal_plan(view.plan, view.plan.members), what)
         return self._keep(view, view.plan, now)
-
-    def _start_again(self, view: View, plan: Plan, now: float) -> Action:
-        if self._restarts is None:
-            return Wait()
-        step = self._restarts.next(view, plan, now)
-        if isinstance(step, Assign):
-            return step
-        if isinstance(step, Begin):
-            return WritePlan(step.plan, "all workers have been started again")
-        if isinstance(step, Again):
-            return WritePlan(step.plan, step.reason)
-        if isinstance(step, GiveUp):
-            return StopJob(EXIT_FATAL_LOSS, step.reason)
-        return Wait(step.until, step.reason)
 
     def _start(self, view: View) -> Action:
         for departure in view.left.values():
@@ -176,7 +98,7 @@ class Decider:
                     return _fed(view, plan, pipeline)
             change = next_change(view, plan, self._policy(view))
             if change is not None:
-                return WritePlan(change.plan, change.reason)
+                return change
             rank = wanted_feeder(view, plan)
             if rank is not None:
                 return Feed(rank)
@@ -186,9 +108,9 @@ class Decider:
         redundant = any(report.redundant for report in view.reports.values())
         return Policy(
             redundant=redundant,
-            standby_replicas=self._standby_replicas,
+            standby_replicas=self._settings.standby.replicas,
             near_shadows=True,
-            min_gain=self._min_gain,
+            min_gain=self._settings.topology.min_gain,
         )
 
     def _settle_layout(self, view: View, plan: Plan) -> Action | None:
@@ -255,7 +177,7 @@ class Decider:
             by = sorted(accusers[accused])
             several = len(by) > 1
             noticed = self._first_seen("accused twice" if several else "accused", plan.epoch, accused, now)
-            due = noticed + (self._settle_s if several else self._patience_s)
+            due = noticed + (self._settle_s if several else self._reply_timeout_s)
             if now < due:
                 wake.append(due)
             elif several or view.vouched.get(accused) != plan.epoch:

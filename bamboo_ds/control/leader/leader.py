@@ -28,10 +28,11 @@ from ..registry.records import (
 )
 from ..registry.vacancies import claim_slot
 from ..reporting import emit_or_log
-from .decisions import Decider, Feed, Loss, StopJob, Wait, WritePlan
+from ..settings import AgentSettings
+from .actions import Assign, Feed, Loss, StopJob, Wait, WritePlan
+from .decisions import Decider
 from .departures import Deadlines, going
 from .pruning import obsolete
-from .restarts import Assign, RestartPolicy
 from .view import View
 
 logger = logging.getLogger("bamboo_ds.control.leader")
@@ -62,15 +63,9 @@ class Leader:
     Not thread-safe: everything is called from the coordinator's thread.
 
     Args:
+        settings: of the member's agent.
         member: id of the contesting member.
-        job: name of the job, for events.
-        world_size: number of slots.
-        settle_s: see :class:`Decider`.
-        patience_s: see :class:`Decider`.
-        min_gain, standby_replicas: see :class:`~bamboo_ds.topology.Policy`.
-        restarts: when the job is started again after a fatal loss.
         on_feed: starts a worker in a new slot (first argument) that runs as a rank (second), to draw its batches.
-        fence_s: goes into the job's first plan.
         clock: monotonic seconds.
     """
 
@@ -78,26 +73,15 @@ class Leader:
         self,
         store: Store,
         events: EventWriter,
-        *,
+        settings: AgentSettings,
         member: str,
-        job: str,
-        world_size: int,
-        settle_s: float,
-        patience_s: float,
         on_feed: Callable[[int, int], None] = lambda slot, rank: None,
-        min_gain: float = 0.05,
-        standby_replicas: bool = False,
-        restarts: RestartPolicy = RestartPolicy(max_restarts=0),  # noqa: B008  # immutable
-        fence_s: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._store = store
-        self._fence_s, self._clock = fence_s, clock
-        self._events = events
-        self._member = member
-        self._job = job
-        self._world_size = world_size
-        self._decider = Decider(settle_s, patience_s, min_gain, standby_replicas, restarts)
+        self._store, self._events, self._clock = store, events, clock
+        self._settings, self._member = settings, member
+        self._job, self._world_size = settings.job, settings.world_size
+        self._decider = Decider(settings.bamboo)
         self._on_feed = on_feed
         self._fed: dict[int, float] = {}  # when a feeder was started, by rank
         self._deadlines = Deadlines()
@@ -245,7 +229,7 @@ class Leader:
     def _write(self, action: WritePlan, mirror: Mirror) -> None:
         new_plan = replace(action.plan, nonce=secrets.token_hex(8))
         if not new_plan.origin:
-            new_plan = replace(new_plan, origin=new_plan.nonce, fence_s=self._fence_s)
+            new_plan = replace(new_plan, origin=new_plan.nonce, fence_s=self._settings.bamboo.fence_s)
         if action.losses:
             # Before the plan, so that whoever knows the plan knows its times.
             first = min(loss.noticed for loss in action.losses)

@@ -15,65 +15,27 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from ...config import RecoveryConfig
+from ...errors import EXIT_FATAL_LOSS
 from ...topology import Plan
 from ...topology.planner import initial_plan
 from ..fencing import restart_wait_s
 from ..registry.records import MemberRecord, RestartRecord, in_slot_order
+from .actions import Assign, StopJob, Wait, WritePlan
 from .view import View
 
 
 @dataclass(frozen=True)
-class RestartPolicy:
-    """When a job is started again.
+class RestartLimits:
+    """How long a restart waits.
 
     Attributes:
-        max_restarts: restarts in a row without getting beyond the newest step after which it is given up; 0: none.
-        min_members: members that it needs.
         return_s: seconds that members on their way back are waited for.
         start_s: seconds that the workers have to register.
     """
 
-    max_restarts: int = 10
-    min_members: int = 1
     return_s: float = 15.0
     start_s: float = 300.0
-
-
-@dataclass(frozen=True)
-class Assign:
-    """Start workers: for every rank, on the slots that the record names."""
-
-    record: RestartRecord
-
-
-@dataclass(frozen=True)
-class Begin:
-    """All workers are there: this is their first plan."""
-
-    plan: Plan
-
-
-@dataclass(frozen=True)
-class Again:
-    """Something was lost on the way: this plan ends the attempt."""
-
-    plan: Plan
-    reason: str
-
-
-@dataclass(frozen=True)
-class GiveUp:
-    """It makes no sense to start again."""
-
-    reason: str
-
-
-@dataclass(frozen=True)
-class Pause:
-    """Wait for a change, or until a monotonic time in seconds; ``reason`` is worth telling, if there is one."""
-
-    until: float | None = None
-    reason: str | None = None
 
 
 def assign(waiting: Sequence[MemberRecord], world_size: int) -> dict[int, tuple[int, ...]]:
@@ -100,11 +62,11 @@ def fatal_plan(plan: Plan, members: Sequence[str], lost: Sequence[str] = ()) -> 
 class Restarts:
     """Decides for one leader; remembers only since when it has waited for what."""
 
-    def __init__(self, policy: RestartPolicy) -> None:
-        self._policy = policy
+    def __init__(self, settings: RecoveryConfig, limits: RestartLimits) -> None:
+        self._settings, self._limits = settings, limits
         self._since: dict[tuple[str, int], float] = {}
 
-    def next(self, view: View, plan: Plan, now: float) -> Assign | Begin | Again | GiveUp | Pause:
+    def next(self, view: View, plan: Plan, now: float) -> Assign | WritePlan | StopJob | Wait:
         """What comes next after the fatal ``plan``; ``now`` is monotonic seconds."""
         for key in [key for key in self._since if key[1] < plan.epoch]:
             del self._since[key]
@@ -116,25 +78,26 @@ class Restarts:
     def _until(self, what: str, plan: Plan, now: float, seconds: float) -> float:
         return self._since.setdefault((what, plan.epoch), now) + seconds
 
-    def _gather(self, view: View, plan: Plan, now: float) -> Assign | GiveUp | Pause:
+    def _gather(self, view: View, plan: Plan, now: float) -> Assign | StopJob | Wait:
         waiting = [record for record in view.members.values() if record.state == "waiting"]
         wait_s = restart_wait_s(plan, view.left, view.standings, view.restart)
         fenced_at = self._until("fence", plan, now, 0.0) + wait_s
         if any(member in view.members for member in plan.members):
-            return Pause()  # their workers have yet to end
+            return Wait()  # their workers have yet to end
         if now < fenced_at:
-            return Pause(None if wait_s == math.inf else fenced_at, _unfenced(plan, wait_s))
+            return Wait(None if wait_s == math.inf else fenced_at, _unfenced(plan, wait_s))
         coming = self._coming(view, plan, now) - {record.slot for record in waiting}
-        until = self._until("back", plan, now, self._policy.return_s)
+        until = self._until("back", plan, now, self._limits.return_s)
         if coming and now < until:
-            return Pause(until)
+            return Wait(until)
         previous, last = view.restart, max(view.progress.values(), key=lambda p: p.step, default=None)
         step = last.step if last else 0
         failures = 0 if previous is None or step > previous.step else previous.failures + 1
-        if failures >= self._policy.max_restarts:
-            return GiveUp(f"it was started again {failures} times in a row without getting beyond step {step}")
-        if len(waiting) < self._policy.min_members:
-            return Pause(None, f"{len(waiting)} of bamboo.recovery.min_members = {self._policy.min_members} are there")
+        if failures >= self._settings.max_restarts:
+            why = f"it was started again {failures} times in a row without getting beyond step {step}"
+            return StopJob(EXIT_FATAL_LOSS, why)
+        if len(waiting) < self._settings.min_members:
+            return Wait(None, f"{len(waiting)} of bamboo.recovery.min_members = {self._settings.min_members} are there")
         newest = max(view.progress.values(), key=lambda p: (p.checkpoint is not None, p.step), default=None)
         record = RestartRecord(
             generation=1 if previous is None else previous.generation + 1,
@@ -153,24 +116,24 @@ class Restarts:
         back = set()
         for left in view.left.values():
             age = left.age_s(now)
-            recent = left.id in concerned or (age is not None and age < self._policy.return_s)
+            recent = left.id in concerned or (age is not None and age < self._limits.return_s)
             if recent and left.outcome in ("fatal", "evicted"):
                 back.add(left.slot)
         return back
 
-    def _start(self, view: View, plan: Plan, record: RestartRecord, now: float) -> Begin | Again | Pause:
+    def _start(self, view: View, plan: Plan, record: RestartRecord, now: float) -> WritePlan | Wait:
         mine = [m for m in view.members.values() if m.generation == record.generation and m.state != "waiting"]
         workers = {m.home: m.id for m in mine}
         if len(workers) == view.world_size:
             first = initial_plan([workers[rank] for rank in range(view.world_size)])
             lineage = replace(first, origin=plan.origin, generation=record.generation, fence_s=plan.fence_s)
-            return Begin(replace(lineage, epoch=plan.epoch + 1))
+            return WritePlan(replace(lineage, epoch=plan.epoch + 1), "all workers have been started again")
         gone = [left for left in view.left.values() if left.generation == record.generation]
         here = {m.slot for m in view.members.values() if m.state == "waiting"} | {m.slot for m in mine}
         missing = [slot for slot in record.ranks if slot not in here]
         if missing:
-            return_by = self._until(f"slots {missing}", plan, now, self._policy.return_s)
-        started_by = self._until("start", plan, now, self._policy.start_s)
+            return_by = self._until(f"slots {missing}", plan, now, self._limits.return_s)
+        started_by = self._until("start", plan, now, self._limits.start_s)
         if gone:
             why = f"{gone[0].id} was lost ({gone[0].reason}: {gone[0].detail})"
         elif missing and now >= return_by:
@@ -178,8 +141,8 @@ class Restarts:
         elif now >= started_by:
             why = f"{view.world_size - len(workers)} workers have not registered"
         else:
-            return Pause(min(started_by, return_by) if missing else started_by)
-        return Again(fatal_plan(plan, sorted(workers.values())), f"restart {record.generation} failed: {why}")
+            return Wait(min(started_by, return_by) if missing else started_by)
+        return WritePlan(fatal_plan(plan, sorted(workers.values())), f"restart {record.generation} failed: {why}")
 
 
 def _unfenced(plan: Plan, wait_s: float) -> str:

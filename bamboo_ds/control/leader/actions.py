@@ -1,0 +1,70 @@
+"""What a leader may do next."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ...topology.plan import Plan
+from ..registry.records import RestartRecord
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A member that a new plan drops.
+
+    Attributes:
+        reason: how it was noticed.
+        detail: exit code, name of the signal, or names of the accusers.
+        detection_s: seconds from the fault to its notice; ``None`` where unknown.
+        noticed: monotonic seconds of the notice.
+    """
+
+    member: str
+    reason: Literal["exit", "signal", "heartbeat", "hang", "lease", "suspects"]
+    detail: str
+    detection_s: float | None
+    noticed: float
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Nothing to do before something changes, or before the monotonic time ``until``; ``reason`` is worth telling."""
+
+    until: float | None = None
+    reason: str | None = None
+
+
+@dataclass(frozen=True)
+class WritePlan:
+    """Replace the plan that the view showed by ``plan``."""
+
+    plan: Plan
+    reason: str
+    losses: tuple[Loss, ...] = ()
+
+
+@dataclass(frozen=True)
+class StopJob:
+    """End the job on all members with exit code ``code``."""
+
+    code: int
+    reason: str
+    losses: tuple[Loss, ...] = ()
+
+
+@dataclass(frozen=True)
+class Assign:
+    """Start workers: for every rank, on the slots that the record names."""
+
+    record: RestartRecord
+
+
+@dataclass(frozen=True)
+class Feed:
+    """Start a worker that runs as ``rank``, since nobody can draw the batches of that pipeline."""
+
+    rank: int
+
+
+Action = Wait | WritePlan | StopJob | Feed | Assign
