@@ -9,7 +9,7 @@ import pytest
 from bamboo_ds.control.agent.admission import over_for
 from bamboo_ds.control.registry.keys import Keys
 from bamboo_ds.control.registry.mirror import Mirror
-from bamboo_ds.control.registry.records import LeftRecord, MemberRecord, Record, StandingRecord
+from bamboo_ds.control.registry.records import LeftRecord, MemberRecord, Record, WorkerState
 from bamboo_ds.control.registry.vacancies import choose_home
 from bamboo_ds.store.records import KeyValue, Snapshot
 from bamboo_ds.topology import Layout, Plan
@@ -33,7 +33,7 @@ def left(name: str, outcome: str = "finished") -> tuple[str, Record]:
 
 
 def entered(name: str) -> tuple[str, Record]:
-    return Keys.standing(name), StandingRecord(id=name, epoch=2)
+    return Keys.worker(name), WorkerState(id=name, epoch=2)
 
 
 def mirror(*records: tuple[str, Record]) -> Mirror:

@@ -19,14 +19,12 @@ from bamboo_ds.control.messages import (
     EventReport,
     ExitNotice,
     Heartbeat,
-    LayoutReport,
     Message,
     PlanPush,
-    StoreAddress,
-    Suspicion,
     parse_to_agent,
     parse_to_worker,
 )
+from bamboo_ds.control.registry.records import LayoutRecord, StoreRecord, SuspicionRecord
 from bamboo_ds.errors import EpochChanged
 from bamboo_ds.topology import Layout, Plan
 from bamboo_ds.worker import channel as module
@@ -99,10 +97,10 @@ def test_messages_survive_their_line() -> None:
     plan = replace(PLAN, layout=Layout(1, 2), shadows=("b", None), lost=("c",), unheld=(1,))
     assert parse_to_worker(PlanPush(plan=plan).to_line()) == PlanPush(plan=plan)
     for message in (
-        StoreAddress(epoch=1, host="h", port=2),
+        StoreRecord(epoch=1, host="h", port=2),
         Heartbeat(step=3, checkpoint="/x"),
-        LayoutReport(layout=Layout(2, 3), redundant=True),
-        Suspicion(epoch=1, member="b", reason="a\nb"),
+        LayoutRecord(id="a", layout=Layout(2, 3), redundant=True),
+        SuspicionRecord(accused="b", by="a", epoch=1, reason="a\nb"),
         EventReport(kind="step", fields={"loss": 0.5}),
         ExitNotice(reason="fatal"),
     ):
@@ -118,7 +116,7 @@ def test_plans_arrive_newest_first_and_never_older(agent: Agent) -> None:
     agent.push(PlanPush(plan=replace(PLAN, epoch=2)), PlanPush(plan=PLAN), PlanPush(plan=replace(PLAN, epoch=4)))
     assert agent.channel.wait_plan(3, 10).epoch == 4
     assert agent.channel.wait_plan(0, 10).epoch == 4
-    agent.push(StoreAddress(epoch=4, host="h", port=5))
+    agent.push(StoreRecord(epoch=4, host="h", port=5))
     assert agent.channel.wait_store(4, 10) == ("h", 5)
     assert [plan.epoch for plan in agent.plans] == [2, 4]
     with pytest.raises(TimeoutError, match="epoch above 4"):
@@ -155,7 +153,7 @@ def test_waiting_for_a_store_ends_with_its_epoch(agent: Agent) -> None:
     assert raised[0] - begin < 10.0
     agent.channel.publish_store(2, "127.0.0.1", 9)
     assert agent.channel.wait_store(2, 1) == ("127.0.0.1", 9)
-    assert agent.read(StoreAddress) == StoreAddress(epoch=2, host="127.0.0.1", port=9)
+    assert agent.read(StoreRecord) == StoreRecord(epoch=2, host="127.0.0.1", port=9)
 
 
 def test_reports(agent: Agent) -> None:
@@ -163,9 +161,9 @@ def test_reports(agent: Agent) -> None:
     agent.push(PlanPush(plan=PLAN))
     agent.channel.wait_plan(0, 10)
     agent.channel.report_layout(Layout(1, 2), True)
-    assert agent.read(LayoutReport) == LayoutReport(layout=Layout(1, 2), redundant=True)
+    assert agent.read(LayoutRecord) == LayoutRecord(id="a", layout=Layout(1, 2), redundant=True)
     agent.channel.suspect(1, "b", "reset by peer")
-    assert agent.read(Suspicion) == Suspicion(epoch=1, member="b", reason="reset by peer")
+    assert agent.read(SuspicionRecord) == SuspicionRecord(accused="b", by="a", epoch=1, reason="reset by peer")
     agent.channel.event("step", loss=0.5)
     assert agent.read(EventReport) == EventReport(kind="step", fields={"epoch": 1, "loss": 0.5})
     agent.channel.exit_notice("done")

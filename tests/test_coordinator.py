@@ -12,7 +12,7 @@ import pytest
 from bamboo_ds.control.agent.coordinator import Callbacks, Coordinator
 from bamboo_ds.control.registry.keys import Keys
 from bamboo_ds.control.registry.mirror import Mirror
-from bamboo_ds.control.registry.records import LeftRecord, MemberRecord, StandingRecord, StopRecord
+from bamboo_ds.control.registry.records import LeftRecord, MemberRecord, StopRecord, WorkerState
 from bamboo_ds.errors import StoreUnavailable
 from bamboo_ds.store import Lease, Store
 from bamboo_ds.topology.planner import initial_plan
@@ -38,7 +38,7 @@ def test_one_that_has_just_come_does_not_trust_absence(store: Store) -> None:
     """It may have come at the end of an outage, in which others have lost their leases."""
     record = MemberRecord(id="m9", slot=9, host="h", address="x", pid=1, agent_pid=2, incarnation="x", joiner=True)
     leader: Any = LeaderDouble()
-    ignore = dict.fromkeys(("on_plan", "on_store", "on_places", "on_stop", "on_error"), lambda *_: None)
+    ignore = dict.fromkeys(("on_plan", "on_store", "on_peers", "on_stop", "on_error"), lambda *_: None)
     callbacks = Callbacks(**ignore, on_ended=lambda: None)  # type: ignore[arg-type]
     begin = time.monotonic()
     coordinator = Coordinator(
@@ -56,10 +56,10 @@ def test_one_that_waits_for_a_restart_ends_with_the_job(store: Store) -> None:
     record = MemberRecord(id="m9", slot=9, host="h", address="x", pid=1, agent_pid=2, incarnation="x", state="waiting")
     finished = LeftRecord(id="a", slot=0, outcome="finished", reason="exit", detail="0", since=1.0, boot="b")
     store.put(Keys.PLAN, initial_plan(["a"]).to_json())
-    store.put(Keys.standing("a"), StandingRecord(id="a", epoch=1).to_json())
+    store.put(Keys.worker("a"), WorkerState(id="a", epoch=1).to_json())
     leader: Any = LeaderDouble()
     stops: queue.SimpleQueue[StopRecord] = queue.SimpleQueue()
-    ignore = dict.fromkeys(("on_plan", "on_store", "on_places", "on_error"), lambda *_: None)
+    ignore = dict.fromkeys(("on_plan", "on_store", "on_peers", "on_error"), lambda *_: None)
     callbacks = Callbacks(**ignore, on_stop=stops.put, on_ended=lambda: None)  # type: ignore[arg-type]
     coordinator = Coordinator(
         store, leader, record, lease_ttl_s=TTL_S, callbacks=callbacks, last_heartbeat=lambda: None
@@ -85,7 +85,7 @@ def test_one_that_takes_no_part_gives_up_when_etcd_stays_away(own_etcd: EtcdServ
     for name, joins in (("joins", True), ("takes part", False)):
         fields = {"slot": 9, "host": "h", "address": "x", "pid": 1, "agent_pid": 2, "incarnation": "x"}
         record = MemberRecord.model_validate({"id": name, "joiner": joins, **fields})
-        ignore = dict.fromkeys(("on_plan", "on_store", "on_places", "on_stop"), lambda *_: None)
+        ignore = dict.fromkeys(("on_plan", "on_store", "on_peers", "on_stop"), lambda *_: None)
         tell: Any = partial(lambda name, error: errors.put((name, error)), name)
         callbacks = Callbacks(**ignore, on_error=tell, on_ended=lambda: None)  # type: ignore[arg-type]
         leaders.append(LeaderDouble())

@@ -16,7 +16,8 @@ from typing import TypeVar
 
 import pytest
 
-from bamboo_ds.control.messages import ExitNotice, Message, PlanPush, StoreAddress, parse_to_agent
+from bamboo_ds.control.messages import ExitNotice, Message, PlanPush, parse_to_agent
+from bamboo_ds.control.registry.records import StoreRecord
 from bamboo_ds.control.variables import ENV_ADDRESS, ENV_FD, ENV_JOB, ENV_JOINER, ENV_MEMBER
 from bamboo_ds.errors import EXIT_FATAL_LOSS
 from bamboo_ds.topology import Layout, Plan
@@ -71,7 +72,7 @@ class Worker:
         self._sock.sendall(PlanPush(plan=plan).to_line())
 
     def push_store(self, epoch: int, host: str, port: int) -> None:
-        self._sock.sendall(StoreAddress(epoch=epoch, host=host, port=port).to_line())
+        self._sock.sendall(StoreRecord(epoch=epoch, host=host, port=port).to_line())
 
     def read(self, kind: type[M]) -> M:
         """The next message of ``kind``; others are skipped."""
@@ -191,11 +192,11 @@ def test_store_of_an_epoch_does_not_wait_for_the_script_of_its_host(begin: Begin
     worker.wait_started()
     for epoch, immediate in ((2, True), (3, False), (4, True)):
         worker.push(replace(ALONE, epoch=epoch, immediate=immediate))
-        while worker.read(StoreAddress).epoch < epoch:
+        while worker.read(StoreRecord).epoch < epoch:
             continue
         assert worker.process.poll() is None
     assert worker.end() == (0, "epoch 4\n")
-    assert [told.epoch for told in worker.all_read(StoreAddress)] == [1, 2, 3, 4]
+    assert [told.epoch for told in worker.all_read(StoreRecord)] == [1, 2, 3, 4]
 
 
 def test_epoch_that_ended_before_it_was_attached(begin: Begin) -> None:
@@ -219,7 +220,7 @@ def test_epoch_that_ended_before_it_was_attached(begin: Begin) -> None:
         worker.wait_started()
         assert worker.line() == "at the door\n"
         worker.push(replace(ALONE, epoch=2, lost=("b",)))
-        assert worker.read(StoreAddress).epoch == 2  # now the worker has learnt of it
+        assert worker.read(StoreRecord).epoch == 2  # now the worker has learnt of it
         code, printed = worker.end()
         assert code == 0, worker.errors()
         assert printed.startswith("EpochChanged ") and "plan of epoch 2 arrived" in printed
@@ -232,7 +233,7 @@ def test_loss_before_the_first_epoch_is_entered(begin: Begin) -> None:
     """Nothing of the script has failed: the job may start again."""
     worker = begin("")
     worker.push(replace(ALONE, owners=("a", "b"), members=("a", "b"), homes=(0, 1)))
-    assert worker.read(StoreAddress).epoch == 1
+    assert worker.read(StoreRecord).epoch == 1
     worker.push(replace(ALONE, epoch=2, owners=("a", "b"), lost=("b",), unheld=(1,)))
     notice = worker.read(ExitNotice)
     # The first when it was waiting for b, the second when it was about to.

@@ -247,7 +247,7 @@ def test_single_accuser_needs_a_silent_agent() -> None:
 
 def test_vouched_member_stays_and_connections_are_made_anew() -> None:
     one = decider()
-    view = replace(all_well(), suspicions=[suspicion("a", "b")], vouched={"b": 2})
+    view = replace(all_well(), suspicions=[suspicion("a", "b")], healthy={"b": 2})
     one.decide(view, 100.0)
     action = one.decide(view, 100.0 + PATIENCE_S)
     assert isinstance(action, WritePlan)
@@ -258,9 +258,9 @@ def test_vouched_member_stays_and_connections_are_made_anew() -> None:
 def test_who_cannot_be_reconnected_is_divided_once() -> None:
     """The second time in a row one of the two has to go: the one with fewer roles, else that with the higher slot."""
     one = deciding(0.0, 0.0)
-    again = one.decide(replace(all_well(), suspicions=[suspicion("a", "c")], vouched={"c": 2}), 100.0)
+    again = one.decide(replace(all_well(), suspicions=[suspicion("a", "c")], healthy={"c": 2}), 100.0)
     assert isinstance(again, WritePlan) and again.plan == replace(SECOND, epoch=3)
-    view = replace(all_well(), plan=again.plan, suspicions=[suspicion("c", "a", 3)], vouched={"a": 3})
+    view = replace(all_well(), plan=again.plan, suspicions=[suspicion("c", "a", 3)], healthy={"a": 3})
     action = one.decide(view, 101.0)
     assert isinstance(action, WritePlan)
     assert action.plan == takeover(again.plan, ["c"])
@@ -268,9 +268,9 @@ def test_who_cannot_be_reconnected_is_divided_once() -> None:
     # Another pair is another matter, and so is the same one later.
     for epoch, accused, by in ((3, "d", "a"), (7, "c", "a")):
         plan = replace(SECOND, epoch=epoch)
-        view = replace(all_well(), plan=plan, suspicions=[suspicion(by, accused, epoch)], vouched={accused: epoch})
+        view = replace(all_well(), plan=plan, suspicions=[suspicion(by, accused, epoch)], healthy={accused: epoch})
         one = deciding(0.0, 0.0)
-        one.decide(replace(all_well(), suspicions=[suspicion("a", "c")], vouched={"c": 2}), 100.0)
+        one.decide(replace(all_well(), suspicions=[suspicion("a", "c")], healthy={"c": 2}), 100.0)
         action = one.decide(view, 200.0)
         assert isinstance(action, WritePlan) and not action.losses
 
@@ -280,9 +280,9 @@ def test_of_two_who_cannot_reach_each_other_the_one_that_can_be_replaced_goes() 
     plan = takeover(SECOND, ["a"])
     one = deciding(0.0, 0.0)
     view = replace(all_well(), plan=plan, members=members("b", "c", "d"))
-    first = one.decide(replace(view, suspicions=[suspicion("c", "d", 3)], vouched={"d": 3}), 100.0)
+    first = one.decide(replace(view, suspicions=[suspicion("c", "d", 3)], healthy={"d": 3}), 100.0)
     assert isinstance(first, WritePlan)
-    again = replace(view, plan=first.plan, suspicions=[suspicion("c", "d", 4)], vouched={"d": 4})
+    again = replace(view, plan=first.plan, suspicions=[suspicion("c", "d", 4)], healthy={"d": 4})
     action = one.decide(again, 101.0)
     assert isinstance(action, WritePlan)
     assert action.plan.lost == ("c",) and not action.plan.unheld

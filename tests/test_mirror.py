@@ -17,7 +17,7 @@ from bamboo_ds.topology import Layout
 from bamboo_ds.topology.planner import initial_plan, with_redundancy
 
 GOOD = MemberRecord(id="a", slot=0, host="h", address="127.0.0.1", pid=1, agent_pid=2, incarnation="x")
-KINDS = (Keys.LEFT, Keys.REPORTS, Keys.STANDINGS, Keys.SUSPECTS, Keys.VOUCHERS, Keys.PROGRESS, Keys.NOTICES)
+KINDS = (Keys.LEFT, Keys.REPORTS, Keys.WORKERS, Keys.SUSPECTS, Keys.HEALTH, Keys.PROGRESS, Keys.NOTICES)
 
 
 def put(key: str, value: str, revision: int) -> WatchEvent:
@@ -27,7 +27,7 @@ def put(key: str, value: str, revision: int) -> WatchEvent:
 def view(mirror: Mirror) -> None:
     """Read all that there is, as an agent does again and again."""
     assert (mirror.leader, mirror.stop, mirror.restart) == (None, None, None)
-    found = (mirror.left, mirror.reports, mirror.standings, mirror.suspicions, mirror.vouched, mirror.progress)
+    found = (mirror.left, mirror.reports, mirror.workers, mirror.suspicions, mirror.healthy, mirror.progress)
     assert not any(found) and not mirror.notices
 
 

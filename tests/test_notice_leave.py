@@ -29,8 +29,8 @@ from bamboo_ds.control.registry.records import (
     LeftRecord,
     MemberRecord,
     NoticeRecord,
-    StandingRecord,
     StopRecord,
+    WorkerState,
 )
 from bamboo_ds.errors import EXIT_EVICTED, EXIT_FATAL_LOSS, EXIT_LEFT
 from bamboo_ds.processes import boot_id
@@ -59,7 +59,7 @@ class Simulated:
         self.left: dict[str, LeftRecord] = {}
         self.hurried: frozenset[str] = frozenset()
         self.waiting: set[str] = set()
-        self.standings: dict[str, StandingRecord] = {}
+        self.workers: dict[str, WorkerState] = {}
         self.one = deciding(0.0, 1.0)
         self.enter()
 
@@ -82,7 +82,7 @@ class Simulated:
         """All workers enter the plan; the copies that it asks for are made, if anything is copied at all."""
         for member in self.plan.members:
             copies = [rank for rank, learner in self.plan.learners if learner == member] if self.copying else []
-            self.standings[member] = StandingRecord(id=member, epoch=self.plan.epoch, replicas=tuple(copies))
+            self.workers[member] = WorkerState(id=member, epoch=self.plan.epoch, replicas=tuple(copies))
             self.waiting.discard(member)
         for member in set(self.members) - set(self.plan.members) - self.waiting:
             del self.members[member]
@@ -99,7 +99,7 @@ class Simulated:
             members=self.members,
             left=self.left,
             reports=reports,
-            standings=self.standings,
+            workers=self.workers,
             hurried=self.hurried,
         )
 

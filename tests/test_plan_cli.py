@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from bamboo_ds.cli.plan import plan as command
 from bamboo_ds.control.registry.access import open_store
 from bamboo_ds.control.registry.keys import Keys
-from bamboo_ds.control.registry.records import LayoutRecord, MemberRecord, StandingRecord
+from bamboo_ds.control.registry.records import LayoutRecord, MemberRecord, WorkerState
 from bamboo_ds.errors import ConfigError
 from bamboo_ds.topology import Layout, Plan, initial_plan, takeover, with_redundancy
 
@@ -91,7 +91,7 @@ def test_a_running_job(keys: Keyspace) -> None:
     members = {"members": (*keys.plan.members, "e"), "homes": (*keys.plan.homes, 0)}
     copying: Plan = replace(keys.plan, **members, learners=((2, "e"), (3, "b")))
     keys.put(Keys.PLAN, copying)
-    keys.put(Keys.standing("e"), StandingRecord(id="e", epoch=copying.epoch, replicas=(2,)))
+    keys.put(Keys.worker("e"), WorkerState(id="e", epoch=copying.epoch, replicas=(2,)))
     assert [m["stage"] for m in report(*keys.arguments)["moves"]] == [3]
     # Somebody leaves, or has vanished just now.
     keys.add("e", joiner=True, state="leaving")

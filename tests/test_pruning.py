@@ -12,6 +12,7 @@ from bamboo_ds.control.leader.pruning import KEPT_EPOCHS, KEPT_MEMBERS, obsolete
 from bamboo_ds.control.registry.keys import Keys
 from bamboo_ds.control.registry.mirror import Mirror
 from bamboo_ds.control.registry.records import (
+    HealthReply,
     JobRecord,
     LayoutRecord,
     LeaderRecord,
@@ -20,12 +21,11 @@ from bamboo_ds.control.registry.records import (
     NoticeRecord,
     ProgressRecord,
     Record,
-    StandingRecord,
     StopRecord,
     StoreRecord,
     SuspicionRecord,
     TimingRecord,
-    VoucherRecord,
+    WorkerState,
 )
 from bamboo_ds.observe.events import EventWriter
 from bamboo_ds.store import Store
@@ -61,8 +61,8 @@ def registered(member: str) -> MemberRecord:
 def kept_by(member: str, epoch: int, step: int, checkpoint: str | None = None) -> dict[str, Record]:
     return {
         Keys.report(member): LayoutRecord(id=member, layout=Layout(1, 2), redundant=True),
-        Keys.standing(member): StandingRecord(id=member, epoch=epoch),
-        Keys.voucher(member): VoucherRecord(id=member, epoch=epoch),
+        Keys.worker(member): WorkerState(id=member, epoch=epoch),
+        Keys.health(member): HealthReply(id=member, epoch=epoch),
         Keys.progress(member): ProgressRecord(id=member, step=step, checkpoint=checkpoint),
     }
 

@@ -19,7 +19,7 @@ from bamboo_ds.control.leader.actions import Assign, StopJob, Wait, WritePlan
 from bamboo_ds.control.leader.decisions import Decider
 from bamboo_ds.control.leader.restarts import RestartLimits, assign, fatal_plan
 from bamboo_ds.control.leader.view import View
-from bamboo_ds.control.registry.records import LeftRecord, MemberRecord, ProgressRecord, RestartRecord, StandingRecord
+from bamboo_ds.control.registry.records import LeftRecord, MemberRecord, ProgressRecord, RestartRecord, WorkerState
 from bamboo_ds.observe.audit import audit, compare
 from bamboo_ds.observe.ledger import read_ledger
 from bamboo_ds.processes import boot_id
@@ -57,8 +57,8 @@ def after_the_loss(**more: Any) -> View:
     """``c`` and ``d`` have ended and wait; ``a`` and ``b`` are lost."""
     gone = {"c": left("c", 2, "fatal", reaped=True), "d": left("d", 3, "fatal"), "a": left("a", 0, "lost")}
     progress = {"c": ProgressRecord(id="c", step=9, checkpoint="/c/step8")}
-    entered = {"c": StandingRecord(id="c", epoch=2)}
-    view = View(world_size=4, plan=FATAL, members=waiting(2, 3), left=gone, progress=progress, standings=entered)
+    entered = {"c": WorkerState(id="c", epoch=2)}
+    view = View(world_size=4, plan=FATAL, members=waiting(2, 3), left=gone, progress=progress, workers=entered)
     return replace(view, **more)
 
 
@@ -107,8 +107,8 @@ def test_a_member_that_an_earlier_plan_has_dropped_comes_back_too() -> None:
     """Both have stopped by themselves; one of them was taken over before it was known that the other one had."""
     alone = replace(FATAL, members=(), lost=("d",))
     gone = {"c": left("c", 2, "evicted", since=99.0), "d": left("d", 3, "fatal", since=100.0, reaped=True)}
-    entered = {"d": StandingRecord(id="d", epoch=2)}
-    view = after_the_loss(plan=alone, members=waiting(3), left=gone, standings=entered)
+    entered = {"d": WorkerState(id="d", epoch=2)}
+    view = after_the_loss(plan=alone, members=waiting(3), left=gone, workers=entered)
     it = decider()
     assert it.decide(view, 101.0) == Wait(106.0)
     assert it.decide(replace(view, members=waiting(2, 3)), 102.0) == Assign(RECORD)
@@ -120,9 +120,9 @@ def test_a_member_that_an_earlier_plan_has_dropped_comes_back_too() -> None:
     [
         ({}, 0.0),
         ({"left": {}}, 12.0),
-        ({"standings": {}}, 12.0),  # the others' commits may not need a worker that has entered no plan
+        ({"workers": {}}, 12.0),  # the others' commits may not need a worker that has entered no plan
         ({"left": {"c": left("c", 2, "lost")}}, 12.0),  # its agent is dead, its worker may be held
-        ({"standings": {}, "left": {m: left(m, 0, "lost", reaped=True) for m in "acd"}}, 0.0),
+        ({"workers": {}, "left": {m: left(m, 0, "lost", reaped=True) for m in "acd"}}, 0.0),
         ({"left": {}, "restart": RECORD.model_copy(update={"after_epoch": 1})}, 0.0),  # a start that has not begun
         ({"left": {}, "plan": replace(FATAL, layout=None)}, 0.0),  # nobody had built an engine
         ({"left": {}, "plan": replace(FATAL, fence_s=None)}, math.inf),

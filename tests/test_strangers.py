@@ -13,7 +13,7 @@ import pytest
 
 from bamboo_ds.control.registry.access import open_store
 from bamboo_ds.control.registry.keys import Keys, namespace
-from bamboo_ds.control.registry.records import MemberRecord, ProgressRecord, RestartRecord, StandingRecord
+from bamboo_ds.control.registry.records import MemberRecord, ProgressRecord, RestartRecord, WorkerState
 from bamboo_ds.engine.history import History
 from bamboo_ds.secret import JobSecret
 from bamboo_ds.store import EmbeddedEtcd, Snapshot
@@ -55,7 +55,7 @@ def known(job: RunningJob, snapshot: Snapshot, files: list[str], etcd: str) -> d
     """What somebody knows of a job who has seen everything that is in etcd, up to what strangers have put there."""
     entries = {key: kv for key, kv in snapshot.entries.items() if kv.sealed}
     members = [MemberRecord.from_json(kv.value) for key, kv in entries.items() if key.startswith(Keys.MEMBERS)]
-    standings = [StandingRecord.from_json(kv.value) for key, kv in entries.items() if key.startswith(Keys.STANDINGS)]
+    standings = [WorkerState.from_json(kv.value) for key, kv in entries.items() if key.startswith(Keys.WORKERS)]
     plan = job.plan()
     false = Plan(plan["epoch"] + 1, ("x",) * len(plan["owners"]), ("x",), "x", homes=(0,))
     restart = RestartRecord(generation=9, after_epoch=plan["epoch"], ranks={0: (0, 1, 2, 3)}, checkpoint=EVIL)

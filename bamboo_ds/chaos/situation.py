@@ -41,13 +41,13 @@ class Situation:
     @classmethod
     def of(cls, mirror: Mirror) -> Situation:
         """What ``mirror`` tells."""
-        plan, standings = mirror.plan, mirror.standings
+        plan, workers = mirror.plan, mirror.workers
         return cls(
             plan=plan,
             members=mirror.members,
             left=mirror.left,
-            entered={member: standing.epoch for member, standing in standings.items()},
-            ready=ready_copies(standings, plan) if plan else {},
+            entered={member: state.epoch for member, state in workers.items()},
+            ready=ready_copies(workers, plan) if plan else {},
             built=frozenset(mirror.reports),
             leader=mirror.leader,
             step=max((record.step for record in mirror.progress.values()), default=None),

@@ -294,7 +294,7 @@ def observed(job: str, mirror: Mirror) -> Situation:
         for r in living
     )
     redundant = any(report.redundant for report in mirror.reports.values())
-    return Situation(current, members, ready_copies(mirror.standings, current), redundant, job)
+    return Situation(current, members, ready_copies(mirror.workers, current), redundant, job)
 
 
 # -- a job that does not exist --------------------------------------------------------------------------

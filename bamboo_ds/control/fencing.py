@@ -15,7 +15,7 @@ from collections.abc import Mapping
 
 from ..topology.plan import Plan
 from .messages import Contact
-from .registry.records import LeftRecord, RestartRecord, StandingRecord
+from .registry.records import LeftRecord, RestartRecord, WorkerState
 
 #: A restart waits longer than the fence by this factor, for clocks that run at different speeds, and by so many
 #: seconds, for what is on its way between workers.
@@ -50,7 +50,7 @@ def contact_with(plan: Plan | None, at: float) -> Contact | None:
 def restart_wait_s(
     plan: Plan,
     left: Mapping[str, LeftRecord],
-    standings: Mapping[str, StandingRecord],
+    workers: Mapping[str, WorkerState],
     restart: RestartRecord | None,
 ) -> float:
     """Seconds from the fatal ``plan`` on until no worker of its lineage can commit any more; infinite if never.
@@ -60,13 +60,13 @@ def restart_wait_s(
     that had entered none may be a newcomer, which the commits of the others did not need yet.
 
     Args:
-        left, standings: what is known of members.
+        left, workers: what is known of members.
         restart: the newest one.
     """
     over = restart is not None and restart.generation > plan.generation
     concerned = (*plan.members, *plan.lost)
     ended = [member for member in concerned if member in left and left[member].reaped]
-    known = any(member in standings for member in ended) or len(ended) == len(concerned)
+    known = any(member in workers for member in ended) or len(ended) == len(concerned)
     if plan.layout is None or over or known:
         return 0.0
     return math.inf if plan.fence_s is None else plan.fence_s * _CLOCK_TOLERANCE + _IN_FLIGHT_S

@@ -1,7 +1,8 @@
 """Messages of the channel between an agent and its worker: one JSON object per line.
 
-The channel is an inherited ``AF_UNIX`` socket pair, so both ends run the same version of this package
-and a message that does not parse is a defect, never ignored.
+What a worker tells the whole job are the records themselves, which its agent puts into etcd. The channel is an
+inherited ``AF_UNIX`` socket pair, so both ends run the same version of this package and a message that does not parse
+is a defect, never ignored.
 """
 
 from __future__ import annotations
@@ -11,7 +12,16 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from ..topology.plan import Plan
-from ..topology.roles import Layout
+from .registry.records import (
+    LayoutRecord,
+    PeerAddress,
+    StoreRecord,
+    SuspicionRecord,
+    WorkerState,
+)
+
+#: Old name.
+Place = PeerAddress
 
 
 class Message(BaseModel):
@@ -29,18 +39,6 @@ class PlanPush(Message):
 
     type: Literal["plan"] = "plan"
     plan: Plan
-
-
-class StoreAddress(Message):
-    """Where the ``TCPStore`` of an epoch listens.
-
-    Worker to agent when the worker hosts it, agent to worker when another one does.
-    """
-
-    type: Literal["store"] = "store"
-    epoch: int
-    host: str
-    port: int
 
 
 class Heartbeat(Message):
@@ -65,52 +63,11 @@ class Heartbeat(Message):
     doing: str | None = None
 
 
-class LayoutReport(Message):
-    """Worker to agent: the engine is built; this is its logical world.
-
-    Attributes:
-        redundant: whether roles are to be shadowed.
-        iterators: whether batches come from the script's iterators, which only the ends of a pipeline have.
-    """
-
-    type: Literal["layout"] = "layout"
-    layout: Layout
-    redundant: bool
-    iterators: bool = True
-
-
-class Place(BaseModel):
-    """Where a worker offers its history and snapshots (see :class:`~bamboo_ds.state.server.StateServer`).
-
-    Attributes:
-        token: goes into what proves knowledge of the job's secret. In a job without one it is all there is to know.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    url: str
-    token: str = Field(repr=False)
-
-
-class Standing(Message):
-    """Worker to agent: it has entered ``epoch``, and which copies of others' state it holds.
-
-    Attributes:
-        replicas: ranks of the roles whose replicas are complete, shadows' and learners'.
-        place: where others find what it offers.
-    """
-
-    type: Literal["standing"] = "standing"
-    epoch: int
-    replicas: list[int] = Field(default_factory=list)
-    place: Place | None = None
-
-
-class Places(Message):
+class Peers(Message):
     """Agent to a worker that has not been admitted yet: where it can ask what the job has done so far."""
 
-    type: Literal["places"] = "places"
-    places: list[Place]
+    type: Literal["peers"] = "peers"
+    peers: tuple[PeerAddress, ...]
 
 
 class Contact(Message):
@@ -125,15 +82,6 @@ class Contact(Message):
     origin: str
     generation: int
     at: float
-
-
-class Suspicion(Message):
-    """Worker to agent: an operation of ``epoch`` towards ``member`` failed."""
-
-    type: Literal["suspect"] = "suspect"
-    epoch: int
-    member: str
-    reason: str
 
 
 class EventReport(Message):
@@ -164,25 +112,18 @@ class ExitNotice(Message):
     step: int | None = None
 
 
-ToWorker = Annotated[PlanPush | StoreAddress | Places | Contact, Field(discriminator="type")]
-ToAgent = Annotated[
-    StoreAddress | Heartbeat | LayoutReport | Standing | Suspicion | EventReport | ExitNotice,
-    Field(discriminator="type"),
-]
+ToWorker = PlanPush | StoreRecord | Peers | Contact
+ToAgent = LayoutRecord | WorkerState | StoreRecord | SuspicionRecord | Heartbeat | EventReport | ExitNotice
 
-_TO_WORKER: TypeAdapter[PlanPush | StoreAddress | Places | Contact] = TypeAdapter(ToWorker)
-_TO_AGENT: TypeAdapter[StoreAddress | Heartbeat | LayoutReport | Standing | Suspicion | EventReport | ExitNotice] = (
-    TypeAdapter(ToAgent)
-)
+_TO_WORKER: TypeAdapter[ToWorker] = TypeAdapter(Annotated[ToWorker, Field(discriminator="type")])
+_TO_AGENT: TypeAdapter[ToAgent] = TypeAdapter(Annotated[ToAgent, Field(discriminator="type")])
 
 
-def parse_to_worker(line: bytes) -> PlanPush | StoreAddress | Places | Contact:
+def parse_to_worker(line: bytes) -> ToWorker:
     """Parse one line that an agent sent; raises ``pydantic.ValidationError``."""
     return _TO_WORKER.validate_json(line)
 
 
-def parse_to_agent(
-    line: bytes,
-) -> StoreAddress | Heartbeat | LayoutReport | Standing | Suspicion | EventReport | ExitNotice:
+def parse_to_agent(line: bytes) -> ToAgent:
     """Parse one line that a worker sent; raises ``pydantic.ValidationError``."""
     return _TO_AGENT.validate_json(line)

@@ -18,15 +18,18 @@ from ..control.messages import (
     EventReport,
     ExitNotice,
     Heartbeat,
-    LayoutReport,
     Message,
-    Place,
-    Places,
+    Peers,
     PlanPush,
-    Standing,
-    StoreAddress,
-    Suspicion,
     parse_to_worker,
+)
+from ..control.registry.records import (
+    LayoutRecord,
+    PeerAddress,
+    StoreRecord,
+    SuspicionRecord,
+    WorkerRecord,
+    WorkerState,
 )
 from ..control.variables import (
     ENV_ADDRESS,
@@ -108,7 +111,7 @@ class WorkerChannel:
         self._changed = threading.Condition()
         self._plan: Plan | None = None
         self._stores: dict[int, tuple[str, int]] = {}
-        self._places: tuple[Place, ...] = ()
+        self._peers: tuple[PeerAddress, ...] = ()
         self.contact: Contact | None = None
         self._progress = Heartbeat()
         self.activity = Activity()
@@ -232,14 +235,16 @@ class WorkerChannel:
                 raise EpochChanged(f"epoch {epoch} ended: the newest plan is {self._plan.epoch}")
             return self._stores[epoch]
 
-    def wait_places(self, timeout_s: float) -> tuple[Place, ...]:
+    def wait_peers(self, timeout_s: float) -> tuple[PeerAddress, ...]:
         """Where a worker that is not admitted yet can ask what the job has done; waits until somebody is known.
 
         Raises ``TimeoutError`` after ``timeout_s`` seconds, ``ConnectionError`` when the agent is gone.
         """
         with self._changed:
-            self._wait(lambda: bool(self._places), timeout_s, "no worker of the job is known")
-            return self._places
+            self._wait(lambda: bool(self._peers), timeout_s, "no worker of the job is known")
+            return self._peers
+
+    wait_places = wait_peers  # old name
 
     def publish_store(self, epoch: int, host: str, port: int) -> None:
         """Tell all members that this worker hosts the ``TCPStore`` of ``epoch``, once."""
@@ -248,7 +253,7 @@ class WorkerChannel:
                 return
             self._stores[epoch] = (host, port)
             self._changed.notify_all()
-        self._send(StoreAddress(epoch=epoch, host=host, port=port))
+        self._send(StoreRecord(epoch=epoch, host=host, port=port))
 
     def _wait(self, ready: Callable[[], bool], timeout_s: float, what: str) -> None:
         """Wait under ``_changed`` for ``ready``; see :meth:`wait_plan` for what is raised."""
@@ -264,16 +269,18 @@ class WorkerChannel:
     # -- reports ------------------------------------------------------------------------------------
 
     def report_layout(self, layout: Layout, redundant: bool, iterators: bool = True) -> None:
-        """Report that the engine is built; see :class:`~.messages.LayoutReport`."""
-        self._send(LayoutReport(layout=layout, redundant=redundant, iterators=iterators))
+        """Report that the engine is built; see :class:`~bamboo_ds.control.registry.records.LayoutRecord`."""
+        self._send(LayoutRecord(id=self.member, layout=layout, redundant=redundant, iterators=iterators))
 
-    def standing(self, epoch: int, replicas: Sequence[int], place: Place | None = None) -> None:
+    def report_state(self, epoch: int, replicas: Sequence[int], place: PeerAddress | None = None) -> None:
         """Report the epoch that was entered, the ranks of the replicas that are complete, and where it serves."""
-        self._send(Standing(epoch=epoch, replicas=sorted(replicas), place=place))
+        self._send(WorkerState(id=self.member, epoch=epoch, replicas=tuple(sorted(replicas)), place=place))
+
+    standing = report_state  # old name
 
     def suspect(self, epoch: int, member: str, reason: str) -> None:
         """Report that an operation of ``epoch`` towards ``member`` failed."""
-        self._send(Suspicion(epoch=epoch, member=member, reason=reason))
+        self._send(SuspicionRecord(accused=member, by=self.member, epoch=epoch, reason=reason))
 
     def event(self, kind: str, **fields: Any) -> None:
         """Hand an event to the agent's event writer; ``fields`` must be JSON values.
@@ -357,16 +364,16 @@ class WorkerChannel:
                     self._changed.notify_all()
         elif isinstance(message, Contact):
             self.contact = message
-        elif isinstance(message, Places):
+        elif isinstance(message, Peers):
             with self._changed:
-                self._places = tuple(message.places)
+                self._peers = message.peers
                 self._changed.notify_all()
         else:
             with self._changed:
                 self._stores[message.epoch] = (message.host, message.port)
                 self._changed.notify_all()
 
-    def _send(self, message: Message) -> None:
+    def _send(self, message: Message | WorkerRecord) -> None:
         """Queue a message; never blocks."""
         if isinstance(message, Heartbeat) and self._wire.backlog and not self._closing:
             return  # the agent does not read; another heartbeat tells it nothing

@@ -15,10 +15,10 @@ from bamboo_ds.control.agent.agent import Agent
 from bamboo_ds.control.agent.assembly import member_record, outage_s
 from bamboo_ds.control.agent.coordinator import _REFRESH, Callbacks, Coordinator, _raise
 from bamboo_ds.control.agent.rejoin import Comeback
-from bamboo_ds.control.agent.relay import as_record
 from bamboo_ds.control.agent.waiting import WaitingAgent
 from bamboo_ds.control.leader.leader import Leader
-from bamboo_ds.control.messages import Contact, ExitNotice, LayoutReport, Message, PlanPush, Standing, Suspicion
+from bamboo_ds.control.messages import Contact, ExitNotice, Message, PlanPush
+from bamboo_ds.control.registry.records import LayoutRecord, SuspicionRecord, WorkerRecord, WorkerState
 from bamboo_ds.control.settings import AgentSettings
 from bamboo_ds.errors import EXIT_EVICTED, EXIT_FATAL_LOSS, EXIT_LEFT, StoreUnavailable
 from bamboo_ds.observe.events import EventWriter
@@ -63,7 +63,7 @@ class Worker:
 
     pid = 1
 
-    def __init__(self, host: Host, member: str, joiner: bool, tell: Callable[[Message], None]) -> None:
+    def __init__(self, host: Host, member: str, joiner: bool, tell: Callable[[Message | WorkerRecord], None]) -> None:
         self.host, self.member, self.joiner, self._tell = host, member, joiner, tell
         self.world = host.world
         self.status: int | None = None
@@ -78,13 +78,13 @@ class Worker:
         self._accused: set[tuple[int, str]] = set()
         self.last_sign_of_life: float | None = None
         if joiner:
-            self.tell(LayoutReport(layout=Layout(1, STAGES), redundant=True, iterators=False))
+            self.tell(LayoutRecord(id=self.member, layout=Layout(1, STAGES), redundant=True, iterators=False))
 
     @property
     def runs(self) -> bool:
         return self.status is None and not self.stopped and self.host.alive and not self.host.stopped
 
-    def tell(self, message: Message) -> None:
+    def tell(self, message: Message | WorkerRecord) -> None:
         self.world.at_once.append(lambda: self._tell(message))
 
     # as WorkerProcess
@@ -140,11 +140,11 @@ class Worker:
     def entered(self, plan: Plan) -> None:
         self.plan, self.entering, self.alone_since = plan, None, None
         if plan.layout is None:
-            self.tell(LayoutReport(layout=Layout(1, STAGES), redundant=True, iterators=False))
+            self.tell(LayoutRecord(id=self.member, layout=Layout(1, STAGES), redundant=True, iterators=False))
             return
         held = [rank for rank, shadow in enumerate(plan.shadows) if shadow == self.member]
         held += [rank for rank, learner in plan.learners if learner == self.member]
-        self.tell(Standing(epoch=plan.epoch, replicas=sorted(held)))
+        self.tell(WorkerState(id=self.member, epoch=plan.epoch, replicas=tuple(sorted(held))))
 
     def miss(self, peers: Sequence[str]) -> None:
         """Some peers cannot be reached."""
@@ -161,7 +161,7 @@ class Worker:
             for peer in peers:
                 if (plan.epoch, peer) not in self._accused:
                     self._accused.add((plan.epoch, peer))
-                    self.tell(Suspicion(epoch=plan.epoch, member=peer, reason="silent"))
+                    self.tell(SuspicionRecord(accused=peer, by=self.member, epoch=plan.epoch, reason="silent"))
 
 
 # -- the package's processes ------------------------------------------------------------------------------
@@ -249,8 +249,8 @@ class SimAgent(Agent):
         self._worker: Any = Worker(host, self._id, settings.joins, self._hear)
         callbacks = Callbacks(
             on_plan=self.on_plan,
-            on_store=lambda epoch, address, port: None,
-            on_places=lambda places: None,
+            on_store=lambda record: None,
+            on_peers=lambda peers: None,
             on_stop=lambda stop: self._post(lambda: self._begin_stop(stop)),
             on_error=lambda error: self._post(lambda: self._give_up(error)),
             on_ended=lambda: self._post(self._note_over),
@@ -272,10 +272,9 @@ class SimAgent(Agent):
     def _kill_after(self, grace_s: float) -> None:
         self._kill_at = self._kill_at or self.host.clock() + GRACE_S
 
-    def _hear(self, message: Message) -> None:
-        record = as_record(message, self._id)
-        if record is not None:
-            self._coordinator.write(*record)
+    def _hear(self, message: Message | WorkerRecord) -> None:
+        if isinstance(message, WorkerRecord):
+            self._coordinator.write(message.key, message)
         elif isinstance(message, ExitNotice):
             self._handle(message.to_line())
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from ...topology.plan import Plan
-from ..messages import Place
 from ..registry.mirror import Mirror
+from ..registry.records import PeerAddress
 
 
-def places(mirror: Mirror, plan: Plan) -> list[Place]:
+def peers(mirror: Mirror, plan: Plan) -> tuple[PeerAddress, ...]:
     """Where it can learn what the job has done."""
-    standings = mirror.standings
-    found = (standings[member].place for member in plan.members if member in standings)
-    return [place for place in found if place is not None]
+    workers = mirror.workers
+    found = (workers[member].place for member in plan.members if member in workers)
+    return tuple(place for place in found if place is not None)
 
 
 def over_for(member: str, mirror: Mirror, plan: Plan) -> bool:
@@ -19,7 +19,7 @@ def over_for(member: str, mirror: Mirror, plan: Plan) -> bool:
 
     The plan may list it already: nobody enters a plan after the last operation. Then others wait in vain like it.
     """
-    entered, left = mirror.standings, mirror.left
+    entered, left = mirror.workers, mirror.left
     if member in entered:
         return False
     finished = any(m in left and left[m].outcome == "finished" for m in plan.members)

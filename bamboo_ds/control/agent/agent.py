@@ -30,10 +30,10 @@ from ...observe import logs
 from ...observe.events import EventWriter
 from ...processes import end_descendants
 from ...topology.plan import Plan
-from ..messages import EventReport, ExitNotice, Heartbeat, Place, Places, PlanPush, StoreAddress, parse_to_agent
+from ..messages import EventReport, ExitNotice, Heartbeat, Peers, PlanPush, parse_to_agent
 from ..notices import Notice
 from ..registry.keys import Keys, new_member_id
-from ..registry.records import LeftRecord, ProgressRecord, StopRecord
+from ..registry.records import LeftRecord, PeerAddress, ProgressRecord, StopRecord, StoreRecord, WorkerRecord
 from ..reporting import forward
 from ..settings import AgentSettings
 from .command import observed, worker_environment
@@ -41,7 +41,6 @@ from .data_workers import Feeders
 from .ending import Ending
 from .leaving import Leaving
 from .reexec import handle_signals, reexecute
-from .relay import as_record
 from .watchdog import Watchdog
 from .worker_process import WorkerProcess
 
@@ -135,7 +134,7 @@ class Agent:
         callbacks = Callbacks(
             on_plan=self.on_plan,
             on_store=self.on_store,
-            on_places=self.on_places,
+            on_peers=self.on_peers,
             on_stop=lambda stop: self._post(partial(self._begin_stop, stop)),
             on_error=lambda error: self._post(partial(self._give_up, error)),
             on_ended=lambda: self._post(self._coordinator_ended.set),
@@ -158,15 +157,15 @@ class Agent:
         self._worker.send(PlanPush(plan=plan))
         self._post(partial(self._note_plan, plan))
 
-    def on_store(self, epoch: int, host: str, port: int) -> None:
+    def on_store(self, record: StoreRecord) -> None:
         """Hand the address of an epoch's ``TCPStore`` to the worker."""
-        self._worker.send(StoreAddress(epoch=epoch, host=host, port=port))
+        self._worker.send(record)
         if self._worker.wire.backlog:
             self._post(lambda: None)  # the main thread writes the rest
 
-    def on_places(self, places: list[Place]) -> None:
+    def on_peers(self, peers: tuple[PeerAddress, ...]) -> None:
         """Hand to a worker that waits to be admitted where it can learn what the job has done."""
-        self._worker.send(Places(places=places))
+        self._worker.send(Peers(peers=peers))
 
     def on_feed(self, slot: int, rank: int) -> None:
         """Start a worker that draws the batches of the pipeline of ``rank``."""
@@ -358,9 +357,8 @@ class Agent:
     def _handle(self, line: bytes) -> None:
         message = parse_to_agent(line)
         me = self._id
-        record = as_record(message, me)
-        if record is not None:
-            self._coordinator.write(*record)
+        if isinstance(message, WorkerRecord):
+            self._coordinator.write(message.key, message)
         elif isinstance(message, Heartbeat):
             self._worker.heard()
             self._leaving.note_step(message)

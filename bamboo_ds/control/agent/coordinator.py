@@ -22,20 +22,21 @@ from ...topology.plan import Plan
 from ..fencing import contact_with
 from ..fencing import now as fence_clock
 from ..leader.leader import Leader
-from ..messages import Contact, Place
+from ..messages import Contact
 from ..registry.keys import Keys
 from ..registry.mirror import Mirror, read_plan
 from ..registry.records import (
+    HealthReply,
     LeftRecord,
     MemberRecord,
+    PeerAddress,
     Record,
     RestartRecord,
     StopRecord,
     StoreRecord,
     TimingRecord,
-    VoucherRecord,
 )
-from .admission import over_for, places
+from .admission import over_for, peers
 from .neighbours import Neighbours, report_dead_agent
 
 logger = logging.getLogger("bamboo_ds.control.coordinator")
@@ -48,7 +49,7 @@ _OUTAGE = 0.6
 _RETRY_S = 0.1
 _REFUSED_RETRY_S = 1.0
 #: How often a pending accusation is compared with the worker's heartbeat, in seconds.
-_VOUCH_POLL_S = 0.1
+_REPLY_POLL_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -57,8 +58,8 @@ class Callbacks:
 
     Attributes:
         on_plan: a plan with a newer epoch.
-        on_store: epoch, host and port of a ``TCPStore``.
-        on_places: where a member that waits to be admitted can learn what the job has done; again when it changes.
+        on_store: where the ``TCPStore`` of an epoch listens.
+        on_peers: where a member that waits to be admitted can learn what the job has done; again when it changes.
         on_stop: the job is to end.
         on_restart: workers are to be started again.
         on_contact: etcd has just said what its newest plan is; on the thread of the lease.
@@ -67,8 +68,8 @@ class Callbacks:
     """
 
     on_plan: Callable[[Plan], None]
-    on_store: Callable[[int, str, int], None]
-    on_places: Callable[[list[Place]], None]
+    on_store: Callable[[StoreRecord], None]
+    on_peers: Callable[[tuple[PeerAddress, ...]], None]
     on_stop: Callable[[StopRecord], None]
     on_error: Callable[[BaseException], None]
     on_ended: Callable[[], None]
@@ -130,7 +131,7 @@ class Coordinator:
         self._waits = record.state == "waiting"
         self._evicted = False
         self._admitted = not record.joiner
-        self._places: list[Place] = []
+        self._peers: tuple[PeerAddress, ...] = ()
         self._stop_told = False
         self._resigned = self._connected = False
         self._leaving = self._state_due = False
@@ -319,7 +320,7 @@ class Coordinator:
         if key.startswith(Keys.EPOCHS) and key.endswith("/store"):
             record = mirror.get(key, StoreRecord)
             if record is not None:
-                self._callbacks.on_store(record.epoch, record.host, record.port)
+                self._callbacks.on_store(record)
 
     def _work(self, mirror: Mirror) -> float | None:
         """As :meth:`_turn`, with what etcd holds."""
@@ -354,7 +355,7 @@ class Coordinator:
                 del self._pending[key]
             if self._state_due:
                 self._renew(self._lease)
-            wakes = [self._vouch(mirror, plan)]
+            wakes = [self._reply(mirror, plan)]
             if not self._resigned:
                 wakes.append(self._leader.step(mirror, self._lease, self._trust(self._clock())))
         except LeaseExpired:
@@ -379,18 +380,18 @@ class Coordinator:
     def _follow(self, mirror: Mirror, plan: Plan) -> None:
         """What a member does that does not take part yet."""
         if not self._admitted:
-            known = places(mirror, plan)
-            if known != self._places:
-                self._places = known
-                self._callbacks.on_places(known)
+            known = peers(mirror, plan)
+            if known != self._peers:
+                self._peers = known
+                self._callbacks.on_peers(known)
         if not self._stop_told and over_for(self._record.id, mirror, plan):
             self._stop_told = True
             self._callbacks.on_stop(StopRecord(code=0, reason="the job has finished", by=self._record.id))
 
-    def _vouch(self, mirror: Mirror, plan: Plan | None) -> float | None:
+    def _reply(self, mirror: Mirror, plan: Plan | None) -> float | None:
         """Answer an accusation as soon as a heartbeat disproves it."""
         me = self._record.id
-        if plan is None or mirror.vouched.get(me) == plan.epoch:
+        if plan is None or mirror.healthy.get(me) == plan.epoch:
             return None
         if not any(s.accused == me and s.epoch == plan.epoch for s in mirror.suspicions):
             return None
@@ -398,9 +399,9 @@ class Coordinator:
             self._accused = (plan.epoch, self._clock())
         heartbeat = self._last_heartbeat()
         if heartbeat is not None and heartbeat > self._accused[1]:
-            self._store.put(Keys.voucher(me), VoucherRecord(id=me, epoch=plan.epoch).to_json())
+            self._store.put(Keys.health(me), HealthReply(id=me, epoch=plan.epoch).to_json())
             return None
-        return self._clock() + _VOUCH_POLL_S
+        return self._clock() + _REPLY_POLL_S
 
     def _put(self, key: str, record: Record) -> None:
         if not isinstance(record, StopRecord):

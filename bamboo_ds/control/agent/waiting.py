@@ -98,8 +98,8 @@ class WaitingAgent:
     def _callbacks(self) -> Callbacks:
         return Callbacks(
             on_plan=lambda plan: self._posted.put(partial(self._note_plan, plan)),
-            on_store=lambda epoch, host, port: None,
-            on_places=lambda places: None,
+            on_store=lambda record: None,
+            on_peers=lambda peers: None,
             on_stop=lambda stop: self._posted.put(partial(self._stop, stop)),
             on_error=lambda error: self._posted.put(partial(self._break, error)),
             on_ended=lambda: self._posted.put(self._note_end),

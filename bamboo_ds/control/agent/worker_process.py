@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from ...errors import LaunchError
 from ...processes import die_with_parent
 from ..messages import Message
+from ..registry.records import WorkerRecord
 from ..variables import ENV_FD
 from ..wire import LineSocket
 
@@ -61,7 +62,7 @@ class WorkerProcess:
         #: Monotonic seconds from which on it counts as dead, if it has been killed.
         self.dead_at: float | None = None
 
-    def send(self, message: Message) -> None:
+    def send(self, message: Message | WorkerRecord) -> None:
         """Send to the worker; never blocks. Callable from any thread."""
         self.wire.send(message.to_line())
 

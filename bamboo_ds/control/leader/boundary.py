@@ -13,26 +13,26 @@ from dataclasses import replace
 
 from ...topology import Candidate, Plan, Policy, explain, holders_of, learners_for, moves
 from ...topology.planner import plan as best_plan
-from ..registry.records import StandingRecord
+from ..registry.records import WorkerState
 from .actions import WritePlan
 from .departures import feeding, going, handover, needed, waits
 from .view import View
 
 
-def ready_copies(standings: Mapping[str, StandingRecord], plan: Plan) -> dict[str, tuple[int, ...]]:
+def ready_copies(workers: Mapping[str, WorkerState], plan: Plan) -> dict[str, tuple[int, ...]]:
     """Ranks of the complete replicas by member, as far as the members of ``plan`` have reported them."""
-    return {m: standings[m].replicas for m in plan.members if m in standings}
+    return {m: workers[m].replicas for m in plan.members if m in workers}
 
 
 def next_change(view: View, plan: Plan, policy: Policy) -> WritePlan | None:
     """What to write next to come nearer to the planner's choice; ``None``: nothing, or not yet."""
     if plan.layout is None or any(view.finished(member) for member in plan.members):
         return None
-    entered = (view.standings.get(member) for member in plan.members)
-    if any(standing is None or standing.epoch != plan.epoch for standing in entered):
+    entered = (view.workers.get(member) for member in plan.members)
+    if any(state is None or state.epoch != plan.epoch for state in entered):
         return None
     candidates = _candidates(view, plan)
-    holders = holders_of(plan, ready_copies(view.standings, plan))
+    holders = holders_of(plan, ready_copies(view.workers, plan))
     target = _with_sources(view, plan, best_plan(plan, candidates, policy=policy, holders=holders), candidates)
     joined = [c.id for c in candidates if c.id not in plan.members]
     missing = moves(plan, target, holders)

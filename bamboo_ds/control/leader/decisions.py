@@ -152,7 +152,7 @@ class Decider:
             return WritePlan(new_plan, what, tuple(losses))
         # A member that has finished can own nothing any more, although it is no loss by itself.
         gone = {loss.member for loss in losses} | {m for m in plan.members if view.finished(m)}
-        holders = holders_of(plan, ready_copies(view.standings, plan))
+        holders = holders_of(plan, ready_copies(view.workers, plan))
         return WritePlan(takeover(plan, gone, holders), f"lost {who}", tuple(losses))
 
     def _loss(self, view: View, plan: Plan, member: str, now: float) -> Loss:
@@ -180,7 +180,7 @@ class Decider:
             due = noticed + (self._settle_s if several else self._reply_timeout_s)
             if now < due:
                 wake.append(due)
-            elif several or view.vouched.get(accused) != plan.epoch:
+            elif several or view.healthy.get(accused) != plan.epoch:
                 return self._take_over(view, plan, [Loss(accused, "suspects", ", ".join(by), None, noticed)])
             else:
                 return self._reconnect(view, plan, accused, by[0], noticed)
@@ -199,7 +199,7 @@ class Decider:
             new_plan = replace(plan, epoch=plan.epoch + 1, lost=(), immediate=True)
             return WritePlan(new_plan, f"{by} cannot reach {accused}, which is alive")
         del self._reconnected[pair]
-        holders = holders_of(plan, ready_copies(view.standings, plan)) if plan.layout else None
+        holders = holders_of(plan, ready_copies(view.workers, plan)) if plan.layout else None
 
         def cost(member: str) -> tuple[int, int, int]:
             fatal = len(takeover(plan, {member}, holders).unheld)

@@ -136,13 +136,13 @@ def vanished(view: View, plan: Plan) -> list[str]:
 
     The others still need them where they are, so they must not wait for the boundary.
     """
-    entered = [view.standings[m].epoch for m in plan.members if m in view.standings]
+    entered = [view.workers[m].epoch for m in plan.members if m in view.workers]
     if plan.immediate or not entered or min(entered) == plan.epoch:
         return []
     return [
         member
-        for member, standing in view.standings.items()
-        if standing.epoch >= min(entered)
+        for member, state in view.workers.items()
+        if state.epoch >= min(entered)
         and member not in plan.members
         and member not in view.members
         and not (member in view.left and view.left[member].outcome in ("left", "finished"))

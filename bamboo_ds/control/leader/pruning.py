@@ -14,9 +14,9 @@ KEPT_EPOCHS = 8
 _OF_MEMBERS = (
     Keys.LEFT,
     Keys.REPORTS,
-    Keys.STANDINGS,
+    Keys.WORKERS,
     Keys.SUSPECTS,
-    Keys.VOUCHERS,
+    Keys.HEALTH,
     Keys.PROGRESS,
     Keys.NOTICES,
 )
@@ -33,8 +33,8 @@ def obsolete(mirror: Mirror, plan: Plan) -> list[str] | None:
     Returns:
         ``None`` as long as somebody has not entered it.
     """
-    standings = mirror.standings
-    entered = all(member in standings and standings[member].epoch == plan.epoch for member in plan.members)
+    workers = mirror.workers
+    entered = all(member in workers and workers[member].epoch == plan.epoch for member in plan.members)
     if plan.layout is None or plan.unheld or mirror.stop is not None or not entered:
         return None
     needed = {*mirror.members, *plan.members, *plan.owners, *plan.lost}

@@ -80,7 +80,7 @@ class Restarts:
 
     def _gather(self, view: View, plan: Plan, now: float) -> Assign | StopJob | Wait:
         waiting = [record for record in view.members.values() if record.state == "waiting"]
-        wait_s = restart_wait_s(plan, view.left, view.standings, view.restart)
+        wait_s = restart_wait_s(plan, view.left, view.workers, view.restart)
         fenced_at = self._until("fence", plan, now, 0.0) + wait_s
         if any(member in view.members for member in plan.members):
             return Wait()  # their workers have yet to end

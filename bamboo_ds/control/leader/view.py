@@ -12,8 +12,8 @@ from ..registry.records import (
     MemberRecord,
     ProgressRecord,
     RestartRecord,
-    StandingRecord,
     SuspicionRecord,
+    WorkerState,
 )
 
 
@@ -27,9 +27,9 @@ class View:
         members: living members by id.
         left: departures by member id.
         reports: layout reports by member id.
-        standings: the epoch that each worker has entered and the replicas that it holds, by member id.
+        workers: the epoch that each worker has entered and the replicas that it holds, by member id.
         suspicions: of any epoch; only the current one's count.
-        vouched: members whose agents answered an accusation, with the epoch of their newest answer.
+        healthy: members whose agents have answered an accusation, with the epoch of their newest reply.
         trusted_from: monotonic time in seconds from which on the absence of a member without a
             departure record means its loss. It lies in the future for a while after etcd could not be
             reached, when leases have run out of members that are alive and about to return.
@@ -44,9 +44,9 @@ class View:
     members: Mapping[str, MemberRecord] = field(default_factory=dict)
     left: Mapping[str, LeftRecord] = field(default_factory=dict)
     reports: Mapping[str, LayoutRecord] = field(default_factory=dict)
-    standings: Mapping[str, StandingRecord] = field(default_factory=dict)
+    workers: Mapping[str, WorkerState] = field(default_factory=dict)
     suspicions: Sequence[SuspicionRecord] = ()
-    vouched: Mapping[str, int] = field(default_factory=dict)
+    healthy: Mapping[str, int] = field(default_factory=dict)
     trusted_from: float = 0.0
     stopping: bool = False
     hurried: frozenset[str] = frozenset()

@@ -21,9 +21,9 @@ class Keys:
     MEMBERS = "members/"
     LEFT = "left/"
     REPORTS = "reports/"
-    STANDINGS = "standings/"
+    WORKERS = "workers/"
     SUSPECTS = "suspects/"
-    VOUCHERS = "vouchers/"
+    HEALTH = "health/"
     EPOCHS = "epochs/"
     PROGRESS = "progress/"
     SLOTS = "slots/"
@@ -31,22 +31,22 @@ class Keys:
 
     @classmethod
     def member(cls, member: str) -> str:
-        """Key of a :class:`MemberRecord`."""
+        """Key of a :class:`~.records.MemberRecord`."""
         return f"{cls.MEMBERS}{member}"
 
     @classmethod
     def left(cls, member: str) -> str:
-        """Key of a :class:`LeftRecord`."""
+        """Key of a :class:`~.records.LeftRecord`."""
         return f"{cls.LEFT}{member}"
 
     @classmethod
     def notice(cls, member: str) -> str:
-        """Key of a :class:`NoticeRecord`."""
+        """Key of a :class:`~.records.NoticeRecord`."""
         return f"{cls.NOTICES}{member}"
 
     @classmethod
     def report(cls, member: str) -> str:
-        """Key of a :class:`LayoutRecord`."""
+        """Key of a :class:`~.records.LayoutRecord`."""
         return f"{cls.REPORTS}{member}"
 
     @classmethod
@@ -55,33 +55,33 @@ class Keys:
         return f"{cls.SLOTS}{slot}"
 
     @classmethod
-    def standing(cls, member: str) -> str:
-        """Key of a :class:`StandingRecord`."""
-        return f"{cls.STANDINGS}{member}"
+    def worker(cls, member: str) -> str:
+        """Key of a :class:`~.records.WorkerState`."""
+        return f"{cls.WORKERS}{member}"
 
     @classmethod
     def suspect(cls, accused: str, by: str) -> str:
-        """Key of a :class:`SuspicionRecord`."""
+        """Key of a :class:`~.records.SuspicionRecord`."""
         return f"{cls.SUSPECTS}{accused}/{by}"
 
     @classmethod
-    def voucher(cls, member: str) -> str:
-        """Key of a :class:`VoucherRecord`."""
-        return f"{cls.VOUCHERS}{member}"
+    def health(cls, member: str) -> str:
+        """Key of a :class:`~.records.HealthReply`."""
+        return f"{cls.HEALTH}{member}"
 
     @classmethod
     def store(cls, epoch: int) -> str:
-        """Key of a :class:`StoreRecord`."""
+        """Key of a :class:`~.records.StoreRecord`."""
         return f"{cls.EPOCHS}{epoch}/store"
 
     @classmethod
     def timing(cls, epoch: int) -> str:
-        """Key of a :class:`TimingRecord`."""
+        """Key of a :class:`~.records.TimingRecord`."""
         return f"{cls.EPOCHS}{epoch}/timing"
 
     @classmethod
     def progress(cls, member: str) -> str:
-        """Key of a :class:`ProgressRecord`."""
+        """Key of a :class:`~.records.ProgressRecord`."""
         return f"{cls.PROGRESS}{member}"
 
 

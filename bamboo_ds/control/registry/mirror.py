@@ -15,6 +15,7 @@ from ...topology import plan as plans
 from ...topology.plan import Plan
 from .keys import Keys
 from .records import (
+    HealthReply,
     LayoutRecord,
     LeaderRecord,
     LeftRecord,
@@ -23,10 +24,9 @@ from .records import (
     ProgressRecord,
     Record,
     RestartRecord,
-    StandingRecord,
     StopRecord,
     SuspicionRecord,
-    VoucherRecord,
+    WorkerState,
 )
 
 logger = logging.getLogger("bamboo_ds.control.mirror")
@@ -153,9 +153,9 @@ class Mirror:
         return {record.id: record for record in self._records(Keys.REPORTS, LayoutRecord)}
 
     @property
-    def standings(self) -> dict[str, StandingRecord]:
+    def workers(self) -> dict[str, WorkerState]:
         """What the workers have last said of themselves, by member id."""
-        return {record.id: record for record in self._records(Keys.STANDINGS, StandingRecord)}
+        return {record.id: record for record in self._records(Keys.WORKERS, WorkerState)}
 
     @property
     def suspicions(self) -> list[SuspicionRecord]:
@@ -163,9 +163,9 @@ class Mirror:
         return list(self._records(Keys.SUSPECTS, SuspicionRecord))
 
     @property
-    def vouched(self) -> dict[str, int]:
-        """Epoch of the newest voucher by member id."""
-        return {record.id: record.epoch for record in self._records(Keys.VOUCHERS, VoucherRecord)}
+    def healthy(self) -> dict[str, int]:
+        """Epoch of the newest health reply by member id."""
+        return {record.id: record.epoch for record in self._records(Keys.HEALTH, HealthReply)}
 
     @property
     def progress(self) -> dict[str, ProgressRecord]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 from typing_extensions import Self
 
 from ...processes import boot_id
 from ...topology.roles import Layout
-from ..messages import Place
+from .keys import Keys
 
 SCHEMA = 1
 
@@ -37,6 +37,32 @@ class Record(BaseModel):
     def from_json(cls, text: str | bytes) -> Self:
         """Parse :meth:`to_json`'s output; raises ``pydantic.ValidationError`` for anything else."""
         return cls.model_validate_json(text)
+
+
+class WorkerRecord(Record):
+    """Base of records that a worker writes: its agent brings them to etcd as they come over the channel."""
+
+    def to_line(self) -> bytes:
+        """The record as one line of JSON, newline included."""
+        return self.to_json().encode() + b"\n"
+
+    @property
+    def key(self) -> str:
+        """Where it is stored."""
+        raise NotImplementedError
+
+
+class PeerAddress(BaseModel):
+    """Where a worker offers its history and snapshots (see :class:`~bamboo_ds.state.server.StateServer`).
+
+    Attributes:
+        token: goes into what proves knowledge of the job's secret. In a job without one it is all there is to know.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    url: str
+    token: str = Field(repr=False)
 
 
 class JobRecord(Record):
@@ -162,39 +188,63 @@ class LeftRecord(Record):
         return now - self.since if self.boot == boot_id() else None
 
 
-class LayoutRecord(Record):
-    """``reports/<id>``: the member's engine is built and has this logical world."""
+class LayoutRecord(WorkerRecord):
+    """``reports/<id>``: the member's engine is built and has this logical world.
 
+    Attributes:
+        redundant: whether roles are to be shadowed.
+        iterators: whether batches come from the script's iterators, which only the ends of a pipeline have.
+    """
+
+    type: Literal["layout"] = "layout"
     id: str
     layout: Layout
     redundant: bool
     iterators: bool = True
 
+    @property
+    def key(self) -> str:
+        """Where it is stored."""
+        return Keys.report(self.id)
 
-class StandingRecord(Record):
-    """``standing/<id>``: the epoch that the member's worker has entered, and the replicas that it has complete.
+
+class WorkerState(WorkerRecord):
+    """``workers/<id>``: the epoch that the member's worker has entered, and which copies of others' state it holds.
 
     Attributes:
-        place: where it offers its history and snapshots, and to whom (a secret: never logged).
+        replicas: ranks of the roles whose replicas are complete, shadows' and learners'.
+        place: where others find what it offers.
     """
 
+    type: Literal["state"] = "state"
     id: str
     epoch: int
     replicas: tuple[int, ...] = ()
-    place: Place | None = None
+    place: PeerAddress | None = None
+
+    @property
+    def key(self) -> str:
+        """Where it is stored."""
+        return Keys.worker(self.id)
 
 
-class SuspicionRecord(Record):
+class SuspicionRecord(WorkerRecord):
     """``suspects/<accused>/<by>``: an operation of ``epoch`` towards ``accused`` failed."""
 
+    type: Literal["suspect"] = "suspect"
     accused: str
     by: str
     epoch: int
     reason: str
 
+    @property
+    def key(self) -> str:
+        """Where it is stored."""
+        return Keys.suspect(self.accused, self.by)
 
-class VoucherRecord(Record):
-    """``vouchers/<id>``: an agent's answer to an accusation of ``epoch``: my worker's heart beats."""
+
+class HealthReply(Record):
+    """``health/<id>``: an agent's answer to an accusation of ``epoch``: its worker has had a heartbeat since."""
 
     id: str
     epoch: int
@@ -213,12 +263,18 @@ class TimingRecord(Record):
     plan_s: float
 
 
-class StoreRecord(Record):
-    """``epochs/<e>/store``: where the ``TCPStore`` of an epoch listens."""
+class StoreRecord(WorkerRecord):
+    """``epochs/<e>/store``: where the ``TCPStore`` of an epoch listens. Agents pass it on to their workers."""
 
+    type: Literal["store"] = "store"
     epoch: int
     host: str
     port: int
+
+    @property
+    def key(self) -> str:
+        """Where it is stored."""
+        return Keys.store(self.epoch)
 
 
 class ProgressRecord(Record):
