@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -27,7 +28,7 @@ from bamboo_ds.control.registry.records import (
 from bamboo_ds.errors import EXIT_FATAL_LOSS
 from bamboo_ds.processes import boot_id
 from bamboo_ds.store.records import KeyValue, Snapshot, WatchEvent
-from bamboo_ds.topology import Layout, Plan
+from bamboo_ds.topology import Layout, Plan, planner
 from bamboo_ds.topology.planner import initial_plan, takeover, with_redundancy
 
 from .support.settings import deciding
@@ -401,3 +402,16 @@ def test_status_of_a_job_that_lost_a_member() -> None:
     mirror.apply(WatchEvent("put", Keys.PLAN, entry(Keys.PLAN, SECOND.to_json(), 11)))
     assert mirror.leader is None
     assert mirror.plan == SECOND
+
+
+def test_an_heir_may_be_chosen_by_what_is_known_of_the_lost_member(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its lease has run out, and its record is gone with it."""
+    zones = {"a": "z1", "b": "z2", "c": "z1"}
+    known = {name: member(name).model_copy(update={"zone": zone}) for name, zone in zones.items()}
+    there = {name: record for name, record in known.items() if name != "a"}
+    settled = with_redundancy(initial_plan(["a", "b", "c"]), Layout(3, 1), False)
+    view = View(world_size=3, plan=settled, members=there, known=known, left={"a": left("a")})
+    for prefer, heir in ((planner._preference, "b"), (lambda heir, gone, duties: (heir.zone != gone.zone,), "c")):
+        monkeypatch.setattr(planner, "_preference", prefer)
+        action = deciding(0.0, PATIENCE_S).decide(view, 100.0)
+        assert isinstance(action, WritePlan) and action.plan.owners == (heir, "b", "c")

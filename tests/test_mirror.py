@@ -65,3 +65,15 @@ def test_a_plan_that_cannot_be_read_is_an_error() -> None:
         mirror.apply(put(Keys.PLAN, plan.replace('"schema":1', '"schema":2'), 2))
     with pytest.raises(ProtocolError, match=r"cannot be read: owners\.0: "):
         Mirror(Snapshot({Keys.PLAN: KeyValue(Keys.PLAN, plan.replace('"owners":[', '"owners":[null,'), 3, 1)}, 3))
+
+
+def test_what_is_known_of_a_member_outlives_its_lease() -> None:
+    """Also when all keys are read anew; until the job forgets the member."""
+    key, left = Keys.member("a"), Keys.left("a")
+    mirror = Mirror(Snapshot({key: KeyValue(key, GOOD.to_json(), 1, 1), left: KeyValue(left, "{}", 2, 2)}, 2))
+    mirror.apply(WatchEvent("delete", key, KeyValue(key, "", 3, 0)))
+    assert (mirror.members, mirror.known) == ({}, {"a": GOOD})
+    mirror = Mirror(Snapshot({left: KeyValue(left, "{}", 2, 2)}, 3), mirror)
+    assert (mirror.members, mirror.known) == ({}, {"a": GOOD})
+    mirror.apply(WatchEvent("delete", left, KeyValue(left, "", 4, 0)))
+    assert mirror.known == {}

@@ -57,7 +57,7 @@ class Simulated:
         self.plan = with_redundancy(initial_plan(list(self.members)), self.layout, True, candidates)
         self.written: list[WritePlan] = []
         self.left: dict[str, LeftRecord] = {}
-        self.hurried: frozenset[str] = frozenset()
+        self.near_deadline: frozenset[str] = frozenset()
         self.waiting: set[str] = set()
         self.workers: dict[str, WorkerState] = {}
         self.one = deciding(0.0, 1.0)
@@ -100,7 +100,7 @@ class Simulated:
             left=self.left,
             reports=reports,
             workers=self.workers,
-            hurried=self.hurried,
+            near_deadline=self.near_deadline,
         )
 
     def step(self) -> Any:
@@ -201,7 +201,7 @@ def test_whoever_is_short_of_time_does_not_wait_for_copies() -> None:
     job.notice(2)
     assert job.settle() == Wait()
     assert job.plan.learners and "m2" in job.plan.members
-    job.hurried = frozenset(["m2"])
+    job.near_deadline = frozenset(["m2"])
     job.settle()
     assert job.plan.owners == ("m0", "m1", "m1", "m3")
     assert "m2" not in job.plan.members
@@ -212,7 +212,7 @@ def test_whoever_is_short_of_time_does_not_wait_for_copies() -> None:
 def test_whose_state_nobody_else_has_does_not_hold_up_the_others() -> None:
     job = Simulated(hosts(4), copying=False)
     job.notice(1, 2)  # m1 shadows what m2 owns
-    job.hurried = frozenset(["m1", "m2"])
+    job.near_deadline = frozenset(["m1", "m2"])
     job.settle()
     assert "m1" not in job.plan.members or "m2" not in job.plan.members
     assert not job.plan.unheld
@@ -302,7 +302,7 @@ def test_any_notices(slots: int, shape: bool, noticed: list[tuple[int, bool]], i
         if f"m{slot}" not in job.members:
             continue
         job.notice(slot)
-        job.hurried |= {f"m{slot}"} if hurried else set()
+        job.near_deadline |= {f"m{slot}"} if hurried else set()
         job.settle()
     staying = {m for m, r in job.members.items() if r.state == "running"}
     if staying and copying:
@@ -327,12 +327,12 @@ def notice_of(
 def test_half_of_the_time_is_for_copies() -> None:
     times = Deadlines()
     times.note(notice_of(120.0), 1000.0)
-    assert times.hurried(1059.0) == frozenset() and times.wake(1059.0) == 1060.0
-    assert times.hurried(1060.0) == {"m1"} and times.wake(1060.0) is None
+    assert times.near(1059.0) == frozenset() and times.wake(1059.0) == 1060.0
+    assert times.near(1060.0) == {"m1"} and times.wake(1060.0) is None
     times.note(notice_of(30.0), 1061.0)  # a nearer one
     times.note(notice_of(500.0), 1062.0)  # a later one
     times.note(notice_of(None), 1063.0)
-    assert times.hurried(1063.0) == {"m1"}
+    assert times.near(1063.0) == {"m1"}
 
 
 @pytest.mark.parametrize(("deadline_s", "iteration_s", "after"), [(3.0, None, 1.0), (30.0, 8.0, 6.0), (1.0, None, 0.0)])
@@ -340,14 +340,14 @@ def test_time_for_some_iterations_must_be_left(deadline_s: float, iteration_s: f
     times = Deadlines()
     times.note(notice_of(deadline_s, iteration_s), 50.0)
     assert (times.wake(40.0) or 0.0) <= 50.0 + after
-    assert times.hurried(50.0 + after) == {"m1"}
-    assert not after or times.hurried(50.0 + after - 0.01) == frozenset()
+    assert times.near(50.0 + after) == {"m1"}
+    assert not after or times.near(50.0 + after - 0.01) == frozenset()
 
 
 def test_who_does_not_know_when_is_never_short_of_time() -> None:
     times = Deadlines()
     times.note(notice_of(None), 50.0)
-    assert times.wake(50.0) is None and times.hurried(1e9) == frozenset()
+    assert times.wake(50.0) is None and times.near(1e9) == frozenset()
 
 
 # -- the end of a worker, and what is told of it -----------------------------------------------------------

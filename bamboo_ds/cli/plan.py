@@ -186,7 +186,7 @@ def plan_report(
     now = situation.plan
     alive = {member.id for member in members}
     lost = [member for member in now.members if member not in alive]
-    current = takeover(now, lost, holders_of(now, situation.ready)) if lost else now
+    current = takeover(now, lost, holders_of(now, situation.ready), situation.members) if lost else now
     holders = holders_of(current, situation.ready)
     target = next_plan(current, members, costs, policy, holders)
     shadows = now.shadows or (None,) * len(now.owners)

@@ -12,7 +12,7 @@ from .plan import Plan
 
 @dataclass(frozen=True)
 class Candidate:
-    """A living member as the planner sees it.
+    """What the planner knows of a member, living or gone.
 
     Attributes:
         id: member id.
@@ -29,6 +29,13 @@ class Candidate:
     zone: str = ""
     home: int = 0
     leaving: bool = False
+
+
+def known(plan: Plan, members: Iterable[Candidate]) -> dict[str, Candidate]:
+    """``members`` and all others that ``plan`` names, by id: one of whom nothing is known is on a host of its own."""
+    named = dict.fromkeys((*plan.members, *plan.owners))
+    strangers = {member: Candidate(member, slot, host=member) for slot, member in enumerate(named)}
+    return strangers | {member.id: member for member in members}
 
 
 @dataclass(frozen=True)

@@ -25,12 +25,12 @@ Equal arguments give equal plans, so any agent that becomes leader writes the pl
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
 from ..errors import ConfigError
 from .board import Holders
-from .costs import Candidate, Costs, Policy, Roster
+from .costs import Candidate, Costs, Policy, Roster, known
 from .moves import holders_of, learners_for
 from .placement import place_owners
 from .plan import Plan
@@ -83,13 +83,13 @@ def with_redundancy(plan: Plan, layout: Layout, redundant: bool, members: Sequen
             f"{layout.pipelines} pipelines x {layout.stages} stages need {layout.size} workers, "
             f"the job has {len(plan.owners)}: start it with -n {layout.size} or change the number of stages"
         )
-    known = replace(plan, epoch=plan.epoch + 1, layout=layout, shadows=(None,) * layout.size, lost=())
+    laid_out = replace(plan, epoch=plan.epoch + 1, layout=layout, shadows=(None,) * layout.size, lost=())
     if not redundant:
-        return known
+        return laid_out
     if members:
-        found = {member.id: replace(member, leaving=False) for member in members}
-        everybody = [found.get(m) or Candidate(m, slot, m) for slot, m in enumerate(plan.members)]
-        parts = [only(known, number) for number in range(layout.slices)]
+        facts = known(plan, members)
+        everybody = [replace(facts[member], leaving=False) for member in plan.members]
+        parts = [only(laid_out, number) for number in range(layout.slices)]
         chosen = [
             place_shadows(
                 part, part.owners, Roster(m for m in everybody if m.id in part.members), Costs(), {}, Policy()
@@ -97,22 +97,24 @@ def with_redundancy(plan: Plan, layout: Layout, redundant: bool, members: Sequen
             for part in parts
         ]
         shadowed = [replace(part, shadows=shadows) for part, shadows in zip(parts, chosen, strict=True)]
-        return replace(known, shadows=merged(known, shadowed).shadows)
+        return replace(laid_out, shadows=merged(laid_out, shadowed).shadows)
     alive = frozenset(plan.members)
     shadows: list[str | None] = []
     for role in layout.roles:
         owner = plan.owners[layout.rank(role)]
         candidate = plan.owners[layout.rank(layout.predecessor(role))]
         shadows.append(candidate if candidate != owner and candidate in alive else None)
-    return replace(known, shadows=tuple(shadows))
+    return replace(laid_out, shadows=tuple(shadows))
 
 
-def takeover(plan: Plan, lost: Collection[str], holders: Holders | None = None) -> Plan:
+def takeover(
+    plan: Plan, lost: Collection[str], holders: Holders | None = None, members: Iterable[Candidate] = ()
+) -> Plan:
     """The plan after the loss of ``lost``: each of their roles goes to a living holder of its state.
 
     That is its shadow; else a learner that is ready; else, with several pipelines whose optimizer state is not
     sharded, the owner of the same stage (and slice) in another one, which has the same state and clones it locally.
-    Of several, the one that owns fewest roles. A role that nobody holds keeps its last owner's name and its rank is
+    Of several, the first by :func:`_preference`. A role that nobody holds keeps its last owner's name and its rank is
     listed in ``unheld``: a fatal loss, which the caller has to report. Before the layout is known nobody shadows, so
     every role of a lost member is unheld.
 
@@ -125,18 +127,21 @@ def takeover(plan: Plan, lost: Collection[str], holders: Holders | None = None) 
             shadow is valid in the plan before it, too.
         lost: members that are gone.
         holders: members with a valid copy besides owner and shadow (learners that are ready), by rank.
+        members: what is known of members, also of those that are lost.
     """
-    members = tuple(m for m in plan.members if m not in lost)
-    alive = frozenset(members)
+    facts = known(plan, members)
+    survivors = tuple(m for m in plan.members if m not in lost)
+    alive = frozenset(survivors)
     owners = list(plan.owners)
     shadows = [m if m in alive else None for m in plan.shadows] if plan.shadows else [None] * len(owners)
     duties = Counter(owner for owner in owners if owner in alive)
     unheld = []
 
     def give(rank: int, candidates: Collection[str]) -> bool:
-        able = [m for m in members if m in candidates]
+        able = [m for m in survivors if m in candidates]
         if able:
-            owners[rank] = min(able, key=lambda m: duties[m])
+            gone = facts[plan.owners[rank]]
+            owners[rank] = min(able, key=lambda m: _preference(facts[m], gone, duties[m]))
             duties[owners[rank]] += 1
         return bool(able)
 
@@ -159,7 +164,7 @@ def takeover(plan: Plan, lost: Collection[str], holders: Holders | None = None) 
         plan,
         epoch=plan.epoch + 1,
         owners=tuple(owners),
-        members=members,
+        members=survivors,
         store_host=host,
         shadows=tuple(shadows) if plan.shadows else (),
         lost=tuple(m for m in plan.members if m in lost),
@@ -168,6 +173,11 @@ def takeover(plan: Plan, lost: Collection[str], holders: Holders | None = None) 
         homes=tuple(home for m, home in zip(plan.members, plan.homes, strict=False) if m in alive),
         immediate=True,
     )
+
+
+def _preference(heir: Candidate, gone: Candidate, duties: int) -> tuple[int, ...]:
+    """Of several holders the one with the smallest takes a role over from ``gone``: that which owns fewest roles."""
+    return (duties,)
 
 
 def plan(

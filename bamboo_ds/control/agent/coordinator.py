@@ -126,6 +126,7 @@ class Coordinator:
         self._lost: Lease | None = None
         self._seen: tuple[int, Plan | None] = 0, None  # the plan that was read last on the lease's thread
         self._mirror: Mirror | None = None
+        self._last: Mirror | None = None
         self._pushed_epoch = self._after_epoch = after_epoch
         self._told_restart = 0
         self._waits = record.state == "waiting"
@@ -262,7 +263,7 @@ class Coordinator:
 
     def _connect(self) -> Mirror:
         snapshot = self._store.get_prefix("")
-        mirror = Mirror(snapshot)
+        self._last = mirror = Mirror(snapshot, self._last)
         if self._lease is None:
             self._register(mirror.plan)
         self._store.watch("", self._observe, snapshot.revision + 1, on_error=self._watch_failed)

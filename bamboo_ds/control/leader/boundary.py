@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from ...topology import Candidate, Plan, Policy, explain, holders_of, learners_for, moves
 from ...topology.planner import plan as best_plan
-from ..registry.records import WorkerState
+from ..registry.records import WorkerState, in_slot_order
 from .actions import WritePlan
 from .departures import feeding, going, handover, needed, waits
 from .view import View
@@ -62,20 +62,9 @@ def next_change(view: View, plan: Plan, policy: Policy) -> WritePlan | None:
 
 def _candidates(view: View, plan: Plan) -> Sequence[Candidate]:
     """The members of the plan and those that wait to be admitted, in the order of their slots."""
-    records = [r for r in view.members.values() if r.id in plan.members or waits(view, r)]
-    leaving = going(view, plan)
-    homes = dict(zip(plan.members, plan.homes, strict=True))
-    return [
-        Candidate(
-            id=r.id,
-            slot=r.slot,
-            host=r.host,
-            zone=r.zone,
-            home=homes.get(r.id, r.home),
-            leaving=r.id in leaving or r.feeder,
-        )
-        for r in sorted(records, key=lambda record: (record.slot, record.id))
-    ]
+    records = in_slot_order(r for r in view.members.values() if r.id in plan.members or waits(view, r))
+    facts = view.candidates(plan, going(view, plan) | {r.id for r in records if r.feeder})
+    return [facts[record.id] for record in records]
 
 
 def _with_sources(view: View, plan: Plan, target: Plan, candidates: Sequence[Candidate]) -> Plan:

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from ...config import BambooConfig
 from ...errors import EXIT_FATAL_LOSS
-from ...topology import Candidate, Policy, ends, holders_of, hungry
+from ...topology import Policy, ends, holders_of, hungry
 from ...topology.plan import Plan
 from ...topology.planner import initial_plan, takeover, with_redundancy
 from ..registry.records import LayoutRecord, LeftRecord, in_slot_order
@@ -133,10 +133,8 @@ class Decider:
                 )
         if len(reports) < len(plan.members):
             return None
-        candidates = [
-            Candidate(m, r.slot, r.host, r.zone, r.home) for m, r in view.members.items() if m in plan.members
-        ]
-        new_plan = with_redundancy(plan, reports[0].layout, reports[0].redundant, candidates)
+        members = list(view.candidates(plan).values())
+        new_plan = with_redundancy(plan, reports[0].layout, reports[0].redundant, members)
         return WritePlan(new_plan, f"the engines are built: {_described(reports[0])}")
 
     # -- losses -------------------------------------------------------------------------------------
@@ -153,7 +151,8 @@ class Decider:
         # A member that has finished can own nothing any more, although it is no loss by itself.
         gone = {loss.member for loss in losses} | {m for m in plan.members if view.finished(m)}
         holders = holders_of(plan, ready_copies(view.workers, plan))
-        return WritePlan(takeover(plan, gone, holders), f"lost {who}", tuple(losses))
+        new_plan = takeover(plan, gone, holders, view.candidates(plan).values())
+        return WritePlan(new_plan, f"lost {who}", tuple(losses))
 
     def _loss(self, view: View, plan: Plan, member: str, now: float) -> Loss:
         noticed = self._first_seen("absent", plan.epoch, member, now)
@@ -201,8 +200,10 @@ class Decider:
         del self._reconnected[pair]
         holders = holders_of(plan, ready_copies(view.workers, plan)) if plan.layout else None
 
+        members = view.candidates(plan).values()
+
         def cost(member: str) -> tuple[int, int, int]:
-            fatal = len(takeover(plan, {member}, holders).unheld)
+            fatal = len(takeover(plan, {member}, holders, members).unheld)
             return fatal, plan.owners.count(member), -view.members[member].slot
 
         loser, winner = sorted(pair, key=cost)

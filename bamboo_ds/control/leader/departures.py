@@ -15,22 +15,22 @@ from ...topology.planner import takeover
 from ..registry.records import MemberRecord, NoticeRecord
 from .view import View
 
-#: A member hurries when it has no more than so many seconds left, so many iterations, or this share of its time.
-_HURRY_S = 2.0
-_HURRY_ITERATIONS = 3.0
-_HURRY_SHARE = 0.5
+#: A member is near its deadline with no more than so many seconds left, so many iterations, or this share of its time.
+_NEAR_S = 2.0
+_NEAR_ITERATIONS = 3.0
+_NEAR_SHARE = 0.5
 
 
 @dataclass(frozen=True)
 class _Due:
-    """A notice, and the monotonic time in seconds from which on its member hurries."""
+    """A notice, and the monotonic time in seconds from which on its member is near its deadline."""
 
     record: NoticeRecord
-    hurry_at: float
+    near_at: float
 
 
 class Deadlines:
-    """Since when members hurry, on this process's clock."""
+    """Since when members are near their deadlines, on this process's clock."""
 
     def __init__(self) -> None:
         self._due: dict[str, _Due] = {}
@@ -42,17 +42,17 @@ class Deadlines:
             known = self._due.get(member)
             if record.deadline_s is None or (known is not None and known.record == record):
                 continue
-            margin = max(_HURRY_S, _HURRY_SHARE * record.deadline_s, _HURRY_ITERATIONS * (record.iteration_s or 0.0))
-            hurry_at = now + record.deadline_s - margin
-            self._due[member] = _Due(record, hurry_at if known is None else min(hurry_at, known.hurry_at))
+            margin = max(_NEAR_S, _NEAR_SHARE * record.deadline_s, _NEAR_ITERATIONS * (record.iteration_s or 0.0))
+            near_at = now + record.deadline_s - margin
+            self._due[member] = _Due(record, near_at if known is None else min(near_at, known.near_at))
 
-    def hurried(self, now: float) -> frozenset[str]:
+    def near(self, now: float) -> frozenset[str]:
         """Members that are short of time."""
-        return frozenset(member for member, due in self._due.items() if now >= due.hurry_at)
+        return frozenset(member for member, due in self._due.items() if now >= due.near_at)
 
     def wake(self, now: float) -> float | None:
         """When the next member becomes short of time."""
-        return min((due.hurry_at for due in self._due.values() if due.hurry_at > now), default=None)
+        return min((due.near_at for due in self._due.values() if due.near_at > now), default=None)
 
 
 def waits(view: View, record: MemberRecord) -> bool:
@@ -77,7 +77,7 @@ def needed(view: View, plan: Plan, candidates: Sequence[Candidate]) -> frozenset
         sources = [c for c in candidates if c.home in at]
         leaving = [c for c in sources if c.id in gone and c.id in plan.members]
         if leaving and len(leaving) == len(sources):
-            kept.add(min(leaving, key=lambda c: (c.id in view.hurried, c.slot)).id)
+            kept.add(min(leaving, key=lambda c: (c.id in view.near_deadline, c.slot)).id)
     return frozenset(kept)
 
 
@@ -115,8 +115,8 @@ def handover(
     gone, kept = going(view, plan), needed(view, plan, candidates)
     leaving: list[str] = []
     moved = None
-    for member in (m for m in plan.members if m in gone and m in view.hurried):
-        attempt = takeover(plan, {*leaving, member}, holders)
+    for member in (m for m in plan.members if m in gone and m in view.near_deadline):
+        attempt = takeover(plan, {*leaving, member}, holders, candidates)
         changes = zip(plan.owners, attempt.owners, strict=True)
         held = all(new == old or new in holders.get(rank, ()) for rank, (old, new) in enumerate(changes))
         if held and not attempt.unheld:

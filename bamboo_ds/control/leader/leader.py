@@ -126,6 +126,7 @@ class Leader:
             world_size=self._world_size,
             plan=plan,
             members=mirror.members,
+            known=mirror.known,
             left=mirror.left,
             reports=mirror.reports,
             workers=mirror.workers,
@@ -133,7 +134,7 @@ class Leader:
             healthy=mirror.healthy,
             trusted_from=trusted_from,
             stopping=mirror.stop is not None,
-            hurried=self._deadlines.hurried(now),
+            near_deadline=self._deadlines.near(now),
             progress=mirror.progress,
             restart=mirror.restart,
         )

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ...topology.plan import Plan
+from ...topology import Candidate, Plan
 from ..registry.records import (
     LayoutRecord,
     LeftRecord,
@@ -25,6 +25,7 @@ class View:
         world_size: number of slots at the start.
         plan: the newest plan.
         members: living members by id.
+        known: members by id, living or gone, as they were last.
         left: departures by member id.
         reports: layout reports by member id.
         workers: the epoch that each worker has entered and the replicas that it holds, by member id.
@@ -34,7 +35,7 @@ class View:
             departure record means its loss. It lies in the future for a while after etcd could not be
             reached, when leases have run out of members that are alive and about to return.
         stopping: the job is being ended; nothing is planned any more.
-        hurried: members that are going to vanish and have little time left.
+        near_deadline: members that are going to vanish and have little time left.
         progress: newest progress by member id, also of members that are gone.
         restart: the newest restart.
     """
@@ -42,6 +43,7 @@ class View:
     world_size: int
     plan: Plan | None = None
     members: Mapping[str, MemberRecord] = field(default_factory=dict)
+    known: Mapping[str, MemberRecord] = field(default_factory=dict)
     left: Mapping[str, LeftRecord] = field(default_factory=dict)
     reports: Mapping[str, LayoutRecord] = field(default_factory=dict)
     workers: Mapping[str, WorkerState] = field(default_factory=dict)
@@ -49,9 +51,30 @@ class View:
     healthy: Mapping[str, int] = field(default_factory=dict)
     trusted_from: float = 0.0
     stopping: bool = False
-    hurried: frozenset[str] = frozenset()
+    near_deadline: frozenset[str] = frozenset()
     progress: Mapping[str, ProgressRecord] = field(default_factory=dict)
     restart: RestartRecord | None = None
+
+    def candidates(self, plan: Plan, leaving: Collection[str] = ()) -> dict[str, Candidate]:
+        """What planning functions are told of members, living or gone, by id.
+
+        Args:
+            plan: the newest one. It says which rank the script of a member runs as that it lists.
+            leaving: members that get no role and no replica.
+        """
+        homes = dict(zip(plan.members, plan.homes, strict=False))
+        records = {**self.known, **self.members}.values()
+        return {
+            record.id: Candidate(
+                id=record.id,
+                slot=record.slot,
+                host=record.host,
+                zone=record.zone,
+                home=homes.get(record.id, record.home),
+                leaving=record.id in leaving,
+            )
+            for record in records
+        }
 
     def finished(self, member: str) -> bool:
         """Whether the worker of ``member`` has done all its work."""

@@ -53,8 +53,10 @@ class Mirror:
     :class:`StoreError` if none is known from before.
     """
 
-    def __init__(self, snapshot: Snapshot) -> None:
+    def __init__(self, snapshot: Snapshot, before: Mirror | None = None) -> None:
+        """``before``: an older mirror of the same keys, for what it knows of members that are gone."""
         self._entries: dict[str, KeyValue] = dict(snapshot.entries)
+        self._gone: dict[str, MemberRecord] = dict(before.known) if before is not None else {}
         self._records_read: dict[str, tuple[int, Record | None]] = {}  # by key: revision, and what counts
         self._plan: tuple[int, Plan] | None = None
         self._nonces: dict[int, str] = {}
@@ -65,10 +67,19 @@ class Mirror:
         if event.kind == "put":
             self._entries[event.key] = event.kv
         else:
+            self._remember(event.key)
             self._entries.pop(event.key, None)
             self._records_read.pop(event.key, None)
         if event.key == Keys.PLAN:
             self._note_plan()
+
+    def _remember(self, key: str) -> None:
+        """What is known of a member outlives its lease, until its other keys are removed, too."""
+        record = self.get(key, MemberRecord) if key.startswith(Keys.MEMBERS) else None
+        if record is not None:
+            self._gone[record.id] = record
+        elif key.startswith((Keys.REPORTS, Keys.LEFT)):
+            self._gone.pop(key.rpartition("/")[2], None)
 
     def _note_plan(self) -> None:
         plan = self.plan
@@ -136,6 +147,11 @@ class Mirror:
     def members(self) -> dict[str, MemberRecord]:
         """Living members by id."""
         return {record.id: record for record in self._records(Keys.MEMBERS, MemberRecord)}
+
+    @property
+    def known(self) -> dict[str, MemberRecord]:
+        """Members by id, living or gone, as they were last; of those that were gone before this mirror, none."""
+        return {**self._gone, **self.members}
 
     @property
     def left(self) -> dict[str, LeftRecord]:
