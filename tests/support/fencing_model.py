@@ -1,7 +1,7 @@
 """A job in simulated time: the real coordinators, leaders and agents over an etcd, hosts and workers made of nothing.
 
 What decides is the package's: :class:`Coordinator`, :class:`Leader` (with its deciders), the handlers of
-:class:`Agent`, :class:`WaitingAgent` and :class:`Comeback`, :mod:`~bamboo_ds.control.fencing`,
+:class:`Agent` and :class:`WaitingAgent`, :class:`Slot` and :class:`Rejoin`, :mod:`~bamboo_ds.control.fencing`,
 :mod:`~bamboo_ds.generations` and the folder of checkpoints. Modelled: etcd (transactions, leases, watches, one
 revision for all), the network between hosts, clocks, processes that are stopped or killed, and workers, which do
 nothing but enter plans, commit, account and publish.

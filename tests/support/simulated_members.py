@@ -6,7 +6,7 @@ import signal
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,9 @@ from bamboo_ds.control import fencing
 from bamboo_ds.control.agent.agent import Agent
 from bamboo_ds.control.agent.assembly import member_record, outage_s
 from bamboo_ds.control.agent.coordinator import _REFRESH, Callbacks, Coordinator, _raise
-from bamboo_ds.control.agent.rejoin import Comeback
+from bamboo_ds.control.agent.mailbox import Mailbox
+from bamboo_ds.control.agent.rejoin import Rejoin
+from bamboo_ds.control.agent.slot import Slot, State
 from bamboo_ds.control.agent.waiting import WaitingAgent
 from bamboo_ds.control.leader.leader import Leader
 from bamboo_ds.control.messages import Contact, ExitNotice, Message, PlanPush
@@ -228,32 +230,43 @@ def make(
     )
 
 
+class SimMailbox(Mailbox):
+    """Without sockets: whoever has it handles what is posted."""
+
+    def __init__(self) -> None:
+        self._actions = SimpleQueue()
+
+    def post(self, action: Callable[[], None]) -> None:
+        self._actions.put(action)
+
+    def handle_all(self) -> None:
+        while self.handle_next(0.0):
+            continue
+
+
 class SimAgent(Agent):
     """The handlers of an agent, without its process, sockets and signals."""
 
     def __init__(self, settings: AgentSettings, host: Host) -> None:
         self._settings, self.host = settings, host
         self._id = host.world.new_id(settings.slot)
-        self._posted: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._slot = Slot(settings, self._id, host.clock)
+        self._mailbox = SimMailbox()
         self._events = EventWriter(None)
-        self._stop = self._fatal = self._kill_at = self._broken = self._progress = self._progress_due = None
-        self._exit_notice = None
-        self._admitted = not settings.joins
-        self._member_since = 0.0
-        self._evicted = self._restarts = self._terminated = self._asked = False
-        self._epoch = self._listed = 0
-        self._leaving: Any = SimpleNamespace(notice=None, dropped=False, reason=None, end_at=None)
+        self._kill_at = self._progress = self._progress_due = self._exit_notice = None
+        self._leaving: Any = SimpleNamespace(notice=None, end_at=None)
         self._watchdog: Any = SimpleNamespace(hung=None)
-        self._feeders: Any = None
         self.over = False
+        self.departed: Any = None
         self._worker: Any = Worker(host, self._id, settings.joins, self._hear)
+        slot, post = self._slot, self._mailbox.post
         callbacks = Callbacks(
             on_plan=self.on_plan,
             on_store=lambda record: None,
             on_peers=lambda peers: None,
-            on_stop=lambda stop: self._post(lambda: self._begin_stop(stop)),
-            on_error=lambda error: self._post(lambda: self._give_up(error)),
-            on_ended=lambda: self._post(self._note_over),
+            on_stop=lambda stop: post(lambda: self._obey(slot.note_stop(stop))),
+            on_error=lambda error: post(lambda: self._obey(slot.note_error(error))),
+            on_ended=lambda: post(self._note_over),
             on_contact=self._worker.send,
         )
         self._coordinator: Any = make(
@@ -262,9 +275,6 @@ class SimAgent(Agent):
 
     def _last_heartbeat(self) -> float | None:
         return self.host.clock() if self._worker.runs else None
-
-    def _post(self, action: Callable[[], None]) -> None:
-        self._posted.put(action)
 
     def _note_over(self) -> None:
         self.over = True
@@ -283,17 +293,20 @@ class SimWaiting(WaitingAgent):
     """The same of an agent that waits."""
 
     def __init__(self, settings: AgentSettings, host: Host) -> None:
-        super().__init__(settings)
-        self.host, self._id = host, host.world.new_id(settings.slot)
-        self._coordinator: Any = make(settings, self._id, host, EventWriter(None), self._callbacks())
+        self._settings, self.host = settings, host
+        self._id = host.world.new_id(settings.slot)
+        self._slot = Slot(settings, self._id, host.clock)
+        self._mailbox = SimMailbox()
+        self._ended = False
+        self._coordinator: Any = make(settings, self._id, host, EventWriter(None), self.callbacks())
 
 
-class SimComeback(Comeback):
+class SimRejoin(Rejoin):
     """Asks this host's store."""
 
-    def __init__(self, settings: AgentSettings, member: str, host: Host) -> None:
-        super().__init__(settings, member, 0.0, lambda seconds: True, host.clock)
-        self._host = host
+    def __init__(self, agent: SimAgent | SimWaiting) -> None:
+        super().__init__(agent._settings, agent._id, agent._slot, agent.host.clock)
+        self._host = agent.host
 
     def _open(self) -> Any:
         return SimStore(self._host.world, self._host)
@@ -311,7 +324,7 @@ class Party:
         host.parties.append(self)
 
     def _become(self, settings: AgentSettings) -> None:
-        self.comeback: SimComeback | None = None
+        self.rejoin: SimRejoin | None = None
         self._told = False
         if settings.waiting:
             self.process: SimAgent | SimWaiting = SimWaiting(settings, self.host)
@@ -329,8 +342,8 @@ class Party:
         """What it does in one tick."""
         if self.over or not self.host.runs:
             return
-        if self.comeback is not None:
-            self._come_back()
+        if self.rejoin is not None:
+            self._look(self.rejoin)
             return
         coordinator = self.process._coordinator
         clock = self.host.clock()
@@ -342,18 +355,11 @@ class Party:
             if not (delivered or coordinator.pending) or coordinator.ended:
                 break
             coordinator.wake()
-        self._drain()
+        self.process._mailbox.handle_all()
         if isinstance(self.process, SimAgent):
             self._agent(self.process)
         else:
             self._waiting(self.process)
-
-    def _drain(self) -> None:
-        try:
-            while True:
-                self.process._posted.get_nowait()()
-        except Empty:
-            return
 
     def _agent(self, agent: SimAgent) -> None:
         worker: Worker = agent._worker
@@ -365,43 +371,37 @@ class Party:
                 worker.kill(signal.SIGKILL)
         elif not self._told:
             self._told = True
-            agent.departed = agent._departure(worker.status, self.host.clock())  # type: ignore[attr-defined]
-            agent._coordinator.leave(agent.departed, agent._stop_of(agent.departed))  # type: ignore[attr-defined]
+            agent.departed = agent._departure(worker.status, self.host.clock())
+            agent._coordinator.leave(agent.departed, agent._stop_of(agent.departed))
         elif agent.over:
-            departure = agent.departed  # type: ignore[attr-defined]
             if agent._coordinator.superseded:
-                departure = departure.model_copy(update={"outcome": "evicted"})
-            if agent.reborn is not None:
-                self._become(agent.reborn)
-            elif departure.outcome == "evicted":
-                self.comeback = SimComeback(agent._settings, agent._id, self.host)
-            else:
-                self.over = True
+                agent._slot.note_superseded(agent.departed)
+            self._go_on(agent)
 
     def _waiting(self, waiting: SimWaiting) -> None:
-        if not waiting._over:
+        if waiting._slot.state is State.WAITING and not waiting._ended:
             return
         if not self._told:
             self._told = True
-            waiting._coordinator.leave(waiting._departure)
+            waiting._coordinator.leave(waiting._slot.departure)
             waiting._coordinator.wake()
-            self._drain()
-        if not waiting._ended:
-            return
-        if waiting._next is not None:
-            self._become(waiting._next)
-        elif waiting._joins:
-            self.comeback = SimComeback(waiting._settings, waiting._id, self.host)
+            waiting._mailbox.handle_all()
+        if waiting._ended:
+            self._go_on(waiting)
+
+    def _go_on(self, agent: SimAgent | SimWaiting) -> None:
+        if agent.next is not None:
+            self._become(agent.next)
+        elif agent._slot.state is State.REJOINING:
+            self.rejoin = SimRejoin(agent)
         else:
             self.over = True
 
-    def _come_back(self) -> None:
-        assert self.comeback is not None
+    def _look(self, rejoin: SimRejoin) -> None:
         if self.world.now < self._come_at:
             return
         self._come_at = self.world.now + 1.0
-        settings = self.comeback._look()
-        if settings is not None:
-            self._become(settings)
-        elif self.comeback._ended:
-            self.over = True
+        rejoin.look()
+        if self.process._slot.state is not State.REJOINING:
+            self.rejoin = None
+            self._go_on(self.process)

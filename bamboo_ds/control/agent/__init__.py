@@ -1,11 +1,14 @@
-"""The process of one slot: ``python -m bamboo_ds.control.agent``.
+"""The process of one slot: ``python -m bamboo_ds.control.agent``. What state it is in says :mod:`.slot`.
 
 ======================  ================================================================================
-:mod:`.agent`           runs one worker to its end
-:mod:`.waiting`         waits for the job's restart, without a worker
-:mod:`.rejoin`          an evicted member's way back into the job
+:mod:`.slot`            the state machine: starting, running, leaving, waiting, rejoining, ended
+:mod:`.agent`           starting, running and leaving: runs one worker to its end
+:mod:`.waiting`         waiting for the job's restart, without a worker
+:mod:`.rejoin`          rejoining: the way back into the job
 :mod:`.reexec`          goes on as another agent in the same process
-:mod:`.coordinator`     the side towards etcd: registration, plans, leadership
+:mod:`.mailbox`         what the main thread is to do
+:mod:`.coordinator`     the side towards etcd: registration, plans, leadership; :mod:`.lease` keeps it alive
+:mod:`.assembly`        puts that side together
 :mod:`.worker_process`  the worker: spawned, signalled, reaped; :mod:`.command` says what is executed
 :mod:`.watchdog`        whether the worker hangs
 :mod:`.ending`          what the worker's end means

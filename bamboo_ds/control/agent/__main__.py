@@ -22,17 +22,17 @@ logger = logging.getLogger("bamboo_ds.control.agent")
 
 
 def _serve(settings: AgentSettings) -> LeftRecord:
-    """Run one worker, or wait for the job's restart; begins anew where the job does."""
+    """Run one worker, or wait for the job's restart; re-executes this process where the slot goes on."""
     if settings.waiting:
         from .waiting import WaitingAgent
 
-        result = WaitingAgent(settings).run()
-        if isinstance(result, AgentSettings):
-            reexecute(result)
-        return result
-    departure = (agent := Agent(settings)).run()
-    if agent.reborn is not None:
-        reexecute(agent.reborn)
+        agent: Agent | WaitingAgent = WaitingAgent(settings)
+    else:
+        agent = Agent(settings)
+    departure = agent.run()
+    if agent.next is not None:
+        reexecute(agent.next)
+    assert departure is not None
     return departure
 
 

@@ -1,31 +1,23 @@
-"""The agent of one slot: ``python -m bamboo_ds.control.agent --slot I … -- SCRIPT ARGS``.
+"""Runs the worker of one slot to its end.
 
 It spawns the worker, registers it as a member, tells it of plans, and makes its end known: the lease is
 revoked the moment the worker exits. It ends with its worker, and its worker with it. Its main thread talks
-to the worker and never to etcd.
+to the worker and never to etcd. What follows from what it hears is decided by :class:`.slot.Slot`.
 """
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import logging
 import os
-import select
 import selectors
 import signal
-import socket
 import threading
 import time
-from collections.abc import Callable
 from functools import partial
-from queue import Empty, SimpleQueue
-from types import FrameType
 from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
-from ...errors import EXIT_LEFT
 from ...observe import logs
 from ...observe.events import EventWriter
 from ...processes import end_descendants
@@ -37,10 +29,10 @@ from ..registry.records import LeftRecord, PeerAddress, ProgressRecord, StopReco
 from ..reporting import forward
 from ..settings import AgentSettings
 from .command import observed, worker_environment
-from .data_workers import Feeders
-from .ending import Ending
+from .data_workers import DataWorkers
 from .leaving import Leaving
-from .reexec import handle_signals, reexecute
+from .mailbox import Mailbox
+from .slot import EndWorker, Slot, State
 from .watchdog import Watchdog
 from .worker_process import WorkerProcess
 
@@ -51,21 +43,15 @@ logger = logging.getLogger("bamboo_ds.control.agent")
 
 #: A wait that lasts so much longer than asked for means that this process was stopped, in seconds.
 _STALL_S = 0.5
-#: Seconds that an evicted worker has to stop itself.
-_EVICTION_GRACE_S = 5.0
 #: Seconds from SIGTERM to SIGKILL when the launcher is dead: nobody waits for an orderly end.
 _ORPHAN_GRACE_S = 0.5
-#: Seconds that a worker gets to stop itself after a fatal loss: more than it waits for a checkpoint being written.
-_FATAL_GRACE_S = 75.0
 #: Seconds that a worker has to end once it has closed its channel: a script's exit handlers may upload something.
 _END_S = 600.0
 #: Seconds that the news of a worker's end may take to reach etcd.
 _DEPARTURE_S = 60.0
 _PROGRESS_INTERVAL_S = 0.5
 #: Seconds that workers which only draw batches get to end at the end of the job.
-_FEEDERS_S = 10.0
-#: Why a worker that only drew batches, or stood in for a member, is not needed any more.
-_RELIEVED = "others do its work"
+_DATA_WORKERS_S = 10.0
 
 
 class Agent:
@@ -74,58 +60,54 @@ class Agent:
     def __init__(self, settings: AgentSettings) -> None:
         self._settings = settings
         self._id = new_member_id(settings.slot)
-        self._posted: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._wake_read, self._wake_write = socket.socketpair()
-        self._wake_read.setblocking(False)
-        self._wake_write.setblocking(False)
+        self._slot = Slot(settings, self._id)
+        self._mailbox = Mailbox()
         self._events = EventWriter(settings.events)
-        self._stop: StopRecord | None = None
-        self._admitted = not settings.joins
-        self._fatal: int | None = None  # epoch of the plan that some stage is lost in
-        self._member_since = time.monotonic()
-        self._evicted = self._restarts = False
-        self._terminated = self._asked = False  # by SIGTERM, by SIGUSR1
+        self._asked = False  # to leave, by SIGUSR1
         self._channel_open = True
         self._coordinator_ended = threading.Event()
         self._kill_at: float | None = None
         self._watchdog = Watchdog(settings.bamboo.membership)
-        self._feeders = Feeders(settings)
-        self._broken: BaseException | None = None
+        self._data_workers = DataWorkers(settings)
         self._progress: Heartbeat | None = None
         self._progress_due: float | None = None
         self._exit_notice: ExitNotice | None = None
-        self._epoch = self._listed = 0  # of the newest plan, and of the newest that lists this member
         self._leaving = Leaving(settings, self._id, self._events)
-        signal.set_wakeup_fd(self._wake_write.fileno(), warn_on_full_buffer=False)
-        handle_signals(self._on_signal)
+        self._mailbox.take_signals(self._note_signal)
         self._worker = WorkerProcess(observed(settings.command), worker_environment(settings, self._id))
         logs.set_context(member=self._id)
 
     def run(self) -> LeftRecord:
         """Serve until the worker has ended and etcd knows; returns how it ended."""
-        self._feeders.start_extra()
+        self._data_workers.start_extra()
         self._coordinator = self._make_coordinator()
         self._coordinator.start()
-        self._leaving.watch(lambda notice: self._post(partial(self._note_notice, notice)))
+        self._leaving.watch(lambda notice: self._mailbox.post(partial(self._note_notice, notice)))
         with selectors.DefaultSelector() as selector:
             selector.register(self._worker.pidfd, selectors.EVENT_READ, "worker")
             selector.register(self._worker.wire, selectors.EVENT_READ, "channel")
-            selector.register(self._wake_read, selectors.EVENT_READ, "wake")
+            selector.register(self._mailbox, selectors.EVENT_READ, "mail")
             died = self._watch(selector)
-        departure = self._departure(self._worker.reap(), died)
-        departure = self._announce(departure)
+        departure = self._announce(self._departure(self._worker.reap(), died))
         self._worker.close()
         if departure.outcome == "left" and self._leaving.notice is not None:
-            self._leaving.report(self._epoch)
-        self._await_feeders(departure)
+            self._leaving.report(self._slot.epoch)
+        self._await_data_workers(departure)
         end_descendants()
         self._leaving.close(abandoned=departure.outcome == "left" and self._coordinator.last_of_host)
-        self._coordinator.close(timeout_s=0.0 if self._terminated else 1.0)
-        self._handle_posted()
-        if departure.outcome == "evicted":
-            self._come_back()
+        self._coordinator.close(timeout_s=0.0 if self._slot.terminated else 1.0)
+        self._mailbox.handle_all()
+        if self._slot.state is State.REJOINING:
+            from .rejoin import Rejoin
+
+            Rejoin(self._settings, self._id, self._slot).find(self._mailbox)
         self._events.close()
         return departure
+
+    @property
+    def next(self) -> AgentSettings | None:
+        """What the process goes on with after :meth:`run`, if it does."""
+        return self._slot.next
 
     def _make_coordinator(self) -> Coordinator:
         from .assembly import make_coordinator
@@ -135,9 +117,9 @@ class Agent:
             on_plan=self.on_plan,
             on_store=self.on_store,
             on_peers=self.on_peers,
-            on_stop=lambda stop: self._post(partial(self._begin_stop, stop)),
-            on_error=lambda error: self._post(partial(self._give_up, error)),
-            on_ended=lambda: self._post(self._coordinator_ended.set),
+            on_stop=lambda stop: self._mailbox.post(lambda: self._obey(self._slot.note_stop(stop))),
+            on_error=lambda error: self._mailbox.post(lambda: self._obey(self._slot.note_error(error))),
+            on_ended=lambda: self._mailbox.post(self._coordinator_ended.set),
             on_contact=self._worker.send,
         )
         return make_coordinator(
@@ -155,13 +137,13 @@ class Agent:
     def on_plan(self, plan: Plan) -> None:
         """Hand a plan to the worker; from this thread, because every millisecond of a takeover counts."""
         self._worker.send(PlanPush(plan=plan))
-        self._post(partial(self._note_plan, plan))
+        self._mailbox.post(partial(self._note_plan, plan))
 
     def on_store(self, record: StoreRecord) -> None:
         """Hand the address of an epoch's ``TCPStore`` to the worker."""
         self._worker.send(record)
         if self._worker.wire.backlog:
-            self._post(lambda: None)  # the main thread writes the rest
+            self._mailbox.post(lambda: None)  # the main thread writes the rest
 
     def on_peers(self, peers: tuple[PeerAddress, ...]) -> None:
         """Hand to a worker that waits to be admitted where it can learn what the job has done."""
@@ -169,14 +151,7 @@ class Agent:
 
     def on_feed(self, slot: int, rank: int) -> None:
         """Start a worker that draws the batches of the pipeline of ``rank``."""
-        self._post(partial(self._feeders.start, slot, rank))
-
-    def _post(self, action: Callable[[], None]) -> None:
-        self._posted.put(action)
-        try:
-            self._wake_write.send(b"\0")
-        except BlockingIOError:
-            return  # it is full of wake-ups
+        self._mailbox.post(partial(self._data_workers.start, slot, rank))
 
     # -- main loop ----------------------------------------------------------------------------------
 
@@ -187,8 +162,8 @@ class Agent:
             timeout = self._timeout(asleep)
             ready = {key.data for key, _ in selector.select(timeout)}
             awake = time.monotonic()
-            if "wake" in ready:
-                self._handle_posted()  # first: what the worker says may be because it was told to end
+            if "mail" in ready:
+                self._mailbox.handle_all()  # first: what the worker says may be because it was told to end
             if "channel" in ready and not self._read_channel():
                 selector.unregister(self._worker.wire)
                 self._channel_open = False
@@ -227,27 +202,16 @@ class Agent:
             logger.warning("this member did not get to leave in time")
             self._terminate(grace_s=0.0)
 
-    def _handle_posted(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # several wake-ups may have been read together
-            self._wake_read.recv(4096)
-        try:
-            while True:
-                self._posted.get_nowait()()
-        except Empty:
-            return
-
-    # -- ending the worker --------------------------------------------------------------------------
-
-    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
-        # The wake-up comes through the wakeup fd.
-        self._posted.put(partial(self._note_signal, signal.Signals(signum)))
+    # -- what the slot is told ----------------------------------------------------------------------
 
     def _note_signal(self, signum: signal.Signals) -> None:
         if signum is signal.SIGUSR1:
             if not self._asked:  # some tell the agent and its launcher, which tells the agent
                 self._asked = True
                 self._note_notice(Notice("leave", "signal", signum.name, None))
-        elif signum is signal.SIGTERM and self._settings.guest and self._may_leave():
+        elif (
+            signum is signal.SIGTERM and self._settings.guest and self._slot.may_leave and self._leaving.end_at is None
+        ):
             # Nobody's child: it is the host that shuts down, or somebody who wants this member to go.
             self._leaving.end_at = time.monotonic() + self._settings.grace_s
             self._note_notice(Notice("leave", "signal", signum.name, self._settings.grace_s))
@@ -255,88 +219,37 @@ class Agent:
             self._terminate()
 
     def _terminate(self, grace_s: float | None = None) -> None:
-        self._terminated = True
+        self._slot.terminate()
         self._coordinator.resign()
         orphan = os.getppid() != self._settings.parent_pid
         if grace_s is None:
             grace_s = _ORPHAN_GRACE_S if orphan else self._settings.grace_s
-        self._end_worker(grace_s)
-
-    def _may_leave(self) -> bool:
-        """Whether there is an orderly way to leave that is not under way."""
-        ending = self._stop or self._evicted or self._broken or self._terminated
-        return self._admitted and not ending and self._leaving.end_at is None
+        self._obey(EndWorker(grace_s))
 
     def _note_notice(self, notice: Notice) -> None:
         first = self._leaving.notice is None
-        if not self._leaving.take(notice, self._epoch):
+        if not self._leaving.take(notice, self._slot.epoch):
             return
         self._coordinator.write(Keys.notice(self._id), self._leaving.record)
         if first:
             self._coordinator.mark_leaving()
-            self._feeders.tell_to_leave()
-        if not self._admitted:
-            # It has nothing that others could need. It may be admitted in this moment, and leaves all the same.
-            self._leaving.dropped = True
-            self._end_worker(self._settings.grace_s)
+            self._data_workers.tell_to_leave()
+        self._obey(self._slot.note_notice(self._leaving.reason))
 
-    def _begin_stop(self, stop: StopRecord) -> None:
-        self._stop = stop
-        self._end_worker(self._settings.grace_s)
+    def _note_plan(self, plan: Plan) -> None:
+        logs.set_context(epoch=plan.epoch)
+        self._obey(self._slot.note_plan(plan))
 
-    def _give_up(self, error: BaseException) -> None:
-        self._broken = error
-        self._end_worker(self._settings.grace_s)
-
-    def _end_worker(self, grace_s: float) -> None:
-        self._kill_after(grace_s)
-        self._worker.kill(signal.SIGTERM)
+    def _obey(self, order: EndWorker | None) -> None:
+        if order is not None:
+            self._kill_after(order.grace_s)
+            if order.ask:
+                self._worker.kill(signal.SIGTERM)
 
     def _kill_after(self, grace_s: float) -> None:
         """Kill the worker in ``grace_s`` seconds, unless it has ended or something else kills it before."""
         kill_at = time.monotonic() + grace_s
         self._kill_at = kill_at if self._kill_at is None else min(self._kill_at, kill_at)
-
-    def _note_plan(self, plan: Plan) -> None:
-        logs.set_context(epoch=plan.epoch)
-        self._epoch = plan.epoch
-        starting = not self._admitted or not self._listed
-        if plan.unheld and self._id not in plan.lost and (starting or self._id in plan.members):
-            self._note_fatal(plan)
-            return
-        if self._id in plan.members:
-            self._member_since = self._member_since if self._admitted else time.monotonic()
-            self._admitted, self._listed = True, plan.epoch
-        if not self._admitted or self._id in plan.members or self._evicted:
-            return
-        # A plan for the next boundary lets the worker go there; after any other it is late already.
-        late = plan.immediate or plan.epoch > self._listed + 1
-        if (self._leaving.notice is not None or self._settings.feeder) and self._id not in plan.lost:
-            self._leaving.dropped = True
-            logger.info("the plan of epoch %d goes on without this member", plan.epoch)
-        else:
-            self._evicted = late = True
-            logger.error("the plan of epoch %d does not list this member: its worker must stop", plan.epoch)
-        if late:
-            self._kill_after(_EVICTION_GRACE_S)
-
-    def _note_fatal(self, plan: Plan) -> None:
-        """A stage is lost: workers that take part stop by themselves, others have nothing left to join."""
-        self._fatal = plan.epoch
-        if self._id not in plan.members:
-            self._end_worker(self._settings.grace_s)
-        else:
-            self._kill_after(_FATAL_GRACE_S)
-
-    @property
-    def reborn(self) -> AgentSettings | None:
-        """What this agent becomes after :meth:`run`, if it goes on."""
-        settings = self._settings
-        given_up = self._terminated or self._stop or self._broken or self._leaving.notice is not None
-        if not settings.bamboo.recovery.max_restarts or settings.feeder or given_up or not self._restarts:
-            return None
-        after = self._epoch if self._fatal is None else self._fatal
-        return dataclasses.replace(settings, waiting=True, after_epoch=after, extra=None)
 
     # -- the worker's messages ----------------------------------------------------------------------
 
@@ -351,7 +264,7 @@ class Agent:
             for line in lines:
                 self._handle(line)
         except ValidationError as error:
-            self._give_up(error)
+            self._obey(self._slot.note_error(error))
         return True
 
     def _handle(self, line: bytes) -> None:
@@ -376,9 +289,7 @@ class Agent:
             self._exit_notice = message
             if message.failed:
                 self._kill_after(self._settings.grace_s)  # a thread of the script may keep it, and the others wait
-            stops = self._settings.bamboo.recovery.on_exception == "stop" and not self._settings.joins
-            spoilt = self._fatal is not None or self._terminated or self._evicted
-            if message.failed and stops and not spoilt:
+            if message.failed and self._slot.failure_ends_job:
                 why = f"the worker of {me} failed: {message.reason}"
                 self._coordinator.write(Keys.STOP, StopRecord(code=message.code, reason=why, by=me))
 
@@ -392,34 +303,10 @@ class Agent:
     # -- the end ------------------------------------------------------------------------------------
 
     def _departure(self, status: int, died: float) -> LeftRecord:
-        """Classify the end of the worker by its exit ``status``."""
-        free = self._leaving.dropped or not self._admitted or status == EXIT_LEFT
-        notice = self._exit_notice
+        """What the end of the worker by its exit ``status`` means."""
         step = self._progress.step if self._progress is not None else None
-        if notice is not None and notice.step is not None:
-            step = notice.step
-        ending = Ending(
-            died=died,
-            joined=self._settings.joins,
-            fatal=self._fatal is not None,
-            terminated=self._terminated,
-            stop=self._stop,
-            evicted=self._evicted,
-            left=(self._leaving.reason if free else None) or (_RELIEVED if self._leaving.dropped else None),
-            hung=self._watchdog.hung,
-            broken=self._broken,
-            error=notice.reason if notice is not None and notice.failed else None,
-            done=notice is not None and notice.done,
-            spared=self._settings.bamboo.recovery.on_exception == "takeover" and self._admitted,
-            step=step,
-        )
-        departure = ending.departure(self._id, self._settings.slot, status)
-        self._restarts = departure.outcome == "fatal"
-        if self._settings.feeder and departure.outcome == "fatal":
-            departure = departure.model_copy(update={"outcome": "evicted"})  # it does not come back
-        generation = None if self._settings.joins else self._settings.generation or 0
-        reaped = not self._worker.lingers()
-        return departure.model_copy(update={"generation": generation, "reaped": reaped})
+        departure = self._slot.note_end(status, died, self._watchdog.hung, self._exit_notice, step)
+        return departure.model_copy(update={"reaped": not self._worker.lingers()})
 
     def _announce(self, departure: LeftRecord) -> LeftRecord:
         """Bring the news of the worker's end to etcd; give up when told to end, or after a while.
@@ -433,15 +320,11 @@ class Agent:
         self._coordinator.leave(departure, self._stop_of(departure))
         begin = time.monotonic()
         while not self._coordinator_ended.is_set():
-            patience = _ORPHAN_GRACE_S if self._terminated else _DEPARTURE_S
-            try:
-                self._posted.get(timeout=max(0.0, begin + patience - time.monotonic()))()
-            except Empty:
-                logger.error("could not tell etcd within %.1f s that the worker has ended", patience)
+            timeout_s = _ORPHAN_GRACE_S if self._slot.terminated else _DEPARTURE_S
+            if not self._mailbox.handle_next(max(0.0, begin + timeout_s - time.monotonic())):
+                logger.error("could not tell etcd within %.1f s that the worker has ended", timeout_s)
                 break
-        if self._coordinator.superseded:
-            departure = departure.model_copy(update={"outcome": "evicted", "code": 0})
-        return departure
+        return self._slot.note_superseded(departure) if self._coordinator.superseded else departure
 
     def _stop_of(self, departure: LeftRecord) -> StopRecord | None:
         """The end of the job, if that is what ``departure`` means."""
@@ -451,35 +334,16 @@ class Agent:
         why = f"{what}: {self._exit_notice.reason}" if self._exit_notice else what
         return StopRecord(code=departure.code, reason=why, by=self._id)
 
-    def _await_feeders(self, departure: LeftRecord) -> None:
+    def _await_data_workers(self, departure: LeftRecord) -> None:
         """Workers that draw batches end with this agent: first let them finish, or others take that over, too."""
         if departure.outcome not in ("finished", "left"):
             return
-        end_at = self._leaving.end_at if departure.outcome == "left" else time.monotonic() + _FEEDERS_S
+        end_at = self._leaving.end_at if departure.outcome == "left" else time.monotonic() + _DATA_WORKERS_S
 
-        def patience() -> float | None:
-            self._handle_posted()
-            if self._terminated:
+        def left_s() -> float | None:
+            self._mailbox.handle_all()
+            if self._slot.terminated:
                 return 0.0
             return None if end_at is None else end_at - time.monotonic()
 
-        self._feeders.wait(self._wake_read.fileno(), patience)
-
-    def _come_back(self) -> None:
-        """Join the job again as somebody new; returns if there is no way, or if the agent is to end."""
-        from .rejoin import Comeback
-
-        def wait(seconds: float) -> bool:
-            until = time.monotonic() + seconds
-            while True:
-                self._handle_posted()
-                if self._terminated or self._leaving.notice is not None:
-                    return False
-                if (left := until - time.monotonic()) <= 0:
-                    return True
-                select.select([self._wake_read], [], [], left)
-
-        settings = Comeback(self._settings, self._id, time.monotonic() - self._member_since, wait).find()
-        if settings is not None and wait(0.0):
-            logger.warning("coming back into the job, as slot %d", settings.slot)
-            reexecute(settings)
+        self._data_workers.wait(self._mailbox.fileno(), left_s)

@@ -17,8 +17,8 @@ from ..settings import AgentSettings
 logger = logging.getLogger("bamboo_ds.control.feeders")
 
 
-class Feeders:
-    """The feeders of one agent, each with an agent of its own. They end with this one.
+class DataWorkers:
+    """The data workers of one agent, each with an agent of its own. They end with this one.
 
     Args:
         settings: of the agent that starts them.

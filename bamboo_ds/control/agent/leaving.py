@@ -28,7 +28,6 @@ class Leaving:
     Attributes:
         notice: what the member leaves for; ``None``: it does not.
         gone_at: monotonic seconds at which the node vanishes, as far as known.
-        dropped: the newest plan goes on without this member.
         end_at: monotonic seconds at which the agent ends the worker, whether or not it has left by then.
 
     Raises:
@@ -47,7 +46,6 @@ class Leaving:
         self._notices: list[Notice] = []
         self.notice: Notice | None = None
         self.gone_at: float | None = None
-        self.dropped = False
         self.end_at: float | None = None
 
     def watch(self, tell: Callable[[Notice], None]) -> None:
@@ -97,9 +95,10 @@ class Leaving:
         )
 
     @property
-    def reason(self) -> str | None:
+    def reason(self) -> str:
         """Why the member leaves, in words."""
-        return None if self.notice is None else f"{self.notice.kind}, {self.notice.source}: {self.notice.detail}"
+        assert self.notice is not None
+        return f"{self.notice.kind}, {self.notice.source}: {self.notice.detail}"
 
     def note_step(self, heartbeat: Heartbeat) -> None:
         """Learn from the worker's progress how long its iterations take."""

@@ -1,4 +1,4 @@
-"""How an evicted member comes back: as a newcomer to the job, in a process of the same id.
+"""How an evicted member rejoins the job: as a member that joins, in a process of the same id.
 
 Others have taken its roles over; what its worker had is worth nothing any more. When etcd answers again and the job
 goes on without it, its agent starts anew (:mod:`.reexec`), with a slot of its own as anybody who joins.
@@ -21,15 +21,17 @@ from ..registry.mirror import Mirror
 from ..registry.records import JobRecord
 from ..registry.vacancies import find_vacancy, is_over
 from ..settings import AgentSettings
+from .mailbox import Mailbox
+from .slot import Slot, State
 
 if TYPE_CHECKING:
     from ...store import Store
 
-logger = logging.getLogger("bamboo_ds.control.comeback")
+logger = logging.getLogger("bamboo_ds.control.rejoin")
 
 #: A member that was part of the job for so many seconds has earned that its earlier evictions are forgotten.
 _GOOD_S = 600.0
-#: Seconds before the second comeback; doubled before each further one, up to the longest.
+#: Seconds before it rejoins for the second time; doubled before each further one, up to the longest.
 _FIRST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 60.0
 _STORE_TIMEOUT_S = 2.0
@@ -39,11 +41,11 @@ _DESERTED = 3.0
 Prospect = Literal["open", "not yet", "over"]
 
 
-def pause_s(comebacks: int) -> float:
-    """Seconds that a member waits which has come back so many times already, and was evicted again."""
-    if comebacks == 0:
+def pause_s(rejoins: int) -> float:
+    """Seconds that a member waits which has rejoined so many times already, and was evicted again."""
+    if rejoins == 0:
         return 0.0
-    return float(min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(comebacks - 1, 30)))
+    return float(min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(rejoins - 1, 30)))
 
 
 def prospect(mirror: Mirror, member: str, restarts: bool) -> Prospect:
@@ -61,62 +63,60 @@ def prospect(mirror: Mirror, member: str, restarts: bool) -> Prospect:
     return "open" if alive and plan.layout is not None and member not in plan.members else "not yet"
 
 
-class Comeback:
+class Rejoin:
     """Looks for a way back into the job.
 
     Args:
-        settings: of the agent whose worker was evicted.
+        settings: of the agent whose worker was evicted, or that has waited for a restart.
         member: what it was.
-        member_s: seconds for which it was part of the job.
-        wait: waits for so many seconds; false, at once, when the agent is to end.
+        slot: its slot, which goes from rejoining to starting, or ends.
         clock: monotonic seconds.
     """
 
     def __init__(
-        self,
-        settings: AgentSettings,
-        member: str,
-        member_s: float,
-        wait: Callable[[float], bool],
-        clock: Callable[[], float] = time.monotonic,
+        self, settings: AgentSettings, member: str, slot: Slot, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._clock = clock
-        self._settings = settings
-        self._member = member
-        self._wait = wait
-        self._comebacks = 0 if member_s >= _GOOD_S else settings.rejoins
+        self._settings, self._member, self._slot, self._clock = settings, member, slot, clock
+        earned = settings.waiting or slot.member_s >= _GOOD_S
+        self._rejoins = 0 if earned else settings.rejoins
         self._deserted_since: float | None = None
-        self._ended = False
 
-    def find(self) -> AgentSettings | None:
-        """The settings to start anew with; ``None`` if the job is over, or has not been seen for too long."""
+    def find(self, mailbox: Mailbox) -> None:
+        """Look until there is a place, the slot is told to end, the job is over, or has not been seen for too long.
+
+        Args:
+            mailbox: of the agent; what it is told meanwhile is handled.
+        """
         settings, rejoin_s = self._settings, self._settings.bamboo.membership.rejoin_s
-        pause = pause_s(self._comebacks)
+
+        def wait(seconds: float) -> None:
+            mailbox.handle_until(lambda: self._slot.state is not State.REJOINING, seconds)
+
+        pause = pause_s(self._rejoins)
         if pause:
-            logger.warning("evicted again, %d times now: waiting for %.0f s", self._comebacks + 1, pause)
-        if settings.feeder or rejoin_s <= 0 or not self._wait(pause):
-            return None
-        patience = Retrying(
-            retry=retry_if_result(lambda found: found is None and not self._ended),
+            logger.warning("evicted again, %d times now: waiting for %.0f s", self._rejoins + 1, pause)
+        if settings.feeder or rejoin_s <= 0:
+            return
+        wait(pause)
+        searching = Retrying(
+            retry=retry_if_result(lambda _: self._slot.state is State.REJOINING),
             stop=stop_after_delay(rejoin_s),
             wait=wait_exponential(multiplier=0.2, max=5.0),
-            sleep=self._sleep,
+            sleep=wait,
             retry_error_callback=lambda state: logger.warning("found no way back into the job within %.0f s", rejoin_s),
         )
-        found: AgentSettings | None = patience(self._look)
-        return found
-
-    def _sleep(self, seconds: float) -> None:
-        self._ended = self._ended or not self._wait(seconds)
+        searching(self.look)
+        mailbox.handle_all()  # it may be told to end after all
 
     def _open(self) -> Store:
         settings = self._settings
         return open_store(settings.store, settings.job, _STORE_TIMEOUT_S, settings.secret)
 
-    def _look(self) -> AgentSettings | None:
+    def look(self) -> None:
+        """Look once."""
         settings, restarts = self._settings, self._settings.bamboo.recovery.max_restarts > 0
-        if self._ended:
-            return None
+        if self._slot.state is not State.REJOINING:
+            return
         try:
             with self._open() as store:
                 mirror = Mirror(store.get_prefix(""))
@@ -124,21 +124,18 @@ class Comeback:
                 deserted = self._deserted(view, mirror)
                 if view == "over" or (deserted and not restarts):
                     logger.info("there is no job to come back to")
-                    self._ended = True
+                    self._slot.end()
                 if view != "open" and not (deserted and restarts):
-                    return None
+                    return
                 assert mirror.plan is not None
                 vacancy = find_vacancy(store, mirror, mirror.plan, own_slot=settings.slot, restart=deserted)
         except StoreError as error:
             logger.info("cannot come back yet: %s", error)
-            return None
-        return dataclasses.replace(
-            settings,
-            **dataclasses.asdict(vacancy),
-            restart_from=None,
-            extra=None,
-            rejoins=self._comebacks + 1,
-        )
+            return
+        told = dataclasses.asdict(vacancy)
+        found = dataclasses.replace(settings, **told, restart_from=None, extra=None, rejoins=self._rejoins + 1)
+        logger.warning("coming back into the job, as slot %d", found.slot)
+        self._slot.start_with(found)
 
     def _deserted(self, view: Prospect, mirror: Mirror) -> bool:
         """Whether nobody has been there for so long that nobody will be."""

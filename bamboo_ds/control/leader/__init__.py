@@ -1,9 +1,10 @@
-"""What the agent does whose member holds the ``leader`` key. All but :mod:`.leader` and :mod:`.vote` is pure.
+"""What the agent does whose member holds the ``leader`` key. All but :mod:`.leader` is pure.
 
 ===================  ====================================================================================
 :mod:`.leader`       contests the leadership, asks for the next action, brings it into etcd
 :mod:`.view`         the job as the leader sees it
-:mod:`.decisions`    the next action: take over, change the plan, start again, stop, wait
+:mod:`.actions`      what a leader may do next
+:mod:`.decisions`    which of that: take over, change the plan, start again, stop, wait
 :mod:`.boundary`     changes at a boundary: healing, admission, rebalancing, leaving
 :mod:`.departures`   members that leave on notice
 :mod:`.failures`     when workers fail by themselves too often

@@ -1,0 +1,62 @@
+"""What an agent's main thread is to do, posted by other threads and by signals."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import time
+from collections.abc import Callable
+from functools import partial
+from queue import Empty, SimpleQueue
+
+from .reexec import handle_signals
+
+
+class Mailbox:
+    """Actions, in the order in which they were posted. Create it in the main thread, which alone takes them out."""
+
+    def __init__(self) -> None:
+        self._actions: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._reading, self._writing = socket.socketpair()
+        self._reading.setblocking(False)
+        self._writing.setblocking(False)
+
+    def fileno(self) -> int:
+        """A descriptor that is readable when there is an action."""
+        return self._reading.fileno()
+
+    def take_signals(self, handler: Callable[[signal.Signals], None]) -> None:
+        """Have signals handled like actions, each by ``handler``."""
+        signal.set_wakeup_fd(self._writing.fileno(), warn_on_full_buffer=False)
+        handle_signals(lambda signum, _: self._actions.put(partial(handler, signal.Signals(signum))))
+
+    def post(self, action: Callable[[], None]) -> None:
+        """Have ``action`` called; callable from any thread."""
+        self._actions.put(action)
+        with contextlib.suppress(BlockingIOError):  # it is full of wake-ups
+            self._writing.send(b"\0")
+
+    def handle_all(self) -> None:
+        """Call what has been posted."""
+        with contextlib.suppress(BlockingIOError):  # several wake-ups may have been read together
+            self._reading.recv(4096)
+        while self.handle_next(0.0):
+            continue
+
+    def handle_next(self, timeout_s: float | None = None) -> bool:
+        """Call the next action, waiting for it for so many seconds; false if none comes."""
+        try:
+            action = self._actions.get(timeout=timeout_s) if timeout_s != 0 else self._actions.get_nowait()
+        except Empty:
+            return False
+        action()
+        return True
+
+    def handle_until(self, over: Callable[[], bool], seconds: float) -> bool:
+        """Call what is posted until ``over`` is true, for so many seconds at most; returns whether it is."""
+        until = time.monotonic() + seconds
+        while not over():
+            if not self.handle_next(max(0.0, until - time.monotonic())):
+                return over()
+        return True

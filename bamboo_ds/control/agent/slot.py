@@ -1,0 +1,322 @@
+"""The state of one slot: what it is told, and what follows from that. No I/O: agents carry it out.
+
+::
+
+    starting --> running --> leaving          with a worker: :mod:`.agent`
+        |           |           |
+        +-----------+-----------+--> ended
+        |           |
+        |           +--> rejoining            evicted: the job goes on without it; :mod:`.rejoin`
+        |           |       ^    |
+        +-----------+--> waiting |            a fatal loss: the job is about to start again; :mod:`.waiting`
+        ^                   |    |
+        +-------------------+----+            as a new process image: :mod:`.reexec`
+
+``waiting`` and ``rejoining`` end as well, when the slot is told to or finds no way on.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Literal
+
+from ...errors import EXIT_FATAL_LOSS, EXIT_LEFT
+from ...processes import boot_id
+from ...topology.plan import Plan
+from ..messages import ExitNotice
+from ..registry.records import LeftRecord, RestartRecord, StopRecord
+from ..settings import AgentSettings
+from .ending import Ending
+
+logger = logging.getLogger("bamboo_ds.control.agent")
+
+#: Seconds that an evicted worker has to stop itself.
+_EVICTION_GRACE_S = 5.0
+#: Seconds that a worker gets to stop itself after a fatal loss: more than it waits for a checkpoint being written.
+_FATAL_GRACE_S = 75.0
+#: Why a worker that only drew batches, or stood in for a member, is not needed any more.
+_RELIEVED = "others do its work"
+
+
+class State(Enum):
+    """What a slot is in."""
+
+    STARTING = "starting"  #: no plan has listed the member
+    RUNNING = "running"
+    LEAVING = "leaving"  #: on notice
+    WAITING = "waiting"  #: for the job's restart, without a worker
+    REJOINING = "rejoining"  #: looking for a way back into the job, without a worker
+    ENDED = "ended"
+
+
+_NEXT = {
+    State.STARTING: {State.RUNNING, State.LEAVING, State.WAITING, State.REJOINING, State.ENDED},
+    State.RUNNING: {State.LEAVING, State.WAITING, State.REJOINING, State.ENDED},
+    State.LEAVING: {State.ENDED},
+    State.WAITING: {State.STARTING, State.REJOINING, State.ENDED},
+    State.REJOINING: {State.STARTING, State.ENDED},
+    State.ENDED: {State.REJOINING},  # it turns out that the job has gone on without it before
+}
+
+
+@dataclass(frozen=True)
+class EndWorker:
+    """The worker is to end within ``grace_s`` seconds, or it is killed; ``ask``: it is sent SIGTERM at once."""
+
+    grace_s: float
+    ask: bool = True
+
+
+class Slot:
+    """One slot in one process image. All methods are for one thread.
+
+    Args:
+        settings: of the agent.
+        member: the member that the slot is registered as.
+        clock: monotonic seconds.
+
+    Attributes:
+        state: see above.
+        epoch: that of the newest plan.
+        fatal: epoch of the plan that some stage is lost in.
+        stop: the job was ended.
+        broken: the control plane failed.
+        evicted: the plan has gone on without the member.
+        terminated: the agent was told to end.
+        dropped: the plan goes on without the member, which had to leave or was there for others only.
+        departure: how it has ended without a worker.
+    """
+
+    def __init__(self, settings: AgentSettings, member: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._settings, self._member, self._clock = settings, member, clock
+        self.state = State.WAITING if settings.waiting else State.STARTING
+        self.epoch = self._listed = 0  # the newest plan, and the newest that lists the member
+        self._since = clock()
+        self._reason: str | None = None  # that it leaves
+        self._found: AgentSettings | None = None
+        self.fatal: int | None = None
+        self.stop: StopRecord | None = None
+        self.broken: BaseException | None = None
+        self.evicted = self.terminated = self.dropped = False
+        self.departure: LeftRecord | None = None
+
+    def _go(self, state: State) -> None:
+        assert state in _NEXT[self.state], f"{self.state} -> {state}"
+        self.state = state
+
+    @property
+    def admitted(self) -> bool:
+        """Whether the job counts with the member."""
+        return self._listed > 0 or not self._settings.joins
+
+    @property
+    def member_s(self) -> float:
+        """Seconds for which the member has been part of the job."""
+        return self._clock() - self._since
+
+    @property
+    def may_leave(self) -> bool:
+        """Whether there is an orderly way to leave."""
+        return self.admitted and not (self.stop or self.evicted or self.broken or self.terminated)
+
+    @property
+    def failure_ends_job(self) -> bool:
+        """Whether the job ends if the worker's script fails now."""
+        spoilt = self.fatal is not None or self.terminated or self.evicted
+        return self._settings.bamboo.recovery.on_exception == "stop" and not self._settings.joins and not spoilt
+
+    @property
+    def next(self) -> AgentSettings | None:
+        """What the process goes on with, if it does."""
+        if self.state is State.WAITING and not self._settings.waiting:
+            after = self.epoch if self.fatal is None else self.fatal
+            return replace(self._settings, waiting=True, after_epoch=after, extra=None)
+        return self._found if self.state is State.STARTING else None
+
+    # -- with a worker ------------------------------------------------------------------------------
+
+    def note_plan(self, plan: Plan) -> EndWorker | None:
+        """``plan`` is the newest."""
+        self.epoch = plan.epoch
+        listed = self._member in plan.members
+        if plan.unheld and self._member not in plan.lost and (listed or not self._listed):
+            # A stage is lost. Workers that take part stop by themselves, others have nothing left to join.
+            self.fatal = plan.epoch
+            return EndWorker(_FATAL_GRACE_S, ask=False) if listed else EndWorker(self._settings.grace_s)
+        if listed:
+            self._since = self._since if self.admitted else self._clock()
+            self._listed = plan.epoch
+            if self.state is State.STARTING and self._found is None:
+                self._go(State.RUNNING)
+        if not self.admitted or listed or self.evicted:
+            return None
+        # A plan for the next boundary lets the worker go there; after any other it is late already.
+        late = plan.immediate or plan.epoch > self._listed + 1
+        if (self._reason is not None or self._settings.feeder) and self._member not in plan.lost:
+            self.dropped = True
+            logger.info("the plan of epoch %d goes on without this member", plan.epoch)
+        else:
+            self.evicted = late = True
+            logger.error("the plan of epoch %d does not list this member: its worker must stop", plan.epoch)
+        return EndWorker(_EVICTION_GRACE_S, ask=False) if late else None
+
+    def note_stop(self, stop: StopRecord) -> EndWorker:
+        """The job is to end."""
+        self.stop = stop
+        self._end_waiting()
+        return EndWorker(self._settings.grace_s)
+
+    def note_error(self, error: BaseException) -> EndWorker:
+        """The control plane has failed."""
+        self.broken = error
+        self._end_waiting()
+        return EndWorker(self._settings.grace_s)
+
+    def note_notice(self, reason: str) -> EndWorker | None:
+        """The member is to leave."""
+        self._reason = reason
+        self._end_without_worker()
+        if self.state in (State.STARTING, State.RUNNING):
+            self._go(State.LEAVING)
+        if self.admitted:
+            return None
+        # It has nothing that others could need. It may be admitted in this moment, and leaves all the same.
+        self.dropped = True
+        return EndWorker(self._settings.grace_s)
+
+    def terminate(self) -> None:
+        """The agent is to end."""
+        self.terminated = True
+        self._end_without_worker()
+
+    def _end_waiting(self) -> None:
+        if self.state is State.WAITING:
+            self._go(State.ENDED)
+
+    def _end_without_worker(self) -> None:
+        """Does not go on, also if there is a place already; a slot with a worker stays as it is."""
+        if self.state in (State.WAITING, State.REJOINING) or (self.state is State.STARTING and self._found):
+            self._go(State.ENDED)
+
+    def note_end(
+        self,
+        status: int,
+        died: float,
+        hung: tuple[Literal["heartbeat", "hang"], float] | None,
+        notice: ExitNotice | None,
+        step: int | None,
+    ) -> LeftRecord:
+        """The worker has ended; returns what that means.
+
+        Args:
+            status: its exit status, negative for a signal.
+            died: monotonic seconds of its death.
+            hung: see :class:`.ending.Ending`.
+            notice: what it has told of its end.
+            step: the newest that it has told.
+        """
+        settings = self._settings
+        free = self.dropped or not self.admitted or status == EXIT_LEFT
+        if notice is not None and notice.step is not None:
+            step = notice.step
+        ending = Ending(
+            died=died,
+            joined=settings.joins,
+            fatal=self.fatal is not None,
+            terminated=self.terminated,
+            stop=self.stop,
+            evicted=self.evicted,
+            left=(self._reason if free else None) or (_RELIEVED if self.dropped else None),
+            hung=hung,
+            broken=self.broken,
+            error=notice.reason if notice is not None and notice.failed else None,
+            done=notice is not None and notice.done,
+            spared=settings.bamboo.recovery.on_exception == "takeover" and self.admitted,
+            step=step,
+        )
+        departure = ending.departure(self._member, settings.slot, status)
+        told = self.terminated or self._reason is not None
+        restarts = settings.bamboo.recovery.max_restarts and not (self.stop or self.broken)
+        if departure.outcome == "fatal" and restarts and not told and not settings.feeder:
+            self._go(State.WAITING)
+        elif departure.outcome == "evicted" and not told:
+            self._go(State.REJOINING)
+        else:
+            self._go(State.ENDED)
+        if departure.outcome == "fatal" and settings.feeder:
+            departure = departure.model_copy(update={"outcome": "evicted"})  # it does not come back
+        return departure.model_copy(update={"generation": None if settings.joins else settings.generation or 0})
+
+    def note_superseded(self, departure: LeftRecord) -> LeftRecord:
+        """The job had gone on without the member before its worker failed."""
+        if self.state is State.ENDED and not (self.terminated or self._reason is not None):
+            self._go(State.REJOINING)
+        return departure.model_copy(update={"outcome": "evicted", "code": 0})
+
+    # -- without one --------------------------------------------------------------------------------
+
+    def note_restart(self, restart: RestartRecord) -> None:
+        """Workers are started again."""
+        settings = self._settings
+        old = restart.after_epoch < settings.after_epoch or restart.generation <= (settings.generation or 0)
+        ranks = restart.ranks.get(settings.slot)
+        if self.state is not State.WAITING or old or ranks is None:
+            return
+        found = replace(
+            settings,
+            waiting=False,
+            home=ranks[0],
+            generation=restart.generation,
+            after_epoch=restart.after_epoch,
+            restart_from=restart.checkpoint,
+            extra=",".join(f"{rank}:{restart.extra[rank]}" for rank in ranks[1:]) or None,
+        )
+        self.start_with(found)
+
+    def note_plan_without(self, plan: Plan) -> None:
+        """The job has started without this slot, which rejoins it; a plan that is fatal, too, changes nothing."""
+        if self.state is State.WAITING and not plan.unheld and plan.layout is not None:
+            logger.info("the job has started again without slot %d, which joins it", self._settings.slot)
+            self._go(State.REJOINING)
+
+    def end(self) -> None:
+        """There is nothing to go on with."""
+        self._go(State.ENDED)
+
+    def start_with(self, settings: AgentSettings) -> None:
+        """There is a place for the slot."""
+        self._found = settings
+        self._go(State.STARTING)
+
+    def note_signal(self, signum: signal.Signals) -> None:
+        """The process is told to end, or to leave the job."""
+        if signum is signal.SIGUSR1:
+            self.depart("left", "signal", signum.name, 0)
+        else:
+            self.depart("lost", "signal", signum.name, 128 + signum)
+
+    def depart_stopped(self, stop: StopRecord) -> None:
+        """The job is to end."""
+        if self.state is State.WAITING:
+            self.depart("stopped", "exit", stop.reason, stop.code)
+
+    def depart_broken(self, error: BaseException) -> None:
+        """The control plane has failed."""
+        if self.state is State.WAITING:
+            self.depart("lost", "exit", f"control plane: {error}", EXIT_FATAL_LOSS)
+
+    def depart(self, outcome: str, reason: str, detail: str, code: int) -> None:
+        """End, unless it has ended."""
+        if self.departure is not None:
+            return
+        if self.state is not State.ENDED:
+            self._go(State.ENDED)
+        values = {"outcome": outcome, "reason": reason, "detail": detail, "code": code, "boot": boot_id()}
+        self.departure = LeftRecord.model_validate(
+            {"id": self._member, "slot": self._settings.slot, "since": self._clock(), **values}
+        )

@@ -1,0 +1,140 @@
+"""The states of a slot: what it is told, and what follows."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from bamboo_ds.control.agent.slot import EndWorker, Slot, State
+from bamboo_ds.control.messages import ExitNotice
+from bamboo_ds.control.registry.records import RestartRecord, StopRecord
+from bamboo_ds.errors import EXIT_EVICTED, EXIT_FATAL_LOSS, EXIT_LEFT
+from bamboo_ds.topology import Layout, Plan
+from bamboo_ds.topology.planner import initial_plan, takeover, with_redundancy
+
+from .support.settings import agent
+
+FIRST = initial_plan(["me", "b", "c"])
+RUNNING = with_redundancy(FIRST, Layout(1, 3), True)
+WITHOUT = takeover(RUNNING, {"me"})
+FATAL = takeover(takeover(RUNNING, {"b"}), {"c"})
+STOP = StopRecord(code=3, reason="asked", by="b")
+RESTART = RestartRecord(generation=1, after_epoch=9, ranks={0: (1, 2)}, extra={2: 7}, checkpoint="/c")
+
+
+def slot(*plans: Plan, **settings: Any) -> Slot:
+    """One that has heard of ``plans``."""
+    found = Slot(agent(**{"world_size": 3, "max_restarts": 10, **settings}), "me")
+    for plan in plans:
+        found.note_plan(plan)
+    return found
+
+
+def end(it: Slot, status: int, **more: Any) -> str:
+    """What it means that the worker has ended."""
+    notice = ExitNotice(reason="ValueError", **more) if more else None
+    return it.note_end(status, 1.0, None, notice, None).outcome
+
+
+def test_it_runs_when_a_plan_lists_it() -> None:
+    assert slot().state is State.STARTING
+    assert slot(FIRST).state is State.RUNNING
+    joining = slot(WITHOUT, home=1)
+    assert joining.state is State.STARTING and not joining.admitted
+
+
+def test_an_evicted_member_rejoins_unless_it_is_told_to_end() -> None:
+    it = slot(RUNNING)
+    order = it.note_plan(WITHOUT)
+    assert order is not None and not order.ask, "its worker stops by itself"
+    assert it.evicted and end(it, EXIT_EVICTED) == "evicted"
+    assert (it.state, it.next) == (State.REJOINING, None)
+    found = agent(slot=9)
+    it.start_with(found)
+    assert it.next == found
+    it.terminate()
+    assert (it.state, it.next) == (State.ENDED, None)
+
+
+def test_a_member_that_leaves_has_not_been_evicted() -> None:
+    it = slot(RUNNING)
+    assert it.note_notice("told to") is None and it.state is State.LEAVING
+    boundary = replace(WITHOUT, immediate=False, lost=())
+    assert it.note_plan(boundary) is None and it.dropped and not it.evicted
+    assert end(it, EXIT_LEFT) == "left" and it.state is State.ENDED
+
+
+def test_one_that_waits_to_be_admitted_leaves_at_once() -> None:
+    it = slot(WITHOUT, home=1)
+    assert it.note_notice("told to") == EndWorker(5.0)
+    assert end(it, -signal.SIGTERM) == "left" and it.state is State.ENDED
+
+
+def test_after_a_fatal_loss_it_waits_for_the_restart() -> None:
+    it = slot(RUNNING, FATAL)
+    assert end(it, EXIT_FATAL_LOSS) == "fatal" and it.state is State.WAITING
+    after = it.next
+    assert after is not None and after.waiting and after.after_epoch == FATAL.epoch
+    waiting = Slot(after, "me")
+    assert (waiting.state, waiting.next) == (State.WAITING, None)
+    waiting.note_restart(replace_restart(after_epoch=FATAL.epoch - 1))
+    assert waiting.state is State.WAITING, "an older one"
+    waiting.note_restart(replace_restart(after_epoch=FATAL.epoch))
+    assert waiting.state is State.STARTING and waiting.next is not None
+    told = waiting.next
+    assert (told.rank, told.generation, told.restart_from, told.extra_ranks) == (1, 1, "/c", {2: 7})
+    assert not told.waiting and not told.joins
+
+
+def replace_restart(**changes: Any) -> RestartRecord:
+    return RESTART.model_copy(update=changes)
+
+
+@pytest.mark.parametrize("settings", [{"max_restarts": 0}, {"feeder": True}])
+def test_where_nothing_starts_again_it_ends(settings: dict[str, Any]) -> None:
+    it = slot(RUNNING, FATAL, **settings)
+    end(it, EXIT_FATAL_LOSS)
+    assert (it.state, it.next) == (State.ENDED, None)
+
+
+def test_one_that_waits_rejoins_a_job_that_has_started_without_it() -> None:
+    it = slot(waiting=True)
+    it.note_plan_without(FIRST)
+    it.note_plan_without(FATAL)
+    assert it.state is State.WAITING, "the engines are not built, or the job has to start again"
+    it.note_plan_without(RUNNING)
+    assert it.state is State.REJOINING
+    it.depart_stopped(STOP)
+    assert it.departure is None, "it learns of that when it looks for a place"
+    it.note_signal(signal.SIGTERM)
+    assert it.state is State.ENDED and it.departure is not None
+    assert (it.departure.outcome, it.departure.code) == ("lost", 128 + signal.SIGTERM)
+
+
+@pytest.mark.parametrize(("code", "outcome"), [(0, "stopped"), (3, "stopped")])
+def test_one_that_waits_ends_with_the_job(code: int, outcome: str) -> None:
+    it = slot(waiting=True)
+    it.depart_stopped(STOP.model_copy(update={"code": code}))
+    assert it.departure is not None and (it.departure.outcome, it.departure.code) == (outcome, code)
+    it.note_signal(signal.SIGUSR1)
+    assert it.departure.outcome == outcome, "it has ended"
+
+
+def test_a_stop_ends_the_worker_and_the_slot() -> None:
+    it = slot(RUNNING)
+    assert it.note_stop(STOP) == EndWorker(5.0)
+    assert end(it, -signal.SIGTERM) == "stopped" and it.state is State.ENDED
+
+
+def test_a_failure_ends_the_job_unless_it_goes_on_without_the_member() -> None:
+    it = slot(RUNNING)
+    assert it.failure_ends_job
+    departure = it.note_end(1, 1.0, None, ExitNotice(reason="ValueError", failed=True), None)
+    assert departure.outcome == "failed" and it.state is State.ENDED
+    assert it.note_superseded(departure).outcome == "evicted" and it.state is State.REJOINING
+    assert not slot(RUNNING, WITHOUT).failure_ends_job
+    assert not slot(WITHOUT, home=1).failure_ends_job
+    assert not slot(RUNNING, on_exception="takeover").failure_ends_job
