@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from bamboo_ds.control import fencing
 from bamboo_ds.control.agent.agent import Agent
 from bamboo_ds.control.agent.assembly import member_record, outage_s
-from bamboo_ds.control.agent.coordinator import _REFRESH, Callbacks, Coordinator, _raise
+from bamboo_ds.control.agent.coordinator import Callbacks, Coordinator
+from bamboo_ds.control.agent.lease import REFRESH, _raise
 from bamboo_ds.control.agent.mailbox import Mailbox
 from bamboo_ds.control.agent.rejoin import Rejoin
 from bamboo_ds.control.agent.slot import Slot, State
@@ -175,7 +176,7 @@ class SimCoordinator(Coordinator):
     due: float | None = 0.0
     ended = False
 
-    def _refresh(self) -> None:
+    def _keep_lease(self) -> None:
         return
 
     def _attend_neighbours(self, mirror: Any) -> None:
@@ -200,9 +201,9 @@ class SimCoordinator(Coordinator):
     def stay(self) -> None:
         if self._connected and not self.ended:
             try:
-                self._stay()
+                self._keeper.stay()
             except StoreUnavailable as error:
-                if self._deserted():
+                if self._gives_up(self._keeper.silent_s):
                     self._inbox.put(partial(_raise, error))
 
     @property
@@ -348,7 +349,7 @@ class Party:
         coordinator = self.process._coordinator
         clock = self.host.clock()
         if clock >= self._stay_at:
-            self._stay_at = clock + _REFRESH * TTL_S
+            self._stay_at = clock + REFRESH * TTL_S
             coordinator.stay()
         for _ in range(4):
             delivered = not coordinator.ended and coordinator._store.deliver()

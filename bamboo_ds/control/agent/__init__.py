@@ -15,6 +15,7 @@
 :mod:`.leaving`         leaving on notice
 :mod:`.data_workers`    further workers, which only draw batches
 :mod:`.neighbours`      agents of the same host that die
+:mod:`.health`          answers to accusations
 :mod:`.admission`       what a member needs that is not in the plan yet
 ======================  ================================================================================
 """

@@ -1,8 +1,7 @@
 """An agent's side towards etcd: registration, lease, plans, leadership.
 
 Training never waits for anything in here, and nothing in here waits for the worker. Two threads:
-``bamboo-coordinator`` does all reading, writing and planning; ``bamboo-lease`` only keeps the lease alive,
-so that a slow request cannot let it run out.
+``bamboo-coordinator`` does all reading, writing and planning; ``bamboo-lease`` keeps the lease alive (:mod:`.lease`).
 """
 
 from __future__ import annotations
@@ -16,17 +15,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from ...errors import LeaseExpired, ProtocolError, StoreError, StoreUnavailable
-from ...store import KeyValue, Lease, Store, WatchEvent
+from ...errors import LeaseExpired, StoreError, StoreUnavailable
+from ...store import Lease, Store, WatchEvent
 from ...topology.plan import Plan
-from ..fencing import contact_with
 from ..fencing import now as fence_clock
 from ..leader.leader import Leader
 from ..messages import Contact
 from ..registry.keys import Keys
-from ..registry.mirror import Mirror, read_plan
+from ..registry.mirror import Mirror
 from ..registry.records import (
-    HealthReply,
     LeftRecord,
     MemberRecord,
     PeerAddress,
@@ -37,19 +34,14 @@ from ..registry.records import (
     TimingRecord,
 )
 from .admission import over_for, peers
+from .health import HealthReplies
+from .lease import LeaseKeeper
 from .neighbours import Neighbours, report_dead_agent
 
 logger = logging.getLogger("bamboo_ds.control.coordinator")
 
-#: Shares of the TTL after which the lease is refreshed, and after which a missing refresh means an outage.
-#: A member that was refreshed in time survives an outage of (1 - _REFRESH) TTLs, so every outage that can
-#: cost a lease is longer than _OUTAGE TTLs for everyone.
-_REFRESH = 0.2
-_OUTAGE = 0.6
 _RETRY_S = 0.1
 _REFUSED_RETRY_S = 1.0
-#: How often a pending accusation is compared with the worker's heartbeat, in seconds.
-_REPLY_POLL_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -107,24 +99,24 @@ class Coordinator:
         clock: Callable[[], float] = time.monotonic,
         fence_clock: Callable[[], float] = fence_clock,
     ) -> None:
-        self._store = store
+        self._store, self._lease_ttl_s = store, lease_ttl_s
         self._clock, self._fence_clock = clock, fence_clock
         self._leader = leader
         self._record = record
-        self._ttl_s = lease_ttl_s
         self._outage_s = outage_s
         self._callbacks = callbacks
-        self._last_heartbeat = last_heartbeat
-        self._accused: tuple[int, float] | None = None  # epoch, and when we learnt of it
+        self._health = HealthReplies(store, record.id, last_heartbeat, clock)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._pending: dict[str, Record] = {}
         self._dead: dict[str, tuple[MemberRecord, float]] = {}  # members whose agents have died, and when
         self._neighbours: Neighbours | None = None
         self._departure: tuple[LeftRecord | None, StopRecord | None] | None = None
         self._ending = threading.Event()
-        self._lease: Lease | None = None
-        self._lost: Lease | None = None
-        self._seen: tuple[int, Plan | None] = 0, None  # the plan that was read last on the lease's thread
+        self._keeper = LeaseKeeper(
+            *(store, record.id, lease_ttl_s, self._inbox.put, callbacks.on_contact, self._gives_up, self._ending),
+            clock=clock,
+            fence_clock=fence_clock,
+        )
         self._mirror: Mirror | None = None
         self._last: Mirror | None = None
         self._pushed_epoch = self._after_epoch = after_epoch
@@ -140,10 +132,7 @@ class Coordinator:
         self.superseded = False
         #: After the departure: no other member is left on this host. False while that is not known.
         self.last_of_host = False
-        self._last_contact = self._clock()
-        self._trusted_from = 0.0
         self._thread = threading.Thread(target=self._run, name="bamboo-coordinator", daemon=True)
-        self._lease_thread = threading.Thread(target=self._keep_lease, name="bamboo-lease", daemon=True)
 
     # -- called by the agent ------------------------------------------------------------------------
 
@@ -197,15 +186,18 @@ class Coordinator:
         self._ending.set()
         self._inbox.put(lambda: None)
         deadline = self._clock() + timeout_s
-        for thread in (self._thread, self._lease_thread):
+        for thread in (self._thread, self._keeper.thread):
             if thread.is_alive():
                 thread.join(max(0.0, deadline - self._clock()))
 
     # -- the coordinator's thread -------------------------------------------------------------------
 
     def _run(self) -> None:
+        wake: float | None = self._clock()
         try:
-            self._serve()
+            while not self._ending.is_set():
+                self._drain(wake)
+                wake = self._turn()
         except StoreUnavailable as error:
             logger.error("%s gives up: etcd has not answered for %.0f s (%s)", self._record.id, self._outage_s, error)
             self._callbacks.on_error(error)
@@ -219,12 +211,6 @@ class Coordinator:
             self._store.close()
             self._callbacks.on_ended()
 
-    def _serve(self) -> None:
-        wake: float | None = self._clock()
-        while not self._ending.is_set():
-            self._drain(wake)
-            wake = self._turn()
-
     def _turn(self) -> float | None:
         """Do all there is to do; returns when to look again at the latest."""
         try:
@@ -237,7 +223,7 @@ class Coordinator:
             return self._work(self._mirror)
         except (StoreUnavailable, LeaseExpired) as error:
             logger.debug("etcd does not answer: %s", error)
-            if self._deserted():
+            if self._gives_up(self._keeper.silent_s):
                 raise
             return self._clock() + _RETRY_S
         except StoreError as error:
@@ -246,10 +232,10 @@ class Coordinator:
             logger.error("etcd refuses a request, training goes on: %s", error)
             return self._clock() + _REFUSED_RETRY_S
 
-    def _deserted(self) -> bool:
+    def _gives_up(self, silent_s: float) -> bool:
         """Whether etcd has been away for so long that it is gone, and this member has nothing that others need."""
         takes_part = self._admitted and not self._waits
-        return not takes_part and self._clock() - self._last_contact > self._outage_s
+        return not takes_part and silent_s > self._outage_s
 
     def _drain(self, wake: float | None) -> None:
         """Handle everything in the inbox, waiting for something until ``wake``."""
@@ -264,27 +250,28 @@ class Coordinator:
     def _connect(self) -> Mirror:
         snapshot = self._store.get_prefix("")
         self._last = mirror = Mirror(snapshot, self._last)
-        if self._lease is None:
+        if self._keeper.lease is None:
             self._register(mirror.plan)
         self._store.watch("", self._observe, snapshot.revision + 1, on_error=self._watch_failed)
         if not self._connected:
             self._connected = True
-            self._refresh()
+            self._keep_lease()
         for key in snapshot.entries:
             self._announce_store(mirror, key)
         return mirror
+
+    def _keep_lease(self) -> None:
+        """From now on the lease is refreshed, whatever else this member does."""
+        self._keeper.thread.start()
 
     def _register(self, plan: Plan | None) -> None:
         """Put the member's record under a new lease, unless the plan has gone on without it."""
         if plan is not None and self._is_out(plan):
             return
-        lease = self._store.lease(self._ttl_s)
+        lease = self._store.lease(self._lease_ttl_s)
         record = self._record.model_copy(update={"lease": lease.id})
         self._store.put(Keys.member(record.id), record.to_json(), lease)
-        self._lease = lease
-        self._last_contact = self._clock()
-        # Nothing is known of what was before: others may have lost their leases by an outage, and be about to return.
-        self._trusted_from = self._last_contact + self._ttl_s
+        self._keeper.hold(lease)
 
     def _is_out(self, plan: Plan) -> bool:
         """Whether the job goes on without this member."""
@@ -344,10 +331,10 @@ class Coordinator:
         self._attend_neighbours(mirror)
         if self._evicted:
             return None
-        if self._lease is None:
+        if self._keeper.lease is None:
             # The mirror may be older than the outage that cost the lease.
             self._register(Mirror(self._store.get_prefix(Keys.PLAN)).plan)
-            if self._lease is None:
+            if self._keeper.lease is None:
                 return None  # the watch will bring the plan that evicts us
         try:
             while self._pending:
@@ -355,12 +342,12 @@ class Coordinator:
                 self._put(key, record)
                 del self._pending[key]
             if self._state_due:
-                self._renew(self._lease)
-            wakes = [self._reply(mirror, plan)]
+                self._renew(self._keeper.lease)
+            wakes = [self._health.reply(mirror, plan)]
             if not self._resigned:
-                wakes.append(self._leader.step(mirror, self._lease, self._trust(self._clock())))
+                wakes.append(self._leader.step(mirror, self._keeper.lease, self._keeper.trusted_from))
         except LeaseExpired:
-            self._lease = None
+            self._keeper.lease = None
             return self._clock()
         return min((wake for wake in wakes if wake is not None), default=None)
 
@@ -389,31 +376,13 @@ class Coordinator:
             self._stop_told = True
             self._callbacks.on_stop(StopRecord(code=0, reason="the job has finished", by=self._record.id))
 
-    def _reply(self, mirror: Mirror, plan: Plan | None) -> float | None:
-        """Answer an accusation as soon as a heartbeat disproves it."""
-        me = self._record.id
-        if plan is None or mirror.healthy.get(me) == plan.epoch:
-            return None
-        if not any(s.accused == me and s.epoch == plan.epoch for s in mirror.suspicions):
-            return None
-        if self._accused is None or self._accused[0] != plan.epoch:
-            self._accused = (plan.epoch, self._clock())
-        heartbeat = self._last_heartbeat()
-        if heartbeat is not None and heartbeat > self._accused[1]:
-            self._store.put(Keys.health(me), HealthReply(id=me, epoch=plan.epoch).to_json())
-            return None
-        return self._clock() + _REPLY_POLL_S
-
     def _put(self, key: str, record: Record) -> None:
+        """Write ``record``; the end of the job only if that does not go on without this member at that moment."""
         if not isinstance(record, StopRecord):
             self._store.put(key, record.to_json())
-        # The mirror may be older than an outage in which the others have gone on.
-        else:
-            self._stop_job(key, record)
-
-    def _stop_job(self, key: str, record: StopRecord) -> None:
-        """End the job, unless it goes on without this member at the moment of the write."""
+            return
         while not self._ending.is_set():
+            # The mirror may be older than an outage in which the others have gone on.
             now = Mirror(self._store.get_prefix(Keys.PLAN))
             if now.plan is not None and self._is_out(now.plan):
                 self.superseded = True
@@ -433,72 +402,8 @@ class Coordinator:
             departure = departure.model_copy(update={"outcome": "evicted", "code": 0})
         if departure is not None:
             self._store.put(Keys.left(departure.id), departure.to_json())
-        if self._lease is not None:
-            self._lease.revoke()
+        if self._keeper.lease is not None:
+            self._keeper.lease.revoke()
         if self._leaving:
             others = Mirror(self._store.get_prefix(Keys.MEMBERS)).members.values()
             self.last_of_host = self._record.host not in {member.host for member in others}
-
-    # -- the lease ----------------------------------------------------------------------------------
-
-    def _trust(self, now: float) -> float:
-        """When absence means loss; see :class:`~bamboo_ds.control.leader.view.View`."""
-        if now - self._last_contact > _OUTAGE * self._ttl_s:
-            return now + self._ttl_s
-        return self._trusted_from
-
-    def _refresh(self) -> None:
-        """From now on :meth:`_stay` is called every ``_REFRESH`` TTLs, whatever else this member does."""
-        self._lease_thread.start()
-
-    def _keep_lease(self) -> None:
-        while not self._ending.wait(_REFRESH * self._ttl_s):
-            try:
-                self._stay()
-            except StoreUnavailable as error:
-                if self._ending.is_set():
-                    return
-                logger.warning("cannot refresh the lease of %s, training goes on: %s", self._record.id, error)
-                if self._deserted():
-                    self._inbox.put(partial(_raise, error))
-                    return
-            except StoreError as error:
-                if self._ending.is_set():  # then it is only that the store has been closed
-                    return
-                logger.error("etcd refuses to refresh the lease of %s: %s", self._record.id, error)
-            except ProtocolError as error:
-                self._inbox.put(partial(_raise, error))
-                return
-
-    def _stay(self) -> None:
-        """Refresh the lease, and learn whether the job still goes on with the plan that the worker has."""
-        lease = self._lease
-        if lease is not None and lease is not self._lost:
-            alive = lease.refresh()
-            now = self._clock()
-            if now - self._last_contact > _OUTAGE * self._ttl_s:
-                self._trusted_from = now + self._ttl_s
-            self._last_contact = now
-            if not alive:
-                self._lost = lease
-                logger.warning("the lease of %s ran out", self._record.id)
-                self._inbox.put(partial(self._forget, lease))
-        begun = self._fence_clock()
-        found = self._store.get(Keys.PLAN)
-        contact = contact_with(self._read(found), begun)
-        if contact is not None:
-            self._callbacks.on_contact(contact)
-
-    def _read(self, entry: KeyValue | None) -> Plan | None:
-        """The plan in ``entry``; mostly it is the one before."""
-        if entry is not None and self._seen[0] != entry.mod_revision:
-            self._seen = entry.mod_revision, read_plan(entry)
-        return None if entry is None else self._seen[1]
-
-    def _forget(self, lease: Lease) -> None:
-        if self._lease is lease:
-            self._lease = None
-
-
-def _raise(error: BaseException) -> None:
-    raise error

@@ -1,0 +1,137 @@
+"""Keeps a member's lease alive, on a thread of its own, so that a slow request cannot let it run out."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+
+from ...errors import ProtocolError, StoreError, StoreUnavailable
+from ...store import KeyValue, Lease, Store
+from ...topology.plan import Plan
+from ..fencing import contact_with
+from ..fencing import now as fence_clock
+from ..messages import Contact
+from ..registry.keys import Keys
+from ..registry.mirror import read_plan
+
+logger = logging.getLogger("bamboo_ds.control.lease")
+
+#: Shares of the TTL after which the lease is refreshed, and after which a missing refresh means an outage.
+#: A member that was refreshed in time survives an outage of (1 - REFRESH) TTLs, so every outage that can
+#: cost a lease is longer than _OUTAGE TTLs for everyone.
+REFRESH = 0.2
+_OUTAGE = 0.6
+
+
+class LeaseKeeper:
+    """The lease of one member, and when etcd has answered last.
+
+    Args:
+        store: of the member's coordinator.
+        member: its id, for the log.
+        ttl_s: seconds that the lease lasts without a refresh.
+        post: has an action called on the coordinator's thread.
+        on_contact: called with what etcd has just said of its newest plan, on this object's thread.
+        gives_up: whether the member, which has not had contact for so many seconds, need not be kept any more.
+        ending: set when the coordinator ends.
+        clock, fence_clock: monotonic seconds, and those of :func:`bamboo_ds.control.fencing.now`.
+
+    Attributes:
+        lease: the one that the member is registered under. Set by the coordinator's thread.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        member: str,
+        ttl_s: float,
+        post: Callable[[Callable[[], None]], None],
+        on_contact: Callable[[Contact], None],
+        gives_up: Callable[[float], bool],
+        ending: threading.Event,
+        clock: Callable[[], float] = time.monotonic,
+        fence_clock: Callable[[], float] = fence_clock,
+    ) -> None:
+        self._store, self._member, self._ttl_s = store, member, ttl_s
+        self._post, self._on_contact, self._gives_up, self._ending = post, on_contact, gives_up, ending
+        self._clock, self._fence_clock = clock, fence_clock
+        self.lease: Lease | None = None
+        self._lost: Lease | None = None
+        self._seen: tuple[int, Plan | None] = 0, None  # the plan that was read last
+        self._last_contact = clock()
+        self._trusted_from = 0.0
+        self.thread = threading.Thread(target=self._keep, name="bamboo-lease", daemon=True)
+
+    def hold(self, lease: Lease) -> None:
+        """The member has been registered under ``lease``."""
+        self.lease = lease
+        self._last_contact = self._clock()
+        # Nothing is known of what was before: others may have lost their leases by an outage, and be about to return.
+        self._trusted_from = self._last_contact + self._ttl_s
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since etcd has answered."""
+        return self._clock() - self._last_contact
+
+    @property
+    def trusted_from(self) -> float:
+        """When absence means loss; see :class:`~bamboo_ds.control.leader.view.View`."""
+        if self.silent_s > _OUTAGE * self._ttl_s:
+            return self._clock() + self._ttl_s
+        return self._trusted_from
+
+    def _keep(self) -> None:
+        while not self._ending.wait(REFRESH * self._ttl_s):
+            try:
+                self.stay()
+            except StoreUnavailable as error:
+                if self._ending.is_set():
+                    return
+                logger.warning("cannot refresh the lease of %s, training goes on: %s", self._member, error)
+                if self._gives_up(self.silent_s):
+                    self._post(partial(_raise, error))
+                    return
+            except StoreError as error:
+                if self._ending.is_set():  # then it is only that the store has been closed
+                    return
+                logger.error("etcd refuses to refresh the lease of %s: %s", self._member, error)
+            except ProtocolError as error:
+                self._post(partial(_raise, error))
+                return
+
+    def stay(self) -> None:
+        """Refresh the lease, and learn whether the job still goes on with the plan that the worker has."""
+        lease = self.lease
+        if lease is not None and lease is not self._lost:
+            alive = lease.refresh()
+            now = self._clock()
+            if now - self._last_contact > _OUTAGE * self._ttl_s:
+                self._trusted_from = now + self._ttl_s
+            self._last_contact = now
+            if not alive:
+                self._lost = lease
+                logger.warning("the lease of %s ran out", self._member)
+                self._post(partial(self._forget, lease))
+        begun = self._fence_clock()
+        found = self._store.get(Keys.PLAN)
+        contact = contact_with(self._read(found), begun)
+        if contact is not None:
+            self._on_contact(contact)
+
+    def _read(self, entry: KeyValue | None) -> Plan | None:
+        """The plan in ``entry``; mostly it is the one before."""
+        if entry is not None and self._seen[0] != entry.mod_revision:
+            self._seen = entry.mod_revision, read_plan(entry)
+        return None if entry is None else self._seen[1]
+
+    def _forget(self, lease: Lease) -> None:
+        if self.lease is lease:
+            self.lease = None
+
+
+def _raise(error: BaseException) -> None:
+    raise error
