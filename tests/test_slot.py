@@ -107,7 +107,7 @@ def test_one_that_waits_rejoins_a_job_that_has_started_without_it() -> None:
     assert it.state is State.WAITING, "the engines are not built, or the job has to start again"
     it.note_plan_without(RUNNING)
     assert it.state is State.REJOINING
-    it.depart_stopped(STOP)
+    it.note_stop(STOP)
     assert it.departure is None, "it learns of that when it looks for a place"
     it.note_signal(signal.SIGTERM)
     assert it.state is State.ENDED and it.departure is not None
@@ -117,7 +117,7 @@ def test_one_that_waits_rejoins_a_job_that_has_started_without_it() -> None:
 @pytest.mark.parametrize(("code", "outcome"), [(0, "stopped"), (3, "stopped")])
 def test_one_that_waits_ends_with_the_job(code: int, outcome: str) -> None:
     it = slot(waiting=True)
-    it.depart_stopped(STOP.model_copy(update={"code": code}))
+    it.note_stop(STOP.model_copy(update={"code": code}))
     assert it.departure is not None and (it.departure.outcome, it.departure.code) == (outcome, code)
     it.note_signal(signal.SIGUSR1)
     assert it.departure.outcome == outcome, "it has ended"

@@ -12,13 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from ..topology.plan import Plan
-from .registry.records import (
-    LayoutRecord,
-    PeerAddress,
-    StoreRecord,
-    SuspicionRecord,
-    WorkerState,
-)
+from .registry.records import LayoutRecord, PeerAddress, StoreRecord, SuspicionRecord, WorkerState
 
 #: Old name.
 Place = PeerAddress

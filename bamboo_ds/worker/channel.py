@@ -13,16 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from ..control.messages import (
-    Contact,
-    EventReport,
-    ExitNotice,
-    Heartbeat,
-    Message,
-    Peers,
-    PlanPush,
-    parse_to_worker,
-)
+from ..control.messages import Contact, EventReport, ExitNotice, Heartbeat, Message, Peers, PlanPush, parse_to_worker
 from ..control.registry.records import (
     LayoutRecord,
     PeerAddress,

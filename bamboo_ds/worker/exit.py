@@ -11,16 +11,7 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from ..errors import (
-    EXIT_EVICTED,
-    EXIT_FATAL_LOSS,
-    EXIT_LEFT,
-    AbortFailed,
-    EpochChanged,
-    Evicted,
-    FatalLoss,
-    Isolated,
-)
+from ..errors import EXIT_EVICTED, EXIT_FATAL_LOSS, EXIT_LEFT, AbortFailed, EpochChanged, Evicted, FatalLoss, Isolated
 
 if TYPE_CHECKING:
     from ..comm.session import Session

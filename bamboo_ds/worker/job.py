@@ -12,16 +12,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from ..config import BLOCK, BambooConfig
-from ..errors import (
-    EXIT_EVICTED,
-    ConfigError,
-    EpochChanged,
-    Evicted,
-    FatalLoss,
-    Isolated,
-    Left,
-    UnsupportedError,
-)
+from ..errors import EXIT_EVICTED, ConfigError, EpochChanged, Evicted, FatalLoss, Isolated, Left, UnsupportedError
 from ..observe import logs
 from . import HOW_TO_START
 from .exit import ScriptExit

@@ -17,7 +17,7 @@ class Mailbox:
     """Actions, in the order in which they were posted. Create it in the main thread, which alone takes them out."""
 
     def __init__(self) -> None:
-        self._actions: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._actions: SimpleQueue[Callable[[], object]] = SimpleQueue()
         self._reading, self._writing = socket.socketpair()
         self._reading.setblocking(False)
         self._writing.setblocking(False)
@@ -31,7 +31,7 @@ class Mailbox:
         signal.set_wakeup_fd(self._writing.fileno(), warn_on_full_buffer=False)
         handle_signals(lambda signum, _: self._actions.put(partial(handler, signal.Signals(signum))))
 
-    def post(self, action: Callable[[], None]) -> None:
+    def post(self, action: Callable[[], object]) -> None:
         """Have ``action`` called; callable from any thread."""
         self._actions.put(action)
         with contextlib.suppress(BlockingIOError):  # it is full of wake-ups

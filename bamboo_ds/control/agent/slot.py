@@ -168,13 +168,15 @@ class Slot:
     def note_stop(self, stop: StopRecord) -> EndWorker:
         """The job is to end."""
         self.stop = stop
-        self._end_waiting()
+        if self.state is State.WAITING:
+            self.depart("stopped", "exit", stop.reason, stop.code)
         return EndWorker(self._settings.grace_s)
 
     def note_error(self, error: BaseException) -> EndWorker:
         """The control plane has failed."""
         self.broken = error
-        self._end_waiting()
+        if self.state is State.WAITING:
+            self.depart("lost", "exit", f"control plane: {error}", EXIT_FATAL_LOSS)
         return EndWorker(self._settings.grace_s)
 
     def note_notice(self, reason: str) -> EndWorker | None:
@@ -193,10 +195,6 @@ class Slot:
         """The agent is to end."""
         self.terminated = True
         self._end_without_worker()
-
-    def _end_waiting(self) -> None:
-        if self.state is State.WAITING:
-            self._go(State.ENDED)
 
     def _end_without_worker(self) -> None:
         """Does not go on, also if there is a place already; a slot with a worker stays as it is."""
@@ -299,16 +297,6 @@ class Slot:
             self.depart("left", "signal", signum.name, 0)
         else:
             self.depart("lost", "signal", signum.name, 128 + signum)
-
-    def depart_stopped(self, stop: StopRecord) -> None:
-        """The job is to end."""
-        if self.state is State.WAITING:
-            self.depart("stopped", "exit", stop.reason, stop.code)
-
-    def depart_broken(self, error: BaseException) -> None:
-        """The control plane has failed."""
-        if self.state is State.WAITING:
-            self.depart("lost", "exit", f"control plane: {error}", EXIT_FATAL_LOSS)
 
     def depart(self, outcome: str, reason: str, detail: str, code: int) -> None:
         """End, unless it has ended."""

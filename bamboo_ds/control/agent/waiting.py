@@ -77,8 +77,8 @@ class WaitingAgent:
             on_plan=lambda plan: post(partial(slot.note_plan_without, plan)),
             on_store=lambda record: None,
             on_peers=lambda peers: None,
-            on_stop=lambda stop: post(partial(slot.depart_stopped, stop)),
-            on_error=lambda error: post(partial(slot.depart_broken, error)),
+            on_stop=lambda stop: post(partial(slot.note_stop, stop)),
+            on_error=lambda error: post(partial(slot.note_error, error)),
             on_ended=lambda: post(self._note_end),
             on_restart=lambda restart: post(partial(slot.note_restart, restart)),
         )

@@ -11,6 +11,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ...observe.events import Event, EventWriter, Fatal, MemberJoined, MemberLost, PlanWritten, Restart, Takeover
 from ...store import Lease, Store
@@ -80,7 +81,7 @@ class Leader:
     ) -> None:
         self._store, self._events, self._clock = store, events, clock
         self._settings, self._member = settings, member
-        self._job, self._world_size = settings.job, settings.world_size
+        self._world_size = settings.world_size
         self._decider = Decider(settings.bamboo)
         self._on_feed = on_feed
         self._fed: dict[int, float] = {}  # when a feeder was started, by rank
@@ -203,18 +204,8 @@ class Leader:
         logger.warning(
             "restart %d on slots %s, from %s", record.generation, slots, record.checkpoint or "the beginning"
         )
-        self._emit(
-            Restart(
-                job=self._job,
-                member=self._member,
-                epoch=record.after_epoch,
-                number=record.generation,
-                slots=slots,
-                checkpoint=record.checkpoint,
-                step=record.step,
-                global_step=record.global_step,
-            )
-        )
+        told = record.model_dump(include={"checkpoint", "step", "global_step"})
+        self._emit(Restart, record.after_epoch, number=record.generation, slots=slots, **told)
 
     def _prune(self, mirror: Mirror) -> None:
         """Once in an epoch, when everybody has entered it: every agent holds a copy of all keys."""
@@ -294,38 +285,19 @@ class Leader:
         if action.losses:
             self._emit_fatal([], action.losses, epoch, mirror.progress)
 
-    def _emit(self, event: Event) -> None:
-        emit_or_log(self._events, event)
-
     # -- events -------------------------------------------------------------------------------------
+
+    def _emit(self, kind: Callable[..., Event], epoch: int, **fields: Any) -> None:
+        emit_or_log(self._events, kind(job=self._settings.job, member=self._member, epoch=epoch, **fields))
 
     def _emit_changes(self, attempt: _Attempt) -> None:
         old, action, new = attempt.old, attempt.action, attempt.action.plan
         for member in in_slot_order(attempt.members.values()):
             if member.id in new.members and (old is None or member.id not in old.members):
-                self._emit(
-                    MemberJoined(
-                        job=self._job,
-                        member=self._member,
-                        epoch=new.epoch,
-                        member_id=member.id,
-                        host=member.host,
-                        rank=member.home,
-                    )
-                )
+                self._emit(MemberJoined, new.epoch, member_id=member.id, host=member.host, rank=member.home)
         self._emit_losses(action.losses, old.epoch if old else 0)
-        self._emit(
-            PlanWritten(
-                job=self._job,
-                member=self._member,
-                epoch=new.epoch,
-                members=list(new.members),
-                owners=list(new.owners),
-                shadows=list(new.shadows),
-                lost=list(new.lost),
-                reason=action.reason,
-            )
-        )
+        whole = {name: list(getattr(new, name)) for name in ("members", "owners", "shadows", "lost")}
+        self._emit(PlanWritten, new.epoch, **whole, reason=action.reason)
         if new.unheld:
             roles = [new.layout.role(rank) for rank in new.unheld] if new.layout else []
             stages = [(role.pipeline, role.stage) for role in roles]
@@ -333,34 +305,16 @@ class Leader:
         if old is None or new.layout is None or old.unheld:
             return
         for role in new.layout.roles:
-            before, after = old.owners[new.layout.rank(role)], new.owners[new.layout.rank(role)]
+            rank = new.layout.rank(role)
+            before, after = old.owners[rank], new.owners[rank]
             if before != after:
-                self._emit(
-                    Takeover.model_validate(
-                        {
-                            "job": self._job,
-                            "member": self._member,
-                            "epoch": new.epoch,
-                            "role": (role.pipeline, role.stage),
-                            "from": before,
-                            "to": after,
-                        }
-                    )
-                )
+                change = {"role": (role.pipeline, role.stage), "from": before, "to": after}
+                self._emit(Takeover, new.epoch, **change)
 
     def _emit_losses(self, losses: tuple[Loss, ...], epoch: int) -> None:
         for loss in losses:
-            self._emit(
-                MemberLost(
-                    job=self._job,
-                    member=self._member,
-                    epoch=epoch,
-                    member_id=loss.member,
-                    reason=loss.reason,
-                    detail=loss.detail,
-                    detection_seconds=loss.detection_s,
-                )
-            )
+            how = {"reason": loss.reason, "detail": loss.detail, "detection_seconds": loss.detection_s}
+            self._emit(MemberLost, epoch, member_id=loss.member, **how)
 
     def _emit_fatal(
         self,
@@ -370,16 +324,8 @@ class Leader:
         progress: Mapping[str, ProgressRecord],
     ) -> None:
         newest = max(progress.values(), key=lambda p: (p.checkpoint is not None, p.step), default=None)
-        self._emit(
-            Fatal(
-                job=self._job,
-                member=self._member,
-                epoch=epoch,
-                stages=stages,
-                members=[loss.member for loss in losses],
-                checkpoint=newest.checkpoint if newest else None,
-            )
-        )
+        members, checkpoint = [loss.member for loss in losses], newest.checkpoint if newest else None
+        self._emit(Fatal, epoch, stages=stages, members=members, checkpoint=checkpoint)
 
 
 def _earliest(*times: float | None) -> float | None:
