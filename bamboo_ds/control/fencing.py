@@ -57,7 +57,7 @@ def restart_wait_s(
 
     None where it is known that they cannot: all members of a plan take part in its commits, and a worker that has ended
     takes part in none. If it had entered some plan before, so had all members of that, and none of them goes back; one
-    that had entered none may be a newcomer, which the commits of the others did not need yet.
+    that had entered none may have just joined, which the commits of the others did not need yet.
 
     Args:
         left, workers: what is known of members.

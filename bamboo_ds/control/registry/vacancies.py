@@ -43,7 +43,7 @@ def choose_home(plan: Plan, homes: Iterable[int]) -> int:
 
 @dataclass(frozen=True)
 class Vacancy:
-    """What a newcomer gets; the names are those of :class:`~bamboo_ds.control.settings.AgentSettings`.
+    """What a member that joins gets; the names are those of :class:`~bamboo_ds.control.settings.AgentSettings`.
 
     It joins what is running, or waits for the restart of a job that had a fatal loss.
     """
