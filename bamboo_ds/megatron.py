@@ -154,7 +154,7 @@ def _is_last_stage(original: Function, _: ModuleType) -> Function:
     @functools.wraps(original)
     def is_pipeline_last_stage(*args: Any, **kwargs: Any) -> Any:
         job = launch.job_of_main_thread() if _evaluating else None
-        if job is not None and job.session.script is not None and job.session.script.place != "engine":
+        if job is not None and job.session.script is not None and job.session.script.context != "engine":
             return True
         return original(*args, **kwargs)
 

@@ -321,7 +321,7 @@ def stop_while_connecting(member: Member) -> None:
     import os
     import signal
 
-    from bamboo_ds.comm import epoch as module
+    from bamboo_ds.comm import groups as module
 
     real = module.create_inner
 
