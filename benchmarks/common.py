@@ -21,7 +21,7 @@ import click
 import psutil
 from rich.console import Console
 
-from bamboo_ds.cli.slots import free_port
+from bamboo_ds.launchers.network import free_port
 
 HERE = Path(__file__).parent
 #: Scripts of the jobs that the benchmarks start.

@@ -36,7 +36,7 @@ from common import (
 
 from bamboo_ds.chaos.faults import Kind
 from bamboo_ds.chaos.observer import Observer
-from bamboo_ds.cli import jobs
+from bamboo_ds.launchers import jobs
 
 STAGES, PIPELINES, STANDBYS, MICRO_BATCHES = 4, 2, 2, 4
 MEMBERS = STAGES * PIPELINES + STANDBYS

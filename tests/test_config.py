@@ -29,8 +29,8 @@ from bamboo_ds.control.agent_settings import MemberOptions
 from bamboo_ds.errors import ConfigError, UnsupportedError
 from bamboo_ds.hooks import patch_engine
 from bamboo_ds.launch import _CHANNEL_VARIABLE, before_init_distributed
-from bamboo_ds.launched import ENV_LAUNCH
 from bamboo_ds.supported import check_config, check_schedule
+from bamboo_ds.variables import ENV_LAUNCH
 
 from .support.jobs import bamboo_command, environment, run_bamboo, run_stock, write_config
 
@@ -277,8 +277,8 @@ assert type(engine) is PipelineEngine, type(engine)
 assert type(torch.distributed.group.WORLD) is torch.distributed.ProcessGroup
 loaded = sorted(name for name in sys.modules if name.startswith("bamboo_ds"))
 assert set(loaded) <= {"bamboo_ds", "bamboo_ds.autoload", "bamboo_ds.config", "bamboo_ds.errors", "bamboo_ds.hooks",
-                       "bamboo_ds.launch", "bamboo_ds.observe", "bamboo_ds.observe.logs", "bamboo_ds.plan_change",
-                       "bamboo_ds.stages", "bamboo_ds.version"}, loaded
+                       "bamboo_ds.launch", "bamboo_ds.observe", "bamboo_ds.observe.logs", "bamboo_ds.patching",
+                       "bamboo_ds.plan_change", "bamboo_ds.stages", "bamboo_ds.variables", "bamboo_ds.version"}, loaded
 assert not [t.name for t in threading.enumerate() if "bamboo" in t.name]
 print("STOCK")
 """

@@ -17,7 +17,6 @@ from pathlib import Path
 import pytest
 
 from bamboo_ds import secret
-from bamboo_ds.cli import jobs
 from bamboo_ds.comm import handshake
 from bamboo_ds.comm.handshake import Door, Handshake, Refused, calling, hosting
 from bamboo_ds.comm.keyvalue import Client, Server
@@ -27,6 +26,7 @@ from bamboo_ds.control.agent_settings import AgentSettings, MemberOptions, parse
 from bamboo_ds.control.membership import Keys, ProgressRecord, RestartRecord
 from bamboo_ds.control.mirror import Mirror
 from bamboo_ds.errors import ConfigError, StoreError
+from bamboo_ds.launchers import jobs
 from bamboo_ds.observe.logs import LOGGER
 from bamboo_ds.secret import ENV_SECRET, ENV_SECRET_FILE, NONE, JobSecret
 from bamboo_ds.store.records import KeyValue, Snapshot, WatchEvent

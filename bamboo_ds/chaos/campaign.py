@@ -22,6 +22,7 @@ from ..control.agent_settings import AgentSettings, parse_arguments
 from ..control.membership import JobRecord
 from ..control.worker_process import adopt_orphans, end_descendants
 from ..errors import ConfigError, LaunchError
+from ..launchers.jobs import JobLocation
 from ..observe.events import read_events
 from . import report
 from .faults import WEIGHTS, Deed, Fault, Kind
@@ -46,21 +47,6 @@ _WIDTH = 150
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a job is.
-
-    Attributes:
-        job: its name.
-        store: URLs of its etcd.
-        launcher: process id of its launcher, if that is on this host.
-    """
-
-    job: str
-    store: str
-    launcher: int | None
-
-
-@dataclass(frozen=True)
 class CampaignOptions:
     """What ``bamboo chaos`` was asked for; as its options say.
 
@@ -69,7 +55,7 @@ class CampaignOptions:
         title: says where the faults come from.
     """
 
-    place: Place
+    location: JobLocation
     out: Path
     events: str | None = None
     picture: bool = True
@@ -106,8 +92,8 @@ def run(options: CampaignOptions, faults: Sequence[Fault] = (), changes: Sequenc
     deeds: list[Deed] = []
     with (
         _orderly_end(),
-        _launcher(options.place) as ended,
-        Observer(options.place.store, options.place.job, options.ready_s) as observer,
+        _launcher(options.location) as ended,
+        Observer(options.location.store, options.location.job, options.ready_s) as observer,
         open(journal, "w") as lines,
     ):
 
@@ -118,7 +104,7 @@ def run(options: CampaignOptions, faults: Sequence[Fault] = (), changes: Sequenc
             console.print(_told(deed), highlight=False)
 
         situation = _ready(observer, options, ended)
-        settings = _settings(situation, options.place.store)
+        settings = _settings(situation, options.location.store)
         events = options.events or (settings.events if settings else None)
         if events is None:
             raise ConfigError("the job writes no events: start it with --events FILE, or it cannot be verified")
@@ -133,7 +119,7 @@ def run(options: CampaignOptions, faults: Sequence[Fault] = (), changes: Sequenc
             unhealed = None
             if options.wait:
                 runner.attend(None)
-                if options.place.launcher is not None:
+                if options.location.launcher is not None:
                     runner.wait_for_end(_END_S)
             else:
                 unhealed = runner.settle(_HEAL_S)
@@ -164,8 +150,8 @@ def run(options: CampaignOptions, faults: Sequence[Fault] = (), changes: Sequenc
 
 
 def _report(options: CampaignOptions, verdict: Verdict, deeds: Sequence[Deed], events: str, console: Console) -> None:
-    title = f"job {options.place.job}: {options.title}"
-    report.save_json(options.out / "report.json", verdict, deeds, job=options.place.job, title=options.title)
+    title = f"job {options.location.job}: {options.title}"
+    report.save_json(options.out / "report.json", verdict, deeds, job=options.location.job, title=options.title)
     if options.picture:
         report.draw(options.out / "chaos.png", list(read_events(events)), deeds, title)
     tables = Console()
@@ -213,12 +199,12 @@ def _orderly_end() -> Iterator[None]:
 
 
 @contextmanager
-def _launcher(place: Place) -> Iterator[Callable[[], bool]]:
+def _launcher(location: JobLocation) -> Iterator[Callable[[], bool]]:
     """Tells whether the launcher is dead; without one on this host only etcd can tell."""
-    if place.launcher is None:
+    if location.launcher is None:
         yield lambda: False
         return
-    with Process(place.launcher) as launcher:
+    with Process(location.launcher) as launcher:
         yield launcher.dead
 
 
@@ -231,9 +217,9 @@ def _ready(observer: Observer, options: CampaignOptions, ended: Callable[[], boo
             return situation
         waited += _LOOK_S
         if ended() or situation.over:
-            raise LaunchError(f"job {options.place.job!r} has ended before its first step")
+            raise LaunchError(f"job {options.location.job!r} has ended before its first step")
         if waited > options.ready_s:
-            raise LaunchError(f"job {options.place.job!r} has not done a step within {options.ready_s:.0f} s")
+            raise LaunchError(f"job {options.location.job!r} has not done a step within {options.ready_s:.0f} s")
 
 
 def _settings(situation: Situation, store: str) -> AgentSettings | None:
@@ -264,30 +250,30 @@ def _runner_options(
     settings: AgentSettings | None,
     changes: Sequence[Change],
 ) -> RunnerOptions:
-    place = options.place
+    location = options.location
     command = spec.command if spec else ()
-    env, folder = _surroundings(place)
+    env, folder = _surroundings(location)
     slots = sorted(record.slot for record in situation.members.values())
     nodes = initial_nodes(changes, len(slots)) if changes else []
     return RunnerOptions(
         choice=Choice(options.spare_holders, options.min_members, options.hosts, spare_slots=options.spare_slots),
-        join=JoinCommand(place.store, place.job, settings, command, env, folder, options.out),
+        join=JoinCommand(location.store, location.job, settings, command, env, folder, options.out),
         patience_s=options.patience_s,
         one_at_a_time=options.one_at_a_time,
         keep=options.keep,
         ready_s=options.ready_s,
         risk_s=(settings.lease_ttl_s if settings else 5.0) + 1.0,
         notice_file=_notice_file(command, folder),
-        etcd_pid=_etcd(place),
+        etcd_pid=_etcd(location),
         nodes=dict(zip(nodes, slots, strict=False)),
     )
 
 
-def _surroundings(place: Place) -> tuple[dict[str, str], str]:
+def _surroundings(location: JobLocation) -> tuple[dict[str, str], str]:
     """Environment and working directory of the launcher, else our own."""
-    if place.launcher is None:
+    if location.launcher is None:
         return dict(os.environ), os.getcwd()
-    launcher = psutil.Process(place.launcher)
+    launcher = psutil.Process(location.launcher)
     env = launcher.environ()
     env.pop(ENV_STORE, None)
     return env, launcher.cwd()
@@ -305,9 +291,9 @@ def _notice_file(command: Sequence[str], folder: str) -> str | None:
     return str(Path(folder) / name) if name else None
 
 
-def _etcd(place: Place) -> int | None:
+def _etcd(location: JobLocation) -> int | None:
     """Process id of the etcd that the launcher has started."""
-    return None if place.launcher is None else listener(place.launcher, place.store.split(",")[0])
+    return None if location.launcher is None else listener(location.launcher, location.store.split(",")[0])
 
 
 # -- settings of the command line -----------------------------------------------------------------------

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from ..errors import ConfigError
-from . import jobs
-from .options import NAME_THE_JOB, variable_option
-
-if TYPE_CHECKING:
-    from ..chaos.campaign import Place
+from ..launchers import jobs
+from .options import running_job
 
 _KINDS = """
 \b
@@ -47,8 +44,7 @@ Exit codes:
 
 
 @click.command("chaos", epilog=_KINDS)
-@variable_option("--job", help="Name of the job.  [default: the only one that runs here]")
-@variable_option("--store", help="URLs of its etcd.  [default: found through the launcher on this host]")
+@running_job
 @click.option("--rate", type=click.FloatRange(min=0, min_open=True), help="Faults per minute, at random times.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of everything that is drawn.")
 @click.option("--count", type=click.IntRange(min=1), help="How many faults, with --rate.")
@@ -135,7 +131,7 @@ def chaos(
             click.echo(campaign.script_line(fault))
         return
     options = campaign.CampaignOptions(
-        place=_place(job, store),
+        location=_location(job, store),
         events=events,
         out=out.resolve(),
         picture=picture,
@@ -156,16 +152,11 @@ def chaos(
     sys.exit(campaign.run(options, faults, changes))
 
 
-def _place(job: str | None, store: str | None) -> Place:
-    """The job that the options mean."""
-    from ..chaos.campaign import Place
-
-    if store is not None and job is None:
-        raise ConfigError(NAME_THE_JOB)
-    file = jobs.choose(job) if store is None else jobs.find(job or "")
-    if file is None:
-        return Place(job or "", store or "", None)
-    return Place(file.job, store or file.store, file.pid)
+def _location(job: str | None, store: str | None) -> jobs.JobLocation:
+    """The job that the options mean, with its launcher if that is on this host."""
+    found = jobs.locate(job, store)
+    file = jobs.find(found.job) if found.launcher is None else None
+    return found if file is None else replace(found, launcher=file.pid)
 
 
 def _title(rate: float | None, trace: str | None, script: str | None, seed: int, compress: float) -> str:

@@ -12,8 +12,8 @@ from typing import Any
 
 from ..config import BambooConfig, NoticesConfig
 from ..errors import ConfigError
-from ..launched import ENV_CHECK_EXACT
 from ..secret import ENV_SECRET, ENV_SECRET_FILE, NONE, JobSecret, handed
+from ..variables import ENV_CHECK_EXACT
 from .access import ENV_NOTICES, ENV_STORE, without_access
 from .channel import (
     ENV_ADDRESS,
