@@ -131,7 +131,7 @@ forks = []
 os.register_at_fork(before=lambda: forks.append(1))
 # As where another thread has held the interpreter's lock in the moment of the first fork.
 os.register_at_fork(after_in_child=lambda: len(forks) == 1 and signal.pause())
-forking.PATIENCE_S = 0.5
+forking.TIMEOUT_S = 0.5
 os.fork = forking.sure_fork
 child = multiprocessing.get_context("fork").Process(target=sys.exit, args=(5,))
 child.start()

@@ -25,7 +25,7 @@ from ..errors import ConfigError, LaunchError
 from ..launchers.jobs import JobLocation
 from ..observe.events import read_events
 from . import report
-from .faults import WEIGHTS, Deed, Fault, Kind
+from .faults import WEIGHTS, Fault, FaultRecord, Kind
 from .joiners import JoinCommand
 from .observer import Observer
 from .processes import Process, ProcessGone, agent_of, listener
@@ -64,7 +64,7 @@ class CampaignOptions:
     spare_holders: bool = True
     min_members: int = 1
     spare_slots: tuple[int, ...] = ()
-    patience_s: float = 60.0
+    timeout_s: float = 60.0
     one_at_a_time: bool = False
     keep: int = 0
     hosts: Hosts = field(default_factory=Hosts)
@@ -89,7 +89,7 @@ def run(options: CampaignOptions, faults: Sequence[Fault] = (), changes: Sequenc
     adopt_orphans()  # what a killed joiner leaves behind becomes ours
     before = {child.pid for child in psutil.Process().children()}
     journal = options.out / "faults.jsonl"
-    deeds: list[Deed] = []
+    records: list[FaultRecord] = []
     with (
         _orderly_end(),
         _launcher(options.location) as ended,
@@ -97,11 +97,11 @@ def run(options: CampaignOptions, faults: Sequence[Fault] = (), changes: Sequenc
         open(journal, "w") as lines,
     ):
 
-        def tell(deed: Deed) -> None:
-            deeds.append(deed)
-            lines.write(deed.model_dump_json() + "\n")
+        def tell(record: FaultRecord) -> None:
+            records.append(record)
+            lines.write(record.model_dump_json() + "\n")
             lines.flush()
-            console.print(_told(deed), highlight=False)
+            console.print(_told(record), highlight=False)
 
         situation = _ready(observer, options, ended)
         settings = _settings(situation, options.location.store)
@@ -133,7 +133,7 @@ def run(options: CampaignOptions, faults: Sequence[Fault] = (), changes: Sequenc
             end_descendants(before | set(going))
     verdict = verify(
         list(read_events(events)),
-        deeds,
+        records,
         finished=options.wait,
         timeout_s=settings.heartbeat_timeout_s if settings else 5.0,
     )
@@ -143,21 +143,23 @@ def run(options: CampaignOptions, faults: Sequence[Fault] = (), changes: Sequenc
         verdict.problems.append(f"joiners {runner.overdue} did not end with the job")
     if unhealed is not None:
         verdict.problems.append(f"{_HEAL_S:.0f} s after the last fault the job was not healed: {unhealed}")
-    _report(options, verdict, deeds, events, console)
+    _report(options, verdict, records, events, console)
     if going:
         console.print(_left(going))
     return 1 if verdict.problems else 0
 
 
-def _report(options: CampaignOptions, verdict: Verdict, deeds: Sequence[Deed], events: str, console: Console) -> None:
+def _report(
+    options: CampaignOptions, verdict: Verdict, records: Sequence[FaultRecord], events: str, console: Console
+) -> None:
     title = f"job {options.location.job}: {options.title}"
-    report.save_json(options.out / "report.json", verdict, deeds, job=options.location.job, title=options.title)
+    report.save_json(options.out / "report.json", verdict, records, job=options.location.job, title=options.title)
     if options.picture:
-        report.draw(options.out / "chaos.png", list(read_events(events)), deeds, title)
+        report.draw(options.out / "chaos.png", list(read_events(events)), records, title)
     tables = Console()
     if not tables.is_terminal:
         tables = Console(width=_WIDTH)
-    tables.print(report.table(verdict, deeds, title))
+    tables.print(report.table(verdict, records, title))
     for note in verdict.notes:
         console.print(f"note: {note}", highlight=False, markup=False)
     for problem in verdict.problems:
@@ -165,14 +167,15 @@ def _report(options: CampaignOptions, verdict: Verdict, deeds: Sequence[Deed], e
     console.print(f"{'not verified' if verdict.problems else 'verified'}; see {options.out}", highlight=False)
 
 
-def _told(deed: Deed) -> str:
-    whom = ", ".join(deed.members) or ", ".join(map(str, deed.pids))
-    seconds = f" for {deed.seconds:.2f} s" if deed.seconds is not None else ""
-    number = "joiner" if deed.number is None else f"fault {deed.number}"
-    detail = f" ({deed.detail})" if deed.detail else ""
-    state = "" if deed.confirmed else " unconfirmed" if deed.outcome == "struck" else ""
+def _told(record: FaultRecord) -> str:
+    whom = ", ".join(record.members) or ", ".join(map(str, record.pids))
+    seconds = f" for {record.seconds:.2f} s" if record.seconds is not None else ""
+    number = "joiner" if record.number is None else f"fault {record.number}"
+    detail = f" ({record.detail})" if record.detail else ""
+    state = "" if record.confirmed else " unconfirmed" if record.outcome == "injected" else ""
     return (
-        f"[dim]{deed.begun_s:7.1f} s[/dim] {number}: {deed.kind.value} {whom}{seconds}: {deed.outcome}{state}{detail}"
+        f"[dim]{record.begun_s:7.1f} s[/dim] {number}: {record.kind.value} {whom}{seconds}: "
+        f"{record.outcome}{state}{detail}"
     )
 
 
@@ -258,7 +261,7 @@ def _runner_options(
     return RunnerOptions(
         choice=Choice(options.spare_holders, options.min_members, options.hosts, spare_slots=options.spare_slots),
         join=JoinCommand(location.store, location.job, settings, command, env, folder, options.out),
-        patience_s=options.patience_s,
+        timeout_s=options.timeout_s,
         one_at_a_time=options.one_at_a_time,
         keep=options.keep,
         ready_s=options.ready_s,

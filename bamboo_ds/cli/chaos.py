@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -58,8 +59,9 @@ Exit codes:
 @click.option("--spare-holders/--no-spare-holders", default=True, show_default=True, help="Keep a holder per stage.")
 @click.option("--min-members", type=click.IntRange(min=1), default=1, show_default=True, help="Spare the last ones.")
 @click.option("--spare-slot", "spare_slots", type=int, multiple=True, help="Never hit it; may be repeated.")
-@click.option("--patience-s", type=click.FloatRange(min=0), default=60.0, show_default=True, help="A fault waits so"
+@click.option("--timeout-s", type=click.FloatRange(min=0), default=60.0, show_default=True, help="A fault waits so"
               " long until the job can bear it.")  # fmt: skip
+@click.option("--patience-s", type=click.FloatRange(min=0), hidden=True)
 @click.option("--one-at-a-time", is_flag=True, help="Every fault waits until the job has healed.")
 @click.option("--keep", type=click.IntRange(min=0), default=0, help="Start joiners to keep up so many members.")
 @click.option("--host-of", multiple=True, metavar="NAME=SLOT,SLOT..", help="Simulate a host; may be repeated.")
@@ -82,22 +84,14 @@ def chaos(
     lengths: tuple[str, ...],
     trace: str | None,
     compress: float,
-    limit: int | None,
     script: str | None,
-    spare_holders: bool,
-    min_members: int,
-    spare_slots: tuple[int, ...],
-    patience_s: float,
-    one_at_a_time: bool,
-    keep: int,
+    timeout_s: float,
+    patience_s: float | None,
     host_of: tuple[str, ...],
     slots_per_host: int | None,
-    events: str | None,
     out: Path,
-    picture: bool,
-    wait: bool,
-    ready_s: float,
     dry_run: bool,
+    **others: Any,
 ) -> None:
     """Do seeded harm to a running job on this host, and check that it bears it.
 
@@ -105,6 +99,9 @@ def chaos(
     """
     if sum(source is not None for source in (rate, trace, script)) != 1:
         raise ConfigError("give one of --rate, --trace and --script")
+    if patience_s is not None:
+        click.echo("bamboo: --patience-s is called --timeout-s now", err=True)
+        timeout_s = patience_s
     # Only now: gRPC and the rest take their time to load.
     from ..chaos import campaign
     from ..chaos.schedule import by_rate, parse_script, parse_trace
@@ -132,22 +129,13 @@ def chaos(
         return
     options = campaign.CampaignOptions(
         location=_location(job, store),
-        events=events,
         out=out.resolve(),
-        picture=picture,
-        wait=wait,
-        ready_s=ready_s,
-        spare_holders=spare_holders,
-        min_members=min_members,
-        spare_slots=spare_slots,
-        patience_s=patience_s,
-        one_at_a_time=one_at_a_time,
-        keep=keep,
+        timeout_s=timeout_s,
         hosts=Hosts.parse(host_of, slots_per_host),
         compress=compress,
-        limit=limit,
         complete=duration_s is None,
         title=_title(rate, trace, script, seed, compress),
+        **others,
     )
     sys.exit(campaign.run(options, faults, changes))
 
