@@ -41,6 +41,7 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
 
 # Jobs of workers wait a good part of their time: three at once keep two processors busy. FORK=0 executes every process
 # of a job, as users' are, instead of forking it from one that has made its imports.

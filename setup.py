@@ -44,6 +44,7 @@ setup(
             "py-spy>=0.3",
             "mypy>=1.11",
             "ruff>=0.6",
+            "import-linter>=2.10",
             "types-psutil",
         ],
     },

@@ -104,11 +104,12 @@ class _PatchingFinder(importlib.abc.MetaPathFinder):
 
 def _adopt_slurm() -> None:
     """Give a task of ``srun`` in a bamboo job the variables that scripts ask for before they build process groups."""
-    from . import config, launched
+    from . import config, variables
+    from .launchers import ranks
 
     path = config.config_path_from_argv()
-    if launched.ENV_LAUNCH in os.environ or (path is not None and config.has_block(path)):
-        launched.adopt_slurm(os.environ)
+    if variables.ENV_LAUNCH in os.environ or (path is not None and config.has_block(path)):
+        ranks.adopt_slurm(os.environ)
 
 
 def autoload() -> None:

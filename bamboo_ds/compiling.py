@@ -18,33 +18,31 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from . import patching
 from .worker import job as jobs
-
-_MARK = "_bamboo_patched"
 
 
 def patch(module: ModuleType) -> None:
     """Wrap ``torch.utils.cpp_extension.load``."""
-    original: Any = module.__dict__["load"]
-    if hasattr(original, _MARK):
-        return
 
-    @functools.wraps(original)
-    def load(name: str, *args: Any, **kwargs: Any) -> Any:
-        job = jobs.job_of_main_thread()
-        if job is None:
-            return original(name, *args, **kwargs)
-        folder = kwargs.get("build_directory") or module._get_build_directory(name, False)
-        activity = job.channel.activity
-        activity.doing = functools.partial(state, name, Path(folder, "lock"))
-        try:
-            with _ended_in_order():
+    def wrap(original: Any) -> Any:
+        @functools.wraps(original)
+        def load(name: str, *args: Any, **kwargs: Any) -> Any:
+            job = jobs.job_of_main_thread()
+            if job is None:
                 return original(name, *args, **kwargs)
-        finally:
-            activity.doing = None
+            folder = kwargs.get("build_directory") or module._get_build_directory(name, False)
+            activity = job.channel.activity
+            activity.doing = functools.partial(state, name, Path(folder, "lock"))
+            try:
+                with _ended_in_order():
+                    return original(name, *args, **kwargs)
+            finally:
+                activity.doing = None
 
-    setattr(load, _MARK, True)
-    setattr(module, "load", load)  # noqa: B010
+        return load
+
+    patching.patch(module, "load", wrap)
 
 
 def state(name: str, lock: Path) -> str:
@@ -110,10 +108,8 @@ def _ended_in_order() -> Iterator[None]:
     signal.signal(signal.SIGTERM, end)
     try:
         yield
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
     except _Ended:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)
-    except BaseException:
+    finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        raise

@@ -18,7 +18,7 @@ import weakref
 logger = logging.getLogger("bamboo_ds")
 
 #: Seconds for a child to come out of the interpreter's own part of a fork, which takes some milliseconds.
-PATIENCE_S = 20.0
+TIMEOUT_S = 20.0
 
 _ours: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 _fork = os.fork
@@ -76,4 +76,4 @@ def sure_fork() -> int:
 def _readable(descriptor: int) -> bool:
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
-    return bool(poll.poll(PATIENCE_S * 1000))  # also when the other end is closed
+    return bool(poll.poll(TIMEOUT_S * 1000))  # also when the other end is closed

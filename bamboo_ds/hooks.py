@@ -9,31 +9,29 @@ from typing import Any
 from . import stages
 from .config import BLOCK, bamboo_config, has_block
 from .errors import ConfigError, UnsupportedError
-
-_MARK = "_bamboo_patched"
+from .patching import MARK, patch
 
 
 def patch_comm(module: ModuleType) -> None:
     """Wrap ``deepspeed.comm.comm.init_distributed``."""
-    original: Any = module.__dict__["init_distributed"]
-    if hasattr(original, _MARK):
-        return
 
-    @functools.wraps(original)
-    def init_distributed(*args: Any, **kwargs: Any) -> Any:
-        from . import launch
+    def wrap(original: Any) -> Any:
+        @functools.wraps(original)
+        def init_distributed(*args: Any, **kwargs: Any) -> Any:
+            from . import launch
 
-        launch.before_init_distributed(kwargs.get("timeout"))
-        return original(*args, **kwargs)
+            launch.before_init_distributed(kwargs.get("timeout"))
+            return original(*args, **kwargs)
 
-    setattr(init_distributed, _MARK, True)
-    setattr(module, "init_distributed", init_distributed)  # noqa: B010
+        return init_distributed
+
+    patch(module, "init_distributed", wrap)
 
 
 def patch_engine(module: ModuleType) -> None:
     """Make ``PipelineEngine(config=...)`` build a bamboo engine where the configuration has the block."""
     base = module.DeepSpeedEngine
-    if _MARK in base.__dict__:
+    if MARK in base.__dict__:
         return
 
     def new(cls: type, *args: Any, **kwargs: Any) -> Any:
@@ -45,7 +43,7 @@ def patch_engine(module: ModuleType) -> None:
         return object.__new__(cls if settings is None else _engine_class(cls))
 
     base.__new__ = new
-    setattr(base, _MARK, True)
+    setattr(base, MARK, True)
 
 
 def _engine_class(cls: type) -> type:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from .config import BLOCK, BambooConfig, bamboo_config, config_path_from_argv, load_config
 from .errors import ConfigError
+from .variables import ENV_CONFIG, ENV_LAUNCH, ENV_MEMBER
 from .worker import HOW_TO_START
 
 if TYPE_CHECKING:
@@ -29,8 +30,8 @@ def before_init_distributed(timeout: timedelta | None = None, config: Any = None
 
     Called before ``deepspeed.init_distributed`` does its work. The block is looked for in ``config`` and on the
     command line (``--deepspeed_config``). A process of ``bamboo run`` or ``bamboo launch`` whose configuration is not
-    known yet is taken for one of a bamboo job. A process that another launcher has started becomes the keeper of its
-    slot (:mod:`.launched`).
+    known yet is taken for one of a bamboo job. A process that another launcher has started becomes the supervisor
+    of its rank (:mod:`.launchers.launched`).
 
     A configuration that cannot be read is an error in ``config`` and in processes of ``bamboo run`` and ``bamboo
     launch``. Elsewhere it has no block: DeepSpeed says what is wrong with it, if the script uses it.
@@ -58,7 +59,7 @@ def before_init_distributed(timeout: timedelta | None = None, config: Any = None
 
         check_config(loaded)
     if _CHANNEL_VARIABLE not in os.environ:
-        _become_keeper(settings, timeout or _DEFAULT_TIMEOUT)
+        _become_supervisor(settings, timeout or _DEFAULT_TIMEOUT)
         return
     import torch.distributed
 
@@ -78,25 +79,25 @@ def before_init_distributed(timeout: timedelta | None = None, config: Any = None
 
 def _is_ours() -> bool:
     """Whether ``bamboo run`` or ``bamboo launch`` has started this process."""
-    from . import launched
-
-    return _CHANNEL_VARIABLE in os.environ or launched.ENV_LAUNCH in os.environ
+    return _CHANNEL_VARIABLE in os.environ or ENV_LAUNCH in os.environ
 
 
-def _become_keeper(settings: BambooConfig | None, timeout: timedelta) -> None:
+def _become_supervisor(settings: BambooConfig | None, timeout: timedelta) -> None:
     """Leave the script to a worker, if another launcher has started this process and the job is a bamboo job."""
-    from . import launched
+    from .launchers import ranks
 
     if settings is None:
-        if launched.ENV_LAUNCH not in os.environ or launched.ENV_MEMBER in os.environ:
+        if ENV_LAUNCH not in os.environ or ENV_MEMBER in os.environ:
             return
-        path = os.environ.get(launched.ENV_CONFIG)
+        path = os.environ.get(ENV_CONFIG)
         settings = (bamboo_config(path) if path else None) or BambooConfig()
-    launched.adopt_slurm(os.environ)
-    place = launched.launched(os.environ)
+    ranks.adopt_slurm(os.environ)
+    place = ranks.launched(os.environ)
     if place is None:
         raise ConfigError(f'the configuration has a "{BLOCK}" block, but this process has no agent: {HOW_TO_START}')
-    launched.become_keeper(place, settings, timeout)
+    from .launchers.launched import become_supervisor
+
+    become_supervisor(place, settings, timeout)
 
 
 def _disable_shared_memory_collectives() -> None:

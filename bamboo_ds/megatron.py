@@ -16,13 +16,13 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
+from . import patching
 from .worker import job as jobs
 
 logger = logging.getLogger("bamboo_ds")
 
 Function = Callable[..., Any]
 
-_MARK = "_bamboo_patched"
 _LAST = -1
 #: No rank: what a process is taken for that runs as a rank for which another one speaks.
 _NONE = -1
@@ -34,18 +34,14 @@ _evaluating = False
 def patch(module: ModuleType) -> None:
     """Wrap what ``module`` defines of Megatron's output."""
     for name, wrap in _WRAPPERS.items():
-        original = vars(module).get(name)
-        defined = getattr(original, "__module__", None) == module.__name__
-        if original is not None and defined and not hasattr(original, _MARK):
-            wrapped = wrap(original, module)
-            setattr(wrapped, _MARK, True)
-            setattr(module, name, wrapped)
+        if getattr(vars(module).get(name), "__module__", None) == module.__name__:
+            patching.patch(module, name, functools.partial(wrap, module=module))
 
 
 def _as_speaker(rank: int) -> Callable[[Function, ModuleType], Function]:
     """Of a function that compares the process's rank with ``rank`` and makes no collective."""
 
-    def wrap(original: Function, _: ModuleType) -> Function:
+    def wrap(original: Function, module: ModuleType) -> Function:
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
             with _taken_for(rank):
@@ -118,7 +114,7 @@ def _open(module: ModuleType, setter: str, settings: tuple[str, ...], rank: int)
         )
 
 
-def _timers(original: Any, _: ModuleType) -> Any:
+def _timers(original: Any, module: ModuleType) -> Any:
     """``Timers``, whose ``log`` prints on the last rank where no rank is given, and makes collectives before."""
     log = original.log
     if "rank" not in inspect.signature(log).parameters:
@@ -135,7 +131,7 @@ def _timers(original: Any, _: ModuleType) -> Any:
     return original
 
 
-def _evaluate(original: Function, _: ModuleType) -> Function:
+def _evaluate(original: Function, module: ModuleType) -> Function:
     """``evaluate`` adds losses up on the last stage only: all do it, since another process may have to tell the sum."""
 
     @functools.wraps(original)
@@ -150,18 +146,18 @@ def _evaluate(original: Function, _: ModuleType) -> Function:
     return evaluate
 
 
-def _is_last_stage(original: Function, _: ModuleType) -> Function:
+def _is_last_stage(original: Function, module: ModuleType) -> Function:
     @functools.wraps(original)
     def is_pipeline_last_stage(*args: Any, **kwargs: Any) -> Any:
         job = jobs.job_of_main_thread() if _evaluating else None
-        if job is not None and job.session.script is not None and job.session.script.place != "engine":
+        if job is not None and job.session.script is not None and job.session.script.context != "engine":
             return True
         return original(*args, **kwargs)
 
     return is_pipeline_last_stage
 
 
-_WRAPPERS: dict[str, Callable[[Any, ModuleType], Any]] = {
+_WRAPPERS: dict[str, Callable[..., Any]] = {
     "print_rank_0": _as_speaker(0),
     "is_rank_0": _as_speaker(0),
     "print_rank_last": _as_speaker(_LAST),

@@ -21,7 +21,7 @@ import click
 import psutil
 from rich.console import Console
 
-from bamboo_ds.cli.slots import free_port
+from bamboo_ds.launchers.network import free_port
 
 HERE = Path(__file__).parent
 #: Scripts of the jobs that the benchmarks start.
@@ -139,6 +139,22 @@ TRAININGS = {
 }
 
 
+def ended_well(folder: Path, processes: Sequence[subprocess.Popen[bytes]], timeout_s: float) -> Job:
+    """The job in ``folder``, once all its processes have ended.
+
+    Raises:
+        JobFailed: one failed, or they took longer than ``timeout_s`` seconds.
+    """
+    deadline = time.monotonic() + timeout_s
+    try:
+        codes = [process.wait(max(0.0, deadline - time.monotonic())) for process in processes]
+    except subprocess.TimeoutExpired as error:
+        raise JobFailed(f"{folder}: the job still runs after {timeout_s} s\n{Job(folder).log()[-3000:]}") from error
+    if any(codes):
+        raise JobFailed(f"{folder}: exit codes {codes}\n{Job(folder).log()[-3000:]}")
+    return Job(folder)
+
+
 def run_stock(
     folder: Path,
     workers: int,
@@ -162,18 +178,12 @@ def run_stock(
             with open(folder / f"log-{rank}.txt", "wb") as log:
                 command = [sys.executable, str(script), *arguments]
                 processes.append(subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT))
-        deadline = time.monotonic() + timeout_s
-        codes = [process.wait(max(0.0, deadline - time.monotonic())) for process in processes]
-    except subprocess.TimeoutExpired as error:
-        raise JobFailed(f"{folder}: the job still runs after {timeout_s} s\n{Job(folder).log()[-3000:]}") from error
+        return ended_well(folder, processes, timeout_s)
     finally:
         for process in processes:
             if process.poll() is None:
                 process.kill()
                 process.wait()
-    if any(codes):
-        raise JobFailed(f"{folder}: exit codes {codes}\n{Job(folder).log()[-3000:]}")
-    return Job(folder)
 
 
 @contextmanager
@@ -229,13 +239,7 @@ def run_bamboo(
 ) -> Job:
     """Run ``script`` under ``bamboo run`` to its end; as :func:`run_stock`, with a ``checkout`` of another version."""
     with bamboo_job(folder, workers, script, arguments, variables=variables, checkout=checkout) as process:
-        try:
-            code = process.wait(timeout_s)
-        except subprocess.TimeoutExpired as error:
-            raise JobFailed(f"{folder}: the job still runs after {timeout_s} s\n{Job(folder).log()[-3000:]}") from error
-    if code:
-        raise JobFailed(f"{folder}: exit code {code}\n{Job(folder).log()[-3000:]}")
-    return Job(folder)
+        return ended_well(folder, [process], timeout_s)
 
 
 def wall(event: dict[str, Any]) -> float:

@@ -42,7 +42,7 @@ from rich.table import Table
 from bamboo_ds.chaos.observer import Observer
 from bamboo_ds.chaos.processes import Process, agent_of, listener, worker_of
 from bamboo_ds.chaos.situation import Situation
-from bamboo_ds.cli import jobs
+from bamboo_ds.launchers import jobs
 from bamboo_ds.observe.audit import audit
 from bamboo_ds.observe.ledger import read_ledger
 

@@ -36,13 +36,13 @@ from common import (
 
 from bamboo_ds.chaos.faults import Kind
 from bamboo_ds.chaos.observer import Observer
-from bamboo_ds.cli import jobs
+from bamboo_ds.launchers import jobs
 
 STAGES, PIPELINES, STANDBYS, MICRO_BATCHES = 4, 2, 2, 4
 MEMBERS = STAGES * PIPELINES + STANDBYS
 #: Largest relative difference of parameters, and largest growth of memory, threads and descriptors per process.
 TOLERANCE, GROWTH = 1e-6, 0.05
-#: How often which kind of fault strikes: all that are possible on one host.
+#: How often which kind of fault is injected: all that are possible on one host.
 WEIGHTS = {
     Kind.KILL: 18,
     Kind.KILL_AGENT: 10,
@@ -259,7 +259,7 @@ def main(faults: int, rate: float, seed: int, steps: int | None, hold_s: float, 
         problems += compare(out, folder, steps, batch, measured)
     pauses = [effect for effect in measured["chaos"]["effects"] if effect["lost"] and effect["pause_s"] is None]
     if pauses:
-        problems.append(f"the pauses of faults {[effect['deed'] for effect in pauses]} were not recorded")
+        problems.append(f"the pauses of faults {[effect['record'] for effect in pauses]} were not recorded")
     report(out, folder, {"faults": faults, "seed": seed, "seconds": time.monotonic() - begin, **measured}, problems)
 
 

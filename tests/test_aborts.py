@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from bamboo_ds.comm import epoch as module
+from bamboo_ds.comm import groups as module
 from bamboo_ds.comm.inner import NCCL
 from bamboo_ds.control.messages import Heartbeat, PlanPush, parse_to_agent
 from bamboo_ds.errors import EXIT_EVICTED, AbortFailed, Isolated
@@ -58,7 +58,7 @@ class Worker:
         self._agent.sendall(PlanPush(plan=plan).to_line())
 
     def have(self, *communicators: Communicator) -> None:
-        groups: Any = self.job.session.current._groups
+        groups: Any = self.job.session.current.groups._groups
         for number, communicator in enumerate(communicators):
             groups[f"group{number}", NCCL, ("a", "b")] = communicator
 
@@ -86,7 +86,7 @@ def worker() -> Iterator[Worker]:
 def test_one_that_blocks_or_fails_holds_nobody_up(
     worker: Worker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(module, "_ABORT_PATIENCE_S", 0.2)
+    monkeypatch.setattr(module, "_ABORT_TIMEOUT_S", 0.2)
     release = threading.Event()
     blocks, fails, ends = Communicator(release.wait), Communicator(fail), Communicator()
     worker.have(blocks, fails, ends)
@@ -100,9 +100,9 @@ def test_one_that_blocks_or_fails_holds_nobody_up(
         assert exit_code_of(first.value) == EXIT_EVICTED, "a loss of this member, no failure of the script"
     finally:
         release.set()
-    epoch._aborts.join()
+    epoch.groups._aborts.join()
     with pytest.raises(AbortFailed, match=r"group1 of a, b .* has failed: unhandled device error"):
-        epoch.await_aborts()
+        epoch.groups.await_aborts()
     assert "NCCL group group1 of a, b (epoch 1) could not be aborted" in caplog.text
     worker.heartbeats(2)
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from bamboo_ds.chaos import report
 from bamboo_ds.chaos.campaign import parse_seconds, parse_weights, script_line
-from bamboo_ds.chaos.faults import SECONDS, WEIGHTS, Deed, Fault, Kind, Target
+from bamboo_ds.chaos.faults import SECONDS, WEIGHTS, Fault, FaultRecord, Kind, Target
 from bamboo_ds.chaos.schedule import Change, by_rate, by_trace, initial_nodes, parse_script, parse_trace
 from bamboo_ds.chaos.situation import Hosts
 from bamboo_ds.chaos.sparing import Choice, aim, refusal, unheld_after
@@ -277,9 +277,9 @@ def lost_event(member: str, seconds: float, reason: str = "signal") -> Event:
     return event("member_lost", seconds, member_id=member, reason=reason, detail="SIGKILL", detection_seconds=0.01)
 
 
-def kill(member: str, at_s: float, /, **more: Any) -> Deed:
+def kill(member: str, at_s: float, /, **more: Any) -> FaultRecord:
     values = {"number": 0, "kind": Kind.KILL, "planned_s": 0, "begun_s": 0, "time": 1000 + at_s, "members": [member]}
-    return Deed.model_validate({**values, "outcome": "struck", "confirmed": True, **more})
+    return FaultRecord.model_validate({**values, "outcome": "injected", "confirmed": True, **more})
 
 
 def good_run() -> list[Event]:
@@ -303,19 +303,19 @@ def good_run() -> list[Event]:
 
 @pytest.mark.integration
 def test_good_run_is_verified(tmp_path: Path) -> None:
-    deeds = [kill("m1", 2.45)]
-    verdict = verify(good_run(), deeds, finished=True)
+    records = [kill("m1", 2.45)]
+    verdict = verify(good_run(), records, finished=True)
     assert verdict.problems == [] and verdict.notes == []
     (effect,) = verdict.effects
     assert effect.lost == ("m1",) and (effect.pause_s, effect.redo_s) == (0.3, 0.4)
     assert effect.healed_steps == 1 and effect.healed_s == pytest.approx(0.7)
     assert effect.delay_s == pytest.approx(0.2) and verdict.healing_s == [0.05]
-    report.save_json(tmp_path / "r.json", verdict, deeds)
+    report.save_json(tmp_path / "r.json", verdict, records)
     rows = json.loads((tmp_path / "r.json").read_text())["by_kind"]
-    assert [(row["kind"], row["struck"], row["members_lost"]) for row in rows] == [("kill", 1, 1)]
-    assert report.table(verdict, deeds, "t").row_count == 2
+    assert [(row["kind"], row["injected"], row["members_lost"]) for row in rows] == [("kill", 1, 1)]
+    assert report.table(verdict, records, "t").row_count == 2
     pytest.importorskip("matplotlib")
-    report.draw(tmp_path / "p.png", good_run(), deeds, "t")
+    report.draw(tmp_path / "p.png", good_run(), records, "t")
     assert (tmp_path / "p.png").stat().st_size > 5000
 
 
@@ -342,7 +342,7 @@ def _without(kind: str) -> list[Event]:
 
 
 @pytest.mark.parametrize(
-    ("events", "deeds", "problem"),
+    ("events", "records", "problem"),
     [
         (_without("run_finished"), [kill("m1", 2.4)], "did not say how it ended"),
         (_without("step"), [kill("m1", 2.4)], "no step was done"),
@@ -359,8 +359,8 @@ def _without(kind: str) -> list[Event]:
         ([*good_run(), event("fatal", 7, stages=[[0, 1]], members=["m1"], checkpoint=None)], [kill("m1", 2)], "fatal"),
     ],
 )
-def test_what_is_wrong_is_found(events: list[Event], deeds: list[Deed], problem: str) -> None:
-    assert any(problem in found for found in verify(events, deeds, finished=True).problems)
+def test_what_is_wrong_is_found(events: list[Event], records: list[FaultRecord], problem: str) -> None:
+    assert any(problem in found for found in verify(events, records, finished=True).problems)
 
 
 def test_a_speaker_that_dies_may_leave_a_gap_or_a_repetition() -> None:

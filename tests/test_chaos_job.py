@@ -65,9 +65,9 @@ def test_job_bears_a_script_of_faults(tmp_path: Path, reference: Callable[..., R
     told = result.output[-6000:]
     assert result.exit_code == 0, told
     assert code == 0, told
-    deeds = journal(tmp_path)
-    struck = [(d["number"], d["kind"]) for d in deeds if d["outcome"] == "struck" and d["confirmed"]]
-    assert sorted(pair for pair in struck if pair[0] is not None) == [
+    records = journal(tmp_path)
+    injected = [(d["number"], d["kind"]) for d in records if d["outcome"] == "injected" and d["confirmed"]]
+    assert sorted(pair for pair in injected if pair[0] is not None) == [
         (0, "hold_gil"),
         (1, "kill"),
         (2, "etcd_stop"),
@@ -76,10 +76,10 @@ def test_job_bears_a_script_of_faults(tmp_path: Path, reference: Callable[..., R
     report = json.loads((tmp_path / "chaos" / "report.json").read_text())
     assert report["verified"] and report["problems"] == [], told
     lost = {e["member_id"] for e in result.events("member_lost")}
-    assert lost == {m for d in deeds if d["kind"].startswith("kill") for m in d["members"]}, told
+    assert lost == {m for d in records if d["kind"].startswith("kill") for m in d["members"]}, told
     # Nobody's child, but the other agents of this host have seen it die.
     reasons = {e["member_id"]: (e["reason"], e["detail"][:10]) for e in result.events("member_lost")}
-    (joiner,) = next(d["members"] for d in deeds if d["number"] == 3)
+    (joiner,) = next(d["members"] for d in records if d["number"] == 3)
     assert reasons[joiner] == ("signal", "agent died"), told
     undisturbed = reference(2, 1, 4, *result.length)
     assert differences(undisturbed.roles(), result.roles()) == [], told

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from bamboo_ds.chaos.faults import Deed, Fault, Kind, Target
+from bamboo_ds.chaos.faults import Fault, FaultRecord, Kind, Target
+from bamboo_ds.chaos.injections import Impossible, Injection, Kill, Notify, Obey, Partition, Raise, Stop
 from bamboo_ds.chaos.joiners import JoinCommand
 from bamboo_ds.chaos.processes import (
     Process,
@@ -30,7 +31,6 @@ from bamboo_ds.chaos.processes import (
 from bamboo_ds.chaos.runner import Runner, RunnerOptions
 from bamboo_ds.chaos.situation import Situation
 from bamboo_ds.chaos.sparing import Choice
-from bamboo_ds.chaos.strikes import Impossible, Kill, Notify, Obey, Partition, Raise, Stop, Strike
 from bamboo_ds.chaos.victim import EXIT_CODE, Order, VictimUnreachable
 from bamboo_ds.control.registry.records import MemberRecord
 from bamboo_ds.topology import takeover
@@ -51,10 +51,10 @@ def fault(kind: Kind, seconds: float | None = None, target: str | None = None, a
     return Fault(n, at_s, kind, Target.parse(target) if target else None, seconds)
 
 
-def finish(strike: Strike, timeout_s: float = 10.0) -> None:
+def finish(injection: Injection, timeout_s: float = 10.0) -> None:
     """Look at it until it is over."""
     deadline = time.monotonic() + timeout_s
-    while not strike.done(Situation()):
+    while not injection.done(Situation()):
         assert time.monotonic() < deadline
         time.sleep(0.005)
 
@@ -66,9 +66,9 @@ def gone(pid: int) -> bool:
 def test_kill_of_a_worker_an_agent_a_host() -> None:
     with members(4) as found:
         for kind, victims in ((Kind.KILL, found[:1]), (Kind.KILL_AGENT, found[1:2]), (Kind.HOST, found[2:])):
-            strike = Kill(fault(kind), victims)
-            strike.begin()
-            assert strike.account.confirmed and strike.due is None
+            injection = Kill(fault(kind), victims)
+            injection.begin()
+            assert injection.account.confirmed and injection.due is None
             assert all(gone(r.pid) for r in victims)
             assert kind is Kind.KILL or all(gone(r.agent_pid) for r in victims)
         with pytest.raises(ProcessGone):
@@ -90,12 +90,12 @@ def test_only_the_members_own_processes_are_hit() -> None:
 
 def test_stop_ends_after_its_seconds() -> None:
     with members(1) as (one,):
-        strike = Stop(fault(Kind.STOP, 60.0), [one])
-        strike.begin()
-        assert strike.account.confirmed and state_of(one.pid) == "T" and not strike.done(Situation())
-        strike.due = strike.began + 0.2
-        finish(strike)
-        assert strike.account.seconds is not None and strike.account.seconds >= 0.2
+        injection = Stop(fault(Kind.STOP, 60.0), [one])
+        injection.begin()
+        assert injection.account.confirmed and state_of(one.pid) == "T" and not injection.done(Situation())
+        injection.due = injection.began + 0.2
+        finish(injection)
+        assert injection.account.seconds is not None and injection.account.seconds >= 0.2
         with worker_of(one) as worker:
             assert not worker.stopped() and not worker.dead()
         frozen = Stop(fault(Kind.FREEZE, 60.0), [one])
@@ -108,11 +108,11 @@ def test_stop_ends_after_its_seconds() -> None:
 
 def test_stopped_worker_that_is_killed_is_accounted_for() -> None:
     with members(1) as (one,):
-        strike = Stop(fault(Kind.STOP, 60.0), [one])
-        strike.begin()
+        injection = Stop(fault(Kind.STOP, 60.0), [one])
+        injection.begin()
         os.kill(one.pid, signal.SIGKILL)
-        finish(strike)
-        assert strike.account.detail == "1 of 1 were killed while they were stopped"
+        finish(injection)
+        assert injection.account.detail == "1 of 1 were killed while they were stopped"
 
 
 def test_worker_obeys() -> None:
@@ -142,13 +142,13 @@ def test_worker_that_takes_no_orders() -> None:
 def test_notice_is_written_and_withdrawn(tmp_path: Path) -> None:
     with members(2) as found:
         situation = settled(found)
-        strike = Notify(fault(Kind.NOTICE), found[:1], str(tmp_path / "notice-{slot}-{member}"))
-        strike.begin()
+        injection = Notify(fault(Kind.NOTICE), found[:1], str(tmp_path / "notice-{slot}-{member}"))
+        injection.begin()
         path = tmp_path / "notice-0-m0"
-        assert json.loads(path.read_text())["kind"] == "preempt" and not strike.done(situation)
+        assert json.loads(path.read_text())["kind"] == "preempt" and not injection.done(situation)
         assert situation.plan is not None
-        assert strike.done(at(takeover(situation.plan, ["m0"]), found[1:]))
-        assert strike.account.confirmed and not path.exists()
+        assert injection.done(at(takeover(situation.plan, ["m0"]), found[1:]))
+        assert injection.account.confirmed and not path.exists()
         with pytest.raises(Impossible, match="notices"):
             Notify(fault(Kind.NOTICE), found[1:], None).begin()
 
@@ -206,32 +206,32 @@ def command(tmp_path: Path, *words: str) -> JoinCommand:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Callable[..., tuple[Runner, list[Deed]]]:
-    def start(job: PretendedJob, faults: list[Fault], **options: object) -> tuple[Runner, list[Deed]]:
-        deeds: list[Deed] = []
-        settings = RunnerOptions(choice=Choice(), join=command(tmp_path), patience_s=0.3)
-        runner = Runner(job, faults, replace(settings, **options), lambda: False, deeds.append)  # type: ignore[arg-type]
+def run(tmp_path: Path) -> Callable[..., tuple[Runner, list[FaultRecord]]]:
+    def start(job: PretendedJob, faults: list[Fault], **options: object) -> tuple[Runner, list[FaultRecord]]:
+        records: list[FaultRecord] = []
+        settings = RunnerOptions(choice=Choice(), join=command(tmp_path), timeout_s=0.3)
+        runner = Runner(job, faults, replace(settings, **options), lambda: False, records.append)  # type: ignore[arg-type]
         try:
             runner.run()
         finally:
             runner.close()
-        return runner, deeds
+        return runner, records
 
     return start
 
 
-Run = Callable[..., tuple[Runner, list[Deed]]]
+Run = Callable[..., tuple[Runner, list[FaultRecord]]]
 
 
 def test_faults_are_carried_out_and_told(run: Run) -> None:
     with members(4) as found:
         faults = [fault(Kind.STOP, 0.2, "slot:1"), fault(Kind.KILL, None, "slot:3", 0.05, 1)]
         faults += [fault(Kind.PARTITION, 1.0, "slot:0", 0.1, 2), fault(Kind.ETCD_STOP, 1.0, None, 0.1, 3)]
-        runner, deeds = run(PretendedJob(found), faults, choice=Choice(spare_holders=False))
+        runner, records = run(PretendedJob(found), faults, choice=Choice(spare_holders=False))
         assert runner.reached == 4 and gone(found[3].pid) and not gone(found[1].pid)
-        told = {d.number: d for d in deeds}
+        told = {d.number: d for d in records}
         assert sorted(told) == [0, 1, 2, 3]
-        assert [told[n].outcome for n in range(4)] == ["struck", "struck", "impossible", "impossible"]
+        assert [told[n].outcome for n in range(4)] == ["injected", "injected", "impossible", "impossible"]
         assert told[0].confirmed and told[1].confirmed and told[1].pids == [found[3].pid]
         assert told[1].members == ["m3"] and told[1].begun_s >= 0.05 and told[0].seconds is not None
 
@@ -239,47 +239,49 @@ def test_faults_are_carried_out_and_told(run: Run) -> None:
 def test_kill_waits_for_healing_or_is_spared(run: Run) -> None:
     kills = [fault(Kind.KILL, None, "slot:1"), fault(Kind.KILL, None, "slot:2", 0, 1)]
     with members(4) as found:
-        _, deeds = run(PretendedJob(found, heals=False), kills)
-        assert [d.outcome for d in deeds] == ["struck", "spared"] and not gone(found[2].pid)
-        assert "nobody would hold" in deeds[1].detail
+        _, records = run(PretendedJob(found, heals=False), kills)
+        assert [d.outcome for d in records] == ["injected", "spared"] and not gone(found[2].pid)
+        assert "nobody would hold" in records[1].detail
     with members(4) as found:
-        _, deeds = run(PretendedJob(found), kills)
-        assert [d.outcome for d in deeds] == ["struck", "struck"] and gone(found[2].pid)
+        _, records = run(PretendedJob(found), kills)
+        assert [d.outcome for d in records] == ["injected", "injected"] and gone(found[2].pid)
     with members(4) as found:
-        _, deeds = run(PretendedJob(found, heals=False), kills, choice=Choice(spare_holders=False))
-        assert [d.outcome for d in deeds] == ["struck", "struck"] and gone(found[2].pid)
+        _, records = run(PretendedJob(found, heals=False), kills, choice=Choice(spare_holders=False))
+        assert [d.outcome for d in records] == ["injected", "injected"] and gone(found[2].pid)
 
 
 def test_stopped_member_counts_as_lost(run: Run) -> None:
     with members(4) as found:
-        _, deeds = run(PretendedJob(found), [fault(Kind.STOP, 0.4, "slot:1"), fault(Kind.KILL, None, "slot:2", 0.1, 1)])
-        outcomes = {d.number: d.outcome for d in deeds}
-        assert outcomes == {0: "struck", 1: "spared"} and not gone(found[2].pid)
+        _, records = run(
+            PretendedJob(found), [fault(Kind.STOP, 0.4, "slot:1"), fault(Kind.KILL, None, "slot:2", 0.1, 1)]
+        )
+        outcomes = {d.number: d.outcome for d in records}
+        assert outcomes == {0: "injected", 1: "spared"} and not gone(found[2].pid)
 
 
 def test_without_etcd_only_what_was_settled_is_relied_on(run: Run) -> None:
     with members(4) as found:
         job = PretendedJob(found)
         job.answers = False
-        _, deeds = run(job, [fault(Kind.KILL, None, "slot:1"), fault(Kind.KILL, None, "slot:3", 0, 1)])
-        assert [d.outcome for d in deeds] == ["struck", "spared"]  # the second one has to wait for the leader
+        _, records = run(job, [fault(Kind.KILL, None, "slot:1"), fault(Kind.KILL, None, "slot:3", 0, 1)])
+        assert [d.outcome for d in records] == ["injected", "spared"]  # the second one has to wait for the leader
 
 
 def test_nobody_there_is_told(run: Run) -> None:
     with members(2) as found:
-        _, deeds = run(PretendedJob(found), [fault(Kind.KILL, None, "slot:7")])
-        assert [d.outcome for d in deeds] == ["absent"]
+        _, records = run(PretendedJob(found), [fault(Kind.KILL, None, "slot:7")])
+        assert [d.outcome for d in records] == ["absent"]
 
 
 def test_joiner_that_cannot_join_is_told_with_its_output(run: Run, tmp_path: Path) -> None:
     with members(2) as found:
         join = command(tmp_path, sys.executable, "-u", "no-such-script.py")
-        _, deeds = run(PretendedJob(found), [fault(Kind.JOIN)], join=join)
-        (deed,) = deeds
-        assert deed.outcome == "failed" and "ended with exit code" in deed.detail
-        assert "ftp://nowhere" in deed.detail and "ftp://nowhere" in (tmp_path / "join-0.log").read_text()
-        _, deeds = run(PretendedJob(found), [fault(Kind.JOIN)])
-        assert deeds[0].outcome == "impossible"
+        _, records = run(PretendedJob(found), [fault(Kind.JOIN)], join=join)
+        (record,) = records
+        assert record.outcome == "failed" and "ended with exit code" in record.detail
+        assert "ftp://nowhere" in record.detail and "ftp://nowhere" in (tmp_path / "join-0.log").read_text()
+        _, records = run(PretendedJob(found), [fault(Kind.JOIN)])
+        assert records[0].outcome == "impossible"
 
 
 def test_feeders_end_with_the_agent_that_has_started_them() -> None:

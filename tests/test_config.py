@@ -32,8 +32,8 @@ from bamboo_ds.control.settings import AgentSettings, MemberOptions, parse_argum
 from bamboo_ds.errors import ConfigError, UnsupportedError
 from bamboo_ds.hooks import patch_engine
 from bamboo_ds.launch import _CHANNEL_VARIABLE, before_init_distributed
-from bamboo_ds.launched import ENV_LAUNCH
 from bamboo_ds.supported import check_config, check_schedule
+from bamboo_ds.variables import ENV_LAUNCH
 from bamboo_ds.worker.job import Job
 
 from .support.jobs import bamboo_command, environment, run_bamboo, run_stock, write_config
@@ -281,8 +281,8 @@ assert type(engine) is PipelineEngine, type(engine)
 assert type(torch.distributed.group.WORLD) is torch.distributed.ProcessGroup
 loaded = sorted(name for name in sys.modules if name.startswith("bamboo_ds"))
 assert set(loaded) <= {"bamboo_ds", "bamboo_ds.autoload", "bamboo_ds.config", "bamboo_ds.deepspeed_config",
-                       "bamboo_ds.errors", "bamboo_ds.hooks",
-                       "bamboo_ds.launch", "bamboo_ds.stages", "bamboo_ds.version", "bamboo_ds.worker",
+                       "bamboo_ds.errors", "bamboo_ds.hooks", "bamboo_ds.launch", "bamboo_ds.patching",
+                       "bamboo_ds.stages", "bamboo_ds.variables", "bamboo_ds.version", "bamboo_ds.worker",
                        "bamboo_ds.worker.plan_changes"}, loaded
 assert not [t.name for t in threading.enumerate() if "bamboo" in t.name]
 print("STOCK")

@@ -23,9 +23,9 @@ from bamboo_ds.engine.exactness import differences
 from bamboo_ds.engine.lanes import RehearsalLanes, Stream
 from bamboo_ds.engine.tracing import Traces
 from bamboo_ds.errors import ConfigError
-from bamboo_ds.launched import checked_steps
 from bamboo_ds.schedule import ResendActivation, ResendGrad, UseRole, rehearsal_passes, rehearsal_sends
 from bamboo_ds.topology import Layout, Role, initial_plan, with_redundancy
+from bamboo_ds.variables import checked_steps
 
 from .support.jobs import SUPPORT, RunningJob, run_bamboo, write_config
 from .support.sliced_jobs import TRAIN_SLICED

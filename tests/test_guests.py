@@ -10,11 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from bamboo_ds.cli.guests import Guests, exit_code
-from bamboo_ds.control.registry.access import open_store
-from bamboo_ds.control.registry.keys import Keys
-from bamboo_ds.control.registry.mirror import Mirror
-from bamboo_ds.control.registry.records import LeftRecord, MemberRecord, StopRecord
+from bamboo_ds.control.access import open_store
+from bamboo_ds.control.membership import Keys, LeftRecord, MemberRecord, StopRecord
+from bamboo_ds.control.mirror import Mirror
+from bamboo_ds.launchers.joined import JoinedMembers, exit_code
 from bamboo_ds.secret import JobSecret
 from bamboo_ds.store import Store
 from bamboo_ds.store.records import KeyValue, Snapshot
@@ -49,13 +48,13 @@ def mirror(*records: MemberRecord | LeftRecord | StopRecord) -> Mirror:
 
 
 def test_a_guest_that_etcd_has_forgotten_may_come_back() -> None:
-    guests = Guests(range(2), return_s=4.0)
-    assert guests.look(mirror(guest()), 100.0) == {"m9-guest"}
-    assert guests.look(mirror(), 200.0) == {"m9-guest"}
-    assert guests.look(mirror(guest()), 203.0) == {"m9-guest"}
-    assert guests.look(mirror(), 205.0) == {"m9-guest"}
-    assert guests.look(mirror(), 209.0) == set()
-    assert guests.look(mirror(left("lost")), 210.0) == set()
+    members = JoinedMembers(range(2), return_s=4.0)
+    assert members.look(mirror(guest()), 100.0) == {"m9-guest"}
+    assert members.look(mirror(), 200.0) == {"m9-guest"}
+    assert members.look(mirror(guest()), 203.0) == {"m9-guest"}
+    assert members.look(mirror(), 205.0) == {"m9-guest"}
+    assert members.look(mirror(), 209.0) == set()
+    assert members.look(mirror(left("lost")), 210.0) == set()
 
 
 def test_exit_code_is_that_of_the_job() -> None:

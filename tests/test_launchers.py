@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from bamboo_ds import launched, secret, slurm
+from bamboo_ds import secret
 from bamboo_ds.errors import ConfigError, LaunchError
+from bamboo_ds.launchers import meeting, ranks, slurm
 from bamboo_ds.secret import NONE, JobSecret
 
 from .support.jobs import SUPPORT, bamboo_command, free_port, run_stock, write_config
@@ -117,9 +118,9 @@ def test_an_etcd_on_one_of_several_hosts_is_told(
     answer = {"store": "http://127.0.0.1:1", "job": "j", "embedded": True, "wrapped": False}
 
     def meet(rank: int) -> dict[str, object]:
-        place = launched.Launched(rank, 2, "127.0.0.1", int(os.environ["MASTER_PORT"]))
-        meeting = launched._Meeting(place, timedelta(seconds=60), hosts[rank])
-        return meeting.agree(None, lambda: (answer, NONE))[0]
+        place = ranks.Launched(rank, 2, "127.0.0.1", int(os.environ["MASTER_PORT"]))
+        own = meeting.Meeting(place, timedelta(seconds=60), hosts[rank])
+        return own.agree(None, lambda: (answer, NONE))[0]
 
     with ThreadPoolExecutor() as pool:
         assert list(pool.map(meet, (0, 1))) == [answer, answer]
@@ -155,20 +156,20 @@ def test_only_rank_0_is_believed(
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     secret.keep("j", MADE)
     answer = {"store": "http://127.0.0.1:1", "job": "j", "embedded": True, "wrapped": False}
-    place = launched.Launched(1, 2, "127.0.0.1", 29500, local)
+    place = ranks.Launched(1, 2, "127.0.0.1", 29500, local)
     said = sealed_by.seal(json.dumps(answer), "bamboo/0")
     if isinstance(outcome, JobSecret):
-        assert launched._verified(said, place, own, "bamboo/0") == (answer, outcome)
+        assert meeting.verified(said, place, own, "bamboo/0") == (answer, outcome)
         return
     with pytest.raises(LaunchError, match=f"127.0.0.1:29500 .*{outcome}.*BAMBOO_SECRET_FILE"):
-        launched._verified(said, place, own, "bamboo/0")
+        meeting.verified(said, place, own, "bamboo/0")
 
 
 @pytest.mark.parametrize("said", ["", "[]", "{}", "no", '{"job": "../../etc/x"}', '{"error": "no etcd"}'])
 def test_other_answers_are_refused(said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     with pytest.raises((LaunchError, ConfigError)):
-        launched._verified(said, launched.Launched(1, 2, "127.0.0.1", 29500, True), None, "bamboo/0")
+        meeting.verified(said, ranks.Launched(1, 2, "127.0.0.1", 29500, True), None, "bamboo/0")
 
 
 @pytest.mark.parametrize(
@@ -183,7 +184,7 @@ def test_other_answers_are_refused(said: str, tmp_path: Path, monkeypatch: pytes
 )
 def test_ranks_of_one_host_know_it(variables: dict[str, str], local: bool) -> None:
     usual = {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
-    place = launched.launched(usual | variables)
+    place = ranks.launched(usual | variables)
     assert place is not None and place.local == local
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from bamboo_ds.cli import jobs, join, main, slots
+from bamboo_ds.cli import main
 from bamboo_ds.cli.options import block_of
 from bamboo_ds.cli.status import job_status
 from bamboo_ds.control.registry import claims
@@ -25,6 +25,7 @@ from bamboo_ds.control.registry.keys import Keys
 from bamboo_ds.control.registry.mirror import Mirror
 from bamboo_ds.control.registry.records import LayoutRecord, MemberRecord
 from bamboo_ds.errors import ConfigError, LaunchError
+from bamboo_ds.launchers import jobs, network, slots
 from bamboo_ds.processes import boot_id, started
 from bamboo_ds.store.records import KeyValue, Snapshot
 from bamboo_ds.topology import Layout
@@ -348,9 +349,9 @@ def test_a_member_that_joins_is_at_the_address_towards_etcd() -> None:
     own = [a.address for each in psutil.net_if_addrs().values() for a in each if a.family == socket.AF_INET]
     assert own
     for address in own:
-        assert join.address_towards(f"http://{address}:2379") == address
+        assert network.address_towards(f"http://{address}:2379") == address
     with pytest.raises(ConfigError, match=r"--store http://no\.such\.host\.invalid:1 .* say --address"):
-        join.address_towards("http://no.such.host.invalid:1")
+        network.address_towards("http://no.such.host.invalid:1")
 
 
 @pytest.mark.integration

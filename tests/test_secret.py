@@ -17,7 +17,6 @@ from pathlib import Path
 import pytest
 
 from bamboo_ds import secret
-from bamboo_ds.cli import jobs
 from bamboo_ds.comm import handshake
 from bamboo_ds.comm.handshake import Door, Handshake, Refused, calling, hosting
 from bamboo_ds.comm.keyvalue import Client, Server
@@ -29,6 +28,7 @@ from bamboo_ds.control.registry.mirror import Mirror
 from bamboo_ds.control.registry.records import ProgressRecord, RestartRecord
 from bamboo_ds.control.settings import AgentSettings, MemberOptions, parse_arguments
 from bamboo_ds.errors import ConfigError, StoreError
+from bamboo_ds.launchers import jobs
 from bamboo_ds.observe.logs import LOGGER
 from bamboo_ds.secret import ENV_SECRET, ENV_SECRET_FILE, NONE, JobSecret
 from bamboo_ds.store.records import KeyValue, Snapshot, WatchEvent
@@ -270,13 +270,13 @@ def test_silent_callers_keep_nobody_waiting(street: Street, monkeypatch: pytest.
         caller.setblocking(False)
         with pytest.raises(BlockingIOError):
             caller.recv(1)  # they still have their time
-    monkeypatch.setattr(handshake, "PATIENCE_S", 0.0)
-    assert 0 < (street.door.patience() or 0) <= 30.0
+    monkeypatch.setattr(handshake, "GRACE_S", 0.0)
+    assert 0 < (street.door.grace() or 0) <= 30.0
     late = street.call()
     assert street.attend() == []
     for handshake_ in street.door._callers.values():
         handshake_.until = 0.0
-    assert street.door.patience() is None
+    assert street.door.grace() is None
     for caller in (*silent, late):
         caller.setblocking(True)
         assert caller.recv(1) == b""
@@ -353,14 +353,14 @@ def test_the_store_of_an_epoch_admits_members_only() -> None:
         opened.append(flood)
         with pytest.raises(ConnectionError):
             flood.sendall(b"[" * (1 << 26))
-        member.set("k", b"v")
+        member.call("set", key="k", value="v")
         member._send({"op": "set", "n": 1, "key": "deep", "value": None})
-        assert member.get(["k"]) == [b"v"] and member.count() == 2
+        assert member.call("get", keys=["k"]) == ["v"] and member.call("count") == 2
         nested = b'{"op":' + b"[" * 200_000
         member._connection.sendall(struct.pack("<I", len(nested)) + nested)
         with pytest.raises(ConnectionError):
-            member.count()
-        assert client(OURS, "a").get(["k"]) == [b"v"]  # its thread lives
+            member.call("count")
+        assert client(OURS, "a").call("get", keys=["k"]) == ["v"]  # its thread lives
     finally:
         for connection in opened:
             connection.close()

@@ -258,8 +258,8 @@ def test_a_client_that_dies_before_it_is_answered(monkeypatch: pytest.MonkeyPatc
 
         monkeypatch.setattr(server, "_change", pause)
         dying._send({"op": "get", "n": 2, "keys": ["late"]})
-        assert not dying.check(["late"])  # the server has read both
-        adding = threading.Thread(target=first.add, args=("n", 1))
+        assert not dying.call("check", keys=["late"])  # the server has read both
+        adding = threading.Thread(target=lambda: first.call("add", key="n", value=1))
         adding.start()
         assert busy.wait(10)
         second._send({"op": "set", "n": 2, "key": "late", "value": "x"})
@@ -267,7 +267,7 @@ def test_a_client_that_dies_before_it_is_answered(monkeypatch: pytest.MonkeyPatc
         dying._connection.close()
         go_on.set()
         adding.join(10)
-        assert first.get(["late", "n"]) == [b"x", b"1"]
+        assert first.call("get", keys=["late", "n"]) == ["x", "1"]
         wait_until(lambda: len(server._clients) == 2, "the store drops the one that is gone")
     finally:
         server.close()
@@ -298,10 +298,10 @@ def wait_for_m0(member: Member) -> None:
 def write_without_buffers(member: Member) -> None:
     links = member.session.current.links
     peer = links._peers["m1"]
-    peer.connection = NoBuffers(peer.connection)  # type: ignore[assignment]
+    peer._connection = NoBuffers(peer._connection)  # type: ignore[assignment]
     links.send("m1", wire.encode(b"lost", 0, None))
-    assert peer.writer is not None
-    peer.writer.join(10)
+    assert peer._writer is not None
+    peer._writer.join(10)
 
 
 @pytest.mark.integration

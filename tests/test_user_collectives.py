@@ -14,8 +14,8 @@ from torch import distributed as dist
 
 from bamboo_ds import PlanView
 from bamboo_ds.comm.c10d import registry
-from bamboo_ds.comm.living import LivingGroup, living, neutral
-from bamboo_ds.comm.local import LocalGroup
+from bamboo_ds.comm.collectives import COLLECTIVES, Adapter, alone, neutral
+from bamboo_ds.comm.participants import surviving
 from bamboo_ds.comm.script import ScriptCollectives, ScriptWork
 from bamboo_ds.errors import ProtocolError
 from bamboo_ds.topology import Layout, Plan
@@ -137,7 +137,7 @@ def check_what_is_told(result: Result, members: dict[str, list[dict[str, Any]]])
     operations = {operation for operation, *_ in places}
     assert {"allreduce", "allgather", "reduce"} <= operations
     assert not {"barrier", "broadcast"} & operations, "they lack nothing: the root lives"
-    assert "lost ranks (2) have no part in it, so its result is that of the living ranks alone" in result.output
+    assert "lost ranks (2) have no part in it, so its result is that of the surviving ranks alone" in result.output
     broadcasts = [e for e in result.events("collective_incomplete") if e["operation"] == "broadcast"]
     assert all(0 in event["lost_ranks"] for event in broadcasts) and len(broadcasts) >= 1
 
@@ -153,48 +153,52 @@ def plan(members: str, homes: tuple[int, ...], owners: str) -> Plan:
 
 
 def test_all_are_there() -> None:
-    group = living(plan("abcd", (0, 1, 2, 3), "abcd"), (0, 1, 2, 3))
+    group = surviving(plan("abcd", (0, 1, 2, 3), "abcd"), (0, 1, 2, 3))
     assert group.complete and group.members == tuple("abcd") == group.hosts
 
 
 def test_a_lost_rank_has_a_stand_in() -> None:
-    group = living(plan("acd", (0, 2, 3), "aacd"), (0, 1, 2, 3))
+    group = surviving(plan("acd", (0, 2, 3), "aacd"), (0, 1, 2, 3))
     assert not group.complete
     assert group.of_rank == ("a", None, "c", "d") and group.hosts == ("a", "a", "c", "d")
 
 
 def test_the_owner_of_a_lost_role_that_is_not_of_the_group_stands_for_nobody() -> None:
-    group = living(plan("acd", (0, 2, 3), "aacd"), (1, 2, 3))
+    group = surviving(plan("acd", (0, 2, 3), "aacd"), (1, 2, 3))
     assert group.members == ("c", "d") and group.hosts == ("c", "c", "d")
 
 
 def test_a_standby_takes_part_beside_the_member_of_its_rank() -> None:
-    group = living(plan("abxy", (0, 1, 0, 1), "ab"), (0, 1))
+    group = surviving(plan("abxy", (0, 1, 0, 1), "ab"), (0, 1))
     assert group.members == ("a", "b", "x", "y") and group.of_rank == ("a", "b") and not group.complete
 
 
 def test_a_newcomer_is_absent() -> None:
-    assert living(plan("axb", (0, 1, 1), "ab"), (0, 1), {"x"}).complete
-    assert living(plan("ax", (0, 1), "aa"), (0, 1), {"x"}).of_rank == ("a", None)
+    assert surviving(plan("axb", (0, 1, 1), "ab"), (0, 1), {"x"}).complete
+    assert surviving(plan("ax", (0, 1), "aa"), (0, 1), {"x"}).of_rank == ("a", None)
 
 
 def test_members_are_in_the_order_of_ranks() -> None:
-    assert living(plan("abc", (2, 0, 1), "bca"), (0, 1, 2)).members == ("b", "c", "a")
+    assert surviving(plan("abc", (2, 0, 1), "bca"), (0, 1, 2)).members == ("b", "c", "a")
 
 
 # -- what they compute --------------------------------------------------------------------------------------
 
+#: Starts a collective by its name, with its arguments.
+Run = Callable[..., Any]
 
-def on_each(plan: Plan, ranks: tuple[int, ...], call: Callable[[Any, str, int], Any]) -> dict[str, Any]:
-    """``call(group, member, home)`` on every member of a group, each in a thread of its own; the results."""
-    group, store, results = living(plan, ranks), dist.HashStore(), dict[str, Any]()
+
+def on_each(plan: Plan, ranks: tuple[int, ...], call: Callable[[Run, str, int], Any]) -> dict[str, Any]:
+    """``call(run, member, home)`` on every member of a group, each in a thread of its own; the results."""
+    group, store, results = surviving(plan, ranks), dist.HashStore(), dict[str, Any]()
 
     def run(index: int, member: str) -> None:
         options = dist.ProcessGroupGloo._Options()
         options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
         inner = dist.ProcessGroupGloo(store, index, len(group.members), options)
         home = plan.home(member)
-        work, finish = call(LivingGroup(inner, group, member, ranks.index(home)), member, home)
+        adapter = Adapter(inner, group, member, ranks.index(home))
+        work, finish = call(lambda name, *arguments: adapter.start(COLLECTIVES[name], arguments), member, home)
         work.wait()
         if finish is not None:
             finish()
@@ -220,12 +224,12 @@ def test_reductions_are_among_the_living(operator: str, operation: str) -> None:
     values = {member: torch.tensor([float(LOSSY.home(member) + 1), 1.0]) for member in LOSSY.members}
     given = {member: value.clone() for member, value in values.items()}
 
-    def call(group: LivingGroup, member: str, home: int) -> Any:
+    def call(run: Run, member: str, home: int) -> Any:
         options: Any = registry.AllreduceOptions() if operation == "allreduce" else registry.ReduceOptions()
         options.reduceOp = getattr(dist.ReduceOp, operator)
         if operation == "reduce":
             options.rootRank = 3
-        return getattr(group, operation)([values[member]], options)
+        return run(operation, [values[member]], options)
 
     on_each(LOSSY, ALL, call)
     # Ranks 0, 2, 3 with 1, 3, 4: once each.
@@ -238,9 +242,9 @@ def test_reductions_are_among_the_living(operator: str, operation: str) -> None:
 def test_every_rank_has_a_part_of_what_is_gathered() -> None:
     outputs = {member: [torch.zeros(1) for _ in ALL] for member in LOSSY.members}
 
-    def call(group: LivingGroup, member: str, home: int) -> Any:
+    def call(run: Run, member: str, home: int) -> Any:
         given = torch.tensor([float(home) if member != "x" else 99.0])
-        return group.allgather([outputs[member]], [given], registry.AllgatherOptions())
+        return run("allgather", [outputs[member]], [given], registry.AllgatherOptions())
 
     on_each(LOSSY, ALL, call)
     assert all([float(t) for t in row] == [0.0, 0.0, 2.0, 3.0] for row in outputs.values())
@@ -250,10 +254,10 @@ def test_every_rank_has_a_part_of_what_is_gathered() -> None:
 def test_a_broadcast_from_a_lost_rank_is_from_its_stand_in(root: int, expected: float) -> None:
     values = {member: torch.tensor([float(LOSSY.home(member))]) for member in LOSSY.members}
 
-    def call(group: LivingGroup, member: str, home: int) -> Any:
+    def call(run: Run, member: str, home: int) -> Any:
         options = registry.BroadcastOptions()
         options.rootRank = root
-        return group.broadcast([values[member]], options)
+        return run("broadcast", [values[member]], options)
 
     on_each(LOSSY, ALL, call)
     assert {float(value) for value in values.values()} == {expected}
@@ -264,16 +268,16 @@ def test_scatter_and_gather(root: int, expected: list[float]) -> None:
     outputs = {member: torch.tensor([-1.0]) for member in LOSSY.members}
     collected = {member: [torch.tensor([-1.0]) for _ in ALL] for member in LOSSY.members}
 
-    def scatter(group: LivingGroup, member: str, home: int) -> Any:
+    def scatter(run: Run, member: str, home: int) -> Any:
         options = registry.ScatterOptions()
         options.rootRank = root
         given = [[torch.tensor([float(rank)]) for rank in ALL]] if home == root else []
-        return group.scatter([outputs[member]], given, options)
+        return run("scatter", [outputs[member]], given, options)
 
-    def gather(group: LivingGroup, member: str, home: int) -> Any:
+    def gather(run: Run, member: str, home: int) -> Any:
         options = registry.GatherOptions()
         options.rootRank = root
-        return group.gather([collected[member]] if home == root else [], [torch.tensor([float(home)])], options)
+        return run("gather", [collected[member]] if home == root else [], [torch.tensor([float(home)])], options)
 
     on_each(LOSSY, ALL, scatter)
     assert [float(outputs[member]) for member in "acdx"] == expected
@@ -299,7 +303,7 @@ def test_whoever_has_no_peers_sees_a_group_of_the_full_size() -> None:
     for operator, expected in ((dist.ReduceOp.SUM, 12.0), (dist.ReduceOp.MAX, 3.0)):
         options, tensor = registry.AllreduceOptions(), torch.tensor([3.0])
         options.reduceOp = operator
-        LocalGroup(1, 4, each=True).allreduce([tensor], options)
+        alone(COLLECTIVES["allreduce"], ([tensor], options), 1, 4, each=True)
         assert tensor.item() == expected
 
 
@@ -318,7 +322,7 @@ def in_the_middle(script: ScriptCollectives, computed: bool) -> tuple[ScriptWork
     tensor: Any = torch.tensor([1.0])
     handle: Any = _Handle()
     number = script._begun[handle.key] = script._begun.get(handle.key, 0) + 1
-    work = ScriptWork(script, handle, number, "allreduce", None, ([tensor], registry.AllreduceOptions()))
+    work = ScriptWork(script, handle, number, COLLECTIVES["allreduce"], ([tensor], registry.AllreduceOptions()))
     epoch: Any = object()
     work._epoch, work._computed = epoch, computed
     tensor.fill_(3.0)

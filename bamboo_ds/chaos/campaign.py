@@ -21,10 +21,11 @@ from ..control.registry.access import ENV_STORE
 from ..control.registry.records import JobRecord
 from ..control.settings import AgentSettings, parse_arguments
 from ..errors import ConfigError, LaunchError
+from ..launchers.jobs import JobLocation
 from ..observe.events import read_events
 from ..processes import adopt_orphans, end_descendants
 from . import report
-from .faults import WEIGHTS, Deed, Fault, Kind
+from .faults import WEIGHTS, Fault, FaultRecord, Kind
 from .joiners import JoinCommand
 from .observer import Observer
 from .processes import Process, ProcessGone, agent_of, listener
@@ -46,21 +47,6 @@ _WIDTH = 150
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a job is.
-
-    Attributes:
-        job: its name.
-        store: URLs of its etcd.
-        launcher: process id of its launcher, if that is on this host.
-    """
-
-    job: str
-    store: str
-    launcher: int | None
-
-
-@dataclass(frozen=True)
 class CampaignOptions:
     """What ``bamboo chaos`` was asked for; as its options say.
 
@@ -69,7 +55,7 @@ class CampaignOptions:
         title: says where the faults come from.
     """
 
-    place: Place
+    location: JobLocation
     out: Path
     events: str | None = None
     picture: bool = True
@@ -78,7 +64,7 @@ class CampaignOptions:
     spare_holders: bool = True
     min_members: int = 1
     spare_slots: tuple[int, ...] = ()
-    patience_s: float = 60.0
+    timeout_s: float = 60.0
     one_at_a_time: bool = False
     keep: int = 0
     hosts: Hosts = field(default_factory=Hosts)
@@ -103,22 +89,22 @@ def run(options: CampaignOptions, faults: Sequence[Fault] = (), changes: Sequenc
     adopt_orphans()  # what a killed joiner leaves behind becomes ours
     before = {child.pid for child in psutil.Process().children()}
     journal = options.out / "faults.jsonl"
-    deeds: list[Deed] = []
+    records: list[FaultRecord] = []
     with (
         _orderly_end(),
-        _launcher(options.place) as ended,
-        Observer(options.place.store, options.place.job, options.ready_s) as observer,
+        _launcher(options.location) as ended,
+        Observer(options.location.store, options.location.job, options.ready_s) as observer,
         open(journal, "w") as lines,
     ):
 
-        def tell(deed: Deed) -> None:
-            deeds.append(deed)
-            lines.write(deed.model_dump_json() + "\n")
+        def tell(record: FaultRecord) -> None:
+            records.append(record)
+            lines.write(record.model_dump_json() + "\n")
             lines.flush()
-            console.print(_told(deed), highlight=False)
+            console.print(_told(record), highlight=False)
 
         situation = _ready(observer, options, ended)
-        settings = _settings(situation, options.place.store)
+        settings = _settings(situation, options.location.store)
         events = options.events or (settings.events if settings else None)
         if events is None:
             raise ConfigError("the job writes no events: start it with --events FILE, or it cannot be verified")
@@ -133,7 +119,7 @@ def run(options: CampaignOptions, faults: Sequence[Fault] = (), changes: Sequenc
             unhealed = None
             if options.wait:
                 runner.attend(None)
-                if options.place.launcher is not None:
+                if options.location.launcher is not None:
                     runner.wait_for_end(_END_S)
             else:
                 unhealed = runner.settle(_HEAL_S)
@@ -147,7 +133,7 @@ def run(options: CampaignOptions, faults: Sequence[Fault] = (), changes: Sequenc
             end_descendants(before | set(going))
     verdict = verify(
         list(read_events(events)),
-        deeds,
+        records,
         finished=options.wait,
         timeout_s=settings.bamboo.membership.heartbeat_limit_s if settings else 5.0,
     )
@@ -157,21 +143,23 @@ def run(options: CampaignOptions, faults: Sequence[Fault] = (), changes: Sequenc
         verdict.problems.append(f"joiners {runner.overdue} did not end with the job")
     if unhealed is not None:
         verdict.problems.append(f"{_HEAL_S:.0f} s after the last fault the job was not healed: {unhealed}")
-    _report(options, verdict, deeds, events, console)
+    _report(options, verdict, records, events, console)
     if going:
         console.print(_left(going))
     return 1 if verdict.problems else 0
 
 
-def _report(options: CampaignOptions, verdict: Verdict, deeds: Sequence[Deed], events: str, console: Console) -> None:
-    title = f"job {options.place.job}: {options.title}"
-    report.save_json(options.out / "report.json", verdict, deeds, job=options.place.job, title=options.title)
+def _report(
+    options: CampaignOptions, verdict: Verdict, records: Sequence[FaultRecord], events: str, console: Console
+) -> None:
+    title = f"job {options.location.job}: {options.title}"
+    report.save_json(options.out / "report.json", verdict, records, job=options.location.job, title=options.title)
     if options.picture:
-        report.draw(options.out / "chaos.png", list(read_events(events)), deeds, title)
+        report.draw(options.out / "chaos.png", list(read_events(events)), records, title)
     tables = Console()
     if not tables.is_terminal:
         tables = Console(width=_WIDTH)
-    tables.print(report.table(verdict, deeds, title))
+    tables.print(report.table(verdict, records, title))
     for note in verdict.notes:
         console.print(f"note: {note}", highlight=False, markup=False)
     for problem in verdict.problems:
@@ -179,14 +167,15 @@ def _report(options: CampaignOptions, verdict: Verdict, deeds: Sequence[Deed], e
     console.print(f"{'not verified' if verdict.problems else 'verified'}; see {options.out}", highlight=False)
 
 
-def _told(deed: Deed) -> str:
-    whom = ", ".join(deed.members) or ", ".join(map(str, deed.pids))
-    seconds = f" for {deed.seconds:.2f} s" if deed.seconds is not None else ""
-    number = "joiner" if deed.number is None else f"fault {deed.number}"
-    detail = f" ({deed.detail})" if deed.detail else ""
-    state = "" if deed.confirmed else " unconfirmed" if deed.outcome == "struck" else ""
+def _told(record: FaultRecord) -> str:
+    whom = ", ".join(record.members) or ", ".join(map(str, record.pids))
+    seconds = f" for {record.seconds:.2f} s" if record.seconds is not None else ""
+    number = "joiner" if record.number is None else f"fault {record.number}"
+    detail = f" ({record.detail})" if record.detail else ""
+    state = "" if record.confirmed else " unconfirmed" if record.outcome == "injected" else ""
     return (
-        f"[dim]{deed.begun_s:7.1f} s[/dim] {number}: {deed.kind.value} {whom}{seconds}: {deed.outcome}{state}{detail}"
+        f"[dim]{record.begun_s:7.1f} s[/dim] {number}: {record.kind.value} {whom}{seconds}: "
+        f"{record.outcome}{state}{detail}"
     )
 
 
@@ -213,12 +202,12 @@ def _orderly_end() -> Iterator[None]:
 
 
 @contextmanager
-def _launcher(place: Place) -> Iterator[Callable[[], bool]]:
+def _launcher(location: JobLocation) -> Iterator[Callable[[], bool]]:
     """Tells whether the launcher is dead; without one on this host only etcd can tell."""
-    if place.launcher is None:
+    if location.launcher is None:
         yield lambda: False
         return
-    with Process(place.launcher) as launcher:
+    with Process(location.launcher) as launcher:
         yield launcher.dead
 
 
@@ -231,9 +220,9 @@ def _ready(observer: Observer, options: CampaignOptions, ended: Callable[[], boo
             return situation
         waited += _LOOK_S
         if ended() or situation.over:
-            raise LaunchError(f"job {options.place.job!r} has ended before its first step")
+            raise LaunchError(f"job {options.location.job!r} has ended before its first step")
         if waited > options.ready_s:
-            raise LaunchError(f"job {options.place.job!r} has not done a step within {options.ready_s:.0f} s")
+            raise LaunchError(f"job {options.location.job!r} has not done a step within {options.ready_s:.0f} s")
 
 
 def _settings(situation: Situation, store: str) -> AgentSettings | None:
@@ -264,30 +253,30 @@ def _runner_options(
     settings: AgentSettings | None,
     changes: Sequence[Change],
 ) -> RunnerOptions:
-    place = options.place
+    location = options.location
     command = spec.command if spec else ()
-    env, folder = _surroundings(place)
+    env, folder = _surroundings(location)
     slots = sorted(record.slot for record in situation.members.values())
     nodes = initial_nodes(changes, len(slots)) if changes else []
     return RunnerOptions(
         choice=Choice(options.spare_holders, options.min_members, options.hosts, spare_slots=options.spare_slots),
-        join=JoinCommand(place.store, place.job, settings, command, env, folder, options.out),
-        patience_s=options.patience_s,
+        join=JoinCommand(location.store, location.job, settings, command, env, folder, options.out),
+        timeout_s=options.timeout_s,
         one_at_a_time=options.one_at_a_time,
         keep=options.keep,
         ready_s=options.ready_s,
         risk_s=(settings.bamboo.membership.lease_ttl_s if settings else 5.0) + 1.0,
         notice_file=_notice_file(command, folder),
-        etcd_pid=_etcd(place),
+        etcd_pid=_etcd(location),
         nodes=dict(zip(nodes, slots, strict=False)),
     )
 
 
-def _surroundings(place: Place) -> tuple[dict[str, str], str]:
+def _surroundings(location: JobLocation) -> tuple[dict[str, str], str]:
     """Environment and working directory of the launcher, else our own."""
-    if place.launcher is None:
+    if location.launcher is None:
         return dict(os.environ), os.getcwd()
-    launcher = psutil.Process(place.launcher)
+    launcher = psutil.Process(location.launcher)
     env = launcher.environ()
     env.pop(ENV_STORE, None)
     return env, launcher.cwd()
@@ -305,9 +294,9 @@ def _notice_file(command: Sequence[str], folder: str) -> str | None:
     return str(Path(folder) / name) if name else None
 
 
-def _etcd(place: Place) -> int | None:
+def _etcd(location: JobLocation) -> int | None:
     """Process id of the etcd that the launcher has started."""
-    return None if place.launcher is None else listener(place.launcher, place.store.split(",")[0])
+    return None if location.launcher is None else listener(location.launcher, location.store.split(",")[0])
 
 
 # -- settings of the command line -----------------------------------------------------------------------

@@ -86,10 +86,10 @@ SECONDS: dict[Kind, tuple[float, float]] = {
     Kind.PARTITION: (0.2, 10.0),
 }
 
-#: What a deed says of a joiner that another fault has hit.
+#: What a record says of a joiner that another fault has hit.
 HIT_ELSEWHERE = "it was hit by another fault before it was admitted"
 
-#: What a deed says that was under way when the job or the schedule ended.
+#: What a record says that was under way when the job or the schedule ended.
 GIVEN_UP = "it was under way when the job or the schedule ended"
 
 _TARGET = re.compile(
@@ -161,7 +161,7 @@ class Fault:
     healed: bool = False
 
 
-class Deed(BaseModel):
+class FaultRecord(BaseModel):
     """What became of a fault: a line of the journal.
 
     Attributes:
@@ -171,9 +171,9 @@ class Deed(BaseModel):
         members: ids of the members that it hit; of a joiner: its own, once it has one.
         pids: processes that it hit.
         seconds: how long it lasted.
-        outcome: ``struck``; ``absent``: there was nobody whom it could have hit; ``spared``: it would have left a stage
-            without holder for as long as the runner had patience; ``impossible``: not on this host or in this job;
-            ``failed``: it was tried in vain.
+        outcome: ``injected``; ``absent``: there was nobody whom it could have hit; ``spared``: until the timeout it
+            would have left a stage without holder; ``impossible``: not on this host or in this job; ``failed``: it was
+            tried in vain.
         confirmed: whether its effect was seen.
         detail: why, for people.
         epoch: of the plan at that time, and the newest committed ``step``.
@@ -191,7 +191,7 @@ class Deed(BaseModel):
     slots: list[int] = Field(default_factory=list)
     pids: list[int] = Field(default_factory=list)
     seconds: float | None = None
-    outcome: Literal["struck", "absent", "spared", "impossible", "failed"]
+    outcome: Literal["injected", "absent", "spared", "impossible", "failed"]
     confirmed: bool = False
     detail: str = ""
     epoch: int = 0

@@ -15,8 +15,8 @@ from pathlib import Path
 from ..control.registry.records import MemberRecord
 from ..control.settings import AgentSettings
 from .faults import Fault
+from .injections import Impossible, Injection
 from .situation import Situation
-from .strikes import Impossible, Strike
 
 #: Seconds from the start of a joiner to its admission.
 JOIN_S = 180.0
@@ -67,7 +67,7 @@ class JoinCommand:
         return [*words, *rest]
 
 
-class Join(Strike):
+class Join(Injection):
     """A joiner from its start to its admission. Its process becomes the agent, so their numbers are the same."""
 
     def __init__(self, fault: Fault, command: JoinCommand, number: int) -> None:
@@ -78,7 +78,7 @@ class Join(Strike):
         self.member: str | None = None
 
     def begin(self) -> None:
-        """See :class:`~.strikes.Strike`."""
+        """See :class:`~.injections.Injection`."""
         arguments = self._command.arguments()
         self.began = time.monotonic()
         self.due = self.began + JOIN_S
@@ -100,7 +100,7 @@ class Join(Strike):
         return next((record for record in situation.members.values() if record.agent_pid == pid), None)
 
     def done(self, situation: Situation) -> bool:
-        """See :class:`~.strikes.Strike`."""
+        """See :class:`~.injections.Injection`."""
         assert self.process is not None
         record = self.record(situation)
         if record is not None and self.member is None:

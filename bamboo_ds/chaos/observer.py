@@ -29,24 +29,24 @@ class Observer:
     Args:
         urls: of etcd.
         job: its name.
-        patience_s: how long to wait until etcd knows it.
+        timeout_s: how long to wait until etcd knows it.
 
     Raises:
         ConfigError: etcd knows no such job.
         StoreError: etcd cannot be reached.
     """
 
-    def __init__(self, urls: str, job: str, patience_s: float = 0.0) -> None:
+    def __init__(self, urls: str, job: str, timeout_s: float = 0.0) -> None:
         self._store = open_store(urls, job, _TIMEOUT_S)
         self._changes: queue.SimpleQueue[WatchEvent | BaseException] = queue.SimpleQueue()
-        patience = Retrying(
+        retrying = Retrying(
             retry=retry_if_result(lambda found: not found.entries),
-            stop=stop_after_delay(patience_s),
+            stop=stop_after_delay(timeout_s),
             wait=wait_fixed(_POLL_S),
             retry_error_callback=lambda state: None,
         )
         try:
-            snapshot = patience(self._store.get_prefix, "")
+            snapshot = retrying(self._store.get_prefix, "")
             if snapshot is None:
                 raise ConfigError(f"no job {job!r} is known at {urls}")
             self._follow(snapshot)

@@ -13,24 +13,24 @@ from rich.table import Table
 
 from ..errors import ConfigError
 from ..observe.events import Event, PlanWritten, Step
-from .faults import Deed, Kind
+from .faults import FaultRecord, Kind
 from .verify import Effect, Verdict
 
 
-def by_kind(verdict: Verdict, deeds: Sequence[Deed]) -> list[dict[str, Any]]:
+def by_kind(verdict: Verdict, records: Sequence[FaultRecord]) -> list[dict[str, Any]]:
     """A row for every kind of fault that was tried; times are seconds."""
     rows = []
     for kind, asked in ((kind, asked) for kind in Kind for asked in (True, False)):
-        tried = [deed for deed in deeds if deed.kind is kind and (deed.number is not None) == asked]
-        effects = [e for e in verdict.effects if e.deed.kind is kind and (e.deed.number is not None) == asked]
+        tried = [record for record in records if record.kind is kind and (record.number is not None) == asked]
+        effects = [e for e in verdict.effects if e.record.kind is kind and (e.record.number is not None) == asked]
         if not tried:
             continue
         rows.append(
             {
                 "kind": kind.value if asked else f"({kind.value} to keep up members)",
-                "struck": sum(deed.outcome == "struck" for deed in tried),
-                "confirmed": sum(deed.confirmed for deed in tried),
-                "not_done": sum(deed.outcome != "struck" for deed in tried),
+                "injected": sum(record.outcome == "injected" for record in tried),
+                "confirmed": sum(record.confirmed for record in tried),
+                "not_done": sum(record.outcome != "injected" for record in tried),
                 "members_lost": sum(len(effect.lost) for effect in effects),
                 **{name: _summary(effects, value) for name, value in _FIGURES.items()},
             }
@@ -64,16 +64,16 @@ def _milliseconds(figures: dict[str, float] | None) -> str:
     return " / ".join(f"{figures[p] * 1000:.0f}" for p in ("p50", "p95", "max")) if figures else "-"
 
 
-def table(verdict: Verdict, deeds: Sequence[Deed], title: str) -> Table:
+def table(verdict: Verdict, records: Sequence[FaultRecord], title: str) -> Table:
     """Pauses by kind of fault; "alone": of those in which no other fault held a member or etcd still."""
     view = Table(title=title, title_justify="left")
     view.add_column("fault")
     pause, late, healed = "pause p50 / p95 / max [ms]", "training late by p50 / max [s]", "healed p50 / max [s]"
     alone = "max alone [ms]"
-    for column in ("struck", "confirmed", "not done", "members lost", pause, alone, late, healed, "in steps (max)"):
+    for column in ("injected", "confirmed", "not done", "members lost", pause, alone, late, healed, "in steps (max)"):
         view.add_column(column, justify="right")
-    for row in by_kind(verdict, deeds):
-        counts = [str(row[name]) for name in ("struck", "confirmed", "not_done", "members_lost")]
+    for row in by_kind(verdict, records):
+        counts = [str(row[name]) for name in ("injected", "confirmed", "not_done", "members_lost")]
         pause, delay, healed, steps = (row[name] for name in ("pause_s", "delay_s", "healed_s", "healed_steps"))
         undisturbed = row["pause_alone_s"]
         view.add_row(
@@ -87,21 +87,21 @@ def table(verdict: Verdict, deeds: Sequence[Deed], title: str) -> Table:
         )
     if verdict.healing_s:
         view.add_row("(healing)", str(len(verdict.healing_s)), "", "", "", _milliseconds(_figures(verdict.healing_s)))
-    struck = sum(deed.outcome == "struck" and deed.number is not None for deed in deeds)
-    view.caption = f"{struck} faults, {verdict.steps} steps, {verdict.plans} plans"
+    injected = sum(record.outcome == "injected" and record.number is not None for record in records)
+    view.caption = f"{injected} faults, {verdict.steps} steps, {verdict.plans} plans"
     return view
 
 
-def save_json(path: Path, verdict: Verdict, deeds: Sequence[Deed], **more: Any) -> None:
+def save_json(path: Path, verdict: Verdict, records: Sequence[FaultRecord], **more: Any) -> None:
     """The verdict with everything that it rests on."""
-    effects = [{**asdict(effect), "deed": effect.deed.number} for effect in verdict.effects]
+    effects = [{**asdict(effect), "record": effect.record.number} for effect in verdict.effects]
     content = {
         "verified": not verdict.problems,
         "problems": verdict.problems,
         "notes": verdict.notes,
         "steps": verdict.steps,
         "plans": verdict.plans,
-        "by_kind": by_kind(verdict, deeds),
+        "by_kind": by_kind(verdict, records),
         "healing_s": verdict.healing_s,
         "effects": effects,
         **more,
@@ -119,7 +119,7 @@ def check_pictures() -> None:
         ) from error
 
 
-def draw(path: Path, events: Sequence[Event], deeds: Sequence[Deed], title: str) -> None:
+def draw(path: Path, events: Sequence[Event], records: Sequence[FaultRecord], title: str) -> None:
     """Members over time, roles per member, throughput; faults are marked.
 
     Raises:
@@ -151,7 +151,7 @@ def draw(path: Path, events: Sequence[Event], deeds: Sequence[Deed], title: str)
     _draw_throughput(bottom, [step.time.timestamp() - begin for step in steps], end)
     colours = pyplot.get_cmap("tab20")
     for number, kind in enumerate(Kind):
-        at = [d.time - begin for d in deeds if d.kind is kind and d.time is not None and d.outcome == "struck"]
+        at = [d.time - begin for d in records if d.kind is kind and d.time is not None and d.outcome == "injected"]
         if at:
             height = [number / len(Kind)] * len(at)
             place = top.get_xaxis_transform()

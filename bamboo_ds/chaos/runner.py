@@ -8,14 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
-from ..control.registry.records import MemberRecord
-from ..processes import reap_adopted
-from .faults import GIVEN_UP, HIT_ELSEWHERE, Deed, Fault, Kind
+from ..control.membership import MemberRecord
+from ..control.worker_process import reap_adopted
+from .faults import GIVEN_UP, HIT_ELSEWHERE, Fault, FaultRecord, Kind
+from .injections import Impossible, Injection, Kill, Notify, Obey, Partition, Raise, Stop
 from .joiners import Join, JoinCommand
 from .processes import ProcessGone, feeders_of, here
 from .situation import Situation
 from .sparing import Aim, Choice, aim
-from .strikes import Impossible, Kill, Notify, Obey, Partition, Raise, Stop, Strike
 
 logger = logging.getLogger("bamboo_ds.chaos")
 
@@ -32,7 +32,7 @@ _STEPS_BETWEEN_FAILURES = 5
 #: Seconds from SIGTERM to SIGKILL for a joiner that is given up.
 _GRACE_S = 5.0
 _FAILURES = (Kind.EXCEPTION, Kind.EXIT)
-_CHOSEN: dict[Kind, type[Strike]] = {
+_CHOSEN: dict[Kind, type[Injection]] = {
     Kind.KILL: Kill,
     Kind.KILL_AGENT: Kill,
     Kind.HOST: Kill,
@@ -59,7 +59,7 @@ class RunnerOptions:
 
     Attributes:
         choice: whom they may hit; its ``nodes`` are kept by the runner.
-        patience_s: how long a fault waits until the job can bear it.
+        timeout_s: how long a fault waits until the job can bear it.
         one_at_a_time: every fault waits until all that was lost before it has been replaced.
         keep: start a joiner whenever fewer members live or are on their way; 0: never.
         ready_s: how long to wait for so many, before the first fault.
@@ -73,7 +73,7 @@ class RunnerOptions:
 
     choice: Choice
     join: JoinCommand
-    patience_s: float = 60.0
+    timeout_s: float = 60.0
     one_at_a_time: bool = False
     keep: int = 0
     ready_s: float = 120.0
@@ -96,7 +96,7 @@ class Runner:
         faults: in order of time.
         options: see there.
         ended: whether the job is over, beyond what the view tells.
-        tell: called with every deed as soon as it is over.
+        tell: called with the record of every fault as soon as that is over.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Runner:
         faults: Sequence[Fault],
         options: RunnerOptions,
         ended: Callable[[], bool],
-        tell: Callable[[Deed], None],
+        tell: Callable[[FaultRecord], None],
     ) -> None:
         self._view = view
         self._faults = faults
@@ -114,7 +114,7 @@ class Runner:
         self._ended = ended
         self._tell = tell
         self._begin = time.monotonic()
-        self._active: list[tuple[Strike, float, Situation]] = []  # with the begin in the schedule
+        self._active: list[tuple[Injection, float, Situation]] = []  # with the begin in the schedule
         self._dead: set[str] = set()
         self._hit: set[str] = set()  # by a fault that may have cost them, or has sent them away
         self._risky: dict[str, float] = {}  # members that a timed fault may have cost, until when
@@ -175,11 +175,11 @@ class Runner:
             grace_s: seconds from SIGTERM to SIGKILL.
         """
         situation = self._view.look()
-        for strike, planned_s, seen in self._active:
-            if not strike.done(situation):
-                strike.undo()
-                strike.account.detail = strike.account.detail or GIVEN_UP
-            self._note(strike, planned_s, seen)
+        for injection, planned_s, seen in self._active:
+            if not injection.done(situation):
+                injection.undo()
+                injection.account.detail = injection.account.detail or GIVEN_UP
+            self._note(injection, planned_s, seen)
         self._active.clear()
         deadline = time.monotonic() + (_LINGER_S if end_joiners == "all" else 0.0)
         for join in self._joins:
@@ -205,16 +205,16 @@ class Runner:
     def _pump(self, timeout_s: float) -> bool:
         """Look at everything once, after at most ``timeout_s`` seconds; false if the job is over."""
         now = time.monotonic()
-        due = [strike.due - now for strike, _, _ in self._active if strike.due is not None and strike.due > now]
+        due = [each.due - now for each, _, _ in self._active if each.due is not None and each.due > now]
         situation = self._view.look(min([timeout_s, *due]))
         for entry in list(self._active):
-            strike, planned_s, seen = entry
-            over = strike.done(situation)
-            if isinstance(strike, Join) and strike.fault.target is not None and strike.member is not None:
-                self._nodes[strike.fault.target.name] = strike.member
+            injection, planned_s, seen = entry
+            over = injection.done(situation)
+            if isinstance(injection, Join) and injection.fault.target is not None and injection.member is not None:
+                self._nodes[injection.fault.target.name] = injection.member
             if over:
                 self._active.remove(entry)
-                self._note(strike, planned_s, seen)
+                self._note(injection, planned_s, seen)
         if self._ended() or situation.over:
             return False
         self._refill(situation)
@@ -226,12 +226,12 @@ class Runner:
     # -- one fault ----------------------------------------------------------------------------------------
 
     def _carry_out(self, fault: Fault) -> None:
-        """Find a victim, wait until the job can bear it, strike."""
-        deadline = time.monotonic() + self._options.patience_s
+        """Find a victim, wait until the job can bear it, inject the fault."""
+        deadline = time.monotonic() + self._options.timeout_s
         while True:
             found, situation = self._find(fault)
             if found is not None and found.refusal is None:
-                self._strike(self._make(fault, found), fault.at_s, situation)
+                self._inject(self._make(fault, found), fault.at_s, situation)
                 return
             if time.monotonic() >= deadline or not self._pump(_RETRY_S):
                 self._refuse(fault, found, situation)
@@ -266,14 +266,12 @@ class Runner:
         """Members that are dead, or may be soon by what is under way."""
         now = time.monotonic()
         self._risky = {member: until for member, until in self._risky.items() if until > now}
-        active = {m for strike, _, _ in self._active if strike.fault.kind.risky for m in strike.account.members}
-        leaving = {
-            m for strike, _, _ in self._active if strike.fault.kind is Kind.NOTICE for m in strike.account.members
-        }
-        return self._dead | active | leaving | set(self._risky)
+        injections = [injection for injection, _, _ in self._active]
+        risky = [each.account.members for each in injections if each.fault.kind.risky or each.fault.kind is Kind.NOTICE]
+        return self._dead.union(self._risky, *risky)
 
-    def _make(self, fault: Fault, found: Aim) -> Strike:
-        """The strike for a fault."""
+    def _make(self, fault: Fault, found: Aim) -> Injection:
+        """The injection of a fault."""
         members = found.members
         if fault.kind is Kind.JOIN:
             return self._join(fault)
@@ -285,64 +283,64 @@ class Runner:
             return Notify(fault, members, self._options.notice_file)
         return _CHOSEN[fault.kind](fault, members)
 
-    def _strike(self, strike: Strike, planned_s: float, situation: Situation) -> None:
-        fault = strike.fault
+    def _inject(self, injection: Injection, planned_s: float, situation: Situation) -> None:
+        fault = injection.fault
         try:
             if fault.kind is Kind.ETCD_STOP and self._options.etcd_pid is None:
                 raise Impossible("the job's etcd is not one that bamboo run has started on this host")
-            victims = [m for m in map(situation.members.get, strike.account.members) if m is not None]
+            victims = [m for m in map(situation.members.get, injection.account.members) if m is not None]
             feeders = feeders_of(victims, situation.members.values()) if fault.kind.risky else []
-            strike.begin()
-            strike.account.members += [record.id for record in feeders]
+            injection.begin()
+            injection.account.members += [record.id for record in feeders]
         except ProcessGone as error:
-            self._conclude(strike, planned_s, situation, "absent", str(error))
+            self._conclude(injection, planned_s, situation, "absent", str(error))
             return
         except Impossible as error:
-            self._conclude(strike, planned_s, situation, "impossible", str(error))
+            self._conclude(injection, planned_s, situation, "impossible", str(error))
             return
         if fault.kind.risky or fault.kind is Kind.NOTICE:
-            self._hit.update(strike.account.members)
+            self._hit.update(injection.account.members)
         if fault.kind in _FAILURES:
             self._failed_at = situation.step or 0
         if fault.kind.lethal:
-            self._dead.update(strike.account.members)
-        logger.info("%s %s", fault.kind.value, ", ".join(strike.account.members) or strike.account.pids)
-        if strike.due is None:
-            self._note(strike, planned_s, situation)
+            self._dead.update(injection.account.members)
+        logger.info("%s %s", fault.kind.value, ", ".join(injection.account.members) or injection.account.pids)
+        if injection.due is None:
+            self._note(injection, planned_s, situation)
         else:
-            self._active.append((strike, planned_s, situation))
+            self._active.append((injection, planned_s, situation))
 
-    def _note(self, strike: Strike, planned_s: float, situation: Situation) -> None:
-        """The strike is over."""
-        if strike.fault.kind.risky and not strike.fault.kind.lethal:
+    def _note(self, injection: Injection, planned_s: float, situation: Situation) -> None:
+        """The injection is over."""
+        if injection.fault.kind.risky and not injection.fault.kind.lethal:
             until = time.monotonic() + self._options.risk_s
-            self._risky.update(dict.fromkeys(strike.account.members, until))
+            self._risky.update(dict.fromkeys(injection.account.members, until))
         failed = False
-        if isinstance(strike, Join) and not strike.account.confirmed:
-            failed = strike.member not in self._hit and strike.account.detail != GIVEN_UP
+        if isinstance(injection, Join) and not injection.account.confirmed:
+            failed = injection.member not in self._hit and injection.account.detail != GIVEN_UP
             if failed:
-                strike.end(_GRACE_S)
-            elif strike.account.detail != GIVEN_UP:
-                strike.account.detail = HIT_ELSEWHERE
-        self._conclude(strike, planned_s, situation, "failed" if failed else "struck", strike.account.detail)
+                injection.end(_GRACE_S)
+            elif injection.account.detail != GIVEN_UP:
+                injection.account.detail = HIT_ELSEWHERE
+        self._conclude(injection, planned_s, situation, "failed" if failed else "injected", injection.account.detail)
 
     def _conclude(
         self,
-        strike: Strike,
+        injection: Injection,
         planned_s: float,
         situation: Situation,
-        outcome: Literal["struck", "absent", "impossible", "failed"],
+        outcome: Literal["injected", "absent", "impossible", "failed"],
         detail: str,
     ) -> None:
-        account, fault = strike.account, strike.fault
+        account, fault = injection.account, injection.fault
         self._tell(
-            Deed(
+            FaultRecord(
                 number=fault.number if fault.number >= 0 else None,
                 kind=fault.kind,
                 target=str(fault.target) if fault.target else None,
                 planned_s=planned_s,
-                begun_s=strike.began - self._begin,
-                time=time.time() - (time.monotonic() - strike.began),
+                begun_s=injection.began - self._begin,
+                time=time.time() - (time.monotonic() - injection.began),
                 members=account.members,
                 slots=account.slots,
                 pids=account.pids,
@@ -358,7 +356,7 @@ class Runner:
     def _refuse(self, fault: Fault, found: Aim | None, situation: Situation) -> None:
         """The fault does not happen."""
         self._tell(
-            Deed(
+            FaultRecord(
                 number=fault.number,
                 kind=fault.kind,
                 target=str(fault.target) if fault.target else None,
@@ -396,12 +394,12 @@ class Runner:
         ending = any(left.outcome == "finished" for left in situation.left.values())
         if not self._options.keep or not situation.training or ending:
             return
-        underway = sum(isinstance(strike, Join) for strike, _, _ in self._active)
+        underway = sum(isinstance(injection, Join) for injection, _, _ in self._active)
         if underway >= self._options.max_joining:
             return
         if self._living(situation) + self._coming(situation) < self._options.keep:
             now_s = time.monotonic() - self._begin
-            self._strike(self._join(Fault(-1, now_s, Kind.JOIN)), now_s, situation)
+            self._inject(self._join(Fault(-1, now_s, Kind.JOIN)), now_s, situation)
 
 
 def slots_of(members: Mapping[str, MemberRecord]) -> list[int]:

@@ -122,18 +122,18 @@ def _groups(
     fault: Fault, situation: Situation, at_risk: Collection[str], choice: Choice
 ) -> list[Sequence[MemberRecord]]:
     """Sets of members, each of which the fault could hit."""
-    living = [
+    alive = [
         record
         for record in in_slot_order(situation.members.values())
         if record.id not in at_risk and record.id not in situation.left and choice.reachable(record)
     ]
     if fault.kind is Kind.NOTICE:
-        living = [record for record in living if record.state == "running"]
-    chosen = [record for record in living if fault.target is None or _meant(fault.target, record, situation, choice)]
+        alive = [record for record in alive if record.state == "running"]
+    chosen = [record for record in alive if fault.target is None or _meant(fault.target, record, situation, choice)]
     if fault.kind is not Kind.HOST:
         return [[record] for record in chosen]
     hosts = dict.fromkeys(choice.hosts.of(record) for record in chosen)
-    return [[record for record in living if choice.hosts.of(record) == host] for host in hosts]
+    return [[record for record in alive if choice.hosts.of(record) == host] for host in hosts]
 
 
 def _meant(target: Target, record: MemberRecord, situation: Situation, choice: Choice) -> bool:

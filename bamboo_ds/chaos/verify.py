@@ -20,11 +20,11 @@ from ..observe.events import (
     RunStarted,
     Step,
 )
-from .faults import GIVEN_UP, HIT_ELSEWHERE, Deed, Kind
+from .faults import GIVEN_UP, HIT_ELSEWHERE, FaultRecord, Kind
 
 #: Seconds after a fault within which its delay of training is looked for, beyond its own duration.
 _WINDOW_S = 3.0
-#: How much the begin of a deed and the time of an event may be confused, in seconds.
+#: How much the time of a fault and that of an event may be confused, in seconds.
 _CLOCKS_S = 0.2
 #: A timed fault of a worker that is shorter than this share of the timeout must not cost the member.
 _SAFE_SHARE = 0.8
@@ -32,19 +32,19 @@ _SAFE_SHARE = 0.8
 
 @dataclass(frozen=True)
 class Effect:
-    """What a deed did to the job; ``None`` where it did not, or where events do not tell.
+    """What a fault did to the job; ``None`` where it did not, or where events do not tell.
 
     Attributes:
         lost: members that were lost by it.
         pause_s: the longest pause of a member: of the takeover, or of its admission or departure.
         redo_s: longest time of redone and remaining work after a takeover.
-        delay_s: the longest iteration from the deed on, beyond the median of all.
+        delay_s: the longest iteration from the fault on, beyond the median of all.
         healed_s: from the loss to the plan in which every role is shadowed again, and ``healed_steps`` committed
             meanwhile.
         alone: no other fault held a member or etcd still while the job paused.
     """
 
-    deed: Deed
+    record: FaultRecord
     lost: tuple[str, ...] = ()
     pause_s: float | None = None
     redo_s: float | None = None
@@ -61,8 +61,8 @@ class Verdict:
     Attributes:
         problems: what must not be; none: verified.
         notes: what is worth knowing.
-        effects: of every deed that struck.
-        healing_s: pauses of boundary plans that no deed asked for: healing, rebalancing.
+        effects: of every fault that was injected.
+        healing_s: pauses of boundary plans that no fault asked for: healing, rebalancing.
     """
 
     problems: list[str] = field(default_factory=list)
@@ -75,32 +75,37 @@ class Verdict:
 
 def verify(
     events: Sequence[Event],
-    deeds: Sequence[Deed],
+    records: Sequence[FaultRecord],
     *,
     finished: bool,
     timeout_s: float = 5.0,
 ) -> Verdict:
-    """Check that the job went on through all ``deeds`` as if nothing had happened.
+    """Check that the job went on through all ``records`` as if nothing had happened.
 
     Args:
         events: of the job, in the order of the file.
-        deeds: the journal.
+        records: the journal.
         finished: the job is over and must have ended well.
         timeout_s: seconds of silence after which a member of the job is lost.
     """
     verdict = Verdict()
     _check_run(events, verdict, finished)
-    _check_steps(events, deeds, verdict)
+    _check_steps(events, records, verdict)
     _check_plans(events, verdict)
-    _check_losses(events, deeds, verdict, timeout_s)
-    for deed in deeds:
-        _check_deed(deed, verdict)
-    causes = _causes(events, deeds)
+    _check_losses(events, records, verdict, timeout_s)
+    for record in records:
+        _check_record(record, verdict)
+    causes = _causes(events, records)
     verdict.effects = [
-        _effect(deed, causes.get(n, ()), events, deeds) for n, deed in enumerate(deeds) if deed.outcome == "struck"
+        _effect(record, causes.get(n, ()), events, records)
+        for n, record in enumerate(records)
+        if record.outcome == "injected"
     ]
     asked = {
-        e for effect in verdict.effects if effect.deed.kind in (Kind.JOIN, Kind.NOTICE) for e in _epochs(effect, events)
+        e
+        for effect in verdict.effects
+        if effect.record.kind in (Kind.JOIN, Kind.NOTICE)
+        for e in _epochs(effect, events)
     }
     pauses: dict[int, float] = {}
     for event in _of(events, Reconfigured):
@@ -129,7 +134,7 @@ def _check_run(events: Sequence[Event], verdict: Verdict, finished: bool) -> Non
             verdict.problems.append(f"the job ended with exit code {end.exit_code}")
 
 
-def _check_steps(events: Sequence[Event], deeds: Sequence[Deed], verdict: Verdict) -> None:
+def _check_steps(events: Sequence[Event], records: Sequence[FaultRecord], verdict: Verdict) -> None:
     """Steps are contiguous and each is done once. One member tells of them: what it has not told when it died is told
     by nobody, or again by its successor."""
     steps = _of(events, Step)
@@ -137,7 +142,7 @@ def _check_steps(events: Sequence[Event], deeds: Sequence[Deed], verdict: Verdic
     if not steps:
         verdict.problems.append("no step was done")
         return
-    mortal = {event.member_id for event in _of(events, MemberLost)} | {m for deed in deeds for m in deed.members}
+    mortal = {event.member_id for event in _of(events, MemberLost)} | {m for record in records for m in record.members}
     for before, event in pairwise(steps):
         if event.step == before.step + 1:
             continue
@@ -175,18 +180,18 @@ def _check_plans(events: Sequence[Event], verdict: Verdict) -> None:
             verdict.problems.append(f"the plan of epoch {plan.epoch} gives roles to {', '.join(sorted(strangers))}")
 
 
-def _check_losses(events: Sequence[Event], deeds: Sequence[Deed], verdict: Verdict, timeout_s: float) -> None:
+def _check_losses(events: Sequence[Event], records: Sequence[FaultRecord], verdict: Verdict, timeout_s: float) -> None:
     """Every loss has a cause and every lethal fault a loss."""
-    hits: dict[str, list[Deed]] = {}
-    for deed in deeds:
-        for member in deed.members if deed.outcome == "struck" and deed.kind.risky else ():
-            hits.setdefault(member, []).append(deed)
-    outages = [deed for deed in deeds if deed.kind is Kind.ETCD_STOP and deed.outcome == "struck"]
+    hits: dict[str, list[FaultRecord]] = {}
+    for record in records:
+        for member in record.members if record.outcome == "injected" and record.kind.risky else ():
+            hits.setdefault(member, []).append(record)
+    outages = [record for record in records if record.kind is Kind.ETCD_STOP and record.outcome == "injected"]
     joined = {event.member_id: event.time.timestamp() for event in _of(events, MemberJoined)}
     late = [
-        deed
-        for deed in deeds
-        if deed.time is not None and any(deed.time <= joined.get(m, 0.0) + _CLOCKS_S for m in deed.members)
+        record
+        for record in records
+        if record.time is not None and any(record.time <= joined.get(m, 0.0) + _CLOCKS_S for m in record.members)
     ]
     lost: dict[str, MemberLost] = {}
     for event in _of(events, MemberLost):
@@ -201,9 +206,9 @@ def _check_losses(events: Sequence[Event], deeds: Sequence[Deed], verdict: Verdi
                 o.time is not None and -1 <= event.time.timestamp() - o.time <= (o.seconds or 0) + 30 for o in outages
             )
             verdict.problems.append(f"{what} without a fault that hit it{' after etcd was away' if near else ''}")
-        elif all(not deed.kind.lethal and (deed.seconds or 0.0) < _SAFE_SHARE * timeout_s for deed in found):
-            length = max(deed.seconds or 0.0 for deed in found)
-            kinds = ", ".join(deed.kind.value for deed in found)
+        elif all(not record.kind.lethal and (record.seconds or 0.0) < _SAFE_SHARE * timeout_s for record in found):
+            length = max(record.seconds or 0.0 for record in found)
+            kinds = ", ".join(record.kind.value for record in found)
             verdict.problems.append(f"{what} though it was hit for {length:.2f} s only ({kinds})")
     members: set[str] = set()
     plans = _of(events, PlanWritten)
@@ -211,20 +216,20 @@ def _check_losses(events: Sequence[Event], deeds: Sequence[Deed], verdict: Verdi
         members |= set(plan.members)
     final = set(plans[-1].members) if plans else set()
     for member, found in hits.items():
-        lethal = [deed for deed in found if deed.kind.lethal]
+        lethal = [record for record in found if record.kind.lethal]
         if lethal and member in members and member in final:
             verdict.problems.append(f"{member} was hit by {lethal[0].kind.value}, but the last plan lists it")
 
 
-def _check_deed(deed: Deed, verdict: Verdict) -> None:
-    name = f"fault {deed.number}" if deed.number is not None else "joiner"
-    what = f"{name} ({deed.kind.value} {', '.join(deed.members)})"
-    if deed.outcome == "failed":
-        verdict.problems.append(f"{what} failed: {deed.detail}")
-    elif deed.outcome == "struck" and not deed.confirmed and deed.detail not in (HIT_ELSEWHERE, GIVEN_UP):
-        verdict.problems.append(f"{what} was not confirmed: {deed.detail}")
-    elif deed.outcome in ("spared", "absent"):
-        verdict.notes.append(f"{what} did not happen: {deed.detail}")
+def _check_record(record: FaultRecord, verdict: Verdict) -> None:
+    name = f"fault {record.number}" if record.number is not None else "joiner"
+    what = f"{name} ({record.kind.value} {', '.join(record.members)})"
+    if record.outcome == "failed":
+        verdict.problems.append(f"{what} failed: {record.detail}")
+    elif record.outcome == "injected" and not record.confirmed and record.detail not in (HIT_ELSEWHERE, GIVEN_UP):
+        verdict.problems.append(f"{what} was not confirmed: {record.detail}")
+    elif record.outcome in ("spared", "absent"):
+        verdict.notes.append(f"{what} did not happen: {record.detail}")
 
 
 # -- effects --------------------------------------------------------------------------------------------
@@ -232,7 +237,7 @@ def _check_deed(deed: Deed, verdict: Verdict) -> None:
 
 def _epochs(effect: Effect, events: Sequence[Event]) -> set[int]:
     """Epochs that a joiner's admission or a notice's departure made."""
-    members, plans = set(effect.deed.members), _of(events, PlanWritten)
+    members, plans = set(effect.record.members), _of(events, PlanWritten)
     found = set()
     for before, plan in pairwise(plans):
         if members & (set(before.members) ^ set(plan.members)):
@@ -240,17 +245,17 @@ def _epochs(effect: Effect, events: Sequence[Event]) -> set[int]:
     return found
 
 
-def _causes(events: Sequence[Event], deeds: Sequence[Deed]) -> dict[int, tuple[str, ...]]:
-    """The members lost by each deed (by its place in ``deeds``): the last one that hit them before."""
+def _causes(events: Sequence[Event], records: Sequence[FaultRecord]) -> dict[int, tuple[str, ...]]:
+    """The members lost by each fault (by its position in ``records``): the last one that hit them before."""
     found: dict[int, tuple[str, ...]] = {}
     for event in _of(events, MemberLost):
         hits = [
-            (deed.time, n)
-            for n, deed in enumerate(deeds)
-            if deed.outcome == "struck"
-            and deed.kind.risky
-            and event.member_id in deed.members
-            and deed.time is not None
+            (record.time, n)
+            for n, record in enumerate(records)
+            if record.outcome == "injected"
+            and record.kind.risky
+            and event.member_id in record.members
+            and record.time is not None
         ]
         before = [hit for hit in hits if hit[0] <= event.time.timestamp() + _CLOCKS_S]
         if before:
@@ -259,13 +264,15 @@ def _causes(events: Sequence[Event], deeds: Sequence[Deed]) -> dict[int, tuple[s
     return found
 
 
-def _effect(deed: Deed, lost: tuple[str, ...], events: Sequence[Event], deeds: Sequence[Deed]) -> Effect:
-    effect = Effect(deed, lost, delay_s=_delay(deed, events))
-    if deed.kind in (Kind.JOIN, Kind.NOTICE):
+def _effect(
+    record: FaultRecord, lost: tuple[str, ...], events: Sequence[Event], records: Sequence[FaultRecord]
+) -> Effect:
+    effect = Effect(record, lost, delay_s=_delay(record, events))
+    if record.kind in (Kind.JOIN, Kind.NOTICE):
         epochs = _epochs(effect, events)
         changes = [e for e in _of(events, Reconfigured) if e.epoch in epochs]
         pause = max((e.pause_seconds for e in changes), default=None)
-        return Effect(deed, lost, pause, None, effect.delay_s, alone=_alone(deed, changes, deeds))
+        return Effect(record, lost, pause, None, effect.delay_s, alone=_alone(record, changes, records))
     plan = next((p for p in _of(events, PlanWritten) if set(p.lost) & set(lost)), None)
     if plan is None:
         return effect
@@ -280,35 +287,35 @@ def _effect(deed: Deed, lost: tuple[str, ...], events: Sequence[Event], deeds: S
         healed_s = (whole.time - plan.time).total_seconds()
         healed_steps = sum(plan.time <= e.time <= whole.time for e in _of(events, Step))
     return Effect(
-        deed,
+        record,
         lost,
         max((e.pause_seconds for e in taken), default=None),
         max((e.redo_seconds for e in taken), default=None),
         effect.delay_s,
         healed_s,
         healed_steps,
-        _alone(deed, taken, deeds),
+        _alone(record, taken, records),
     )
 
 
-def _alone(deed: Deed, pauses: Sequence[Recovered | Reconfigured], deeds: Sequence[Deed]) -> bool:
-    """Whether no other timed fault fell into the ``pauses`` of members that ``deed`` caused."""
+def _alone(record: FaultRecord, pauses: Sequence[Recovered | Reconfigured], records: Sequence[FaultRecord]) -> bool:
+    """Whether no other timed fault fell into the ``pauses`` of members that the fault of ``record`` caused."""
     if not pauses:
         return True
     redone = [e.redo_seconds if isinstance(e, Recovered) else 0.0 for e in pauses]
     ends = [e.time.timestamp() - seconds for e, seconds in zip(pauses, redone, strict=True)]
     begin = min(end - e.pause_seconds for e, end in zip(pauses, ends, strict=True))
-    others = [d for d in deeds if d is not deed and d.kind.timed and d.outcome == "struck"]
+    others = [d for d in records if d is not record and d.kind.timed and d.outcome == "injected"]
     return not any(d.time is not None and d.time <= max(ends) and begin <= d.time + (d.seconds or 0) for d in others)
 
 
-def _delay(deed: Deed, events: Sequence[Event]) -> float | None:
-    """The longest time between two steps from the deed on, beyond the median."""
+def _delay(record: FaultRecord, events: Sequence[Event]) -> float | None:
+    """The longest time between two steps from the fault on, beyond the median."""
     times = [event.time.timestamp() for event in _of(events, Step)]
-    if len(times) < 3 or deed.time is None:
+    if len(times) < 3 or record.time is None:
         return None
-    until = deed.time + _WINDOW_S + (deed.seconds or 0.0 if deed.kind.timed else 0.0)
+    until = record.time + _WINDOW_S + (record.seconds or 0.0 if record.kind.timed else 0.0)
     gaps = list(pairwise(times))
     normal = median(after - before for before, after in gaps)
-    near = [after - before for before, after in gaps if after >= deed.time and before <= until]
+    near = [after - before for before, after in gaps if after >= record.time and before <= until]
     return max(0.0, max(near) - normal) if near else None

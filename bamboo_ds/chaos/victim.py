@@ -6,7 +6,7 @@ Opt-in. Either run the script through this module::
 
 or let it (or a ``sitecustomize``) call :func:`install`, which does nothing unless ``BAMBOO_CHAOS=1`` is set. A daemon
 thread then listens on an abstract Unix socket named after the process; it obeys processes of the same user only. One
-JSON line asks, one or two answer: ``{"begun": true}`` before the deed, ``{"done": seconds}`` after one that ends.
+JSON line asks, one or two answer: ``{"begun": true}`` before the fault, ``{"done": seconds}`` after one that ends.
 """
 
 from __future__ import annotations

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import click
 
 from ..errors import ConfigError
-from . import jobs
-from .options import NAME_THE_JOB, variable_option
-
-if TYPE_CHECKING:
-    from ..chaos.campaign import Place
+from ..launchers import jobs
+from .options import running_job
 
 _KINDS = """
 \b
@@ -47,8 +45,7 @@ Exit codes:
 
 
 @click.command("chaos", epilog=_KINDS)
-@variable_option("--job", help="Name of the job.  [default: the only one that runs here]")
-@variable_option("--store", help="URLs of its etcd.  [default: found through the launcher on this host]")
+@running_job
 @click.option("--rate", type=click.FloatRange(min=0, min_open=True), help="Faults per minute, at random times.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of everything that is drawn.")
 @click.option("--count", type=click.IntRange(min=1), help="How many faults, with --rate.")
@@ -62,8 +59,9 @@ Exit codes:
 @click.option("--spare-holders/--no-spare-holders", default=True, show_default=True, help="Keep a holder per stage.")
 @click.option("--min-members", type=click.IntRange(min=1), default=1, show_default=True, help="Spare the last ones.")
 @click.option("--spare-slot", "spare_slots", type=int, multiple=True, help="Never hit it; may be repeated.")
-@click.option("--patience-s", type=click.FloatRange(min=0), default=60.0, show_default=True, help="A fault waits so"
+@click.option("--timeout-s", type=click.FloatRange(min=0), default=60.0, show_default=True, help="A fault waits so"
               " long until the job can bear it.")  # fmt: skip
+@click.option("--patience-s", type=click.FloatRange(min=0), hidden=True)
 @click.option("--one-at-a-time", is_flag=True, help="Every fault waits until the job has healed.")
 @click.option("--keep", type=click.IntRange(min=0), default=0, help="Start joiners to keep up so many members.")
 @click.option("--host-of", multiple=True, metavar="NAME=SLOT,SLOT..", help="Simulate a host; may be repeated.")
@@ -86,22 +84,14 @@ def chaos(
     lengths: tuple[str, ...],
     trace: str | None,
     compress: float,
-    limit: int | None,
     script: str | None,
-    spare_holders: bool,
-    min_members: int,
-    spare_slots: tuple[int, ...],
-    patience_s: float,
-    one_at_a_time: bool,
-    keep: int,
+    timeout_s: float,
+    patience_s: float | None,
     host_of: tuple[str, ...],
     slots_per_host: int | None,
-    events: str | None,
     out: Path,
-    picture: bool,
-    wait: bool,
-    ready_s: float,
     dry_run: bool,
+    **others: Any,
 ) -> None:
     """Do seeded harm to a running job on this host, and check that it bears it.
 
@@ -109,6 +99,9 @@ def chaos(
     """
     if sum(source is not None for source in (rate, trace, script)) != 1:
         raise ConfigError("give one of --rate, --trace and --script")
+    if patience_s is not None:
+        click.echo("bamboo: --patience-s is called --timeout-s now", err=True)
+        timeout_s = patience_s
     # Only now: gRPC and the rest take their time to load.
     from ..chaos import campaign
     from ..chaos.schedule import by_rate, parse_script, parse_trace
@@ -135,37 +128,23 @@ def chaos(
             click.echo(campaign.script_line(fault))
         return
     options = campaign.CampaignOptions(
-        place=_place(job, store),
-        events=events,
+        location=_location(job, store),
         out=out.resolve(),
-        picture=picture,
-        wait=wait,
-        ready_s=ready_s,
-        spare_holders=spare_holders,
-        min_members=min_members,
-        spare_slots=spare_slots,
-        patience_s=patience_s,
-        one_at_a_time=one_at_a_time,
-        keep=keep,
+        timeout_s=timeout_s,
         hosts=Hosts.parse(host_of, slots_per_host),
         compress=compress,
-        limit=limit,
         complete=duration_s is None,
         title=_title(rate, trace, script, seed, compress),
+        **others,
     )
     sys.exit(campaign.run(options, faults, changes))
 
 
-def _place(job: str | None, store: str | None) -> Place:
-    """The job that the options mean."""
-    from ..chaos.campaign import Place
-
-    if store is not None and job is None:
-        raise ConfigError(NAME_THE_JOB)
-    file = jobs.choose(job) if store is None else jobs.find(job or "")
-    if file is None:
-        return Place(job or "", store or "", None)
-    return Place(file.job, store or file.store, file.pid)
+def _location(job: str | None, store: str | None) -> jobs.JobLocation:
+    """The job that the options mean, with its launcher if that is on this host."""
+    found = jobs.locate(job, store)
+    file = jobs.find(found.job) if found.launcher is None else None
+    return found if file is None else replace(found, launcher=file.pid)
 
 
 def _title(rate: float | None, trace: str | None, script: str | None, seed: int, compress: float) -> str:

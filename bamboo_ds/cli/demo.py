@@ -20,14 +20,12 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from ..control.access import open_store
-from ..control.mirror import Mirror
 from ..control.worker_process import adopt_orphans
-from ..errors import LaunchError
+from ..launchers import jobs
 from ..observe.events import Event, MemberJoined, MemberLost, PlanWritten, Recovered, Step, Takeover, parse_event
-from . import jobs
 from .demo_jobs import DemoJob, start_bamboo, start_stock
 from .demo_view import Grid, View
+from .options import read_job
 from .status import job_status
 
 STAGES = 4
@@ -41,9 +39,8 @@ CONFIG: dict[str, Any] = {
     "gradient_clipping": 1.0,
     "steps_per_print": 1_000_000,
 }
-#: Share of an iteration after which a kill strikes.
+#: Share of an iteration after which a kill happens.
 _MIDDLE = 0.5
-_STORE_TIMEOUT_S = 5.0
 #: Differences that a failed comparison shows.
 _SHOWN = 3
 
@@ -54,11 +51,11 @@ class Kill:
 
     Attributes:
         stage: the stage whose owner is killed.
-        step: the iteration in whose middle it strikes.
+        step: the iteration in whose middle it happens.
         survivors: how many members go on afterwards.
         member, pid, pidfd: the victim; ``pidfd`` is readable once it is dead.
-        due: monotonic time at which it strikes.
-        struck: whether the signal was sent.
+        due: monotonic time at which it happens.
+        sent: whether the signal was sent.
         lost: the leader's notice.
         epoch: of the plan that followed.
         recovered: the survivors' reports.
@@ -71,15 +68,15 @@ class Kill:
     pid: int = 0
     pidfd: int = -1
     due: float | None = None
-    struck: bool = False
+    sent: bool = False
     lost: MemberLost | None = None
     epoch: int | None = None
     recovered: list[Recovered] = field(default_factory=list)
 
     def problems(self) -> list[str]:
         """Why this was no SIGKILL in the middle of an iteration that the others survived; empty if it was."""
-        if not self.struck:
-            return ["the kill never struck"]
+        if not self.sent:
+            return ["the signal was never sent"]
         found = []
         if self.lost is None or (self.lost.reason, self.lost.detail) != ("signal", "SIGKILL"):
             found.append(f"the leader did not notice a SIGKILL but {self.lost}")
@@ -101,7 +98,7 @@ class Finding:
 
 
 class Disturbed:
-    """The run with kills: what its events say, what is shown of them, and when to strike."""
+    """The run with kills: what its events say, what is shown of them, and when to kill."""
 
     def __init__(self, name: str, view: View, kills: list[Kill], losses: list[float]) -> None:
         self._name = name
@@ -134,13 +131,13 @@ class Disturbed:
             view.note(event.to_json(), "bold red")
 
     def tick(self) -> float | None:
-        """Strike if it is time; returns when to be called again."""
+        """Kill if it is time; returns when to be called again."""
         self._view.refresh()
         for kill in self.kills:
-            if kill.due is not None and not kill.struck:
+            if kill.due is not None and not kill.sent:
                 if time.monotonic() < kill.due:
                     return kill.due
-                self._strike(kill)
+                self._kill(kill)
         return None
 
     def _planned(self, event: PlanWritten) -> None:
@@ -153,7 +150,7 @@ class Disturbed:
                 kill.epoch = event.epoch
         self._view.plan()
         for kill in self.kills:
-            if not kill.struck:
+            if not kill.sent:
                 kill.member = event.owners[kill.stage]
                 kill.pid, kill.pidfd = self._processes.get(kill.member, (0, -1))
 
@@ -162,11 +159,7 @@ class Disturbed:
 
         They have just been started, so that it does not matter how long it takes: nobody trains yet.
         """
-        file = jobs.find(self._name)
-        if file is None:
-            raise LaunchError(f"the job {self._name} is not listed as running")
-        with open_store(file.store, self._name, _STORE_TIMEOUT_S) as store:
-            status = job_status(self._name, Mirror(store.get_prefix("")))
+        status = job_status(self._name, read_job(jobs.locate(self._name, None)))
         for member in status.members:
             if member.pid is not None:
                 self._processes[member.id] = member.pid, os.pidfd_open(member.pid)
@@ -180,12 +173,12 @@ class Disturbed:
         remark = f"{event.seconds * 1000:.0f} ms   {equal}/{len(self.steps)} losses equal the undisturbed run's"
         self._view.step(event.step, event.loss if event.loss is not None else float("nan"), remark)
 
-    def _strike(self, kill: Kill) -> None:
+    def _kill(self, kill: Kill) -> None:
         if kill.pidfd < 0 or _dead(kill.pidfd):
             kill.due = None  # training was over before: nothing is proven
             return
         signal.pidfd_send_signal(kill.pidfd, signal.SIGKILL)
-        kill.struck = True
+        kill.sent = True
         usual = self.steps[-1].seconds * 1000
         where = f"about {_MIDDLE * usual:.0f} ms into iteration {kill.step} (the last took {usual:.0f} ms)"
         self._view.note(f"SIGKILL for {kill.member}, owner of stage {kill.stage}, {where}", "bold red")
@@ -371,7 +364,7 @@ def _verdict(findings: list[Finding], seconds: float) -> Table:
 def demo(steps: int, plain: bool) -> None:
     """Train a small GPT twice, kill two of four stages in the second run, and compare the results.
 
-    Exits with 0 only if both kills struck in the middle of an iteration and losses, weights and optimizer state of
+    Exits with 0 only if both kills happened in the middle of an iteration and losses, weights and optimizer state of
     both runs are bit-equal; else with 1.
     """
     begin = time.monotonic()

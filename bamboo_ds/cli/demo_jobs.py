@@ -15,7 +15,7 @@ from types import TracebackType
 
 from ..control.worker_process import die_with_parent, end_descendants
 from ..errors import LaunchError
-from .slots import free_port
+from ..launchers.network import free_port
 
 #: Seconds without a line of output or an event after which a job counts as hanging.
 SILENCE_S = 120.0

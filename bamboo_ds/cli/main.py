@@ -8,34 +8,35 @@ import select
 import shutil
 import signal
 import sys
+from typing import Any
 
 import click
 
 from ..control.access import check_secret, open_store
 from ..control.membership import Keys, StopRecord
-from ..control.mirror import Mirror
 from ..errors import BambooError, ConfigError, LaunchError
+from ..launchers import jobs
+from ..launchers.network import LOOPBACK
+from ..launchers.run import Launcher, RunOptions
 from ..observe import logs
 from ..secret import find
 from ..version import __version__
-from . import jobs
 from .chaos import chaos
 from .checkpoints import checkpoints
-from .launcher import EMBEDDED, Launcher, RunOptions
 from .ledger import ledger
 from .options import (
-    LOOPBACK,
-    NAME_THE_JOB,
     MemberArguments,
     block_of,
-    check_option,
-    events_option,
     member_arguments,
+    new_job,
+    read_job,
+    running_job,
+    started,
     variable_option,
 )
 from .output import console
 from .plan import plan
-from .status import JobStatus, job_status, status_table
+from .status import job_status, status_table
 
 _TIMEOUT_S = 5.0
 #: Exit code of a job that ``bamboo stop`` has ended: as if by SIGTERM.
@@ -62,9 +63,7 @@ def cli() -> None:
 @cli.command(context_settings={"allow_interspersed_args": False}, epilog=_EXIT_CODES)
 @click.option("-n", "--workers", type=click.IntRange(min=1), required=True, help="Number of local workers.")
 @click.option("--pipelines", type=click.IntRange(min=1), help="Number of pipelines; must divide the workers.")
-@variable_option("--store", default=EMBEDDED, show_default=True, help="URLs of etcd, separated by commas.")
-@variable_option("--job", help="Name of the job.  [default: random]")
-@check_option
+@new_job
 @click.option("--prefix-output", is_flag=True, help="Begin each line of output with its slot.")
 @click.option(
     "--emulate-hosts",
@@ -76,36 +75,21 @@ def run(
     member: MemberArguments,
     workers: int,
     pipelines: int | None,
-    store: str,
     job: str | None,
     check_exact: int | None,
-    prefix_output: bool,
-    emulate_hosts: int | None,
+    **options: Any,
 ) -> None:
     """Run SCRIPT with ARGUMENTS on N local workers that survive the loss of any of them."""
     if pipelines is not None and workers % pipelines:
         raise ConfigError(f"--pipelines {pipelines} does not divide -n {workers}")
-    options = RunOptions(
-        **member.options(job or f"job-{os.urandom(4).hex()}", LOOPBACK, check_exact=check_exact),
-        workers=workers,
-        store=store,
-        pipelines=pipelines,
-        prefix_output=prefix_output,
-        emulate_hosts=emulate_hosts,
-    )
-    sys.exit(Launcher(options).run())
+    members = member.options(job or jobs.random_name(), LOOPBACK, check_exact=check_exact)
+    sys.exit(Launcher(RunOptions(**members, workers=workers, pipelines=pipelines, **options)).run())
 
 
 @cli.command("launch", context_settings={"allow_interspersed_args": False}, epilog=_EXIT_CODES)
-@variable_option("--store", default=EMBEDDED, show_default=True, help="URLs of etcd, separated by commas.")
-@variable_option("--job", help="Name of the job.  [default: random]")
+@new_job
 @variable_option("--address", default=LOOPBACK, show_default=True, help="IP address of the embedded etcd.")
-@events_option
-@check_option
-@click.option("--config", type=click.Path(exists=True, dir_okay=False), help="DeepSpeed configuration to read.")
-@click.option(
-    "--grace-s", type=click.FloatRange(min=0), default=5.0, show_default=True, help="From SIGTERM to SIGKILL."
-)
+@started
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, required=True)
 def launch_command(
     store: str,
@@ -121,13 +105,13 @@ def launch_command(
 
     No process of a rank whose end the launcher sees ends the others. Write -- before COMMAND.
     """
-    from .launch import LaunchOptions, Wrapper
+    from ..launchers.wrap import LaunchOptions, Wrapper
 
     if shutil.which(command[0]) is None:
         raise ConfigError(f"there is no command {command[0]!r}")
     options = LaunchOptions.from_block(
         block_of(config, command),
-        job=jobs.check_name(job or f"job-{os.urandom(4).hex()}"),
+        job=jobs.check_name(job or jobs.random_name()),
         address=address,
         command=command,
         events=None if events is None else os.path.abspath(events),
@@ -138,8 +122,7 @@ def launch_command(
 
 
 @cli.command(context_settings={"allow_interspersed_args": False})
-@variable_option("--store", help="URLs of the job's etcd.  [default: found through the launcher on this host]")
-@variable_option("--job", help="Name of the job.  [default: the only one that runs here]")
+@running_job
 @click.option("--host", help="Failure domain of this slot.  [default: the host's name]")
 @click.option("--zone", default="", help="Availability zone of this host, for the placement of replicas.")
 @click.option(
@@ -154,13 +137,14 @@ def join(
     The worker builds its engine, catches up with the job and is admitted between two iterations, as a standby or with
     the stages that the plan gives to it. This command ends with the worker.
     """
-    from .join import JoinOptions, address_towards
-    from .join import join as start
+    from ..launchers.join import JoinOptions
+    from ..launchers.join import join as start
+    from ..launchers.network import address_towards
 
-    job, store = _located(job, store)
-    address = member.address or address_towards(store)
-    options = {**member.options(job, address, zone, host), "secret": find(job)}
-    start(JoinOptions(**options, store=store, wait_s=wait_s))
+    location = jobs.locate(job, store)
+    address = member.address or address_towards(location.store)
+    options = {**member.options(location.job, address, zone, host), "secret": find(location.job)}
+    start(JoinOptions(**options, store=location.store, wait_s=wait_s))
 
 
 cli.add_command(plan)
@@ -170,44 +154,25 @@ cli.add_command(ledger)
 
 
 @cli.command()
-@variable_option("--job", help="Name of the job.  [default: the only one that runs here]")
-@variable_option("--store", help="URLs of its etcd.  [default: found through the launcher on this host]")
+@running_job
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def status(job: str | None, store: str | None, as_json: bool) -> None:
     """Show members, roles, epoch and step of a job."""
-    report = _status(*_located(job, store))
+    location = jobs.locate(job, store)
+    report = job_status(location.job, read_job(location))
     if as_json:
         click.echo(report.model_dump_json(indent=2))
     else:
         console().print(status_table(report))
 
 
-def _located(job: str | None, store: str | None) -> tuple[str, str]:
-    """Name and etcd of the job that the options mean."""
-    if store is not None and job is not None:
-        return job, store
-    if store is not None:
-        raise ConfigError(NAME_THE_JOB)
-    file = jobs.choose(job)
-    return file.job, file.store
-
-
-def _status(job: str, urls: str) -> JobStatus:
-    with open_store(urls, job, _TIMEOUT_S) as store:
-        snapshot = store.get_prefix("")
-    if not snapshot.entries:
-        raise ConfigError(f"no job {job!r} is known at {urls}")
-    return job_status(job, Mirror(snapshot))
-
-
 @cli.command()
-@variable_option("--job", help="Name of the job.  [default: the only one that runs here]")
-@variable_option("--store", help="URLs of its etcd, if its launcher is on another host.")
+@running_job
 @click.option("--timeout-s", type=float, default=30.0, show_default=True, help="How long to wait.")
 def stop(job: str | None, store: str | None, timeout_s: float) -> None:
     """End a job in an orderly way."""
     if store is not None:
-        _stop_members(*_located(job, store))
+        _stop_members(jobs.locate(job, store))
         return
     file = jobs.choose(job)
     launcher = file.launcher()
@@ -220,7 +185,7 @@ def stop(job: str | None, store: str | None, timeout_s: float) -> None:
     try:
         if file.launcher() is not None:  # else it ended, and the descriptor may be of another process
             if file.foreign:
-                _stop_members(file.job, file.store)
+                _stop_members(jobs.JobLocation(file.job, file.store))
             else:
                 signal.pidfd_send_signal(pidfd, signal.SIGTERM)
             if not select.select([pidfd], [], [], timeout_s)[0]:
@@ -229,14 +194,14 @@ def stop(job: str | None, store: str | None, timeout_s: float) -> None:
         os.close(pidfd)
 
 
-def _stop_members(job: str, urls: str) -> None:
-    secret = find(job)
-    with open_store(urls, job, _TIMEOUT_S, secret) as connection:
+def _stop_members(location: jobs.JobLocation) -> None:
+    secret = find(location.job)
+    with open_store(location.store, location.job, _TIMEOUT_S, secret) as connection:
         members = connection.get_prefix(Keys.MEMBERS).entries
         if not members:
-            raise ConfigError(f"no job {job!r} runs at {urls}")
+            raise ConfigError(f"no job {location.job!r} runs at {location.store}")
         for entry in members.values():
-            check_secret(entry, job, secret)
+            check_secret(entry, location.job, secret)
         connection.create(Keys.STOP, StopRecord(code=EXIT_STOPPED, reason="bamboo stop", by="").to_json())
 
 

@@ -16,14 +16,18 @@ from typing import Any
 import click
 
 from ..config import BLOCK, BambooConfig, bamboo_config, config_path_from_argv, load_config
+from ..control.access import open_store
 from ..control.agent_settings import MemberOptions, script_command
+from ..control.mirror import Mirror
 from ..errors import ConfigError
-from ..launched import ENV_ADDRESS, ENV_CHECK_EXACT, ENV_EVENTS, ENV_JOB, ENV_LAUNCH, ENV_MEMBER, ENV_STORE
-from . import jobs
+from ..launchers import jobs
+from ..launchers.network import LOOPBACK
+from ..launchers.owning import EMBEDDED
+from ..variables import ENV_ADDRESS, ENV_CHECK_EXACT, ENV_EVENTS, ENV_JOB, ENV_LAUNCH, ENV_MEMBER, ENV_STORE
 
-#: Where members of ``bamboo run`` meet unless it is told.
-LOOPBACK = "127.0.0.1"
-NAME_THE_JOB = f"--store ({ENV_STORE}) needs --job ({ENV_JOB}): an etcd may serve several jobs"
+_TIMEOUT_S = 5.0
+
+Command = Callable[..., None]
 
 
 class _OfTheUser(click.Option):
@@ -43,23 +47,56 @@ _VARIABLES = {
 }
 
 
-def variable_option(name: str, **attributes: Any) -> Callable[..., Any]:
+def variable_option(name: str, **attributes: Any) -> Callable[[Command], Command]:
     """An option of the same name as a variable, ``BAMBOO_…``, which its default may come from."""
-    variable = _VARIABLES[name]
-    return click.option(name, cls=_OfTheUser, envvar=variable, show_envvar=True, **attributes)
+    return click.option(name, cls=_OfTheUser, envvar=_VARIABLES[name], show_envvar=True, **attributes)
 
 
-events_option = variable_option(
-    "--events", type=click.Path(dir_okay=False), help="File to append events to, as JSON lines."
+def together(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
+    """Several options as one decorator, in this order."""
+
+    def decorate(command: Command) -> Command:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+#: What commands have that start a job.
+new_job = together(
+    variable_option("--store", default=EMBEDDED, show_default=True, help="URLs of etcd, separated by commas."),
+    variable_option("--job", help="Name of the job.  [default: random]"),
+    variable_option(
+        "--check-exact",
+        type=click.IntRange(min=0),
+        metavar="N",
+        help="In the first N steps rehearse the takeover of every stage and compare everything, bit for bit. "
+        "Overrides bamboo.redundancy.check_exact.",
+    ),
+)
+#: What commands have that are about a job that runs; see :func:`~bamboo_ds.launchers.jobs.locate`.
+running_job = together(
+    variable_option("--job", help="Name of the job.  [default: the only one that runs here]"),
+    variable_option("--store", help="URLs of its etcd.  [default: found through the launcher on this host]"),
+)
+#: What commands have that start processes of a job.
+started = together(
+    variable_option("--events", type=click.Path(dir_okay=False), help="File to append events to, as JSON lines."),
+    click.option("--config", type=click.Path(exists=True, dir_okay=False), help="DeepSpeed configuration to read."),
+    click.option(
+        "--grace-s", type=click.FloatRange(min=0), default=5.0, show_default=True, help="From SIGTERM to SIGKILL."
+    ),
 )
 
-check_option = variable_option(
-    "--check-exact",
-    type=click.IntRange(min=0),
-    metavar="N",
-    help="In the first N steps rehearse the takeover of every stage and compare everything, bit for bit. Overrides "
-    "bamboo.redundancy.check_exact.",
-)
+
+def read_job(location: jobs.JobLocation) -> Mirror:
+    """The keys of a job; raises :class:`ConfigError` if there is none."""
+    with open_store(location.store, location.job, _TIMEOUT_S) as store:
+        snapshot = store.get_prefix("")
+    if not snapshot.entries:
+        raise ConfigError(f"no job {location.job!r} is known at {location.store}")
+    return Mirror(snapshot)
 
 
 @dataclass(frozen=True)
@@ -110,28 +147,24 @@ class MemberArguments:
         return options
 
 
-_SHARED = (
+_member = together(
     variable_option(
         "--address",
         help=f"IP address that others reach this host at.  [default: {LOOPBACK}; of bamboo join: the one towards etcd]",
     ),
-    events_option,
-    click.option("--config", type=click.Path(exists=True, dir_okay=False), help="DeepSpeed configuration to read."),
+    started,
     click.option("--lease-ttl-s", type=click.FloatRange(min=1), help="Overrides bamboo.membership.lease_ttl_s."),
     click.option("--heartbeat-timeout-s", type=click.FloatRange(min=0.5), help="Overrides the block's setting."),
     click.option("--settle-ms", type=click.FloatRange(min=0), help="Overrides the block's setting."),
     click.option("--max-restarts", type=click.IntRange(min=0), help="Overrides bamboo.recovery.max_restarts."),
     click.option("--rejoin-s", type=click.FloatRange(min=0), help="Overrides bamboo.membership.rejoin_s."),
-    click.option(
-        "--grace-s", type=click.FloatRange(min=0), default=5.0, show_default=True, help="From SIGTERM to SIGKILL."
-    ),
     click.option("-m", "--module", is_flag=True, help="SCRIPT is the name of a module."),
     click.argument("script"),
     click.argument("arguments", nargs=-1, type=click.UNPROCESSED),
 )
 
 
-def member_arguments(command: Callable[..., None]) -> Callable[..., None]:
+def member_arguments(command: Command) -> Command:
     """Give a command the shared options; it gets them as its first argument, a :class:`MemberArguments`."""
     names = [field.name for field in fields(MemberArguments)]
 
@@ -139,10 +172,7 @@ def member_arguments(command: Callable[..., None]) -> Callable[..., None]:
     def call(**values: Any) -> None:
         command(MemberArguments(**{name: values.pop(name) for name in names}), **values)
 
-    decorated: Callable[..., None] = call
-    for decorator in reversed(_SHARED):
-        decorated = decorator(decorated)
-    return decorated
+    return _member(call)
 
 
 def block_of(config: str | None, arguments: Sequence[str]) -> BambooConfig:

@@ -9,10 +9,10 @@ import click
 from pydantic import BaseModel, ConfigDict
 from rich.table import Table
 
-from ..control.access import open_store
 from ..control.mirror import Mirror
 from ..control.reconfiguration import ready_copies
 from ..errors import ConfigError
+from ..launchers import jobs
 from ..topology import (
     Candidate,
     Costs,
@@ -28,11 +28,9 @@ from ..topology import (
     with_redundancy,
 )
 from ..topology.planner import plan as next_plan
-from . import jobs
-from .options import NAME_THE_JOB, variable_option
+from .options import read_job, running_job
 from .output import console
 
-_TIMEOUT_S = 5.0
 _GIVEN = click.core.ParameterSource.COMMANDLINE
 
 
@@ -95,7 +93,7 @@ class Situation:
 
     Attributes:
         plan: the plan in force.
-        members: living members, also of those that are to be lost.
+        members: registered members, also those that are to be lost.
         ready: ranks that learners hold completely, by member.
     """
 
@@ -107,8 +105,7 @@ class Situation:
 
 
 @click.command("plan")
-@variable_option("--job", help="Name of the job.  [default: the only one that runs here]")
-@variable_option("--store", help="URLs of its etcd.  [default: found through the launcher on this host]")
+@running_job
 @click.option("--stages", type=click.IntRange(min=1), help="Ask about a job that does not exist, of so many stages.")
 @click.option("--pipelines", type=click.IntRange(min=1), help="Its data-parallel pipelines.  [default: 1]")
 @click.option("--slices", type=click.IntRange(min=1), help="Its tensor slices, a member each.  [default: 1]")
@@ -264,16 +261,8 @@ def _change(now: str | None, then: str | None) -> str:
 
 
 def _running(job: str | None, store: str | None) -> Situation:
-    if store is None:
-        file = jobs.choose(job)
-        job, store = file.job, file.store
-    elif job is None:
-        raise ConfigError(NAME_THE_JOB)
-    with open_store(store, job, _TIMEOUT_S) as connection:
-        snapshot = connection.get_prefix("")
-    if not snapshot.entries:
-        raise ConfigError(f"no job {job!r} is known at {store}")
-    return observed(job, Mirror(snapshot))
+    location = jobs.locate(job, store)
+    return observed(location.job, read_job(location))
 
 
 def observed(job: str, mirror: Mirror) -> Situation:
@@ -286,12 +275,12 @@ def observed(job: str, mirror: Mirror) -> Situation:
     if current is None or current.layout is None:
         raise ConfigError(f"job {job!r} has not built its engines yet: there is nothing to plan")
     homes = dict(zip(current.members, current.homes, strict=False))
-    living = [r for r in mirror.members.values() if r.id in current.members or r.id in mirror.reports]
+    registered = [r for r in mirror.members.values() if r.id in current.members or r.id in mirror.reports]
     members = tuple(
         Candidate(
             r.id, r.slot, r.host, r.zone, homes.get(r.id, r.home), leaving=r.state == "leaving" or r.id in mirror.left
         )
-        for r in living
+        for r in registered
     )
     redundant = any(report.redundant for report in mirror.reports.values())
     return Situation(current, members, ready_copies(mirror.workers, current), redundant, job)
@@ -337,6 +326,3 @@ def _numbers(option: str, text: str | None, kind: type[int] | type[float]) -> tu
         return tuple(kind(part) for part in text.split(",")) if text else ()
     except ValueError as error:
         raise ConfigError(f"{option} {text!r}: write a number for each stage, separated by commas") from error
-
-
-__all__ = ["PlanReport", "Situation", "imagined", "observed", "plan", "plan_report", "plan_table"]

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pydantic import BaseModel, ConfigDict
 from rich.table import Table
 
-from ..control.membership import Keys, LeftRecord, MemberRecord, in_slot_order, slot_of
+from ..control.membership import LeftRecord, MemberRecord, in_slot_order, slot_of
 from ..control.mirror import Mirror
 from ..topology.plan import Plan
 
 
 class MemberStatus(BaseModel):
-    """One member, living or not. ``pid`` and ``agent_pid`` are ``None`` when it is gone.
+    """One member, registered or gone. ``pid`` and ``agent_pid`` are ``None`` when it is gone.
 
     ``doing`` is what its worker does that takes long outside of training, such as compiling an extension.
     ``roles`` and ``shadows`` are lists of ``[pipeline, stage]``.
@@ -52,7 +52,7 @@ class JobStatus(BaseModel):
 def job_status(job: str, mirror: Mirror) -> JobStatus:
     """The status that a job's keys tell."""
     plan = mirror.plan
-    living = [
+    registered = [
         MemberStatus(
             id=member.id,
             slot=member.slot,
@@ -68,7 +68,7 @@ def job_status(job: str, mirror: Mirror) -> JobStatus:
         )
         for member in in_slot_order(mirror.members.values())
     ]
-    known = {member.id for member in living}
+    known = {member.id for member in registered}
     departures = [left for left in mirror.left.values() if left.id not in known]
     gone = [MemberStatus(id=left.id, slot=left.slot, state=_ending(left)) for left in departures]
     # Those whose agents could not say goodbye. What they have reported is still there.
@@ -86,7 +86,7 @@ def job_status(job: str, mirror: Mirror) -> JobStatus:
         step=(progress.step or None) if progress else None,
         global_step=progress.global_step if progress else None,
         checkpoint=newest.checkpoint if newest else None,
-        members=sorted(living + gone, key=lambda member: (member.slot, member.id)),
+        members=sorted(registered + gone, key=lambda member: (member.slot, member.id)),
     )
 
 
@@ -143,6 +143,3 @@ def status_table(status: JobStatus) -> Table:
 
 def _listed(roles: list[tuple[int, int]]) -> str:
     return " ".join(f"({pipeline},{stage})" for pipeline, stage in roles) or "-"
-
-
-__all__ = ["JobStatus", "Keys", "MemberStatus", "job_status", "status_table"]

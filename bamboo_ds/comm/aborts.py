@@ -4,32 +4,12 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from concurrent.futures import Future, wait
 
 from ..errors import AbortFailed
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class _Abort:
-    what: str
-    call: Callable[[], None]
-    error: BaseException | None = None
-    thread: threading.Thread = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.thread = threading.Thread(target=self._run, name="bamboo-abort-group", daemon=True)
-        self.thread.start()
-
-    def _run(self) -> None:
-        try:
-            self.call()
-        except BaseException as error:  # raised by Aborts.wait
-            self.error = error
-            logger.exception("%s could not be aborted", self.what)
 
 
 class Aborts:
@@ -39,16 +19,27 @@ class Aborts:
     """
 
     def __init__(self) -> None:
-        self._all: list[_Abort] = []
+        self._all: dict[Future[None], str] = {}
 
     def begin(self, what: str, call: Callable[[], None]) -> None:
         """Call ``call``, which aborts ``what``; returns at once."""
-        self._all.append(_Abort(what, call))
+        ended: Future[None] = Future()
+        self._all[ended] = what
+
+        def run() -> None:
+            try:
+                call()
+            except BaseException as error:  # raised by Aborts.wait
+                logger.exception("%s could not be aborted", what)
+                ended.set_exception(error)
+            else:
+                ended.set_result(None)
+
+        threading.Thread(target=run, name="bamboo-abort-group", daemon=True).start()
 
     def join(self) -> None:
         """Wait until all have ended, however."""
-        for each in list(self._all):
-            each.thread.join()
+        wait(list(self._all))
 
     def wait(self, timeout_s: float) -> None:
         """Wait until all are done.
@@ -56,13 +47,14 @@ class Aborts:
         Raises:
             AbortFailed: one has failed, or is not done after ``timeout_s`` seconds.
         """
-        deadline = time.monotonic() + timeout_s
-        for each in list(self._all):
-            each.thread.join(max(0.0, deadline - time.monotonic()))
-            why = f"still blocks after {timeout_s:.0f} s" if each.thread.is_alive() else f"has failed: {each.error}"
-            if each.error is not None or each.thread.is_alive():
+        wait(list(self._all), timeout_s)
+        for ended, what in list(self._all.items()):
+            done = ended.done()
+            error = ended.exception() if done else None
+            if error is not None or not done:
+                why = f"has failed: {error}" if done else f"still blocks after {timeout_s:.0f} s"
                 raise AbortFailed(
-                    f"the abort of {each.what} {why}. Its device may go on writing to what this worker computes with: "
+                    f"the abort of {what} {why}. Its device may go on writing to what this worker computes with: "
                     "the worker stops, and others take over its stages. Look at the device and its driver's log "
                     "(dmesg, nvidia-smi -q)"
-                ) from each.error
+                ) from error

@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
 
 from ..compat import WORKS_NEED_HOLDING
-from ..errors import NotMet
+from ..errors import NotMet, PeerLost
 from . import p2p, wire
+from .attachment import Attachment, current, group_key
 from .c10d import dist, registry
-from .cohosted import Cohosted
+from .collectives import COLLECTIVES, Collective, alone, start
 from .epoch import Epoch
-from .inner import GLOO, NCCL, issue, kind_for
-from .living import living
-from .local import LocalGroup
+from .inner import NCCL, kind_for
 from .monitored import not_passed, timed_out
 from .naming import NAME, making_groups_ours, naming_what_scripts_know, not_asking_for_devices
-from .script import Place
-from .session import Session, current, group_key
-from .work import BambooWork, CompletedWork
+from .participants import Participants, owning, surviving
+from .work import CompletedWork
 
 Tensors = list[torch.Tensor]
 #: So many of the newest works are held where that is needed; nobody starts more before waiting.
@@ -43,25 +42,6 @@ def _create(options: Any, _: Any) -> BambooProcessGroup:
     """What ``init_process_group`` and ``new_group`` call for this backend."""
     ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
     return BambooProcessGroup(current(), options.group_id, ranks, options.group_rank, options.timeout)
-
-
-def init_process_group(session: Session, rank: int, world_size: int, timeout: timedelta | None = None) -> None:
-    """Initialise torch.distributed's default group on this backend.
-
-    Args:
-        session: attached, or detached for collectives that do nothing.
-        rank: this process's logical rank.
-        world_size: number of logical ranks (roles).
-        timeout: default timeout of the groups; default: the session's.
-    """
-    register()
-    dist.init_process_group(
-        backend=NAME,
-        store=session.torch_store,
-        rank=rank,
-        world_size=world_size,
-        timeout=timeout or session.timeout,
-    )
 
 
 class _HandleRanks(dict[int, int]):
@@ -110,19 +90,19 @@ def register_handle(handle: BambooProcessGroup, name: str) -> None:
 
 
 class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
-    """A handle on a group of logical ranks.
+    """A handle on a group of logical ranks. (Most of its methods are the backend's interface, which torch calls.)
 
-    Collectives run in the session's current epoch over the distinct owners of the ranks; the inner group is
-    built by the first collective of each epoch. Sends and receives run over the epoch's links, so they need
-    nobody but the two; sends are eager. While the session is detached everything succeeds without effect on
-    others.
+    The collectives are added below, from their table. They run in the session's current epoch over the distinct
+    owners of the ranks; the inner group is built by the first collective of each epoch. Sends and receives run over the
+    epoch's links, so they need nobody but the two; sends are eager. While the session is detached everything succeeds
+    without effect on others.
 
     Every operation, and every ``wait`` on a handle, raises ``EpochChanged`` once the epoch has ended, and
     ``PeerLost`` if a connection broke before. The collectives that the script itself calls between two operations of
     its engine do not (see :mod:`.script`).
 
     Args:
-        session: this process's data plane.
+        attachment: the epoch that this process is in.
         name: key of the group, equal on all members.
         ranks: logical ranks, in group order.
         rank: index in ``ranks`` for which this handle stands.
@@ -131,7 +111,7 @@ class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     def __init__(
         self,
-        session: Session,
+        attachment: Attachment,
         name: str,
         ranks: tuple[int, ...],
         rank: int,
@@ -139,13 +119,13 @@ class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     ) -> None:
         super().__init__(rank, len(ranks))
         self.ranks = ranks
-        self._session = session
+        self._attachment = attachment
         #: Equal on all members of the group.
         self.key = group_key(name, ranks)
         #: ``gloo`` or ``nccl`` where the script has asked for a group of it.
         self.asked: str | None = None
         #: Default timeout of sends and receives, and of the script's collectives.
-        self.timeout = timeout or session.timeout
+        self.timeout = timeout or attachment.timeout
         self._index = rank
         self._coalescing: list[Any] | None = None
         self._held: deque[Any] = deque(maxlen=_HELD)
@@ -154,7 +134,7 @@ class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     # -- identity ----------------------------------------------------------------------------------------
     def rank(self) -> int:
         """The group rank that this handle stands for; of the default group that of the role that is acted for."""
-        acting = self._session.acting
+        acting = self._attachment.acting
         return acting.rank if acting is not None and registry._world.default_pg is self else super().rank()
 
     def getBackendName(self) -> str:
@@ -191,8 +171,8 @@ class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         kind = kind_for(torch.device(device))
 
         def inner() -> Any:
-            epoch = self._session.current
-            return epoch.group(self._meant[0], self._owners(epoch), kind, self.timeout)
+            epoch, (key, ranks) = self._attachment.current, self._meant
+            return epoch.groups.get(key, owning(epoch.plan, ranks).members, kind, self.timeout)
 
         return _Inner(inner, kind)
 
@@ -201,7 +181,7 @@ class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     def abort(self) -> None:
         """End the current epoch for the whole process."""
-        self._session.abort(f"abort() of group {self.key}")
+        self._attachment.abort(f"abort() of group {self.key}")
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Default timeout of sends and receives from now on."""
@@ -209,162 +189,35 @@ class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     _set_default_timeout = set_timeout
 
-    # -- where operations run ----------------------------------------------------------------------------
+    # -- collectives -------------------------------------------------------------------------------------
     @property
     def _meant(self) -> tuple[str, tuple[int, ...]]:
         """Key and ranks of the group that operations are for: for layers of another stage, its slices."""
-        slices = self._session.slices
+        slices = self._attachment.slices
         if slices is not None and self.ranks in (slices.home, slices.ranks):
             return slices.key, slices.ranks
         return self.key, self.ranks
 
-    def _owners(self, epoch: Epoch) -> tuple[str, ...]:
-        """The distinct owners of the ranks, in the ranks' order."""
-        return tuple(dict.fromkeys(epoch.plan.owners[rank] for rank in self._meant[1]))
+    def _among(self, epoch: Epoch) -> Participants:
+        """Who takes part in an operation, for the engine or for the script."""
+        script = self._attachment.script
+        if script is not None and self._attachment.context == "script":
+            return surviving(epoch.plan, self.ranks, script.absent)
+        return owning(epoch.plan, self._meant[1])
 
-    def _collective(self, operation: str, device: torch.device | None, *arguments: Any) -> Any:
-        """Run ``operation`` of the inner group (named as in torch's ``Backend``)."""
-        return self._coalesced(self._start(operation, device, arguments))
-
-    def _start(self, operation: str, device: torch.device | None, arguments: tuple[Any, ...]) -> Any:
-        acting = self._session.acting
+    def _begin(self, collective: Collective, arguments: tuple[Any, ...]) -> Any:
+        attachment, acting = self._attachment, self._attachment.acting
         if acting is not None:
-            acting.answer(self.ranks, operation, arguments)
+            acting.answer(self.ranks, collective.name, arguments)
             return CompletedWork()
-        place = self._place
-        if place == "script":
-            assert self._session.script is not None
-            return self._session.script.start(self, operation, device, arguments)
-        if self._session.detached or place == "replay":
-            return getattr(LocalGroup(self._index, len(self.ranks), each=True), operation)(*arguments)
-        epoch = self._session.current
-        owners = self._owners(epoch)
-        if len(owners) == 1 or epoch.member not in owners:
-            # A member that owns none of the ranks (a standby) has no part in it: the others do not wait for it.
-            return getattr(LocalGroup(self._index, len(self.ranks)), operation)(*arguments)
-        kind = GLOO if device is None else kind_for(device)
-        key, ranks = self._meant
-        inner = epoch.group(key, owners, kind, self.timeout)
-        finish: Callable[[], None] | None = None
-        with epoch.calling(operation):
-            if len(owners) == len(ranks):
-                work = issue(inner, operation, arguments)
-            else:
-                hosts = [owners.index(epoch.plan.owners[rank]) for rank in ranks]
-                work, finish = getattr(Cohosted(inner, hosts, self._index), operation)(*arguments)
-        return BambooWork(epoch, work, operation, owners, finish, kind == GLOO, self.timeout)
-
-    @property
-    def _place(self) -> Place:
-        script = self._session.script
-        return "engine" if script is None else script.place
-
-    def _peer(self, epoch: Epoch, index: int) -> str | None:
-        """Whom to send to, or to receive from, for rank ``index`` of the group; ``None``: nobody, in silence."""
-        if self._place == "script":
-            assert self._session.script is not None
-            return self._session.script.peer(epoch, self, index)
-        return epoch.plan.owners[self._meant[1][index]]
-
-    def _peers(self, epoch: Epoch) -> tuple[str, tuple[str, ...]]:
-        """Among whom messages go, and the key of their inner group."""
-        if self._place == "script":
-            assert self._session.script is not None
-            return f"script/{self.key}", self._session.script.members(epoch, self)
-        return self._meant[0], self._owners(epoch)
-
-    # -- collectives -------------------------------------------------------------------------------------
-    def broadcast(self, tensors: Tensors, opts: Any) -> Any:
-        """From group rank ``opts.rootRank``."""
-        return self._collective("broadcast", tensors[0].device, tensors, opts)
-
-    def allreduce(self, tensors: Tensors, opts: Any = None) -> Any:
-        """In place."""
-        return self._collective("allreduce", tensors[0].device, tensors, opts or registry.AllreduceOptions())
-
-    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Any:
-        """In place, several tensors."""
-        options = opts or registry.AllreduceCoalescedOptions()
-        return self._collective("allreduce_coalesced", tensors[0].device, tensors, options)
-
-    def reduce(self, tensors: Tensors, opts: Any) -> Any:
-        """To group rank ``opts.rootRank``."""
-        return self._collective("reduce", tensors[0].device, tensors, opts)
-
-    def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> Any:
-        """To a list of tensors, one per rank."""
-        return self._collective("allgather", inputs[0].device, outputs, inputs, opts or registry.AllgatherOptions())
-
-    def allgather_coalesced(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> Any:
-        """As :meth:`allgather`, several tensors."""
-        options = opts or registry.AllgatherOptions()
-        return self._collective("allgather_coalesced", inputs[0].device, outputs, inputs, options)
-
-    def _allgather_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
-        """To one tensor."""
-        return self._collective("_allgather_base", tensor.device, output, tensor, opts or registry.AllgatherOptions())
-
-    all_gather_single = _allgather_base
-
-    def allgather_into_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
-        """As :meth:`_allgather_base`, several tensors."""
-        options = opts or registry.AllgatherOptions()
-        return self._collective("allgather_into_tensor_coalesced", inputs[0].device, outputs, inputs, options)
-
-    all_gather_single_coalesced = allgather_into_tensor_coalesced
-
-    def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> Any:
-        """To group rank ``opts.rootRank``."""
-        return self._collective("gather", inputs[0].device, outputs, inputs, opts)
-
-    def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> Any:
-        """From group rank ``opts.rootRank``."""
-        return self._collective("scatter", outputs[0].device, outputs, inputs, opts)
-
-    def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> Any:
-        """From a list of tensors, one per rank."""
-        options = opts or registry.ReduceScatterOptions()
-        return self._collective("reduce_scatter", outputs[0].device, outputs, inputs, options)
-
-    def _reduce_scatter_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
-        """From one tensor."""
-        options = opts or registry.ReduceScatterOptions()
-        return self._collective("_reduce_scatter_base", output.device, output, tensor, options)
-
-    reduce_scatter_single = _reduce_scatter_base
-
-    def reduce_scatter_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
-        """As :meth:`_reduce_scatter_base`, several tensors."""
-        options = opts or registry.ReduceScatterOptions()
-        return self._collective("reduce_scatter_tensor_coalesced", outputs[0].device, outputs, inputs, options)
-
-    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
-
-    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
-        """Lists of tensors, one per rank."""
-        return self._collective("alltoall", outputs[0].device, outputs, inputs, opts or registry.AllToAllOptions())
-
-    def alltoall_base(
-        self,
-        output: torch.Tensor,
-        tensor: torch.Tensor,
-        output_splits: Sequence[int],
-        input_splits: Sequence[int],
-        opts: Any = None,
-    ) -> Any:
-        """Rows of one tensor; empty splits mean equal parts."""
-        options = opts or registry.AllToAllOptions()
-        return self._collective(
-            "alltoall_base", output.device, output, tensor, list(output_splits), list(input_splits), options
-        )
-
-    all_to_all_single = alltoall_base
-
-    def barrier(self, opts: Any = None) -> Any:
-        """Wait for all."""
-        options = opts or registry.BarrierOptions()
-        device = options.device if getattr(options, "device", None) is not None else None
-        return self._collective("barrier", device, options)
+        context = attachment.context
+        if context == "script":
+            assert attachment.script is not None
+            return attachment.script.start(self, collective, arguments)
+        if attachment.detached or context == "replay":
+            return alone(collective, arguments, self._index, len(self.ranks), each=True)
+        epoch, (key, ranks) = attachment.current, self._meant
+        return start(epoch, key, owning(epoch.plan, ranks), collective, arguments, self._index, self.timeout)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier with its own timeout. A lost member raises ``PeerLost``, which names it.
@@ -377,20 +230,17 @@ class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
             if self.rank() == 0 and len(self.ranks) > 1:
                 raise timed_out(limit)
             limit = self.timeout  # as gloo: the other ranks wait for rank 0
-        script, place = self._session.script, self._place
+        attachment = self._attachment
         try:
-            if place != "engine" or self._session.detached or self._session.acting is not None:
+            if attachment.context != "engine" or attachment.detached or attachment.acting is not None:
                 self.barrier().wait(limit)
                 return
-            epoch = self._session.current
-            if epoch.member in self._owners(epoch):
-                epoch.meet("monitoredBarrier", self._meant[0], self._owners(epoch), limit)
+            epoch, (key, ranks) = attachment.current, self._meant
+            owners = owning(epoch.plan, ranks).members
+            if epoch.member in owners:
+                epoch.meet("monitoredBarrier", key, owners, limit)
         except NotMet as error:
-            plan = self._session.current.plan
-            if place == "script" and script is not None:
-                runs: Sequence[str | None] = living(plan, self.ranks, script.absent).of_rank
-            else:
-                runs = [plan.owners[rank] for rank in self._meant[1]]
+            runs = self._among(attachment.current).of_rank
             late = [index for index, member in enumerate(runs) if member in error.members]
             raise not_passed(self.rank(), late, limit, wait_all_ranks) from error
 
@@ -407,54 +257,68 @@ class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     def send(self, tensors: Tensors, destination: int, tag: int) -> Any:
         """To group rank ``destination``. Completes when the tensor may be changed."""
         tensor = p2p.check(tensors, tag)
-        if self._session.detached or self._place == "replay":
+        towards = self._towards(destination)
+        if towards is None:
             return CompletedWork(tensors)
-        epoch = self._session.current
-        peer = self._peer(epoch, destination)
-        if peer is None:
-            return CompletedWork(tensors)
+        epoch, peer = towards
         if kind_for(tensor.device) == NCCL and peer != epoch.member:
             return self._nccl(epoch, "send", tensors, peer, tag)
         key = self._stream(destination, tag)
         with p2p.profiled("send", tensor):
             if peer == epoch.member:
-                return self._coalesced(p2p.deliver_here(epoch, key, self._index, tensor))
+                return self._coalesced(p2p.deliver_here(epoch.links, key, self._index, tensor))
             ticket = epoch.links.send(peer, wire.encode(key, self._index, tensor))
-        return self._coalesced(p2p.SendWork(epoch, peer, ticket, tensor, self.timeout))
+        return self._coalesced(p2p.SendWork(epoch.links, peer, ticket, tensor, self.timeout))
 
     def recv(self, tensors: Tensors, source: int, tag: int) -> Any:
         """From group rank ``source``."""
         tensor = p2p.check(tensors, tag)
-        if self._session.detached or self._place == "replay":
+        towards = self._towards(source)
+        if towards is None:
             return CompletedWork(tensors, source)
-        epoch = self._session.current
-        peer = self._peer(epoch, source)
-        if peer is None:
-            return CompletedWork(tensors, source)
+        epoch, peer = towards
         if kind_for(tensor.device) == NCCL and peer != epoch.member:
             return self._nccl(epoch, "recv", tensors, peer, tag)
-        return self._coalesced(
-            p2p.RecvWork(epoch, self._stream(self._index, tag), tensor, source, [peer], self.timeout)
-        )
+        key = self._stream(self._index, tag)
+        return self._coalesced(p2p.RecvWork(epoch.receives, key, tensor, source, [peer], self.timeout))
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> Any:
         """From whoever sends first; ``source_rank()`` of the work tells."""
         tensor = p2p.check(tensors, tag)
-        if self._session.detached or self._place == "replay":
+        if self._attachment.detached or self._attachment.context == "replay":
             return CompletedWork(tensors, self._index)
-        epoch = self._session.current
-        others = [member for member in self._peers(epoch)[1] if member != epoch.member]
-        return self._coalesced(p2p.RecvWork(epoch, self._stream(self._index, tag), tensor, None, others, self.timeout))
+        epoch = self._attachment.current
+        others = [member for member in self._among(epoch).members if member != epoch.member]
+        key = self._stream(self._index, tag)
+        return self._coalesced(p2p.RecvWork(epoch.receives, key, tensor, None, others, self.timeout))
+
+    def _towards(self, index: int) -> tuple[Epoch, str] | None:
+        """Epoch and member of a message to or from rank ``index`` of the group; ``None``: none goes, in silence.
+
+        Raises:
+            PeerLost: no surviving process runs as that rank.
+        """
+        if self._attachment.detached or self._attachment.context == "replay":
+            return None
+        epoch = self._attachment.current
+        among = self._among(epoch)
+        if not among.speaks(epoch.member, self.rank()):
+            return None
+        member = among.of_rank[index]
+        if member is None:
+            raise PeerLost(f"epoch {epoch.number}: no surviving process runs as rank {self.ranks[index]}")
+        return epoch, member
 
     def _stream(self, destination: int, tag: int) -> bytes:
         return f"p2p/{self._meant[0]}/{destination}/{tag}".encode()
 
     def _nccl(self, epoch: Epoch, operation: str, tensors: Tensors, peer: str, tag: int) -> Any:
-        key, members = self._peers(epoch)
-        inner = epoch.group(key, members, NCCL, self.timeout)
-        with epoch.calling(operation, peer):
-            work = getattr(inner, operation)(tensors, members.index(peer), tag)
-        return self._coalesced(BambooWork(epoch, work, operation, [peer]))
+        among = self._among(epoch)
+        key = self._meant[0] if among.by_role else f"script/{self.key}"
+        inner = epoch.groups.get(key, among.members, NCCL, self.timeout)
+        with epoch.life.calling(operation, peer):
+            work = getattr(inner, operation)(tensors, among.members.index(peer), tag)
+        return self._coalesced(epoch.groups.work(work, operation, [peer]))
 
     def _coalesced(self, work: Any) -> Any:
         if self._coalescing is not None:
@@ -462,6 +326,25 @@ class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         if WORKS_NEED_HOLDING:
             self._held.append(work)
         return work
+
+
+def _method(collective: Collective) -> Callable[..., Any]:
+    """The method of a group that torch calls for a collective: with its tensors, and with options or without."""
+    count = len(inspect.signature(collective.parts).parameters) - 1
+
+    def call(self: Any, *arguments: Any, opts: Any = None) -> Any:
+        options = next(iter(arguments[count:]), opts)
+        if options is None:
+            options = getattr(registry, collective.options)()
+        return self._coalesced(self._begin(collective, (*arguments[:count], options)))
+
+    call.__name__ = collective.name
+    return call
+
+
+for _each in COLLECTIVES.values():
+    for _name in (_each.name, *_each.also):
+        setattr(BambooProcessGroup, _name, _method(_each))
 
 
 class _Inner:

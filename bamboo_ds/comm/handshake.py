@@ -33,7 +33,7 @@ _MAGIC = b"bamboo-2"
 _HELLO = struct.Struct(f"<{len(_MAGIC)}s8sq{_NONCE}sH")
 _LONGEST_NAME = 256
 #: Seconds that a caller may take: a member that was stopped meanwhile, say. Nobody waits for it.
-PATIENCE_S = 30.0
+GRACE_S = 30.0
 #: Callers that a host attends to at once; one more, and the oldest has to go.
 CALLERS = 256
 
@@ -85,7 +85,7 @@ class Handshake:
 
     def __init__(self, connection: socket.socket, talk: Talk) -> None:
         self.connection = connection
-        self.until = time.monotonic() + PATIENCE_S
+        self.until = time.monotonic() + GRACE_S
         self._talk = talk
         self._wanted = 0
         self._received = b""
@@ -167,7 +167,7 @@ class Door:
             if len(self._callers) > CALLERS:
                 self._refuse(next(iter(self._callers)), "too many callers")
 
-    def patience(self) -> float | None:
+    def grace(self) -> float | None:
         """Seconds until a caller has taken too long; ``None`` if there are none. Those that have are refused."""
         while self._callers:
             oldest = next(iter(self._callers.values()))

@@ -16,12 +16,6 @@ GLOO = "gloo"
 NCCL = "nccl"
 #: A work of torch and what to do once, after it succeeded.
 Pending = tuple[Any, Callable[[], None] | None]
-#: What torch's bindings of an inner group lack, and what does it for one pair of tensors.
-_ONE_BY_ONE = {
-    "allgather_into_tensor_coalesced": "_allgather_base",
-    "reduce_scatter_tensor_coalesced": "_reduce_scatter_base",
-}
-
 
 _cuda_kind = NCCL
 
@@ -60,15 +54,6 @@ def create_inner(kind: str, store: Store, rank: int, size: int, timeout: timedel
     nccl_options = dist.ProcessGroupNCCL.Options()
     nccl_options._timeout = timeout
     return dist.ProcessGroupNCCL(store, rank, size, nccl_options)
-
-
-def issue(group: Any, operation: str, arguments: tuple[Any, ...]) -> Any:
-    """Start a collective of an inner group; ``operation`` is named as in torch's C++ ``Backend``."""
-    single = _ONE_BY_ONE.get(operation)
-    if single is None or hasattr(group, operation):
-        return getattr(group, operation)(*arguments)
-    outputs, inputs, options = arguments
-    return Several([(getattr(group, single)(*pair, options), None) for pair in zip(outputs, inputs, strict=True)])
 
 
 class Several:

@@ -15,7 +15,7 @@ import selectors
 import socket
 import struct
 import threading
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -75,7 +75,7 @@ class Server:
     def _serve(self) -> None:
         try:
             while True:
-                for key, events in self._selector.select(self._door.patience()):
+                for key, events in self._selector.select(self._door.grace()):
                     if key.fileobj is self._woken:
                         return
                     if key.data is self._door:
@@ -124,7 +124,7 @@ class Server:
             self._tell(client)
         elif operation == "check":
             client.answer(number, all(key in data for key in request["keys"]))
-        elif operation == "forget":  # the client's patience is over
+        elif operation == "forget":  # the client has given up
             client.waiting.pop(request["key"], None)
         elif operation == "count":
             client.answer(number, len(data))
@@ -240,7 +240,8 @@ class Client:
         connection.settimeout(timeout.total_seconds())
         Handshake(connection, calling(secret, _PURPOSE, epoch, member, host)).advance()
 
-    def _call(self, operation: str, timeout: timedelta | None = None, **fields: Any) -> Any:
+    def call(self, operation: str, timeout: timedelta | None = None, **fields: Any) -> Any:
+        """The server's answer; raises ``TimeoutError`` if it takes too long, and ``OSError`` if there will be none."""
         with self._lock:
             self._number += 1
             number = self._number
@@ -273,35 +274,6 @@ class Client:
                 raise ConnectionError("closed by the store's host")
             self._received += more
 
-    def set(self, key: str, value: bytes) -> None:
-        """Set ``key``; wakes those who wait for it."""
-        self._call("set", key=key, value=value.decode("latin-1"))
-
-    def get(self, keys: list[str], timeout: timedelta | None = None) -> list[bytes]:
-        """The values of ``keys``, when all are there; raises ``TimeoutError`` if that takes too long."""
-        return [value.encode("latin-1") for value in self._call("get", timeout, keys=keys)]
-
-    def add(self, key: str, amount: int) -> int:
-        """Add to a number, that is 0 at first; returns the sum."""
-        return int(self._call("add", key=key, value=amount))
-
-    def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
-        """Set ``key`` if it has the expected value, or is missing and that is empty; returns what is there then."""
-        value = self._call("compare_set", key=key, expected=expected.decode("latin-1"), value=desired.decode("latin-1"))
-        return str(value).encode("latin-1")
-
-    def check(self, keys: list[str]) -> bool:
-        """Whether all ``keys`` are there."""
-        return bool(self._call("check", keys=keys))
-
-    def delete(self, key: str) -> bool:
-        """Remove ``key``; whether it was there."""
-        return bool(self._call("delete", key=key))
-
-    def count(self) -> int:
-        """How many keys there are."""
-        return int(self._call("count"))
-
 
 class TorchStore(dist.Store):  # type: ignore[misc]
     """A :class:`Client` as torch's groups want it. Keep a reference: torch's C++ side keeps none.
@@ -309,49 +281,53 @@ class TorchStore(dist.Store):  # type: ignore[misc]
     Waiting in vain raises ``RuntimeError``, a connection that ended ``DistNetworkError``.
     """
 
-    def __init__(self, client: Client, prefix: str = "") -> None:
+    def __init__(self, client: Client | None, prefix: str = "") -> None:
         super().__init__()
         self._client = client
         self._prefix = prefix
 
-    def _call(self, function: Any, *arguments: Any) -> Any:
+    def call(self, operation: str, timeout: timedelta | None = None, **fields: Any) -> Any:
+        """See :meth:`Client.call`."""
+        assert self._client is not None
         try:
-            return function(*arguments)
+            return self._client.call(operation, timeout, **fields)
         except TimeoutError as error:
-            raise dist.DistStoreError(f"Timed out waiting for {arguments[0]} in the store") from error
+            wanted = fields.get("keys", fields.get("key"))
+            raise dist.DistStoreError(f"Timed out waiting for {wanted} in the store") from error
         except OSError as error:
             raise dist.DistNetworkError(f"the store's connection ended: {error}") from error
 
+    def _prefixed(self, keys: Sequence[str]) -> list[str]:
+        return [self._prefix + key for key in keys]
+
     def set(self, key: str, value: str | bytes) -> None:
         """See ``torch.distributed.Store``."""
-        self._call(self._client.set, self._prefix + key, value.encode() if isinstance(value, str) else bytes(value))
+        self.call("set", key=self._prefix + key, value=_characters(value))
 
     def get(self, key: str) -> bytes:
         """See ``torch.distributed.Store``; waits for the key."""
-        value: bytes = self._call(self._client.get, [self._prefix + key])[0]
-        return value
+        return self.multi_get([key])[0]
 
     def add(self, key: str, value: int) -> int:
         """See ``torch.distributed.Store``."""
-        return int(self._call(self._client.add, self._prefix + key, value))
+        return int(self.call("add", key=self._prefix + key, value=value))
 
     def check(self, keys: list[str]) -> bool:
         """See ``torch.distributed.Store``."""
-        return bool(self._call(self._client.check, [self._prefix + key for key in keys]))
+        return bool(self.call("check", keys=self._prefixed(keys)))
 
     def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
         """See ``torch.distributed.Store``."""
-        both = [text.encode() if isinstance(text, str) else bytes(text) for text in (expected_value, desired_value)]
-        value: bytes = self._call(self._client.compare_set, self._prefix + key, *both)
-        return value
+        expected, value = _characters(expected_value), _characters(desired_value)
+        return str(self.call("compare_set", key=self._prefix + key, expected=expected, value=value)).encode("latin-1")
 
     def delete_key(self, key: str) -> bool:
         """See ``torch.distributed.Store``."""
-        return bool(self._call(self._client.delete, self._prefix + key))
+        return bool(self.call("delete", key=self._prefix + key))
 
     def num_keys(self) -> int:
         """See ``torch.distributed.Store``."""
-        return int(self._call(self._client.count))
+        return int(self.call("count"))
 
     # The names by which torch's C++ side looks for them.
     deleteKey = delete_key
@@ -359,12 +335,24 @@ class TorchStore(dist.Store):  # type: ignore[misc]
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """See ``torch.distributed.Store``."""
-        self._call(self._client.get, [self._prefix + key for key in keys], timeout)
+        self.multi_get(keys, timeout)
 
     def multi_get(self, keys: list[str], timeout: timedelta | None = None) -> list[bytes]:
         """See ``torch.distributed.Store``; waits for the keys."""
-        values: list[bytes] = self._call(self._client.get, [self._prefix + key for key in keys], timeout)
-        return values
+        return [value.encode("latin-1") for value in self.call("get", timeout, keys=self._prefixed(keys))]
+
+    def exchange(
+        self, what: str, member: str, mine: str, members: Sequence[str], timeout: timedelta | None = None
+    ) -> dict[str, str]:
+        """Publish a text as ``member``, and wait for those of ``members``."""
+        self.set(f"{what}/{member}", mine)
+        answers = self.multi_get([f"{what}/{each}" for each in members], timeout)
+        return {each: answer.decode() for each, answer in zip(members, answers, strict=True)}
 
     def set_timeout(self, timeout: timedelta) -> None:
         """The session's timeout applies."""
+
+
+def _characters(value: str | bytes) -> str:
+    """The bytes of ``value`` as a character each."""
+    return (value.encode() if isinstance(value, str) else bytes(value)).decode("latin-1")

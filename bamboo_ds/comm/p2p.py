@@ -6,25 +6,23 @@ import threading
 from collections import deque
 from collections.abc import Iterable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ..errors import UnsupportedError
 from . import wire
-from .links import Message
+from .links import Links
+from .peer import Message
 from .work import NO_TIMEOUT, CompletedWork
-
-if TYPE_CHECKING:
-    from .epoch import Epoch
 
 
 class SendWork(CompletedWork):
     """A send: complete when its tensor may be changed."""
 
-    def __init__(self, epoch: Epoch, member: str, ticket: int, tensor: torch.Tensor, timeout: timedelta) -> None:
+    def __init__(self, links: Links, member: str, ticket: int, tensor: torch.Tensor, timeout: timedelta) -> None:
         super().__init__([tensor])
-        self._epoch = epoch
+        self._links = links
         self._member = member
         self._ticket = ticket
         self._timeout = timeout
@@ -36,7 +34,7 @@ class SendWork(CompletedWork):
             EpochChanged, PeerLost: it never will.
             RuntimeError: not within the timeout.
         """
-        links = self._epoch.links
+        links = self._links
         limit = timeout if timeout != NO_TIMEOUT else self._timeout
         with links.changed:
             if not links.wait("send", lambda: links.written(self._member, self._ticket), [self._member], limit):
@@ -45,10 +43,10 @@ class SendWork(CompletedWork):
 
     def is_completed(self) -> bool:
         """Whether the tensor may be changed, or never will be sent."""
-        links = self._epoch.links
+        links = self._links
         with links.changed:
             return (
-                self._epoch.aborted is not None
+                links.life.aborted is not None
                 or links.written(self._member, self._ticket)
                 or links.failure(self._member) is not None
             )
@@ -61,8 +59,8 @@ class SendWork(CompletedWork):
 class Receives:
     """The receives that a process has posted in one epoch, by key, in order."""
 
-    def __init__(self, epoch: Epoch) -> None:
-        self._epoch = epoch
+    def __init__(self, links: Links) -> None:
+        self.links = links
         self._posted: dict[bytes, deque[RecvWork]] = {}
 
     def post(self, work: RecvWork) -> None:
@@ -78,7 +76,7 @@ class Receives:
 
         The caller holds the links' condition.
         """
-        inbox = self._epoch.links.inbox(key)
+        inbox = self.links.inbox(key)
         posted = self._posted.get(key, ())
         for work in [work for work in posted if inbox]:
             for message in inbox:
@@ -93,6 +91,7 @@ class RecvWork(CompletedWork):
     """A receive.
 
     Args:
+        receives: those posted in the epoch.
         key: the stream.
         tensor: where to put what arrives.
         source: group rank of the sender; ``None`` for any.
@@ -101,7 +100,7 @@ class RecvWork(CompletedWork):
 
     def __init__(
         self,
-        epoch: Epoch,
+        receives: Receives,
         key: bytes,
         tensor: torch.Tensor,
         source: int | None,
@@ -112,17 +111,17 @@ class RecvWork(CompletedWork):
         self.key = key
         self.source = source
         self.message: Message | None = None
-        self._epoch = epoch
+        self._receives, self._links = receives, receives.links
         self._members = tuple(members)
         self._timeout = timeout
         self._taken = False
         self._lock = threading.Lock()
-        with epoch.links.changed:
-            epoch.receives.post(self)
+        with self._links.changed:
+            receives.post(self)
 
     def _arrived(self) -> bool:
         if self.message is None:
-            self._epoch.receives.match(self.key)
+            self._receives.match(self.key)
         return self.message is not None
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
@@ -138,10 +137,10 @@ class RecvWork(CompletedWork):
         return True
 
     def _wait(self, limit: timedelta) -> None:
-        links = self._epoch.links
+        links = self._links
         with links.changed:
             if not links.wait("recv", self._arrived, self._members, limit):
-                self._epoch.receives.withdraw(self)
+                self._receives.withdraw(self)
                 raise RuntimeError(f"Timed out waiting {limit} for recv operation to complete")
         with self._lock:
             if not self._taken:
@@ -162,11 +161,11 @@ class RecvWork(CompletedWork):
 
     def is_completed(self) -> bool:
         """Whether :meth:`wait` would return, or raise, at once."""
-        with self._epoch.links.changed:
+        with self._links.changed:
             return (
                 self._arrived()
-                or self._epoch.aborted is not None
-                or any(self._epoch.links.failure(member) is not None for member in self._members)
+                or self._links.life.aborted is not None
+                or any(self._links.failure(member) is not None for member in self._members)
             )
 
     def source_rank(self) -> int:
@@ -196,8 +195,8 @@ def check(tensors: list[torch.Tensor], tag: int) -> torch.Tensor:
     return tensors[0]
 
 
-def deliver_here(epoch: Epoch, key: bytes, source: int, tensor: torch.Tensor) -> CompletedWork:
+def deliver_here(links: Links, key: bytes, source: int, tensor: torch.Tensor) -> CompletedWork:
     """Send to another role of the same member."""
     structure, parts = wire.copy_parts(tensor)
-    epoch.links.deliver(key, epoch.links.message(source, structure, parts))
+    links.deliver(key, links.message(source, structure, parts))
     return CompletedWork([tensor])

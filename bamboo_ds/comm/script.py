@@ -1,7 +1,7 @@
 """The collectives that a script calls itself, between the operations of its engine: logging, barriers, timers.
 
-They are among the members that live (:mod:`.living`), and a loss does not show in them: whoever is in one recovers as
-in an operation of the engine, and it goes on among those that are left.
+They are among the surviving ranks (:mod:`.participants`), and a loss does not show in them: whoever is in one recovers
+as in an operation of the engine, and it goes on among those that are left.
 
 All members must come out of a collective alike. So it has two parts: the collective itself, then a meeting in which all
 tell each other that they have its result. If a member has come out of the meeting, all have the result; whoever was
@@ -22,50 +22,51 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 
-from ..errors import EpochChanged, PeerLost, ProtocolError
+from ..errors import EpochChanged, ProtocolError
+from ..topology import Plan
 from .c10d import dist
-from .inner import GLOO, NCCL, issue, kind_for
-from .living import Living, LivingGroup, living
-from .local import LocalGroup
-from .work import NO_TIMEOUT, BambooWork
-
-if TYPE_CHECKING:
-    from ..topology import Plan
-    from .backend import BambooProcessGroup
-    from .epoch import Epoch
-    from .session import Session
+from .collectives import Collective, start
+from .epoch import Epoch
+from .inner import NCCL, kind_for
+from .participants import Participants, surviving
+from .work import NO_TIMEOUT
 
 #: Where the main thread is: in the engine, in the script, or in a script whose calls are replayed.
-Place = Literal["engine", "script", "replay"]
+ThreadContext = Literal["engine", "script", "replay"]
+#: Its former name.
+Place = ThreadContext
 
-#: Collectives that write over what they are given.
-_IN_PLACE = ("allreduce", "allreduce_coalesced", "broadcast", "reduce")
-#: What gives each rank's part, and what sums them up.
-_COPIES = (
-    "allgather",
-    "allgather_coalesced",
-    "_allgather_base",
-    "allgather_into_tensor_coalesced",
-    "gather",
-    "alltoall",
-    "alltoall_base",
-)
-_REDUCTIONS = (
-    "allreduce",
-    "allreduce_coalesced",
-    "reduce",
-    "reduce_scatter",
-    "_reduce_scatter_base",
-    "reduce_scatter_tensor_coalesced",
-)
 #: Packages whose frames are not the script's.
 _LIBRARIES = ("bamboo_ds", "torch", "deepspeed")
 #: Attributes of torch's options of collectives.
 _OPTIONS = ("reduceOp", "rootRank", "rootTensor", "timeout", "asyncOp")
+
+
+class Group(Protocol):
+    """What a collective asks of the handle of its group; see ``BambooProcessGroup``."""
+
+    key: str
+    ranks: tuple[int, ...]
+    timeout: timedelta
+
+    def rank(self) -> int: ...
+
+
+class Attached(Protocol):
+    """What script collectives ask of their session."""
+
+    @property
+    def member(self) -> str: ...
+
+    @property
+    def plan(self) -> Plan | None: ...
+
+    @property
+    def current(self) -> Epoch: ...
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class Lacking:
         ranks: of its group.
         lost: those that no process runs as.
         moved: those whose process does not compute the rank's own stage (any more): what it has of that is old.
-        place: where the script calls it, ``file:line in function``.
+        place: the line of the script that calls it, ``file:line in function``.
         result: what it gives without the lost ranks.
     """
 
@@ -94,7 +95,7 @@ class ScriptCollectives:
 
     Args:
         session: this process's data plane.
-        place: where the main thread is.
+        context: where the main thread is.
         recover: recovers after a loss, and calls :meth:`agree` meanwhile.
         on_lacking: told, on one member and once for each place in the script, of collectives that lack parts of ranks;
             ``None``: nobody is.
@@ -102,13 +103,13 @@ class ScriptCollectives:
 
     def __init__(
         self,
-        session: Session,
-        place: Callable[[], Place],
+        session: Attached,
+        context: Callable[[], ThreadContext],
         recover: Callable[[], None],
         on_lacking: Callable[[Lacking], None] | None = None,
     ) -> None:
         self._session = session
-        self._place = place
+        self._context = context
         self._recover = recover
         self._on_lacking = on_lacking
         self._told: set[tuple[Any, ...]] = set()
@@ -119,9 +120,9 @@ class ScriptCollectives:
         self._newcomers: dict[str, int] = {}  # members by the operation that each has taken part in first
 
     @property
-    def place(self) -> Place:
+    def context(self) -> ThreadContext:
         """Where the caller is; other threads count as the engine's."""
-        return self._place() if threading.current_thread() is threading.main_thread() else "engine"
+        return self._context() if threading.current_thread() is threading.main_thread() else "engine"
 
     # -- gaps and recoveries ------------------------------------------------------------------------------
 
@@ -161,16 +162,14 @@ class ScriptCollectives:
         """The member that speaks for a rank of the job: that which runs as it, or stands in for it if it is lost."""
         plan = self._session.plan
         assert plan is not None, "an engine has been built"
-        return living(plan, range(plan.world.size), self.absent).hosts[rank]
+        return surviving(plan, range(plan.world.size), self.absent).hosts[rank]
 
     # -- collectives ---------------------------------------------------------------------------------------
 
-    def start(
-        self, handle: BambooProcessGroup, operation: str, device: torch.device | None, arguments: tuple[Any, ...]
-    ) -> ScriptWork:
+    def start(self, handle: Group, collective: Collective, arguments: tuple[Any, ...]) -> ScriptWork:
         """Begin a collective of the script."""
         number = self._begun[handle.key] = self._begun.get(handle.key, 0) + 1
-        work = ScriptWork(self, handle, number, operation, device, arguments)
+        work = ScriptWork(self, handle, number, collective, arguments)
         self._open.append(work)
         try:
             work.start()
@@ -215,43 +214,23 @@ class ScriptCollectives:
             except EpochChanged:
                 continue
 
-    def note(self, plan: Plan, handle: BambooProcessGroup, operation: str, options: Any, group: Living) -> None:
+    def note(self, plan: Plan, handle: Group, collective: Collective, options: Any, group: Participants) -> None:
         """Tell, the first time at each place, that a collective of ``group`` lacks parts of ranks."""
         runs = list(zip(handle.ranks, group.of_rank, strict=True))
         lost = tuple(rank for rank, member in runs if member is None)
         moved = tuple(rank for rank, member in runs if member not in (None, plan.owners[rank]))
         if not (lost or moved) or self._on_lacking is None or group.members[0] != self._session.member:
             return
-        result = _without(operation, options, group)
+        result = _without(collective, options, group)
         if result is None:
             return
-        told = _caller(), operation, handle.key, lost
+        told = _caller(), collective.name, handle.key, lost
         if told not in self._told:
             self._told.add(told)
-            self._on_lacking(Lacking(operation, handle.ranks, lost, moved, told[0], result))
-
-    # -- point to point ---------------------------------------------------------------------------------------
-
-    def peer(self, epoch: Epoch, handle: BambooProcessGroup, index: int) -> str | None:
-        """The member that runs as rank ``index`` of the group; ``None``: this member runs beside another one.
-
-        Raises:
-            PeerLost: no living process runs as that rank.
-        """
-        group = living(epoch.plan, handle.ranks, self.absent)
-        if group.of_rank[handle.rank()] != epoch.member:
-            return None
-        member = group.of_rank[index]
-        if member is None:
-            raise PeerLost(f"epoch {epoch.number}: no living process runs as rank {handle.ranks[index]}")
-        return member
-
-    def members(self, epoch: Epoch, handle: BambooProcessGroup) -> tuple[str, ...]:
-        """The members that run as the ranks of the group, those that do so beside another one included."""
-        return living(epoch.plan, handle.ranks, self.absent).members
+            self._on_lacking(Lacking(collective.name, handle.ranks, lost, moved, told[0], result))
 
     @property
-    def session(self) -> Session:
+    def session(self) -> Attached:
         """This process's data plane."""
         return self._session
 
@@ -269,10 +248,9 @@ class ScriptWork(dist.Work):  # type: ignore[misc]
     def __init__(
         self,
         script: ScriptCollectives,
-        handle: BambooProcessGroup,
+        handle: Group,
         number: int,
-        operation: str,
-        device: torch.device | None,
+        collective: Collective,
         arguments: tuple[Any, ...],
     ) -> None:
         super().__init__()
@@ -280,8 +258,8 @@ class ScriptWork(dist.Work):  # type: ignore[misc]
         self.over = False
         self.error: BaseException | None = None
         self._script, self._handle = script, handle
-        self._operation, self._device, self._arguments = operation, device, arguments
-        changed = arguments[0] if operation in _IN_PLACE else []
+        self._collective, self._arguments = collective, arguments
+        changed = collective.written(arguments) if collective.in_place else []
         self._passed = [(tensor, tensor.detach().clone()) for tensor in changed]
         self._epoch: Epoch | None = None
         self._work: Any = None
@@ -303,26 +281,15 @@ class ScriptWork(dist.Work):  # type: ignore[misc]
         self._epoch = epoch
 
     def _issue(self, epoch: Epoch) -> None:
-        handle, operation = self._handle, self._operation
-        group = living(epoch.plan, handle.ranks, self._script.absent)
+        handle, collective = self._handle, self._collective
+        group = surviving(epoch.plan, handle.ranks, self._script.absent)
         self._others = tuple(member for member in group.members if member != epoch.member)
-        self._script.note(epoch.plan, handle, operation, self._arguments[-1], group)
-        arguments = (*self._arguments[:-1], _copied(self._arguments[-1]))
-        if not self._others:
-            self._work = getattr(LocalGroup(handle.rank(), len(handle.ranks)), operation)(*arguments)
-            return
-        if operation == "barrier":
+        self._script.note(epoch.plan, handle, collective, self._arguments[-1], group)
+        if self._others and collective.shape == "barrier":
             return  # the meeting is one
-        kind = GLOO if self._device is None else kind_for(self._device)
-        inner = epoch.group(f"script/{handle.key}", group.members, kind, handle.timeout)
-        finish: Callable[[], None] | None = None
-        with epoch.calling(operation):
-            if group.complete:
-                work = issue(inner, operation, arguments)
-            else:
-                translated = LivingGroup(inner, group, epoch.member, handle.rank())
-                work, finish = getattr(translated, operation)(*arguments)
-        self._work = BambooWork(epoch, work, operation, group.members, finish, kind == GLOO, handle.timeout)
+        arguments = (*self._arguments[:-1], _copied(self._arguments[-1]))
+        key = f"script/{handle.key}"
+        self._work = start(epoch, key, group, collective, arguments, handle.rank(), handle.timeout)
 
     def advance(self, timeout: timedelta) -> None:
         """Come out of it.
@@ -337,13 +304,14 @@ class ScriptWork(dist.Work):  # type: ignore[misc]
             if not self._computed:
                 if self._work is not None:
                     self._work.wait(timeout)
-                    if self._device is not None and kind_for(self._device) == NCCL:
-                        torch.cuda.current_stream(self._device).synchronize()
+                    device = self._collective.device(self._arguments)
+                    if device is not None and kind_for(device) == NCCL:
+                        torch.cuda.current_stream(device).synchronize()
                 self._computed = True
             if self._others:
                 key = f"script/{self.key}/{self.number}".encode()
                 limit = timeout if timeout != NO_TIMEOUT else self._handle.timeout
-                self._epoch.links.meet(self._operation, key, self._others, limit)
+                self._epoch.links.meet(self._collective.name, key, self._others, limit)
         self.over = True
         self._epoch = self._work = None
         self._passed.clear()
@@ -352,8 +320,8 @@ class ScriptWork(dist.Work):  # type: ignore[misc]
         """After a loss: whether some member has come out of it, so that the result counts."""
         if settled and not self._computed:
             raise ProtocolError(
-                f"{self._operation} number {self.number} of group {self.key}: another member has come out of it, this "
-                "one has no result"
+                f"{self._collective.name} number {self.number} of group {self.key}: another member has come out of it, "
+                "this one has no result"
             )
         self._settled = settled
         if not settled:
@@ -362,7 +330,7 @@ class ScriptWork(dist.Work):  # type: ignore[misc]
     # -- torch's interface -------------------------------------------------------------------------------------
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
-        """Wait until every living member of the group has the result.
+        """Wait until every surviving member of the group has the result.
 
         Raises:
             FatalLoss, Evicted, Left, Isolated: as ``train_batch``.
@@ -378,7 +346,7 @@ class ScriptWork(dist.Work):  # type: ignore[misc]
         return self.over or self._work is None or bool(self._work.is_completed())
 
     def is_success(self) -> bool:
-        """Whether every living member of the group has the result."""
+        """Whether every surviving member of the group has the result."""
         return self.over and self.error is None
 
     def exception(self) -> BaseException | None:
@@ -388,9 +356,7 @@ class ScriptWork(dist.Work):  # type: ignore[misc]
     def result(self) -> list[torch.Tensor]:
         """The tensors that the collective has written."""
         self.wait()
-        written: Any = [] if self._operation == "barrier" else self._arguments[0]
-        rows = [written] if isinstance(written, torch.Tensor) else written
-        return [tensor for row in rows for tensor in (row if isinstance(row, list) else [row])]
+        return self._collective.written(self._arguments)
 
     def get_future(self) -> torch.futures.Future[Any]:
         """A completed future: it waits here."""
@@ -399,17 +365,17 @@ class ScriptWork(dist.Work):  # type: ignore[misc]
         return future
 
 
-def _without(operation: str, options: Any, group: Living) -> str | None:
+def _without(collective: Collective, options: Any, group: Participants) -> str | None:
     """What a collective gives without the part of the lost ranks of ``group``; ``None``: what it should."""
-    if operation in _COPIES:
+    if collective.copies:
         return "in the place of their parts are those that the owners of their stages have passed"
-    if operation in _REDUCTIONS:
-        return "its result is that of the living ranks alone"
+    if collective.reduces:
+        return "its result is that of the surviving ranks alone"
     root = getattr(options, "rootRank", None)
-    if operation in ("broadcast", "scatter") and root is not None and group.of_rank[root] is None:
+    if collective.shape in ("broadcast", "scatter") and root is not None and group.of_rank[root] is None:
         return (
             "there is nothing from the rank that it comes from"
-            if operation == "scatter"
+            if collective.shape == "scatter"
             else ("its result is what the owner of that rank's stage has passed")
         )
     return None

@@ -6,69 +6,25 @@ import atexit
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from functools import partial
 
-from ..errors import EpochChanged
 from ..secret import NONE, JobSecret
 from ..topology import Plan
-from .c10d import Store
+from .attachment import Answer, Attachment, publish, slices_name
+from .backend import BambooProcessGroup, register, register_handle
+from .c10d import dist
 from .epoch import Epoch
 from .keyvalue import Server
-from .stores import EpochStore
+from .naming import NAME
+from .script import ScriptCollectives
 
-if TYPE_CHECKING:
-    from .backend import BambooProcessGroup
-    from .script import ScriptCollectives
+__all__ = ["Answer", "Session", "init_process_group", "slices_name"]
 
-#: Answers a collective: the logical ranks of the group, torch's name of the operation, its arguments.
-Answer = Callable[[tuple[int, ...], str, tuple[Any, ...]], None]
-
-_current: Session | None = None
 #: Seconds that the end of a session waits for gloo to let go of its threads.
 CLOSE_S = 2.0
-
-
-def current() -> Session:
-    """The session of this process; raises ``RuntimeError`` if there is none."""
-    if _current is None:
-        raise RuntimeError("the bamboo backend needs a Session: start the job with 'bamboo run'")
-    return _current
-
-
-def slices_name(ranks: Sequence[int]) -> str:
-    """Name for :meth:`Session.logical_group` of the slices of a stage, whose logical ranks are ``ranks``."""
-    return f"bamboo/slices/{ranks[0]}"
-
-
-def group_key(name: str, ranks: Sequence[int]) -> str:
-    """Key of the group ``name`` of ``ranks``, equal on all of its members."""
-    return f"{name}/{'.'.join(map(str, ranks))}"
-
-
-@dataclass(frozen=True)
-class Acting:
-    """A thread that acts for a logical rank, see :meth:`Session.acting_for`."""
-
-    thread: int
-    rank: int
-    answer: Answer
-
-
-@dataclass(frozen=True)
-class SliceGroup:
-    """The slices of a stage among which layers communicate now, see :meth:`Session.among_slices`."""
-
-    home: tuple[int, ...]
-    ranks: tuple[int, ...]
-
-    @property
-    def key(self) -> str:
-        """Key of the group, equal on all of its members whatever handles they use."""
-        return group_key(slices_name(self.ranks), self.ranks)
 
 
 class Session:
@@ -88,6 +44,9 @@ class Session:
         awaited: called by the thread that attaches with the members that have not come to attach, and for how many
             seconds they have been waited for: after ``tell_after_s``, then after twice as long each time.
         secret: the job's; who does not know it gets no connection.
+
+    Attributes:
+        member, address, timeout: as above.
     """
 
     def __init__(
@@ -101,53 +60,36 @@ class Session:
         tell_after_s: float = 120.0,
         secret: JobSecret = NONE,
     ) -> None:
-        global _current
-        if _current is not None:
-            raise RuntimeError("this process has a Session already; close it first")
-        self._member = member
-        self._address = address
-        self._timeout = timeout
-        self._on_peer_failure = on_peer_failure
-        self._silence_s = silence_s
-        self._awaited, self._tell_after_s = awaited, tell_after_s
+        self._attachment = Attachment(timeout, self.abort)
+        publish(self._attachment)
+        self.member, self.address, self.timeout = member, address, timeout
         self._secret = secret
+        self._new_epoch = partial(
+            Epoch,
+            member=member,
+            address=address,
+            timeout=timeout,
+            on_peer_failure=on_peer_failure,
+            silence_s=silence_s,
+            awaited=awaited,
+            tell_after_s=tell_after_s,
+            secret=secret,
+        )
         self._lock = threading.Lock()
-        self._epoch: Epoch | None = None
-        self._detached = True
         self._ended = 0  # the newest epoch known to have ended
-        self._reason = "no epoch is attached yet"
         self._left: list[Epoch] = []
         self._hosted: dict[int, Server] = {}
         self._hosting = threading.RLock()
         self._closed = False
         self._process = os.getpid()  # one that it forks has no part in the job
-        self._acting: Acting | None = None
-        #: Where the handles of slice groups lead now; ``None``: where they were made for.
-        self.slices: SliceGroup | None = None
         self._logical_groups: dict[tuple[str, tuple[int, ...], int], BambooProcessGroup] = {}
-        #: The script's own collectives, once there is an engine that recovers for them.
-        self.script: ScriptCollectives | None = None
-        #: What torch.distributed's groups use as their store.
-        self.torch_store = EpochStore(self)
-        _current = self
         # Threads blocked inside gloo must be gone before the interpreter is.
         atexit.register(self.close)
 
     # -- state -------------------------------------------------------------------------------------------
     @property
-    def member(self) -> str:
-        """Id of this member."""
-        return self._member
-
-    @property
-    def address(self) -> str:
-        """The advertised address."""
-        return self._address
-
-    @property
-    def timeout(self) -> timedelta:
-        """Default timeout of operations."""
-        return self._timeout
+    def _epoch(self) -> Epoch | None:
+        return self._attachment.epoch
 
     @property
     def epoch(self) -> int:
@@ -165,12 +107,7 @@ class Session:
     def aborted(self) -> str | None:
         """Why the current epoch was aborted, or ``None``."""
         epoch = self._epoch
-        return None if epoch is None else epoch.aborted
-
-    @property
-    def detached(self) -> bool:
-        """Whether collectives are no-ops."""
-        return self._detached
+        return None if epoch is None else epoch.life.aborted
 
     @property
     def waiting(self) -> bool:
@@ -181,22 +118,13 @@ class Session:
     @property
     def current(self) -> Epoch:
         """The attached epoch (of use inside ``comm`` only); raises ``EpochChanged`` if there is none."""
-        epoch = self._epoch
-        if epoch is None:
-            raise EpochChanged(self._reason)
-        epoch.check("operation")
-        return epoch
-
-    @property
-    def store(self) -> Store:
-        """Client of the current epoch's store; raises ``EpochChanged`` when aborted or never attached."""
-        return self.current.store("")
+        return self._attachment.current
 
     def check(self) -> None:
         """Raise ``EpochChanged`` if the current epoch is aborted."""
         epoch = self._epoch
         if epoch is not None:
-            epoch.check("operation")
+            epoch.life.check("operation")
 
     def wait(self, operation: str, ready: Callable[[], bool]) -> None:
         """Wait until ``ready()``, which is asked ten times a second; raises as an operation with all members."""
@@ -222,7 +150,7 @@ class Session:
                 return hosted.port
             self._drop_stores(plan.epoch)
             server = self._hosted[plan.epoch] = Server(
-                address or self._address, plan.epoch, self._secret, self._member, plan.members
+                address or self.address, plan.epoch, self._secret, self.member, plan.members
             )
             return server.port
 
@@ -244,28 +172,23 @@ class Session:
             AbortFailed: a communicator of the previous epoch could not be aborted.
             ValueError: ``plan`` is not newer than the current epoch, or does not list this member.
         """
-        if self._member not in plan.members:
-            raise ValueError(f"member {self._member} is not in the plan of epoch {plan.epoch}")
+        if self.member not in plan.members:
+            raise ValueError(f"member {self.member} is not in the plan of epoch {plan.epoch}")
         if plan.epoch <= self.epoch:
             raise ValueError(f"epoch {plan.epoch} is not newer than the current one, {self.epoch}")
         previous = self._epoch
         if previous is not None:
             previous.abort(f"epoch {plan.epoch} follows")
             self._leave(previous)
-            previous.await_aborts()
-        epoch = Epoch(
-            *(plan, self._member, self._address, self._timeout, self._on_peer_failure, self._silence_s),
-            awaited=self._awaited,
-            tell_after_s=self._tell_after_s,
-            secret=self._secret,
-        )
+            previous.groups.await_aborts()
+        epoch = self._new_epoch(plan)
         with self._lock:
-            self._epoch = epoch
-            self._detached = False
+            self._attachment.epoch = epoch
+            self._attachment.detached = False
             over = self._ended >= plan.epoch
         if over:
-            epoch.abort(self._reason)
-        epoch.check("attaching")
+            epoch.abort(self._attachment.reason)
+        epoch.life.check("attaching")
         epoch.open(store_address)
         self._drop_stores(plan.epoch)
 
@@ -283,7 +206,7 @@ class Session:
         """
         with self._lock:
             self._ended = max(self._ended, self.epoch if epoch is None else epoch)
-            self._reason = reason
+            self._attachment.reason = reason
             target = self._epoch
             if target is None or target.number > self._ended:
                 return
@@ -292,7 +215,7 @@ class Session:
     def detach(self) -> None:
         """Leave the epoch; collectives become no-ops that succeed (for building an engine without peers)."""
         with self._lock:
-            self._detached = True
+            self._attachment.detached = True
             epoch = self._epoch
         if epoch is not None:
             epoch.abort("detached")
@@ -300,7 +223,7 @@ class Session:
 
     def _leave(self, epoch: Epoch) -> None:
         if epoch not in self._left:
-            self._left = [each for each in self._left if not each.released(0)]
+            self._left = [each for each in self._left if not each.groups.released(0)]
             epoch.destroy()
             self._left.append(epoch)
 
@@ -311,72 +234,46 @@ class Session:
         keep theirs until the session's timeout.
         """
         end = time.monotonic() + timeout.total_seconds()
-        return all([epoch.released(max(0.0, end - time.monotonic())) for epoch in self._left])
+        return all([epoch.groups.released(max(0.0, end - time.monotonic())) for epoch in self._left])
 
-    def close(self, patience_s: float = CLOSE_S) -> None:
+    def close(self, grace_s: float = CLOSE_S) -> None:
         """End cleanly: destroy all inner groups, stores and threads; abort what is still in flight. Idempotent.
 
         For a clean end let all members meet (``Transport.close``, or a barrier) first. Every later operation
         raises ``EpochChanged``.
 
         Args:
-            patience_s: seconds for gloo's threads to end.
+            grace_s: seconds for gloo's threads to end.
         """
-        global _current
         if self._closed or os.getpid() != self._process:
             return
         self._closed = True
-        self._detached = False
+        self._attachment.detached = False
         if self._epoch is not None:
             self._leave(self._epoch)
-        self.released(timedelta(seconds=patience_s))
+        self.released(timedelta(seconds=grace_s))
         while self._hosted:
             self._hosted.popitem()[1].close()
-        if _current is self:
-            _current = None
+        publish(None)
         atexit.unregister(self.close)
 
     # -- groups ------------------------------------------------------------------------------------------
     @property
-    def acting(self) -> Acting | None:
-        """For whom the calling thread acts, if not for itself."""
-        acting = self._acting
-        return acting if acting is not None and acting.thread == threading.get_ident() else None
+    def script(self) -> ScriptCollectives | None:
+        """The script's own collectives, once there is an engine that recovers for them."""
+        return self._attachment.script
 
-    @contextmanager
-    def acting_for(self, rank: int, answer: Answer) -> Iterator[None]:
-        """In the body the calling thread acts for another rank, alone.
+    @script.setter
+    def script(self, script: ScriptCollectives) -> None:
+        self._attachment.script = script
 
-        ``torch.distributed.get_rank()`` is ``rank``, and collectives are not run but answered.
+    def acting_for(self, rank: int, answer: Answer) -> AbstractContextManager[None]:
+        """See :meth:`Attachment.acting_for`."""
+        return self._attachment.acting_for(rank, answer)
 
-        Args:
-            rank: logical rank.
-            answer: called for every collective.
-        """
-        before, self._acting = self._acting, Acting(threading.get_ident(), rank, answer)
-        try:
-            yield
-        finally:
-            self._acting = before
-
-    @contextmanager
-    def among_slices(self, home: Sequence[int], ranks: Sequence[int]) -> Iterator[None]:
-        """In the body, the layers of another stage may run in this process.
-
-        Layers that are cut into slices communicate in a group that they take from wherever their script has it, which
-        is the group of the stage that this process began as. In the body every handle of that group is one of the
-        group of the stage whose layers run; so is every handle of the latter. Holds for all threads (autograd has its
-        own).
-
-        Args:
-            home: logical ranks of the slices of the stage that the process began as.
-            ranks: those of the stage whose layers run, in the same order.
-        """
-        before, self.slices = self.slices, SliceGroup(tuple(home), tuple(ranks))
-        try:
-            yield
-        finally:
-            self.slices = before
+    def among_slices(self, home: Sequence[int], ranks: Sequence[int]) -> AbstractContextManager[None]:
+        """See :meth:`Attachment.among_slices`."""
+        return self._attachment.among_slices(home, ranks)
 
     def logical_group(self, name: str, ranks: Sequence[int], rank: int) -> BambooProcessGroup:
         """A group handle made outside ``torch.distributed.new_group``.
@@ -397,13 +294,30 @@ class Session:
             ranks: logical (global) ranks of the group, in group order.
             rank: the logical (global) rank that this handle stands for; must be in ``ranks``.
         """
-        from .backend import BambooProcessGroup, register_handle
-
         if rank not in ranks:
             raise ValueError(f"rank {rank} is not among the group's ranks {list(ranks)}")
         identity = (name, tuple(ranks), rank)
         if identity not in self._logical_groups:  # a role may come back to this member after it has left it
-            handle = BambooProcessGroup(self, name, tuple(ranks), tuple(ranks).index(rank))
+            handle = BambooProcessGroup(self._attachment, name, tuple(ranks), tuple(ranks).index(rank))
             register_handle(handle, name)
             self._logical_groups[identity] = handle
         return self._logical_groups[identity]
+
+
+def init_process_group(session: Session, rank: int, world_size: int, timeout: timedelta | None = None) -> None:
+    """Initialise torch.distributed's default group on the backend ``bamboo``.
+
+    Args:
+        session: attached, or detached for collectives that do nothing.
+        rank: this process's logical rank.
+        world_size: number of logical ranks (roles).
+        timeout: default timeout of the groups; default: the session's.
+    """
+    register()
+    dist.init_process_group(
+        backend=NAME,
+        store=session._attachment.torch_store,
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout or session.timeout,
+    )

@@ -12,8 +12,7 @@ import torch
 from ..errors import EpochChanged, ProtocolError
 from . import wire
 from .epoch import Epoch
-from .failures import ended
-from .links import Message
+from .peer import Message
 from .session import Session
 from .wire import Payload
 
@@ -40,7 +39,7 @@ class Lane:
 
 
 class Transport:
-    """Streams between the roles of one epoch, over the epoch's connections between all living members.
+    """Streams between the roles of one epoch, over the epoch's connections between all members.
 
     Sends are asynchronous; everything that arrives is read at once, by the links' threads. Every blocking call
     raises ``EpochChanged`` when the session aborts, or a member on whom it waits has left the epoch, and
@@ -49,7 +48,7 @@ class Transport:
 
     def __init__(self, epoch: Epoch, lanes: Sequence[Lane]) -> None:
         self._epoch = epoch
-        self._links = epoch.links
+        self._links, self._life = epoch.links, epoch.life
         self._members = set(epoch.plan.members)
         self._closed = False
         self._incoming: dict[int, deque[Message]] = {}
@@ -164,7 +163,7 @@ class Transport:
 
     # -- all members -------------------------------------------------------------------------------------
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum ``tensor`` over all living members, in the plan's order, in place; returns it. Bit-equal on all.
+        """Sum ``tensor`` over all members, in the plan's order, in place; returns it. Bit-equal on all.
 
         For small CPU tensors of one dtype and shape: everybody sends to everybody.
         """
@@ -179,12 +178,12 @@ class Transport:
         return tensor.copy_(first)
 
     def barrier(self) -> None:
-        """Wait for all living members."""
+        """Wait for all members."""
         self._check("barrier")
         self._links.all_gather("barrier", None)
 
     def exchange(self, value: str) -> dict[str, str]:
-        """Every living member's ``value``, by member in the plan's order. Collective."""
+        """Every member's ``value``, by member in the plan's order. Collective."""
         self._check("exchange")
         data = torch.frombuffer(bytearray(value.encode() + b"\0"), dtype=torch.uint8)
         found = {}
@@ -195,11 +194,11 @@ class Transport:
 
     # -- end ---------------------------------------------------------------------------------------------
     def _check(self, operation: str, lane: Lane | None = None) -> None:
-        if self._epoch.aborted is not None or self._closed:
+        if self._life.aborted is not None or self._closed:
             where = operation if lane is None else f"{operation} on lane {lane.name}"
-            if self._epoch.aborted is None:
+            if self._life.aborted is None:
                 raise EpochChanged(f"{where}: the transport is closed")
-            raise ended(self._epoch, where)
+            raise self._life.ended(where)
 
     def close(self) -> None:
         """Close the lanes. After an abort, or as a clean end. Idempotent.
@@ -215,7 +214,7 @@ class Transport:
         try:
             if any(self._links.failure(member) is not None for member in self._members):
                 self._epoch.abort("the transport was closed after a failure")
-            if self._epoch.aborted is None:
+            if self._life.aborted is None:
                 self._links.flush()
                 self._links.all_gather("close", None)
         finally:

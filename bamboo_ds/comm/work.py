@@ -6,16 +6,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ..errors import EpochChanged
 from .c10d import dist
-from .failures import ended, of_transport, translate
-
-if TYPE_CHECKING:
-    from .epoch import Epoch
+from .lifetime import of_transport
+from .links import Links
 
 NO_TIMEOUT = timedelta(0)
 #: How often a wait for a gloo collective looks whether the epoch has ended: gloo never wakes an operation that
@@ -72,7 +70,7 @@ class BambooWork(dist.Work):  # type: ignore[misc]
     """A handle of one operation in one epoch.
 
     Args:
-        epoch: where it runs.
+        links: of the epoch in which it runs.
         inner: torch's handle.
         operation: name, for messages.
         members: on whom it depends.
@@ -84,7 +82,7 @@ class BambooWork(dist.Work):  # type: ignore[misc]
 
     def __init__(
         self,
-        epoch: Epoch,
+        links: Links,
         inner: Any,
         operation: str,
         members: Sequence[str],
@@ -93,14 +91,13 @@ class BambooWork(dist.Work):  # type: ignore[misc]
         limit: timedelta | None = None,
     ) -> None:
         super().__init__()
-        self._epoch = epoch
+        self._links, self._life = links, links.life
         self._inner = inner
         self._operation = operation
         self._members = members
         self._finish = finish
         self._poll = poll
         self._limit = limit
-        epoch.track(self)
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """Wait for completion; for CUDA tensors on NCCL, make the current stream wait.
@@ -112,8 +109,8 @@ class BambooWork(dist.Work):  # type: ignore[misc]
         """
         inner = self._inner
         if inner is None:
-            raise ended(self._epoch, self._operation)
-        with self._epoch.calling(self._operation):
+            raise self._life.ended(self._operation)
+        with self._life.calling(self._operation):
             if self._poll:
                 done = self._wait_polling(inner, self._limit if timeout == NO_TIMEOUT else timeout)
             else:
@@ -147,36 +144,36 @@ class BambooWork(dist.Work):  # type: ignore[misc]
 
     def _gone(self) -> EpochChanged | None:
         """Why the operation cannot complete any more, if so."""
-        if self._epoch.aborted is not None:
-            return ended(self._epoch, self._operation)
-        return self._epoch.links.await_failure(self._members, 0)
+        if self._life.aborted is not None:
+            return self._life.ended(self._operation)
+        return self._links.await_failure(self._members, 0)
 
     def is_completed(self) -> bool:
         """Whether it succeeded or failed; an ended epoch completes everything."""
-        return self._inner is None or self._epoch.aborted is not None or bool(self._inner.is_completed())
+        return self._inner is None or self._life.aborted is not None or bool(self._inner.is_completed())
 
     def is_success(self) -> bool:
         """Whether it completed without an error."""
-        return self._inner is not None and self._epoch.aborted is None and bool(self._inner.is_success())
+        return self._inner is not None and self._life.aborted is None and bool(self._inner.is_success())
 
     def exception(self) -> Exception | None:
         """What :meth:`wait` would raise, if the operation failed."""
-        if self._inner is None or self._epoch.aborted is not None:
-            return ended(self._epoch, self._operation)
+        if self._inner is None or self._life.aborted is not None:
+            return self._life.ended(self._operation)
         error = self._inner.exception()
-        return None if error is None else translate(error, self._epoch, self._operation)
+        return None if error is None else self._life.translate(error, self._operation)
 
     def result(self) -> list[torch.Tensor]:
         """The operation's tensors."""
         if self._inner is None:
-            raise ended(self._epoch, self._operation)
+            raise self._life.ended(self._operation)
         result: list[torch.Tensor] = self._inner.result()
         return result
 
     def source_rank(self) -> int:
         """Group rank of the sender, of a completed receive."""
         if self._inner is None:
-            raise ended(self._epoch, self._operation)
+            raise self._life.ended(self._operation)
         return int(self._inner._source_rank())
 
     _source_rank = source_rank
@@ -192,7 +189,7 @@ class BambooWork(dist.Work):  # type: ignore[misc]
             RuntimeError: for sends and receives, which have none in gloo.
         """
         if self._inner is None:
-            raise ended(self._epoch, self._operation)
+            raise self._life.ended(self._operation)
         future: torch.futures.Future[Any] = torch.futures.Future()
         settled = threading.Lock()
 
@@ -202,14 +199,14 @@ class BambooWork(dist.Work):  # type: ignore[misc]
                 action()
 
         def end() -> None:
-            settle(lambda: future.set_exception(ended(self._epoch, self._operation)))
+            settle(lambda: future.set_exception(self._life.ended(self._operation)))
 
         def copy(done: torch.futures.Future[Any]) -> None:
             take_back()
             try:
                 value = done.value()
             except RuntimeError as error:
-                raised = translate(error, self._epoch, self._operation)
+                raised = self._life.translate(error, self._operation)
                 settle(lambda: future.set_exception(raised))
                 return
             if self._finish is not None:
@@ -218,7 +215,7 @@ class BambooWork(dist.Work):  # type: ignore[misc]
             settle(lambda: future.set_result(value))
 
         inner_future = self._inner.get_future()
-        take_back = self._epoch.call_on_abort(end)
+        take_back = self._life.call_on_abort(end)
         inner_future.add_done_callback(copy)
         return future
 

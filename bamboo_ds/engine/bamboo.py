@@ -20,12 +20,12 @@ from ..comm.transport import Transport
 from ..config import bamboo_config
 from ..errors import ConfigError, EpochChanged, ProtocolError
 from ..launch import current_job
-from ..launched import checked_steps
 from ..observe import logs
 from ..stages import built
 from ..state.publish import check_tag
 from ..supported import check_config, check_schedule, layout_of
 from ..topology import Layout, Role
+from ..variables import checked_steps
 from .accounts import Accounts, Consumed
 from .answers import ignore
 from .between import ScriptingExecutor, engine_call

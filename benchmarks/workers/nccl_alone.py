@@ -20,9 +20,8 @@ import torch
 from deepspeed.pipe import LayerSpec, PipelineModule
 from torch import nn
 
-from bamboo_ds.comm.backend import init_process_group
 from bamboo_ds.comm.inner import kind_for
-from bamboo_ds.comm.session import Session
+from bamboo_ds.comm.session import Session, init_process_group
 from bamboo_ds.errors import EpochChanged
 from bamboo_ds.topology import Plan
 

@@ -191,7 +191,7 @@ class RealJob(RunningJob):
         return self._by_rank("bamboo_ds.control.agent")
 
     def tasks(self) -> dict[int, psutil.Process]:
-        """The keepers by rank: what the processes have become that the launcher had started."""
+        """The rank supervisors by rank: what the processes have become that the launcher had started."""
         return {rank: parent for rank, agent in self._agents().items() if (parent := agent.parent()) is not None}
 
     def _agents(self) -> dict[int, psutil.Process]:

@@ -78,7 +78,7 @@ class Member:
         return time.monotonic() - start
 
     def init(self, rank: int, world: int) -> None:
-        from bamboo_ds.comm.backend import init_process_group
+        from bamboo_ds.comm.session import init_process_group
 
         init_process_group(self.session, rank, world)
 
@@ -164,7 +164,9 @@ def serve(name: str, address: str, commands: Connection, parent: Sequence[Connec
             elif command == "blocked":
                 epoch = member.session._epoch
                 waits = epoch is not None and (
-                    epoch._blocked or epoch.links.waiting or any(not work.is_completed() for work in list(epoch._works))
+                    epoch.life.blocked
+                    or epoch.links.waiting
+                    or any(not work.is_completed() for work in list(epoch.groups.works))
                 )
                 answer("control", bool(waits))
             elif command == "failures":

@@ -54,8 +54,6 @@ STOCK_MODULES = (
 #: ... and launchers, agents and our engine.
 MODULES = (
     "bamboo_ds.cli.main",
-    "bamboo_ds.cli.guests",
-    "bamboo_ds.cli.join",
     "bamboo_ds.comm.backend",
     "bamboo_ds.control.agent.agent",
     "bamboo_ds.control.agent.assembly",
@@ -63,6 +61,8 @@ MODULES = (
     "bamboo_ds.control.agent.waiting",
     "bamboo_ds.engine.bamboo",
     "bamboo_ds.launch",
+    "bamboo_ds.launchers.join",
+    "bamboo_ds.launchers.joined",
     "bamboo_ds.supported",
     "bamboo_ds.worker.channel",
     "bamboo_ds.worker.job",

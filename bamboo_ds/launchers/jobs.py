@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -13,8 +14,14 @@ from ..control.membership import boot_id
 from ..control.neighbours import started
 from ..errors import ConfigError, LaunchError
 from ..secret import file_of, folder
+from ..variables import ENV_JOB, ENV_STORE
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+def random_name() -> str:
+    """A name for a job that the user has given none."""
+    return f"job-{os.urandom(4).hex()}"
 
 
 def check_name(job: str) -> str:
@@ -111,6 +118,31 @@ def check_free(name: str) -> None:
     other = find(name)
     if other is not None:
         raise LaunchError(f"a job named {name!r} runs already (launcher {other.pid}); take another name")
+
+
+@dataclass(frozen=True)
+class JobLocation:
+    """Where a job is.
+
+    Attributes:
+        job: its name.
+        store: URLs of its etcd.
+        launcher: process id of its launcher, if that is known to be on this host.
+    """
+
+    job: str
+    store: str
+    launcher: int | None = None
+
+
+def locate(name: str | None, store: str | None) -> JobLocation:
+    """The job that the options ``--job`` and ``--store`` mean; raises :class:`ConfigError` if there is none."""
+    if store is None:
+        file = choose(name)
+        return JobLocation(file.job, file.store, file.pid)
+    if name is None:
+        raise ConfigError(f"--store ({ENV_STORE}) needs --job ({ENV_JOB}): an etcd may serve several jobs")
+    return JobLocation(name, store)
 
 
 def choose(name: str | None) -> JobFile:

@@ -13,9 +13,9 @@ from ..control.mirror import Mirror
 from ..errors import EXIT_FATAL_LOSS, StoreError, StoreUnavailable
 from ..secret import JobSecret
 
-logger = logging.getLogger("bamboo_ds.cli.launcher")
+logger = logging.getLogger("bamboo_ds.launchers")
 
-#: Short, because whoever waits for guests must hear a Ctrl-C too.
+#: Short, because whoever waits for joined members must hear a Ctrl-C too.
 _STORE_TIMEOUT_S = 2.0
 _POLL_S = 0.1
 #: Seconds that etcd has to tell for the first time who is there.
@@ -32,12 +32,12 @@ def exit_code(mirror: Mirror) -> int:
     return next((record.code for record in left if record.error is not None), EXIT_FATAL_LOSS)
 
 
-def is_guest(record: MemberRecord, own: Container[int]) -> bool:
+def is_joined(record: MemberRecord, own: Container[int]) -> bool:
     """Whether a launcher with the slots ``own`` has not started it, nor an agent."""
     return record.slot not in own and not record.feeder
 
 
-class Guests:
+class JoinedMembers:
     """Who is left of a job. Use it once, after all members that the launcher has started itself are gone.
 
     Args:
@@ -54,7 +54,7 @@ class Guests:
     def look(self, mirror: Mirror, now: float) -> set[str]:
         """Members that are registered or expected to be soon; ``now`` is monotonic seconds."""
         members = mirror.members
-        self.seen |= {record.id for record in members.values() if is_guest(record, self._own)}
+        self.seen |= {record.id for record in members.values() if is_joined(record, self._own)}
         silent = {*self.seen, *(mirror.plan.members if mirror.plan else ())} - members.keys() - mirror.left.keys()
         self._absent_since = {member: self._absent_since.get(member, now) for member in silent}
         return {*members, *(member for member, since in self._absent_since.items() if now < since + self._return_s)}
@@ -75,41 +75,41 @@ def await_end(
     Args:
         urls: of etcd.
         pause: waits for so many seconds, attending to whatever else is to be done; false: wait no longer.
-        own, return_s: see :class:`Guests`.
+        own, return_s: see :class:`JoinedMembers`.
         quiet: do not say what is waited for.
         departed: members that have left before count as well.
         secret: see :func:`open_store`.
 
     Returns:
-        The job's exit code; ``None`` if there were no guests, or if they are still there.
+        The job's exit code; ``None`` if none had joined, or if they are still there.
     """
     give_up_at = time.monotonic() + _UNKNOWN_S
-    guests, told = Guests(own, return_s), quiet
+    joined, told = JoinedMembers(own, return_s), quiet
     with open_store(urls, job, _STORE_TIMEOUT_S, secret) as store:
         while True:
             try:
                 mirror = Mirror(store.get_prefix(""))
             except StoreError as error:
                 refused = not isinstance(error, StoreUnavailable)
-                if refused or (not guests.seen and time.monotonic() >= give_up_at):
+                if refused or (not joined.seen and time.monotonic() >= give_up_at):
                     logger.warning("cannot see whether members have joined that go on: %s", error)
                     return None
             else:
-                left = guests.look(mirror, time.monotonic())
+                left = joined.look(mirror, time.monotonic())
                 if departed:
-                    guests.seen.update(mirror.left)
-                if not left or not guests.seen:
-                    return exit_code(mirror) if guests.seen else None
+                    joined.seen.update(mirror.left)
+                if not left or not joined.seen:
+                    return exit_code(mirror) if joined.seen else None
                 if not told:
                     told = True
                     logger.warning(
                         "all members that were started here are gone, but %s have joined and go on: the job and its "
                         "etcd stay until they end",
-                        ", ".join(sorted(guests.seen)),
+                        ", ".join(sorted(joined.seen)),
                     )
             if not pause(_POLL_S):
-                if guests.seen:
-                    logger.warning("members that have joined may still be there: %s", ", ".join(sorted(guests.seen)))
+                if joined.seen:
+                    logger.warning("members that have joined may still be there: %s", ", ".join(sorted(joined.seen)))
                 return None
 
 

@@ -9,17 +9,14 @@ from dataclasses import dataclass, replace
 
 import psutil
 
-from ..control.access import embedded_etcd
 from ..control.agent_settings import AgentSettings, MemberOptions
-from ..control.claims import claimed
 from ..control.reporting import emit_or_log
-from ..errors import EXIT_FATAL_LOSS, ConfigError
-from ..observe.events import EventWriter, RunFinished, RunStarted
-from ..secret import JobSecret, given, keep
-from . import guests, jobs
-from .slots import OTHERS_S, Slots, free_port
-
-EMBEDDED = "embedded"
+from ..errors import EXIT_FATAL_LOSS
+from ..observe.events import RunStarted
+from ..secret import JobSecret, given
+from .network import free_port
+from .owning import EMBEDDED, open_events, owned, tell_finished
+from .slots import AGENT_GRACE_S, OTHERS_S, Slots
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,37 +55,23 @@ class Launcher(Slots):
         options = self._options
         options.check_notices()
         with ExitStack() as stack:
-            try:
-                events = stack.enter_context(EventWriter(options.events))
-            except OSError as error:
-                raise ConfigError(f"cannot write events to {options.events}: {error}") from error
+            events = stack.enter_context(open_events(options.events))
             stack.enter_context(self._prepared({child.pid for child in psutil.Process().children()}))
-            if options.store == EMBEDDED:
-                etcd = stack.enter_context(embedded_etcd(options.address, options.job, options.secret))
-                urls = etcd.url
-                self._watch_etcd(etcd.supervisor_pid, stack)
-            else:
-                urls = options.store
-                stack.enter_context(claimed(urls, options.job))
-            self._urls = urls
-            state = jobs.this_process(options.job, urls)
-            state.write()
-            stack.callback(state.remove)
-            keep(options.job, options.secret)
+            job = owned(options, options.store, lambda pid: self._watch_etcd(pid, stack))
+            self._urls, state_file = stack.enter_context(job)
             begin = time.monotonic()
             command = list(options.command)
             emit_or_log(events, RunStarted(job=options.job, epoch=0, members=options.workers, command=command))
             self._handle_signals()
             if self._interrupted is None:
-                self._start_all(urls, str(state.path))
+                self._start_all(state_file)
             self._serve()
-            self._join_reporters()
-            code = self._exit_code(self._await_guests())
-            seconds = time.monotonic() - begin
-            emit_or_log(events, RunFinished(job=options.job, epoch=0, exit_code=code, run_seconds=seconds))
+            self._loop.join_background(AGENT_GRACE_S)
+            code = self._exit_code(self._await_others())
+            tell_finished(events, options.job, code, begin)
             return code
 
-    def _start_all(self, urls: str, state_file: str) -> None:
+    def _start_all(self, state_file: str) -> None:
         options = self._options
         port = free_port(options.address)
         for slot in range(options.workers):
@@ -99,7 +82,7 @@ class Launcher(Slots):
                 **member,
                 slot=slot,
                 world_size=options.workers,
-                store=urls,
+                store=self._urls,
                 parent_pid=os.getpid(),
                 master_port=port,
                 pipelines=options.pipelines,
@@ -108,42 +91,27 @@ class Launcher(Slots):
             )
             self._spawn(settings)
 
-    def _await_guests(self) -> int | None:
-        """Stay for members that have joined, as long as they go on; the job's exit code if there were any."""
-        options = self._options
-        if options.store != EMBEDDED and self._outcomes & {"left", "finished"}:
+    def _await_others(self) -> int | None:
+        """Stay for members that have joined, if they need what is here; what the job has come to with them."""
+        if self._options.store != EMBEDDED and self._outcomes & {"left", "finished"}:
             return None  # the job needs nothing that is here
         ending = not self._outcomes.isdisjoint(("failed", "stopped", "fatal"))
         if (self._stopping or ending) and self._leave_at is None:
-            self._leave_at = time.monotonic() + options.grace_s + OTHERS_S
-
-        def pause(seconds: float) -> bool:
-            self._attend(seconds)
-            late = self._leave_at is not None and time.monotonic() >= self._leave_at
-            return not (late or self._etcd_ended or self._hurried)
-
-        return_s = 2 * options.bamboo.membership.lease_ttl_s
-        quiet = self._stopping or ending
-        return guests.await_end(self._urls, options.job, self._slots, pause, return_s, quiet, secret=options.secret)
+            self._leave_at = time.monotonic() + self._options.grace_s + OTHERS_S
+        return self._await_joined(quiet=self._stopping or ending)
 
     def _end_others(self, signum: int) -> None:
-        """In the background, because etcd may not answer."""
+        self._tell_others(signum, "the launcher")
 
-        def tell() -> None:
-            guests.tell_to_stop(self._urls, self._options.job, signum, "the launcher", self._secret)
-            self._stop_soon()
-
-        self._in_background(tell)
-
-    def _exit_code(self, of_guests: int | None) -> int:
-        """See ``bamboo run --help``. ``of_guests``: what the job has come to, if members that had joined ended it."""
+    def _exit_code(self, of_joined: int | None) -> int:
+        """See ``bamboo run --help``. ``of_joined``: what the job has come to, if members that had joined ended it."""
         if self._interrupted is not None:
             return 128 + self._interrupted
         worst = self._worst()
         if worst is not None:
             return worst
-        if of_guests is not None:
-            return of_guests
+        if of_joined is not None:
+            return of_joined
         all_left = len(self._departures) == self._options.workers and self._outcomes == {"left"}
         if "finished" in self._outcomes or all_left:
             return 0

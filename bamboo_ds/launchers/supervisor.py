@@ -1,16 +1,17 @@
-"""The keeper of one slot: what a process becomes that another launcher (deepspeed, torchrun, srun) has started.
+"""The rank supervisor: what a process becomes that another launcher (deepspeed, torchrun, srun) has started.
 
 It runs the agent of its slot. The launcher sees a process that lives as long as the job has use for the slot: when the
-worker is lost the keeper stays until the job is over, so that the launcher does not end the others. Its exit code says
-how the *job* ended, as far as it can tell.
+worker is lost the supervisor stays until the job is over, so that the launcher does not end the others. Its exit code
+says how the *job* ended, as far as it can tell.
 
 Under ``bamboo launch`` on the same host two processes share this: the one that the launcher has started only waits, and
-the keeper is a child of ``bamboo launch``, which neither the launcher's signals nor the death of that process concern.
+the supervisor is a child of ``bamboo launch``, which neither the launcher's signals nor the death of that process
+concern.
 """
 
 from __future__ import annotations
 
-import argparse
+import json
 import logging
 import os
 import signal
@@ -18,7 +19,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import psutil
 
@@ -30,11 +31,12 @@ from ..control.neighbours import started
 from ..control.reporting import emit_or_log
 from ..errors import EXIT_FATAL_LOSS, BambooError, StoreUnavailable
 from ..observe import logs
-from ..observe.events import EventWriter, RunFinished, RunStarted
-from . import guests, jobs
-from .slots import OTHERS_S, Slots
+from ..observe.events import EventWriter, RunStarted
+from . import jobs, joined
+from .owning import tell_finished
+from .slots import AGENT_GRACE_S, OTHERS_S, Slots
 
-logger = logging.getLogger("bamboo_ds.cli.keeper")
+logger = logging.getLogger("bamboo_ds.launchers")
 
 _STORE_TIMEOUT_S = 2.0
 _POLL_S = 0.2
@@ -45,8 +47,8 @@ _SUPERVISOR_S = 10.0
 
 
 @dataclass(frozen=True)
-class KeeperSettings:
-    """What a keeper is told besides the settings of its agent.
+class SupervisorSettings:
+    """What a rank supervisor is told besides the settings of its agent.
 
     Attributes:
         owner: it speaks for the job, as a launcher would: there is no ``bamboo launch``.
@@ -61,37 +63,17 @@ class KeeperSettings:
     wrapper: int | None = None
     wrapper_started: int | None = None
 
-    def to_arguments(self) -> list[str]:
-        """The command line that :func:`_parse` turns into these settings."""
-        flags = [f"--{name}" for name in ("owner", "embedded") if getattr(self, name)]
-        numbers = [
-            f"--{name.replace('_', '-')}={getattr(self, name)}"
-            for name in ("supervisor", "wrapper", "wrapper_started")
-            if getattr(self, name) is not None
-        ]
-        return [*flags, *numbers]
+
+def supervisor_command(settings: SupervisorSettings, agent: AgentSettings) -> list[str]:
+    """The command that runs a rank supervisor."""
+    module = "bamboo_ds.launchers.supervisor"
+    return [sys.executable, "-m", module, json.dumps(asdict(settings)), *agent.to_arguments()]
 
 
-def keeper_command(keeper: KeeperSettings, agent: AgentSettings) -> list[str]:
-    """The command that runs a keeper."""
-    return [sys.executable, "-m", "bamboo_ds.cli.keeper", *keeper.to_arguments(), "--agent", *agent.to_arguments()]
-
-
-def _parse(argv: Sequence[str]) -> tuple[KeeperSettings, AgentSettings]:
-    at = argv.index("--agent")
-    parser = argparse.ArgumentParser(prog="python -m bamboo_ds.cli.keeper", allow_abbrev=False)
-    parser.add_argument("--owner", action="store_true")
-    parser.add_argument("--embedded", action="store_true")
-    parser.add_argument("--supervisor", type=int)
-    parser.add_argument("--wrapper", type=int)
-    parser.add_argument("--wrapper-started", type=int)
-    return KeeperSettings(**vars(parser.parse_args(argv[:at]))), parse_arguments(argv[at + 1 :])
-
-
-class Keeper(Slots):
+class RankSupervisor(Slots):
     """Runs one slot to its end. Use it once, in the main thread."""
 
-    def __init__(self, settings: KeeperSettings, agent: AgentSettings) -> None:
+    def __init__(self, settings: SupervisorSettings, agent: AgentSettings) -> None:
         super().__init__(agent, (agent.slot,))
         self._settings, self._agent = settings, agent
         self._urls = agent.store
@@ -106,7 +88,7 @@ class Keeper(Slots):
         with ExitStack() as stack:
             events = stack.enter_context(EventWriter(agent.events))
             if settings.supervisor is not None:
-                stack.callback(_end_supervisor, settings.supervisor)
+                stack.callback(_end_etcd, settings.supervisor)
             stack.enter_context(self._prepared(() if settings.supervisor is None else (settings.supervisor,)))
             if settings.supervisor is not None:
                 self._watch_etcd(settings.supervisor, stack)
@@ -120,10 +102,9 @@ class Keeper(Slots):
             self._spawn(replace(agent, parent_pid=os.getpid(), state_file=state_file))
             self._serve()
             code = self._result()
-            self._join_reporters()
+            self._loop.join_background(AGENT_GRACE_S)
             if settings.owner:
-                seconds = time.monotonic() - begin
-                emit_or_log(events, RunFinished(job=agent.job, epoch=0, exit_code=code, run_seconds=seconds))
+                tell_finished(events, agent.job, code, begin)
                 if not settings.embedded:
                     release(self._urls, agent.job)
             return code
@@ -139,10 +120,10 @@ class Keeper(Slots):
         def ended() -> None:
             logger.error("bamboo launch is gone: the worker of slot %d ends", self._agent.slot)
             if self._interrupted is None:
-                self._on_signal(signal.SIGTERM, None)
+                self._loop.receive(signal.SIGTERM)
 
         try:
-            self._watch_process(pid, ended, stack)
+            self._loop.watch_process(pid, ended, stack)
         except ProcessLookupError:
             ended()
             return
@@ -170,7 +151,7 @@ class Keeper(Slots):
         ending = not self._outcomes.isdisjoint(("failed", "stopped", "fatal"))
         if (self._stopping or ending) and self._leave_at is None:
             self._leave_at = time.monotonic() + self._agent.grace_s + OTHERS_S
-        others = guests.Guests(self._slots, 2 * self._agent.bamboo.membership.lease_ttl_s)
+        others = joined.JoinedMembers(self._slots, 2 * self._agent.bamboo.membership.lease_ttl_s)
         silent_since: float | None = None
         with open_store(self._urls, self._agent.job, _STORE_TIMEOUT_S, self._secret) as store:
             while True:
@@ -187,7 +168,7 @@ class Keeper(Slots):
                     if mirror.plan is None and not mirror.members:
                         return EXIT_FATAL_LOSS if self._settings.owner else 0  # its owner has removed its keys
                     if not others.look(mirror, now):
-                        return guests.exit_code(mirror)
+                        return joined.exit_code(mirror)
                 self._attend(_POLL_S)
                 late = self._leave_at is not None and time.monotonic() >= self._leave_at
                 if late or self._hurried or (self._etcd_ended and self._settings.owner):
@@ -196,7 +177,7 @@ class Keeper(Slots):
                     return EXIT_FATAL_LOSS
 
 
-def _end_supervisor(pid: int) -> None:
+def _end_etcd(pid: int) -> None:
     try:
         process = psutil.Process(pid)
         process.terminate()
@@ -233,12 +214,13 @@ def _detach() -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a keeper; returns its exit code."""
-    settings, agent = _parse(sys.argv[1:] if argv is None else argv)
+    """Run a rank supervisor; returns its exit code."""
+    argv = sys.argv[1:] if argv is None else argv
+    settings, agent = SupervisorSettings(**json.loads(argv[0])), parse_arguments(argv[1:])
     result_to = None if settings.wrapper is None else _detach()
     logs.configure()
     try:
-        code = Keeper(settings, agent).run()
+        code = RankSupervisor(settings, agent).run()
     except (BambooError, OSError) as error:
         logger.error("%s", error)
         code = 1

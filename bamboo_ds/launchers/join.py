@@ -15,10 +15,7 @@ from ..control.membership import Keys
 from ..control.mirror import Mirror
 from ..control.newcomer import find_vacancy, is_over
 from ..errors import ConfigError, LaunchError
-from ..launched import own_address
 from ..store import Store
-from ..store.endpoints import parse_endpoints
-from .options import LOOPBACK
 
 _TIMEOUT_S = 10.0
 _POLL_S = 0.2
@@ -35,23 +32,6 @@ class JoinOptions(MemberOptions):
 
     store: str
     wait_s: float
-
-
-def address_towards(urls: str) -> str:
-    """This host's address on the way to the etcd at ``urls``; members reach each other where they reach it.
-
-    Raises:
-        ConfigError: there is no such way, or ``urls`` are wrong.
-    """
-    refused = None
-    for place in parse_endpoints(urls.split(","), None):
-        if place.path:
-            return LOOPBACK  # the etcd of a job whose members are all on this host
-        try:
-            return own_address(place.host, place.port)
-        except OSError as error:
-            refused = error
-    raise ConfigError(f"no way leads to --store {urls} ({refused}); if it is right, say --address") from refused
 
 
 def prepare(options: JoinOptions) -> AgentSettings:
@@ -92,13 +72,13 @@ def _started(store: Store, options: JoinOptions) -> Mirror:
             raise LaunchError(f"job {options.job!r} has ended: there is nothing to join")
         return mirror
 
-    patience = Retrying(
+    started = Retrying(
         retry=retry_if_result(lambda m: m.plan is None or (m.plan.layout is None and not m.plan.unheld)),
         stop=stop_after_delay(options.wait_s),
         wait=wait_fixed(_POLL_S),
         retry_error_callback=lambda state: None,
     )
-    found = patience(look)
+    found = started(look)
     if found is None:
         raise LaunchError(
             f"job {options.job!r} at {options.store} has not built its engines within {options.wait_s:.0f} s; "

@@ -6,17 +6,12 @@ import contextlib
 import dataclasses
 import logging
 import os
-import random
-import selectors
 import signal
-import socket
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack
-from types import FrameType
 from typing import BinaryIO
 
 from ..control.access import open_store
@@ -24,12 +19,13 @@ from ..control.agent_settings import AgentSettings, MemberOptions
 from ..control.membership import Keys, LeftRecord
 from ..control.mirror import Mirror
 from ..control.neighbours import report_dead_agent
-from ..control.rebirth import handle_signals
 from ..control.worker_process import adopt_orphans, end_descendants, reap_adopted
 from ..errors import LaunchError, StoreError
 from ..secret import JobSecret
+from . import joined
+from .loop import Loop
 
-logger = logging.getLogger("bamboo_ds.cli.launcher")
+logger = logging.getLogger("bamboo_ds.launchers")
 
 #: Seconds beyond the workers' grace until agents are killed that do not end.
 AGENT_GRACE_S = 3.0
@@ -42,9 +38,6 @@ STORE_TIMEOUT_S = 10.0
 _TELL_S = 2.0
 #: Seconds beyond the workers' grace that members of other slots get when the job is ended.
 OTHERS_S = 5.0
-#: Below the ports that Linux hands out (ip_local_port_range), and below those of Kubernetes' services.
-_PORTS = range(20000, 30000)
-_TRIES = 20
 #: Bytes of a line of output without an end that are held back.
 _LONGEST_LINE = 1 << 16
 
@@ -137,20 +130,17 @@ class Slots:
         self._common = options
         self._slots = own
         self._prefix_output = prefix_output
-        self._selector = selectors.DefaultSelector()
+        self._loop = Loop()
         self._agents: dict[int, _Agent] = {}  # by slot; the running ones
         self._departures: list[LeftRecord] = []
-        self._signals: list[tuple[int, float]] = []  # with the monotonic seconds at which they came
         self._interrupted: int | None = None
         self._interrupted_at = 0.0
         self._stopping = False
         self._kill_at: float | None = None
         self._leave_at: float | None = None
         self._stop_at: float | None = None
-        self._waker: socket.socket | None = None
         self._urls = ""
-        self._reporters: list[threading.Thread] = []
-        self._etcd_ended = self._hurried = self._child_died = False
+        self._etcd_ended = self._hurried = False
         self._own: set[int] = set()  # children besides agents
 
     @contextlib.contextmanager
@@ -159,54 +149,13 @@ class Slots:
         adopt_orphans()
         with ExitStack() as stack:
             stack.callback(end_descendants, spare)
-            stack.enter_context(self._selector)
-            stack.enter_context(self._handling_signals())
+            stack.enter_context(self._loop.running())
             yield
-
-    @contextlib.contextmanager
-    def _handling_signals(self) -> Iterator[None]:
-        reading, writing = socket.socketpair()
-        reading.setblocking(False)
-        writing.setblocking(False)
-        before = handle_signals(self._on_signal)
-        before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, self._on_child)
-        wakeup_before = signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
-        self._selector.register(reading, selectors.EVENT_READ, lambda: self._drain(reading))
-        self._waker = writing
-        try:
-            yield
-        finally:
-            self._waker = None
-            signal.set_wakeup_fd(wakeup_before)
-            for signum, handler in before.items():
-                signal.signal(signum, handler)
-            reading.close()
-            writing.close()
-
-    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
-        self._signals.append((signum, time.monotonic()))
-
-    def _on_child(self, signum: int, frame: FrameType | None) -> None:
-        self._child_died = True
-
-    def _drain(self, reading: socket.socket) -> None:
-        try:
-            reading.recv(4096)
-        except BlockingIOError:
-            return
-
-    def _in_background(self, action: Callable[[], None]) -> None:
-        thread = threading.Thread(target=action, daemon=True)
-        thread.start()
-        self._reporters.append(thread)
 
     def _stop_soon(self) -> None:
         """Stop now instead of at the time that is set. Callable from any thread."""
         self._stop_at = time.monotonic()
-        waker = self._waker
-        if waker is not None:
-            with contextlib.suppress(OSError):  # it is full, or it has just been closed
-                waker.send(b"\0")
+        self._loop.wake()
 
     # -- etcd and the others ------------------------------------------------------------------------
 
@@ -218,18 +167,7 @@ class Slots:
             self._etcd_ended = True
             logger.error("the embedded etcd has ended: training goes on, but survives no loss any more")
 
-        self._watch_process(supervisor, ended, stack)
-
-    def _watch_process(self, pid: int, on_end: Callable[[], None], stack: ExitStack) -> None:
-        """Have ``on_end`` called once when the process ``pid``, which need not be a child, is dead."""
-        pidfd = os.pidfd_open(pid)
-        stack.callback(os.close, pidfd)
-
-        def ended() -> None:
-            self._selector.unregister(pidfd)
-            on_end()
-
-        self._selector.register(pidfd, selectors.EVENT_READ, ended)
+        self._loop.watch_process(supervisor, ended, stack)
 
     def _end_others(self, signum: int) -> None:
         """Have members of other slots end as well, since this process was told to by a signal.
@@ -238,9 +176,27 @@ class Slots:
         """
         self._stop_soon()
 
-    def _join_reporters(self) -> None:
-        for reporter in self._reporters:
-            reporter.join(AGENT_GRACE_S)
+    def _tell_others(self, signum: int, told: str) -> None:
+        """The same through etcd, since ``told`` has got the signal: in the background, because etcd may not answer."""
+
+        def tell() -> None:
+            joined.tell_to_stop(self._urls, self._common.job, signum, told, self._secret)
+            self._stop_soon()
+
+        self._loop.in_background(tell)
+
+    def _await_joined(self, quiet: bool, departed: bool = False) -> int | None:
+        """Stay for members that have joined, as long as they go on; see :func:`.joined.await_end`."""
+
+        def pause(seconds: float) -> bool:
+            self._attend(seconds)
+            late = self._leave_at is not None and time.monotonic() >= self._leave_at
+            return not (late or self._etcd_ended or self._hurried)
+
+        options = self._common
+        return joined.await_end(
+            *(self._urls, options.job, self._slots, pause, 2 * options.lease_ttl_s, quiet, departed, self._secret)
+        )
 
     # -- agents -------------------------------------------------------------------------------------
 
@@ -248,16 +204,14 @@ class Slots:
         """Start the agent of one slot."""
         agent = _Agent(settings, self._prefix_output)
         self._agents[agent.slot] = agent
-        self._register(agent)
 
-    def _register(self, agent: _Agent) -> None:
         def ended() -> None:
-            self._selector.unregister(agent.pidfd)
+            self._loop.forget(agent.pidfd)
             agent.reap()
             del self._agents[agent.slot]
             self._judge(agent)
 
-        self._selector.register(agent.pidfd, selectors.EVENT_READ, ended)
+        self._loop.when_readable(agent.pidfd, ended)
         for source, target in (
             (agent.process.stdout, sys.stdout.buffer),
             (agent.process.stderr, sys.stderr.buffer),
@@ -268,10 +222,10 @@ class Slots:
     def _copy_output(self, output: _Output) -> None:
         def copy() -> None:
             if not output.copy():
-                self._selector.unregister(output.source)
+                self._loop.forget(output.source)
                 output.source.close()
 
-        self._selector.register(output.source, selectors.EVENT_READ, copy)
+        self._loop.when_readable(output.source, copy)
 
     def _serve(self) -> None:
         """Until all agents are gone."""
@@ -289,11 +243,9 @@ class Slots:
         if self._stop_at is not None:
             left = max(0.0, self._stop_at - time.monotonic())
             timeout_s = left if timeout_s is None else min(timeout_s, left)
-        ready: Sequence[Callable[[], None]] = [key.data for key, _ in self._selector.select(timeout_s)]
-        for action in ready:
-            action()
-        if self._child_died:
-            self._child_died = False
+        self._loop.turn(timeout_s)
+        if self._loop.child_died:
+            self._loop.child_died = False
             # The worker of an agent that was killed.
             reap_adopted({*self._own, *(agent.process.pid for agent in self._agents.values())})
         self._handle_signals()
@@ -307,7 +259,7 @@ class Slots:
         if departure is None:
             logger.error("the agent of slot %d has died (%s)", agent.slot, agent.process.returncode)
             if not self._stopping:
-                self._in_background(lambda: self._report_dead_agent(agent))
+                self._loop.in_background(lambda: self._report_dead_agent(agent))
             return
         self._departures.append(departure)
         if departure.outcome == "failed" and not self._stopping:
@@ -342,8 +294,8 @@ class Slots:
             logger.error("cannot report the death of slot %d, its lease will run out: %s", agent.slot, error)
 
     def _handle_signals(self) -> None:
-        while self._signals:
-            self._interrupt(*self._signals.pop(0))
+        while self._loop.signals:
+            self._interrupt(*self._loop.signals.pop(0))
 
     def _interrupt(self, signum: int, at: float) -> None:
         if signum == signal.SIGUSR1:
@@ -385,23 +337,3 @@ class Slots:
     def _by_time(self) -> list[LeftRecord]:
         """The departures in the order in which the workers have ended; agents may take longer or shorter."""
         return sorted(self._departures, key=lambda departure: departure.since)
-
-
-def free_port(address: str) -> int:
-    """A port at ``address`` that nobody listens at, and that the system gives to nobody who asks for any port.
-
-    So it is still free when a worker has loaded its libraries and listens there.
-
-    Raises:
-        OSError: one cannot listen at ``address``.
-    """
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    refused: OSError | None = None
-    for port in random.SystemRandom().sample(_PORTS, _TRIES):
-        try:
-            with socket.create_server((address, port), family=family):
-                return port
-        except OSError as error:
-            refused = error
-    assert refused is not None
-    raise refused

@@ -14,22 +14,17 @@ from pathlib import Path
 
 import psutil
 
-from ..control.access import embedded_etcd
 from ..control.agent.command import CHECK_EXACT
 from ..control.agent_settings import MemberOptions
-from ..control.claims import claimed
 from ..control.neighbours import process_space, started
-from ..control.reporting import emit_or_log
 from ..control.worker_process import die_with_parent
-from ..errors import ConfigError, LaunchError
-from ..launched import ENV_CHECK_EXACT, ENV_CONFIG, ENV_EVENTS, ENV_JOB, ENV_LAUNCH, ENV_STORE
-from ..observe.events import EventWriter, RunFinished
-from ..secret import ENV_SECRET_FILE, NONE, given, keep
-from . import guests, jobs
-from .launcher import EMBEDDED
+from ..errors import LaunchError
+from ..secret import ENV_SECRET_FILE, NONE, given
+from ..variables import ENV_CHECK_EXACT, ENV_CONFIG, ENV_EVENTS, ENV_JOB, ENV_LAUNCH, ENV_STORE
+from .owning import open_events, owned, tell_finished
 from .slots import AGENT_GRACE_S, Slots
 
-logger = logging.getLogger("bamboo_ds.cli.launch")
+logger = logging.getLogger("bamboo_ds.launchers")
 
 #: Names that DeepSpeed's file of variables for other hosts goes by.
 _DEEPSPEED_FILE = "DS_ENV_FILE"
@@ -68,30 +63,17 @@ class Wrapper(Slots):
         """
         options = self._options
         with ExitStack() as stack:
-            try:
-                events = stack.enter_context(EventWriter(options.events))
-            except OSError as error:
-                raise ConfigError(f"cannot write events to {options.events}: {error}") from error
+            events = stack.enter_context(open_events(options.events))
             stack.enter_context(self._prepared({child.pid for child in psutil.Process().children()}))
-            if options.store == EMBEDDED:
-                etcd = stack.enter_context(embedded_etcd(options.address, options.job, options.secret))
-                self._urls = etcd.url
-                self._watch_etcd(etcd.supervisor_pid, stack)
-            else:
-                self._urls = options.store
-                stack.enter_context(claimed(self._urls, options.job))
-            state = jobs.this_process(options.job, self._urls)
-            state.write()
-            stack.callback(state.remove)
-            keep(options.job, options.secret)
+            job = owned(options, options.store, lambda pid: self._watch_etcd(pid, stack))
+            self._urls, _ = stack.enter_context(job)
             begin = time.monotonic()
             self._handle_signals()
             if self._interrupted is None:
                 self._start(stack)
             code = self._follow()
-            self._join_reporters()
-            seconds = time.monotonic() - begin
-            emit_or_log(events, RunFinished(job=options.job, epoch=0, exit_code=code, run_seconds=seconds))
+            self._loop.join_background(AGENT_GRACE_S)
+            tell_finished(events, options.job, code, begin)
             return code
 
     def _start(self, stack: ExitStack) -> None:
@@ -106,7 +88,7 @@ class Wrapper(Slots):
         except OSError as error:
             raise LaunchError(f"cannot start {command[0]}: {error}") from error
         self._own.add(self._command.pid)
-        self._watch_process(self._command.pid, lambda: None, stack)
+        self._loop.watch_process(self._command.pid, lambda: None, stack)
 
     def _environment(self, stack: ExitStack) -> dict[str, str]:
         """What the processes of the launcher are told."""
@@ -153,15 +135,7 @@ class Wrapper(Slots):
         """Stay as long as there are members; what the job has come to, ``None`` if there never were any."""
         if status and not self._stopping:
             logger.warning("%s has ended with %d; members of the job may go on", self._options.command[0], status)
-
-        def pause(seconds: float) -> bool:
-            self._attend(seconds)
-            late = self._leave_at is not None and time.monotonic() >= self._leave_at
-            return not (late or self._etcd_ended or self._hurried)
-
-        options = self._options
-        return_s = 2 * options.bamboo.membership.lease_ttl_s
-        return guests.await_end(self._urls, options.job, (), pause, return_s, True, departed=True, secret=self._secret)
+        return self._await_joined(quiet=True, departed=True)
 
     # -- the end ------------------------------------------------------------------------------------
 
@@ -172,7 +146,7 @@ class Wrapper(Slots):
             self._signal_launcher(signal.SIGTERM)
 
     def _signal_launcher(self, signum: int) -> None:
-        """Signal the launcher and what it has started in its session; keepers on this host are not among them."""
+        """Signal the launcher and what it has started in its session, which rank supervisors here are not in."""
         if self._command is not None and self._command.poll() is None:
             os.killpg(self._command.pid, signum)
 
@@ -181,17 +155,11 @@ class Wrapper(Slots):
             self._signal_launcher(signum)
             return
         for child in psutil.Process().children():
-            if child.pid not in self._own:  # a keeper: its parent is gone
+            if child.pid not in self._own:  # a rank supervisor: its parent is gone
                 child.send_signal(signum)
 
     def _end_others(self, signum: int) -> None:
-        """In the background, because etcd may not answer."""
-
-        def tell() -> None:
-            guests.tell_to_stop(self._urls, self._options.job, signum, "bamboo launch", self._secret)
-            self._stop_soon()
-
-        self._in_background(tell)
+        self._tell_others(signum, "bamboo launch")
 
 
 def deepspeed_variables(told: dict[str, str], file: str | None) -> str:

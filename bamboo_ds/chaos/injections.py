@@ -1,4 +1,4 @@
-"""Faults being carried out, each a :class:`Strike`: begun, looked at until it is done, undone."""
+"""Faults being carried out, each an :class:`Injection`: begun, looked at until it is done, undone."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Impossible(Exception):
 
 @dataclass
 class Account:
-    """What a strike has done so far; becomes a :class:`~.faults.Deed`."""
+    """What an injection has done so far; becomes a :class:`~.faults.FaultRecord`."""
 
     pids: list[int] = field(default_factory=list)
     members: list[str] = field(default_factory=list)
@@ -42,7 +42,7 @@ class Account:
     detail: str = ""
 
 
-class Strike(ABC):
+class Injection(ABC):
     """A fault that is being carried out.
 
     Attributes:
@@ -60,7 +60,7 @@ class Strike(ABC):
 
     @abstractmethod
     def begin(self) -> None:
-        """Strike.
+        """Inject the fault.
 
         Raises:
             ProcessGone: nobody was there to be hit.
@@ -76,11 +76,11 @@ class Strike(ABC):
         return  # most kinds are over at once
 
 
-class Kill(Strike):
+class Kill(Injection):
     """SIGKILL of workers, of agents, or of all processes of a host."""
 
     def begin(self) -> None:
-        """See :class:`Strike`."""
+        """See :class:`Injection`."""
         with contextlib.ExitStack() as held:
             # All of them are at hand before the first one dies.
             workers = [held.enter_context(worker_of(record)) for record in self._records]
@@ -102,7 +102,7 @@ class Kill(Strike):
                 self.account.detail = f"processes {alive} live {EFFECT_S} s after SIGKILL"
 
 
-class Stop(Strike):
+class Stop(Injection):
     """SIGSTOP of some processes; SIGCONT ``fault.seconds`` later."""
 
     def __init__(self, fault: Fault, members: Sequence[MemberRecord], pids: Sequence[int] = ()) -> None:
@@ -111,7 +111,7 @@ class Stop(Strike):
         self._held: list[Process] = []
 
     def begin(self) -> None:
-        """See :class:`Strike`."""
+        """See :class:`Injection`."""
         assert self.fault.seconds is not None
         with contextlib.ExitStack() as held:
             for record in self._records:
@@ -135,7 +135,7 @@ class Stop(Strike):
             self.account.detail = f"processes {running} were not stopped"
 
     def done(self, situation: Situation) -> bool:
-        """See :class:`Strike`."""
+        """See :class:`Injection`."""
         if time.monotonic() < (self.due or 0.0) and not all(process.dead() for process in self._held):
             return False
         self.undo()
@@ -168,7 +168,7 @@ def _order(worker: Process, fault: Fault) -> Order:
         raise Impossible(str(error)) from error
 
 
-class Raise(Strike):
+class Raise(Injection):
     """An exception in a worker's main thread, again and again until it has ended the worker.
 
     One that comes while a destructor or a callback runs is reported and forgotten, by Python itself.
@@ -180,7 +180,7 @@ class Raise(Strike):
         self._raised = 0
 
     def begin(self) -> None:
-        """See :class:`Strike`."""
+        """See :class:`Injection`."""
         self._worker = worker_of(self._records[0])
         self.account.pids = [self._worker.pid]
         self.began = time.monotonic()
@@ -191,7 +191,7 @@ class Raise(Strike):
             raise
 
     def done(self, situation: Situation) -> bool:
-        """See :class:`Strike`."""
+        """See :class:`Injection`."""
         if self._worker is None:
             return True
         self.account.confirmed = self._worker.dead()
@@ -222,13 +222,13 @@ class Raise(Strike):
             order.close()
 
 
-class Obey(Strike):
+class Obey(Injection):
     """A worker holds its lock or exits, because it is told to."""
 
     _order: Order | None = None
 
     def begin(self) -> None:
-        """See :class:`Strike`."""
+        """See :class:`Injection`."""
         with worker_of(self._records[0]) as worker:
             self.account.pids = [worker.pid]
             self.began = time.monotonic()
@@ -242,7 +242,7 @@ class Obey(Strike):
         self.undo()
 
     def done(self, situation: Situation) -> bool:
-        """See :class:`Strike`."""
+        """See :class:`Injection`."""
         if self._order is None:
             return True
         if time.monotonic() < (self.due or 0.0):
@@ -261,7 +261,7 @@ class Obey(Strike):
             self._order = None
 
 
-class Notify(Strike):
+class Notify(Injection):
     """The file that a member's agent takes for a notice."""
 
     def __init__(self, fault: Fault, members: Sequence[MemberRecord], template: str | None) -> None:
@@ -271,7 +271,7 @@ class Notify(Strike):
         self._admitted = False
 
     def begin(self) -> None:
-        """See :class:`Strike`."""
+        """See :class:`Injection`."""
         record = self._records[0]
         if self._template is None:
             raise Impossible('the job\'s configuration has no "bamboo.notices.file": its agents watch no file')
@@ -286,7 +286,7 @@ class Notify(Strike):
         self._path = path
 
     def done(self, situation: Situation) -> bool:
-        """See :class:`Strike`."""
+        """See :class:`Injection`."""
         member = self._records[0].id
         admitted = situation.plan is not None and member in situation.plan.members
         dropped, self._admitted = self._admitted and not admitted, admitted
@@ -308,11 +308,11 @@ class Notify(Strike):
             self._path = None
 
 
-class Partition(Strike):
+class Partition(Injection):
     """A member cut off from the others."""
 
     def begin(self) -> None:
-        """See :class:`Strike`."""
+        """See :class:`Injection`."""
         raise Impossible(
             "all members of this host share one network: only members in network namespaces of their own can be cut off"
         )

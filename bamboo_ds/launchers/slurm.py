@@ -6,7 +6,7 @@ import itertools
 import re
 from collections.abc import Iterator, Mapping
 
-from .errors import ConfigError
+from ..errors import ConfigError
 
 #: A task of a step has these; a batch script or a shell of ``salloc`` lacks the step's.
 _NEEDED = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_TASKS")

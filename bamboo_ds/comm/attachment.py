@@ -1,0 +1,152 @@
+"""What the process groups of this process see of its session: the epoch it is in, and for whom they are called.
+
+torch calls a backend's constructor with nothing of ours, so the attachment is one of the process (:func:`current`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+from ..errors import EpochChanged
+from .epoch import Epoch
+from .script import ScriptCollectives, ThreadContext
+from .stores import EpochStore
+
+#: Answers a collective: the logical ranks of the group, torch's name of the operation, its arguments.
+Answer = Callable[[tuple[int, ...], str, tuple[Any, ...]], None]
+
+_current: Attachment | None = None
+
+
+def current() -> Attachment:
+    """The attachment of this process; raises ``RuntimeError`` if it has no session."""
+    if _current is None:
+        raise RuntimeError("the bamboo backend needs a Session: start the job with 'bamboo run'")
+    return _current
+
+
+def publish(attachment: Attachment | None) -> None:
+    """Make ``attachment`` that of this process; raises ``RuntimeError`` if there is one already."""
+    global _current
+    if _current is not None and attachment is not None:
+        raise RuntimeError("this process has a Session already; close it first")
+    _current = attachment
+
+
+def slices_name(ranks: Sequence[int]) -> str:
+    """Name for :meth:`Session.logical_group` of the slices of a stage, whose logical ranks are ``ranks``."""
+    return f"bamboo/slices/{ranks[0]}"
+
+
+def group_key(name: str, ranks: Sequence[int]) -> str:
+    """Key of the group ``name`` of ``ranks``, equal on all of its members."""
+    return f"{name}/{'.'.join(map(str, ranks))}"
+
+
+class Acting(NamedTuple):
+    """A thread that acts for a logical rank, see :meth:`Attachment.acting_for`."""
+
+    thread: int
+    rank: int
+    answer: Answer
+
+
+@dataclass(frozen=True)
+class SliceGroup:
+    """The slices of a stage among which layers communicate now, see :meth:`Attachment.among_slices`."""
+
+    home: tuple[int, ...]
+    ranks: tuple[int, ...]
+
+    @property
+    def key(self) -> str:
+        """Key of the group, equal on all of its members whatever handles they use."""
+        return group_key(slices_name(self.ranks), self.ranks)
+
+
+class Attachment:
+    """The epoch that this process is attached to. See :func:`publish`.
+
+    Args:
+        timeout: default timeout of operations.
+        abort: ends the current epoch for the whole process, for a reason.
+
+    Attributes:
+        epoch: the newest that is, or is being, attached; ``None`` before the first.
+        reason: why there is none.
+        detached: whether collectives are no-ops.
+        slices: where the handles of slice groups lead now; ``None``: where they were made for.
+        script: the script's own collectives, once there is an engine that recovers for them.
+        torch_store: what torch.distributed's groups use as their store.
+    """
+
+    def __init__(self, timeout: timedelta, abort: Callable[[str], None]) -> None:
+        self.timeout, self.abort = timeout, abort
+        self.epoch: Epoch | None = None
+        self.reason = "no epoch is attached yet"
+        self.detached = True
+        self.slices: SliceGroup | None = None
+        self.script: ScriptCollectives | None = None
+        self.torch_store = EpochStore(lambda: self.current)
+        self._acting: Acting | None = None
+
+    @property
+    def current(self) -> Epoch:
+        """The attached epoch; raises ``EpochChanged`` if there is none, or if it is aborted."""
+        epoch = self.epoch
+        if epoch is None:
+            raise EpochChanged(self.reason)
+        epoch.life.check("operation")
+        return epoch
+
+    # -- for whom groups are called ------------------------------------------------------------------------
+    @property
+    def context(self) -> ThreadContext:
+        """Who calls: the engine, the script, or a script whose calls are replayed."""
+        return "engine" if self.script is None else self.script.context
+
+    @property
+    def acting(self) -> Acting | None:
+        """For whom the calling thread acts, if not for itself."""
+        acting = self._acting
+        return acting if acting is not None and acting.thread == threading.get_ident() else None
+
+    @contextmanager
+    def acting_for(self, rank: int, answer: Answer) -> Iterator[None]:
+        """In the body the calling thread acts for another rank, alone.
+
+        ``torch.distributed.get_rank()`` is ``rank``, and collectives are not run but answered.
+
+        Args:
+            rank: logical rank.
+            answer: called for every collective.
+        """
+        before, self._acting = self._acting, Acting(threading.get_ident(), rank, answer)
+        try:
+            yield
+        finally:
+            self._acting = before
+
+    @contextmanager
+    def among_slices(self, home: Sequence[int], ranks: Sequence[int]) -> Iterator[None]:
+        """In the body, the layers of another stage may run in this process.
+
+        Layers that are cut into slices communicate in a group that they take from wherever their script has it, which
+        is the group of the stage that this process began as. In the body every handle of that group is one of the
+        group of the stage whose layers run; so is every handle of the latter. Holds for all threads (autograd has its
+        own).
+
+        Args:
+            home: logical ranks of the slices of the stage that the process began as.
+            ranks: those of the stage whose layers run, in the same order.
+        """
+        before, self.slices = self.slices, SliceGroup(tuple(home), tuple(ranks))
+        try:
+            yield
+        finally:
+            self.slices = before

@@ -1,0 +1,424 @@
+"""The collectives of torch's backends as one table, and how each runs on the members that take part in it.
+
+Where every rank of a group has a process of its own, torch's inner group of these processes runs a collective as it is
+called. Where a member stands for several ranks, or for one that is lost, an :class:`Adapter` runs it. A member that is
+alone computes it by itself (:func:`alone`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+
+from ..errors import UnsupportedError
+from .c10d import dist, registry
+from .epoch import Epoch
+from .inner import GLOO, Pending, Several, kind_for
+from .participants import Participants
+from .work import CompletedWork
+
+Tensors = Sequence[torch.Tensor]
+#: An output for each rank, and what this rank gives; or an output, and what this rank gives to each.
+Gathered = Iterable[tuple[Tensors, torch.Tensor]]
+Scattered = Iterable[tuple[torch.Tensor, Tensors]]
+Shape = Literal[
+    "allreduce", "allreduce_coalesced", "reduce", "broadcast", "allgather", "gather", "reduce_scatter", "scatter",
+    "alltoall", "barrier",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A collective of torch's ``Backend``, called with tensors (and sizes), then options.
+
+    Attributes:
+        name: by which torch calls it.
+        shape: what it does with its tensors; several collectives do one thing with different forms of them.
+        options: torch's type of them.
+        parts: brings its tensors into the form that its shape has, for a number of ranks: of reductions and broadcasts
+            the tensors, else see :data:`Gathered` and :data:`Scattered`, of ``alltoall`` outputs and inputs by rank.
+        also: names that newer versions of torch call it by.
+        single: does it for one pair of tensors where torch's bindings lack it.
+    """
+
+    name: str
+    shape: Shape
+    options: str
+    parts: Callable[..., Any]
+    also: tuple[str, ...] = ()
+    single: str | None = None
+
+    @property
+    def in_place(self) -> bool:
+        """Whether it writes over what it is given."""
+        return self.shape in ("allreduce", "allreduce_coalesced", "reduce", "broadcast")
+
+    @property
+    def reduces(self) -> bool:
+        """Whether it sums up parts of ranks."""
+        return self.shape in ("allreduce", "allreduce_coalesced", "reduce", "reduce_scatter")
+
+    @property
+    def copies(self) -> bool:
+        """Whether it gives each rank's part."""
+        return self.shape in ("allgather", "gather", "alltoall")
+
+    def device(self, arguments: Sequence[Any]) -> torch.device | None:
+        """Where its tensors are."""
+        if self.shape == "barrier":
+            return getattr(arguments[-1], "device", None)
+        some = arguments[1 if self.shape in ("allgather", "gather") else 0]
+        found: torch.device = (some if isinstance(some, torch.Tensor) else some[0]).device
+        return found
+
+    def written(self, arguments: Sequence[Any]) -> list[torch.Tensor]:
+        """The tensors that it writes."""
+        outputs = [] if self.shape == "barrier" else arguments[0]
+        rows = [outputs] if isinstance(outputs, torch.Tensor) else outputs
+        return [tensor for row in rows for tensor in ([row] if isinstance(row, torch.Tensor) else row)]
+
+
+# -- forms of tensors -----------------------------------------------------------------------------------
+
+
+def _plain(size: int, tensors: Tensors) -> Tensors:
+    return tensors
+
+
+def _pairs(size: int, outputs: Sequence[Any], inputs: Sequence[Any]) -> list[tuple[Any, Any]]:
+    return list(zip(outputs, inputs, strict=True))
+
+
+def _by_rank(size: int, outputs: Sequence[Tensors], inputs: Tensors) -> Gathered:
+    return list(zip(zip(*outputs, strict=True), inputs, strict=True))
+
+
+def _optional_outputs(size: int, outputs: Sequence[Tensors], inputs: Tensors) -> Gathered:
+    return [(outputs[0] if outputs else (), inputs[0])]
+
+
+def _optional_inputs(size: int, outputs: Tensors, inputs: Sequence[Tensors]) -> Scattered:
+    return [(outputs[0], inputs[0] if inputs else ())]
+
+
+def _cut_output(size: int, output: torch.Tensor, tensor: torch.Tensor) -> Gathered:
+    return [(output.view(size, -1).unbind(), tensor.reshape(-1))]
+
+
+def _cut_input(size: int, output: torch.Tensor, tensor: torch.Tensor) -> Scattered:
+    return [(output, tensor.reshape(size, -1).unbind())]
+
+
+def _several(form: Callable[..., Any]) -> Callable[..., Any]:
+    def forms(size: int, outputs: Tensors, inputs: Tensors) -> list[Any]:
+        return [each for pair in zip(outputs, inputs, strict=True) for each in form(size, *pair)]
+
+    return forms
+
+
+def _two_rows(size: int, outputs: Tensors, inputs: Tensors) -> tuple[Tensors, Tensors]:
+    return outputs, inputs
+
+
+def _cut_both(
+    size: int, output: torch.Tensor, tensor: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
+) -> tuple[Tensors, Tensors]:
+    received = output.split(list(output_splits) or [output.size(0) // size] * size)
+    return received, tensor.split(list(input_splits) or [tensor.size(0) // size] * size)
+
+
+def _nothing(size: int) -> None:
+    return None
+
+
+COLLECTIVES = {
+    each.name: each
+    for each in (
+        Collective("broadcast", "broadcast", "BroadcastOptions", _plain),
+        Collective("allreduce", "allreduce", "AllreduceOptions", _plain),
+        Collective("allreduce_coalesced", "allreduce_coalesced", "AllreduceCoalescedOptions", _plain),
+        Collective("reduce", "reduce", "ReduceOptions", _plain),
+        Collective("allgather", "allgather", "AllgatherOptions", _pairs),
+        Collective("allgather_coalesced", "allgather", "AllgatherOptions", _by_rank),
+        Collective("_allgather_base", "allgather", "AllgatherOptions", _cut_output, ("all_gather_single",)),
+        Collective(
+            *("allgather_into_tensor_coalesced", "allgather", "AllgatherOptions", _several(_cut_output)),
+            also=("all_gather_single_coalesced",),
+            single="_allgather_base",
+        ),
+        Collective("gather", "gather", "GatherOptions", _optional_outputs),
+        Collective("scatter", "scatter", "ScatterOptions", _optional_inputs),
+        Collective("reduce_scatter", "reduce_scatter", "ReduceScatterOptions", _pairs),
+        Collective(
+            "_reduce_scatter_base", "reduce_scatter", "ReduceScatterOptions", _cut_input, ("reduce_scatter_single",)
+        ),
+        Collective(
+            *("reduce_scatter_tensor_coalesced", "reduce_scatter", "ReduceScatterOptions", _several(_cut_input)),
+            also=("reduce_scatter_single_coalesced",),
+            single="_reduce_scatter_base",
+        ),
+        Collective("alltoall", "alltoall", "AllToAllOptions", _two_rows),
+        Collective("alltoall_base", "alltoall", "AllToAllOptions", _cut_both, ("all_to_all_single",)),
+        Collective("barrier", "barrier", "BarrierOptions", _nothing),
+    )
+}
+
+
+# -- running them ---------------------------------------------------------------------------------------
+
+
+def start(
+    epoch: Epoch,
+    key: str,
+    among: Participants,
+    collective: Collective,
+    arguments: tuple[Any, ...],
+    rank: int,
+    timeout: timedelta,
+) -> Any:
+    """Begin a collective in ``epoch``; returns its work.
+
+    Args:
+        key: of the inner group.
+        arguments: tensors and options, which it may change.
+        rank: that of the caller in the group.
+        timeout: of building the inner group, and of a wait that says none.
+    """
+    if len(among.members) == 1 or epoch.member not in among.members:
+        # A member that owns none of the ranks (a standby) has no part in it: the others do not wait for it.
+        return alone(collective, arguments, rank, len(among.of_rank))
+    device = collective.device(arguments)
+    kind = GLOO if device is None else kind_for(device)
+    inner = epoch.groups.get(key, among.members, kind, timeout)
+    with epoch.life.calling(collective.name):
+        if among.complete:
+            work, finish = _issue(inner, collective, arguments), None
+        else:
+            work, finish = Adapter(inner, among, epoch.member, rank).start(collective, arguments)
+    return epoch.groups.work(work, collective.name, among.members, finish, kind == GLOO, timeout)
+
+
+def _issue(inner: Any, collective: Collective, arguments: tuple[Any, ...]) -> Any:
+    if collective.single is None or hasattr(inner, collective.name):
+        return getattr(inner, collective.name)(*arguments)
+    single, (outputs, inputs, options) = getattr(inner, collective.single), arguments
+    return Several([(single(*pair, options), None) for pair in zip(outputs, inputs, strict=True)])
+
+
+def alone(
+    collective: Collective, arguments: tuple[Any, ...], rank: int, size: int, each: bool = False
+) -> CompletedWork:
+    """What a group of ``size`` ranks computes when all of them are this process.
+
+    Every rank gets what the caller (``rank``) passes. It is a member's whole contribution to a reduction, which
+    therefore leaves it as it is.
+
+    Args:
+        each: every rank contributes what the caller passes, so that a sum is ``size`` times that: for a caller without
+            peers, whose script wants to see a group of that size.
+    """
+    *tensors, options = arguments
+    parts, written = collective.parts(size, *tensors), collective.written(arguments)
+    if collective.shape in ("allgather", "gather"):
+        for row, tensor in parts:
+            for output in row:
+                _copy(output, tensor)
+    elif collective.shape in ("reduce_scatter", "scatter"):
+        for output, row in parts:
+            if row:
+                _copy(output, row[rank])
+    elif collective.shape == "alltoall":
+        for output in parts[0]:
+            _copy(output, parts[1][rank])
+    if each and collective.reduces and options.reduceOp == dist.ReduceOp.SUM:
+        for tensor in written:
+            tensor.detach().mul_(size)
+    return CompletedWork(written)
+
+
+class Adapter:
+    """Translates collectives over the ranks of a group to collectives of the members that take part.
+
+    A member calls each collective once, whatever the number of its roles. Its contribution counts once in reductions
+    (it has summed its roles' parts before) and stands for each of its ranks elsewhere.
+
+    Args:
+        inner: group with one rank for each of ``among.members``.
+        among: who takes part.
+        member: this one.
+        rank: the rank of the group for which results are meant.
+    """
+
+    def __init__(self, inner: Any, among: Participants, member: str, rank: int) -> None:
+        self._inner, self._among, self._rank = inner, among, rank
+        self._hosts = [among.members.index(host) for host in among.hosts]
+        self._me = among.members.index(member)
+        self._speaks = among.speaks(member, rank)
+
+    def start(self, collective: Collective, arguments: tuple[Any, ...]) -> Pending:
+        """Begin it: its work, and what is to be done once after that."""
+        *tensors, options = arguments
+        run: Callable[[Any, Any], Pending] = getattr(self, f"_{collective.shape}")
+        return run(collective.parts(len(self._hosts), *tensors), options)
+
+    # -- reductions --------------------------------------------------------------------------------------
+    def _reducing(self, options: Any, tensors: Tensors) -> Callable[[], None] | None:
+        """Averages are over the ranks that have a process: sum, then divide."""
+        average = options.reduceOp == dist.ReduceOp.AVG
+        if average:
+            options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
+        if not self._speaks:
+            for tensor in tensors:
+                tensor.fill_(neutral(options.reduceOp, tensor.dtype))
+        if not average:
+            return None
+
+        def divide() -> None:
+            for tensor in tensors:
+                tensor.div_(sum(member is not None for member in self._among.of_rank))
+
+        return divide
+
+    def _allreduce(self, tensors: Tensors, options: Any) -> Pending:
+        finish = self._reducing(options, tensors)
+        return self._inner.allreduce(tensors, options), finish
+
+    def _allreduce_coalesced(self, tensors: Tensors, options: Any) -> Pending:
+        finish = self._reducing(options, tensors)
+        return self._inner.allreduce_coalesced(tensors, options), finish
+
+    def _reduce(self, tensors: Tensors, options: Any) -> Pending:
+        root = self._hosts[options.rootRank]
+        if self._among.by_role:
+            divide = self._reducing(options, tensors)
+            options.rootRank = root
+            return self._inner.reduce(tensors, options), divide if root == self._me else None
+        # Several members may run as the root: reduce for all, and the others keep what they have passed.
+        before = [tensor.clone() for tensor in tensors]
+        work, divide = self._allreduce(tensors, _options(registry.AllreduceOptions(), options))
+
+        def finish() -> None:
+            if divide is not None:
+                divide()
+            if options.rootRank != self._rank:
+                for tensor, old in zip(tensors, before, strict=True):
+                    tensor.copy_(old)
+
+        return work, finish
+
+    def _reduce_scatter(self, parts: Scattered, options: Any) -> Pending:
+        """Reduce everything, keep our part."""
+        return _together(self._reduce_part(output, row, options) for output, row in parts)
+
+    def _reduce_part(self, output: torch.Tensor, row: Tensors, options: Any) -> Pending:
+        whole = torch.cat([part.reshape(-1) for part in row])
+        work, divide = self._allreduce([whole], _options(registry.AllreduceOptions(), options))
+
+        def finish() -> None:
+            if divide is not None:
+                divide()
+            start = sum(part.numel() for part in row[: self._rank])
+            _copy(output, whole[start : start + output.numel()])
+
+        return work, finish
+
+    # -- distribution ------------------------------------------------------------------------------------
+    def _broadcast(self, tensors: Tensors, options: Any) -> Pending:
+        options.rootRank = self._hosts[options.rootRank]
+        return self._inner.broadcast(tensors, options), None
+
+    def _scatter(self, parts: Scattered, options: Any) -> Pending:
+        """Broadcast everything, keep our part: the root cannot know for which of its roles an owner calls.
+
+        Nothing comes from a root that has no process.
+        """
+        if self._among.of_rank[options.rootRank] is None:
+            return Several([]), None
+        root, ((output, row),) = self._hosts[options.rootRank], parts
+        if root == self._me:
+            whole = torch.stack([part.reshape(output.shape) for part in row])
+        else:
+            whole = output.new_empty((len(self._hosts), *output.shape))
+        broadcast = _options(registry.BroadcastOptions(), options)
+        broadcast.rootRank = root
+        return self._inner.broadcast([whole], broadcast), lambda: _copy(output, whole[self._rank])
+
+    # -- collection --------------------------------------------------------------------------------------
+    def _allgather(self, parts: Gathered, options: Any) -> Pending:
+        """Every rank's output is its host's input."""
+        return _together(self._gather_all(row, tensor, options) for row, tensor in parts)
+
+    def _gather_all(self, row: Tensors, tensor: torch.Tensor, options: Any) -> Pending:
+        gathered = self._room_for(tensor)
+        return self._inner.allgather([gathered], [tensor], options), lambda: self._spread(row, gathered)
+
+    def _gather(self, parts: Gathered, options: Any) -> Pending:
+        ((row, tensor),) = parts
+        if not self._among.by_role:  # several members may run as the root: whoever has passed outputs gets them
+            return self._gather_all(row, tensor, _options(registry.AllgatherOptions(), options))
+        options.rootRank = self._hosts[options.rootRank]
+        gathered = self._room_for(tensor) if row else []
+        work = self._inner.gather([gathered] if row else [], [tensor], options)
+        return work, lambda: self._spread(row, gathered)
+
+    def _room_for(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        return [torch.empty_like(tensor) for _ in self._among.members]
+
+    def _spread(self, row: Tensors, gathered: Tensors) -> None:
+        for output, host in zip(row, self._hosts, strict=bool(row)):  # only the root of a gather has outputs
+            _copy(output, gathered[host])
+
+    # -- exchange ----------------------------------------------------------------------------------------
+    def _alltoall(self, parts: tuple[Tensors, Tensors], options: Any) -> Pending:
+        """Output j is what the host of rank j sends to our rank. All parts must have one size."""
+        outputs, inputs = parts
+        if len({part.numel() for part in (*inputs, *outputs)}) != 1:
+            raise UnsupportedError(
+                "all_to_all with parts of different sizes is not supported while roles of the group share a member"
+            )
+        whole = torch.stack([part.reshape(-1) for part in inputs])
+        everyone = self._room_for(whole)
+
+        def finish() -> None:
+            for output, host in zip(outputs, self._hosts, strict=True):
+                _copy(output, everyone[host][self._rank])
+
+        return self._inner.allgather([everyone], [whole], _options(registry.AllgatherOptions(), options)), finish
+
+    def _barrier(self, parts: None, options: Any) -> Pending:
+        return self._inner.barrier(options), None
+
+
+def _together(pending: Iterable[Pending]) -> Pending:
+    works = list(pending)
+    return works[0] if len(works) == 1 else (Several(works), None)
+
+
+def _copy(output: torch.Tensor, value: torch.Tensor) -> None:
+    output.copy_(value.view_as(output))
+
+
+def _options(target: Any, source: Any) -> Any:
+    """``target`` with timeout and operator of ``source``."""
+    target.timeout = source.timeout
+    if hasattr(target, "reduceOp") and hasattr(source, "reduceOp"):
+        target.reduceOp = source.reduceOp
+    return target
+
+
+def neutral(operator: Any, dtype: torch.dtype) -> Any:
+    """What a process contributes to a reduction that must not change it."""
+    limits = torch.finfo(dtype) if dtype.is_floating_point else None if dtype is torch.bool else torch.iinfo(dtype)
+    if operator == dist.ReduceOp.MAX:
+        return False if limits is None else -torch.inf if dtype.is_floating_point else limits.min
+    if operator == dist.ReduceOp.MIN:
+        return True if limits is None else torch.inf if dtype.is_floating_point else limits.max
+    if operator == dist.ReduceOp.PRODUCT:
+        return 1
+    if operator == dist.ReduceOp.BAND:
+        return True if limits is None else -1 if dtype.is_signed else limits.max
+    return 0

@@ -1,0 +1,229 @@
+"""The inner groups of one epoch: torch's, of gloo or NCCL, each built by its members on first use.
+
+gloo can be neither told to abort nor asked for its sockets, so those are found among the descriptors of the process and
+shut down, as long as a caller is blocked in it.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+from . import sockets
+from .aborts import Aborts
+from .c10d import dist
+from .inner import GLOO, NCCL, create_inner
+from .keyvalue import TorchStore
+from .links import Links
+from .sockets import Endpoint
+from .work import BambooWork
+
+logger = logging.getLogger(__name__)
+
+#: Seconds between two sweeps over the sockets of an aborted epoch while operations are still blocked in it.
+_SWEEP_EVERY = 0.01
+#: Seconds that the abort of a communicator may take.
+_ABORT_TIMEOUT_S = 10.0
+
+
+class Groups:
+    """The inner groups of this member in one epoch, and what gloo opens for them.
+
+    Args:
+        links: the epoch's.
+        store: gives the part of the epoch's store whose keys have a prefix.
+        member: this member.
+        address: the advertised address.
+        timeout: default timeout of operations.
+
+    Attributes:
+        works: handles of operations.
+    """
+
+    def __init__(
+        self, links: Links, store: Callable[[str], TorchStore], member: str, address: str, timeout: timedelta
+    ) -> None:
+        self.works: weakref.WeakSet[BambooWork] = weakref.WeakSet()
+        self._links, self._life, self._store = links, links.life, store
+        self._member, self._address, self._timeout = member, address, timeout
+        self._building = threading.RLock()
+        self._groups: dict[tuple[str, str, tuple[str, ...]], Any] = {}
+        self._stores: list[TorchStore] = []  # of the groups, which do not keep them
+        self._device: Any = None
+        self._listener: Endpoint | None = None
+        self._endpoints: dict[Endpoint, str] = {}
+        self._pairs = 0  # gloo pairs created on the device so far; gloo numbers them
+        self._connecting_pairs: range = range(0)
+        self._aborts = Aborts()
+        self._sweeper: threading.Thread | None = None
+        self._undertaker: threading.Thread | None = None
+        self._life.call_on_abort(self._abort_communicators)
+
+    def get(self, key: str, members: Sequence[str], kind: str, timeout: timedelta | None = None) -> Any:
+        """The inner group ``key`` of ``members``; built on first use, collectively.
+
+        Args:
+            timeout: for the others to come when it is built, and default of its operations; ``None``: the epoch's.
+
+        Raises:
+            EpochChanged: aborted, before or meanwhile.
+            PeerLost: a connection broke.
+        """
+        identity = (key, kind, tuple(members))
+        group = self._groups.get(identity)
+        if group is not None:
+            return group
+        with self._building:
+            self._life.check(f"building group {key}")
+            if identity not in self._groups:
+                self._groups[identity] = self._build(key, identity[2], kind, timeout or self._timeout)
+            return self._groups[identity]
+
+    def _build(self, key: str, members: tuple[str, ...], kind: str, timeout: timedelta) -> Any:
+        store = self._store(f"group/{kind}/{key}/{','.join(members)}/")
+        size = len(members)
+        try:
+            with self._life.calling(f"building group {key} of {', '.join(members)}"):
+                if kind == GLOO:
+                    self._open_device(members, timeout)
+                    self._connecting_pairs = range(self._pairs, self._pairs + size)
+                    self._pairs += size
+                group = create_inner(kind, store, members.index(self._member), size, timeout, self._device)
+            self._life.check(f"building group {key}")
+            self._stores.append(store)
+            return group
+        finally:
+            self._connecting_pairs = range(0)
+
+    def _open_device(self, members: Sequence[str], timeout: timedelta) -> None:
+        """Have a gloo device, and know where those of ``members`` listen."""
+        if self._listener is None:
+            host = sockets.endpoint(sockets.resolve(self._address, 0)[1])[0]
+            for _ in range(3):  # another thread may open a listening socket at the same moment
+                before = sockets.socket_descriptors()
+                self._device = dist.ProcessGroupGloo.create_device(hostname=self._address)
+                self._listener = sockets.new_listener(before, host)
+                if self._listener is not None:
+                    break
+            else:
+                raise RuntimeError(f"cannot tell which socket of this process gloo listens on at {self._address}")
+        mine = f"{self._listener[0]} {self._listener[1]}"
+        for member, address in self._store("place/").exchange("gloo", self._member, mine, members, timeout).items():
+            host, port = address.split(" ")
+            self._endpoints = {**self._endpoints, (host, int(port)): member}
+
+    def member_at(self, host: str | None, port: int | None) -> str | None:
+        """Whose gloo listens there; ``None`` if unknown, as of connections that the peer made."""
+        if host is None or port is None:
+            return None
+        address = sockets.endpoint((host, port))[0]
+        # gloo prints the port with its bytes swapped
+        candidates = [self._endpoints.get((address, each)) for each in (socket.htons(port), port)]
+        return candidates[0] or candidates[1]
+
+    def work(
+        self,
+        inner: Any,
+        operation: str,
+        members: Sequence[str],
+        finish: Callable[[], None] | None = None,
+        poll: bool = False,
+        limit: timedelta | None = None,
+    ) -> BambooWork:
+        """The handle of an operation of an inner group, which releases its sockets with the epoch."""
+        work = BambooWork(self._links, inner, operation, members, finish, poll, limit)
+        self.works.add(work)
+        return work
+
+    # -- the end -----------------------------------------------------------------------------------------
+    def _abort_communicators(self) -> None:
+        for (key, kind, members), group in list(self._groups.items()):
+            if kind == NCCL:  # gloo's has nothing to call: its sockets are shut down instead
+                what = f"NCCL group {key} of {', '.join(members)} (epoch {self._life.number})"
+                self._aborts.begin(what, group.abort)
+
+    def await_aborts(self) -> None:
+        """Wait until all communicators of an aborted epoch are, before new ones are made.
+
+        Raises:
+            AbortFailed: one is not, and will not be.
+        """
+        self._aborts.wait(_ABORT_TIMEOUT_S)
+
+    def interrupt(self) -> None:
+        """Shut gloo's sockets down until nobody is blocked in the aborted epoch any more. Returns at once."""
+        if self._life.blocked:
+            self._shut_down()
+            # A connection that was just being made escapes a single sweep.
+            self._sweeper = threading.Thread(target=self._sweep, name="bamboo-abort", daemon=True)
+            self._sweeper.start()
+
+    def _sweep(self) -> None:
+        pause = _SWEEP_EVERY
+        while not self._life.quiet(pause):
+            self._shut_down()
+            pause = min(0.1, pause * 1.5)
+
+    def _shut_down(self) -> None:
+        listener, peers = self._listener, self._endpoints
+        if listener is None:
+            return
+
+        def ours(local: Endpoint, remote: Endpoint) -> bool:
+            return local == listener or (remote in peers and remote != listener)
+
+        sockets.shut_down(ours)
+        pairs = self._connecting_pairs
+        if pairs:
+            self._answer_for_peers(listener, pairs)
+
+    def _answer_for_peers(self, listener: Endpoint, pairs: range) -> None:
+        """Wake gloo's construction where it waits for a peer that never connects.
+
+        There is no socket yet that could be shut down. A connecting peer names the pair it wants by an
+        8-byte number; a connection that does so and closes makes gloo fail that pair.
+        """
+        for pair in pairs:
+            try:
+                with socket.create_connection(listener, timeout=1.0) as connection:
+                    connection.sendall(pair.to_bytes(8, "little"))
+            except OSError as error:
+                logger.debug("epoch %d: gloo's listener does not answer: %s", self._life.number, error)
+                return
+
+    def destroy(self) -> None:
+        """Release the groups of an aborted epoch, in which nobody is blocked.
+
+        gloo's part of it happens in a thread of its own: an operation that was in the middle of its data when
+        a connection ended keeps its group's threads until its timeout, whatever one does.
+        """
+        if self._sweeper is not None:
+            self._sweeper.join()
+        # Not the last to be dropped: the groups hold the device, too, and end it without the interpreter's lock.
+        self._device = None
+        remains: list[Any] = [*self._stores, *self._groups.values()]  # a list drops its last item first
+        remains += [work.abandon() for work in list(self.works)]
+        if self._groups:
+            # Here and not later: what is freed now may be somebody's port in the next epoch.
+            self._shut_down()
+        self._groups.clear()
+        self._stores.clear()
+
+        def release() -> None:
+            self._aborts.join()
+            remains.clear()
+
+        self._undertaker = threading.Thread(target=release, name="bamboo-release", daemon=True)
+        self._undertaker.start()
+
+    def released(self, timeout: float) -> bool:
+        """Wait up to ``timeout`` seconds until the destroyed groups are gone; whether they are."""
+        if self._undertaker is None:
+            return True
+        self._undertaker.join(timeout)
+        return not self._undertaker.is_alive()

@@ -1,0 +1,122 @@
+"""A process that another launcher has started: it becomes the supervisor of its rank, whose worker runs the script.
+
+``deepspeed``, ``torchrun``, ``srun`` and others start one process per rank and know nothing of agents. When such a
+process comes to ``deepspeed.init_distributed`` and the job has the block, all of them agree on an etcd, and each
+replaces itself (``exec``) by a rank supervisor, :mod:`.supervisor`. That runs the agent, and the agent runs the
+command line of the process again, as its worker. The launcher goes on seeing the process that it has started.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any, NoReturn
+
+from ..config import BambooConfig
+from ..control.agent_settings import AgentSettings, MemberOptions
+from ..control.neighbours import process_space, started
+from ..errors import ConfigError
+from ..secret import JobSecret, given
+from ..variables import ENV_EVENTS, ENV_LAUNCH, checked_steps
+from . import jobs
+from .meeting import Decision, Meeting, address
+from .ranks import Launched
+from .supervisor import SupervisorSettings, supervisor_command
+
+
+def become_supervisor(me: Launched, block: BambooConfig, timeout: timedelta) -> NoReturn:
+    """Agree with the processes of the other ranks, then replace this process. Does not return.
+
+    Raises:
+        ConfigError: the process cannot be started again by its command line, or the job's secret cannot be had.
+        LaunchError: the etcd of the job cannot be had, or another process than rank 0 has answered in its place.
+    """
+    command = own_command()
+    own = given(os.environ)
+    checked_steps(os.environ)
+    meeting, decision = Meeting(me, timeout), Decision(me, own)
+    try:
+        shared, secret = meeting.agree(own, decision)
+    except BaseException:  # goes on up; only what was begun must not stay
+        if decision.etcd is not None:
+            decision.etcd.stop()
+        raise
+    etcd = None if decision.etcd is None else decision.etcd.supervisor_pid
+    arguments, environment = _supervisor(me, block, command, shared, secret, etcd)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execve(sys.executable, arguments, environment)
+
+
+def own_command() -> tuple[str, ...]:
+    """The command line that starts this process again.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    arguments = sys.orig_argv[1:]
+    if multiprocessing.parent_process() is not None or "--multiprocessing-fork" in arguments:
+        raise ConfigError(
+            "this rank was started by multiprocessing, so that no command line starts it again: start the script by "
+            "`bamboo run`, `bamboo launch`, deepspeed, torchrun or srun"
+        )
+    main: Any = sys.modules.get("__main__")
+    if not arguments or arguments[0] == "-" or not (hasattr(main, "__file__") or "-c" in arguments):
+        raise ConfigError("this rank reads its script from standard input: give it a file, it is started twice")
+    return (sys.executable, *arguments)
+
+
+def _supervisor(
+    me: Launched,
+    block: BambooConfig,
+    command: tuple[str, ...],
+    shared: Mapping[str, Any],
+    secret: JobSecret,
+    etcd: int | None,
+) -> tuple[list[str], dict[str, str]]:
+    """The command of the rank supervisor, and its environment."""
+    options = MemberOptions.from_block(
+        block,
+        job=jobs.check_name(shared["job"]),
+        address=address(me),
+        command=command,
+        events=os.environ.get(ENV_EVENTS),
+        secret=secret,
+        check_exact=checked_steps(os.environ),
+    )
+    options.check_notices()
+    agent = AgentSettings(
+        **options.member_options(),
+        slot=me.rank,
+        world_size=me.world_size,
+        store=shared["store"],
+        parent_pid=os.getpid(),
+        master_port=me.master_port,
+        pipelines=None,
+        result_fd=None,
+        state_file=None,
+        generation=0,
+        launched=True,
+    )
+    wrapper = _wrapper_here()
+    settings = SupervisorSettings(
+        owner=me.rank == 0 and not shared["wrapped"],
+        supervisor=etcd,
+        embedded=shared["embedded"],
+        wrapper=None if wrapper is None else wrapper[0],
+        wrapper_started=None if wrapper is None else wrapper[1],
+    )
+    return supervisor_command(settings, agent), agent.environment()
+
+
+def _wrapper_here() -> tuple[int, int] | None:
+    """Process id and start of ``bamboo launch``, if it runs on this host."""
+    text = os.environ.get(ENV_LAUNCH)
+    if text is None:
+        return None
+    pid, begin, space = text.split(" ", 2)
+    here = space == process_space() and started(int(pid)) == int(begin)
+    return (int(pid), int(begin)) if here else None

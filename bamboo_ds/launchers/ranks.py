@@ -1,0 +1,55 @@
+"""The ranks that another launcher has started: deepspeed, torchrun, srun, mpirun. One process each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+
+from ..errors import ConfigError
+from ..variables import ENV_MEMBER
+from . import slurm
+
+#: How many of the ranks are on a host: torchrun, deepspeed, Open MPI, Intel MPI.
+_HERE = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+_NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class Launched:
+    """What the launcher has told the process: its rank, the number of ranks, and where they meet.
+
+    Attributes:
+        local: all ranks are on this host.
+    """
+
+    rank: int
+    world_size: int
+    master_address: str
+    master_port: int
+    local: bool = False
+
+
+def adopt_slurm(environ: MutableMapping[str, str]) -> None:
+    """In a task of ``srun``, set the variables that DeepSpeed asks for; nothing that is set is changed.
+
+    Raises:
+        ConfigError: Slurm's variables cannot be read.
+    """
+    if slurm.is_task(environ) and ENV_MEMBER not in environ and "RANK" not in environ:
+        environ.update(slurm.variables(environ))
+
+
+def launched(environ: Mapping[str, str]) -> Launched | None:
+    """What another launcher has told this process; ``None`` if there is none, or if it is a worker already.
+
+    Raises:
+        ConfigError: a variable is no number.
+    """
+    if ENV_MEMBER in environ or any(name not in environ for name in _NEEDED):
+        return None
+    try:
+        rank, size, port = (int(environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    except ValueError as error:
+        raise ConfigError(f"RANK, WORLD_SIZE and MASTER_PORT must be numbers: {error}") from error
+    local = str(size) in [environ[name] for name in _HERE if name in environ]
+    return Launched(rank, size, environ["MASTER_ADDR"], port, local)

@@ -1,0 +1,19 @@
+"""Replaces functions of other packages, each once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+#: Attribute of what is replaced already.
+MARK = "_bamboo_patched"
+
+
+def patch(module: ModuleType, name: str, wrap: Callable[[Any], Any]) -> None:
+    """Replace what a module defines as ``name`` by what ``wrap`` makes of it, unless that was done before."""
+    original = vars(module)[name]
+    if not hasattr(original, MARK):
+        wrapped = wrap(original)
+        setattr(wrapped, MARK, True)
+        setattr(module, name, wrapped)
