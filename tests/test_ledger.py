@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bamboo_ds.cli.ledger import ledger as command
-from bamboo_ds.engine.accounts import Accounts, Consumed, payload_checksum
+from bamboo_ds.engine.accounts import Accounts, Consumed, LedgerReport, payload_checksum
 from bamboo_ds.engine.commit import Contribution, Form, Measured, decode, encode
 from bamboo_ds.engine.data import Dataset
 from bamboo_ds.observe.audit import audit, compare
@@ -265,7 +265,9 @@ def test_a_line_that_a_lost_owner_may_have_missed_is_written_by_the_next(tmp_pat
         (1, "b"): ["00000005", "00000006"],
     }
     newcomer = Accounts(None, "e")
-    newcomer.follow("r1", json.loads(json.dumps(members["d"].record())))
+    report = members["d"].report()
+    assert report is not None
+    newcomer.follow("r1", LedgerReport.model_validate(json.loads(json.dumps(report.model_dump()))))
     assert newcomer.on
     newcomer.write(replace(after, owners=("e",) * 4), None)
     assert len(read_ledger([tmp_path])[0]) == 4

@@ -32,7 +32,7 @@ def test_several_at_once(tmp_path: Path, reference: Reference) -> None:
     [
         "._adopt_roles",
         "ResendActivation",
-        *(pytest.param(at, marks=pytest.mark.exhaustive) for at in ("._record", "ReduceGrads", "Commit")),
+        *(pytest.param(at, marks=pytest.mark.exhaustive) for at in ("._report", "ReduceGrads", "Commit")),
     ],
 )
 def test_loss_during_a_recovery(tmp_path: Path, reference: Reference, at: str) -> None:

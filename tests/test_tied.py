@@ -127,7 +127,7 @@ def test_two_pipelines(tmp_path: Path, reference: Reference, faults: list[dict[s
             marks=pytest.mark.exhaustive,
         ),
         pytest.param(
-            [fault(3, 2, "ReduceTiedGrads"), fault(1, 2, "._record")], id="twice", marks=pytest.mark.exhaustive
+            [fault(3, 2, "ReduceTiedGrads"), fault(1, 2, "._report")], id="twice", marks=pytest.mark.exhaustive
         ),
         pytest.param(
             [fault(0, 1, "Commit"), fault(2, 3, "BackwardPass", 3)], id="commit", marks=pytest.mark.exhaustive

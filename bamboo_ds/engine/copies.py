@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -13,13 +13,13 @@ from deepspeed.runtime.utils import is_model_parallel_parameter
 
 from ..comm.session import slices_name
 from ..compat import cast_module, wrap_optimizer
-from ..control.messages import Place
 from ..errors import FatalLoss, TransferError
 from ..stages import built
 from ..state import join, split
 from ..topology import Layout, Plan, Role
 from .answers import ignore
 from .clones import clone_optimizer
+from .handshake import Reports
 from .layers import Layers
 from .learning import Kept, Learner, arrived, begin_fetch, snapshot_key
 from .replica import build_stage_module, capture, check_structure, restore
@@ -204,19 +204,19 @@ class CopyingExecutor(StepExecutor):
 
     # -- copies in the background ---------------------------------------------------------------------------
 
-    def _begin_copies(self, plan: Plan, records: Mapping[str, Mapping[str, Any]]) -> None:
+    def _begin_copies(self, plan: Plan, reports: Reports) -> None:
         """Begin the copies of ``plan``, and find out which snapshots this member has to offer."""
         member = self._job.session.member
         self._cancel_copies()
         self._snapshots.begin()
         for rank, learner in plan.learners:
             role = plan.world.role(rank)
-            if rank in records[learner]["replicas"]:
+            if rank in reports[learner].replicas:
                 continue
             if plan.owners[rank] == member:
                 self._snapshots.want(role)
             if learner == member:
-                source = snapshot_key(plan.epoch, rank), Place(**records[plan.owners[rank]]["place"])
+                source = snapshot_key(plan.epoch, rank), reports[plan.owners[rank]].place
                 self._learners[role] = Learner(role, source, begin_fetch(*source, self._job.channel.secret))
 
     def _cancel_copies(self) -> None:

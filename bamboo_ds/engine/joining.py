@@ -21,6 +21,7 @@ from ..schedule import Decision, RoleProgress
 from ..state.fetch import fetch
 from .commit import Committed
 from .flags import FLAGS, compare_flags
+from .handshake import Reports, newest_of
 from .history import History, Kind
 from .recovery import RecoveringExecutor
 from .saving import is_complete
@@ -125,18 +126,16 @@ class JoiningExecutor(RecoveringExecutor):
         if decision.behind or any(done != RoleProgress() for done in decision.progress.values()):
             self._pending = decision
 
-    def _joined(self, decision: Decision, records: Mapping[str, Mapping[str, Any]]) -> None:
-        """Take over from the others' ``records`` where the job stands."""
-        told = [r for r in records.values() if not r["joining"]]
-        facts = max(told, key=lambda r: (r["history"], r["step"]))
-        self._tellers = [Place(**r["place"]) for r in told if r["history"] == facts["history"]]
-        self._target = facts["history"]
+    def _joined(self, decision: Decision, reports: Reports) -> None:
+        """Take over from the others' ``reports`` where the job stands."""
+        newest, self._tellers = newest_of(reports)
+        self._target = newest.history
         self._sequence = decision.step
-        self._committed_steps, self._consumed, self._seed = facts["steps"], facts["consumed"], facts["seed"]
-        self._job.channel.ahead = facts["ahead"]
-        self._saves.nonce = facts["nonce"]
-        self._accounts.follow(facts["nonce"], facts["accounts"])
-        self._exact = self._check_of(facts["exact"])
+        self._committed_steps, self._consumed, self._seed = newest.steps, newest.consumed, newest.seed
+        self._job.channel.ahead = newest.ahead
+        self._saves.nonce = newest.nonce
+        self._accounts.follow(newest.nonce, newest.accounts)
+        self._exact = self._check_of(newest.exact)
         self._joining = False
 
     # -- the script's calls -------------------------------------------------------------------------------

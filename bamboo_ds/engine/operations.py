@@ -15,6 +15,7 @@ from ..schedule import Commit, RoleProgress, commit_program, member_program
 from ..topology import Role
 from .commit import decode
 from .lanes import Stream
+from .outcome import Outcome
 from .recomputing import end_iteration
 from .saving import saved
 from .schedulers import Standing
@@ -74,14 +75,14 @@ class TrainIteration:
         engine = self._engine
         return all(engine._is_complete(runtime) for runtime in engine._binding.owned())
 
-    def finish(self, behind: bool) -> None:
+    def finish(self, outcome: Outcome) -> None:
         engine = self._engine
         assert engine._vector is not None
         layout = engine._plan.world
         engine._committed = decode(layout, engine._form(), engine._vector)
         self._execute(commit_program(engine._plan, engine._job.session.member)[1:], until_commit=False)
         mismatches = engine._committed.mismatches
-        if behind:
+        if outcome is Outcome.BEHIND:
             engine._batches.drop()
         else:
             engine._collect_leftovers(engine.micro_batches, gradients=not engine._interrupted)
@@ -97,13 +98,13 @@ class TrainIteration:
         engine._advance_home()
         if engine._accounts.on:
             engine._account()
-        if mismatches and not behind:
+        if mismatches and outcome is Outcome.COMMITTED:
             self._mend(mismatches)
         engine._advance_copies()
         engine._saves.poll()
         engine._job.progressed(engine._committed_steps)
         engine._report_step(time.monotonic() - self._begin)
-        if not behind:
+        if outcome is Outcome.COMMITTED:
             self._give_up()
 
     def _mend(self, mismatches: tuple[Role, ...]) -> None:
@@ -224,9 +225,9 @@ class Evaluation:
         engine = self._engine
         return not any(r.adopted for r in engine._binding.owned() if r.role.stage == engine.num_stages - 1)
 
-    def finish(self, behind: bool) -> None:
+    def finish(self, outcome: Outcome) -> None:
         engine = self._engine
-        if behind:
+        if outcome is Outcome.BEHIND:
             engine._batches.drop()
         else:
             engine._collect_leftovers(self._micro_batches, gradients=False)
@@ -291,7 +292,7 @@ class CheckpointSave:
         # The copies of a role that was taken over died with its owner.
         return not any(runtime.adopted for runtime in self._engine._binding.owned())
 
-    def finish(self, behind: bool) -> None:
+    def finish(self, outcome: Outcome) -> None:
         engine, saves = self._engine, self._engine._saves
         assert engine._vector is not None
         attempt, left_out, complete = map(int, engine._vector)
@@ -332,7 +333,7 @@ class End:
     def repeatable(self) -> bool:
         return True
 
-    def finish(self, behind: bool) -> None:
+    def finish(self, outcome: Outcome) -> None:
         try:
             self._engine._transport.close()
         except EpochChanged as error:

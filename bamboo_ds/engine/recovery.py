@@ -7,14 +7,13 @@ survivors; they agree on a plan, exchange what each of them has, and finish the 
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -22,11 +21,13 @@ from .. import plan_change
 from ..comm.script import ScriptCollectives
 from ..comm.transport import Transport
 from ..errors import EpochChanged, FatalLoss
-from ..schedule import Decision, MemberRecord, RoleProgress, decide, settle
+from ..schedule import Decision, RoleProgress
 from ..topology import Plan, Role, hungry
 from .copies import CopyingExecutor
 from .exactness import ExactCheck
+from .handshake import MemberReport, Reports, RoleReport, ScriptReport, decision_of, lost_changes
 from .lanes import BATCH_PARTS, Lanes, Stream
+from .outcome import Outcome
 from .runtime import StageRuntime
 
 logger = logging.getLogger("bamboo_ds")
@@ -60,11 +61,11 @@ class Operation(Protocol):
     def goes_on(self) -> bool:
         """Whether members may change their plan after it."""
 
-    def finish(self, behind: bool) -> None:
+    def finish(self, outcome: Outcome) -> None:
         """After the commit; no communication that a peer has to take part in at once.
 
         Args:
-            behind: the others have committed already and are in the next operation.
+            outcome: ``BEHIND``: the others have committed already and are in the next operation.
         """
 
 
@@ -104,55 +105,66 @@ class RecoveringExecutor(CopyingExecutor):
             self._run_protected(operation)
 
     def _run_protected(self, operation: Operation) -> None:
+        """Attempt ``operation`` until it commits::
+
+        attempt ----- committed -----> finish --> boundary: shards, checks, a new plan
+          |   ^                           ^
+          |   +-- resume, or its commit --|-----------+
+          |                               |           |
+          +-- interrupted --> recover ----+-- behind  |
+                               |   ^  +---------------+
+                               +---+ another loss
+        """
         session = self._job.session
         self._operation = operation
-        interrupted = session.aborted is not None
-        behind = False
-        while True:
+        outcome = Outcome.INTERRUPTED if session.aborted is not None else self._attempt(operation)
+        while outcome is Outcome.INTERRUPTED:
             try:
-                if interrupted:
-                    self._pending = self._recover()
-                    if session.member in self._pending.behind:
-                        self._vector = self._pending.commit_vector
-                        behind = True
-                        break
-                if operation.draws and hungry(self._plan):
-                    self._await_source()
-                decision = self._pending
-                self._interrupted = decision is not None
-                with self._busy(operation):
-                    if decision is None:
-                        operation.run(None)
-                    elif decision.mode == "commit":
-                        operation.commit()
-                    else:
-                        operation.run(decision.progress)
-                break
+                self._pending = self._recover()
             except EpochChanged as error:
                 logger.info("operation %d interrupted: %s", self._sequence, error)
-                interrupted = True
-        if not behind:
-            self._pending = None
-        operation.finish(behind)
+                continue
+            if session.member in self._pending.behind:
+                self._vector, outcome = self._pending.commit_vector, Outcome.BEHIND
+            else:
+                outcome = self._attempt(operation)
+        # Of a member that is behind the decision is about the next operation.
+        self._pending = replace(self._pending, behind=()) if self._pending and outcome is Outcome.BEHIND else None
+        operation.finish(outcome)
         self._entered = False
         self._sequence += 1
         self._script.begin_gap(self._sequence)
-        if behind and self._pending is not None:
-            self._pending = replace(self._pending, behind=())
         if operation.steps:
             try:
                 if self._plan.world.sharded:
                     self._exchange_shards()
-                self._check_exactly(behind)
+                self._check_exactly(outcome)
             except EpochChanged as error:
                 logger.info("interrupted after operation %d: %s", self._sequence - 1, error)
                 self._recover_at_boundary()
         self._binding.use(self._home)
-        if self._recovery is not None and not behind:
+        if self._recovery is not None and outcome is Outcome.COMMITTED:
             self._report_recovery(self._recovery)
             self._recovery = None
         if self._switch_due and operation.goes_on:
             self._switch()
+
+    def _attempt(self, operation: Operation) -> Outcome:
+        """Do what the last recovery has decided on, or all of ``operation``."""
+        try:
+            if operation.draws and hungry(self._plan):
+                self._await_source()
+            decision = self._pending
+            self._interrupted = decision is not None
+            with self._busy(operation):
+                if decision is not None and decision.mode == "commit":
+                    operation.commit()
+                else:
+                    operation.run(decision.progress if decision is not None else None)
+        except EpochChanged as error:
+            logger.info("operation %d interrupted: %s", self._sequence, error)
+            return Outcome.INTERRUPTED
+        return Outcome.COMMITTED
 
     def _check_of(self, steps: int) -> ExactCheck | None:
         """The check of so many steps, as the members have agreed."""
@@ -162,15 +174,15 @@ class RecoveringExecutor(CopyingExecutor):
         """Whether the iteration that runs is rehearsed, on all members alike: one that a loss has hit is not."""
         return self._exact is not None and not self._interrupted and self._exact.rehearses(self._committed_steps)
 
-    def _check_exactly(self, behind: bool) -> None:
-        """An iteration is over; ``behind``: the others have been in the next one before."""
+    def _check_exactly(self, outcome: Outcome) -> None:
+        """An iteration is over."""
         exact = self._exact
         if exact is None:
             return
         last = self._committed_steps == exact.steps
         if self._committed_steps >= exact.steps:
             self._exact = None
-        if behind or self._interrupted:
+        if outcome is Outcome.BEHIND or self._interrupted:
             self._tell_unchecked(last)
         elif self._committed_steps <= exact.steps:
             try:
@@ -251,8 +263,8 @@ class RecoveringExecutor(CopyingExecutor):
         """Whether this member owns the role of rank 0, whose owner speaks for the job."""
 
     @abstractmethod
-    def _joined(self, decision: Decision, records: Mapping[str, Mapping[str, Any]]) -> None:
-        """This member has just been admitted: take over from the others' ``records`` where the job stands."""
+    def _joined(self, decision: Decision, reports: Reports) -> None:
+        """This member has just been admitted: take over from the others' ``reports`` where the job stands."""
 
     # -- one recovery -------------------------------------------------------------------------------------
 
@@ -273,16 +285,15 @@ class RecoveringExecutor(CopyingExecutor):
         logger.info("entered epoch %d", plan.epoch)
         promoted = self._adopt_roles(plan)
         self._saves.follow(plan)
-        mine = self._record()
-        others = self._transport.exchange(json.dumps(mine))
-        records = {member: json.loads(text) for member, text in others.items()}
-        self._check_setup(plan, records)
-        decision = self._decide(plan, records)
-        self._check_changes(plan, records, decision)
-        self._script.agree(records, decision.step)
-        self._begin_copies(plan, records)
+        told = self._transport.exchange(self._report().to_json())
+        reports = {member: MemberReport.from_json(text) for member, text in told.items()}
+        self._check_setup(plan, reports)
+        decision = decision_of(reports, plan.world, self.micro_batches, self._tied_stages)
+        self._check_changes(plan, reports, decision)
+        self._script.agree({m: report.script_facts() for m, report in reports.items()}, decision.step)
+        self._begin_copies(plan, reports)
         if self._joining:
-            self._joined(decision, records)
+            self._joined(decision, reports)
         self._report_standing()
         logger.info("agreed to %s operation %d", decision.mode, decision.step)
         behind = session.member in decision.behind
@@ -291,10 +302,10 @@ class RecoveringExecutor(CopyingExecutor):
         if decision.mode == "resume" and not behind:
             self._drop_reductions(decision.progress)
             self._begin_again(decision.progress)
-        self._connect_batches({m: {} if m in decision.behind else r["received"] for m, r in records.items()})
+        self._connect_batches({m: {} if m in decision.behind else r.received for m, r in reports.items()})
         self._accounts.write(plan, self._dataset)
         # Whoever is behind steps first and takes part then.
-        if plan.world.sharded and not behind and (decision.behind or any(r["stale"] for r in records.values())):
+        if plan.world.sharded and not behind and (decision.behind or any(r.stale for r in reports.values())):
             self._exchange_shards()
         self._job.lost_at = None
         self._recovery = Recovery(
@@ -323,36 +334,27 @@ class RecoveringExecutor(CopyingExecutor):
                     replica.train_only(replica.trained)
         self._binding.reload()
 
-    def _check_setup(self, plan: Plan, records: Mapping[str, Mapping[str, Any]]) -> None:
+    def _check_setup(self, plan: Plan, reports: Reports) -> None:
         """A loss that hits what scripts set up together before they train.
 
         Raises:
             FatalLoss: on all members alike.
         """
-        begun = max(record["step"] for record in records.values())
+        begun = max(report.step for report in reports.values())
         lost = [member for member in self._agreed if member not in plan.members]
-        if lost and not begun and any(record["script"]["open"] for record in records.values()):
+        if lost and not begun and any(report.script.open for report in reports.values()):
             raise FatalLoss([], lost, self._job.newest_checkpoint(plan))
         self._agreed = plan.members
 
-    def _check_changes(self, plan: Plan, records: Mapping[str, Mapping[str, Any]], decision: Decision) -> None:
+    def _check_changes(self, plan: Plan, reports: Reports, decision: Decision) -> None:
         """A loss in an iteration before which scripts have changed their stages: that of the lost stage is missing.
 
         Raises:
             FatalLoss: on all members alike.
         """
-        if decision.mode == "commit" or not any(record["changed"] for record in records.values()):
-            return
-        roles = [
-            role for record in records.values() for role in record["roles"] if role["bare"] and not role["reduced"]
-        ]
+        roles = [] if decision.mode == "commit" else lost_changes(reports)
         if roles:
-            raise FatalLoss(
-                [(pipeline, stage) for pipeline, stage in (role["role"] for role in roles)],
-                plan.lost,
-                self._job.newest_checkpoint(plan),
-                "what the script has just changed in ",
-            )
+            raise FatalLoss(roles, plan.lost, self._job.newest_checkpoint(plan), "what the script has just changed in ")
 
     def _enter(self, plan: Plan) -> None:
         """Attach to ``plan``'s epoch and open its lanes."""
@@ -403,64 +405,40 @@ class RecoveringExecutor(CopyingExecutor):
             return False
         return stage not in (0, last) or len(runtime.consumed) >= self._accounted()
 
-    def _record(self) -> dict[str, Any]:
-        """What this member tells the others (JSON)."""
-        roles = []
-        for runtime in self._binding.owned():
-            roles.append(
-                {
-                    "role": [runtime.role.pipeline, runtime.role.stage],
-                    "forwards": 0 if runtime.torn else runtime.forwards,
-                    "backwards": 0 if runtime.torn else runtime.backwards,
-                    "reduced": self._is_complete(runtime),
-                    "bare": runtime.adopted,
-                }
+    def _report(self) -> MemberReport:
+        """What this member tells the others."""
+        roles = [
+            RoleReport(
+                role=(runtime.role.pipeline, runtime.role.stage),
+                forwards=0 if runtime.torn else runtime.forwards,
+                backwards=0 if runtime.torn else runtime.backwards,
+                reduced=self._is_complete(runtime),
+                state_only=runtime.adopted,
             )
-        return {
-            "step": self._sequence,
-            "entered": self._entered,
-            "roles": roles,
-            "commit": list(self._vector) if self._vector is not None else None,
-            "received": self._batches.received,
-            "repeatable": self._operation.repeatable(),
-            "stale": any(runtime.stale for runtime in self._binding.runtimes.values()),
-            "replicas": [self._plan.world.rank(r.role) for r in self._binding.replicas() if r.valid],
-            "place": self._snapshots.place.model_dump(),
-            "joining": self._joining,
-            "history": len(self._history),
-            "steps": self._committed_steps,
-            "ahead": self._job.channel.ahead,
-            "consumed": self._consumed,
-            "seed": self._seed,
-            "nonce": self._saves.nonce,
-            "accounts": self._accounts.record(),
-            "script": self._script.record(),
-            "changed": bool(self._changed),
-            "exact": 0 if self._exact is None else self._exact.steps,
-        }
-
-    def _decide(self, plan: Plan, records: Mapping[str, Mapping[str, Any]]) -> Decision:
-        """The same decision on all survivors. What is resumed from is settled."""
-        parsed = {
-            member: MemberRecord(
-                step=record["step"],
-                entered=record["entered"],
-                roles={
-                    Role(*r["role"]): RoleProgress(r["forwards"], r["backwards"], r["reduced"], r["bare"])
-                    for r in record["roles"]
-                },
-                commit=tuple(record["commit"]) if record["commit"] is not None else None,
-            )
-            for member, record in records.items()
-            if not record["joining"]
-        }
-        decision = decide(parsed, plan.world)
-        if decision.mode == "commit" and not all(record["repeatable"] for record in records.values()):
-            decision = replace(decision, mode="resume")
-        if decision.mode == "commit":
-            return decision
-        settled = settle(plan.world, self.micro_batches, decision.progress, self._tied_stages)
-        return replace(decision, progress=settled)
+            for runtime in self._binding.owned()
+        ]
+        return MemberReport(
+            step=self._sequence,
+            entered=self._entered,
+            roles=tuple(roles),
+            commit=self._vector,
+            received=self._batches.received,
+            repeatable=self._operation.repeatable(),
+            stale=any(runtime.stale for runtime in self._binding.runtimes.values()),
+            replicas=tuple(self._plan.world.rank(r.role) for r in self._binding.replicas() if r.valid),
+            place=self._snapshots.place,
+            joining=self._joining,
+            history=len(self._history),
+            steps=self._committed_steps,
+            ahead=self._job.channel.ahead,
+            consumed=self._consumed,
+            seed=self._seed,
+            nonce=self._saves.nonce,
+            accounts=self._accounts.report(),
+            script=ScriptReport(**self._script.record()),
+            changed=bool(self._changed),
+            exact=0 if self._exact is None else self._exact.steps,
+        )
 
     def _drop_reductions(self, progress: Mapping[Role, RoleProgress]) -> None:
         """The iteration is resumed from ``progress``: reductions that it does not know of are done again."""
