@@ -294,7 +294,7 @@ def test_every_batch_once_whatever_happens(tmp_path: Path, reference: Reference,
     folder, now, go = tmp_path / "ledger", tmp_path / "now", tmp_path / "go"
     arguments = ["--training-data"] if data == "training_data" else []
     # Ranks 0..3 are (pipeline, stage) = (0,0), (1,0), (0,1), (1,1).
-    faults = in_turn(fault(1, 3, "._account"), fault(2, 4, "BackwardPass", 2, when=str(now)))
+    faults = in_turn(fault(1, 3, ".supply.account"), fault(2, 4, "BackwardPass", 2, when=str(now)))
     config = write_config(tmp_path, {"observe": {"ledger": str(folder)}}, 4)
     script = ["--stages", "2", *arguments, *slow_until(go), "--faults", json.dumps(faults)]
     with RunningJob(tmp_path, 4, script, config) as running:

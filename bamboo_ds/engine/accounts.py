@@ -5,7 +5,7 @@ the micro-batches contribute to: to the shadow with the reduced gradients, to ev
 commits unaccounted, and a role that is taken over is accounted for by what its lost owner used.
 
 The owner of a pipeline's first stage writes the pipeline's line when the iteration has committed. It may be lost in
-between; therefore whoever owns that stage in a new epoch writes the line of the last iteration, too, unless it has
+between; therefore the owner of that stage in a new epoch writes the line of the last iteration, too, unless it has
 done that before. When an iteration commits, the lines of all iterations before it are written.
 """
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
+from typing_extensions import Self
 
 from ..control.messages import Place
 from ..schedule import Decision, MemberRecord, RoleProgress, decide, settle
@@ -19,6 +20,35 @@ class _Report(BaseModel):
     """Reports travel as JSON. One that does not parse is a defect: all members run the same version."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+    def to_json(self) -> str:
+        """Every number as it is: a loss may be infinite or none."""
+        return json.dumps(self.model_dump(), separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """What :meth:`to_json` gave. Raises ``ValidationError`` (a ``ValueError``) if it is something else."""
+        return cls.model_validate(json.loads(text))
+
+
+class StartReport(_Report):
+    """What a member tells the others when its engine is built; what the member that leads tells counts for all.
+
+    Attributes:
+        seed: of the generators of passes and steps.
+        nonce: names this run of the job in the ids of its saves.
+        resumed: folder and tag of the checkpoint that the job goes on from, if it was started again.
+        ledger: folder of the ledger, if there is one.
+        exact: how many first steps are checked.
+        flags: settings of the process that decide how tensors are computed; all members must have the same.
+    """
+
+    seed: int
+    nonce: str
+    resumed: tuple[str, str] | None
+    ledger: str | None
+    exact: int
+    flags: dict[str, str]
 
 
 class RoleReport(_Report):
@@ -90,15 +120,6 @@ class MemberReport(_Report):
     script: ScriptReport
     changed: bool
     exact: int
-
-    def to_json(self) -> str:
-        """Every number as it is: a loss may be infinite or none."""
-        return json.dumps(self.model_dump(), separators=(",", ":"))
-
-    @classmethod
-    def from_json(cls, text: str) -> MemberReport:
-        """What :meth:`to_json` gave. Raises ``ValidationError`` (a ``ValueError``) if it is something else."""
-        return cls.model_validate(json.loads(text))
 
     def progress(self) -> MemberRecord:
         """What of it decides how the operation goes on."""

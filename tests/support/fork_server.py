@@ -61,7 +61,7 @@ MODULES = (
     "bamboo_ds.control.channel",
     "bamboo_ds.control.comeback",
     "bamboo_ds.control.waiting",
-    "bamboo_ds.engine.bamboo",
+    "bamboo_ds.engine.pipeline_engine",
     "bamboo_ds.launch",
     "bamboo_ds.supported",
 )
