@@ -222,14 +222,15 @@ from bamboo_ds.engine.replica import capture, restore
 
 engine, data = begin(-1)  # 2**64 - 1: where a script sets none, torch's is any number of 64 bits
 engine.train_batch(data)
-home, (replica,) = engine._home, engine._binding.replicas()
-assert home.checksum is not None and replica.checksum is not None
-for runtime in (home, replica):
-    engine._binding.use(runtime)
-    engine._binding.refresh()
-    restore(runtime, capture(runtime), engine._pristine)
+binding, builder = engine._parts.binding, engine._parts.builder
+local, (replica,) = binding.local, binding.replicas()
+assert local.checksum is not None and replica.checksum is not None
+for runtime in (local, replica):
+    binding.use(runtime)
+    binding.refresh()
+    restore(runtime, capture(runtime), builder.pristine)
     assert runtime.checksum is None, "it is of the state before"
-engine._binding.use(home)
+binding.use(local)
 for _ in range(3):
     engine.train_batch(data)
 assert replica.checksum is not None

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bamboo_ds.cli.ledger import ledger as command
-from bamboo_ds.engine.accounts import Accounts, Consumed, payload_checksum
+from bamboo_ds.engine.accounts import Accounts, Consumed, LedgerReport, payload_checksum
 from bamboo_ds.engine.commit import Contribution, Form, Measured, decode, encode
 from bamboo_ds.engine.data import Dataset
 from bamboo_ds.observe.audit import audit, compare
@@ -265,7 +265,9 @@ def test_a_line_that_a_lost_owner_may_have_missed_is_written_by_the_next(tmp_pat
         (1, "b"): ["00000005", "00000006"],
     }
     newcomer = Accounts(None, "e")
-    newcomer.follow("r1", json.loads(json.dumps(members["d"].record())))
+    report = members["d"].report()
+    assert report is not None
+    newcomer.follow("r1", LedgerReport.model_validate(json.loads(json.dumps(report.model_dump()))))
     assert newcomer.on
     newcomer.write(replace(after, owners=("e",) * 4), None)
     assert len(read_ledger([tmp_path])[0]) == 4
@@ -292,7 +294,7 @@ def test_every_batch_once_whatever_happens(tmp_path: Path, reference: Reference,
     folder, now, go = tmp_path / "ledger", tmp_path / "now", tmp_path / "go"
     arguments = ["--training-data"] if data == "training_data" else []
     # Ranks 0..3 are (pipeline, stage) = (0,0), (1,0), (0,1), (1,1).
-    faults = in_turn(fault(1, 3, "._account"), fault(2, 4, "BackwardPass", 2, when=str(now)))
+    faults = in_turn(fault(1, 3, ".supply.account"), fault(2, 4, "BackwardPass", 2, when=str(now)))
     config = write_config(tmp_path, {"observe": {"ledger": str(folder)}}, 4)
     script = ["--stages", "2", *arguments, *slow_until(go), "--faults", json.dumps(faults)]
     with RunningJob(tmp_path, 4, script, config) as running:

@@ -30,9 +30,9 @@ def test_several_at_once(tmp_path: Path, reference: Reference) -> None:
 @pytest.mark.parametrize(
     "at",
     [
-        "._adopt_roles",
+        ".recovery.take_over_roles",
         "ResendActivation",
-        *(pytest.param(at, marks=pytest.mark.exhaustive) for at in ("._record", "ReduceGrads", "Commit")),
+        *(pytest.param(at, marks=pytest.mark.exhaustive) for at in (".recovery.report", "ReduceGrads", "Commit")),
     ],
 )
 def test_loss_during_a_recovery(tmp_path: Path, reference: Reference, at: str) -> None:
@@ -46,7 +46,7 @@ def test_loss_during_a_recovery(tmp_path: Path, reference: Reference, at: str) -
 
 
 def test_losses_during_evaluations(tmp_path: Path, reference: Reference) -> None:
-    faults = [fault(rank, 2, "._exec_forward_pass", 1, evaluating=True) for rank in (0, 2, 4)]
+    faults = [fault(rank, 2, ".passes.forward", 1, evaluating=True) for rank in (0, 2, 4)]
     # All others have entered the commit by then; what they would commit dies with the outputs of the last stage.
     faults.append(fault(3, 2, "._reduce_outputs"))
     result = survive_in_turn(tmp_path, reference, faults, 5, arguments=("--evaluate-every", "2"))
@@ -73,7 +73,7 @@ def test_loss_between_iterations(tmp_path: Path, reference: Reference) -> None:
 def test_adjacent_losses_are_fatal_and_say_so(tmp_path: Path) -> None:
     file = write_config(tmp_path, {"checkpoint": {"asynchronous": False}, "recovery": {"max_restarts": 0}}, 4)
     # The owner of stage 1, and its shadow as soon as it takes the stage over.
-    faults = [fault(1, 3, "BackwardPass", 1), fault(0, 3, "._recover")]
+    faults = [fault(1, 3, "BackwardPass", 1), fault(0, 3, ".recovery.run")]
     command = ["--stages", "3", "--steps", "5", "--faults", json.dumps(faults), "--save-every", "2"]
     result = run_bamboo(tmp_path, 3, command, file)
     assert len(result.faults()) == 2
@@ -87,27 +87,29 @@ def test_adjacent_losses_are_fatal_and_say_so(tmp_path: Path) -> None:
 BUILDING = """
 import json, os, sys, time
 from pathlib import Path
-from bamboo_ds.engine.bamboo import BambooPipelineEngine as Engine
+from bamboo_ds.engine import BambooPipelineEngine as Engine
+from bamboo_ds.engine.copies import Copies
+from bamboo_ds.launch import current_job
 from faults import install
 from small_job import begin
 
-rank, copy_state = int(os.environ["RANK"]), Engine._copy_state
+rank, copy_state = int(os.environ["RANK"]), Copies.copy_state
 
-def slow(engine, roles):
-    Engine._copy_state = copy_state
-    engine._copy_state(roles)
-    deadline = time.monotonic() + 60
-    while engine._job.session.aborted is None:  # the others have begun to evaluate, and one is lost there
+def slow(copies, roles):
+    Copies.copy_state = copy_state
+    copies.copy_state(roles)
+    deadline, session = time.monotonic() + 60, current_job().session
+    while session.aborted is None:  # the others have begun to evaluate, and one is lost there
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    engine._job.session.check()
+    session.check()
 
 if rank == 1:
-    Engine._copy_state = slow
+    Copies.copy_state = slow
 engine, batches = begin(7, stages=3)
 out = sys.argv[sys.argv.index("--out") + 1]
 if isinstance(engine, Engine):
-    fault = {"rank": 0, "step": 0, "at": "._exec_forward_pass", "micro_batch": 0, "evaluating": True}
+    fault = {"rank": 0, "step": 0, "at": ".passes.forward", "micro_batch": 0, "evaluating": True}
     install(engine, json.dumps([fault]), out)
 losses = [float(engine.eval_batch(batches)), *(float(engine.train_batch(batches)) for _ in range(3))]
 Path(out, f"losses-{rank}.json").write_text(json.dumps(losses))

@@ -16,11 +16,11 @@ from torch import nn
 import bamboo_ds
 from bamboo_ds import stages
 from bamboo_ds.engine.answers import Refusal, stepping_alone
-from bamboo_ds.engine.between import ScriptingExecutor
-from bamboo_ds.engine.doubts import Doubts
+from bamboo_ds.engine.mismatches import Mismatches
 from bamboo_ds.engine.optimizers import FusedHalfOptimizer
 from bamboo_ds.engine.recomputing import default_budget
 from bamboo_ds.engine.refusals import check_gradients, check_layers, check_optimizer_hooks, hooks_of, refuse_hooks
+from bamboo_ds.engine.script_calls import ScriptCalls
 from bamboo_ds.errors import ConfigError, ReplicaMismatch, UnsupportedError
 from bamboo_ds.topology import Role
 
@@ -125,12 +125,12 @@ def test_hooks_and_frozen_parameters_are_those_of_the_lost_stage(tmp_path: Path,
 def test_what_cannot_be_frozen_exactly() -> None:
     optimizers = (SimpleNamespace(), FusedHalfOptimizer.__new__(FusedHalfOptimizer))
     for optimizer, reason in zip(optimizers, (r"also computes \(0,2\)", "with fp16"), strict=True):
-        home: Any = SimpleNamespace(role=Role(0, 1), owned=True, optimizer=optimizer)
-        owned = [home, SimpleNamespace(role=Role(0, 2))]
-        binding = SimpleNamespace(runtimes={home.role: home}, owned=lambda owned=owned: owned)
-        engine: Any = SimpleNamespace(_home=home, _binding=binding)
+        local: Any = SimpleNamespace(role=Role(0, 1), owned=True, optimizer=optimizer)
+        owned = [local, SimpleNamespace(role=Role(0, 2))]
+        binding = SimpleNamespace(local=local, runtimes={local.role: local}, owned=lambda owned=owned: owned)
+        calls: Any = SimpleNamespace(binding=binding)
         with pytest.raises(UnsupportedError, match=reason):
-            ScriptingExecutor._follow_freezing(engine)
+            ScriptCalls._follow_freezing(calls)
 
 
 BATTERY = """
@@ -256,17 +256,17 @@ def test_only_the_optimizer_around_gets_answers() -> None:
 # -- replicas that differ ---------------------------------------------------------------------------------
 
 
-def test_doubts() -> None:
-    doubts = Doubts(every=10)
+def test_when_a_replica_is_not_mended() -> None:
+    mismatches = Mismatches(every=10)
     role, other = Role(0, 1), Role(0, 0)
-    assert not doubts.note(role, 20)
-    assert doubts.has(role, 30) and not doubts.has(other, 30)
-    assert not doubts.has(role, 40)  # it was equal in between
-    assert not doubts.note(role, 40)
-    assert doubts.note(role, 50)
-    assert doubts.note(role, 51)  # it is not mended, and says so in each commit
-    doubts.begin()
-    assert not doubts.has(role, 52)
+    assert not mismatches.note(role, 20)
+    assert mismatches.has(role, 30) and not mismatches.has(other, 30)
+    assert not mismatches.has(role, 40)  # it was equal in between
+    assert not mismatches.note(role, 40)
+    assert mismatches.note(role, 50)
+    assert mismatches.note(role, 51)  # it is not mended, and says so in each commit
+    mismatches.begin()
+    assert not mismatches.has(role, 52)
 
 
 def test_what_a_mismatch_says() -> None:

@@ -49,11 +49,11 @@ class Held:
     summed: list[int] = field(default_factory=list)  # micro-batches in the gradient sum, in order of addition
     forwards: int = 0
     reduced: bool = False
-    bare: bool = False
+    state_only: bool = False
     loss: bool = True  # with the reduced gradients; a step does without
 
     def progress(self) -> RoleProgress:
-        return RoleProgress(self.forwards, len(self.summed), self.reduced and self.loss, self.bare)
+        return RoleProgress(self.forwards, len(self.summed), self.reduced and self.loss, self.state_only)
 
 
 class Deadlock(AssertionError):
@@ -157,7 +157,7 @@ class Job:
 
     def promote(self, role: Role, owner: str, newest: int) -> None:
         """The shadow becomes the owner."""
-        self.held[role] = Held(reduced=self.replicas.pop(role, False), bare=True)
+        self.held[role] = Held(reduced=self.replicas.pop(role, False), state_only=True)
         if not self.held[role].reduced:
             assert self.steps[owner] == newest
             # Redundant forwards need the inputs that the shadow computed itself (stage 0 loads them).
@@ -174,7 +174,7 @@ class Job:
         twins = (Role(d, role.stage) for d in range(self.layout.pipelines))
         twin = next(t for t in twins if t not in clones and new.owner(t) == owner)
         last = role.stage == self.layout.stages - 1  # the loss of its own pipeline is gone
-        self.held[role] = Held(reduced=self.held[twin].reduced, bare=True, loss=not last)
+        self.held[role] = Held(reduced=self.held[twin].reduced, state_only=True, loss=not last)
         self.versions[owner, role] = self.versions[owner, twin]
         self.faults["cloned"] += 1
 
@@ -456,7 +456,7 @@ def test_what_is_reduced_everywhere_is_not_done_again(copies: int, lacking: int 
     plan = takeover(plan_of(copies, 3), {"m1" if copies == 1 else f"m{copies}"})
     lost = Role(0, 1)
     progress = {role: RoleProgress(4, 4, reduced=True) for role in plan.world.roles}
-    progress[lost] = RoleProgress(2, 0, reduced=True, bare=True)
+    progress[lost] = RoleProgress(2, 0, reduced=True, state_only=True)
     late = Role(copies - 1, lacking) if lacking is not None else None
     if late is not None:
         progress[late] = replace(progress[late], reduced=False)

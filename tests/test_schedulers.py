@@ -9,7 +9,7 @@ import torch
 
 from bamboo_ds.engine.changes import Adjustable
 from bamboo_ds.engine.runtime import StageRuntime
-from bamboo_ds.engine.schedulers import Pristine, Standing, load_state, settings_of, take_step
+from bamboo_ds.engine.schedulers import Pristine, SchedulerPosition, load_state, settings_of, take_step
 from bamboo_ds.errors import UnsupportedError
 from bamboo_ds.topology import Role
 
@@ -94,10 +94,10 @@ def test_late_steps_stand_where_those_in_time_stood() -> None:
     take_step(scheduler, 8)
     replica = pristine.clone(theirs)
     late, home = runtime_with(theirs, replica), runtime_with(mine, scheduler)
-    standing = Standing.of(home)
+    position = SchedulerPosition.of(home)
     take_step(scheduler, 8)
-    standing.give(late, pristine)
-    assert Standing.of(late) == standing != Standing.of(home)
+    position.restore(late, pristine)
+    assert SchedulerPosition.of(late) == position != SchedulerPosition.of(home)
 
 
 def test_what_a_script_sets_goes_to_other_roles() -> None:

@@ -341,7 +341,7 @@ def interrupted(draw: st.DrawFn) -> tuple[Plan, int, dict[Role, RoleProgress]]:
     for role in plan.world.roles:
         forwards = draw(st.integers(0, micro_batches))
         kept = RoleProgress(forwards, draw(st.integers(0, forwards)), draw(st.booleans()))
-        bare = RoleProgress(reduced=draw(st.booleans()), bare=True)
+        bare = RoleProgress(reduced=draw(st.booleans()), state_only=True)
         progress[role] = draw(st.sampled_from([kept, kept, bare]))
     return plan, micro_batches, progress
 
@@ -354,7 +354,7 @@ def test_slices_meet_from_any_progress(case: tuple[Plan, int, dict[Role, RolePro
     settled = dict(settle(layout, micro_batches, progress))
     for role, done in settled.items():
         assert done == progress[role] or done in (
-            RoleProgress(bare=progress[role].bare),
+            RoleProgress(state_only=progress[role].state_only),
             replace(progress[role], reduced=False),
         )
         if done != progress[role]:
@@ -389,10 +389,10 @@ def test_slices_at_different_places() -> None:
     assert settle(layout, 4, progress) == progress
     # A role that was taken over after its gradients were reduced: its neighbour still needs something.
     late = dict.fromkeys(layout.roles, RoleProgress(4, 4, reduced=True))
-    late[Role(0, 1)] = RoleProgress(reduced=True, bare=True)
+    late[Role(0, 1)] = RoleProgress(reduced=True, state_only=True)
     assert settle(layout, 4, late) == late
     late[Role(0, 0)] = RoleProgress(4, 3)
-    bare = RoleProgress(bare=True)
+    bare = RoleProgress(state_only=True)
     assert settle(layout, 4, late) == {
         Role(0, 0): RoleProgress(),
         Role(1, 0): RoleProgress(),

@@ -76,7 +76,7 @@ INSIDE = """
 from small_job import begin
 
 engine, data = begin(7)
-activity = engine._job.channel.activity
+activity = engine._parts.job.channel.activity
 
 def watched():
     for batch in data:

@@ -18,7 +18,7 @@ from torch import nn
 
 from bamboo_ds.engine.changes import Weights
 from bamboo_ds.engine.flags import FLAGS, compare_flags, flags_here
-from bamboo_ds.engine.joining import JoiningExecutor
+from bamboo_ds.engine.joining import Joining
 from bamboo_ds.engine.layers import Layers
 from bamboo_ds.engine.replica import check_structure, structure_of, with_own_parts
 from bamboo_ds.engine.rng import keyed_attributes
@@ -95,20 +95,16 @@ def test_a_member_that_joins_compares_its_settings() -> None:
         asked.append(key)
         return json.dumps({"torch.set_default_dtype": "torch.float32"})
 
-    engine: Any = SimpleNamespace(
-        _job=SimpleNamespace(replaying=False),
-        _binding=SimpleNamespace(drop=lambda role: None),
-        _home=SimpleNamespace(role=None),
-        _history=(),
-        global_rank=0,
-        _ask=lambda: 0,
-        _fetch=fetch,
-        _flags={"torch.set_default_dtype": "torch.float32"},
+    member: Any = SimpleNamespace(
+        job=SimpleNamespace(replaying=False, channel=SimpleNamespace(rank=0)),
+        binding=SimpleNamespace(drop=lambda role: None, local=SimpleNamespace(role=None)),
+        history=(),
+        ask=lambda: 0,
+        fetch=fetch,
     )
-    JoiningExecutor._begin_joining(engine)
-    engine._flags = {"torch.set_default_dtype": "torch.float64"}
+    Joining.begin(member, {"torch.set_default_dtype": "torch.float32"})
     with pytest.raises(ConfigError, match=r"dtype is torch.float32 on the job and torch.float64 on this member"):
-        JoiningExecutor._begin_joining(engine)
+        Joining.begin(member, {"torch.set_default_dtype": "torch.float64"})
     assert asked == [FLAGS] * 2
 
 

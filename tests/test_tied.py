@@ -12,10 +12,13 @@ import torch
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import nn
 
+from bamboo_ds.engine import reduction as reduction_module
 from bamboo_ds.engine import tied
+from bamboo_ds.engine.groups import RoleGroups
 from bamboo_ds.engine.optimizers import PlainOptimizer
+from bamboo_ds.engine.reduction import Reduction
 from bamboo_ds.engine.runtime import StageRuntime
-from bamboo_ds.topology import Role
+from bamboo_ds.topology import Layout, Role
 
 from .support.compare import differences
 from .support.gpt_jobs import TRAIN_GPT, survive
@@ -61,20 +64,20 @@ def test_one_member_adds_its_stages_up(monkeypatch: pytest.MonkeyPatch, frozen: 
         reduced.append(group)
         tensor.add_(1000.0)  # the stages of other members
 
-    monkeypatch.setattr(tied.dist, "all_reduce", all_reduce)
-    binding = SimpleNamespace(owned=lambda: runtimes, current=None)
-    engine: Any = SimpleNamespace(_binding=binding, _tied_stages=frozenset((0, 1, 2)))
+    monkeypatch.setattr(reduction_module.dist, "all_reduce", all_reduce)
+    binding: Any = SimpleNamespace(owned=lambda: runtimes, current=None)
+    ds: Any = SimpleNamespace(gradients=lambda: [p.grad for p in binding.current.trainable()])
+    reduction = Reduction(ds, binding, frozenset((0, 1, 2)))
 
     def use(runtime: StageRuntime) -> None:
-        binding.current, engine.module = runtime, runtime.module
+        binding.current, ds.module = runtime, runtime.module
 
     binding.use = use
-    engine._get_gradients_for_reduction = lambda: ([p.grad for p in binding.current.trainable()], {})
     for runtime in runtimes:
-        runtime.optimizer = PlainOptimizer(engine, runtime)
+        runtime.optimizer = PlainOptimizer(ds, RoleGroups(None, Layout(2, 3)), runtime)  # type: ignore[arg-type]
     for runtime in runtimes:
         use(runtime)
-        tied.TyingExecutor._exec_reduce_tied_grads(engine)
+        reduction.reduce_tied()
         assert binding.current is runtime
     assert runtimes[0].tied[0] is not runtimes[1].tied[0]
     keys = ["a"] if frozen else ["a", "b"]
@@ -83,7 +86,7 @@ def test_one_member_adds_its_stages_up(monkeypatch: pytest.MonkeyPatch, frozen: 
         count = 1 if runtime.role.stage == 2 else len(keys)
         assert [runtime.tied[place].unique().tolist() for place in range(count)] == [[expected]] * count
         use(runtime)
-        sums = tied.TyingExecutor._local_sums(engine, runtime)
+        sums = reduction.local_sums(runtime)
         own = stages[runtime.role.stage].other.weight.grad
         assert own is not None and sums[-1] is own and len(sums) == count + 1
         assert all(bool((p.grad == own).all()) for p in runtime.module.parameters())
@@ -127,7 +130,7 @@ def test_two_pipelines(tmp_path: Path, reference: Reference, faults: list[dict[s
             marks=pytest.mark.exhaustive,
         ),
         pytest.param(
-            [fault(3, 2, "ReduceTiedGrads"), fault(1, 2, "._record")], id="twice", marks=pytest.mark.exhaustive
+            [fault(3, 2, "ReduceTiedGrads"), fault(1, 2, ".recovery.report")], id="twice", marks=pytest.mark.exhaustive
         ),
         pytest.param(
             [fault(0, 1, "Commit"), fault(2, 3, "BackwardPass", 3)], id="commit", marks=pytest.mark.exhaustive

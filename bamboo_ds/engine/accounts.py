@@ -5,7 +5,7 @@ the micro-batches contribute to: to the shadow with the reduced gradients, to ev
 commits unaccounted, and a role that is taken over is accounted for by what its lost owner used.
 
 The owner of a pipeline's first stage writes the pipeline's line when the iteration has committed. It may be lost in
-between; therefore whoever owns that stage in a new epoch writes the line of the last iteration, too, unless it has
+between; therefore the owner of that stage in a new epoch writes the line of the last iteration, too, unless it has
 done that before. When an iteration commits, the lines of all iterations before it are written.
 """
 
@@ -13,11 +13,10 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
+from pydantic import BaseModel, ConfigDict
 
 from ..comm.transport import Payload
 from ..observe.ledger import LedgerLine, LedgerWriter
@@ -54,6 +53,20 @@ class Consumed:
     position: int | None
 
 
+class LedgerReport(BaseModel):
+    """What a member that joins has to know of the ledger.
+
+    Attributes:
+        folder: of the ledger.
+        last: what the last iteration has consumed.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    folder: str
+    last: Consumed | None
+
+
 class Accounts:
     """Writes this member's part of the ledger. All methods belong to the main thread.
 
@@ -84,18 +97,15 @@ class Accounts:
         if folder is not None:
             self._writer = LedgerWriter(folder, self._member)
 
-    def record(self) -> dict[str, Any] | None:
-        """What a member that joins has to know (JSON)."""
-        if not self.on:
-            return None
-        return {"folder": self.folder, "last": asdict(self._last) if self._last else None}
+    def report(self) -> LedgerReport | None:
+        """What a member that joins has to know; ``None``: there is no ledger."""
+        return None if self.folder is None else LedgerReport(folder=self.folder, last=self._last)
 
-    def follow(self, run: str, record: Mapping[str, Any] | None) -> None:
-        """Join a job: take over another member's :meth:`record`."""
-        self.begin(run, None if record is None else record["folder"])
-        if record is not None and record["last"] is not None:
-            checksums = tuple(map(tuple, record["last"]["checksums"]))
-            self._last = Consumed(**{**record["last"], "checksums": checksums})
+    def follow(self, run: str, report: LedgerReport | None) -> None:
+        """Join a job: take over another member's :meth:`report`."""
+        self.begin(run, None if report is None else report.folder)
+        if report is not None:
+            self._last = report.last
 
     def commit(self, consumed: Consumed) -> None:
         """An iteration has committed."""

@@ -118,7 +118,7 @@ def _version(gradient: torch.Tensor | None) -> tuple[int, int] | None:
     return None if gradient is None else (id(gradient), gradient._version)
 
 
-def check_at_home(changed: list[str], plan: Plan) -> None:
+def check_local(changed: list[str], plan: Plan) -> None:
     """Every stage is to be changed by the script of the member that runs as its rank.
 
     Raises:

@@ -154,6 +154,11 @@ def mean_over_pipelines(values: Sequence[float]) -> torch.Tensor:
     return total / len(values) if len(values) > 1 else total
 
 
+def mean_over_copies(layout: Layout, role: Role, values: Sequence[float]) -> torch.Tensor:
+    """The same of one loss by pipeline, over the copies of the model, of the slice that ``role`` belongs to."""
+    return mean_over_pipelines(values[layout.slice_of(role) :: layout.slices])
+
+
 def global_norm(layout: Layout, squares: Sequence[float]) -> torch.Tensor:
     """Norm of all gradients in fp32, as DeepSpeed's ``clip_grad_norm_`` computes it.
 

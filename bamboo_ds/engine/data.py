@@ -154,7 +154,7 @@ class PipelineBatches:
         Args:
             iterator: of this pipeline; ``None``: this member is no source.
             process: applied to each batch.
-            shared: every member that needs batches has such an iterator, so nobody serves others.
+            shared: every member that needs batches has such an iterator, so none serves others.
             whole: batches have no known parts yet, and are sent as they are.
         """
         self._iterator, self._process, self._shared, self._whole = iterator, process, shared, whole

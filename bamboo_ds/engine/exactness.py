@@ -20,23 +20,26 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ..comm.transport import Payload, Transport
-from ..errors import Inexact, ProtocolError
+from ..errors import EpochChanged, Inexact, ProtocolError
 from ..schedule import rehearsal_passes, rehearsal_sends
 from ..topology import Role
+from .beats import Beats
+from .building import StageBuilder
+from .deepspeed_adapter import DeepSpeedAdapter
 from .lanes import RehearsalLanes, Stream
+from .operation import Outcome
+from .records import CurrentEpoch, Progress
+from .reduction import Reduction
 from .replica import capture
+from .runtime import RuntimeBinding, StageRuntime
 from .tracing import Traces, checksum, given_back, owner_of, tensors_in
-
-if TYPE_CHECKING:
-    from .recovery import RecoveringExecutor
-    from .runtime import StageRuntime
 
 logger = logging.getLogger("bamboo_ds")
 
@@ -72,107 +75,146 @@ class Tally:
     roles: set[Role] = field(default_factory=set)
 
 
-class ExactCheck:
+@dataclass(eq=False)
+class ExactChecks:
     """This member's part of the check. All methods belong to the main thread.
 
-    Args:
-        engine: the engine.
-        steps: how many steps are checked, equal on all members.
-
     Attributes:
+        on: the check goes on.
+        steps: how many steps are checked, equal on all members.
         redone: forward passes that this member has rehearsed in this iteration.
         rests: it is the iteration in which shadows compute nothing.
     """
 
-    def __init__(self, engine: RecoveringExecutor, steps: int) -> None:
-        self._engine = engine
-        self.steps = steps
-        self.redone, self.rests = 0, False
-        self._tally = Tally()
-        self._traces = Traces()
-        self._lanes: RehearsalLanes | None = None
-        self._transport: Transport | None = None
-        self._epoch = 0
+    ds: DeepSpeedAdapter
+    stops: bool
+    binding: RuntimeBinding
+    epoch: CurrentEpoch
+    progress: Progress
+    reduction: Reduction
+    builder: StageBuilder
+    beats: Beats
+    on: bool = field(default=False, init=False)
+    steps: int = field(default=0, init=False)
+    redone: int = field(default=0, init=False)
+    rests: bool = field(default=False, init=False)
+    _tally: Tally = field(default_factory=Tally, init=False)
+    _traces: Traces = field(default_factory=Traces, init=False)
+    _opened: tuple[int, RehearsalLanes, Transport] | None = field(default=None, init=False)
 
-    def begin(self) -> None:
+    def begin(self, steps: int) -> None:
+        """Check so many steps, as the members have agreed."""
+        self.on, self.steps = steps > 0, steps
+
+    @property
+    def left(self) -> int:
+        """How many first steps are checked; 0: none any more."""
+        return self.steps if self.on else 0
+
+    def begin_iteration(self) -> None:
         """An iteration begins."""
-        self.redone, self.rests = 0, self._engine._committed_steps == self.steps - 2
-        self._traces.clear()
+        if self.on:
+            self.redone, self.rests = 0, self.progress.steps == self.steps - 2
+            self._traces.clear()
 
-    @contextmanager
-    def watching(self, runtime: StageRuntime, micro_batch: int) -> Iterator[None]:
-        """The body is a forward pass of ``runtime``, which is bound."""
-        if self._engine._compiled_with is not None:  # the compiler would make hooks a part of the layers
-            yield
+    def end_iteration(self, outcome: Outcome) -> None:
+        """An iteration is over: compare the replicas, unless a loss has hit it.
+
+        Raises:
+            Inexact: one differs.
+            EpochChanged: a member is lost.
+        """
+        if not self.on:
             return
-        with self._traces.of(runtime.role, runtime.module, micro_batch):
-            yield
+        last = self.progress.steps == self.steps
+        if self.progress.steps >= self.steps:
+            self.on = self.rests = False
+            self.redone = 0
+        try:
+            if outcome is Outcome.BEHIND or self.progress.resumed:
+                self._tell_unchecked(last)
+            elif self.progress.steps <= self.steps:
+                self._compare_replicas()
+        except EpochChanged:
+            self._tell_unchecked(last)
+            raise
+        finally:
+            if not self.on:
+                self._opened = None
+                self._traces.clear()
+
+    def _tell_unchecked(self, last: bool) -> None:
+        """A loss has hit a step that was to be checked, ``last`` of all."""
+        if last and self.epoch.leads:
+            logger.warning("a loss has hit the last step to be checked, so that the check has no result")
+
+    def watching(self, runtime: StageRuntime, micro_batch: int) -> AbstractContextManager[None]:
+        """The body is a forward pass of ``runtime``, which is bound."""
+        if not self.on or self.builder.compiled_with is not None:  # the compiler would make hooks a part of the layers
+            return nullcontext()
+        return self._traces.of(runtime.role, runtime.module, micro_batch)
 
     # -- before the commit --------------------------------------------------------------------------------
 
-    def rehearses(self, step: int) -> bool:
-        """Whether there is a rehearsal in the step before which so many were done."""
-        return step < self.steps and step != self.steps - 2
-
     def rehearse(self) -> None:
-        """Send what others rehearse with, rehearse the roles that this member shadows, and compare.
+        """If the iteration is rehearsed, on all members alike: one that a loss has hit is not.
+
+        Sends what others rehearse with, rehearses the roles that this member shadows, and compares.
 
         Raises:
             Inexact: something differs.
             EpochChanged: a member is lost.
         """
-        engine, member = self._engine, self._engine._job.session.member
-        lanes = self._open()
-        transport, layout = self._transport, engine._plan.world
-        assert transport is not None
-        before = engine._binding.current
-        with self._in_place_of(lanes):
-            self._execute(rehearsal_sends(engine._plan, member, lanes.roles, engine.micro_batches))
+        step = self.progress.steps
+        if not self.on or self.progress.resumed or step >= self.steps or step == self.steps - 2:
+            return
+        lanes, transport = self._open()
+        before, micro_batches = self.binding.current, self.ds.micro_batches
+        with self._in_place_of(lanes, transport):
+            self._execute(rehearsal_sends(self.epoch.plan, self.epoch.member, lanes.roles, micro_batches))
             for role in lanes.roles:
-                if engine._plan.owner(role) == member:
-                    engine._exec_use_role(role)
-                    self._send(lanes, role, self._computed(role))
+                if self.epoch.owns(role):
+                    self.binding.use(self.binding.runtimes[role])
+                    self._send(lanes, transport, role, self._computed(role))
             for role in lanes.roles:
-                if engine._plan.shadow(role) != member:
+                if not self.epoch.shadows(role):
                     continue
-                replica = engine._binding.runtimes[role]
+                replica = self.binding.runtimes[role]
                 forwards, backwards = replica.forwards, replica.backwards
                 for stream, done in ((Stream.ACTIVATION, forwards), (Stream.GRADIENT, backwards)):
                     for m in range(done if (stream, role) in lanes.streams else 0):
                         transport.recv(lanes[stream, role], m)  # the replica has used it when it was there first
-                self.redone += engine.micro_batches - forwards
-                self._execute(rehearsal_passes(layout, role, engine.micro_batches, forwards, backwards))
-                engine._exec_use_role(role)
-                self._compare(role, self._computed(role), self._receive(lanes, role), "rehearsal")
+                self.redone += micro_batches - forwards
+                self._execute(rehearsal_passes(self.epoch.layout, role, micro_batches, forwards, backwards))
+                self.binding.use(replica)
+                self._compare(role, self._computed(role), self._receive(lanes, transport, role), "rehearsal")
         self._tally.rehearsals += 1
-        engine._binding.use(before)
+        self.binding.use(before)
 
     @contextmanager
-    def _in_place_of(self, lanes: RehearsalLanes) -> Iterator[None]:
+    def _in_place_of(self, lanes: RehearsalLanes, transport: Transport) -> Iterator[None]:
         """In the body the engine's instructions send and receive on ``lanes``."""
-        engine = self._engine
-        before = engine._transport, engine._lanes
-        assert self._transport is not None
-        engine._transport, engine._lanes = self._transport, lanes
+        epoch = self.epoch
+        before = epoch.transport, epoch.lanes
+        epoch.transport, epoch.lanes = transport, lanes
         try:
             yield
         finally:
-            engine._transport, engine._lanes = before
+            epoch.transport, epoch.lanes = before
 
     def _execute(self, program: Sequence[Any]) -> None:
         for instruction in program:
-            self._engine._INSTRUCTION_MAP[type(instruction)](self._engine, **instruction.kwargs)
-            self._engine._beat()
+            self.ds.execute(instruction)
+            self.beats.beat()
 
     def _computed(self, role: Role) -> Facts:
         """What the bound runtime of ``role`` has computed in this iteration, in the order in which it did."""
-        engine = self._engine
-        runtime = engine._binding.runtimes[role]
+        runtime = self.binding.runtimes[role]
         module: Any = runtime.module
-        micro_batches = range(engine.micro_batches)
+        micro_batches = range(self.ds.micro_batches)
         facts: Facts = dict(self._traces.forward(role))
-        if role.stage == engine.num_stages - 1:
-            facts["losses"] = engine._pipeline_losses()
+        if role.stage == self.epoch.layout.stages - 1:
+            facts["losses"] = self.reduction.losses()
         else:
             for m in micro_batches:
                 name = f"output of the stage in micro-batch {m}"
@@ -197,45 +239,38 @@ class ExactCheck:
 
     # -- after the step -----------------------------------------------------------------------------------
 
-    def compare_replicas(self) -> None:
-        """Compare each replica with its owner, all of whose steps are done. After the last step: tell the result.
-
-        Raises:
-            Inexact: one differs.
-            EpochChanged: a member is lost.
-        """
-        engine, member = self._engine, self._engine._job.session.member
-        engine._binding.refresh()
-        lanes = self._open()
-        assert self._transport is not None
+    def _compare_replicas(self) -> None:
+        """Compare each replica with its owner, all of whose steps are done. After the last step: tell the result."""
+        self.binding.refresh()
+        lanes, transport = self._open()
         for role in lanes.reports:
-            if engine._plan.owner(role) == member:
-                self._send(lanes, role, state_of(engine._binding.runtimes[role]))
+            if self.epoch.owns(role):
+                self._send(lanes, transport, role, state_of(self.binding.runtimes[role]))
         for role in lanes.reports:
-            if engine._plan.shadow(role) == member:
-                theirs = self._receive(lanes, role)
-                replica = engine._binding.runtimes.get(role)
+            if self.epoch.shadows(role):
+                theirs = self._receive(lanes, transport, role)
+                replica = self.binding.runtimes.get(role)
                 if replica is None:
                     raise ProtocolError(f"the replica of role {role}, which is to be compared, is not there")
                 self._compare(role, state_of(replica), theirs, "replica")
-        self._transport.drain()  # the next step changes what was sent
+        transport.drain()  # the next step changes what was sent
         self._tally.steps += 1
-        if engine._committed_steps == self.steps:
+        if self.progress.steps == self.steps:
             self._conclude()
 
     def _conclude(self) -> None:
         """All members put together what they have compared; the one that leads tells it."""
-        engine, tally = self._engine, self._tally
+        tally = self._tally
         roles = sorted((role.pipeline, role.stage) for role in tally.roles)
         mine = [tally.steps, tally.tensors, tally.differing, roles, tally.rehearsals]
-        found = [json.loads(each) for each in engine._transport.exchange(json.dumps(mine)).values()]
-        if not engine._leads():
+        found = [json.loads(each) for each in self.epoch.transport.exchange(json.dumps(mine)).values()]
+        if not self.epoch.leads:
             return
         steps, tensors = min(each[0] for each in found), sum(each[1] for each in found)
         rehearsals = min(each[4] for each in found)
         rehearsed = {tuple(role) for each in found for role in each[3]}
-        rest = [[r.pipeline, r.stage] for r in engine._layout.roles if (r.pipeline, r.stage) not in rehearsed]
-        why = "tensor slices" if engine._layout.slices > 1 else "the shadow is not the owner of the stage before"
+        rest = [[r.pipeline, r.stage] for r in self.epoch.layout.roles if (r.pipeline, r.stage) not in rehearsed]
+        why = "tensor slices" if self.epoch.layout.slices > 1 else "the shadow is not the owner of the stage before"
         names = ", ".join(f"stage {s} of pipeline {d}" for d, s in rest)
         without = f" Not rehearsed ({why}): {names}." if rest else ""
         if any(each[2] for each in found):
@@ -246,9 +281,9 @@ class ExactCheck:
             f"{rehearsals} of them, all replicas compared after {steps}, {tensors} tensors and numbers equal to the "
             f"last bit.{without}"
         )
-        engine._job.channel.event(
+        self.epoch.channel.event(
             "exact_checked",
-            step=engine._committed_steps,
+            step=self.progress.steps,
             steps=steps,
             stages=len(rehearsed),
             tensors=tensors,
@@ -257,33 +292,30 @@ class ExactCheck:
 
     # -- comparing ----------------------------------------------------------------------------------------
 
-    def _open(self) -> RehearsalLanes:
+    def _open(self) -> tuple[RehearsalLanes, Transport]:
         """The lanes of the current epoch; all members open them at the same place."""
-        engine, session = self._engine, self._engine._job.session
-        if self._lanes is None or self._epoch != engine._plan.epoch:
-            lanes = RehearsalLanes(engine._plan)
-            self._transport = Transport.open(session, lanes.all())
-            self._lanes, self._epoch = lanes, engine._plan.epoch
-        return self._lanes
+        epoch = self.epoch.plan.epoch
+        if self._opened is None or self._opened[0] != epoch:
+            lanes = RehearsalLanes(self.epoch.plan)
+            self._opened = epoch, lanes, Transport.open(self.epoch.session, lanes.all())
+        return self._opened[1:]
 
-    def _send(self, lanes: RehearsalLanes, role: Role, facts: Facts) -> None:
+    def _send(self, lanes: RehearsalLanes, transport: Transport, role: Role, facts: Facts) -> None:
         tensors = {name: value.detach() for name, value in facts.items() if torch.is_tensor(value)}
         rest = {name: value for name, value in facts.items() if name not in tensors}
         header = json.dumps([list(facts), list(tensors), rest]).encode()
-        assert self._transport is not None
         payload = (torch.frombuffer(bytearray(header), dtype=torch.uint8), *tensors.values())
-        self._transport.send(lanes.reports[role], self._engine._sequence, payload)
+        transport.send(lanes.reports[role], self.progress.sequence, payload)
 
-    def _receive(self, lanes: RehearsalLanes, role: Role) -> Facts:
-        assert self._transport is not None
-        payload: Payload = self._transport.recv(lanes.reports[role], self._engine._sequence)
+    def _receive(self, lanes: RehearsalLanes, transport: Transport, role: Role) -> Facts:
+        payload: Payload = transport.recv(lanes.reports[role], self.progress.sequence)
         assert isinstance(payload, tuple)
         names, sent, rest = json.loads(bytes(payload[0].tolist()))
         tensors = dict(zip(sent, payload[1:], strict=True))
         return {name: tensors[name] if name in tensors else rest[name] for name in names}
 
     def _compare(self, role: Role, mine: Facts, theirs: Facts, what: str) -> None:
-        tally, engine = self._tally, self._engine
+        tally = self._tally
         tally.tensors += len({*mine, *theirs})
         if what == "rehearsal":
             tally.roles.add(role)
@@ -291,16 +323,16 @@ class ExactCheck:
         if not found:
             return
         tally.differing += len(found)
-        engine._job.channel.event(
+        self.epoch.channel.event(
             "exact_mismatch",
-            step=engine._committed_steps,
+            step=self.progress.steps,
             role=[role.pipeline, role.stage],
             found=what,
             tensors=found[:_NAMED],
         )
-        step = engine._committed_steps + (what == "rehearsal")
+        step = self.progress.steps + (what == "rehearsal")
         error = Inexact(step, role.pipeline, role.stage, *(_REHEARSAL if what == "rehearsal" else _REPLICA), found)
-        if engine._settings.redundancy.on_mismatch == "stop":
+        if self.stops:
             raise error
         logger.error("%s", error)
 

@@ -57,8 +57,8 @@ class Lanes:
         streams: by what they carry and the role concerned.
         shards: parameters that a role's step has brought up to date, from its owner to a member that has other roles
             of the stage; where the optimizer is partitioned.
-        learners: reduced gradients and buffers of a role, and its state where that is copied at once, to a member that
-            makes a copy of its state.
+        constructions: reduced gradients and buffers of a role, and its state where that is copied at once, to a member
+            that builds a replica of it.
     """
 
     def __init__(self, plan: Plan, shadow_gradients: bool) -> None:
@@ -67,7 +67,7 @@ class Lanes:
         shadow_gradients: whether gradients are also sent to shadows.
         """
         self.streams: dict[tuple[Stream, Role], Lane] = {}
-        self.learners: dict[tuple[Role, str], Lane] = {}
+        self.constructions: dict[tuple[Role, str], Lane] = {}
         self.shards: dict[tuple[Role, str], Lane] = {}
         layout = plan.world
         for role in layout.roles:
@@ -96,17 +96,17 @@ class Lanes:
                     self._add(to_owner, role, sources[0], owner)
                 if helper is not None and helper not in sources:
                     self._add(to_shadow, role, sources[0], helper)
-        for rank, learner in plan.learners:
+        for rank, builder in plan.learners:
             role = layout.role(rank)
-            name = f"learn {role} {learner}"
-            self.learners[role, learner] = Lane(self._count(), plan.owner(role), learner, name)
+            name = f"build {role} {builder}"
+            self.constructions[role, builder] = Lane(self._count(), plan.owner(role), builder, name)
         for role in layout.roles if layout.sharded else ():
             for member in _interested(plan, role):
                 name = f"shard {role} {member}"
                 self.shards[role, member] = Lane(self._count(), plan.owner(role), member, name)
 
     def _count(self) -> int:
-        return len(self.streams) + len(self.learners) + len(self.shards)
+        return len(self.streams) + len(self.constructions) + len(self.shards)
 
     def _add(self, stream: Stream, role: Role, source: str, destination: str) -> None:
         self.streams[stream, role] = Lane(self._count(), source, destination, f"{stream.name.lower()} {role}")
@@ -119,26 +119,26 @@ class Lanes:
         return self.streams.get(key)
 
     def replica(self, role: Role, member: str) -> Lane:
-        """The lane of reduced gradients of ``role`` to ``member``, its shadow or a learner."""
-        return self.learners.get((role, member)) or self.streams[Stream.REPLICA, role]
+        """The lane of reduced gradients of ``role`` to ``member``, its shadow or one that builds a replica."""
+        return self.constructions.get((role, member)) or self.streams[Stream.REPLICA, role]
 
     def replicas(self, role: Role) -> list[Lane]:
         """The lanes on which the owner of ``role`` sends its reduced gradients."""
         shadow = self.streams.get((Stream.REPLICA, role))
-        return [*([shadow] if shadow else []), *(lane for (r, _), lane in self.learners.items() if r == role)]
+        return [*([shadow] if shadow else []), *(lane for (r, _), lane in self.constructions.items() if r == role)]
 
     def state(self, role: Role, member: str) -> Lane:
-        """The lane of the full state of ``role`` to ``member``, its shadow or a learner."""
-        return self.learners.get((role, member)) or self.streams[Stream.STATE, role]
+        """The lane of the full state of ``role`` to ``member``, its shadow or one that builds a replica."""
+        return self.constructions.get((role, member)) or self.streams[Stream.STATE, role]
 
     def states(self, role: Role) -> list[Lane]:
         """The lanes on which the owner of ``role`` sends its full state."""
         shadow = self.streams.get((Stream.STATE, role))
-        return [*([shadow] if shadow else []), *(lane for (r, _), lane in self.learners.items() if r == role)]
+        return [*([shadow] if shadow else []), *(lane for (r, _), lane in self.constructions.items() if r == role)]
 
     def all(self) -> list[Lane]:
         """Every lane."""
-        return [*self.streams.values(), *self.learners.values(), *self.shards.values()]
+        return [*self.streams.values(), *self.constructions.values(), *self.shards.values()]
 
 
 class RehearsalLanes(Lanes):
@@ -153,7 +153,7 @@ class RehearsalLanes(Lanes):
         """Args:
         plan: the plan, without unheld roles.
         """
-        self.streams, self.learners, self.shards = {}, {}, {}
+        self.streams, self.constructions, self.shards = {}, {}, {}
         self.reports: dict[Role, Lane] = {}
         self.roles: list[Role] = []
         layout = plan.world
@@ -182,8 +182,8 @@ def _interested(plan: Plan, role: Role) -> list[str]:
     """Members, other than the owner of ``role``, that hold or copy another role of the stage, in the plan's order."""
 
     def followers(each: Role) -> set[str | None]:
-        learners = {learner for rank, learner in plan.learners if rank == plan.world.rank(each)}
-        return {plan.owner(each), plan.shadow(each), *learners}
+        builders = {builder for rank, builder in plan.learners if rank == plan.world.rank(each)}
+        return {plan.owner(each), plan.shadow(each), *builders}
 
     others = (sibling for sibling in plan.world.siblings(role) if sibling != role)
     found = set[str | None]().union(*map(followers, others))

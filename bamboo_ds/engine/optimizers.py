@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from deepspeed.runtime.engine import MEMORY_OPT_ALLREDUCE_SIZE
@@ -25,14 +25,30 @@ from deepspeed.runtime.utils import (
 from ..compat import forget_backward, loss_scaler
 from ..errors import ProtocolError
 from ..state import Tree
+from ..topology import Role
 from .answers import Recorder
 from .clones import kept_by, load_optimizer
 from .commit import Measured
 
 if TYPE_CHECKING:
-    from .runtime import StageRuntime
+    from .deepspeed_adapter import DeepSpeedAdapter
+    from .groups import RoleGroups
 
 Tensors = list[torch.Tensor]
+
+
+class Stage(Protocol):
+    """What an optimizer has to know of the runtime that it belongs to; see :class:`~.runtime.StageRuntime`."""
+
+    role: Role
+    attributes: dict[str, Any]
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """The stage's module."""
+
+    def trainable(self) -> list[torch.nn.Parameter]:
+        """The stage's trainable parameters."""
 
 
 @contextmanager
@@ -51,7 +67,8 @@ class StageOptimizer(ABC):
     """The optimizer of one runtime. Methods that compute are called while the runtime is bound.
 
     Args:
-        engine: DeepSpeed's engine.
+        ds: DeepSpeed's engine.
+        groups: of the roles.
         runtime: the runtime.
 
     Attributes:
@@ -74,8 +91,8 @@ class StageOptimizer(ABC):
         """Whether a step is left out when gradients overflow."""
         return True
 
-    def __init__(self, engine: Any, runtime: StageRuntime) -> None:
-        self._engine, self._runtime = engine, runtime
+    def __init__(self, ds: DeepSpeedAdapter, groups: RoleGroups, runtime: Stage) -> None:
+        self._ds, self._groups, self._runtime = ds, groups, runtime
         self.wrapper: Any = runtime.attributes["optimizer"]
         self.inner: Any = self.wrapper.optimizer if self.wraps else self.wrapper
 
@@ -83,8 +100,7 @@ class StageOptimizer(ABC):
 
     def local(self) -> Tensors:
         """This role's own sums over the micro-batches. They stay as they are until the step."""
-        found: Tensors = self._engine._get_gradients_for_reduction()[0]
-        return found
+        return self._ds.gradients()
 
     def part(self, sums: Tensors, parameter: torch.nn.Parameter) -> torch.Tensor:
         """The gradient of ``parameter`` in what :meth:`local` gave, as a view."""
@@ -112,7 +128,7 @@ class StageOptimizer(ABC):
         for more in sums[1:]:
             for gradient, addend in zip(total, more, strict=True):
                 gradient.add_(addend)
-        self._engine.buffered_allreduce_fallback(grads=total, elements_per_buffer=MEMORY_OPT_ALLREDUCE_SIZE)
+        self._ds.reduce_in_buckets(grads=total, elements_per_buffer=MEMORY_OPT_ALLREDUCE_SIZE)
         return total
 
     @abstractmethod
@@ -208,7 +224,6 @@ class PlainOptimizer(StageOptimizer):
 
     @property
     def skips(self) -> bool:
-        """See :class:`StageOptimizer`."""
         return False
 
     def measure(self, reduced: Tensors) -> Measured:
@@ -217,9 +232,9 @@ class PlainOptimizer(StageOptimizer):
         DeepSpeed counts a parameter on the first rank of the model-parallel group (which in a pipeline is its first
         stage) or where the parameter is marked as model-parallel.
         """
-        if not self._engine.gradient_clipping():
+        if not self._ds.gradient_clipping():
             return Measured(False, (0.0,))
-        first = self._engine.mpu.get_model_parallel_rank() == 0
+        first = self._ds.mpu.get_model_parallel_rank() == 0
         norms = [
             g.detach().float().norm(2.0)
             for p, g in zip(self._runtime.trainable(), reduced, strict=True)
@@ -235,11 +250,10 @@ class HalfOptimizer(StageOptimizer):
     OWN = ("custom_loss_scaler", "external_loss_scale")
 
     def measure(self, reduced: Tensors) -> Measured:
-        """See :class:`StageOptimizer`."""
         recorder = Recorder()
         gradients = {id(p): g for p, g in zip(self._runtime.trainable(), reduced, strict=True)}
         overflow = any(not torch.isfinite(g).all() for g in reduced)
-        with self._engine._answering(self._runtime, recorder):
+        with self._groups.acting_for(self._runtime.role, recorder):
             self._norms([[gradients[id(p)] for p in group] for group in self.groups()])
         return Measured(overflow, tuple(recorder.values))
 
@@ -248,7 +262,6 @@ class HalfOptimizer(StageOptimizer):
         """Compute the norms that the step will."""
 
     def groups(self) -> list[list[torch.nn.Parameter]]:
-        """See :class:`StageOptimizer`."""
         found: list[list[torch.nn.Parameter]] = self.wrapper.fp16_groups
         return found
 
@@ -268,11 +281,9 @@ class UnfusedHalfOptimizer(HalfOptimizer):
 
     @property
     def norms(self) -> int:
-        """See :class:`StageOptimizer`."""
         return len(self.groups())
 
     def masters(self) -> Tensors:
-        """See :class:`StageOptimizer`."""
         return [p for group in self.wrapper.fp32_groups for p in group]
 
     def _norms(self, gradients: list[Tensors]) -> None:
@@ -284,7 +295,6 @@ class FusedHalfOptimizer(HalfOptimizer):
     """``FP16_Optimizer``: one norm, of flattened groups."""
 
     def masters(self) -> Tensors:
-        """See :class:`StageOptimizer`."""
         return list(self.wrapper.fp32_groups_flat)
 
     def _norms(self, gradients: list[Tensors]) -> None:

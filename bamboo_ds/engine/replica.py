@@ -175,7 +175,7 @@ def restore(runtime: StageRuntime, state: Tree, pristine: Pristine | None) -> No
         load_state(scheduler, state["scheduler"], pristine, runtime.attributes["basic_optimizer"])
     runtime.optimizer.restore(state["optimizer"])  # after the scheduler, which may change the groups
     runtime.attributes.update(state["counters"])
-    runtime.checksum = None  # it is of the state before: a home runtime may have been another member's for long
+    runtime.checksum = None  # it is of the state before: the local runtime may have been another member's for long
     runtime.valid = True
 
 

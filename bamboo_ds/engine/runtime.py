@@ -8,8 +8,9 @@ bamboo job holds several roles, its own and the replica of another. Each has a :
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -18,9 +19,7 @@ from ..state import Tree
 from ..topology import Role
 from .commit import Measured
 from .layers import Layers
-
-if TYPE_CHECKING:
-    from .optimizers import StageOptimizer
+from .optimizers import StageOptimizer
 
 #: Engine attributes that belong to a role rather than to the process (DeepSpeed 0.19).
 BOUND_ATTRIBUTES = (
@@ -70,8 +69,7 @@ class StageRuntime:
     Attributes:
         role: the role.
         owned: whether this member computes the role; else it holds the role's replica.
-        adopted: whether the role was taken over in this iteration.
-        torn: whether a loss has interrupted a pass that had changed something already.
+        partial_pass: whether a loss has interrupted a pass that had changed something already.
         optimizer: carries out and copies its steps.
         layers: what the stage's layers keep besides their parameters.
         attributes: values of ``BOUND_ATTRIBUTES`` while the runtime is not bound.
@@ -103,8 +101,7 @@ class StageRuntime:
 
     role: Role
     owned: bool
-    adopted: bool = False
-    torn: bool = False
+    partial_pass: bool = False
     attributes: dict[str, Any] = field(default_factory=dict)
     optimizer: StageOptimizer = field(init=False)
     layers: Layers = field(init=False)
@@ -166,7 +163,7 @@ class StageRuntime:
 
     def begin_iteration(self) -> None:
         """Forget everything of the iteration before. The runtime must not be bound."""
-        self.adopted = self.torn = False
+        self.partial_pass = False
         self.forwards = self.backwards = 0
         self.activations.clear()
         self.gradients.clear()
@@ -186,9 +183,8 @@ class StageRuntime:
 
     def begin_again(self) -> None:
         """Forget all passes of this iteration. The runtime must not be bound."""
-        adopted, layers = self.adopted, self.first_layers
+        layers = self.first_layers
         self.begin_iteration()
-        self.adopted = adopted
         self.optimizer.clear()
         self.optimizer.abandon_pass()
         if layers is not None:
@@ -196,13 +192,24 @@ class StageRuntime:
 
 
 class RuntimeBinding:
-    """Binds one of several runtimes to an engine's attributes (a few microseconds a switch)."""
+    """Binds one of several runtimes to an engine's attributes (a few microseconds a switch).
 
-    def __init__(self, engine: torch.nn.Module, home: StageRuntime) -> None:
+    Args:
+        engine: DeepSpeed's.
+        local: the runtime of the role that this member's script runs as, which the engine was built for.
+
+    Attributes:
+        current: the runtime that is bound.
+        local: bound between operations. Its role may be one that others own now; then it only carries the counters
+            that the script looks at.
+        runtimes: those of the roles that this member owns or shadows.
+    """
+
+    def __init__(self, engine: torch.nn.Module, local: StageRuntime) -> None:
         self._engine = engine
-        self.current = self.home = home
-        self.runtimes: dict[Role, StageRuntime] = {home.role: home}
-        self._save(home)
+        self.current = self.local = local
+        self.runtimes: dict[Role, StageRuntime] = {local.role: local}
+        self._save(local)
 
     def _save(self, runtime: StageRuntime) -> None:
         values = self._engine.__dict__
@@ -227,9 +234,9 @@ class RuntimeBinding:
         self._engine._modules["module"] = self.current.attributes["module"]
 
     def drop(self, role: Role) -> None:
-        """Forget a runtime. That of the home role stays bound, but is none of them any more."""
+        """Forget a runtime. That of the local role stays bound, but is none of them any more."""
         runtime = self.runtimes.pop(role)
-        if runtime is not self.home:
+        if runtime is not self.local:
             runtime.optimizer.release()
             return
         self.refresh()
@@ -244,6 +251,14 @@ class RuntimeBinding:
         for runtime in self.runtimes.values():
             runtime.begin_iteration()
         self.reload()
+
+    @contextmanager
+    def bound(self, runtime: StageRuntime) -> Iterator[None]:
+        """``runtime`` is bound in the body, and what was bound before it afterwards."""
+        before = self.current
+        self.use(runtime)
+        yield
+        self.use(before)
 
     def owned(self) -> list[StageRuntime]:
         """Runtimes that this member owns, by (stage, pipeline)."""

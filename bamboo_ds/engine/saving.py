@@ -1,6 +1,6 @@
 """DeepSpeed's saving, with a copy to host memory in place of every file that it would write, and what follows it.
 
-The members copy their roles in an operation (:class:`~.operations.CheckpointSave`). After its commit each writes what
+The members copy their roles in an operation (:class:`~.checkpointing.Checkpoints`). After its commit each writes what
 it has copied, in a thread, and the member that leads completes the checkpoint. Members that are lost meanwhile:
 :meth:`Saves.follow`.
 """
@@ -12,6 +12,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,10 +28,11 @@ from ..state.saver import CheckpointSaver, SaveResult
 from ..state.writer import HostFile
 from ..topology import Plan
 from .history import History
+from .records import Progress
+from .runtime import RuntimeBinding
 
 if TYPE_CHECKING:
     from ..launch import Job
-    from .bamboo import BambooPipelineEngine
 
 logger = logging.getLogger("bamboo_ds")
 
@@ -105,6 +107,26 @@ class HostCopyEngine(CheckpointEngine):  # type: ignore[misc]
         return bool(self._inner.is_data_parallel_writer(dp_rank))
 
 
+@dataclass(frozen=True)
+class SaveRequest:
+    """A checkpoint that the script asks for.
+
+    Attributes:
+        folder, tag: as the script gave them.
+        latest: whether DeepSpeed's file ``latest`` is to name it.
+        save: DeepSpeed's own saving of the role that is bound.
+    """
+
+    folder: str
+    tag: str
+    latest: bool
+    save: Callable[[], None]
+
+    def noted(self, save_id: str | None) -> dict[str, Any]:
+        """What the history keeps of it; ``save_id`` is ``None`` if it was left out."""
+        return {"folder": os.path.abspath(self.folder), "tag": self.tag, "save_id": save_id}
+
+
 class Saves:
     """The checkpoints of one member.
 
@@ -142,16 +164,14 @@ class Saves:
         """Name of the attempt in ``epoch`` at the save that is operation ``sequence``."""
         return f"{self.nonce}-{epoch}-{sequence}"
 
-    def collect(
-        self, engine: BambooPipelineEngine, folder: str, tag: str, latest: bool, save: Callable[[], None]
-    ) -> bool:
+    def collect(self, request: SaveRequest, plan: Plan, binding: RuntimeBinding, progress: Progress) -> bool:
         """Copy the roles of this member to host memory. Waits while an earlier checkpoint is being written.
 
         Args:
-            engine: with the plan whose owners take part.
-            folder, tag: as the script gave them.
-            latest: whether DeepSpeed's file ``latest`` is to name it.
-            save: DeepSpeed's own, for the role that is bound.
+            request: what is to be saved.
+            plan: its owners take part.
+            binding: the runtimes.
+            progress: how far the job is.
 
         Returns:
             Whether this member can write; ``False``: the file system hangs in an earlier save.
@@ -159,23 +179,23 @@ class Saves:
         Raises:
             EpochChanged: a loss has interrupted the wait.
         """
-        plan, binding = engine._plan, engine._binding
         self._open = self._tentative = False
         if not binding.owned():
             return True
-        binding.use(engine._home)
-        save_id, count = self.save_id(plan.epoch, engine._sequence), len(self._history)
-        this = [["save", saved(folder, tag, save_id)]]
+        binding.use(binding.local)
+        binding.refresh()
+        save_id, count = self.save_id(plan.epoch, progress.sequence), len(self._history)
+        this = [["save", request.noted(save_id)]]
         begun = self._saver.begin(
-            folder,
-            tag,
+            request.folder,
+            request.tag,
             save_id=save_id,
-            step=engine.global_steps,
+            step=binding.local.attributes["global_steps"],
             layout=plan.world,
             owners=plan.owners,
-            latest=latest,
-            seed=engine._seed,
-            consumed=engine._consumed,
+            latest=request.latest,
+            seed=progress.seed,
+            consumed=progress.consumed,
             lineage=plan.lineage,
             losses=lambda: self._history.losses(count),
             history=lambda: json.dumps(self._history.first(count) + this),
@@ -185,8 +205,8 @@ class Saves:
             return False
         for runtime in binding.owned():
             binding.use(runtime)
-            with self._host.collecting(Path(folder, tag)) as files:
-                save()
+            with self._host.collecting(Path(request.folder, request.tag)) as files:
+                request.save()
             self._saver.add(plan.world.rank(runtime.role), files)
         self._host.trim()
         self._open = True
@@ -275,11 +295,6 @@ class Saves:
         self._job.channel.event("checkpoint_failed", step=result.step, path=path, reason=result.error)
 
 
-def saved(folder: str, tag: str, save_id: str | None) -> dict[str, Any]:
-    """What the history keeps of a save; ``save_id`` is ``None`` if it was left out."""
-    return {"folder": os.path.abspath(folder), "tag": tag, "save_id": save_id}
-
-
 def is_complete(save: dict[str, Any]) -> bool:
     """Whether the checkpoint of a save in the history is there, and has not been replaced by another one."""
     if save["save_id"] is None:
@@ -290,4 +305,4 @@ def is_complete(save: dict[str, Any]) -> bool:
         return False
 
 
-__all__ = ["CheckpointSaver", "HostCopyEngine", "HostFile", "SaveResult", "Saves", "is_complete", "saved"]
+__all__ = ["CheckpointSaver", "HostCopyEngine", "HostFile", "SaveRequest", "SaveResult", "Saves", "is_complete"]

@@ -132,25 +132,25 @@ def bases_of(scheduler: Any) -> Tree:
 
 
 @dataclass(frozen=True)
-class Standing:
-    """Where a scheduler stands, and what its optimizer's groups are set to.
+class SchedulerPosition:
+    """The state of a scheduler, and what its optimizer's groups are set to.
 
     A step may depend on more than that: a scheduler may ask what the script has counted so far, or the script may set
-    the groups itself. So a step that is taken late stands where another role's stood that has taken it in time.
+    the groups itself. So a step that is taken late is given the position of another role that has taken it in time.
     """
 
     state: Tree | None
     groups: list[dict[str, Any]]
 
     @classmethod
-    def of(cls, runtime: StageRuntime) -> Standing:
+    def of(cls, runtime: StageRuntime) -> SchedulerPosition:
         """Of what ``runtime`` has. Its attributes must be up to date."""
         scheduler = runtime.attributes["lr_scheduler"]
         state = copy.deepcopy(scheduler.state_dict()) if scheduler is not None else None
         return cls(state, settings_of(runtime.attributes["basic_optimizer"]))
 
-    def give(self, runtime: StageRuntime, pristine: Pristine | None) -> None:
-        """Make what ``runtime`` has stand there; its optimizer has as many groups."""
+    def restore(self, runtime: StageRuntime, pristine: Pristine | None) -> None:
+        """Restore this position into ``runtime``, whose optimizer has as many groups."""
         scheduler, optimizer = (runtime.attributes[name] for name in ("lr_scheduler", "basic_optimizer"))
         if scheduler is not None:
             load_state(scheduler, self.state, pristine, optimizer)

@@ -26,7 +26,7 @@ class ShardedOptimizer(StageOptimizer):
 
     @property
     def _part(self) -> int:
-        return int(self._engine._plan.world.copy_of(self._runtime.role))
+        return int(self._groups.layout.copy_of(self._runtime.role))
 
     @property
     @abstractmethod
@@ -34,11 +34,9 @@ class ShardedOptimizer(StageOptimizer):
         """Per parameter group, the flat parameters in one part per pipeline."""
 
     def shard(self) -> Tensors:
-        """See :class:`StageOptimizer`."""
         return [parts[self._part] for parts in self._partitions]
 
     def fill(self, part: int, shard: Tensors) -> None:
-        """See :class:`StageOptimizer`."""
         with torch.no_grad():
             for parts, given in zip(self._partitions, shard, strict=True):
                 parts[part].copy_(given)
@@ -48,7 +46,6 @@ class Bf16Optimizer(ShardedOptimizer):
     """``BF16_Optimizer``: gradients add up in flat buffers; one norm, of all parameters on every pipeline."""
 
     def groups(self) -> list[list[torch.nn.Parameter]]:
-        """See :class:`StageOptimizer`."""
         found: list[list[torch.nn.Parameter]] = self.wrapper.bf16_groups
         return found
 
@@ -58,11 +55,9 @@ class Bf16Optimizer(ShardedOptimizer):
         return found
 
     def local(self) -> Tensors:
-        """See :class:`StageOptimizer`."""
         return list(self.wrapper.get_grads_for_reduction()[0])
 
     def part(self, sums: Tensors, parameter: torch.nn.Parameter) -> torch.Tensor:
-        """See :class:`StageOptimizer`."""
         for group, views in zip(self.groups(), self._views(sums), strict=True):
             for each, view in zip(group, views, strict=True):
                 if each is parameter:
@@ -70,7 +65,6 @@ class Bf16Optimizer(ShardedOptimizer):
         raise ProtocolError("the optimizer does not know a parameter of its stage")
 
     def replaced(self, sums: Tensors, gradients: Mapping[int, torch.Tensor]) -> Tensors:
-        """See :class:`StageOptimizer`."""
         found = [flat.clone() for flat in sums]
         for group, views in zip(self.groups(), self._views(found), strict=True):
             for each, view in zip(group, views, strict=True):
@@ -79,7 +73,6 @@ class Bf16Optimizer(ShardedOptimizer):
         return found
 
     def measure(self, reduced: Tensors) -> Measured:
-        """See :class:`StageOptimizer`."""
         recorder = Recorder()
         views = self._views(reduced)
         mine: list[Tensors] = self.wrapper.fp32_groups_gradients
@@ -91,7 +84,7 @@ class Bf16Optimizer(ShardedOptimizer):
             if id(g) in chosen
         ]
         if counted:
-            with self._engine._answering(self._runtime, recorder):
+            with self._groups.acting_for(self._runtime.role, recorder):
                 get_global_norm_of_tensors(counted, mpu=self.wrapper.mpu)
         return Measured(False, tuple(recorder.values) or (0.0,))
 
@@ -104,7 +97,6 @@ class Bf16Optimizer(ShardedOptimizer):
         return found
 
     def keep(self, reduced: Tensors) -> Tensors:
-        """See :class:`StageOptimizer`."""
         kept = []
         for gradients, part in zip(reduced, self.shard(), strict=True):
             mine = gradients.narrow(0, self._part * part.numel(), part.numel())
@@ -113,7 +105,6 @@ class Bf16Optimizer(ShardedOptimizer):
         return kept
 
     def apply(self, kept: Tensors) -> None:
-        """See :class:`StageOptimizer`."""
         for group, (mine, given) in enumerate(zip(self.wrapper.fp32_groups_gradient_flat_partition, kept, strict=True)):
             if mine.data_ptr() != given.data_ptr():
                 mine.copy_(given)
@@ -121,16 +112,13 @@ class Bf16Optimizer(ShardedOptimizer):
             self.wrapper.fp32_groups_has_gradients[group] = [True] * len(self.wrapper.bf16_groups[group])
 
     def clear(self) -> None:
-        """See :class:`StageOptimizer`."""
         super().clear()
         self.wrapper.clear_hp_grads()
 
     def masters(self) -> Tensors:
-        """See :class:`StageOptimizer`."""
         return list(self.wrapper.fp32_groups_flat_partition)
 
     def restore(self, state: Tree) -> None:
-        """See :class:`StageOptimizer`."""
         super().restore(state)
         self.wrapper._link_all_hp_params()
         self.wrapper._hp_optimizer_states_linked = False
@@ -143,7 +131,6 @@ class ZeroOptimizer(ShardedOptimizer):
 
     @property
     def norms(self) -> int:
-        """See :class:`StageOptimizer`."""
         return len(self.groups())
 
     @property
@@ -152,11 +139,9 @@ class ZeroOptimizer(ShardedOptimizer):
 
     @property
     def skips(self) -> bool:
-        """See :class:`StageOptimizer`."""
         return self._checks or self.wrapper.dtype != torch.bfloat16
 
     def groups(self) -> list[list[torch.nn.Parameter]]:
-        """See :class:`StageOptimizer`."""
         found: list[list[torch.nn.Parameter]] = self.wrapper.round_robin_bit16_groups
         return found
 
@@ -166,7 +151,6 @@ class ZeroOptimizer(ShardedOptimizer):
         return found
 
     def local(self) -> Tensors:
-        """See :class:`StageOptimizer`."""
         found = []
         for parameter in (p for group in self.groups() for p in group):
             gradient = self.wrapper.get_gradient_for_reduction(parameter)
@@ -180,7 +164,7 @@ class ZeroOptimizer(ShardedOptimizer):
 
     def average(self, sums: Sequence[Tensors]) -> Tensors:
         """See :class:`StageOptimizer`. Divides before it adds, as DeepSpeed does here by default."""
-        zero, group = self.wrapper, self._engine.mpu.get_data_parallel_group()
+        zero, group = self.wrapper, self._ds.mpu.get_data_parallel_group()
         divisor = dist.get_world_size(group) if averages_zero_gradients(zero) else 1
         total = sum_of_shares(sums, zero.communication_data_type, divisor)
         dist.all_reduce(total, group=group)
@@ -188,11 +172,10 @@ class ZeroOptimizer(ShardedOptimizer):
         return [part.view_as(own).to(own.dtype, copy=True) for own, part in zip(sums[0], parts, strict=True)]
 
     def measure(self, reduced: Tensors) -> Measured:
-        """See :class:`StageOptimizer`."""
         recorder = Recorder()
         pieces = self._pieces(reduced)
         overflow = self._checks and any(not torch.isfinite(p).all() for g in pieces for p in g)
-        with self._engine._answering(self._runtime, recorder):
+        with self._groups.acting_for(self._runtime.role, recorder):
             for part, parameters in zip(pieces, self.wrapper.params_in_partition, strict=True):
                 self.wrapper.get_grad_norm_direct(part, parameters)
         return Measured(overflow, tuple(recorder.values[:: self.sums]))
@@ -214,10 +197,9 @@ class ZeroOptimizer(ShardedOptimizer):
         return found
 
     def keep(self, reduced: Tensors) -> Tensors:
-        """See :class:`StageOptimizer`."""
         kept = []
         for pieces, size in zip(self._pieces(reduced), self.wrapper.partition_size, strict=True):
-            buffer = torch.zeros(int(size), dtype=self.wrapper.gradient_accumulation_dtype, device=self._engine.device)
+            buffer = torch.zeros(int(size), dtype=self.wrapper.gradient_accumulation_dtype, device=self._ds.device)
             if pieces:
                 flat = torch.cat(pieces)
                 buffer[: flat.numel()] = flat
@@ -225,21 +207,17 @@ class ZeroOptimizer(ShardedOptimizer):
         return kept
 
     def apply(self, kept: Tensors) -> None:
-        """See :class:`StageOptimizer`."""
         for group, gradient in enumerate(kept):
             # The step scales it in place.
             use_zero_gradient(self.wrapper, group, gradient.clone())
 
     def clear(self) -> None:
-        """See :class:`StageOptimizer`."""
         self.wrapper.zero_grad()
 
     def masters(self) -> Tensors:
-        """See :class:`StageOptimizer`."""
         return list(self.wrapper.single_partition_of_fp32_groups)
 
     def restore(self, state: Tree) -> None:
-        """See :class:`StageOptimizer`."""
         super().restore(state)
         self.wrapper._link_all_hp_params()
         self.wrapper._hp_optimizer_states_linked = False

@@ -9,6 +9,8 @@ from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
+from .deepspeed_adapter import DeepSpeedAdapter
+from .groups import RoleGroups
 from .optimizers import FusedHalfOptimizer, PlainOptimizer, StageOptimizer, UnfusedHalfOptimizer
 from .runtime import StageRuntime
 from .sharded import Bf16Optimizer, ShardedOptimizer, ZeroOptimizer
@@ -21,9 +23,9 @@ _KINDS: dict[type, type[StageOptimizer]] = {
 }
 
 
-def stage_optimizer(engine: Any, runtime: StageRuntime) -> StageOptimizer:
+def stage_optimizer(ds: DeepSpeedAdapter, groups: RoleGroups, runtime: StageRuntime) -> StageOptimizer:
     """What carries out and copies the steps of ``runtime``."""
-    return _KINDS.get(type(runtime.attributes["optimizer"]), PlainOptimizer)(engine, runtime)
+    return _KINDS.get(type(runtime.attributes["optimizer"]), PlainOptimizer)(ds, groups, runtime)
 
 
 def is_sharded(wrapper: Any) -> bool:

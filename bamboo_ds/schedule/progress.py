@@ -21,7 +21,7 @@ class RoleProgress:
         backwards: backward passes whose gradients are in the owner's sum; 0 for a role just taken over.
         reduced: the role's reduced gradients are held, by its owner or because its shadow had received them.
             The role needs nothing more from its pipeline and counts as finished, whatever the counters say.
-        bare: the role was taken over: of the passes beyond ``forwards`` and ``backwards`` there are neither
+        state_only: the role was taken over: of the passes beyond ``forwards`` and ``backwards`` there are neither
             boundary tensors nor sums, also if it is reduced. See :func:`settle`.
 
     Raises:
@@ -31,7 +31,7 @@ class RoleProgress:
     forwards: int = 0
     backwards: int = 0
     reduced: bool = False
-    bare: bool = False
+    state_only: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.backwards <= self.forwards:
@@ -109,14 +109,14 @@ def settle(
         again = False
         for role, done in settled.items():
             lacking = role.stage in tied or not all(settled[each].reduced for each in layout.siblings(role))
-            if done.reduced and (lacking or (done.bare and needed(role))):
+            if done.reduced and (lacking or (done.state_only and needed(role))):
                 settled[role] = replace(done, reduced=False)
                 again = True
         for role in layout.roles if layout.slices > 1 else ():
             together = layout.slices_with(role)
             if layout.slice_of(role) == 0 and len({counters(each) for each in together}) > 1:
                 for each in together:
-                    settled[each] = RoleProgress(bare=settled[each].bare)
+                    settled[each] = RoleProgress(state_only=settled[each].state_only)
                 again = True
     return settled
 

@@ -89,8 +89,9 @@ class Trace:
         self.step = 0
         handlers = {kind: self._timed(kind.__name__, call) for kind, call in engine._INSTRUCTION_MAP.items()}
         type(engine)._INSTRUCTION_MAP = handlers
-        if hasattr(engine, "_run_redundant"):
-            type(engine)._run_redundant = self._timed("Redundant", type(engine)._run_redundant)
+        if hasattr(engine, "_parts"):
+            redundant = type(engine._parts.redundant)
+            redundant.run = self._timed("Redundant", redundant.run)
 
     def _timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def run(*arguments: Any, **keywords: Any) -> Any:

@@ -57,8 +57,9 @@ class Meter:
         for name in ("ForwardPass", "BackwardPass"):
             handlers[names[name]] = self._after(handlers[names[name]])
         type(engine)._INSTRUCTION_MAP = handlers
-        if hasattr(engine, "_run_redundant"):
-            type(engine)._run_redundant = self._after(type(engine)._run_redundant)
+        if hasattr(engine, "_parts"):
+            redundant = type(engine._parts.redundant)
+            redundant.run = self._after(redundant.run)
 
     @contextmanager
     def iteration(self, step: int) -> Iterator[None]:
@@ -72,8 +73,13 @@ class Meter:
         with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda saved: saved.tensor):
             yield
 
+    def _binding(self) -> Any:
+        """The roles of bamboo's engine; ``None``: it is stock's."""
+        parts = getattr(self._engine, "_parts", None)
+        return None if parts is None else parts.binding
+
     def _pack(self, tensor: torch.Tensor) -> _Saved:
-        binding = getattr(self._engine, "_binding", None)
+        binding = self._binding()
         saved = _Saved(tensor.detach(), binding is not None and not binding.current.owned)
         self._saved.add(saved)
         return saved
@@ -115,7 +121,7 @@ class Meter:
             return total
 
         sizes: dict[str, int] = {}
-        binding = getattr(self._engine, "_binding", None)
+        binding = self._binding()
         if binding is None:
             sizes.update(self._state("", count, self._engine.module, self._engine.optimizer, ()))
         else:

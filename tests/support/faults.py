@@ -1,12 +1,13 @@
 """Faults at exact places: a worker kills or stops itself at one point of one step.
 
 A fault is JSON: ``{"rank", "step", "at", "micro_batch", "signal", "stage", "evaluating", "healed", "after", "when",
-"pause"}``. ``at`` is the name of an instruction class, of an engine method with a leading dot, or with a leading ``@``
-of a place in the thread that writes the checkpoint of that step. With ``healed`` it waits from ``step`` on until every
-stage has a shadow, the plan has lost the slot ``after`` and the file ``when`` exists; in the main thread also until the
-worker has written its part of the last checkpoint, which would be lost with it. With ``pause`` it first waits so many
-seconds, in which the others come to where they need this worker. Before it strikes it leaves a file, so that a test can
-count it; in that file is the tag of the checkpoint.
+"pause"}``. ``at`` is the name of an instruction class, with a leading dot that of a method of the engine (``.name``) or
+of one of its parts (``.part.name``), or with a leading ``@`` of a place in the thread that writes the checkpoint of
+that step. With ``healed`` it waits from ``step`` on until every stage has a shadow, the plan has lost the slot
+``after`` and the file ``when`` exists; in the main thread also until the worker has written its part of the last
+checkpoint, which would be lost with it. With ``pause`` it first waits so many seconds, in which the others come to
+where they need this worker. Before it strikes it leaves a file, so that a test can count it; in that file is the tag of
+the checkpoint.
 """
 
 from __future__ import annotations
@@ -33,9 +34,11 @@ def install(engine: Any, faults: str, folder: str) -> None:
         if name.startswith("@"):
             _install_while_writing(engine, fault, Path(folder))
         elif name.startswith("."):
-            setattr(kind, name[1:], _wrapped(getattr(kind, name[1:]), fault, Path(folder)))
+            part, _, method = name[1:].rpartition(".")
+            owner = type(getattr(engine._parts, part)) if part else kind
+            setattr(owner, method, _wrapped(engine, getattr(owner, method), fault, Path(folder)))
         else:
-            handlers[known[name]] = _wrapped(handlers[known[name]], fault, Path(folder))
+            handlers[known[name]] = _wrapped(engine, handlers[known[name]], fault, Path(folder))
     kind._INSTRUCTION_MAP = handlers
 
 
@@ -100,32 +103,33 @@ def strike(fault: dict[str, Any], folder: Path, note: str = "") -> None:
 
 
 def _healed(engine: Any, fault: dict[str, Any]) -> bool:
-    plan, after = engine._plan, fault.get("after")
+    plan, after = engine._parts.epoch.plan, fault.get("after")
     return (
         None not in plan.shadows
-        and not engine._learners
+        and not engine._parts.copies.constructions
         and not any(member.startswith(f"m{after}-") for member in plan.members)
         and os.path.exists(fault.get("when", "/"))
     )
 
 
 def _due(engine: Any, fault: dict[str, Any]) -> bool:
+    parts = engine._parts
     if fault.get("healed"):
-        return engine._committed_steps >= fault["step"] and not engine._saves._saver.busy and _healed(engine, fault)
-    return bool(engine._committed_steps == fault["step"])
+        return parts.progress.steps >= fault["step"] and not parts.saves._saver.busy and _healed(engine, fault)
+    return bool(parts.progress.steps == fault["step"])
 
 
-def _wrapped(handler: Callable[..., Any], fault: dict[str, Any], folder: Path) -> Callable[..., Any]:
-    def run(engine: Any, *args: Any, **kwargs: Any) -> Any:
+def _wrapped(engine: Any, handler: Callable[..., Any], fault: dict[str, Any], folder: Path) -> Callable[..., Any]:
+    def run(owner: Any, *args: Any, **kwargs: Any) -> Any:
         at = kwargs.get("buffer_id", args[0] if args else None)
         here = (
             _due(engine, fault)
             and fault.get("micro_batch") in (None, at)
-            and fault.get("stage") in (None, engine._binding.current.role.stage)
-            and bool(fault.get("evaluating")) == engine._evaluating
+            and fault.get("stage") in (None, engine._parts.binding.current.role.stage)
+            and bool(fault.get("evaluating")) == engine._parts.progress.evaluating
         )
         if here and not (folder / mark(fault)).exists():
             strike(fault, folder)
-        return handler(engine, *args, **kwargs)
+        return handler(owner, *args, **kwargs)
 
     return run

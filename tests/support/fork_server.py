@@ -59,7 +59,7 @@ MODULES = (
     "bamboo_ds.control.agent.assembly",
     "bamboo_ds.control.agent.rejoin",
     "bamboo_ds.control.agent.waiting",
-    "bamboo_ds.engine.bamboo",
+    "bamboo_ds.engine.pipeline_engine",
     "bamboo_ds.launch",
     "bamboo_ds.launchers.join",
     "bamboo_ds.launchers.joined",

@@ -174,9 +174,10 @@ def exhaust(step: int) -> None:
 
     def check(layer: nn.Module, inputs: Any) -> None:
         engine = ENGINES[0] if ENGINES else None
-        if getattr(engine, "_committed_steps", None) != step:
+        parts = getattr(engine, "_parts", None)
+        if parts is None or parts.progress.steps != step:
             return
-        runtime = engine._binding.current
+        runtime = parts.binding.current
         if not runtime.owned and runtime.forwards == 2:
             raise torch.OutOfMemoryError("no memory is left, says the test")
 
@@ -211,7 +212,7 @@ def forgotten_optimizers(engine: Any) -> int:
     """DeepSpeed's optimizers in memory that belong to no role of this worker, nor to its script's."""
     gc.collect()
     kind = type(engine.optimizer)
-    known = {id(engine.optimizer), *(id(r.optimizer.wrapper) for r in engine._binding.runtimes.values())}
+    known = {id(engine.optimizer), *(id(r.optimizer.wrapper) for r in engine._parts.binding.runtimes.values())}
     return sum(type(each) is kind and id(each) not in known for each in gc.get_objects())
 
 
@@ -244,17 +245,18 @@ def dump(engine: Any, out: Path, rank: int, results: dict[str, Any], state_of: C
     """Everything that must equal an undisturbed run."""
     roles: dict[tuple[int, int], Any] = {}
     replicas: dict[tuple[int, int], Any] = {}
-    binding = getattr(engine, "_binding", None)
-    if binding is None:
+    parts = getattr(engine, "_parts", None)
+    if parts is None:
         # Every tensor slice of a copy of the model has a pipeline of its own.
         pipelines = torch.distributed.get_world_size() // engine.num_stages
         roles[rank % pipelines, engine.stage_id] = state_of(engine)
     else:
+        binding = parts.binding
         for runtime in binding.runtimes.values():
             binding.use(runtime)
             (roles if runtime.owned else replicas)[runtime.role.pipeline, runtime.role.stage] = state_of(engine)
             results["compiled"] = results.get("compiled", True) and compiled(engine)
-        binding.use(engine._home)
+        binding.use(binding.local)
         results["forgotten"] = forgotten_optimizers(engine)
     name = f"joined-{os.getpid()}" if joined() else f"result-{rank}"
     torch.save({**results, "roles": roles, "replicas": replicas}, out / f"{name}.pt")

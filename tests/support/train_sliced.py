@@ -79,9 +79,9 @@ def install_faults(engine: Any, faults: str, out: Path) -> None:
     mine = [f for f in inside if f["rank"] == int(os.environ["RANK"])]
 
     def before(place: str) -> None:
-        if engine._evaluating:
+        if engine._parts.progress.evaluating:
             return
-        runtime = engine._binding.current
+        runtime = engine._parts.binding.current
         m = runtime.forwards if place == "~forward" else runtime.backwards
         for fault in mine:
             here = fault["at"] == place and fault["micro_batch"] == m and module._due(engine, fault)

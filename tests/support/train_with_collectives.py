@@ -110,8 +110,8 @@ def main() -> None:
         if rank in OWN:
             mine = torch.tensor([rank + 1])
             work = dist.all_reduce(mine, group=own, async_op=True)
-            shadows = engine._plan.shadows if hasattr(engine, "_plan") else ()
-            if dies and rank == 0 and step > 8 and len(engine._plan.members) == RANKS - 1 and None not in shadows:
+            plan = engine._parts.epoch.plan if dies else None
+            if plan and rank == 0 and step > 8 and len(plan.members) == RANKS - 1 and None not in plan.shadows:
                 die(out, rank)
             work.wait()
             said["own"] = int(mine)

@@ -10,8 +10,8 @@ from __future__ import annotations
 from ..topology import Role
 
 
-class Doubts:
-    """What all members know of it alike: it follows from the commits of one epoch.
+class Mismatches:
+    """What all members know of them alike: it follows from the commits of one epoch.
 
     Args:
         every: iterations between two comparisons.

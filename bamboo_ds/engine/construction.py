@@ -1,14 +1,14 @@
-"""Copies of a role's state that are made while training goes on.
+"""Replicas under construction: copies of a role's state that are made while training goes on.
 
-A *learner* asks the role's owner for a snapshot. The owner takes one at its next boundary between two operations (a
-copy in host memory) and offers it; it travels in the background. Meanwhile the learner receives the reduced gradients
-of every iteration, as a shadow does, and keeps them. When the snapshot is there it is built and the kept iterations
-are performed on it, in order, by the same optimizer steps; then it is a replica like any other::
+The member that builds one asks the role's owner for a snapshot. The owner takes one at its next boundary between two
+operations (a copy in host memory) and offers it; it travels in the background. Meanwhile the builder receives the
+reduced gradients of every iteration, as a shadow does, and keeps them. When the snapshot is there it is built and the
+kept iterations are performed on it, in order, by the same optimizer steps; then it is a replica like any other::
 
     iteration   t       t+1     t+2     t+3     t+4
     owner       step    step    step    step    step
                  |snapshot of t ......v
-    learner     -       keep    keep    t+1 t+2 step
+    builder     -       keep    keep    t+1 t+2 step
                                         t+3
 """
 
@@ -32,7 +32,7 @@ from ..state.server import StateServer
 from ..topology import Role
 from .commit import Committed
 from .runtime import StageRuntime
-from .schedulers import Standing
+from .schedulers import SchedulerPosition
 
 #: Seconds without any progress of a transfer until it has failed. The owner offers the snapshot at the end of an
 #: operation, which may take long.
@@ -49,7 +49,7 @@ class Kept:
         layers: what the layers kept after the iteration's passes.
         trained: which parameters are trainable, if that has changed before the iteration.
         committed: what the commit agreed on.
-        before: where this member's own scheduler stood before the step.
+        before: position of this member's own scheduler before the step.
     """
 
     sequence: int
@@ -57,12 +57,12 @@ class Kept:
     layers: Tree
     trained: list[bool]
     committed: Committed
-    before: Standing
+    before: SchedulerPosition
 
 
 @dataclass
-class Learner:
-    """A copy that this member makes.
+class Construction:
+    """A replica that this member builds.
 
     Attributes:
         role: whose.
@@ -72,8 +72,8 @@ class Learner:
         incoming: reduced gradients, what the layers keep, and which parameters are trainable, of the current iteration.
         kept: iterations since the copy was begun that it does not contain yet.
         runtime: what is built from the snapshot, once that has arrived.
-        standings: where this member's own scheduler stood after each operation.
-        follows: whether the copy's scheduler stands where this member's own does.
+        positions: of this member's own scheduler, after each operation.
+        follows: whether the replica's scheduler has the position of this member's own.
     """
 
     role: Role
@@ -83,10 +83,10 @@ class Learner:
     incoming: tuple[list[torch.Tensor], Tree, list[bool]] | None = None
     kept: deque[Kept] = field(default_factory=deque)
     runtime: StageRuntime | None = None
-    standings: dict[int, Standing] = field(default_factory=dict)
+    positions: dict[int, SchedulerPosition] = field(default_factory=dict)
     follows: bool = False
 
-    def keep(self, sequence: int, committed: Committed, before: Standing) -> None:
+    def keep(self, sequence: int, committed: Committed, before: SchedulerPosition) -> None:
         """The iteration has committed. Without gradients the snapshot is taken after it and contains it."""
         if self.incoming is not None:
             self.kept.append(Kept(sequence, *self.incoming, committed, before))
@@ -97,14 +97,21 @@ class Learner:
         while self.kept and self.kept[0].sequence <= sequence:
             self.kept.popleft()
 
-    def standing(self, sequence: int) -> Standing | None:
-        """Where this member's own scheduler stood after operation ``sequence``, if that is known."""
-        known = max((s for s in self.standings if s <= sequence), default=None)
-        return self.standings[known] if known is not None else None
+    def position(self, sequence: int) -> SchedulerPosition | None:
+        """Position of this member's own scheduler after operation ``sequence``, if that is known."""
+        known = max((s for s in self.positions if s <= sequence), default=None)
+        return self.positions[known] if known is not None else None
+
+    def arrived(self) -> tuple[int, Any] | None:
+        """Operation and state of the snapshot, if it is there. Raises ``TransferError`` if the transfer failed."""
+        if not self.fetch.done():
+            return None
+        content = join(*self.fetch.result())
+        return content["sequence"], content["state"]
 
 
 class Snapshots:
-    """What this member offers to others: snapshots to learners, the history of the job to those that join.
+    """What this member offers to others: snapshots to build replicas from, the history of the job to those that join.
 
     Args:
         address: to listen on.
@@ -166,11 +173,3 @@ def snapshot_key(epoch: int, rank: int) -> str:
 def begin_fetch(key: str, place: Place, secret: JobSecret) -> Fetch:
     """Start to fetch the snapshot ``key`` from where its owner offers it."""
     return start_fetch(place.url, key, token=place.token, timeout_s=FETCH_TIMEOUT_S, secret=secret)
-
-
-def arrived(learner: Learner) -> tuple[int, Any] | None:
-    """Operation and state of the snapshot, if it is there. Raises ``TransferError`` if the transfer failed."""
-    if not learner.fetch.done():
-        return None
-    content = join(*learner.fetch.result())
-    return content["sequence"], content["state"]

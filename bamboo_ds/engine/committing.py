@@ -1,0 +1,88 @@
+"""The commit: one all-reduce over all members, with which an operation has taken place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..topology import Role
+from .accounts import Accounts
+from .commit import Committed, Contribution, Form, Measured, decode, encode
+from .data import Batches
+from .deepspeed_adapter import DeepSpeedAdapter
+from .exactness import ExactChecks
+from .records import CurrentEpoch, Progress
+from .runtime import RuntimeBinding, StageRuntime
+from .saving import Saves
+
+
+@dataclass(eq=False)
+class Commits:
+    """Enters commits for this member."""
+
+    ds: DeepSpeedAdapter
+    binding: RuntimeBinding
+    epoch: CurrentEpoch
+    progress: Progress
+    batches: Batches
+    accounts: Accounts
+    saves: Saves
+    checks: ExactChecks
+
+    def commit_iteration(self) -> None:
+        """Commit the iteration, all of whose gradients are reduced and replicated."""
+        self.batches.complete(self.ds.micro_batches)
+        self.epoch.transport.drain()
+        self.progress.entered = True
+        self.agree(encode(self.epoch.layout, self.form(), self._contribution()))
+
+    def agree(self, vector: torch.Tensor) -> None:
+        """Make the sum of ``vector`` (float64) over all members that of the commit of an operation.
+
+        Every member also tells the newest epoch that it could enter. When all know of a new one, all switch after
+        this operation. A member that may not commit now (see :mod:`bamboo_ds.control.fencing`) waits before it.
+        """
+        self.epoch.job.await_fence()
+        members = self.epoch.plan.members
+        told = torch.zeros(len(members), dtype=torch.float64)
+        told[members.index(self.epoch.member)] = self.epoch.job.boundary(self.saves.busy)
+        total = self.epoch.transport.all_reduce(torch.cat([vector, told])).tolist()
+        self.epoch.job.await_fence()  # what was on its way for long may come too late
+        self.epoch.switch_due = min(total[len(vector) :]) > self.epoch.plan.epoch
+        self.progress.vector = tuple(total[: len(vector)])
+
+    def decoded(self) -> Committed:
+        """What the commit of an iteration has agreed on."""
+        assert self.progress.vector is not None
+        return decode(self.epoch.layout, self.form(), self.progress.vector)
+
+    def form(self) -> Form:
+        """What an iteration's commit consists of."""
+        losses = 1 + len(self.ds.module.get_additional_losses() or {})
+        return Form(losses, self.binding.local.optimizer.norms, self._accounted())
+
+    def _accounted(self) -> int:
+        """Micro-batches of a pipeline that the commit accounts for."""
+        return self.ds.micro_batches if self.accounts.on else 0
+
+    def is_complete(self, runtime: StageRuntime) -> bool:
+        """Whether there is all that the commit needs of a role. One cloned from another pipeline lacks its own's."""
+        stage, last = runtime.role.stage, self.epoch.layout.stages - 1
+        if runtime.reduced is None or (stage == last and runtime.reduced_loss is None):
+            return False
+        return stage not in (0, last) or len(runtime.consumed) >= self._accounted()
+
+    def _contribution(self) -> Contribution:
+        losses: dict[int, Sequence[float]] = {}
+        measured: dict[Role, Measured] = {}
+        consumed = {r.role: r.checksums() for r in self.binding.owned() if r.consumed}
+        for runtime in self.binding.owned():
+            if runtime.reduced_loss is not None:
+                losses[runtime.role.pipeline] = runtime.reduced_loss.tolist()
+            assert runtime.measured is not None
+            measured[runtime.role] = runtime.measured
+        mismatches = [r.role for r in self.binding.replicas() if not r.valid]
+        ahead = sum(replica.forwards for replica in self.binding.replicas()) - self.checks.redone
+        return Contribution(losses, measured, ahead, mismatches, consumed)

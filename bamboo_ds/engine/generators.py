@@ -1,0 +1,48 @@
+"""Random numbers of a role's passes and steps, wherever these run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ..topology import Layout, Role
+from .deepspeed_adapter import DeepSpeedAdapter
+from .records import Progress
+from .rng import Drawing, drawing_seed, keyed_attributes, keyed_generators
+from .runtime import StageRuntime
+
+
+class RoleGenerators:
+    """Random numbers of roles' passes and steps.
+
+    Args:
+        ds: DeepSpeed's engine.
+        layout: the logical world.
+        progress: with the seed, equal on all members.
+    """
+
+    def __init__(self, ds: DeepSpeedAdapter, layout: Layout, progress: Progress) -> None:
+        self._ds, self._layout, self._progress = ds, layout, progress
+
+    @contextmanager
+    def keyed(self, drawing: Drawing, runtime: StageRuntime, micro_batch: int = 0) -> Iterator[None]:
+        """In the body random numbers are those of the role of ``runtime``, equal on its owner and its shadow.
+
+        All slices draw the same. Copies of the model draw different numbers in their passes; in a step they draw the
+        same ones, if they all update the same parameters. In backward passes only torch's generators are keyed, and
+        those that layers have themselves.
+
+        Args:
+            runtime: is bound.
+        """
+        layout, role = self._layout, runtime.role
+        same = drawing is Drawing.STEP and not layout.sharded
+        everywhere = Role(0 if same else layout.copy_of(role), role.stage)
+        seed = drawing_seed(drawing, self._progress.seed, self._ds.global_steps, everywhere, micro_batch)
+        others = drawing is not Drawing.BACKWARD
+        with keyed_generators(seed, self._ds.device, layout.slice_of(role), others):
+            if not runtime.layers.generators:
+                yield
+                return
+            with keyed_attributes(runtime.layers.generators, seed):
+                yield

@@ -1,0 +1,179 @@
+"""The parts of an engine, put together: each is given what it needs, and knows of no other."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from deepspeed.runtime.pipe.engine import PipelineEngine
+
+from ..comm.script import ScriptCollectives
+from ..config import BambooConfig
+from ..topology import Layout, Role
+from .accounts import Accounts
+from .beats import Beats
+from .boundaries import Boundaries
+from .bubbles import IdleTimes
+from .building import StageBuilder
+from .checkpointing import Checkpoints, End
+from .committing import Commits
+from .construction import Construction, Snapshots
+from .copies import Copies
+from .data import Batches, Dataset
+from .deepspeed_adapter import DeepSpeedAdapter
+from .evaluation import Evaluation
+from .exactness import ExactChecks
+from .flags import FLAGS, flags_here
+from .generators import RoleGenerators
+from .groups import RoleGroups
+from .history import History
+from .joining import Joining
+from .layers import Layers
+from .loading import Loader
+from .mismatches import Mismatches
+from .monitors import Monitors
+from .passes import Passes
+from .records import CurrentEpoch, Progress
+from .recovery import RecoveryProtocol
+from .reduction import Reduction
+from .redundant import RedundantPasses
+from .replay import Replay
+from .replication import Replication
+from .resuming import Resuming
+from .runtime import RuntimeBinding, StageRuntime
+from .saving import HostCopyEngine, Saves
+from .schedulers import Pristine
+from .script_calls import ScriptCalls
+from .slices import SlicedPasses, mode_for
+from .steps import Steps
+from .supply import BatchSupply
+from .takeover import Takeover
+from .tied import tied_stages
+from .training import Training
+from .wrappers import stage_optimizer
+
+if TYPE_CHECKING:
+    from ..launch import Job
+
+
+class Parts:
+    """What the engine delegates to; see :mod:`bamboo_ds.engine` for who calls whom.
+
+    Args:
+        engine: built by DeepSpeed.
+        job: this process's job.
+        settings: the block.
+        layout: the logical world.
+
+    Raises:
+        UnsupportedError: the script's scheduler cannot be copied, or its checkpoint engine not be replaced.
+    """
+
+    def __init__(self, engine: PipelineEngine, job: Job, settings: BambooConfig, layout: Layout) -> None:
+        self.job, self.layout = job, layout
+        self.ds = ds = DeepSpeedAdapter(engine)
+        redundancy, channel, session = settings.redundancy, job.channel, job.session
+        mode = mode_for(redundancy.mode, layout, ds.global_rank)
+        ds.send_whole()
+        ds.fwd_outputs = []
+
+        # What is shared.
+        self.groups = groups = RoleGroups(session, layout)
+        local = StageRuntime(layout.role(ds.global_rank), owned=not channel.joiner)
+        self.binding = binding = RuntimeBinding(engine, local)
+        local.layers, local.optimizer = Layers(local.module), stage_optimizer(ds, groups, local)
+        self.epoch = epoch = CurrentEpoch(job, layout, mode.eager_backward)
+        self.progress = progress = Progress(torch.initial_seed())
+        history, batches, idle = History(layout.slices), Batches(layout.slices), IdleTimes()
+        beats, generators = Beats(job, progress), RoleGenerators(ds, layout, progress)
+        self.accounts = accounts = Accounts(settings.observe.ledger, session.member)
+        brought = ds.client_lr_scheduler is not None and ds.lr_scheduler is not None
+        pristine = Pristine(ds.lr_scheduler, ds.basic_optimizer) if brought else None
+        #: Settings of the process that decide how tensors are computed, equal on all members.
+        self.flags = flags_here(ds.device)
+        answers = {History.PREFIX: history.answer, FLAGS: lambda _: json.dumps(self.flags)}
+        snapshots = Snapshots(session.address, settings.topology.transfer_mb_per_s, answers, channel.secret)
+        constructions: dict[Role, Construction] = {}
+        host = ds.checkpoint_engine = HostCopyEngine(ds.checkpoint_engine)
+        self.saves = saves = Saves(job, settings.checkpoint, host, history)
+        self.collectives = collectives = ScriptCollectives(
+            session, lambda: self.script.place(), lambda: self.script.recover(), lambda told: self.script.tell(told)
+        )
+        dataset = _dataset_of(ds, layout)
+        self.supply = supply = BatchSupply(ds, binding, epoch, progress, batches, accounts, dataset, ds.data_iterator)
+
+        # Passes, reduction, commit, step.
+        self.reduction = reduction = Reduction(ds, binding, tied_stages(ds.module))
+        self.builder = builder = StageBuilder(ds, layout, groups, binding, pristine)
+        stops = redundancy.on_mismatch == "stop"
+        self.checks = checks = ExactChecks(ds, stops, binding, epoch, progress, reduction, builder, beats)
+        self.slices = slices = SlicedPasses(ds, groups, binding)
+        self.passes = passes = Passes(
+            ds, layout, binding, progress, batches, accounts, slices, generators, idle, checks
+        )
+        retains = mode.replicas or layout.slices > 1
+        self.boundaries = boundaries = Boundaries(ds, binding, epoch, progress, idle, retains)
+        self.redundant = redundant = RedundantPasses(
+            ds, redundancy, mode, binding, epoch, progress, batches, passes, boundaries, idle, checks
+        )
+        self.commits = commits = Commits(ds, binding, epoch, progress, batches, accounts, saves, checks)
+        verify_every = redundancy.verify_every if mode.replicas else 0
+        self.steps = steps = Steps(ds, layout, groups, binding, progress, generators, verify_every)
+        mismatches = Mismatches(redundancy.verify_every)
+        self.replication = replication = Replication(
+            binding, epoch, progress, boundaries, steps, constructions, mismatches
+        )
+
+        # Takeover, copies, replay.
+        self.copies = copies = Copies(binding, epoch, progress, builder, steps, snapshots, constructions)
+        self.joining = joining = Joining(job, binding, progress, history, saves, accounts, checks)
+        self.recovery = recovery = RecoveryProtocol(
+            *(ds, binding, epoch, progress, reduction.tied_stages, builder, boundaries, replication),
+            *(commits, copies, supply, saves, history, collectives, joining, checks),
+        )
+        self.takeover = takeover = Takeover(binding, epoch, progress, recovery, replication, checks, collectives, beats)
+        self.resuming = resuming = Resuming(epoch, progress, history, joining)
+        self.loader = loader = Loader(ds, layout, groups, binding, progress, copies, replication, pristine)
+        report = partial(channel.report_layout, layout, mode.replicas)
+        self.report_layout = partial(report, dataset is None)
+        self.replay = replay = Replay(job, progress, history, joining, resuming, loader, takeover, self.report_layout)
+        self.script = ScriptCalls(binding, epoch, progress, replay, takeover, collectives)
+
+        # What the script calls.
+        self.training = Training(
+            *(ds, redundancy, mode, binding, epoch, progress, supply, replay, takeover, redundant),
+            *(commits, steps, replication, copies, checks, saves, history, beats),
+        )
+        self.evaluation = Evaluation(
+            *(ds, binding, epoch, progress, supply, replay, takeover, passes, commits, copies, saves),
+            *(history, beats, report),
+        )
+        self.checkpoints = Checkpoints(
+            *(ds, groups, binding, epoch, progress, replay, takeover, commits, copies, loader, saves, history),
+            settings.checkpoint.asynchronous,
+        )
+        self.end = End(epoch, progress, commits, saves)
+        ds.monitor = Monitors(ds.monitor, ds.global_rank, session, lambda: not joining.active and epoch.leads)
+
+    def leave(self) -> None:
+        """The script has ended."""
+        self.script.leave()  # nothing is computed with what the script has changed after its last call
+        with self.script.inside():
+            if not self.joining.active:
+                self.takeover.run(self.end)
+            self.copies.close()
+            self.saves.close()
+
+
+def _dataset_of(ds: DeepSpeedAdapter, layout: Layout) -> Dataset | None:
+    """The ``training_data`` of ``deepspeed.initialize``, if it was given."""
+    data: Any = ds.training_data
+    if not data:
+        return None
+    size = ds.micro_batch_size()
+    dataset = Dataset(data, layout.copies, size, lambda sampler: ds.loader_of(data, data_sampler=sampler))
+    if ds.data_iterator is not None:  # DeepSpeed opens one at the ends of a pipeline
+        dataset.adopt(ds.grid.data_parallel_id, ds.data_iterator)
+    return dataset

@@ -1,0 +1,209 @@
+"""The engine that ``deepspeed.initialize`` returns for a job with a ``"bamboo"`` block.
+
+It is DeepSpeed's ``PipelineEngine``: the methods that scripts call, those that DeepSpeed itself calls and that do
+something else here, and the map of instructions. All of them delegate to the engine's parts (:mod:`.parts`).
+
+What is not an object of its own is so because torch and DeepSpeed have it so: the process's job and session
+(``launch.current_job``, one set of process groups per process), DeepSpeed's buffers of activation checkpointing
+(:mod:`.recomputing`), the default random number generators (:mod:`.rng`), and the attributes that DeepSpeed's methods
+read and set on the engine (:mod:`.runtime`, :mod:`.deepspeed_adapter`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from deepspeed.runtime.pipe import schedule as stock
+from deepspeed.runtime.pipe.engine import PipelineEngine
+
+from .. import schedule
+from ..comm.inner import use_for_cuda
+from ..config import bamboo_config
+from ..errors import ConfigError
+from ..launch import current_job
+from ..launched import checked_steps
+from ..stages import built
+from ..supported import check_config, check_schedule, layout_of
+from .parts import Parts
+from .refusals import check_hooks, check_layers, check_optimizer_hooks
+from .starting import start
+from .tied import loading_alone
+from .wrappers import is_sharded
+
+
+def _by(find: Callable[[Parts], Callable[..., None]]) -> Callable[..., None]:
+    """An instruction's handler: the method that ``find`` gives, with the instruction's arguments."""
+
+    def execute(engine: BambooPipelineEngine, **arguments: Any) -> None:
+        find(engine._parts)(**arguments)
+
+    return execute
+
+
+class BambooPipelineEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed is untyped
+    """DeepSpeed's ``PipelineEngine`` whose iterations survive the loss of members.
+
+    ``train_batch``, ``eval_batch``, ``save_checkpoint`` and ``load_checkpoint`` have DeepSpeed's signatures and
+    results. They raise :class:`~bamboo_ds.errors.FatalLoss` when a stage has no holder left.
+    """
+
+    #: ``None`` while DeepSpeed's constructor runs, which calls some of the methods below.
+    _parts: Parts = None  # type: ignore[assignment]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        job = current_job()
+        config = kwargs.get("config")
+        module: Any = kwargs.get("model")
+        settings = bamboo_config(config)
+        assert settings is not None
+        exact = settings.redundancy.steps_to_check(checked_steps(os.environ))
+        check_config(config)
+        check_schedule()
+        use_for_cuda(settings.comm.cuda_backend)
+        layout = layout_of(module)
+        job.check_first_engine()
+        check_layers(module)
+        check_hooks(module)
+        built(module, module.stage_id)
+        super().__init__(*args, **kwargs)
+        if self.has_moe_layers:
+            raise ConfigError('mixture-of-experts layers are not supported together with "bamboo" yet')
+        check_optimizer_hooks(self.basic_optimizer)
+        job.settings = settings
+        layout = replace(layout, sharded=layout.copies > 1 and is_sharded(self.optimizer))
+        self._parts = parts = Parts(self, job, settings, layout)
+        job.has_engine = True
+        with job.channel.activity.at_work():
+            start(parts, exact)
+        job.session.script = parts.collectives
+        parts.script.leave()
+
+    # -- what scripts call --------------------------------------------------------------------------------
+
+    def train_batch(self, data_iter: Any = None) -> Any:
+        """As DeepSpeed's; a member that joins gets the results of iterations that were done before it came."""
+        with self._parts.script.inside():
+            return self._parts.training.train_batch(data_iter)
+
+    def eval_batch(
+        self,
+        data_iter: Any,
+        return_logits: bool = False,
+        compute_loss: bool = True,
+        reduce_output: str | None = "avg",
+        bcast_loss: bool = True,
+        num_micro_batches: int | None = None,
+    ) -> Any:
+        """As DeepSpeed's; an evaluation that a loss interrupts is done again with the same batches."""
+        with self._parts.script.inside():
+            return self._parts.evaluation.eval_batch(
+                data_iter, return_logits, compute_loss, reduce_output, bcast_loss, num_micro_batches
+            )
+
+    def save_checkpoint(
+        self,
+        save_dir: str,
+        tag: Any = None,
+        client_state: dict[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """As DeepSpeed's. The folder of the checkpoint appears when it is complete, never before.
+
+        It returns after a copy to host memory (``bamboo.checkpoint.asynchronous``); a failure to write is an event.
+
+        Returns:
+            Whether the checkpoint is being written, or complete if it was waited for.
+
+        Raises:
+            CheckpointError: ``tag`` cannot name a checkpoint inside ``save_dir``.
+        """
+        with self._parts.script.inside():
+            return self._parts.checkpoints.save(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
+
+    def load_checkpoint(self, load_dir: str, tag: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        """As DeepSpeed's; replicas get the loaded state too. Call it before or between iterations.
+
+        A member that joins gets the newest checkpoint that the job has written since, if that is in ``load_dir``, and
+        goes on from there.
+        """
+        with self._parts.script.inside():
+            return self._parts.checkpoints.load(load_dir, tag, *args, **kwargs)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """As DeepSpeed's, for the modules of all roles that this member has or gets."""
+        if self._parts.builder.compiled_with is None:
+            with self._parts.builder.compiling():
+                super().compile(*args, **kwargs)
+
+    # -- what DeepSpeed calls -----------------------------------------------------------------------------
+
+    def _exec_schedule(self, pipe_schedule: Any) -> None:
+        self._parts.training.run_iteration()  # in place of DeepSpeed's
+
+    def _aggregate_total_loss(self) -> torch.Tensor:
+        return self._parts.training.mean_loss()
+
+    def _next_batch(self) -> Any:
+        return self._parts.passes.next_batch()
+
+    def _take_model_step(self, lr_kwargs: Any) -> None:
+        self._parts.steps.take_model_step(lr_kwargs)
+
+    def clip_fp32_gradients(self) -> None:
+        """As DeepSpeed's, without collectives."""
+        self._parts.steps.clip_gradients()
+
+    def _report_progress(self, step: int) -> None:
+        if self._parts is None or self._parts.binding.current.owned:
+            super()._report_progress(step)
+
+    def load_universal_checkpoint(self) -> bool:
+        """As DeepSpeed's: whether checkpoints are universal ones; those that the job has saved itself are not."""
+        may_be = self._parts is None or self._parts.loader.universal
+        return may_be and bool(super().load_universal_checkpoint())
+
+    def load_module_state_dict(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """As DeepSpeed's, without collectives."""
+        with loading_alone(self.module, checkpoint, self._curr_ckpt_path, self.checkpoint_engine):
+            super().load_module_state_dict(checkpoint, *args, **kwargs)
+
+    def _copy_recovery_script(self, save_path: str) -> None:
+        os.makedirs(save_path, exist_ok=True)  # the checkpoint itself comes later
+        super()._copy_recovery_script(save_path)
+
+    if hasattr(PipelineEngine, "curriculum_enabled_legacy"):
+
+        def curriculum_enabled_legacy(self) -> bool:
+            """As DeepSpeed's before 0.19, which asks in a pass too, to hand the sequence length to the model.
+
+            Layers of pipelines do not take it: DeepSpeed spares them by the name of its own engine's class.
+            """
+            passing = self._parts is not None and self._parts.slices.passing
+            return not passing and bool(super().curriculum_enabled_legacy())
+
+    _INSTRUCTION_MAP = {
+        stock.LoadMicroBatch: _by(lambda parts: parts.passes.load),
+        stock.ForwardPass: _by(lambda parts: parts.passes.forward),
+        stock.BackwardPass: _by(lambda parts: parts.passes.backward),
+        stock.SendActivation: _by(lambda parts: parts.boundaries.send_activations),
+        stock.RecvActivation: _by(lambda parts: parts.boundaries.recv_activations),
+        stock.SendGrad: _by(lambda parts: parts.boundaries.send_grads),
+        stock.RecvGrad: _by(lambda parts: parts.boundaries.recv_grads),
+        stock.ReduceTiedGrads: _by(lambda parts: parts.reduction.reduce_tied),
+        stock.ReduceGrads: _by(lambda parts: parts.reduction.reduce),
+        stock.OptimizerStep: _by(lambda parts: parts.steps.step_owned),
+        schedule.UseRole: _by(lambda parts: parts.passes.use_role),
+        schedule.FillBubble: _by(lambda parts: parts.redundant.fill_bubble),
+        schedule.RedundantForward: _by(lambda parts: parts.redundant.run_next),
+        schedule.ResendActivation: _by(lambda parts: parts.boundaries.resend_activation),
+        schedule.ResendGrad: _by(lambda parts: parts.boundaries.resend_grad),
+        schedule.SendReplica: _by(lambda parts: parts.replication.send),
+        schedule.RecvReplica: _by(lambda parts: parts.replication.receive),
+        schedule.Commit: _by(lambda parts: parts.commits.commit_iteration),
+        schedule.StepReplica: _by(lambda parts: parts.replication.step),
+    }

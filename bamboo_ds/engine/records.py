@@ -1,0 +1,148 @@
+"""The two records that the parts of the engine share: what holds for an epoch, and how far the job is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ..comm.transport import Transport
+from ..schedule import Decision, RoleProgress
+from ..topology import Layout, Plan, Role
+from .commit import Committed
+from .lanes import Lanes
+from .schedulers import SchedulerPosition
+
+if TYPE_CHECKING:
+    from ..launch import Job
+
+
+class CurrentEpoch:
+    """The epoch that this member is in: its plan, and the streams between its members.
+
+    Args:
+        job: this process's job.
+        layout: the logical world.
+        shadow_gradients: whether gradients are also sent to shadows.
+
+    Attributes:
+        channel: to the agent.
+        session: the data plane.
+        member: this member's id.
+        plan, lanes, transport: those of the epoch; there are none before :meth:`enter`.
+        begun: whether this member has entered an epoch.
+        switch_due: all members know of a newer plan that waits for the next boundary.
+    """
+
+    plan: Plan
+    lanes: Lanes
+    transport: Transport
+
+    def __init__(self, job: Job, layout: Layout, shadow_gradients: bool) -> None:
+        self.job, self.layout = job, layout
+        self.channel, self.session, self.member = job.channel, job.session, job.session.member
+        self._shadow_gradients = shadow_gradients
+        self.begun = self.switch_due = False
+
+    def enter(self, plan: Plan) -> None:
+        """Attach to ``plan``'s epoch and open its lanes.
+
+        Raises:
+            EpochChanged: it has ended meanwhile.
+        """
+        if self.begun:
+            self.transport.close()
+        self.job.enter(plan)
+        self.plan = plan
+        self.switch_due = False
+        lanes = Lanes(plan, self._shadow_gradients)
+        self.transport = Transport.open(self.session, lanes.all())
+        self.lanes, self.begun = lanes, True  # those of the transport, also if it could not be opened
+
+    @property
+    def leads(self) -> bool:
+        """Whether this member owns the role of rank 0, whose owner speaks for the job."""
+        return self.plan.owners[0] == self.member
+
+    def owns(self, role: Role) -> bool:
+        """Whether this member computes ``role``."""
+        return self.plan.owner(role) == self.member
+
+    def shadows(self, role: Role) -> bool:
+        """Whether this member holds the replica of ``role``."""
+        return self.plan.shadow(role) == self.member
+
+
+@dataclass
+class Recovery:
+    """What a recovery has agreed on and taken over, and its times in seconds on this member's clock.
+
+    Attributes:
+        decision: how the interrupted operation goes on.
+        noticed: when the loss was noticed (a plan arrived or an operation failed).
+        planned: until the plan was there.
+        rebuilt: from the plan until everybody had agreed what to do.
+        forwards_redone: passes of the roles taken over that their lost owners may have done already.
+        backwards_redone: the same of backward passes.
+    """
+
+    decision: Decision
+    noticed: float
+    planned: float
+    rebuilt: float
+    forwards_redone: int
+    backwards_redone: int
+
+
+@dataclass
+class Progress:
+    """How far the job is, and the operation under way.
+
+    Attributes:
+        seed: of the generators of passes and steps, equal on all members.
+        sequence: operations (iterations, evaluations, saves) committed so far, equal on all members.
+        steps: iterations committed so far.
+        consumed: micro-batches of each pipeline that committed iterations have used.
+        vector: sum of the last commit all-reduce.
+        committed: the same, decoded, of the current iteration.
+        entered: everything that the current operation's commit needs of this member is there.
+        resumed: the current operation was interrupted, and goes on from what there was.
+        evaluating: an evaluation runs.
+        taken_over: roles that this member has taken over since the last operation ended.
+        recovery: the last recovery, until it is reported.
+        pending: what a recovery has decided, for the operation under way or the next one.
+        position: where the scheduler of the local role stood when the iteration began.
+        changed: names of parameters, buffers and numbers of the local role that the script has changed since the last
+            iteration began; their holders elsewhere get them with that iteration's end.
+    """
+
+    seed: int
+    sequence: int = 0
+    steps: int = 0
+    consumed: int = 0
+    vector: tuple[float, ...] | None = None
+    committed: Committed | None = None
+    entered: bool = False
+    resumed: bool = False
+    evaluating: bool = False
+    taken_over: set[Role] = field(default_factory=set)
+    recovery: Recovery | None = None
+    pending: Decision | None = None
+    position: SchedulerPosition | None = None
+    changed: set[str] = field(default_factory=set)
+
+    @property
+    def agreed(self) -> Committed:
+        """What the commit of the current iteration has agreed on."""
+        assert self.committed is not None
+        return self.committed
+
+    def end_operation(self) -> None:
+        """The operation under way is finished."""
+        self.entered = False
+        self.taken_over.clear()
+        self.sequence += 1
+
+    def go_on_from(self, decision: Decision) -> None:
+        """The next operation begins as ``decision`` of a recovery between two operations says."""
+        begun = any(done != RoleProgress() for done in decision.progress.values())
+        self.pending = decision if begun or decision.behind or decision.mode == "commit" else None

@@ -1,0 +1,94 @@
+"""Reduction of gradients: over the stages that share weights, then over the pipelines."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from deepspeed import comm as dist
+
+from .deepspeed_adapter import DeepSpeedAdapter
+from .refusals import check_gradients
+from .runtime import RuntimeBinding, StageRuntime
+from .tied import tied_weights
+
+
+@dataclass(eq=False)
+class Reduction:
+    """Reduces the gradients of this member's roles.
+
+    With several pipelines the sums of a role stay untouched until the iteration commits: a member lost during a
+    reduction makes the others repeat it from them.
+    """
+
+    ds: DeepSpeedAdapter
+    binding: RuntimeBinding
+    tied_stages: Collection[int]
+
+    def reduce_tied(self) -> None:
+        """Sum the gradients of the pipeline's tied weights into ``runtime.tied`` of this member's roles there."""
+        runtime = self.binding.current
+        roles = [r for r in self.binding.owned() if r.role.pipeline == runtime.role.pipeline]
+        if not self.tied_stages or runtime is not roles[-1]:
+            return
+        parts: dict[tuple[str, str], list[tuple[StageRuntime, int, torch.Tensor]]] = {}
+        for each in roles:
+            self.binding.use(each)
+            places = {id(p): i for i, p in enumerate(each.trainable())}
+            sums = each.optimizer.local() if each.role.stage in self.tied_stages else []
+            for key, attribute, weight in tied_weights(self.ds.module):
+                place = places.get(id(weight))
+                if place is not None:
+                    own = each.optimizer.part(sums, weight)
+                    parts.setdefault((key, attribute), []).append((each, place, own))
+        for (key, _), holders in sorted(parts.items(), key=lambda item: item[0]):
+            (first, place, gradient), *others = holders
+            total = first.tied[place] = gradient.clone()
+            for _, _, addend in others:
+                total.add_(addend)
+            module: Any = first.module
+            dist.all_reduce(total, group=module.tied_comms[key]["group"])
+            for each, place, _ in others:
+                each.tied[place] = total.clone()
+
+    def reduce(self) -> None:
+        """Average the gradients over the pipelines into ``runtime.reduced`` of all roles of this stage."""
+        runtime = self.binding.current
+        # A collective counts a member once: roles of one stage are summed here and reduced with the last of them.
+        same = [r for r in self.binding.owned() if r.role.stage == runtime.role.stage]
+        if runtime is not same[-1] or all(r.reduced is not None for r in same):
+            return
+        sums = []
+        for each in same:
+            self.binding.use(each)
+            check_gradients(each.module)
+            sums.append(self.local_sums(each))
+            if self.ds.is_last_stage():
+                each.reduced_loss = self.losses()
+        # Even one pipeline alone reduces: in another precision the sums are rounded.
+        rounds = any(g.dtype != self.ds.communication_data_type for g in sums[0])
+        if (self.ds.is_data_parallel or rounds) and self.ds.reduces_gradients:
+            total = same[-1].optimizer.average(sums)
+            sums = [total, *([g.clone() for g in total] for _ in same[1:])]
+        for each, reduced in zip(same, sums, strict=True):
+            self.binding.use(each)
+            each.measured = each.optimizer.measure(reduced)
+            each.reduced = each.optimizer.keep(reduced)
+
+    def local_sums(self, runtime: StageRuntime) -> list[torch.Tensor]:
+        """What the bound ``runtime`` gives to the reduction over the pipelines."""
+        sums = runtime.optimizer.local()
+        if not runtime.tied:
+            return sums
+        parameters = runtime.trainable()
+        found = runtime.optimizer.replaced(sums, {id(parameters[i]): total for i, total in runtime.tied.items()})
+        runtime.tied.clear()
+        return found
+
+    def losses(self) -> torch.Tensor:
+        """Mean loss and mean additional losses of the bound role's pipeline, as float64."""
+        found = [self.ds.total_loss, *(self.ds.total_additional_losses or {}).values()]
+        scaled = [self.ds.scaled_by_micro_batches(x) for x in found]
+        return torch.stack([x.detach().reshape(()).double().cpu() for x in scaled])

@@ -1,0 +1,89 @@
+"""The start of an engine in the job: into its first epoch with all others, or on the way into a running job."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from typing import TYPE_CHECKING
+
+from .. import plan_change
+from ..errors import EpochChanged, ProtocolError
+from ..observe import logs
+from .flags import compare_flags
+from .handshake import StartReport
+
+if TYPE_CHECKING:
+    from .parts import Parts
+
+logger = logging.getLogger("bamboo_ds")
+
+
+def start(parts: Parts, exact: int) -> None:
+    """Take part in the job.
+
+    Args:
+        parts: of this member's engine.
+        exact: how many first steps are to be checked, as this member's configuration has it.
+
+    Raises:
+        ConfigError: members compute with different settings.
+        ProtocolError: the plan is for another logical world.
+    """
+    job, role = parts.job, parts.binding.local.role
+    logs.set_context(role=str(role))
+    if job.channel.joiner:
+        _connect_local(parts)
+        job.at_finish = parts.leave
+        parts.joining.begin(parts.flags)
+        return
+    parts.report_layout()
+    plan = job.channel.wait_plan(job.session.epoch, job.session.timeout.total_seconds())
+    parts.recovery.agreed = plan.members
+    parts.recovery.enter(plan)
+    plan_change.begin(plan)
+    job.lost_at = None
+    if plan.world != parts.layout:
+        raise ProtocolError(f"the plan is for {plan.world}, this engine has {parts.layout}")
+    _connect_local(parts)
+    parts.supply.connect({})
+    agreed = _agree(parts, exact)
+    try:
+        parts.copies.copy_state(parts.layout.roles)
+        parts.copies.tell_replicas()
+    except EpochChanged as error:
+        # Others may be in their first operation already. This member's recovers, with the copies that are complete.
+        logger.info("interrupted at the end of building: %s", error)
+    job.at_finish = parts.leave
+    if agreed.resumed is not None:
+        parts.resuming.begin(*agreed.resumed)
+
+
+def _connect_local(parts: Parts) -> None:
+    """Give the script's own stage groups whose names are equal on all members."""
+    role = parts.binding.local.role
+    parts.groups.install(role, parts.ds.grid)
+    parts.groups.connect_ties(parts.ds.module, role)
+
+
+def _agree(parts: Parts, exact: int) -> StartReport:
+    """Tell all others how this member would begin, and begin as the one that leads does."""
+    plan = parts.epoch.plan
+    mine = StartReport(
+        seed=parts.progress.seed,
+        nonce=secrets.token_hex(4),
+        resumed=parts.resuming.find() if parts.epoch.leads else None,
+        ledger=parts.accounts.folder,
+        exact=exact,
+        flags=parts.flags,
+    )
+    told = parts.epoch.transport.exchange(mine.to_json())
+    reports = {member: StartReport.from_json(text) for member, text in told.items()}
+    leads = plan.owners[0]
+    agreed = reports[leads]
+    compare_flags({member: report.flags for member, report in reports.items()}, leads)
+    parts.flags.clear()
+    parts.flags.update(agreed.flags)
+    parts.progress.seed, parts.saves.nonce = agreed.seed, agreed.nonce
+    parts.accounts.begin(agreed.nonce, agreed.ledger)
+    parts.checks.begin(agreed.exact)
+    return agreed

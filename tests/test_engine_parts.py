@@ -1,0 +1,230 @@
+"""Parts of the engine, each alone: what members do at a recovery, and what crosses the boundaries of stages."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from bamboo_ds.engine.boundaries import Boundaries
+from bamboo_ds.engine.bubbles import IdleTimes
+from bamboo_ds.engine.lanes import Lanes
+from bamboo_ds.engine.records import Progress
+from bamboo_ds.engine.recovery import RecoveryProtocol
+from bamboo_ds.engine.runtime import StageRuntime
+from bamboo_ds.errors import FatalLoss
+from bamboo_ds.schedule import Decision, RoleProgress
+from bamboo_ds.topology import Layout, Plan, Role, initial_plan, takeover, with_redundancy
+
+STAGES = 4
+MICRO_BATCHES = 6
+
+
+def plan_of(layout: Layout) -> Plan:
+    return with_redundancy(initial_plan([f"m{rank}" for rank in range(layout.size)]), layout, True)
+
+
+class Binding:
+    """The runtimes of a member, none of which is bound to anything."""
+
+    def __init__(self, plan: Plan, member: str) -> None:
+        self.dropped: list[Role] = []
+        self.runtimes = {
+            role: StageRuntime(role, owned=plan.owner(role) == member, attributes={"pipe_buffers": {}})
+            for role in (*plan.owned_by(member), *plan.shadowed_by(member))
+        }
+        for runtime in self.runtimes.values():
+            runtime.optimizer = SimpleNamespace(clear=lambda: None, abandon_pass=lambda: None)  # type: ignore[assignment]
+        self.current = next(iter(self.runtimes.values()))
+
+    def owned(self) -> list[StageRuntime]:
+        return [runtime for runtime in self.runtimes.values() if runtime.owned]
+
+    def drop(self, role: Role) -> None:
+        self.dropped.append(role)
+        del self.runtimes[role]
+
+    def refresh(self) -> None:
+        pass
+
+    reload = refresh
+
+
+def member_of(plan: Plan, member: str) -> RecoveryProtocol:
+    """A member's part of recoveries, with its runtimes under ``plan``."""
+    nothing: Any = SimpleNamespace()
+    copies = SimpleNamespace(drop_incoming=lambda: None)
+    job = SimpleNamespace(newest_checkpoint=lambda plan: None)
+    found: Any = SimpleNamespace(
+        ds=SimpleNamespace(micro_batches=MICRO_BATCHES),
+        binding=Binding(plan, member),
+        epoch=SimpleNamespace(job=job, layout=plan.world, member=member, plan=plan),
+        progress=Progress(seed=1),
+        copies=copies,
+    )
+    fields = RecoveryProtocol.__dataclass_fields__
+    return RecoveryProtocol(**{n: getattr(found, n, nothing) for n, field in fields.items() if field.init})
+
+
+# -- roles --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("victim", range(STAGES))
+def test_roles_that_are_taken_over(victim: int) -> None:
+    """The shadow of the lost stage owns it, and is told from the owners that have all of their iteration."""
+    before = plan_of(Layout(1, STAGES))
+    after = takeover(before, [f"m{victim}"])
+    heir = after.owner(Role(0, victim))
+    for member in after.members:
+        found = member_of(before, member)
+        found.binding.runtimes[before.shadowed_by(member)[0]].forwards = 3
+        found.take_over_roles(after)
+        runtimes = found.binding.runtimes
+        assert {role for role, runtime in runtimes.items() if runtime.owned} == set(after.owned_by(member))
+        assert set(runtimes) == {*after.owned_by(member), *after.shadowed_by(member)}
+        assert found.progress.taken_over == ({Role(0, victim)} if member == heir else set())
+        found.take_over_roles(after)  # the recovery was interrupted
+        assert found.progress.taken_over == ({Role(0, victim)} if member == heir else set())
+
+
+def test_a_replica_that_differs_is_not_taken_over() -> None:
+    before = plan_of(Layout(1, STAGES))
+    found = member_of(before, "m0")
+    found.binding.runtimes[Role(0, 1)].valid = False
+    with pytest.raises(FatalLoss) as error:
+        found.take_over_roles(takeover(before, ["m1"]))
+    assert error.value.stages == ((0, 1),) and error.value.members == ("m1",)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_role_without_a_holder_is_cloned_from_another_pipeline(sharded: bool) -> None:
+    """Where optimizers are partitioned over the pipelines there is nothing to clone."""
+    before = plan_of(Layout(2, 2, sharded=sharded))
+    role, twin = Role(0, 0), Role(1, 0)
+    found = member_of(before, before.owner(twin))
+    cloned = []
+
+    def clone(source: StageRuntime, wanted: Role) -> StageRuntime:
+        cloned.append((source.role, wanted))
+        found.binding.runtimes[wanted] = StageRuntime(wanted, owned=False)
+        return found.binding.runtimes[wanted]
+
+    found.builder.clone = clone  # type: ignore[method-assign]
+    owners = list(before.owners)
+    owners[before.world.rank(role)] = found.epoch.member
+    after = replace(before, owners=tuple(owners))
+    if sharded:
+        with pytest.raises(FatalLoss):
+            found.take_over_roles(after)
+        return
+    found.take_over_roles(after)
+    assert cloned == [(twin, role)] and found.progress.taken_over == {role}
+
+
+# -- progress -----------------------------------------------------------------------------------------------
+
+
+def test_what_of_a_reduction_is_kept() -> None:
+    plan = plan_of(Layout(1, STAGES))
+    found = member_of(plan, "m1")
+    found.progress.entered = True
+    for runtime in found.binding.runtimes.values():
+        runtime.reduced, runtime.reduced_loss = [torch.ones(1)], torch.ones(1)
+    found._drop_reductions({Role(0, s): RoleProgress(reduced=s == 2) for s in range(STAGES)})
+    kept = {role.stage: runtime.reduced is not None for role, runtime in found.binding.runtimes.items()}
+    assert kept == {1: False, 2: True} and not found.progress.entered
+
+
+@pytest.mark.parametrize(
+    ("known", "partial", "again"),
+    [
+        (RoleProgress(2, 1), False, False),
+        (RoleProgress(2, 1), True, True),
+        (RoleProgress(), False, True),
+        (RoleProgress(reduced=True), True, False),
+    ],
+)
+def test_which_passes_are_done_again(known: RoleProgress, partial: bool, again: bool) -> None:
+    """Those that the others count on are kept; a pass that was interrupted in its middle is not one."""
+    found = member_of(plan_of(Layout(1, STAGES)), "m1")
+    (runtime,) = found.binding.owned()
+    runtime.forwards, runtime.backwards, runtime.partial_pass = 2, 1, partial
+    found.begin_again({runtime.role: known})
+    assert (runtime.forwards, runtime.backwards) == ((0, 0) if again else (2, 1))
+    assert not (again and runtime.partial_pass)
+
+
+def test_passes_that_a_takeover_repeats() -> None:
+    """Those that the neighbours of the lost owner have seen the results of."""
+    before = plan_of(Layout(1, STAGES))
+    after = takeover(before, ["m1"])
+    found = member_of(before, "m0")
+    found.take_over_roles(after)
+    progress = {Role(0, 0): RoleProgress(5, 2), Role(0, 1): RoleProgress(3, 0, state_only=True)}
+    progress |= {Role(0, 2): RoleProgress(4, 3), Role(0, 3): RoleProgress(3, 3)}
+    assert found._redone(after, Decision(0, "resume", progress=progress)) == (1, 2)
+    progress[Role(0, 2)] = RoleProgress(reduced=True)
+    assert found._redone(after, Decision(0, "resume", progress=progress)) == (MICRO_BATCHES - 3, 2)
+    assert found._redone(after, Decision(0, "commit", progress=progress)) == (0, 0)
+
+
+# -- boundaries ---------------------------------------------------------------------------------------------
+
+
+class Mailboxes:
+    """A transport among members of one process."""
+
+    def __init__(self) -> None:
+        self.lanes: dict[str, deque[Any]] = defaultdict(deque)
+
+    def send(self, lane: Any, sequence: int, payload: Any) -> None:
+        self.lanes[lane.name].append((sequence, payload))
+
+    def recv(self, lane: Any, sequence: int) -> Any:
+        number, payload = self.lanes[lane.name].popleft()
+        assert number == sequence
+        return payload
+
+    def arrival(self, lane: Any) -> float | None:
+        return None
+
+
+@pytest.mark.parametrize("retain", [False, True])
+def test_boundaries(retain: bool) -> None:
+    """What was sent is kept for a new owner of its receiver; inputs that arrive collect gradients."""
+    plan, mail = plan_of(Layout(1, 3)), Mailboxes()
+    made = []
+    for stage in range(3):
+        binding: Any = SimpleNamespace(current=StageRuntime(Role(0, stage), owned=True))
+        ds: Any = SimpleNamespace(pipe_buffers={"inputs": [None] * 2}, grad_layer=None)
+        epoch: Any = SimpleNamespace(plan=plan, lanes=Lanes(plan, shadow_gradients=True), transport=mail)
+        made.append(Boundaries(ds, binding, epoch, Progress(seed=1), IdleTimes(), retain))
+    first, second, third = made
+    outputs = first.binding.current.activations
+    outputs[0] = (torch.ones(2), torch.ones(2, dtype=torch.int64))
+    first.send_activations(0)
+    assert (0 in outputs) == retain
+    second.recv_activations(0)
+    floating, whole = second.ds.pipe_buffers["inputs"][0]
+    assert floating.requires_grad and floating.is_leaf and not whole.requires_grad
+    gradients = third.binding.current.gradients
+    gradients[0] = torch.full((2,), 3.0)
+    third.send_grads(0)
+    second.recv_grads(0)
+    assert second.ds.grad_layer.tolist() == [3.0, 3.0] and (0 in gradients) == retain
+    assert [name for name, sent in mail.lanes.items() if sent] == ["shadow_gradient (0,1)"]
+    if not retain:
+        return
+    third.progress.resumed = True  # shadows do no backward passes in what is resumed
+    third.send_grads(0)
+    third.resend_grad(0)
+    first.resend_activation(0)
+    assert {name: len(sent) for name, sent in mail.lanes.items()} == {
+        "activation (0,1)": 1,
+        "gradient (0,1)": 2,
+        "shadow_gradient (0,1)": 1,
+    }

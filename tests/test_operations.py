@@ -1,0 +1,239 @@
+"""Operations, losses at every place of them, and what members tell each other then; without a job."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from bamboo_ds.control.messages import Place
+from bamboo_ds.engine.accounts import Consumed, LedgerReport
+from bamboo_ds.engine.handshake import MemberReport, RoleReport, ScriptReport, decision_of, lost_changes, newest_of
+from bamboo_ds.engine.operation import Outcome
+from bamboo_ds.engine.records import Progress, Recovery
+from bamboo_ds.engine.takeover import Takeover
+from bamboo_ds.errors import EpochChanged
+from bamboo_ds.schedule import Decision, RoleProgress
+from bamboo_ds.topology import Layout, Role, initial_plan, with_redundancy
+
+LAYOUT = Layout(1, 2)
+PLAN = with_redundancy(initial_plan(["a", "b"]), LAYOUT, True)
+FRESH = {role: RoleProgress() for role in LAYOUT.roles}
+BEGUN = {role: RoleProgress(2, 1) for role in LAYOUT.roles}
+#: How a recovery of member "a" may end.
+RESUME = Decision(0, "resume", progress=BEGUN)
+COMMIT = Decision(0, "commit", progress=BEGUN)
+BEHIND = Decision(1, "resume", ("a",), (1.0,), FRESH)
+LOSS = EpochChanged("another loss")
+
+
+class Operation:
+    """Notes what becomes of it; interrupted as often as it is told to be."""
+
+    draws = watched = False
+    takes_steps = goes_on = True
+
+    def __init__(self, progress: Progress, losses: int = 0) -> None:
+        self._progress, self._losses = progress, losses
+        self.done: list[Any] = []
+
+    def run(self, progress: Any) -> None:
+        self._do("run" if progress is None else "resume")
+
+    def commit(self) -> None:
+        self._do("commit")
+
+    def _do(self, what: str) -> None:
+        self.done.append((what, self._progress.resumed))
+        if self._losses:
+            self._losses -= 1
+            raise LOSS
+        self._progress.vector = (2.0,)
+
+    def repeatable(self) -> bool:
+        return True
+
+    def finish(self, outcome: Outcome) -> None:
+        self.done.append((outcome, self._progress.vector))
+
+
+class Member:
+    """The loop of one member, whose recoveries end as ``recoveries`` says."""
+
+    def __init__(self, *recoveries: Decision | EpochChanged, aborted: str | None = None) -> None:
+        self.progress, self.events = Progress(seed=1), []  # type: ignore[var-annotated]
+        self._recoveries = list(recoveries)
+        self.boundary: list[str] = []
+        self.losses_at_boundary = 0
+        channel = SimpleNamespace(
+            activity=SimpleNamespace(at_work=nullcontext), event=lambda kind, **_: self.events.append(kind)
+        )
+        self.epoch: Any = SimpleNamespace(
+            channel=channel,
+            session=SimpleNamespace(aborted=aborted),
+            layout=LAYOUT,
+            plan=PLAN,
+            member="a",
+            switch_due=False,
+            transport=SimpleNamespace(close=lambda: None),
+        )
+        nothing: Any = SimpleNamespace(use=lambda _: None, local=None, begin_gap=self.boundary.append)
+        self.takeover = Takeover(
+            nothing,
+            self.epoch,
+            self.progress,
+            SimpleNamespace(run=self._recover),  # type: ignore[arg-type]
+            nothing,
+            SimpleNamespace(end_iteration=self._end_iteration),  # type: ignore[arg-type]
+            nothing,
+            SimpleNamespace(busy=lambda _: nullcontext()),  # type: ignore[arg-type]
+        )
+
+    def _recover(self) -> Decision:
+        found = self._recoveries.pop(0)
+        if isinstance(found, EpochChanged):
+            raise found
+        self.progress.recovery = Recovery(found, 0.0, 0.0, 0.0, 0, 0)
+        self.progress.taken_over.add(Role(0, 1))
+        return found
+
+    def _end_iteration(self, outcome: Outcome) -> None:
+        if self.losses_at_boundary:
+            self.losses_at_boundary -= 1
+            raise LOSS
+
+    def run(self, losses: int = 0) -> list[Any]:
+        operation = Operation(self.progress, losses)
+        self.takeover.run(operation)
+        assert not self._recoveries and self.boundary == [self.progress.sequence]
+        assert not self.progress.entered
+        return operation.done
+
+
+def test_an_undisturbed_operation() -> None:
+    member = Member()
+    assert member.run() == [("run", False), (Outcome.COMMITTED, (2.0,))]
+    assert member.progress.sequence == 1 and member.progress.pending is None and member.events == []
+
+
+@pytest.mark.parametrize("interrupted", range(3))
+@pytest.mark.parametrize("then", [RESUME, COMMIT, BEHIND], ids=["resume", "commit", "behind"])
+def test_a_loss_in_an_operation(interrupted: int, then: Decision) -> None:
+    """Also where other losses interrupt the recoveries from it: what the last recovery says is done."""
+    member = Member(*[LOSS] * interrupted, then)
+    done = member.run(losses=1)
+    assert done[0] == ("run", False) and member.progress.taken_over == set()
+    if then is BEHIND:
+        assert done[1:] == [(Outcome.BEHIND, (1.0,))]
+        # It is about the next operation, and is reported when that is over.
+        assert member.progress.pending == Decision(1, "resume", (), (1.0,), FRESH)
+        assert member.progress.recovery is not None and member.events == []
+    else:
+        assert done[1:] == [(then.mode, True), (Outcome.COMMITTED, (2.0,))]
+        assert member.progress.pending is None and member.events == ["recovered"]
+
+
+@pytest.mark.parametrize("decisions", list(itertools.product([RESUME, COMMIT], repeat=3)))
+def test_losses_in_what_is_resumed(decisions: tuple[Decision, ...]) -> None:
+    member = Member(*decisions)
+    done = member.run(losses=3)
+    assert done == [("run", False), *((each.mode, True) for each in decisions), (Outcome.COMMITTED, (2.0,))]
+    assert member.events == ["recovered"]
+
+
+def test_a_loss_before_an_operation() -> None:
+    """It was noticed in the script: nothing is attempted before the recovery."""
+    member = Member(COMMIT, aborted="a plan arrived")
+    assert member.run() == [("commit", True), (Outcome.COMMITTED, (2.0,))]
+
+
+@pytest.mark.parametrize(
+    ("then", "pending"), [(RESUME, True), (COMMIT, True), (Decision(1, "resume", progress=FRESH), False)]
+)
+def test_a_loss_between_two_operations(then: Decision, pending: bool) -> None:
+    """The next one begins as the recovery has decided; roles that were taken over stay so until it ends."""
+    member = Member(then)
+    member.losses_at_boundary = 1
+    assert member.run() == [("run", False), (Outcome.COMMITTED, (2.0,))]
+    assert member.progress.pending == (then if pending else None)
+    assert member.progress.taken_over == {Role(0, 1)} and member.progress.sequence == 1
+
+
+def test_a_new_plan_at_a_boundary() -> None:
+    member = Member(Decision(1, "resume", progress=FRESH))
+    member.epoch.switch_due = True
+    member.run()
+    assert member.events == ["reconfigured"] and member.progress.recovery is None
+
+
+# -- reports ------------------------------------------------------------------------------------------------
+
+
+def report(**changes: Any) -> MemberReport:
+    known: dict[str, Any] = {
+        "step": 3,
+        "entered": False,
+        "roles": (RoleReport(role=(0, 0), forwards=2, backwards=1, reduced=False, state_only=False),),
+        "commit": (0.1, 2.0),
+        "received": {"0": {"inputs": 1, "labels": 0}},
+        "repeatable": True,
+        "stale": False,
+        "replicas": (1,),
+        "place": Place(url="http://127.0.0.1:1", token="t"),
+        "joining": False,
+        "history": 3,
+        "steps": 3,
+        "ahead": 0,
+        "consumed": 12,
+        "seed": 2**64 - 1,
+        "nonce": "n",
+        "accounts": LedgerReport(folder="/l", last=Consumed(3, 3, ((1, 2), (3, 4)), None)),
+        "script": ScriptReport(gap=3, done={"world": 1}, open=0),
+        "changed": False,
+        "exact": 0,
+    }
+    return MemberReport(**{**known, **changes})
+
+
+def test_a_report_arrives_as_it_was() -> None:
+    """Every bit of a number, also of one that JSON does not know."""
+    mine = report(commit=(0.1 + 0.2, 5e-324, math.inf, -math.inf, -0.0))
+    found = MemberReport.from_json(mine.to_json())
+    assert found == mine and math.copysign(1, found.commit[-1]) == -1  # type: ignore[index]
+    nan = MemberReport.from_json(report(commit=(math.nan,)).to_json())
+    assert nan.commit is not None and math.isnan(nan.commit[0])
+
+
+@pytest.mark.parametrize("damage", [('"step":3', '"step":"x"'), ('"seed"', '"sead"'), ('"joining":false,', "")])
+def test_a_report_of_another_form_is_refused(damage: tuple[str, str]) -> None:
+    text = report().to_json()
+    assert damage[0] in text
+    with pytest.raises(ValueError, match="validation error"):
+        MemberReport.from_json(text.replace(*damage))
+
+
+def test_a_decision_from_reports() -> None:
+    """Only a commit that every member can enter again is repeated; members that join have no part in it."""
+    done = {"forwards": 4, "backwards": 4, "reduced": True, "state_only": False}
+    entered = {
+        name: report(entered=True, roles=(RoleReport(role=(0, stage), **done),))  # type: ignore[arg-type]
+        for stage, name in enumerate("ab")
+    }
+    joiner = report(joining=True, roles=(), step=0, history=0)
+    assert decision_of({**entered, "c": joiner}, LAYOUT, 4, ()).mode == "commit"
+    entered["b"] = entered["b"].model_copy(update={"repeatable": False})
+    again = decision_of({**entered, "c": joiner}, LAYOUT, 4, ())
+    assert again.mode == "resume" and all(each.reduced for each in again.progress.values())
+    newest, places = newest_of({**entered, "c": joiner, "d": report(history=2)})
+    assert newest.history == 3 and len(places) == 2
+
+
+def test_changes_that_died_with_their_stage() -> None:
+    taken = RoleReport(role=(0, 1), forwards=0, backwards=0, reduced=False, state_only=True)
+    mine = report(roles=(*report().roles, taken))
+    assert lost_changes({"a": mine}) == []
+    assert lost_changes({"a": mine.model_copy(update={"changed": True})}) == [(0, 1)]
