@@ -1,4 +1,4 @@
-"""What a user can do about the errors of gRPC that come of wrong TLS settings."""
+"""Cures for gRPC errors that wrong TLS settings cause."""
 
 from __future__ import annotations
 
@@ -20,5 +20,5 @@ _CURES = (
 
 
 def advice(error: str) -> str:
-    """The end of a sentence that goes with the text of ``error``; empty if there is nothing to say."""
+    """Advice for ``error``, as the end of a sentence; empty if there is none."""
     return next((f"; {cure}" for pattern, cure in _CURES if re.search(pattern, error)), "")

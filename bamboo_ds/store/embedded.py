@@ -1,4 +1,4 @@
-"""The embedded etcd: one local process for jobs that have no cluster at hand."""
+"""The embedded etcd: one local process, for jobs without an etcd cluster."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ def etcd_command(binary: Path, data_dir: str, client: str, peer: str = SOCKETS[1
     """The command line of a single-node etcd for one job.
 
     Clients reach it at the URL ``client``; a single node has no use for ``peer`` but must have it. :data:`SOCKETS` are
-    in its working directory. Its short heartbeats allow leases down to 1 s. Nothing is ever read back from its disk
-    after a crash of the machine, so it need not wait for it.
+    in its working directory. Its short heartbeats allow leases down to 1 s. Its data need not survive a crash of the
+    machine, so it does not wait for the disk.
     """
     command = [
         str(binary),
@@ -108,7 +108,7 @@ class _Socket(http.client.HTTPConnection):
 
 
 def _request(url: str, path: str, body: dict[str, str] | None = None) -> bytes:
-    """What the etcd at ``url`` answers to a GET, or to a POST of ``body``; raises ``OSError`` or ``HTTPException``."""
+    """Answer of the etcd at ``url`` to a GET, or to a POST of ``body``; raises ``OSError`` or ``HTTPException``."""
     parts = urlsplit(url)
     connection: http.client.HTTPConnection
     if parts.scheme == "unix":
@@ -123,7 +123,7 @@ def _request(url: str, path: str, body: dict[str, str] | None = None) -> bytes:
 
 
 def _protect(url: str, user: str, password: str) -> None:
-    """Have the etcd at ``url`` refuse everybody without ``password``. ``user`` must be ``root``, says etcd."""
+    """Make the etcd at ``url`` demand ``password``. etcd requires ``user`` to be ``root``."""
     steps: tuple[tuple[str, dict[str, str]], ...] = (
         ("/v3/auth/user/add", {"name": user, "password": password}),
         ("/v3/auth/role/add", {"name": user}),
@@ -176,7 +176,7 @@ class EmbeddedEtcd:
     Args:
         address: the address to serve clients on, by TCP; ``None``: only processes of this user on this host reach it,
             by a socket in its folder. Nothing else is bound.
-        credentials: name (``root``, which etcd insists on) and password without which it serves nobody.
+        credentials: name (``root``, which etcd requires) and password, which it then demands of all clients.
         timeout_s: seconds within which it must be healthy.
     """
 
