@@ -5,16 +5,12 @@ from __future__ import annotations
 import os
 import sys
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .config import BLOCK, BambooConfig, bamboo_config, config_path_from_argv, load_config
 from .errors import ConfigError
 from .variables import ENV_CONFIG, ENV_LAUNCH, ENV_MEMBER
 from .worker import HOW_TO_START
-
-if TYPE_CHECKING:
-    from .worker.job import Job as Job
-    from .worker.job import current_job as current_job
 
 #: Default of DeepSpeed and torch for operations of a process group.
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
@@ -109,10 +105,3 @@ def _disable_shared_memory_collectives() -> None:
 
     backend: Any = sys.modules["deepspeed.comm.torch"]
     backend.build_shm_op = lambda: None
-
-
-def __getattr__(name: str) -> Any:
-    """What has moved to :mod:`.worker.job`."""
-    from .worker import job
-
-    return getattr(job, name)

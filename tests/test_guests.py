@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from bamboo_ds.control.access import open_store
-from bamboo_ds.control.membership import Keys, LeftRecord, MemberRecord, StopRecord
-from bamboo_ds.control.mirror import Mirror
+from bamboo_ds.control.registry.access import open_store
+from bamboo_ds.control.registry.keys import Keys
+from bamboo_ds.control.registry.mirror import Mirror
+from bamboo_ds.control.registry.records import LeftRecord, MemberRecord, StopRecord
 from bamboo_ds.launchers.joined import JoinedMembers, exit_code
 from bamboo_ds.secret import JobSecret
 from bamboo_ds.store import Store

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from bamboo_ds.control.messages import Place
+from bamboo_ds.control.registry.records import PeerAddress
 from bamboo_ds.engine.accounts import Consumed, LedgerReport
 from bamboo_ds.engine.handshake import MemberReport, RoleReport, ScriptReport, decision_of, lost_changes, newest_of
 from bamboo_ds.engine.operation import Outcome
@@ -183,7 +183,7 @@ def report(**changes: Any) -> MemberReport:
         "repeatable": True,
         "stale": False,
         "replicas": (1,),
-        "place": Place(url="http://127.0.0.1:1", token="t"),
+        "place": PeerAddress(url="http://127.0.0.1:1", token="t"),
         "joining": False,
         "history": 3,
         "steps": 3,

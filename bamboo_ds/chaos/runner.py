@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
-from ..control.membership import MemberRecord
-from ..control.worker_process import reap_adopted
+from ..control.registry.records import MemberRecord
+from ..processes import reap_adopted
 from .faults import GIVEN_UP, HIT_ELSEWHERE, Fault, FaultRecord, Kind
 from .injections import Impossible, Injection, Kill, Notify, Obey, Partition, Raise, Stop
 from .joiners import Join, JoinCommand

@@ -20,9 +20,9 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from ..control.worker_process import adopt_orphans
 from ..launchers import jobs
 from ..observe.events import Event, MemberJoined, MemberLost, PlanWritten, Recovered, Step, Takeover, parse_event
+from ..processes import adopt_orphans
 from .demo_jobs import DemoJob, start_bamboo, start_stock
 from .demo_view import Grid, View
 from .options import read_job

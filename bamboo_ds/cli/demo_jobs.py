@@ -13,9 +13,9 @@ from functools import partial
 from pathlib import Path
 from types import TracebackType
 
-from ..control.worker_process import die_with_parent, end_descendants
 from ..errors import LaunchError
 from ..launchers.network import free_port
+from ..processes import die_with_parent, end_descendants
 
 #: Seconds without a line of output or an event after which a job counts as hanging.
 SILENCE_S = 120.0

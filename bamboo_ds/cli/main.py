@@ -12,8 +12,9 @@ from typing import Any
 
 import click
 
-from ..control.access import check_secret, open_store
-from ..control.membership import Keys, StopRecord
+from ..control.registry.access import check_secret, open_store
+from ..control.registry.keys import Keys
+from ..control.registry.records import StopRecord
 from ..errors import BambooError, ConfigError, LaunchError
 from ..launchers import jobs
 from ..launchers.network import LOOPBACK

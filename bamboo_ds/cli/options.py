@@ -16,9 +16,10 @@ from typing import Any
 import click
 
 from ..config import BLOCK, BambooConfig, bamboo_config, config_path_from_argv, load_config
-from ..control.access import open_store
-from ..control.agent_settings import MemberOptions, script_command
-from ..control.mirror import Mirror
+from ..control.agent.command import script_command
+from ..control.registry.access import open_store
+from ..control.registry.mirror import Mirror
+from ..control.settings import MemberOptions
 from ..errors import ConfigError
 from ..launchers import jobs
 from ..launchers.network import LOOPBACK

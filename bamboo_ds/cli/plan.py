@@ -9,8 +9,8 @@ import click
 from pydantic import BaseModel, ConfigDict
 from rich.table import Table
 
-from ..control.mirror import Mirror
-from ..control.reconfiguration import ready_copies
+from ..control.leader.boundary import ready_copies
+from ..control.registry.mirror import Mirror
 from ..errors import ConfigError
 from ..launchers import jobs
 from ..topology import (

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pydantic import BaseModel, ConfigDict
 from rich.table import Table
 
-from ..control.membership import LeftRecord, MemberRecord, in_slot_order, slot_of
-from ..control.mirror import Mirror
+from ..control.registry.keys import slot_of
+from ..control.registry.mirror import Mirror
+from ..control.registry.records import LeftRecord, MemberRecord, in_slot_order
 from ..topology.plan import Plan
 
 

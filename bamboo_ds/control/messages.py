@@ -14,9 +14,6 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 from ..topology.plan import Plan
 from .registry.records import LayoutRecord, PeerAddress, StoreRecord, SuspicionRecord, WorkerState
 
-#: Old name.
-Place = PeerAddress
-
 
 class Message(BaseModel):
     """Base of all channel messages."""

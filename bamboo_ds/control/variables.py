@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from ..variables import ENV_ADDRESS as ENV_ADDRESS
+from ..variables import ENV_CHECK_EXACT as ENV_CHECK_EXACT
+from ..variables import ENV_JOB as ENV_JOB
+from ..variables import ENV_MEMBER as ENV_MEMBER
+
 #: The worker's end of the channel.
 ENV_FD = "BAMBOO_CHANNEL_FD"
-ENV_MEMBER = "BAMBOO_MEMBER"
-ENV_JOB = "BAMBOO_JOB"
-ENV_ADDRESS = "BAMBOO_ADDRESS"
 ENV_HEARTBEAT_TIMEOUT = "BAMBOO_HEARTBEAT_TIMEOUT"
 ENV_JOINER = "BAMBOO_JOINER"
 #: Number of the job's restart that the worker belongs to; not set before the first one.
@@ -15,5 +17,3 @@ ENV_RESTARTS = "BAMBOO_RESTART_COUNT"
 ENV_RESTART_FROM = "BAMBOO_RESTART_FROM"
 #: Settings that the command line gives in place of those of the script's block: JSON, values by path.
 ENV_OVERRIDES = "BAMBOO_OVERRIDES"
-#: Number of steps that are checked, in place of ``redundancy.check_exact``.
-ENV_CHECK_EXACT = "BAMBOO_CHECK_EXACT"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from .records import Progress
 
 if TYPE_CHECKING:
-    from ..launch import Job
+    from ..worker.job import Job
 
 #: A worker hangs when an instruction takes so many times as long as the longest so far, and at least so many seconds.
 HANG_FACTOR = 10.0

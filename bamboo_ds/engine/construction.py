@@ -24,7 +24,7 @@ from typing import Any
 import aiohttp.web  # noqa: F401  # the server's; loading it takes time that a recovery does not have
 import torch
 
-from ..control.messages import Place
+from ..control.registry.records import PeerAddress
 from ..secret import JobSecret
 from ..state import Tree, join, split
 from ..state.fetch import Fetch, start_fetch
@@ -77,7 +77,7 @@ class Construction:
     """
 
     role: Role
-    source: tuple[str, Place]
+    source: tuple[str, PeerAddress]
     fetch: Fetch
     begun: float = field(default_factory=time.monotonic)
     incoming: tuple[list[torch.Tensor], Tree, list[bool]] | None = None
@@ -134,7 +134,7 @@ class Snapshots:
         self._server = StateServer(address, rate_mb_per_s, token=token, secret=secret)
         for prefix, answer in answers.items():
             self._server.answer(prefix, answer)
-        self.place = Place(url=self._server.url, token=token)
+        self.place = PeerAddress(url=self._server.url, token=token)
         self._wanted: set[Role] = set()
         self._offered: dict[Role, str] = {}
 
@@ -170,6 +170,6 @@ def snapshot_key(epoch: int, rank: int) -> str:
     return f"{epoch}/{rank}"
 
 
-def begin_fetch(key: str, place: Place, secret: JobSecret) -> Fetch:
+def begin_fetch(key: str, place: PeerAddress, secret: JobSecret) -> Fetch:
     """Start to fetch the snapshot ``key`` from where its owner offers it."""
     return start_fetch(place.url, key, token=place.token, timeout_s=FETCH_TIMEOUT_S, secret=secret)

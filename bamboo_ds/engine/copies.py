@@ -169,7 +169,7 @@ class Copies:
 
     def tell_replicas(self) -> None:
         """Tell the control plane which epoch this member has entered and which replicas it holds."""
-        self.epoch.channel.standing(self.epoch.plan.epoch, self.replicas(), self.snapshots.place)
+        self.epoch.channel.report_state(self.epoch.plan.epoch, self.replicas(), self.snapshots.place)
 
     def close(self) -> None:
         """End."""

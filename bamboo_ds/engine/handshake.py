@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 from typing_extensions import Self
 
-from ..control.messages import Place
+from ..control.registry.records import PeerAddress
 from ..schedule import Decision, MemberRecord, RoleProgress, decide, settle
 from ..topology import Layout, Role
 from .accounts import LedgerReport
@@ -108,7 +108,7 @@ class MemberReport(_Report):
     repeatable: bool
     stale: bool
     replicas: tuple[int, ...]
-    place: Place
+    place: PeerAddress
     joining: bool
     history: int
     steps: int
@@ -153,7 +153,7 @@ def decision_of(reports: Reports, layout: Layout, micro_batches: int, tied: Coll
     return replace(found, mode="resume", progress=settle(layout, micro_batches, found.progress, tied))
 
 
-def newest_of(reports: Reports) -> tuple[MemberReport, list[Place]]:
+def newest_of(reports: Reports) -> tuple[MemberReport, list[PeerAddress]]:
     """The report of a member that knows all that the job has done, and where all such members offer it."""
     told = [report for report in reports.values() if not report.joining]
     newest = max(told, key=lambda report: (report.history, report.step))

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ..control.messages import Place
+from ..control.registry.records import PeerAddress
 from ..errors import ProtocolError, TransferError
 from ..schedule import Decision
 from ..state.fetch import fetch
@@ -29,7 +29,7 @@ from .runtime import RuntimeBinding
 from .saving import Saves
 
 if TYPE_CHECKING:
-    from ..launch import Job
+    from ..worker.job import Job
 
 logger = logging.getLogger("bamboo_ds")
 
@@ -57,7 +57,7 @@ class Joining:
     checks: ExactChecks
     active: bool = field(default=False, init=False)
     target: int | None = field(default=None, init=False)
-    sources: Sequence[Place] = field(default=(), init=False)
+    sources: Sequence[PeerAddress] = field(default=(), init=False)
 
     def begin(self, flags: Mapping[str, str]) -> None:
         """The engine is built; from now on the script's calls are replayed.
@@ -84,7 +84,7 @@ class Joining:
         """What a member of the job answers to ``key``."""
         channel, failures = self.job.channel, []
         for timeout_s in _ASK_TIMEOUTS_S:
-            for place in self.sources or channel.wait_places(self.job.settings.recovery.plan_timeout_s):
+            for place in self.sources or channel.wait_peers(self.job.settings.recovery.plan_timeout_s):
                 try:
                     return fetch(place.url, key, token=place.token, timeout_s=timeout_s, secret=channel.secret)[0]
                 except TransferError as error:

@@ -55,7 +55,7 @@ from .training import Training
 from .wrappers import stage_optimizer
 
 if TYPE_CHECKING:
-    from ..launch import Job
+    from ..worker.job import Job
 
 
 class Parts:

@@ -24,10 +24,10 @@ from .. import schedule
 from ..comm.inner import use_for_cuda
 from ..config import bamboo_config
 from ..errors import ConfigError
-from ..launch import current_job
-from ..launched import checked_steps
 from ..stages import built
 from ..supported import check_config, check_schedule, layout_of
+from ..variables import checked_steps
+from ..worker.job import current_job
 from .parts import Parts
 from .refusals import check_hooks, check_layers, check_optimizer_hooks
 from .starting import start
@@ -60,6 +60,7 @@ class BambooPipelineEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed i
         module: Any = kwargs.get("model")
         settings = bamboo_config(config)
         assert settings is not None
+        settings = settings.overridden(job.channel.overrides)
         exact = settings.redundancy.steps_to_check(checked_steps(os.environ))
         check_config(config)
         check_schedule()

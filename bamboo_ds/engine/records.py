@@ -13,7 +13,7 @@ from .lanes import Lanes
 from .schedulers import SchedulerPosition
 
 if TYPE_CHECKING:
-    from ..launch import Job
+    from ..worker.job import Job
 
 
 class CurrentEpoch:

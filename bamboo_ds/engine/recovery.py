@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from .. import plan_change
 from ..comm.script import ScriptCollectives
 from ..errors import FatalLoss
 from ..schedule import Decision, RoleProgress
 from ..topology import Plan, Role
+from ..worker import plan_changes as plan_change
 from .boundaries import Boundaries
 from .building import StageBuilder
 from .committing import Commits

@@ -21,7 +21,7 @@ from .saving import is_complete
 from .takeover import Takeover
 
 if TYPE_CHECKING:
-    from ..launch import Job
+    from ..worker.job import Job
 
 logger = logging.getLogger("bamboo_ds")
 

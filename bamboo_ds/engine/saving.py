@@ -32,7 +32,7 @@ from .records import Progress
 from .runtime import RuntimeBinding
 
 if TYPE_CHECKING:
-    from ..launch import Job
+    from ..worker.job import Job
 
 logger = logging.getLogger("bamboo_ds")
 

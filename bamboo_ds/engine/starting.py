@@ -6,9 +6,9 @@ import logging
 import secrets
 from typing import TYPE_CHECKING
 
-from .. import plan_change
 from ..errors import EpochChanged, ProtocolError
 from ..observe import logs
+from ..worker import plan_changes as plan_change
 from .flags import compare_flags
 from .handshake import StartReport
 

@@ -10,9 +10,8 @@ from pathlib import Path
 import psutil
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from ..control.membership import boot_id
-from ..control.neighbours import started
 from ..errors import ConfigError, LaunchError
+from ..processes import boot_id, started
 from ..secret import file_of, folder
 from ..variables import ENV_JOB, ENV_STORE
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 from tenacity import Retrying, retry_if_result, stop_after_delay, wait_fixed
 
-from ..control.access import check_secret, open_store
-from ..control.agent_settings import AgentSettings, MemberOptions
-from ..control.membership import Keys
-from ..control.mirror import Mirror
-from ..control.newcomer import find_vacancy, is_over
+from ..control.registry.access import check_secret, open_store
+from ..control.registry.keys import Keys
+from ..control.registry.mirror import Mirror
+from ..control.registry.vacancies import find_vacancy, is_over
+from ..control.settings import AgentSettings, MemberOptions
 from ..errors import ConfigError, LaunchError
 from ..store import Store
 

@@ -7,9 +7,10 @@ import signal
 import time
 from collections.abc import Callable, Container
 
-from ..control.access import open_store
-from ..control.membership import Keys, MemberRecord, StopRecord
-from ..control.mirror import Mirror
+from ..control.registry.access import open_store
+from ..control.registry.keys import Keys
+from ..control.registry.mirror import Mirror
+from ..control.registry.records import MemberRecord, StopRecord
 from ..errors import EXIT_FATAL_LOSS, StoreError, StoreUnavailable
 from ..secret import JobSecret
 

@@ -16,9 +16,9 @@ from datetime import timedelta
 from typing import Any, NoReturn
 
 from ..config import BambooConfig
-from ..control.agent_settings import AgentSettings, MemberOptions
-from ..control.neighbours import process_space, started
+from ..control.settings import AgentSettings, MemberOptions
 from ..errors import ConfigError
+from ..processes import process_space, started
 from ..secret import JobSecret, given
 from ..variables import ENV_EVENTS, ENV_LAUNCH, checked_steps
 from . import jobs

@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from types import FrameType
 from typing import IO
 
-from ..control.rebirth import handle_signals
+from ..control.agent.reexec import handle_signals
 
 #: What can be read.
 Source = int | socket.socket | IO[bytes]

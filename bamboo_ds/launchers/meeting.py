@@ -10,8 +10,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from ..control.access import embedded_etcd
-from ..control.claims import claim
+from ..control.registry.access import embedded_etcd
+from ..control.registry.claims import claim
 from ..errors import BambooError, LaunchError
 from ..secret import NONE, SETTING, JobSecret, find, keep, split
 from ..store import EmbeddedEtcd

@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
-from ..control.access import embedded_etcd
-from ..control.agent_settings import MemberOptions
-from ..control.claims import claimed
+from ..control.registry.access import embedded_etcd
+from ..control.registry.claims import claimed
 from ..control.reporting import emit_or_log
+from ..control.settings import MemberOptions
 from ..errors import ConfigError
 from ..observe.events import EventWriter, RunFinished
 from ..secret import keep

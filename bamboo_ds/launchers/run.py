@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 
 import psutil
 
-from ..control.agent_settings import AgentSettings, MemberOptions
 from ..control.reporting import emit_or_log
+from ..control.settings import AgentSettings, MemberOptions
 from ..errors import EXIT_FATAL_LOSS
 from ..observe.events import RunStarted
 from ..secret import JobSecret, given

@@ -14,13 +14,14 @@ from collections.abc import Collection, Iterator
 from contextlib import ExitStack
 from typing import BinaryIO
 
-from ..control.access import open_store
-from ..control.agent_settings import AgentSettings, MemberOptions
-from ..control.membership import Keys, LeftRecord
-from ..control.mirror import Mirror
-from ..control.neighbours import report_dead_agent
-from ..control.worker_process import adopt_orphans, end_descendants, reap_adopted
+from ..control.agent.neighbours import report_dead_agent
+from ..control.registry.access import open_store
+from ..control.registry.keys import Keys
+from ..control.registry.mirror import Mirror
+from ..control.registry.records import LeftRecord
+from ..control.settings import AgentSettings, MemberOptions
 from ..errors import LaunchError, StoreError
+from ..processes import adopt_orphans, end_descendants, reap_adopted
 from ..secret import JobSecret
 from . import joined
 from .loop import Loop
@@ -195,7 +196,16 @@ class Slots:
 
         options = self._common
         return joined.await_end(
-            *(self._urls, options.job, self._slots, pause, 2 * options.lease_ttl_s, quiet, departed, self._secret)
+            *(
+                self._urls,
+                options.job,
+                self._slots,
+                pause,
+                2 * options.bamboo.membership.lease_ttl_s,
+                quiet,
+                departed,
+                self._secret,
+            )
         )
 
     # -- agents -------------------------------------------------------------------------------------

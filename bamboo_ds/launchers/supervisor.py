@@ -23,15 +23,15 @@ from dataclasses import asdict, dataclass, replace
 
 import psutil
 
-from ..control.access import open_store
-from ..control.agent_settings import AgentSettings, parse_arguments
-from ..control.claims import release
-from ..control.mirror import Mirror
-from ..control.neighbours import started
+from ..control.registry.access import open_store
+from ..control.registry.claims import release
+from ..control.registry.mirror import Mirror
 from ..control.reporting import emit_or_log
+from ..control.settings import AgentSettings, parse_arguments
 from ..errors import EXIT_FATAL_LOSS, BambooError, StoreUnavailable
 from ..observe import logs
 from ..observe.events import EventWriter, RunStarted
+from ..processes import started
 from . import jobs, joined
 from .owning import tell_finished
 from .slots import AGENT_GRACE_S, OTHERS_S, Slots

@@ -15,10 +15,9 @@ from pathlib import Path
 import psutil
 
 from ..control.agent.command import CHECK_EXACT
-from ..control.agent_settings import MemberOptions
-from ..control.neighbours import process_space, started
-from ..control.worker_process import die_with_parent
+from ..control.settings import MemberOptions
 from ..errors import LaunchError
+from ..processes import die_with_parent, process_space, started
 from ..secret import ENV_SECRET_FILE, NONE, given
 from ..variables import ENV_CHECK_EXACT, ENV_CONFIG, ENV_EVENTS, ENV_JOB, ENV_LAUNCH, ENV_STORE
 from .owning import open_events, owned, tell_finished

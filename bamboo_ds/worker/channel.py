@@ -235,8 +235,6 @@ class WorkerChannel:
             self._wait(lambda: bool(self._peers), timeout_s, "no worker of the job is known")
             return self._peers
 
-    wait_places = wait_peers  # old name
-
     def publish_store(self, epoch: int, host: str, port: int) -> None:
         """Tell all members that this worker hosts the ``TCPStore`` of ``epoch``, once."""
         with self._changed:
@@ -266,8 +264,6 @@ class WorkerChannel:
     def report_state(self, epoch: int, replicas: Sequence[int], place: PeerAddress | None = None) -> None:
         """Report the epoch that was entered, the ranks of the replicas that are complete, and where it serves."""
         self._send(WorkerState(id=self.member, epoch=epoch, replicas=tuple(sorted(replicas)), place=place))
-
-    standing = report_state  # old name
 
     def suspect(self, epoch: int, member: str, reason: str) -> None:
         """Report that an operation of ``epoch`` towards ``member`` failed."""

@@ -107,7 +107,7 @@ class Job:
 
         A member that joins a running job stays detached: its engine is built without peers.
         """
-        from ..comm.backend import init_process_group
+        from ..comm.session import init_process_group
         from ..forking import make_forks_sure
 
         make_forks_sure()
