@@ -128,6 +128,7 @@ class Coordinator:
         self._pushed_epoch = self._after_epoch = after_epoch
         self._told_restart = 0
         self._waits = record.state == "waiting"
+        self._told_undisturbed = False
         self._evicted = False
         self._admitted = not record.joiner
         self._places: list[Place] = []
@@ -383,6 +384,10 @@ class Coordinator:
             if known != self._places:
                 self._places = known
                 self._callbacks.on_places(known)
+        if self._waits and not self._told_undisturbed and mirror.members.keys() >= set(plan.members):
+            # It is back, and may never need another plan: nobody was lost after all.
+            self._told_undisturbed = True
+            self._callbacks.on_plan(plan)
         if not self._stop_told and over_for(self._record.id, mirror, plan):
             self._stop_told = True
             self._callbacks.on_stop(StopRecord(code=0, reason="the job has finished", by=self._record.id))
