@@ -162,11 +162,54 @@ def test_kill_9_of_the_supervisor_ends_etcd() -> None:
     assert not folder.exists()
 
 
-def test_death_of_etcd_is_noticed_and_cleaned_up() -> None:
+@pytest.mark.parametrize("credentials", [None, ("root", "p" * 64)], ids=["user", "password"])
+def test_an_etcd_that_ends_is_started_again_with_its_data(
+    capfd: pytest.CaptureFixture[str], credentials: tuple[str, str] | None
+) -> None:
+    """At the same address, with the same passwords, leases and watches."""
+    address = None if credentials is None else "127.0.0.2"
+    with EmbeddedEtcd(address, credentials=credentials) as etcd:
+        pid, folder, url = etcd.pid, etcd.data_dir, etcd.url
+        with Store([url], namespace="/bamboo/j/", spare=credentials) as store:
+            seen: queue.SimpleQueue[str] = queue.SimpleQueue()
+            store.watch("", lambda event: seen.put(event.key), 1)
+            lease = store.lease(60)
+            store.put("a", "1", lease)
+            assert seen.get(timeout=10) == "a" and store.get("a") is not None
+            os.kill(pid, signal.SIGKILL)
+            seconds = wait_until(lambda: answers(store), "it is back", 20.0)
+            print(f"etcd is back {seconds:.2f} s after kill -9")
+            assert lease.refresh() and store.create("b", "2")
+            assert seen.get(timeout=10) == "b"
+        (again,) = psutil.Process(etcd.supervisor_pid).children()
+        assert again.pid != pid and (etcd.data_dir, etcd.url) == (folder, url)
+    assert not psutil.pid_exists(again.pid) and not folder.exists()
+    assert "the embedded etcd has ended (signal 9)" in capfd.readouterr().err
+
+
+def answers(store: Store) -> bool:
+    try:
+        return store.get("a") is not None
+    except StoreError:
+        return False
+
+
+@pytest.mark.parametrize("lost", ["data", "data/member/snap"])
+def test_death_of_etcd_is_noticed_and_cleaned_up(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], lost: str
+) -> None:
+    """If it cannot be started again: after so many tries, or at once if it would be an empty one."""
+    monkeypatch.setattr(embedded, "RESTART_PAUSES_S", (0.0, 0.1))
     with EmbeddedEtcd() as etcd:
         folder = etcd.data_dir
+        os.rename(folder / lost, folder / "gone")
+        if lost != "data":
+            (folder / lost).touch()
         os.kill(etcd.pid, signal.SIGKILL)
         wait_until(lambda: not etcd.alive() and not folder.exists(), "the end is noticed")
+    told = capfd.readouterr().err
+    assert told.count("is started again in") == (0 if lost == "data" else 2)
+    assert f"it is not started again, {'without its data' if lost == 'data' else 'after 2 times'}" in told
 
 
 def test_a_stopped_etcd_is_ended_too() -> None:

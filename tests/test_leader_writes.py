@@ -10,8 +10,17 @@ from typing import Any
 
 import pytest
 
+from bamboo_ds.control.decisions import Loss, StopJob
 from bamboo_ds.control.leader import Leader
-from bamboo_ds.control.membership import Keys, LayoutRecord, LeaderRecord, LeftRecord, MemberRecord, boot_id
+from bamboo_ds.control.membership import (
+    Keys,
+    LayoutRecord,
+    LeaderRecord,
+    LeftRecord,
+    MemberRecord,
+    StopRecord,
+    boot_id,
+)
 from bamboo_ds.control.mirror import Mirror
 from bamboo_ds.errors import StoreUnavailable
 from bamboo_ds.observe.events import EventWriter
@@ -164,3 +173,17 @@ def test_own_plan_is_told_although_another_one_leads_by_now(stage: Stage) -> Non
         stage.step()
     assert [event["epoch"] for event in stage.events("plan")] == [1, 2, 3]
     assert len(stage.events("member_lost")) == 1
+
+
+def test_an_end_that_was_refused_is_not_told_later(stage: Stage) -> None:
+    """The plan had changed since it was decided; then this member's own worker failed, and that ended the job."""
+    before = Mirror(stage.store.get_prefix(""))
+    stage.lose("b")
+    stage.step()
+    loss = Loss("c", "lease", "ran out", None, 0.0)
+    stage.leader._stop(StopJob(86, "c was lost", (loss,)), before)
+    assert stage.store.get(Keys.STOP) is None
+    stage.store.put(Keys.STOP, StopRecord(code=1, reason="the worker failed", by="a").to_json())
+    stage.step()
+    assert not stage.events("fatal")
+    assert [event["member_id"] for event in stage.events("member_lost")] == ["b"]

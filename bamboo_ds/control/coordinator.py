@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from ..errors import LeaseExpired, ProtocolError, StoreError, StoreUnavailable
+from ..errors import LeaseExpired, PlanForged, ProtocolError, StoreError, StoreUnavailable
 from ..store import KeyValue, Lease, Store, WatchEvent
 from ..topology.plan import Plan
 from .admission import over_for, places
@@ -125,9 +125,11 @@ class Coordinator:
         self._lost: Lease | None = None
         self._seen: tuple[int, Plan | None] = 0, None  # the plan that was read last on the lease's thread
         self._mirror: Mirror | None = None
+        self._known: Plan | None = None  # the newest plan that a mirror has shown
         self._pushed_epoch = self._after_epoch = after_epoch
         self._told_restart = 0
         self._waits = record.state == "waiting"
+        self._told_undisturbed = False
         self._evicted = False
         self._admitted = not record.joiner
         self._places: list[Place] = []
@@ -239,7 +241,7 @@ class Coordinator:
                 raise
             return self._clock() + _RETRY_S
         except StoreError as error:
-            if not self._connected:
+            if not self._connected and not isinstance(error, PlanForged):
                 raise  # at the start it is the settings that are wrong
             logger.error("etcd refuses a request, training goes on: %s", error)
             return self._clock() + _REFUSED_RETRY_S
@@ -261,7 +263,7 @@ class Coordinator:
 
     def _connect(self) -> Mirror:
         snapshot = self._store.get_prefix("")
-        mirror = Mirror(snapshot)
+        mirror = Mirror(snapshot, self._known)
         if self._lease is None:
             self._register(mirror.plan)
         self._store.watch("", self._observe, snapshot.revision + 1, on_error=self._watch_failed)
@@ -300,10 +302,16 @@ class Coordinator:
 
     def _observe(self, event: WatchEvent) -> None:
         def apply() -> None:
-            if self._mirror is not None:  # else it is about to be read anew
-                self._mirror.apply(event)
-                if event.kind == "put":
-                    self._announce_store(self._mirror, event.key)
+            mirror = self._mirror
+            if mirror is None:
+                return  # it is about to be read anew
+            try:
+                mirror.apply(event)
+            except PlanForged:
+                self._mirror = None  # nothing can be done until the plan can be read
+                return
+            if event.kind == "put":
+                self._announce_store(mirror, event.key)
 
         self._inbox.put(apply)
 
@@ -324,6 +332,7 @@ class Coordinator:
     def _work(self, mirror: Mirror) -> float | None:
         """As :meth:`_turn`, with what etcd holds."""
         plan, stop = mirror.plan, mirror.stop
+        self._known = plan or self._known
         if plan is not None and plan.epoch > self._pushed_epoch:
             self._pushed_epoch = plan.epoch
             self._admitted = self._admitted or self._record.id in plan.members
@@ -383,6 +392,10 @@ class Coordinator:
             if known != self._places:
                 self._places = known
                 self._callbacks.on_places(known)
+        if self._waits and not self._told_undisturbed and mirror.members.keys() >= set(plan.members):
+            # It is back, and may never need another plan: nobody was lost after all.
+            self._told_undisturbed = True
+            self._callbacks.on_plan(plan)
         if not self._stop_told and over_for(self._record.id, mirror, plan):
             self._stop_told = True
             self._callbacks.on_stop(StopRecord(code=0, reason="the job has finished", by=self._record.id))

@@ -307,6 +307,7 @@ class Leader:
             self._stop_attempt = None
             self._tell_stop(action, mirror)
         elif self._store.get(Keys.STOP) is None:
+            self._stop_attempt = None  # refused, since the plan has changed: what follows it decides anew
             return
         self._stopped = True
 

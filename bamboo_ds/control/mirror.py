@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from pydantic import BaseModel, Field, ValidationError
 
-from ..errors import ProtocolError, StoreError
+from ..errors import PlanForged, ProtocolError
 from ..secret import ENV_SECRET_FILE
 from ..store.records import KeyValue, Snapshot, WatchEvent
 from ..topology import plan as plans
@@ -50,13 +50,16 @@ class Mirror:
     A record that cannot be read (a newer version's, somebody's mistake) or is not genuine is told in the log and counts
     for nothing: what its key held before, if that is known, stays in force. Without the plan nothing can be done: one
     that cannot be read raises :class:`ProtocolError`, also here and in :meth:`apply`, and one that is not genuine
-    :class:`StoreError` if none is known from before.
+    :class:`PlanForged` if none is known from before.
+
+    Args:
+        known: the newest plan that the reader knows.
     """
 
-    def __init__(self, snapshot: Snapshot) -> None:
+    def __init__(self, snapshot: Snapshot, known: Plan | None = None) -> None:
         self._entries: dict[str, KeyValue] = dict(snapshot.entries)
         self._records_read: dict[str, tuple[int, Record | None]] = {}  # by key: revision, and what counts
-        self._plan: tuple[int, Plan] | None = None
+        self._plan: tuple[int, Plan] | None = None if known is None else (0, known)
         self._nonces: dict[int, str] = {}
         self._note_plan()
 
@@ -195,9 +198,12 @@ class Mirror:
 
 
 def read_plan(entry: KeyValue) -> Plan:
-    """The plan in ``entry``; raises :class:`ProtocolError` if it cannot be read, :class:`StoreError` if forged."""
+    """The plan in ``entry``; raises :class:`ProtocolError` if it cannot be read, :class:`PlanForged` if it is."""
     if not entry.genuine:
-        raise StoreError(f"the plan in etcd {_FORGED}")
+        raise PlanForged(
+            f"the plan in etcd {_FORGED}, and no other one is known here. Delete the job's key {Keys.PLAN!r} in etcd, "
+            "and see who can write there"
+        )
     try:
         version = _Version.model_validate_json(entry.value).number
         if version <= plans.SCHEMA:

@@ -402,9 +402,10 @@ class BambooPipelineEngine(ScriptingExecutor):
             return self._load_resumed(lambda name: load(load_dir, name, *args, **kwargs), load_dir, tag)
         if self._job.replaying:
             return self._replay_load(lambda name: load(load_dir, name, *args, **kwargs), load_dir, tag)
-        if self._history.save_folders():
-            # It may be the one that is being written.
+        if self._history.save_folders() or self._plan.generation:
+            # It may be the one that is being written, by this start of the job or an earlier one.
             self._saves.wait()
+            self._take_over(load_dir)
             self._transport.barrier()
         result = self._load_roles(load_dir, tag, None, *args, **kwargs)
         name = os.path.relpath(os.path.dirname(result[0]), load_dir) if result[0] is not None else None

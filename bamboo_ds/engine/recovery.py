@@ -113,6 +113,8 @@ class RecoveringExecutor(CopyingExecutor):
                 if interrupted:
                     self._pending = self._recover()
                     if session.member in self._pending.behind:
+                        if operation.goes_on:  # as before any other commit that something follows from
+                            self._job.await_fence()
                         self._vector = self._pending.commit_vector
                         behind = True
                         break

@@ -165,18 +165,21 @@ class StepExecutor(PassExecutor):
         contribution = self._contribution()
         self._vector = self._agree(encode(self._plan.world, self._form(), contribution))
 
-    def _agree(self, vector: torch.Tensor) -> tuple[float, ...]:
+    def _agree(self, vector: torch.Tensor, fenced: bool = True) -> tuple[float, ...]:
         """The sum of ``vector`` (float64) over all members: the commit of an operation.
 
         Every member also tells the newest epoch that it could enter. When all know of a new one, all switch after
-        this operation. A member that may not commit now (see :mod:`bamboo_ds.control.fencing`) waits before it.
+        this operation. A member that may not commit now (see :mod:`bamboo_ds.control.fencing`) waits before it, unless
+        nothing follows from the operation that others could contradict (``fenced`` false).
         """
-        self._job.await_fence()
+        if fenced:
+            self._job.await_fence()
         members = self._plan.members
         told = torch.zeros(len(members), dtype=torch.float64)
         told[members.index(self._job.session.member)] = self._job.boundary(self._saves.busy)
         total = self._transport.all_reduce(torch.cat([vector, told])).tolist()
-        self._job.await_fence()  # what was on its way for long may come too late
+        if fenced:
+            self._job.await_fence()  # what was on its way for long may come too late
         self._switch_due = min(total[len(vector) :]) > self._plan.epoch
         return tuple(total[: len(vector)])
 

@@ -35,6 +35,8 @@ SOCKETS = (f"{UNIX}client:1", f"{UNIX}peer:1")
 #: Bytes that Linux allows for the path of a socket, with the zero at its end.
 _LONGEST_PATH = 108
 _PROBE_S = 2.0
+#: Seconds before each new start of an etcd that ends by itself, until it has run for a while.
+RESTART_PAUSES_S = (0.1, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0)
 
 
 def find_etcd() -> Path:
@@ -71,7 +73,7 @@ def etcd_command(binary: Path, data_dir: str, client: str, peer: str = SOCKETS[1
 
     Clients reach it at the URL ``client``; a single node has no use for ``peer`` but must have it. :data:`SOCKETS` are
     in its working directory. Its short heartbeats allow leases down to 1 s. Nothing is ever read back from its disk
-    after a crash of the machine, so it need not wait for it.
+    after a crash of the machine, so it need not wait for it: what it has written outlives its own end all the same.
     """
     command = [
         str(binary),
@@ -169,6 +171,7 @@ def wait_healthy(url: str, timeout_s: float, check: Callable[[], None]) -> None:
 class EmbeddedEtcd:
     """A single-node etcd on this machine, gone without a trace when this process ends, even by SIGKILL.
 
+    If etcd itself ends it is started again, on its data and at its address, after pauses of :data:`RESTART_PAUSES_S`.
     Its data is in memory (``/dev/shm``) where there is room, else in the directory for temporary files.
     It is in a session of its own: Ctrl-C in the terminal does not reach it. Use as a context manager, or
     :meth:`start` and :meth:`stop`.
@@ -205,7 +208,7 @@ class EmbeddedEtcd:
 
     @property
     def pid(self) -> int:
-        """Process id of etcd itself."""
+        """Process id of the etcd that :meth:`start` has started; another one has followed it if it has ended."""
         self._running()
         return self._pid
 
@@ -228,7 +231,7 @@ class EmbeddedEtcd:
         return self._start_seconds
 
     def alive(self) -> bool:
-        """Whether etcd runs (the supervisor ends with it)."""
+        """Whether etcd runs, or is about to be started again: else its supervisor has ended."""
         return self._supervisor is not None and self._supervisor.poll() is None
 
     def start(self) -> EmbeddedEtcd:
@@ -265,7 +268,7 @@ class EmbeddedEtcd:
         self._supervisor = subprocess.Popen(
             [
                 *(sys.executable, "-I", "-S", supervisor.__file__),
-                *(str(os.getpid()), str(_data_root()), json.dumps(commands)),
+                *(str(os.getpid()), str(_data_root()), json.dumps(commands), json.dumps(RESTART_PAUSES_S)),
             ],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -274,12 +277,13 @@ class EmbeddedEtcd:
         self._heard = b""
         if self.address is None or self._credentials is None:
             self._await_healthy(self.address is None, deadline)
-            return
-        self._await_healthy(True, deadline)
-        _protect(self._local, *self._credentials)
+        else:
+            self._await_healthy(True, deadline)
+            _protect(self._local, *self._credentials)
+            self._supervisor.send_signal(supervisor.NEXT)
+            self._await_healthy(False, deadline)
+            _check_protected(self._tcp)
         self._supervisor.send_signal(supervisor.NEXT)
-        self._await_healthy(False, deadline)
-        _check_protected(self._tcp)
 
     def _await_healthy(self, local: bool, deadline: float) -> None:
         """Wait until the supervisor has started etcd, and that serves at its socket or by TCP."""
