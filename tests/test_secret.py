@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import re
+import resource
 import selectors
 import socket
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -222,14 +225,37 @@ def test_who_is_not_expected_does_not_get_in(name: str, epoch: int) -> None:
     assert f"'{name}' is not expected in epoch 3 (it says {epoch})" == refused
 
 
-class Street:
-    """A door of ours, and an open street before it."""
+class Listener(socket.socket):
+    """Has no descriptor for a caller, so many times."""
 
-    def __init__(self) -> None:
+    shortage = 0
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        if Listener.shortage:
+            Listener.shortage -= 1
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return super().accept()
+
+
+class Street:
+    """A door of ours, and an open street before it.
+
+    Args:
+        expected: members that may come.
+    """
+
+    def __init__(self, expected: Collection[str] = ("a",)) -> None:
         self._selector = selectors.DefaultSelector()
-        self._listener = socket.create_server(("127.0.0.1", 0), backlog=1000)
+        self._listener = Listener(socket.AF_INET, socket.SOCK_STREAM)
+        self._listener.bind(("127.0.0.1", 0))
+        self._listener.listen(1000)
         self._listener.setblocking(False)
-        self.door = Door(self._selector, self._listener, lambda: hosting(OURS, "link", 3, "b", "a".__eq__))
+        self.door = Door(
+            self._selector,
+            self._listener,
+            lambda: hosting(OURS, "link", 3, "b", expected.__contains__),
+            len(expected),
+        )
         self.callers: list[socket.socket] = []
 
     def call(self, data: bytes = b"") -> socket.socket:
@@ -287,10 +313,56 @@ def test_silent_callers_keep_nobody_waiting(street: Street, monkeypatch: pytest.
 def test_a_crowd_costs_no_more_than_its_bound(street: Street, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handshake, "CALLERS", 8)
     crowd = [street.call(b"bamboo-2") for _ in range(30)]
-    assert street.attend() == [] and len(street.door._callers) == 8
+    assert street.attend() == [] and len(street.door._callers) == 9  # one is expected
     member = Handshake(street.call(), calling(OURS, "link", 3, "a", "b"))
     assert street.attend() == [] and member.advance() == "b" and street.attend() == ["a"]
-    assert [caller.recv(1) for caller in crowd[:22]] == [b""] * 22
+    assert [caller.recv(1) for caller in crowd[:21]] == [b""] * 21
+
+
+def test_a_crowd_crowds_no_member_out(street: Street, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that has said who it is, and then has something else to do."""
+    monkeypatch.setattr(handshake, "CALLERS", 8)
+    member = Handshake(street.call(), calling(OURS, "link", 3, "a", "b"))
+    assert street.attend() == []
+    for _ in range(30):
+        street.call(b"bamboo-2")
+    assert street.attend() == [] and member.advance() == "b" and street.attend() == ["a"]
+
+
+def test_more_members_than_strangers_may_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handshake, "CALLERS", 8)
+    names = [f"m{number}" for number in range(40)]
+    with contextlib.closing(Street(names)) as street:
+        calls = [Handshake(street.call(), calling(OURS, "link", 3, name, "b")) for name in names]
+        assert street.attend() == []
+        assert [call.advance() for call in calls] == ["b"] * 40
+        assert sorted(street.attend()) == sorted(names)
+
+
+def test_a_stranger_makes_room_when_there_are_no_descriptors(
+    street: Street, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(handshake, "_SHORTAGE_S", 0.0)
+    strangers = [street.call(b"bamboo-2") for _ in range(3)]
+    assert street.attend() == []
+    monkeypatch.setattr(Listener, "shortage", 5)
+    member = Handshake(street.call(), calling(OURS, "link", 3, "a", "b"))
+    assert street.attend() == [] and member.advance() == "b" and street.attend() == ["a"]
+    for stranger in strangers:
+        stranger.settimeout(5.0)
+        assert stranger.recv(1) == b""
+    assert sum("ulimit -n" in record.message for record in caplog.records) == 1  # of two times without any of them
+
+
+def test_the_limit_of_open_files_is_raised() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 1024), hard))
+    try:
+        street = Street()
+        street.close()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (min(hard, 1 << 16), hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.mark.parametrize(
