@@ -29,7 +29,7 @@ from bamboo_ds.control.access import check_secret, credentials
 from bamboo_ds.control.agent_settings import AgentSettings, MemberOptions, parse_arguments, worker_environment
 from bamboo_ds.control.membership import Keys, ProgressRecord, RestartRecord
 from bamboo_ds.control.mirror import Mirror
-from bamboo_ds.errors import ConfigError, StoreError
+from bamboo_ds.errors import ConfigError, LaunchError, StoreError
 from bamboo_ds.observe.logs import LOGGER
 from bamboo_ds.secret import ENV_SECRET, ENV_SECRET_FILE, NONE, JobSecret
 from bamboo_ds.store.records import KeyValue, Snapshot, WatchEvent
@@ -65,6 +65,27 @@ def test_where_it_comes_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert secret.find("j") == NONE == secret.handed(os.environ)
     assert secret.taken(environ := {ENV_SECRET: TEXT, ENV_SECRET_FILE: "x", "A": "b"}) == JobSecret(TEXT)
     assert environ == {"A": "b"}
+
+
+def test_only_the_files_of_the_own_job_are_removed() -> None:
+    """By agents that outlive their launcher, whose job's name somebody else may have taken by now."""
+    file = jobs.this_process("j", "unix:///x")
+    file.write()
+    secret.keep("j", OURS)
+    secret.forget("j", file.path, file.pid + 1)
+    assert file.path.exists() and secret.find("j") == OURS
+    secret.forget("j", file.path, file.pid)
+    assert not file.path.exists() and secret.find("j") == NONE
+    secret.keep("j", OURS)
+    secret.forget("j", file.path, file.pid)
+    assert secret.find("j") == OURS
+
+
+def test_a_folder_of_somebody_else_is_refused(tmp_path: Path) -> None:
+    (tmp_path / f"bamboo-{os.getuid()}").mkdir()
+    (tmp_path / f"bamboo-{os.getuid()}").chmod(0o777)
+    with pytest.raises(LaunchError, match="set XDG_RUNTIME_DIR"):
+        secret.folder()
 
 
 @pytest.mark.parametrize(
