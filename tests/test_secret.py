@@ -13,6 +13,7 @@ import socket
 import struct
 import threading
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -173,6 +174,20 @@ def test_forged_records_are_told_and_not_followed(caplog: pytest.LogCaptureFixtu
     assert len(caplog.records) == 3
     with pytest.raises(StoreError, match=ENV_SECRET_FILE):
         Mirror(Snapshot({Keys.PLAN: forged(Keys.PLAN, evil, 1)}, 1))
+
+
+def test_a_plan_of_the_past_is_no_better_than_a_forged_one(caplog: pytest.LogCaptureFixture) -> None:
+    """It is genuine: it has been the job's plan."""
+    caplog.set_level(logging.ERROR, LOGGER)
+    old = initial_plan(["a", "b"])
+    plan = replace(old, epoch=9)
+    mirror = Mirror(Snapshot({Keys.PLAN: KeyValue(Keys.PLAN, plan.to_json(), 1, 1)}, 1))
+    mirror.apply(WatchEvent("put", Keys.PLAN, KeyValue(Keys.PLAN, old.to_json(), 2, 1)))
+    assert mirror.plan == plan and mirror.plan_forged and mirror.plan_revision == 2
+    assert "is that of epoch 1" in caplog.text and "that of epoch 9 stays in force" in caplog.text
+    mirror.apply(WatchEvent("put", Keys.PLAN, KeyValue(Keys.PLAN, plan.to_json(), 3, 1)))
+    assert mirror.plan == plan and not mirror.plan_forged
+    assert len(caplog.records) == 1
 
 
 @pytest.mark.parametrize(
