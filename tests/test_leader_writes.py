@@ -12,7 +12,15 @@ from typing import Any
 import pytest
 
 from bamboo_ds.control.leader import Leader
-from bamboo_ds.control.membership import Keys, LayoutRecord, LeaderRecord, LeftRecord, MemberRecord, boot_id
+from bamboo_ds.control.membership import (
+    Keys,
+    LayoutRecord,
+    LeaderRecord,
+    LeftRecord,
+    MemberRecord,
+    StopRecord,
+    boot_id,
+)
 from bamboo_ds.control.mirror import Mirror
 from bamboo_ds.errors import StoreUnavailable
 from bamboo_ds.observe.events import EventWriter
@@ -174,6 +182,29 @@ def test_own_plan_is_told_although_another_one_leads_by_now(stage: Stage) -> Non
         stage.step()
     assert [event["epoch"] for event in stage.events("plan")] == [1, 2, 3]
     assert len(stage.events("member_lost")) == 1
+
+
+def test_forged_records_are_in_nobodys_way(etcd: EtcdServer, tmp_path: Path) -> None:
+    """Somebody who can write to etcd, but does not know the secret, has put records where the leader's belong."""
+    namespace = new_namespace()
+    with (
+        Store([etcd.url], namespace=namespace, secret=JobSecret.new()) as store,
+        Store([etcd.url], namespace=namespace) as stranger,
+        contextlib.closing(Stage(store, tmp_path)) as stage,
+    ):
+        stage.step()
+        stage.step()
+        first = stage.store.get(Keys.PLAN)
+        assert first is not None and stage.plan().epoch == 2
+        stranger.put(Keys.LEADER, LeaderRecord(id="a").to_json())
+        stage.step()
+        leader = stage.store.get(Keys.LEADER)
+        assert leader is not None and leader.genuine and leader.lease == stage.lease.id
+        stranger.put(Keys.STOP, "{}")
+        stage.lose("b", outcome="failed", reason="exit", code=3)
+        stage.step()
+        stop = stage.store.get(Keys.STOP)
+        assert stop is not None and stop.genuine and StopRecord.from_json(stop.value).code == 3
 
 
 def test_a_plan_of_the_past_is_replaced(etcd: EtcdServer, tmp_path: Path) -> None:

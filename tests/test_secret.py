@@ -28,7 +28,7 @@ from bamboo_ds.comm.keyvalue import Client, Server
 from bamboo_ds.config import BambooConfig
 from bamboo_ds.control.access import check_secret, credentials
 from bamboo_ds.control.agent_settings import AgentSettings, MemberOptions, parse_arguments, worker_environment
-from bamboo_ds.control.membership import Keys, ProgressRecord, RestartRecord
+from bamboo_ds.control.membership import Keys, LeaderRecord, ProgressRecord, RestartRecord
 from bamboo_ds.control.mirror import Mirror
 from bamboo_ds.errors import ConfigError, LaunchError, StoreError
 from bamboo_ds.observe.logs import LOGGER
@@ -190,26 +190,41 @@ def test_a_plan_of_the_past_is_no_better_than_a_forged_one(caplog: pytest.LogCap
     assert len(caplog.records) == 1
 
 
+def test_nobody_leads_by_a_forged_record() -> None:
+    """It has taken the lease from the leader's key, which would stay when that one is lost."""
+    own = LeaderRecord(id="a").to_json()
+    mirror = Mirror(Snapshot({Keys.LEADER: KeyValue(Keys.LEADER, own, 1, 1, lease=5)}, 1))
+    assert mirror.leader == "a" and mirror.forged_revision(Keys.LEADER) == 0
+    mirror.apply(WatchEvent("put", Keys.LEADER, forged(Keys.LEADER, own, 2)))
+    assert mirror.leader is None and mirror.forged_revision(Keys.LEADER) == 2
+
+
 @pytest.mark.parametrize(
-    ("entry", "own", "message"),
+    ("entries", "own", "message"),
     [
         (
-            KeyValue("spec", "", 1, 1, sealed=True),
+            [KeyValue("spec", "", 1, 1, sealed=True)],
             NONE,
             "none is known here: set BAMBOO_SECRET_FILE to a copy of j.secret",
         ),
-        (KeyValue("spec", "", 1, 1, genuine=False, sealed=True), OURS, "another secret"),
-        (KeyValue("spec", "", 1, 1, genuine=False), OURS, "has no secret: unset"),
-        (KeyValue("spec", "", 1, 1), NONE, None),
-        (KeyValue("spec", "", 1, 1, sealed=True), OURS, None),
+        ([KeyValue("spec", "", 1, 1, genuine=False, sealed=True)], OURS, "another secret"),
+        ([KeyValue("spec", "", 1, 1, genuine=False)], OURS, "written by somebody else"),
+        ([KeyValue("spec", "", 1, 1)], NONE, None),
+        ([KeyValue("spec", "", 1, 1, sealed=True)], OURS, None),
+        ([KeyValue("spec", "", 1, 1, genuine=False), KeyValue("members/a", "", 1, 1, sealed=True)], OURS, None),
+        ([KeyValue("spec", "", 1, 1), KeyValue("members/a", "", 1, 1, sealed=True)], NONE, "none is known here"),
+        ([], OURS, None),
     ],
 )
-def test_commands_say_what_is_wrong_with_the_secret(entry: KeyValue, own: JobSecret, message: str | None) -> None:
+def test_commands_say_what_is_wrong_with_the_secret(
+    entries: list[KeyValue], own: JobSecret, message: str | None
+) -> None:
     if message is None:
-        check_secret(entry, "j", own)
+        check_secret(entries, "j", own)
         return
-    with pytest.raises(ConfigError, match=message):
-        check_secret(entry, "j", own)
+    with pytest.raises(ConfigError, match=message) as error:
+        check_secret(entries, "j", own)
+    assert "unset" not in str(error.value)  # whoever can write there would be obeyed
 
 
 # -- connections ------------------------------------------------------------------------------------------

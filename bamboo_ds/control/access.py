@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import MutableMapping
+from collections.abc import Collection, MutableMapping
 from typing import TYPE_CHECKING
 
 from ..errors import ConfigError
@@ -62,15 +62,22 @@ def embedded_etcd(address: str, job: str, secret: JobSecret) -> EmbeddedEtcd:
     return EmbeddedEtcd(address, credentials=credentials(secret, job) if secret else None)
 
 
-def check_secret(entry: KeyValue, job: str, secret: JobSecret) -> None:
-    """Raise :class:`ConfigError` if ``entry``, an entry of ``job``, says that this process has not the job's secret."""
-    if entry.genuine and (secret or not entry.sealed):
+def check_secret(entries: Collection[KeyValue], job: str, secret: JobSecret) -> None:
+    """Raise :class:`ConfigError` if ``entries`` of ``job`` say that this process has not the job's secret.
+
+    One that is genuine proves that it has: others may be somebody else's.
+    """
+    sealed = any(entry.sealed for entry in entries)
+    if not entries or (any(entry.genuine for entry in entries) if secret else not sealed):
         return
     where = f"a copy of {file_of(job).name} of the host where it was started ({file_of(job)} there)"
     if not secret:
         raise ConfigError(f"job {job!r} has a secret, and none is known here: set {ENV_SECRET_FILE} to {where}")
-    if not entry.sealed:
-        raise ConfigError(f"job {job!r} has no secret: unset {SETTING}")
+    if not sealed:
+        raise ConfigError(
+            f"no process that knows a secret has written what etcd has of job {job!r}: the job was started without the "
+            f"one that {SETTING} gives, or it was written by somebody else"
+        )
     raise ConfigError(f"job {job!r} has another secret than {SETTING} gives: it must be {where}")
 
 

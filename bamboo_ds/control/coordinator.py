@@ -37,6 +37,7 @@ from .membership import (
 from .messages import Contact, Place
 from .mirror import Mirror, read_plan
 from .neighbours import Neighbours, report_dead_agent
+from .once import is_genuine, put_once
 
 logger = logging.getLogger("bamboo_ds.control.coordinator")
 
@@ -417,8 +418,8 @@ class Coordinator:
                 self.superseded = True
                 logger.warning("the job goes on without this member, which does not end it: %s", record.reason)
                 return
-            written = self._store.create(key, record.to_json(), given={Keys.PLAN: now.plan_revision})
-            if written or self._store.get(key) is not None:
+            written = put_once(self._store, key, record.to_json(), given={Keys.PLAN: now.plan_revision})
+            if written or is_genuine(self._store, key):
                 return
 
     def _depart(self, departure: LeftRecord | None, stop: StopRecord | None) -> None:

@@ -116,8 +116,8 @@ class Mirror:
 
     @property
     def leader(self) -> str | None:
-        """The leading member."""
-        record = self.get(Keys.LEADER, LeaderRecord)
+        """The leading member; none while a record stands there that is not genuine, since that hangs on no lease."""
+        record = None if self.forged_revision(Keys.LEADER) else self.get(Keys.LEADER, LeaderRecord)
         return record.id if record else None
 
     @property
@@ -138,6 +138,11 @@ class Mirror:
         """Revision to compare with when replacing the value at ``key``; 0 if there is none."""
         entry = self._entries.get(key)
         return entry.mod_revision if entry else 0
+
+    def forged_revision(self, key: str) -> int:
+        """Revision to compare with when setting ``key`` if no genuine record is there: 0, or of one that is not."""
+        entry = self._entries.get(key)
+        return 0 if entry is None or entry.genuine else entry.mod_revision
 
     @property
     def members(self) -> dict[str, MemberRecord]:
