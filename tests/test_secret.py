@@ -26,7 +26,7 @@ from bamboo_ds.comm import handshake
 from bamboo_ds.comm.handshake import Door, Handshake, Refused, calling, hosting
 from bamboo_ds.comm.keyvalue import Client, Server
 from bamboo_ds.config import BambooConfig
-from bamboo_ds.control.access import check_secret, credentials
+from bamboo_ds.control.access import check_secret, credentials, embedded_etcd
 from bamboo_ds.control.agent_settings import AgentSettings, MemberOptions, parse_arguments, worker_environment
 from bamboo_ds.control.membership import Keys, LeaderRecord, ProgressRecord, RestartRecord
 from bamboo_ds.control.mirror import Mirror
@@ -87,6 +87,13 @@ def test_a_folder_of_somebody_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / f"bamboo-{os.getuid()}").chmod(0o777)
     with pytest.raises(LaunchError, match="set XDG_RUNTIME_DIR"):
         secret.folder()
+
+
+def test_a_job_without_a_secret_is_told_that_its_etcd_is_open(caplog: pytest.LogCaptureFixture) -> None:
+    for address, own, warnings in (("127.0.0.1", NONE, 0), ("10.1.2.3", OURS, 0), ("10.1.2.3", NONE, 1)):
+        embedded_etcd(address, "j", own)
+        assert len(caplog.records) == warnings
+    assert "10.1.2.3" in caplog.text and ENV_SECRET_FILE in caplog.text
 
 
 @pytest.mark.parametrize(

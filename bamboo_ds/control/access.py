@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Collection, MutableMapping
 from typing import TYPE_CHECKING
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from ..store import EmbeddedEtcd, KeyValue, Store
 
 __all__ = ["ENV_NOTICES", "ENV_STORE", "check_secret", "open_store", "without_access"]
+
+logger = logging.getLogger("bamboo_ds.control.access")
 
 #: ``bamboo.notices`` of an agent as JSON: there may be a password in a URL, and everybody can read command lines.
 ENV_NOTICES = "BAMBOO_AGENT_NOTICES"
@@ -59,7 +62,15 @@ def embedded_etcd(address: str, job: str, secret: JobSecret) -> EmbeddedEtcd:
 
     if Endpoint(address, 0, False).loopback:
         return EmbeddedEtcd(None)
-    return EmbeddedEtcd(address, credentials=credentials(secret, job) if secret else None)
+    if not secret:
+        logger.warning(
+            "the job has no secret: whoever reaches its etcd at %s can read, steer and end it; give every host the "
+            "same %s",
+            address,
+            SETTING,
+        )
+        return EmbeddedEtcd(address)
+    return EmbeddedEtcd(address, credentials=credentials(secret, job))
 
 
 def check_secret(entries: Collection[KeyValue], job: str, secret: JobSecret) -> None:
