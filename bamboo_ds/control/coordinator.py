@@ -125,6 +125,7 @@ class Coordinator:
         self._lease: Lease | None = None
         self._lost: Lease | None = None
         self._seen: tuple[int, Plan | None] = 0, None  # the plan that was read last on the lease's thread
+        self._read_epoch = 0  # the newest epoch that was
         self._mirror: Mirror | None = None
         self._pushed_epoch = self._after_epoch = after_epoch
         self._told_restart = 0
@@ -483,8 +484,11 @@ class Coordinator:
                 logger.warning("the lease of %s ran out", self._record.id)
                 self._inbox.put(partial(self._forget, lease))
         begun = self._fence_clock()
-        found = self._store.get(Keys.PLAN)
-        contact = contact_with(self._read(found), begun)
+        plan = self._read(self._store.get(Keys.PLAN))
+        if plan is None or plan.epoch < self._read_epoch:
+            return  # one of the past says nothing of the present
+        self._read_epoch = plan.epoch
+        contact = contact_with(plan, begun)
         if contact is not None:
             self._callbacks.on_contact(contact)
 
