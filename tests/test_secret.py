@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cryptography import x509
 
 from bamboo_ds import secret
 from bamboo_ds.cli import jobs
@@ -26,13 +27,14 @@ from bamboo_ds.comm import handshake
 from bamboo_ds.comm.handshake import Door, Handshake, Refused, calling, hosting
 from bamboo_ds.comm.keyvalue import Client, Server
 from bamboo_ds.config import BambooConfig
-from bamboo_ds.control.access import check_secret, credentials, embedded_etcd
+from bamboo_ds.control.access import check_secret, embedded_etcd
 from bamboo_ds.control.agent_settings import AgentSettings, MemberOptions, parse_arguments, worker_environment
 from bamboo_ds.control.membership import Keys, LeaderRecord, ProgressRecord, RestartRecord
 from bamboo_ds.control.mirror import Mirror
 from bamboo_ds.errors import ConfigError, LaunchError, StoreError
 from bamboo_ds.observe.logs import LOGGER
 from bamboo_ds.secret import ENV_SECRET, ENV_SECRET_FILE, NONE, JobSecret
+from bamboo_ds.store.certificates import certificates_of
 from bamboo_ds.store.records import KeyValue, Snapshot, WatchEvent
 from bamboo_ds.topology.planner import initial_plan
 
@@ -157,7 +159,20 @@ def test_a_seal_holds_at_its_place_only() -> None:
     assert (
         len({OURS.tag(*parts) for parts in (("a", "b"), ("ab", ""), ("", "ab"), ("a", "b", ""), ("a", b"b", 1))}) == 5
     )
-    assert credentials(OURS, "j") != credentials(OURS, "k") != credentials(OTHER, "k")
+
+
+def test_certificates_are_of_the_job_and_its_secret() -> None:
+    def authority(own: JobSecret, namespace: str) -> Any:
+        made = certificates_of(own, namespace)
+        assert OURS.text.encode() not in b"".join((made.ca or b"", made.cert or b"", made.key or b""))
+        found = x509.load_pem_x509_certificate(made.ca or b"").public_key()
+        x509.load_pem_x509_certificate(made.cert or b"").verify_directly_issued_by(
+            x509.load_pem_x509_certificate(made.ca or b"")
+        )
+        return found
+
+    assert authority(OURS, "/bamboo/j/") == authority(OURS, "/bamboo/j/")
+    assert authority(OURS, "/bamboo/j/") != authority(OURS, "/bamboo/k/") != authority(OTHER, "/bamboo/k/")
 
 
 def forged(key: str, value: str, revision: int) -> KeyValue:

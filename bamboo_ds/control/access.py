@@ -42,14 +42,8 @@ def open_store(urls: str, job: str, timeout_s: float, secret: JobSecret | None =
         user=os.environ.get(ENV_USER),
         password=os.environ.get(ENV_PASSWORD),
         secret=secret,
-        spare=credentials(secret, job) if secret else None,
         timeout_s=timeout_s,
     )
-
-
-def credentials(secret: JobSecret, job: str) -> tuple[str, str]:
-    """Name and password at an etcd that belongs to ``job``; etcd insists on the name."""
-    return "root", secret.tag("etcd", job).hex()
 
 
 def embedded_etcd(address: str, job: str, secret: JobSecret) -> EmbeddedEtcd:
@@ -70,7 +64,9 @@ def embedded_etcd(address: str, job: str, secret: JobSecret) -> EmbeddedEtcd:
             SETTING,
         )
         return EmbeddedEtcd(address)
-    return EmbeddedEtcd(address, credentials=credentials(secret, job))
+    from ..store.certificates import certificates_of
+
+    return EmbeddedEtcd(address, certificates=certificates_of(secret, namespace(job)))
 
 
 def check_secret(entries: Collection[KeyValue], job: str, secret: JobSecret) -> None:

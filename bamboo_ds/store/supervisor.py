@@ -4,8 +4,7 @@ Executed as a file (``python -I -S supervisor.py ...``), so it must import nothi
 standard library: it starts in milliseconds and stays small for as long as the job lives.
 
 It prints one line of JSON when etcd runs (``pid``, ``data_dir``) and one when etcd ends by itself
-(``exit``, ``log``). SIGUSR2 ends etcd and starts it with the next command, on the same data. SIGTERM, SIGINT, SIGHUP
-or the parent's death end etcd and remove its data.
+(``exit``, ``log``). SIGTERM, SIGINT, SIGHUP or the parent's death end etcd and remove its data.
 """
 
 from __future__ import annotations
@@ -24,11 +23,7 @@ _PR_SET_PDEATHSIG = 1
 #: The kernel sends it when the *thread* that started us ends; only the look at the parent's id decides.
 _PARENT_SIGNAL = signal.SIGUSR1
 _END = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-#: Have etcd run by the next command.
-NEXT = signal.SIGUSR2
-_HANDLED = {*_END, _PARENT_SIGNAL, NEXT, signal.SIGCHLD}
-#: Seconds that etcd gets to end in an orderly way before it is started by the next command.
-_NEXT_S = 10.0
+_HANDLED = {*_END, _PARENT_SIGNAL, signal.SIGCHLD}
 _LOG_TAIL = 4096
 
 
@@ -39,8 +34,11 @@ def die_with_parent(number: int) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """``parent_pid data_root commands``, these as JSON; ``{data}`` in a command stands for the data directory."""
-    parent, root, commands = int(arguments[0]), arguments[1], json.loads(arguments[2])
+    """``parent_pid data_root command``, this as JSON; ``{data}`` in it stands for the data directory.
+
+    Standard input is JSON: names and texts of files that only this user may read, for the command's working directory.
+    """
+    parent, root, command = int(arguments[0]), arguments[1], json.loads(arguments[2])
     signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a parent that ignores it would hide etcd's end from us
     die_with_parent(_PARENT_SIGNAL)
@@ -49,26 +47,23 @@ def main(arguments: list[str]) -> int:
     folder = tempfile.mkdtemp(prefix="bamboo-etcd-", dir=root)
     etcd: subprocess.Popen[bytes] | None = None
     try:
-        for number, command in enumerate(commands, 1):
-            with open(os.path.join(folder, "etcd.log"), "wb") as output:
-                etcd = subprocess.Popen(
-                    [part.replace("{data}", os.path.join(folder, "data")) for part in command],
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                    cwd=folder,
-                    preexec_fn=_prepare(os.getpid()),
-                )
-            _say(pid=etcd.pid, data_dir=folder)
-            reason = _wait(parent, etcd, number < len(commands))
-            if reason is None:
-                _say(exit=etcd.returncode, log=_tail(os.path.join(folder, "etcd.log")))
-                return 1
-            if reason != NEXT:
-                return 0
-            etcd.terminate()
-            etcd.wait(_NEXT_S)
-        return 0
+        for name, text in json.load(sys.stdin).items():
+            with open(os.open(os.path.join(folder, name), os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
+                file.write(text)
+        with open(os.path.join(folder, "etcd.log"), "wb") as output:
+            etcd = subprocess.Popen(
+                [part.replace("{data}", os.path.join(folder, "data")) for part in command],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                cwd=folder,
+                preexec_fn=_prepare(os.getpid()),
+            )
+        _say(pid=etcd.pid, data_dir=folder)
+        if _asked_to_end(parent, etcd):
+            return 0
+        _say(exit=etcd.returncode, log=_tail(os.path.join(folder, "etcd.log")))
+        return 1
     finally:
         if etcd is not None and etcd.poll() is None:
             etcd.kill()  # its data goes too: nothing to be saved by asking
@@ -88,18 +83,15 @@ def _prepare(supervisor: int) -> Callable[[], None]:
     return prepare
 
 
-def _wait(parent: int, etcd: subprocess.Popen[bytes], more: bool) -> int | None:
-    """Wait for a signal to end etcd, or to go on if there are ``more`` commands; ``None`` if it ended by itself."""
+def _asked_to_end(parent: int, etcd: subprocess.Popen[bytes]) -> bool:
+    """Wait for a reason to end etcd; false if it ended by itself."""
     while True:
         # The timeout is a second line of defence only, for a parent signal that got lost.
         received = signal.sigtimedwait(_HANDLED, 2.0)
-        number = None if received is None else received.si_signo
-        if os.getppid() != parent:
-            return _PARENT_SIGNAL
-        if number in _END or (more and number == NEXT):
-            return number
+        if os.getppid() != parent or (received is not None and received.si_signo in _END):
+            return True
         if etcd.poll() is not None:
-            return None
+            return False
 
 
 def _tail(path: str) -> str:
