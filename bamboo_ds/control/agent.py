@@ -30,7 +30,7 @@ from pydantic import ValidationError
 from ..errors import EXIT_LEFT, ConfigError, LaunchError
 from ..observe import logs
 from ..observe.events import EventWriter
-from ..secret import file_of
+from ..secret import forget
 from ..topology.plan import Plan
 from .agent_settings import AgentSettings, observed, parse_arguments, worker_environment
 from .ending import Ending
@@ -533,8 +533,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except BrokenPipeError:
             logger.info("the launcher is gone and hears no results any more")
     if settings.state_file is not None and os.getppid() != settings.parent_pid:
-        for path in (Path(settings.state_file), file_of(settings.job)):
-            path.unlink(missing_ok=True)  # the launcher cannot do it any more
+        forget(settings.job, Path(settings.state_file), settings.parent_pid)  # the launcher cannot do it any more
     return departure.code
 
 

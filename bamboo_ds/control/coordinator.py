@@ -37,6 +37,7 @@ from .membership import (
 from .messages import Contact, Place
 from .mirror import Mirror, read_plan
 from .neighbours import Neighbours, report_dead_agent
+from .once import is_genuine, put_once
 
 logger = logging.getLogger("bamboo_ds.control.coordinator")
 
@@ -124,6 +125,7 @@ class Coordinator:
         self._lease: Lease | None = None
         self._lost: Lease | None = None
         self._seen: tuple[int, Plan | None] = 0, None  # the plan that was read last on the lease's thread
+        self._read_epoch = 0  # the newest epoch that was
         self._mirror: Mirror | None = None
         self._known: Plan | None = None  # the newest plan that a mirror has shown
         self._pushed_epoch = self._after_epoch = after_epoch
@@ -430,8 +432,8 @@ class Coordinator:
                 self.superseded = True
                 logger.warning("the job goes on without this member, which does not end it: %s", record.reason)
                 return
-            written = self._store.create(key, record.to_json(), given={Keys.PLAN: now.plan_revision})
-            if written or self._store.get(key) is not None:
+            written = put_once(self._store, key, record.to_json(), given={Keys.PLAN: now.plan_revision})
+            if written or is_genuine(self._store, key):
                 return
 
     def _depart(self, departure: LeftRecord | None, stop: StopRecord | None) -> None:
@@ -495,8 +497,11 @@ class Coordinator:
                 logger.warning("the lease of %s ran out", self._record.id)
                 self._inbox.put(partial(self._forget, lease))
         begun = self._fence_clock()
-        found = self._store.get(Keys.PLAN)
-        contact = contact_with(self._read(found), begun)
+        plan = self._read(self._store.get(Keys.PLAN))
+        if plan is None or plan.epoch < self._read_epoch:
+            return  # one of the past says nothing of the present
+        self._read_epoch = plan.epoch
+        contact = contact_with(plan, begun)
         if contact is not None:
             self._callbacks.on_contact(contact)
 

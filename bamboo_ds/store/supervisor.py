@@ -4,10 +4,9 @@ Executed as a file (``python -I -S supervisor.py ...``), so it must import nothi
 standard library: it starts in milliseconds and stays small for as long as the job lives.
 
 It prints one line of JSON when etcd runs (``pid``, ``data_dir``) and one when etcd ends by itself
-(``exit``, ``log``). SIGUSR2 says that etcd serves: it is ended and started with the next command, on the same data, or
-is kept running if there is none. From then on an etcd that ends by itself is started again, on the same data and
-address, and standard error tells of its end. SIGTERM, SIGINT, SIGHUP, the parent's death, or an etcd that ends time and
-again, end etcd and remove its data.
+(``exit``, ``log``). SIGUSR2 says that etcd serves: from then on an etcd that ends by itself is started again, on the
+same data and address, and standard error tells of its end. SIGTERM, SIGINT, SIGHUP, the parent's death, or an etcd
+that ends time and again, end etcd and remove its data.
 """
 
 from __future__ import annotations
@@ -28,11 +27,9 @@ _PR_SET_PDEATHSIG = 1
 #: The kernel sends it when the *thread* that started us ends; only the look at the parent's id decides.
 _PARENT_SIGNAL = signal.SIGUSR1
 _END = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-#: Etcd serves: have it run by the next command, or keep it.
-NEXT = signal.SIGUSR2
-_HANDLED = {*_END, _PARENT_SIGNAL, NEXT, signal.SIGCHLD}
-#: Seconds that etcd gets to end in an orderly way before it is started by the next command.
-_NEXT_S = 10.0
+#: Etcd serves: keep it running.
+KEEP = signal.SIGUSR2
+_HANDLED = {*_END, _PARENT_SIGNAL, KEEP, signal.SIGCHLD}
 #: An etcd that has run for so many seconds was sound: if it ends, the pauses before it is started begin anew.
 _SOUND_S = 60.0
 _LOG_TAIL = 4096
@@ -99,12 +96,13 @@ class Etcd:
 
 
 def main(arguments: list[str]) -> int:
-    """``parent_pid data_root commands pauses``, the last two as JSON.
+    """``parent_pid data_root command pauses``, the last two as JSON.
 
-    ``{data}`` in a command stands for the data directory. ``pauses``: seconds before each new start of an etcd that
-    ends by itself; when there is none left it is given up.
+    ``{data}`` in the command stands for the data directory. ``pauses``: seconds before each new start of an etcd that
+    ends by itself; when there is none left it is given up. Standard input is JSON: names and texts of files that only
+    this user may read, for the command's working directory.
     """
-    parent, root, commands, pauses = int(arguments[0]), arguments[1], json.loads(arguments[2]), json.loads(arguments[3])
+    parent, root, command, pauses = int(arguments[0]), arguments[1], json.loads(arguments[2]), json.loads(arguments[3])
     signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a parent that ignores it would hide etcd's end from us
     die_with_parent(_PARENT_SIGNAL)
@@ -112,19 +110,16 @@ def main(arguments: list[str]) -> int:
         return 0
     etcd = Etcd(tempfile.mkdtemp(prefix="bamboo-etcd-", dir=root))
     try:
-        for number, command in enumerate(commands, 1):
-            process = etcd.start(command)
-            _say(pid=process.pid, data_dir=etcd.folder)
-            reason = _wait(parent, {*_END, NEXT}, etcd)
-            if reason is None:
-                _say(exit=process.returncode, log=etcd.last_words)
-                return 1
-            if reason != NEXT:
-                return 0
-            if number < len(commands):
-                process.terminate()
-                process.wait(_NEXT_S)
-        return _keep(parent, etcd, commands[-1], pauses)
+        for name, text in json.load(sys.stdin).items():
+            with open(os.open(os.path.join(etcd.folder, name), os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
+                file.write(text)
+        process = etcd.start(command)
+        _say(pid=process.pid, data_dir=etcd.folder)
+        reason = _wait(parent, {*_END, KEEP}, etcd)
+        if reason is None:
+            _say(exit=process.returncode, log=etcd.last_words)
+            return 1
+        return _keep(parent, etcd, command, pauses) if reason == KEEP else 0
     finally:
         etcd.kill()
         shutil.rmtree(etcd.folder, ignore_errors=True)
