@@ -10,6 +10,7 @@ from collections.abc import Callable, Container
 from ..control.access import open_store
 from ..control.membership import Keys, MemberRecord, StopRecord
 from ..control.mirror import Mirror
+from ..control.once import put_once
 from ..errors import EXIT_FATAL_LOSS, StoreError, StoreUnavailable
 from ..secret import JobSecret
 
@@ -118,6 +119,6 @@ def tell_to_stop(urls: str, job: str, signum: int, told: str, secret: JobSecret 
     record = StopRecord(code=128 + signum, reason=f"{signal.Signals(signum).name} of {told}", by="")
     try:
         with open_store(urls, job, _STORE_TIMEOUT_S, secret) as store:
-            store.create(Keys.STOP, record.to_json())
+            put_once(store, Keys.STOP, record.to_json())
     except StoreError as error:
         logger.error("cannot tell members that have joined that the job ends: %s", error)

@@ -14,6 +14,7 @@ import click
 from ..control.access import check_secret, open_store
 from ..control.membership import Keys, StopRecord
 from ..control.mirror import Mirror
+from ..control.once import put_once
 from ..errors import BambooError, ConfigError, LaunchError
 from ..observe import logs
 from ..secret import find
@@ -235,9 +236,8 @@ def _stop_members(job: str, urls: str) -> None:
         members = connection.get_prefix(Keys.MEMBERS).entries
         if not members:
             raise ConfigError(f"no job {job!r} runs at {urls}")
-        for entry in members.values():
-            check_secret(entry, job, secret)
-        connection.create(Keys.STOP, StopRecord(code=EXIT_STOPPED, reason="bamboo stop", by="").to_json())
+        check_secret(members.values(), job, secret)
+        put_once(connection, Keys.STOP, StopRecord(code=EXIT_STOPPED, reason="bamboo stop", by="").to_json())
 
 
 @cli.command(context_settings={"ignore_unknown_options": True}, add_help_option=False)

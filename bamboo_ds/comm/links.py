@@ -129,7 +129,7 @@ class Links:
             return hosting(self._epoch.secret, _PURPOSE, self._epoch.number, me, missing.__contains__)
 
         with selectors.DefaultSelector() as selector:
-            door = Door(selector, listener, host)
+            door = Door(selector, listener, host, len(missing))
             try:
                 for member in members[:own]:
                     called[member] = self._call(member, places[member], timeout)

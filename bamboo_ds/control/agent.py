@@ -30,7 +30,7 @@ from pydantic import ValidationError
 from ..errors import EXIT_LEFT, ConfigError, LaunchError
 from ..observe import logs
 from ..observe.events import EventWriter
-from ..secret import file_of
+from ..secret import forget
 from ..topology.plan import Plan
 from .agent_settings import AgentSettings, observed, parse_arguments, worker_environment
 from .ending import Ending
@@ -201,8 +201,7 @@ class Agent:
                 self._kill_after(_END_S)
             if "worker" in ready:
                 return awake
-            if time.monotonic() - asleep > timeout + _STALL_S and self._worker.last_sign_of_life is not None:
-                self._worker.heard()  # it was us who did not listen
+            self._note_stall(time.monotonic() - asleep - timeout)
             self._meet_deadlines()
             if self._worker.lingers():
                 logger.error("worker %d does not end although it was killed: it counts as lost", self._worker.pid)
@@ -210,6 +209,15 @@ class Agent:
             if self._channel_open:
                 writing = selectors.EVENT_WRITE if self._worker.wire.backlog else 0
                 selector.modify(self._worker.wire, selectors.EVENT_READ | writing, "channel")
+
+    def _note_stall(self, seconds: float) -> None:
+        """This process may have been stopped for so long: then it was us who did not listen."""
+        if seconds <= _STALL_S:
+            return
+        if self._worker.last_sign_of_life is not None:
+            self._worker.heard()
+        else:
+            self._watchdog.excuse(seconds)
 
     def _timeout(self, now: float) -> float:
         wakes = [now + 1.0]
@@ -525,8 +533,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except BrokenPipeError:
             logger.info("the launcher is gone and hears no results any more")
     if settings.state_file is not None and os.getppid() != settings.parent_pid:
-        for path in (Path(settings.state_file), file_of(settings.job)):
-            path.unlink(missing_ok=True)  # the launcher cannot do it any more
+        forget(settings.job, Path(settings.state_file), settings.parent_pid)  # the launcher cannot do it any more
     return departure.code
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 from tenacity import Retrying, retry_if_result, stop_after_delay, wait_exponential
 
-from ..errors import StoreError
+from ..errors import ProtocolError, StoreError
 from .access import open_store
 from .agent_settings import AgentSettings
 from .membership import JobRecord, Keys
@@ -132,6 +132,10 @@ class Comeback:
                 vacancy = find_vacancy(store, mirror, mirror.plan, own_slot=settings.slot, restart=deserted)
         except StoreError as error:
             logger.info("cannot come back yet: %s", error)
+            return None
+        except ProtocolError as error:
+            logger.error("cannot come back: %s", error)
+            self._ended = True
             return None
         return dataclasses.replace(
             settings,

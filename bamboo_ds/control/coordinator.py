@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from ..errors import LeaseExpired, ProtocolError, StoreError, StoreUnavailable
+from ..errors import LeaseExpired, PlanForged, ProtocolError, StoreError, StoreUnavailable
 from ..store import KeyValue, Lease, Store, WatchEvent
 from ..topology.plan import Plan
 from .admission import over_for, places
@@ -37,6 +37,7 @@ from .membership import (
 from .messages import Contact, Place
 from .mirror import Mirror, read_plan
 from .neighbours import Neighbours, report_dead_agent
+from .once import is_genuine, put_once
 
 logger = logging.getLogger("bamboo_ds.control.coordinator")
 
@@ -124,10 +125,13 @@ class Coordinator:
         self._lease: Lease | None = None
         self._lost: Lease | None = None
         self._seen: tuple[int, Plan | None] = 0, None  # the plan that was read last on the lease's thread
+        self._read_epoch = 0  # the newest epoch that was
         self._mirror: Mirror | None = None
+        self._known: Plan | None = None  # the newest plan that a mirror has shown
         self._pushed_epoch = self._after_epoch = after_epoch
         self._told_restart = 0
         self._waits = record.state == "waiting"
+        self._told_undisturbed = False
         self._evicted = False
         self._admitted = not record.joiner
         self._places: list[Place] = []
@@ -239,7 +243,7 @@ class Coordinator:
                 raise
             return self._clock() + _RETRY_S
         except StoreError as error:
-            if not self._connected:
+            if not self._connected and not isinstance(error, PlanForged):
                 raise  # at the start it is the settings that are wrong
             logger.error("etcd refuses a request, training goes on: %s", error)
             return self._clock() + _REFUSED_RETRY_S
@@ -261,7 +265,7 @@ class Coordinator:
 
     def _connect(self) -> Mirror:
         snapshot = self._store.get_prefix("")
-        mirror = Mirror(snapshot)
+        mirror = Mirror(snapshot, self._known)
         if self._lease is None:
             self._register(mirror.plan)
         self._store.watch("", self._observe, snapshot.revision + 1, on_error=self._watch_failed)
@@ -300,10 +304,16 @@ class Coordinator:
 
     def _observe(self, event: WatchEvent) -> None:
         def apply() -> None:
-            if self._mirror is not None:  # else it is about to be read anew
-                self._mirror.apply(event)
-                if event.kind == "put":
-                    self._announce_store(self._mirror, event.key)
+            mirror = self._mirror
+            if mirror is None:
+                return  # it is about to be read anew
+            try:
+                mirror.apply(event)
+            except PlanForged:
+                self._mirror = None  # nothing can be done until the plan can be read
+                return
+            if event.kind == "put":
+                self._announce_store(mirror, event.key)
 
         self._inbox.put(apply)
 
@@ -324,6 +334,7 @@ class Coordinator:
     def _work(self, mirror: Mirror) -> float | None:
         """As :meth:`_turn`, with what etcd holds."""
         plan, stop = mirror.plan, mirror.stop
+        self._known = plan or self._known
         if plan is not None and plan.epoch > self._pushed_epoch:
             self._pushed_epoch = plan.epoch
             self._admitted = self._admitted or self._record.id in plan.members
@@ -383,6 +394,10 @@ class Coordinator:
             if known != self._places:
                 self._places = known
                 self._callbacks.on_places(known)
+        if self._waits and not self._told_undisturbed and mirror.members.keys() >= set(plan.members):
+            # It is back, and may never need another plan: nobody was lost after all.
+            self._told_undisturbed = True
+            self._callbacks.on_plan(plan)
         if not self._stop_told and over_for(self._record.id, mirror, plan):
             self._stop_told = True
             self._callbacks.on_stop(StopRecord(code=0, reason="the job has finished", by=self._record.id))
@@ -417,8 +432,8 @@ class Coordinator:
                 self.superseded = True
                 logger.warning("the job goes on without this member, which does not end it: %s", record.reason)
                 return
-            written = self._store.create(key, record.to_json(), given={Keys.PLAN: now.plan_revision})
-            if written or self._store.get(key) is not None:
+            written = put_once(self._store, key, record.to_json(), given={Keys.PLAN: now.plan_revision})
+            if written or is_genuine(self._store, key):
                 return
 
     def _depart(self, departure: LeftRecord | None, stop: StopRecord | None) -> None:
@@ -482,8 +497,11 @@ class Coordinator:
                 logger.warning("the lease of %s ran out", self._record.id)
                 self._inbox.put(partial(self._forget, lease))
         begun = self._fence_clock()
-        found = self._store.get(Keys.PLAN)
-        contact = contact_with(self._read(found), begun)
+        plan = self._read(self._store.get(Keys.PLAN))
+        if plan is None or plan.epoch < self._read_epoch:
+            return  # one of the past says nothing of the present
+        self._read_epoch = plan.epoch
+        contact = contact_with(plan, begun)
         if contact is not None:
             self._callbacks.on_contact(contact)
 

@@ -22,10 +22,11 @@ from typing import IO, Any
 import psutil
 import pytest
 
-from bamboo_ds.control.access import ENV_NOTICES, ENV_STORE, credentials
+from bamboo_ds.control.access import ENV_NOTICES, ENV_STORE
 from bamboo_ds.control.agent_settings import AgentSettings, script_command
-from bamboo_ds.control.membership import LeftRecord, MemberRecord
+from bamboo_ds.control.membership import LeftRecord, MemberRecord, namespace
 from bamboo_ds.secret import ENV_SECRET, JobSecret
+from bamboo_ds.store.certificates import certificates_of
 from bamboo_ds.store.embedded import EmbeddedEtcd
 
 from .jobs import DEADLINE_S, MARK, TRAIN, Result, RunningJob, TemporaryFolder, environment, marked
@@ -190,7 +191,7 @@ class HostJob(RunningJob):
             begun.callback(temporary.close)
             self.secret = JobSecret.new()
             self.etcd = begun.enter_context(
-                EmbeddedEtcd(hosts.outside, credentials=credentials(self.secret, self.name))
+                EmbeddedEtcd(hosts.outside, certificates=certificates_of(self.secret, namespace(self.name)))
             )
             for slot, host in enumerate(places):
                 self._start_agent(slot, host, len(places), settings or {})
