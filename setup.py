@@ -29,7 +29,8 @@ setup(
         "hjson>=3.1",
         "psutil>=5.9",
         "tenacity>=8.2",
-        "aiohttp>=3.9",
+        "aiohttp>=3.13.4",  # the first that bounds the number of headers
+        "cryptography>=42",
         "click>=8.1",
         "rich>=13",
     ],

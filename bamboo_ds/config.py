@@ -141,7 +141,7 @@ class MembershipConfig(_Block):
         ge=0,
         allow_inf_nan=False,
         description="seconds for which a member that was evicted tries to come back (0: it does not), and one that "
-        "waits for a restart bears that etcd does not answer",
+        "waits for a restart, or has paused, bears that etcd does not answer",
     )
     settle_ms: int = Field(
         20, ge=0, description="milliseconds that the leader waits for companions of a loss before it plans"

@@ -166,6 +166,10 @@ class LeaseExpired(StoreError):
     """The lease that a request names is gone, and with it every key that hung on it."""
 
 
+class PlanForged(StoreError):
+    """The plan in etcd was written by none of this job's processes."""
+
+
 class LaunchError(BambooError, RuntimeError):
     """A process that bamboo_ds starts (etcd, an agent, a worker) did not come up."""
 

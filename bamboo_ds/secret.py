@@ -8,6 +8,7 @@ tags (HMAC-SHA256), each for one purpose.
 from __future__ import annotations
 
 import hmac
+import json
 import os
 import secrets
 import stat
@@ -143,7 +144,10 @@ def folder() -> Path:
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = path.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
-        raise LaunchError(f"{path} must be a folder that only you can write to; remove it and try again")
+        raise LaunchError(
+            f"{path} must be a folder of yours that only you can write to: remove it, or, if it is somebody else's, "
+            "set XDG_RUNTIME_DIR to a folder of your own"
+        )
     return path
 
 
@@ -162,6 +166,21 @@ def keep(job: str, secret: JobSecret) -> None:
     with os.fdopen(fd, "w") as file:
         file.write(f"{secret.text}\n")
     os.rename(temporary, path)
+
+
+def forget(job: str, state_file: Path, launcher: int) -> None:
+    """Remove what the process ``launcher`` has left about ``job``, but nothing of a later job of that name.
+
+    Args:
+        state_file: where it is said whose the files are; see :class:`~bamboo_ds.launchers.jobs.JobFile`.
+    """
+    try:
+        if json.loads(state_file.read_text())["pid"] != launcher:
+            return
+    except FileNotFoundError:
+        return  # somebody else was faster
+    for path in (file_of(job), state_file):
+        path.unlink(missing_ok=True)
 
 
 def find(job: str, environ: Mapping[str, str] | None = None) -> JobSecret:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import time
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,8 @@ from bamboo_ds.control.registry.keys import Keys
 from bamboo_ds.control.registry.mirror import Mirror
 from bamboo_ds.control.registry.records import LeftRecord, MemberRecord, StopRecord, WorkerState
 from bamboo_ds.errors import StoreUnavailable
-from bamboo_ds.store import Lease, Store
+from bamboo_ds.secret import JobSecret
+from bamboo_ds.store import KeyValue, Lease, Store
 from bamboo_ds.topology.planner import initial_plan
 
 from .support.etcd import EtcdServer, new_namespace
@@ -73,6 +75,64 @@ def test_one_that_waits_for_a_restart_ends_with_the_job(store: Store) -> None:
     finally:
         coordinator.close(timeout_s=10.0)
     assert (stop.code, stop.reason) == (0, "the job has finished")
+
+
+def test_a_plan_of_the_past_is_no_word_of_the_present(etcd: EtcdServer) -> None:
+    """Somebody who can write to etcd has put it back: workers may not commit by it."""
+    reads: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    class Watched(Store):
+        def get(self, key: str) -> KeyValue | None:
+            entry = super().get(key)
+            if key == Keys.PLAN:
+                reads.put(None)
+            return entry
+
+    record = MemberRecord(id="m0", slot=0, host="h", address="x", pid=1, agent_pid=2, incarnation="x")
+    contacts: queue.SimpleQueue[str] = queue.SimpleQueue()
+    ignore = dict.fromkeys(("on_plan", "on_store", "on_places", "on_stop", "on_error"), lambda *_: None)
+    tell: Any = lambda contact: contacts.put(contact.origin)  # noqa: E731
+    callbacks = Callbacks(**ignore, on_contact=tell, on_ended=lambda: None)  # type: ignore[arg-type]
+    leader: Any = LeaderDouble()
+    store = Watched([etcd.url], namespace=new_namespace())
+    coordinator = Coordinator(store, leader, record, lease_ttl_s=1.0, callbacks=callbacks, last_heartbeat=lambda: None)
+    plan = initial_plan(["m0"])
+    store.put(Keys.PLAN, replace(plan, epoch=3, origin="third").to_json())
+    coordinator.start()
+    try:
+        assert contacts.get(timeout=20.0) == "third"
+        store.put(Keys.PLAN, replace(plan, epoch=2, origin="second").to_json())
+        while not reads.empty():
+            reads.get()
+        for _ in range(2):
+            reads.get(timeout=20.0)
+        store.put(Keys.PLAN, replace(plan, epoch=4, origin="fourth").to_json())
+        while (origin := contacts.get(timeout=20.0)) != "fourth":
+            assert origin == "third"
+    finally:
+        coordinator.close(timeout_s=10.0)
+
+
+def test_a_forged_request_to_stop_holds_no_other_one_up(etcd: EtcdServer) -> None:
+    """That of a member whose worker has failed: the job would wait for it."""
+    namespace, own = new_namespace(), JobSecret.new()
+    record = MemberRecord(id="m0", slot=0, host="h", address="x", pid=1, agent_pid=2, incarnation="x")
+    stops: queue.SimpleQueue[StopRecord] = queue.SimpleQueue()
+    ignore = dict.fromkeys(("on_plan", "on_store", "on_places", "on_error"), lambda *_: None)
+    callbacks = Callbacks(**ignore, on_stop=stops.put, on_ended=lambda: None)  # type: ignore[arg-type]
+    leader: Any = LeaderDouble()
+    with Store([etcd.url], namespace=namespace) as stranger:
+        stranger.put(Keys.STOP, "{}")
+        store = Store([etcd.url], namespace=namespace, secret=own)
+        coordinator = Coordinator(
+            store, leader, record, lease_ttl_s=TTL_S, callbacks=callbacks, last_heartbeat=lambda: None
+        )
+        coordinator.start()
+        try:
+            coordinator.write(Keys.STOP, StopRecord(code=7, reason="failed", by="m0"))
+            assert stops.get(timeout=20.0).code == 7
+        finally:
+            coordinator.close(timeout_s=10.0)
 
 
 @pytest.mark.parametrize("registered", [True, False])

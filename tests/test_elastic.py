@@ -14,6 +14,7 @@ import pytest
 from .support.compare import differences
 from .support.faults import in_turn, mark
 from .support.jobs import Result, RunningJob, run_bamboo, run_text, slow_until, write_config
+from .support.watching import kill_own_etcd
 
 pytestmark = pytest.mark.integration
 Reference = Callable[..., Result]
@@ -123,7 +124,10 @@ def test_members_join(tmp_path: Path, reference: Reference, more: tuple[str, ...
 
 
 def test_a_standby_takes_over(tmp_path: Path, reference: Reference) -> None:
-    """A member without a stage holds replicas; a lost stage goes to it at once, and nobody gets a second one."""
+    """A member without a stage holds replicas; a lost stage goes to it at once, and nobody gets a second one.
+
+    The job's etcd was killed before, and has been started again.
+    """
     now, go = tmp_path / "now", tmp_path / "go"
     faults = [fault(1, 3, "BackwardPass", 2, when=str(now))]
     command = ["--stages", "2", *slow_until(go), "--faults", json.dumps(faults)]
@@ -135,6 +139,7 @@ def test_a_standby_takes_over(tmp_path: Path, reference: Reference) -> None:
         standby = job.events("member_joined")[-1]["member_id"]
         job.wait_for("it holds replicas", lambda: set(job.plan()["shadows"]) == {standby})
         assert standby not in job.plan()["owners"]
+        kill_own_etcd(job)
         now.touch()
         job.wait_for("the loss", lambda: len(job.events("member_lost")) == 1)
         go.touch()

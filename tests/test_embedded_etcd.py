@@ -3,27 +3,35 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
 import queue
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import textwrap
 import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import grpc
 import psutil
 import pytest
 
 from bamboo_ds.chaos.processes import listener
-from bamboo_ds.errors import ConfigError, LaunchError, StoreError
+from bamboo_ds.errors import ConfigError, LaunchError, StoreUnavailable
+from bamboo_ds.secret import JobSecret
 from bamboo_ds.store import embedded
+from bamboo_ds.store.certificates import certificates_of
 from bamboo_ds.store.client import Store
+from bamboo_ds.store.connection import rpc
 from bamboo_ds.store.embedded import EmbeddedEtcd, find_etcd
+from bamboo_ds.store.endpoints import Certificates
 from tests.support.etcd import wait_until
 from tests.support.leaks import no_leaks
 
@@ -119,20 +127,140 @@ def test_serves_this_user_alone() -> None:
             assert seen.get(timeout=10) == "a"
 
 
-def test_serves_those_who_have_the_password() -> None:
-    with EmbeddedEtcd("127.0.0.2", credentials=("root", "p" * 64)) as etcd:
+SECRET = JobSecret.new()
+
+
+def test_serves_those_who_know_the_secret() -> None:
+    with EmbeddedEtcd("127.0.0.1", certificates=certificates_of(SECRET, "/bamboo/j/")) as etcd:
         print(f"healthy and protected after {etcd.start_seconds:.2f} s")
-        assert [address.ip for address in listening(etcd.pid)] == ["127.0.0.2"]
-        for spare in (None, ("root", "wrong")):
-            with Store([etcd.url], namespace="/bamboo/j/", spare=spare) as store:
-                for attempt in (lambda: store.get_prefix(""), lambda: store.put("a", "2"), lambda: store.delete("a")):
-                    with pytest.raises(StoreError, match="BAMBOO_SECRET_FILE"):
-                        attempt()
-        with Store([etcd.url], namespace="/bamboo/j/", spare=("root", "p" * 64)) as store:
-            seen: queue.SimpleQueue[str] = queue.SimpleQueue()
-            store.watch("", lambda event: seen.put(event.key), 1)
-            assert store.create("a", "1")
-            assert seen.get(timeout=10) == "a"
+        assert etcd.url.startswith("bamboo://127.0.0.1:")
+        assert [address.ip for address in listening(etcd.pid)] == ["127.0.0.1"]
+        files = [path for path in etcd.data_dir.iterdir() if path.suffix in (".pem", ".key")]
+        assert len(files) == 3 and not any(path.stat().st_mode & 0o077 for path in files)
+        with pytest.raises(ConfigError, match="BAMBOO_SECRET_FILE"):
+            Store([etcd.url], namespace="/bamboo/j/")
+        for secret, namespace in ((JobSecret.new(), "/bamboo/j/"), (SECRET, "/bamboo/k/")):
+            with (
+                Store([etcd.url], namespace=namespace, secret=secret, timeout_s=0.5) as store,
+                pytest.raises(StoreUnavailable, match=r"does not know the secret.* BAMBOO_SECRET_FILE"),
+            ):
+                store.get("a")
+        seen: queue.SimpleQueue[str] = queue.SimpleQueue()
+        for key, host in (("a", "127.0.0.1"), ("b", "localhost")):
+            url = etcd.url.replace("127.0.0.1", host)
+            with Store([url], namespace="/bamboo/j/", secret=SECRET) as store:
+                store.watch(key, lambda event: seen.put(event.key))
+                assert store.create(key, "1")
+                assert seen.get(timeout=10) == key
+
+
+def test_strangers_get_no_answer(tmp_path: Path) -> None:
+    """Not even to what etcd answers without a password, by which they could take the password away."""
+    own, foreign = (certificates_of(secret, "/bamboo/j/") for secret in (SECRET, JobSecret.new()))
+    with EmbeddedEtcd("127.0.0.2", certificates=own) as etcd:
+        place = etcd.url.removeprefix("bamboo://")
+        with Store([etcd.url], namespace="/bamboo/j/", secret=SECRET) as store:
+            assert store.create("plan", "1")
+            for mine in (None, Certificates(None, None, None), foreign):
+                with channel(place, own, mine) as open_channel:
+                    maintenance, auth = rpc.MaintenanceStub(open_channel), rpc.AuthStub(open_channel)
+                    for method, request in (
+                        (maintenance.Alarm, rpc.AlarmRequest(action=rpc.AlarmRequest.ACTIVATE, alarm=rpc.NOSPACE)),
+                        (auth.AuthDisable, rpc.AuthDisableRequest()),
+                        (rpc.LeaseStub(open_channel).LeaseGrant, rpc.LeaseGrantRequest(TTL=60)),
+                        (rpc.KVStub(open_channel).Range, rpc.RangeRequest(key=b"/", range_end=b"0")),
+                    ):
+                        with pytest.raises(grpc.RpcError) as refused:
+                            method(request, timeout=5)
+                        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE  # type: ignore[attr-defined]
+                for path in ("/health", "/version", "/metrics", "/v3/maintenance/status"):
+                    assert asked(place, context(mine, tmp_path), path) in (None, 400)
+            store.put("plan", "2")
+
+
+def channel(place: str, own: Certificates, mine: Certificates | None) -> grpc.Channel:
+    """A stranger's, who even knows the job's authority; in plain text without ``mine``."""
+    options = (("grpc.enable_http_proxy", 0), ("grpc.ssl_target_name_override", own.name))
+    if mine is None:
+        return grpc.insecure_channel(place, options=options)
+    return grpc.secure_channel(place, grpc.ssl_channel_credentials(own.ca, mine.key, mine.cert), options=options)
+
+
+def context(mine: Certificates | None, folder: Path) -> ssl.SSLContext | None:
+    """For a connection with whomever, with a certificate if there is one."""
+    if mine is None:
+        return None
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    tls.check_hostname, tls.verify_mode = False, ssl.CERT_NONE
+    if mine.cert is not None:
+        tls.load_cert_chain(*files_of(mine, folder))
+    return tls
+
+
+def files_of(mine: Certificates, folder: Path) -> tuple[Path, Path]:
+    (folder / "cert").write_bytes(mine.cert or b"")
+    (folder / "key").write_bytes(mine.key or b"")
+    return folder / "cert", folder / "key"
+
+
+def asked(place: str, tls: ssl.SSLContext | None, path: str) -> int | None:
+    """The status of the answer; ``None`` if there is none."""
+    if tls is None:
+        connection = http.client.HTTPConnection(place, timeout=5)
+    else:
+        connection = http.client.HTTPSConnection(place, timeout=5, context=tls)
+    with contextlib.closing(connection):
+        try:
+            connection.request("GET", path)
+            return connection.getresponse().status
+        except (ConnectionError, ssl.SSLError, http.client.HTTPException):
+            return None
+
+
+class Impostor(BaseHTTPRequestHandler):
+    """Answers as an etcd that is well and has a password."""
+
+    def do_GET(self) -> None:
+        self.server.asked += 1  # type: ignore[attr-defined]
+        text = b'{"health":"true","error":"etcdserver: user name is empty"}'
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    do_POST = do_GET
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_nobody_passes_for_it(encrypted: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The port that it wants is taken by somebody who answers in its place."""
+    real, tries = embedded._free_port, []
+    with ThreadingHTTPServer(("127.0.0.2", 0), Impostor) as impostor:
+        impostor.asked = 0  # type: ignore[attr-defined]
+        if encrypted:
+            tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            tls.load_cert_chain(*files_of(certificates_of(JobSecret.new(), "/bamboo/j/"), tmp_path))
+            impostor.socket = tls.wrap_socket(impostor.socket, server_side=True)
+        thread = threading.Thread(target=impostor.serve_forever)
+        thread.start()
+
+        def port(address: str) -> int:
+            tries.append(address)
+            return impostor.server_port if len(tries) == 1 else real(address)
+
+        monkeypatch.setattr(embedded, "_free_port", port)
+        try:
+            with EmbeddedEtcd("127.0.0.2", certificates=certificates_of(SECRET, "/bamboo/j/")) as etcd:
+                assert len(tries) == 2 and not etcd.url.endswith(f":{impostor.server_port}")
+                with Store([etcd.url], namespace="/bamboo/j/", secret=SECRET) as store:
+                    assert store.create("a", "1")
+            assert impostor.asked == 0  # type: ignore[attr-defined]
+        finally:
+            impostor.shutdown()
+            thread.join()
 
 
 def test_kill_9_of_the_embedding_process_leaves_nothing() -> None:
@@ -162,11 +290,53 @@ def test_kill_9_of_the_supervisor_ends_etcd() -> None:
     assert not folder.exists()
 
 
-def test_death_of_etcd_is_noticed_and_cleaned_up() -> None:
+@pytest.mark.parametrize("secret", [JobSecret(), SECRET], ids=["user", "certificates"])
+def test_an_etcd_that_ends_is_started_again_with_its_data(capfd: pytest.CaptureFixture[str], secret: JobSecret) -> None:
+    """At the same address, with the same certificates, leases and watches."""
+    address = "127.0.0.2" if secret else None
+    certificates = certificates_of(secret, "/bamboo/j/") if secret else None
+    with EmbeddedEtcd(address, certificates=certificates) as etcd:
+        pid, folder, url = etcd.pid, etcd.data_dir, etcd.url
+        with Store([url], namespace="/bamboo/j/", secret=secret) as store:
+            seen: queue.SimpleQueue[str] = queue.SimpleQueue()
+            store.watch("", lambda event: seen.put(event.key), 1)
+            lease = store.lease(60)
+            store.put("a", "1", lease)
+            assert seen.get(timeout=10) == "a" and store.get("a") is not None
+            os.kill(pid, signal.SIGKILL)
+            seconds = wait_until(lambda: answers(store), "it is back", 20.0)
+            print(f"etcd is back {seconds:.2f} s after kill -9")
+            assert lease.refresh() and store.create("b", "2")
+            assert seen.get(timeout=10) == "b"
+        (again,) = psutil.Process(etcd.supervisor_pid).children()
+        assert again.pid != pid and (etcd.data_dir, etcd.url) == (folder, url)
+    assert not psutil.pid_exists(again.pid) and not folder.exists()
+    assert "the embedded etcd has ended (signal 9)" in capfd.readouterr().err
+
+
+def answers(store: Store) -> bool:
+    try:
+        return store.get("a") is not None
+    except StoreUnavailable:
+        return False
+
+
+@pytest.mark.parametrize("lost", ["data", "data/member/snap"])
+def test_death_of_etcd_is_noticed_and_cleaned_up(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], lost: str
+) -> None:
+    """If it cannot be started again: after so many tries, or at once if it would be an empty one."""
+    monkeypatch.setattr(embedded, "RESTART_PAUSES_S", (0.0, 0.1))
     with EmbeddedEtcd() as etcd:
         folder = etcd.data_dir
+        os.rename(folder / lost, folder / "gone")
+        if lost != "data":
+            (folder / lost).touch()
         os.kill(etcd.pid, signal.SIGKILL)
         wait_until(lambda: not etcd.alive() and not folder.exists(), "the end is noticed")
+    told = capfd.readouterr().err
+    assert told.count("is started again in") == (0 if lost == "data" else 2)
+    assert f"it is not started again, {'without its data' if lost == 'data' else 'after 2 times'}" in told
 
 
 def test_a_stopped_etcd_is_ended_too() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,20 +11,24 @@ from pathlib import Path
 
 import pytest
 
+from bamboo_ds.cli.main import _stop_members
 from bamboo_ds.control.registry.access import open_store
-from bamboo_ds.control.registry.keys import Keys
+from bamboo_ds.control.registry.keys import Keys, namespace
 from bamboo_ds.control.registry.mirror import Mirror
 from bamboo_ds.control.registry.records import LeftRecord, MemberRecord, StopRecord
-from bamboo_ds.launchers.joined import JoinedMembers, exit_code
-from bamboo_ds.secret import JobSecret
+from bamboo_ds.launchers.jobs import JobLocation
+from bamboo_ds.launchers.joined import JoinedMembers, exit_code, tell_to_stop
+from bamboo_ds.secret import ENV_SECRET, JobSecret
 from bamboo_ds.store import Store
 from bamboo_ds.store.records import KeyValue, Snapshot
 
 from .support.control import Job, start
-from .support.etcd import Recorder
+from .support.etcd import EtcdServer, Recorder
 from .support.jobs import SUPPORT, RunningJob, write_config
 
 __all__ = ["start"]  # the fixture
+
+pytest_plugins = ["tests.support.fixtures"]
 
 Start = Callable[..., Job]
 
@@ -62,6 +67,26 @@ def test_exit_code_is_that_of_the_job() -> None:
     assert exit_code(mirror(left("lost"), left("finished", "m8"))) == 0
     assert exit_code(mirror(left("lost"))) == 86
     assert exit_code(mirror(left("stopped"), StopRecord(code=143, reason="", by=""))) == 143
+
+
+def test_forged_records_hold_no_request_to_stop_up(etcd: EtcdServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, job = JobSecret.new(), f"job-{os.urandom(4).hex()}"
+    monkeypatch.setenv(ENV_SECRET, own.text)
+    with (
+        Store([etcd.url], namespace=namespace(job)) as stranger,
+        open_store(etcd.url, job, 10.0, own) as store,
+    ):
+        for request in (
+            lambda: _stop_members(JobLocation(job, etcd.url)),
+            lambda: tell_to_stop(etcd.url, job, signal.SIGTERM, "x"),
+        ):
+            store.delete_prefix("")
+            store.put(Keys.member("m9-guest"), guest().to_json())
+            stranger.put(Keys.member("x"), "{}")
+            stranger.put(Keys.STOP, "{}")
+            request()
+            entry = store.get(Keys.STOP)
+            assert entry is not None and entry.genuine and StopRecord.from_json(entry.value).code == 143
 
 
 @contextmanager

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from bamboo_ds.control.leader.actions import Loss, StopJob
 from bamboo_ds.control.leader.leader import Leader
 from bamboo_ds.control.registry.keys import Keys
 from bamboo_ds.control.registry.mirror import Mirror
-from bamboo_ds.control.registry.records import LayoutRecord, LeaderRecord, LeftRecord, MemberRecord
+from bamboo_ds.control.registry.records import LayoutRecord, LeaderRecord, LeftRecord, MemberRecord, StopRecord
 from bamboo_ds.errors import StoreUnavailable
 from bamboo_ds.observe.events import EventWriter
 from bamboo_ds.processes import boot_id
-from bamboo_ds.store import Lease, Store
+from bamboo_ds.secret import JobSecret
+from bamboo_ds.store import Lease, Store, WatchEvent
 from bamboo_ds.topology import Layout, Plan
 
+from .support.etcd import EtcdServer, new_namespace
 from .support.settings import agent
 
 pytest_plugins = ["tests.support.fixtures"]
@@ -45,13 +49,20 @@ class LossyStore:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
 
-    def compare_and_swap(self, key: str, mod_revision: int, value: str, lease: Lease | None = None) -> bool:
+    def compare_and_swap(
+        self,
+        key: str,
+        mod_revision: int,
+        value: str,
+        lease: Lease | None = None,
+        given: Mapping[str, int] | None = None,
+    ) -> bool:
         while self._late:
             assert self._late.pop()()
         fate = self.script.pop(0) if key == Keys.PLAN and self.script else "answered"
 
         def write() -> bool:
-            return self._store.compare_and_swap(key, mod_revision, value, lease)
+            return self._store.compare_and_swap(key, mod_revision, value, lease, given)
 
         if fate == "answered":
             return write()
@@ -93,10 +104,9 @@ class Stage:
         except StoreUnavailable:
             return
 
-    def lose(self, member: str) -> None:
-        departure = LeftRecord(
-            id=member, slot=1, outcome="lost", reason="signal", detail="SIGKILL", since=1.0, boot=boot_id()
-        )
+    def lose(self, member: str, **how: Any) -> None:
+        fields = {"outcome": "lost", "reason": "signal", "detail": "SIGKILL", "since": 1.0, "boot": boot_id(), **how}
+        departure = LeftRecord.model_validate({"id": member, "slot": 1, **fields})
         self.store.put(Keys.left(member), departure.to_json())
         self.store.delete(Keys.member(member))
 
@@ -165,3 +175,61 @@ def test_own_plan_is_told_although_another_one_leads_by_now(stage: Stage) -> Non
         stage.step()
     assert [event["epoch"] for event in stage.events("plan")] == [1, 2, 3]
     assert len(stage.events("member_lost")) == 1
+
+
+def test_an_end_that_was_refused_is_not_told_later(stage: Stage) -> None:
+    """The plan had changed since it was decided; then this member's own worker failed, and that ended the job."""
+    before = Mirror(stage.store.get_prefix(""))
+    stage.lose("b")
+    stage.step()
+    loss = Loss("c", "lease", "ran out", None, 0.0)
+    stage.leader._stop(StopJob(86, "c was lost", (loss,)), before)
+    assert stage.store.get(Keys.STOP) is None
+    stage.store.put(Keys.STOP, StopRecord(code=1, reason="the worker failed", by="a").to_json())
+    stage.step()
+    assert not stage.events("fatal")
+    assert [event["member_id"] for event in stage.events("member_lost")] == ["b"]
+
+
+def test_forged_records_are_in_nobodys_way(etcd: EtcdServer, tmp_path: Path) -> None:
+    """Somebody who can write to etcd, but does not know the secret, has put records where the leader's belong."""
+    namespace = new_namespace()
+    with (
+        Store([etcd.url], namespace=namespace, secret=JobSecret.new()) as store,
+        Store([etcd.url], namespace=namespace) as stranger,
+        contextlib.closing(Stage(store, tmp_path)) as stage,
+    ):
+        stage.step()
+        stage.step()
+        first = stage.store.get(Keys.PLAN)
+        assert first is not None and stage.plan().epoch == 2
+        stranger.put(Keys.LEADER, LeaderRecord(id="a").to_json())
+        stage.step()
+        leader = stage.store.get(Keys.LEADER)
+        assert leader is not None and leader.genuine and leader.lease == stage.lease.id
+        stranger.put(Keys.STOP, "{}")
+        stage.lose("b", outcome="failed", reason="exit", code=3)
+        stage.step()
+        stop = stage.store.get(Keys.STOP)
+        assert stop is not None and stop.genuine and StopRecord.from_json(stop.value).code == 3
+
+
+def test_a_plan_of_the_past_is_replaced(etcd: EtcdServer, tmp_path: Path) -> None:
+    """Somebody who can write to etcd has put it there again; the leader has the newest one."""
+    with (
+        Store([etcd.url], namespace=new_namespace(), secret=JobSecret.new()) as store,
+        contextlib.closing(Stage(store, tmp_path)) as stage,
+    ):
+        stage.step()
+        stage.step()
+        second = stage.plan()
+        stage.lose("b")
+        stage.step()
+        newest = stage.plan()
+        mirror = Mirror(stage.store.get_prefix(""))
+        stage.store.put(Keys.PLAN, second.to_json())
+        entry = stage.store.get(Keys.PLAN)
+        assert entry is not None and newest.epoch == 3
+        mirror.apply(WatchEvent("put", Keys.PLAN, entry))
+        stage.leader.step(mirror, stage.lease, 0.0)
+        assert stage.plan() == newest

@@ -74,6 +74,7 @@ class Member:
         )
         self.epoch: Any = SimpleNamespace(
             channel=channel,
+            job=SimpleNamespace(await_fence=lambda: self.events.append("fence")),
             session=SimpleNamespace(aborted=aborted),
             layout=LAYOUT,
             plan=PLAN,
@@ -131,7 +132,7 @@ def test_a_loss_in_an_operation(interrupted: int, then: Decision) -> None:
         assert done[1:] == [(Outcome.BEHIND, (1.0,))]
         # It is about the next operation, and is reported when that is over.
         assert member.progress.pending == Decision(1, "resume", (), (1.0,), FRESH)
-        assert member.progress.recovery is not None and member.events == []
+        assert member.progress.recovery is not None and member.events == ["fence"]
     else:
         assert done[1:] == [(then.mode, True), (Outcome.COMMITTED, (2.0,))]
         assert member.progress.pending is None and member.events == ["recovered"]

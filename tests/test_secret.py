@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import re
+import resource
 import selectors
 import socket
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
+from cryptography import x509
 
 from bamboo_ds import secret
 from bamboo_ds.comm import handshake
@@ -22,15 +27,16 @@ from bamboo_ds.comm.handshake import Door, Handshake, Refused, calling, hosting
 from bamboo_ds.comm.keyvalue import Client, Server
 from bamboo_ds.config import BambooConfig
 from bamboo_ds.control.agent.command import worker_environment
-from bamboo_ds.control.registry.access import check_secret, credentials
+from bamboo_ds.control.registry.access import check_secret, embedded_etcd
 from bamboo_ds.control.registry.keys import Keys
 from bamboo_ds.control.registry.mirror import Mirror
-from bamboo_ds.control.registry.records import ProgressRecord, RestartRecord
+from bamboo_ds.control.registry.records import LeaderRecord, ProgressRecord, RestartRecord
 from bamboo_ds.control.settings import AgentSettings, MemberOptions, parse_arguments
-from bamboo_ds.errors import ConfigError, StoreError
+from bamboo_ds.errors import ConfigError, LaunchError, StoreError
 from bamboo_ds.launchers import jobs
 from bamboo_ds.observe.logs import LOGGER
 from bamboo_ds.secret import ENV_SECRET, ENV_SECRET_FILE, NONE, JobSecret
+from bamboo_ds.store.certificates import certificates_of
 from bamboo_ds.store.records import KeyValue, Snapshot, WatchEvent
 from bamboo_ds.topology.planner import initial_plan
 
@@ -64,6 +70,34 @@ def test_where_it_comes_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert secret.find("j") == NONE == secret.handed(os.environ)
     assert secret.taken(environ := {ENV_SECRET: TEXT, ENV_SECRET_FILE: "x", "A": "b"}) == JobSecret(TEXT)
     assert environ == {"A": "b"}
+
+
+def test_only_the_files_of_the_own_job_are_removed() -> None:
+    """By agents that outlive their launcher, whose job's name somebody else may have taken by now."""
+    file = jobs.this_process("j", "unix:///x")
+    file.write()
+    secret.keep("j", OURS)
+    secret.forget("j", file.path, file.pid + 1)
+    assert file.path.exists() and secret.find("j") == OURS
+    secret.forget("j", file.path, file.pid)
+    assert not file.path.exists() and secret.find("j") == NONE
+    secret.keep("j", OURS)
+    secret.forget("j", file.path, file.pid)
+    assert secret.find("j") == OURS
+
+
+def test_a_folder_of_somebody_else_is_refused(tmp_path: Path) -> None:
+    (tmp_path / f"bamboo-{os.getuid()}").mkdir()
+    (tmp_path / f"bamboo-{os.getuid()}").chmod(0o777)
+    with pytest.raises(LaunchError, match="set XDG_RUNTIME_DIR"):
+        secret.folder()
+
+
+def test_a_job_without_a_secret_is_told_that_its_etcd_is_open(caplog: pytest.LogCaptureFixture) -> None:
+    for address, own, warnings in (("127.0.0.1", NONE, 0), ("10.1.2.3", OURS, 0), ("10.1.2.3", NONE, 1)):
+        embedded_etcd(address, "j", own)
+        assert len(caplog.records) == warnings
+    assert "10.1.2.3" in caplog.text and ENV_SECRET_FILE in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -123,7 +157,20 @@ def test_a_seal_holds_at_its_place_only() -> None:
     assert (
         len({OURS.tag(*parts) for parts in (("a", "b"), ("ab", ""), ("", "ab"), ("a", "b", ""), ("a", b"b", 1))}) == 5
     )
-    assert credentials(OURS, "j") != credentials(OURS, "k") != credentials(OTHER, "k")
+
+
+def test_certificates_are_of_the_job_and_its_secret() -> None:
+    def authority(own: JobSecret, namespace: str) -> Any:
+        made = certificates_of(own, namespace)
+        assert OURS.text.encode() not in b"".join((made.ca or b"", made.cert or b"", made.key or b""))
+        found = x509.load_pem_x509_certificate(made.ca or b"").public_key()
+        x509.load_pem_x509_certificate(made.cert or b"").verify_directly_issued_by(
+            x509.load_pem_x509_certificate(made.ca or b"")
+        )
+        return found
+
+    assert authority(OURS, "/bamboo/j/") == authority(OURS, "/bamboo/j/")
+    assert authority(OURS, "/bamboo/j/") != authority(OURS, "/bamboo/k/") != authority(OTHER, "/bamboo/k/")
 
 
 def forged(key: str, value: str, revision: int) -> KeyValue:
@@ -149,26 +196,55 @@ def test_forged_records_are_told_and_not_followed(caplog: pytest.LogCaptureFixtu
         Mirror(Snapshot({Keys.PLAN: forged(Keys.PLAN, evil, 1)}, 1))
 
 
+def test_a_plan_of_the_past_is_no_better_than_a_forged_one(caplog: pytest.LogCaptureFixture) -> None:
+    """It is genuine: it has been the job's plan."""
+    caplog.set_level(logging.ERROR, LOGGER)
+    old = initial_plan(["a", "b"])
+    plan = replace(old, epoch=9)
+    mirror = Mirror(Snapshot({Keys.PLAN: KeyValue(Keys.PLAN, plan.to_json(), 1, 1)}, 1))
+    mirror.apply(WatchEvent("put", Keys.PLAN, KeyValue(Keys.PLAN, old.to_json(), 2, 1)))
+    assert mirror.plan == plan and mirror.plan_forged and mirror.plan_revision == 2
+    assert "is that of epoch 1" in caplog.text and "that of epoch 9 stays in force" in caplog.text
+    mirror.apply(WatchEvent("put", Keys.PLAN, KeyValue(Keys.PLAN, plan.to_json(), 3, 1)))
+    assert mirror.plan == plan and not mirror.plan_forged
+    assert len(caplog.records) == 1
+
+
+def test_nobody_leads_by_a_forged_record() -> None:
+    """It has taken the lease from the leader's key, which would stay when that one is lost."""
+    own = LeaderRecord(id="a").to_json()
+    mirror = Mirror(Snapshot({Keys.LEADER: KeyValue(Keys.LEADER, own, 1, 1, lease=5)}, 1))
+    assert mirror.leader == "a" and mirror.forged_revision(Keys.LEADER) == 0
+    mirror.apply(WatchEvent("put", Keys.LEADER, forged(Keys.LEADER, own, 2)))
+    assert mirror.leader is None and mirror.forged_revision(Keys.LEADER) == 2
+
+
 @pytest.mark.parametrize(
-    ("entry", "own", "message"),
+    ("entries", "own", "message"),
     [
         (
-            KeyValue("spec", "", 1, 1, sealed=True),
+            [KeyValue("spec", "", 1, 1, sealed=True)],
             NONE,
             "none is known here: set BAMBOO_SECRET_FILE to a copy of j.secret",
         ),
-        (KeyValue("spec", "", 1, 1, genuine=False, sealed=True), OURS, "another secret"),
-        (KeyValue("spec", "", 1, 1, genuine=False), OURS, "has no secret: unset"),
-        (KeyValue("spec", "", 1, 1), NONE, None),
-        (KeyValue("spec", "", 1, 1, sealed=True), OURS, None),
+        ([KeyValue("spec", "", 1, 1, genuine=False, sealed=True)], OURS, "another secret"),
+        ([KeyValue("spec", "", 1, 1, genuine=False)], OURS, "written by somebody else"),
+        ([KeyValue("spec", "", 1, 1)], NONE, None),
+        ([KeyValue("spec", "", 1, 1, sealed=True)], OURS, None),
+        ([KeyValue("spec", "", 1, 1, genuine=False), KeyValue("members/a", "", 1, 1, sealed=True)], OURS, None),
+        ([KeyValue("spec", "", 1, 1), KeyValue("members/a", "", 1, 1, sealed=True)], NONE, "none is known here"),
+        ([], OURS, None),
     ],
 )
-def test_commands_say_what_is_wrong_with_the_secret(entry: KeyValue, own: JobSecret, message: str | None) -> None:
+def test_commands_say_what_is_wrong_with_the_secret(
+    entries: list[KeyValue], own: JobSecret, message: str | None
+) -> None:
     if message is None:
-        check_secret(entry, "j", own)
+        check_secret(entries, "j", own)
         return
-    with pytest.raises(ConfigError, match=message):
-        check_secret(entry, "j", own)
+    with pytest.raises(ConfigError, match=message) as error:
+        check_secret(entries, "j", own)
+    assert "unset" not in str(error.value)  # whoever can write there would be obeyed
 
 
 # -- connections ------------------------------------------------------------------------------------------
@@ -220,14 +296,37 @@ def test_who_is_not_expected_does_not_get_in(name: str, epoch: int) -> None:
     assert f"'{name}' is not expected in epoch 3 (it says {epoch})" == refused
 
 
-class Street:
-    """A door of ours, and an open street before it."""
+class Listener(socket.socket):
+    """Has no descriptor for a caller, so many times."""
 
-    def __init__(self) -> None:
+    shortage = 0
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        if Listener.shortage:
+            Listener.shortage -= 1
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return super().accept()
+
+
+class Street:
+    """A door of ours, and an open street before it.
+
+    Args:
+        expected: members that may come.
+    """
+
+    def __init__(self, expected: Collection[str] = ("a",)) -> None:
         self._selector = selectors.DefaultSelector()
-        self._listener = socket.create_server(("127.0.0.1", 0), backlog=1000)
+        self._listener = Listener(socket.AF_INET, socket.SOCK_STREAM)
+        self._listener.bind(("127.0.0.1", 0))
+        self._listener.listen(1000)
         self._listener.setblocking(False)
-        self.door = Door(self._selector, self._listener, lambda: hosting(OURS, "link", 3, "b", "a".__eq__))
+        self.door = Door(
+            self._selector,
+            self._listener,
+            lambda: hosting(OURS, "link", 3, "b", expected.__contains__),
+            len(expected),
+        )
         self.callers: list[socket.socket] = []
 
     def call(self, data: bytes = b"") -> socket.socket:
@@ -285,10 +384,56 @@ def test_silent_callers_keep_nobody_waiting(street: Street, monkeypatch: pytest.
 def test_a_crowd_costs_no_more_than_its_bound(street: Street, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handshake, "CALLERS", 8)
     crowd = [street.call(b"bamboo-2") for _ in range(30)]
-    assert street.attend() == [] and len(street.door._callers) == 8
+    assert street.attend() == [] and len(street.door._callers) == 9  # one is expected
     member = Handshake(street.call(), calling(OURS, "link", 3, "a", "b"))
     assert street.attend() == [] and member.advance() == "b" and street.attend() == ["a"]
-    assert [caller.recv(1) for caller in crowd[:22]] == [b""] * 22
+    assert [caller.recv(1) for caller in crowd[:21]] == [b""] * 21
+
+
+def test_a_crowd_crowds_no_member_out(street: Street, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that has said who it is, and then has something else to do."""
+    monkeypatch.setattr(handshake, "CALLERS", 8)
+    member = Handshake(street.call(), calling(OURS, "link", 3, "a", "b"))
+    assert street.attend() == []
+    for _ in range(30):
+        street.call(b"bamboo-2")
+    assert street.attend() == [] and member.advance() == "b" and street.attend() == ["a"]
+
+
+def test_more_members_than_strangers_may_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handshake, "CALLERS", 8)
+    names = [f"m{number}" for number in range(40)]
+    with contextlib.closing(Street(names)) as street:
+        calls = [Handshake(street.call(), calling(OURS, "link", 3, name, "b")) for name in names]
+        assert street.attend() == []
+        assert [call.advance() for call in calls] == ["b"] * 40
+        assert sorted(street.attend()) == sorted(names)
+
+
+def test_a_stranger_makes_room_when_there_are_no_descriptors(
+    street: Street, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(handshake, "_SHORTAGE_S", 0.0)
+    strangers = [street.call(b"bamboo-2") for _ in range(3)]
+    assert street.attend() == []
+    monkeypatch.setattr(Listener, "shortage", 5)
+    member = Handshake(street.call(), calling(OURS, "link", 3, "a", "b"))
+    assert street.attend() == [] and member.advance() == "b" and street.attend() == ["a"]
+    for stranger in strangers:
+        stranger.settimeout(5.0)
+        assert stranger.recv(1) == b""
+    assert sum("ulimit -n" in record.message for record in caplog.records) == 1  # of two times without any of them
+
+
+def test_the_limit_of_open_files_is_raised() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 1024), hard))
+    try:
+        street = Street()
+        street.close()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (min(hard, 1 << 16), hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.mark.parametrize(

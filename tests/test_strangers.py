@@ -122,7 +122,7 @@ def test_another_user_of_the_host(tmp_path: Path, reference: Reference) -> None:
 
 
 def test_another_host(tmp_path: Path, reference: Reference, make_hosts: MakeHosts) -> None:
-    """Every member is a host of its own; the etcd is the job's, with a password."""
+    """Every member is a host of its own; the etcd is the job's, which wants certificates."""
     hosts = make_hosts(4)
     config = write_config(tmp_path, {"redundancy": {"verify_every": 5}})
     command = ["--stages", "3", *slow_until(tmp_path / "go", pace_s=0.3)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import threading
 import warnings
+from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 import pytest
@@ -113,6 +115,61 @@ def test_a_chunk_that_never_arrives_whole() -> None:
         assert trickled.is_set()
         end.set()
         thread.join()
+
+
+@contextlib.contextmanager
+def pretender(*words: bytes) -> Iterator[str]:
+    """Says ``words`` to whoever connects, the last ones again and again; its URL."""
+    end, threads = threading.Event(), []
+
+    def speak(sock: socket.socket) -> None:
+        with sock, contextlib.suppress(ConnectionError):
+            sock.recv(65536)
+            for piece in words[:-1]:
+                sock.sendall(piece)
+            while not end.wait(0.02):
+                sock.sendall(words[-1])
+
+    def serve() -> None:
+        with contextlib.suppress(OSError):  # the listener is shut down
+            while True:
+                threads.append(threading.Thread(target=speak, args=(listener.accept()[0],)))
+                threads[-1].start()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        accepting = threading.Thread(target=serve)
+        accepting.start()
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            end.set()
+            listener.shutdown(socket.SHUT_RDWR)
+            for thread in (accepting, *threads):
+                thread.join()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [(b"HTTP/1.1 100 Continue\r\n\r\n",), (b"HTTP/1.1 200 OK\r\nA: ", b"a"), (b"H", b"T")],
+    ids=["go on", "a header", "a status"],
+)
+def test_an_answer_that_never_begins(words: tuple[bytes, ...]) -> None:
+    """Each byte comes sooner than a wait for it looks whether it should end."""
+    with pretender(*words) as url:
+        one = start_fetch(url, "k", token=TOKEN, timeout_s=0.5)
+        with pytest.raises(TransferError, match=r"no progress for 0.5 s"):
+            one.result(5.0)
+        stopped = start_fetch(url, "k", token=TOKEN, timeout_s=60.0)
+        wait_for(lambda: is_in(stopped, "_admit"))
+        stopped.cancel()
+        with pytest.raises(TransferError, match="stopped"):
+            stopped.result(5.0)
+
+
+def test_a_proof_that_is_no_text() -> None:
+    answer = b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\nBamboo-Proof: \xff\r\n\r\n"
+    with pretender(answer, b"x") as url, pytest.raises(TransferError, match="not the owner"):
+        get(url, timeout_s=0.5)
 
 
 def test_another_version(server: StateServer) -> None:

@@ -8,12 +8,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 
 from bamboo_ds.config import BambooConfig, MembershipConfig
+from bamboo_ds.control.agent.agent import Agent
 from bamboo_ds.control.agent.watchdog import Watchdog
 from bamboo_ds.control.messages import Heartbeat
 from bamboo_ds.control.settings import MemberOptions
@@ -106,3 +108,27 @@ def test_a_worker_that_cannot_be_killed_is_lost_all_the_same(start: Callable[...
     (lost,) = job.events("member_lost")
     assert lost["reason"] == "heartbeat"
     assert "does not end although it was killed" in job.output()
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_an_agent_that_was_stopped_waits_longer_for_the_first_heartbeat(
+    monkeypatch: pytest.MonkeyPatch, held: bool
+) -> None:
+    """Whoever stops a job that starts stops its agents and workers alike."""
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    killed: list[int] = []
+    agent: Any = Agent.__new__(Agent)
+    agent._worker = SimpleNamespace(last_sign_of_life=None, dead_at=None, kill=killed.append, lingers=lambda: False)
+    agent._worker.wire = SimpleNamespace(backlog=False)
+    agent._watchdog = Watchdog(MembershipConfig(lease_ttl_s=60, start_timeout_s=2.0))
+    agent._channel_open, agent._kill_at, agent._progress_due = True, None, None
+    agent._leaving = SimpleNamespace(end_at=None)
+    seconds = [3600.0, 0.5, 0.1] if held else [1.0, 1.2, 0.1]
+
+    def select(timeout: float) -> list[Any]:
+        now[0] += seconds.pop(0)
+        return [] if seconds else [(SimpleNamespace(data="worker"), 1)]
+
+    agent._watch(SimpleNamespace(select=select, modify=lambda *_: None))
+    assert bool(killed) != held

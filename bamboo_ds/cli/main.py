@@ -12,6 +12,7 @@ from typing import Any
 
 import click
 
+from ..control.once import put_once
 from ..control.registry.access import check_secret, open_store
 from ..control.registry.keys import Keys
 from ..control.registry.records import StopRecord
@@ -201,9 +202,8 @@ def _stop_members(location: jobs.JobLocation) -> None:
         members = connection.get_prefix(Keys.MEMBERS).entries
         if not members:
             raise ConfigError(f"no job {location.job!r} runs at {location.store}")
-        for entry in members.values():
-            check_secret(entry, location.job, secret)
-        connection.create(Keys.STOP, StopRecord(code=EXIT_STOPPED, reason="bamboo stop", by="").to_json())
+        check_secret(members.values(), location.job, secret)
+        put_once(connection, Keys.STOP, StopRecord(code=EXIT_STOPPED, reason="bamboo stop", by="").to_json())
 
 
 @cli.command(context_settings={"ignore_unknown_options": True}, add_help_option=False)

@@ -14,6 +14,7 @@ callers at once. What follows on the connection carries no tags.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import secrets
 import selectors
@@ -24,6 +25,7 @@ from collections.abc import Callable, Generator
 
 from ..forking import only_here
 from ..secret import SETTING, TAG, JobSecret
+from . import sockets
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +37,10 @@ _LONGEST_NAME = 256
 #: Seconds that a caller may take: a member that was stopped meanwhile, say. Nobody waits for it.
 GRACE_S = 30.0
 #: Callers that a host attends to at once; one more, and the oldest has to go.
-CALLERS = 256
+#: Those that are expected come on top, and who has not said that he is one of them has to go first.
+CALLERS = 32
+#: Seconds until a host tries again that has no descriptor for a caller.
+_SHORTAGE_S = 0.05
 
 #: Yields bytes to send, or a number of bytes to receive; returns the name of the other end.
 Talk = Generator[bytes | int, bytes, str]
@@ -81,10 +86,14 @@ class Handshake:
 
     Args:
         connection: with a timeout :meth:`advance` waits for the end, else it never blocks.
+
+    Attributes:
+        answered: something has been said to the other end; by a host only to who says that he is expected.
     """
 
     def __init__(self, connection: socket.socket, talk: Talk) -> None:
         self.connection = connection
+        self.answered = False
         self.until = time.monotonic() + GRACE_S
         self._talk = talk
         self._wanted = 0
@@ -97,6 +106,7 @@ class Handshake:
             while isinstance(step, bytes):
                 if self.connection.send(step, socket.MSG_NOSIGNAL) != len(step):
                     raise Refused("it takes no answer")
+                self.answered = True
                 step = next(self._talk)
         except StopIteration as end:
             return str(end.value)
@@ -131,12 +141,18 @@ class Door:
         selector: tells what is ready: the listening socket and the callers' are registered with this as their data.
         listener: not blocking; closed by whoever made it.
         talk: makes the host's part of a talk with one caller.
+        expected: how many members may call at the same time.
     """
 
-    def __init__(self, selector: selectors.BaseSelector, listener: socket.socket, talk: Callable[[], Talk]) -> None:
+    def __init__(
+        self, selector: selectors.BaseSelector, listener: socket.socket, talk: Callable[[], Talk], expected: int = 0
+    ) -> None:
+        sockets.allow_descriptors()
         self._selector, self._listener, self._talk = selector, listener, talk
+        self._expected = expected
         self._callers: dict[socket.socket, Handshake] = {}  # oldest first
         self._refused = 0
+        self._short = False
         selector.register(listener, selectors.EVENT_READ, self)
 
     def attend(self, ready: socket.socket) -> tuple[str, socket.socket] | None:
@@ -158,14 +174,34 @@ class Door:
         return name, ready
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # it has gone again, or the listener is shut down
+        try:
             connection, _ = self._listener.accept()
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                self._make_room(error)
+            return  # else it has gone again, or the listener is shut down
+        with contextlib.suppress(OSError):
             only_here(connection)
             connection.setblocking(False)
             self._callers[connection] = Handshake(connection, self._talk())
             self._selector.register(connection, selectors.EVENT_READ, self)
-            if len(self._callers) > CALLERS:
-                self._refuse(next(iter(self._callers)), "too many callers")
+            if len(self._callers) > CALLERS + self._expected:
+                self._refuse(self._stranger() or next(iter(self._callers)), "too many callers")
+
+    def _stranger(self) -> socket.socket | None:
+        """The oldest caller that has not said that he is expected."""
+        return next((caller for caller, handshake in self._callers.items() if not handshake.answered), None)
+
+    def _make_room(self, shortage: OSError) -> None:
+        """Have a descriptor at the next try: the caller waits, and the listener stays readable."""
+        stranger = self._stranger()
+        if stranger is not None:
+            self._refuse(stranger, shortage)
+            return
+        if not self._short:
+            self._short = True
+            logger.error("cannot take a connection (%s): raise the limit, ulimit -n", shortage)
+        time.sleep(_SHORTAGE_S)
 
     def grace(self) -> float | None:
         """Seconds until a caller has taken too long; ``None`` if there are none. Those that have are refused."""

@@ -15,7 +15,7 @@ import selectors
 import socket
 import struct
 import threading
-from collections.abc import Container, Sequence
+from collections.abc import Collection, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -47,7 +47,7 @@ class Server:
         epoch: int,
         secret: JobSecret = NONE,
         member: str = "",
-        members: Container[str] | None = None,
+        members: Collection[str] | None = None,
     ) -> None:
         self._listener = only_here(sockets.listen(host))
         self._listener.setblocking(False)
@@ -59,6 +59,7 @@ class Server:
             self._selector,
             self._listener,
             lambda: hosting(secret, _PURPOSE, epoch, member, lambda name: members is None or name in members),
+            0 if members is None else len(members),
         )
         self._wake, self._woken = socket.socketpair()
         self._selector.register(self._woken, selectors.EVENT_READ)

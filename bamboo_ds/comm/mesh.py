@@ -62,7 +62,7 @@ class Mesh:
             return hosting(self._secret, _PURPOSE, self._life.number, self._me, missing.__contains__)
 
         with selectors.DefaultSelector() as selector:
-            door = Door(selector, listener, host)
+            door = Door(selector, listener, host, len(missing))
             try:
                 for member in self._members[:own]:
                     called[member] = self._call(member, addresses[member], timeout)

@@ -126,12 +126,19 @@ class Session:
         if epoch is not None:
             epoch.life.check("operation")
 
-    def wait(self, operation: str, ready: Callable[[], bool]) -> None:
-        """Wait until ``ready()``, which is asked ten times a second; raises as an operation with all members."""
+    def wait(self, operation: str, ready: Callable[[], bool], timeout_s: float) -> bool:
+        """Wait until ``ready()``, which is asked ten times a second; raises as an operation with all members.
+
+        Returns:
+            Whether it is ready; ``False`` after ``timeout_s`` seconds.
+        """
         epoch, often = self.current, timedelta(seconds=0.1)
+        until = time.monotonic() + timeout_s
         with epoch.links.changed:
             while not epoch.links.wait(operation, ready, epoch.plan.members, often):
-                continue
+                if time.monotonic() >= until:
+                    return False
+        return True
 
     # -- epochs ------------------------------------------------------------------------------------------
     def host_store(self, plan: Plan, address: str | None = None) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import socket
 from collections.abc import Callable, Iterator
 
@@ -18,6 +19,8 @@ Endpoint = tuple[str, int]
 Matcher = Callable[[Endpoint, Endpoint], bool]
 
 _SYN_SENT = 2
+#: Open files. No more: there are programs that close, at their start, as many as they might have.
+_DESCRIPTORS = 1 << 16
 _TCP_TABLES = ("/proc/self/net/tcp", "/proc/self/net/tcp6")
 
 
@@ -149,6 +152,14 @@ def _parse(text: str) -> Endpoint:
     words = [int(address[i : i + 8], 16).to_bytes(4, "little") for i in range(0, len(address), 8)]
     family = socket.AF_INET if len(words) == 1 else socket.AF_INET6
     return endpoint((socket.inet_ntop(family, b"".join(words)), int(port, 16)))
+
+
+def allow_descriptors() -> None:
+    """Raise this process's limit of open files from what is customary, which a large job exceeds. Idempotent."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(_DESCRIPTORS, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def listen(host: str, backlog: int = 4096) -> socket.socket:

@@ -56,8 +56,9 @@ def restart_wait_s(
     """Seconds from the fatal ``plan`` on until no worker of its lineage can commit any more; infinite if never.
 
     None where it is known that they cannot: all members of a plan take part in its commits, and a worker that has ended
-    takes part in none. If it had entered some plan before, so had all members of that, and none of them goes back; one
-    that had entered none may have just joined, which the commits of the others did not need yet.
+    takes part in none, but for one that it had contributed to before. If it had entered some plan, so had all members
+    of that, and none of them goes back; one that had entered none may have just joined, which the commits of the others
+    did not need yet.
 
     Args:
         left, workers: what is known of members.

@@ -87,9 +87,10 @@ class Checkpoints:
         """See :meth:`.pipeline_engine.BambooPipelineEngine.load_checkpoint`."""
         if self.replay.resuming.checkpoint is not None or self.epoch.job.replaying:
             return self.replay.load(lambda name: self.ds.load_checkpoint(folder, name, *args, **kwargs), folder, tag)
-        if self.history.save_folders():
-            # It may be the one that is being written.
+        if self.history.save_folders() or self.epoch.plan.generation:
+            # It may be the one that is being written, by this start of the job or an earlier one.
             self.saves.wait()
+            self.replay.resuming.take_over(folder)
             self.epoch.transport.barrier()
         result = self.loader.load(folder, tag, None, *args, **kwargs)
         name = os.path.relpath(os.path.dirname(result[0]), folder) if result[0] is not None else None
@@ -133,7 +134,10 @@ class Checkpoints:
 
 @dataclass(eq=False)
 class End:
-    """The end of the script as an operation: all members wait until all have finished and written their checkpoints."""
+    """The end of the script as an operation: all members wait until all have finished and written their checkpoints.
+
+    It needs no word of etcd: it changes nothing, and what all have done before was committed.
+    """
 
     epoch: CurrentEpoch
     progress: Progress
@@ -148,7 +152,7 @@ class End:
 
     def commit(self) -> None:
         self.progress.entered = True
-        self.commits.agree(torch.zeros(1, dtype=torch.float64))
+        self.commits.agree(torch.zeros(1, dtype=torch.float64), fenced=False)
 
     def repeatable(self) -> bool:
         return True

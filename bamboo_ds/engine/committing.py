@@ -38,18 +38,21 @@ class Commits:
         self.progress.entered = True
         self.agree(encode(self.epoch.layout, self.form(), self._contribution()))
 
-    def agree(self, vector: torch.Tensor) -> None:
+    def agree(self, vector: torch.Tensor, fenced: bool = True) -> None:
         """Make the sum of ``vector`` (float64) over all members that of the commit of an operation.
 
         Every member also tells the newest epoch that it could enter. When all know of a new one, all switch after
-        this operation. A member that may not commit now (see :mod:`bamboo_ds.control.fencing`) waits before it.
+        this operation. A member that may not commit now (see :mod:`bamboo_ds.control.fencing`) waits before it, unless
+        nothing follows from the operation that others could contradict (``fenced`` false).
         """
-        self.epoch.job.await_fence()
+        if fenced:
+            self.epoch.job.await_fence()
         members = self.epoch.plan.members
         told = torch.zeros(len(members), dtype=torch.float64)
         told[members.index(self.epoch.member)] = self.epoch.job.boundary(self.saves.busy)
         total = self.epoch.transport.all_reduce(torch.cat([vector, told])).tolist()
-        self.epoch.job.await_fence()  # what was on its way for long may come too late
+        if fenced:
+            self.epoch.job.await_fence()  # what was on its way for long may come too late
         self.epoch.switch_due = min(total[len(vector) :]) > self.epoch.plan.epoch
         self.progress.vector = tuple(total[: len(vector)])
 

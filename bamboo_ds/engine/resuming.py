@@ -8,12 +8,12 @@ members load it. A script that begins with ``load_checkpoint`` gets it there, an
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..generations import supersede
-from ..state.checkpoints import MAX_DEPTH, CheckpointError, newest_complete, read_manifest
-from ..state.publish import clean, put_back
+from ..state.checkpoints import MAX_DEPTH, CheckpointError, folder_of, newest_complete, read_manifest
+from ..state.publish import put_back, take_over
 from .history import History
 from .joining import Joining
 from .records import CurrentEpoch, Progress
@@ -36,27 +36,48 @@ class Resuming:
     checkpoint: tuple[str, str] | None = field(default=None, init=False)
 
     def find(self) -> tuple[str, str] | None:
-        """Folder and tag of the newest checkpoint that is whole, if the job has been started again; reads all of it.
+        """Folder and tag of the newest checkpoint that is whole, if the job goes on from one; reads all of it.
 
         It may be an older one than that which members had told of, or a newer one. What was saved by workers that the
         job goes on without is found, or never gets its name.
+
+        Raises:
+            CheckpointError: there is none, or earlier starts cannot be kept from writing there. Training would begin
+                anew then, and its checkpoints would take the place of those that are there.
         """
-        told, job, lineage = self.epoch.channel.restart_from, self.epoch.channel.job, self.epoch.plan.lineage
-        for folder in list(Path(told).parents)[:MAX_DEPTH] if told is not None else ():
+        channel = self.epoch.channel
+        told, job = channel.restart_from, channel.job
+        if told is None:
+            return None
+        problems = [] if Path(told).parent.is_dir() else [f"{Path(told).parent} has vanished"]
+        for folder in list(Path(told).parents)[:MAX_DEPTH]:
             try:
-                if newest_complete(folder, job) is None and not (folder.is_dir() and put_back(folder, job)):
+                newest = newest_complete(folder, job)
+                if newest is None and not (folder.is_dir() and put_back(folder, job)):
                     continue
-                supersede(folder, lineage)
-                clean(folder, job, lineage=lineage)
-                found = newest_complete(folder, job, checksums=True)
+                root = folder if newest is None else folder_of(newest.path)
             except (CheckpointError, OSError) as error:
-                logger.warning("looking for a checkpoint in %s: %s", folder, error)
+                problems.append(str(error))
                 continue
+            take_over(root, job, self.epoch.plan.lineage)
+            found = newest_complete(root, job, checksums=True)
             if found is not None:
-                return str(folder), found.tag
-        if told is not None:
-            logger.error("no checkpoint is left where %s was: the job starts from the beginning", told)
-        return None
+                return str(root), found.tag
+            problems.append(f"none in {root} is whole")
+        why = "; ".join(dict.fromkeys(problems)) or "all are gone"
+        raise CheckpointError(
+            f"the job cannot go on from {told} nor from another one of its checkpoints: {why}. See whether their file "
+            "system is mounted and readable on all hosts, and start the job again"
+        )
+
+    def take_over(self, folder: str) -> None:
+        """Earlier starts of the job publish nothing more in ``folder``, so that all members find the same there.
+
+        Where this process cannot write the workers of earlier starts cannot, either.
+        """
+        plan = self.epoch.plan
+        if plan.generation and self.epoch.leads and os.access(folder, os.W_OK, effective_ids=True):
+            take_over(Path(folder), self.epoch.channel.job, plan.lineage)
 
     def begin(self, folder: str, tag: str) -> None:
         """The engine is built; from now on the script's calls are replayed up to the checkpoint.

@@ -82,9 +82,12 @@ class Takeover:
     def _recover_and_attempt(self, operation: Operation) -> Outcome:
         try:
             decision = self.recovery.run()
+            behind = self.epoch.member in decision.behind
+            if behind and operation.goes_on:  # as before any other commit that something follows from
+                self.epoch.job.await_fence()
         except EpochChanged as error:
             return self._interrupted(error)
-        if self.epoch.member not in decision.behind:
+        if not behind:
             self.progress.pending = decision
             return self._attempt(operation)
         # What is decided on is the next operation, for which no member is behind any more.

@@ -63,8 +63,10 @@ def _started(store: Store, options: JoinOptions) -> Mirror:
 
     def look() -> Mirror:
         snapshot = store.get_prefix("")
-        if Keys.SPEC in snapshot.entries:
-            check_secret(snapshot.entries[Keys.SPEC], options.job, options.secret)
+        check_secret(snapshot.entries.values(), options.job, options.secret)
+        spec = snapshot.entries.get(Keys.SPEC)
+        if spec is not None and not spec.genuine:
+            raise LaunchError(f"what {options.store} says about job {options.job!r} was written by somebody else")
         mirror = Mirror(snapshot)
         if Keys.SPEC not in snapshot.entries and not options.wait_s:
             raise ConfigError(f"no job {options.job!r} is known at {options.store}; check --store and --job")

@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable, Container
 
+from ..control.once import put_once
 from ..control.registry.access import open_store
 from ..control.registry.keys import Keys
 from ..control.registry.mirror import Mirror
@@ -119,6 +120,6 @@ def tell_to_stop(urls: str, job: str, signum: int, told: str, secret: JobSecret 
     record = StopRecord(code=128 + signum, reason=f"{signal.Signals(signum).name} of {told}", by="")
     try:
         with open_store(urls, job, _STORE_TIMEOUT_S, secret) as store:
-            store.create(Keys.STOP, record.to_json())
+            put_once(store, Keys.STOP, record.to_json())
     except StoreError as error:
         logger.error("cannot tell members that have joined that the job ends: %s", error)

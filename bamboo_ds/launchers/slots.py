@@ -161,14 +161,27 @@ class Slots:
     # -- etcd and the others ------------------------------------------------------------------------
 
     def _watch_etcd(self, supervisor: int, stack: ExitStack) -> None:
-        """Notice the end of the embedded etcd with the supervisor of that process id, a child of ours."""
+        """Notice the end of the embedded etcd with the supervisor of that process id, a child of ours.
+
+        That starts etcd again many times before it ends.
+        """
         self._own.add(supervisor)
 
         def ended() -> None:
             self._etcd_ended = True
-            logger.error("the embedded etcd has ended: training goes on, but survives no loss any more")
+            logger.error("the embedded etcd has ended for good: %s", self._without_etcd())
 
         self._loop.watch_process(supervisor, ended, stack)
+
+    def _without_etcd(self) -> str:
+        """What becomes of a job without etcd."""
+        fence_s = self._common.bamboo.fence_s
+        if fence_s is None:
+            return "training goes on, but survives no loss any more"
+        return (
+            f"training goes on for bamboo.membership.fence_s = {fence_s:g} s and survives no loss; then "
+            "it pauses, and the workers end. Start the job again from its newest checkpoint"
+        )
 
     def _end_others(self, signum: int) -> None:
         """Have members of other slots end as well, since this process was told to by a signal.

@@ -217,6 +217,11 @@ def read_manifest(checkpoint: Path | str) -> Manifest:
     return manifest
 
 
+def folder_of(checkpoint: Path) -> Path:
+    """What was given to ``save_checkpoint``: levels up where the tag is nested. Raises as :func:`read_manifest`."""
+    return checkpoint.parents[len(PurePosixPath(read_manifest(checkpoint).tag).parts) - 1]
+
+
 def file_record(path: Path) -> FileRecord:
     """Size and checksum of a file, read once from start to end; raises ``OSError``."""
     crc = size = 0

@@ -194,7 +194,8 @@ class _Transfer:
             self._incoming = None  # another snapshot, with fewer chunks
         if response.status != 200:
             raise _Broken(f"the server answers {response.status} {response.reason}")
-        if not hmac.compare_digest(response.headers.get(PROOF, ""), self._pass.proof(self._key, self._nonce)):
+        proof = response.headers.get(PROOF, "").encode(errors="replace")
+        if not hmac.compare_digest(proof, self._pass.proof(self._key, self._nonce).encode()):
             raise _Broken("the server is not the owner: its answer proves nothing")
 
     def _receive(self, response: http.client.HTTPResponse, first: int) -> tuple[str, list[torch.Tensor]]:
@@ -293,6 +294,7 @@ class _Line(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
+        self._check()  # also if there is always a byte to be had
         while True:
             try:
                 return self._sock.recv_into(buffer)

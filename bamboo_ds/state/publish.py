@@ -13,14 +13,14 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from urllib.parse import quote, unquote
 
 from pydantic import ValidationError
 
-from ..generations import Lineage, is_over
+from ..generations import Lineage, is_over, supersede
 from .checkpoints import (
     LOADED,
     MANIFEST,
@@ -44,6 +44,8 @@ logger = logging.getLogger("bamboo_ds")
 #: How names of files begin that are about to replace another one.
 NEW = ".bamboo-new-"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+#: How often a folder that others delete, too, is looked through.
+_DELETE_TRIES = 100
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
 
@@ -106,6 +108,16 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def make_folders(root: Path, names: Sequence[str]) -> None:
+    """Create the folders ``names`` below ``root``, one in another.
+
+    Never ``root`` itself: it is gone if somebody has taken it away, and must not come back. Raises ``OSError``.
+    """
+    for name in names:
+        root /= name
+        root.mkdir(exist_ok=True)
+
+
 def next_serial(folder: Path) -> int:
     """One more than the highest serial of a complete checkpoint in ``folder``."""
     return 1 + max((info.serial for info in list_checkpoints(folder)), default=0)
@@ -121,7 +133,7 @@ def publish(partial: Path, folder: Path, manifest: Manifest) -> Path:
     """
     target = folder / manifest.tag
     sync_folder(partial)
-    target.parent.mkdir(parents=True, exist_ok=True)
+    make_folders(folder, PurePosixPath(manifest.tag).parts[:-1])
     if target.exists():
         _keep_foreign_files(target, partial)
         if _exchange(partial, target):
@@ -130,7 +142,13 @@ def publish(partial: Path, folder: Path, manifest: Manifest) -> Path:
             old = _hidden_name(folder, REPLACED, manifest.job)
             old = old.with_name(f"{old.name}{SEPARATOR}{quote(manifest.tag, safe='')}")
             os.rename(target, old)
-            os.rename(partial, target)
+            try:
+                os.rename(partial, target)
+            except OSError:
+                # Somebody has taken the partial folder away: what is replaced may be newer than it.
+                if not target.exists():
+                    os.rename(old, target)
+                raise
             discard(old, folder, manifest.job)
     else:
         os.rename(partial, target)
@@ -147,20 +165,46 @@ def put_back(folder: Path, job: str) -> list[Path]:
     Returns:
         The restored checkpoints.
     """
-    back = []
-    for old in hidden(folder, REPLACED, job):
-        target = folder / unquote(old.name.split(SEPARATOR, 3)[3])
-        if target.exists():
-            discard(old, folder, job)
-        else:
-            os.rename(old, target)
-            logger.warning("checkpoint %s was being replaced when its writer ended; it is back", target)
-            back.append(target)
-    return back
+    return [target for old in hidden(folder, REPLACED, job) if (target := _give_back(old, folder, job)) is not None]
+
+
+def _give_back(old: Path, folder: Path, job: str) -> Path | None:
+    """Give the replaced checkpoint ``old`` its name back, or delete it if another one has that; what is back."""
+    target = folder / unquote(old.name.split(SEPARATOR, 3)[3])
+    if target.exists():
+        discard(old, folder, job)
+        return None
+    try:
+        os.rename(old, target)
+    except OSError:
+        if not target.exists():
+            raise
+        return None  # another member was faster
+    logger.warning("checkpoint %s was being replaced when its writer ended; it is back", target)
+    return target
+
+
+def take_over(folder: Path, job: str, lineage: Lineage) -> None:
+    """Begin ``lineage`` in ``folder``, which exists: what earlier ones have not published there they never will.
+
+    Raises:
+        CheckpointError: that cannot be made sure; no checkpoint is changed by that.
+    """
+    try:
+        supersede(folder, lineage)
+        clean(folder, job, lineage=lineage)
+    except OSError as error:
+        raise CheckpointError(
+            f"{folder} cannot be written to ({error}), so that workers of an earlier start of job {job!r} cannot be "
+            "kept from writing there: the job does not go on from its checkpoints. Make the folder writable, or make "
+            "room in it, on all hosts, and start the job again"
+        ) from error
 
 
 def clean(folder: Path, job: str, keep: Collection[str] = (), lineage: Lineage = ("", 0)) -> list[Path]:
     """Clean up after a crash: :func:`put_back`, and remove abandoned saves of ``job``.
+
+    Nothing happens if ``lineage`` is over there.
 
     Args:
         keep: ids of saves that are going on.
@@ -169,14 +213,18 @@ def clean(folder: Path, job: str, keep: Collection[str] = (), lineage: Lineage =
     Returns:
         The abandoned partial folders.
     """
-    put_back(folder, job)
-    others = [p for p in hidden(folder, PARTIAL, job) if p.name.split(SEPARATOR, 3)[2] not in keep]
+    replaced, partials, removing = (hidden(folder, kind, job) for kind in (REPLACED, PARTIAL, REMOVING))
+    if is_over(folder, lineage):
+        return []  # looked up after the listing: if a later lineage has made anything of that, it is over
+    for old in replaced:
+        _give_back(old, folder, job)
+    others = [p for p in partials if p.name.split(SEPARATOR, 3)[2] not in keep]
     abandoned = [p for p in others if not _is_later(p, lineage)]
     for partial in abandoned:
         logger.warning("removing %s: its save was abandoned", partial)
         discard(partial, folder, job)
-    for rest in hidden(folder, REMOVING, job):
-        shutil.rmtree(rest)
+    for rest in removing:
+        _delete(rest)
     return abandoned
 
 
@@ -260,7 +308,7 @@ def discard(path: Path, folder: Path, job: str, serial: int | None = None) -> bo
         serial: of the checkpoint to delete. Another one that has got the name meanwhile keeps it.
 
     Returns:
-        Whether this call has deleted it.
+        Whether its name is free because of this call.
     """
     doomed = _hidden_name(folder, REMOVING, job)
     try:
@@ -270,8 +318,24 @@ def discard(path: Path, folder: Path, job: str, serial: int | None = None) -> bo
     if serial is not None and read_manifest(doomed).serial != serial:
         os.rename(doomed, path)
         return False
-    shutil.rmtree(doomed)
+    _delete(doomed)
     return True
+
+
+def _delete(doomed: Path) -> None:
+    """Delete a folder that has its hidden name already. Others may delete it, too; what stays is for the next clean."""
+    problem: OSError | None = None
+    for _ in range(_DELETE_TRIES):
+        try:
+            shutil.rmtree(doomed)
+        except FileNotFoundError as error:  # somebody else was faster
+            problem = error
+        except OSError as error:  # such as a file that an NFS client holds open
+            problem = error
+            break
+        if not doomed.exists():
+            return
+    logger.warning("%s cannot be deleted yet: %s", doomed, problem)
 
 
 def _hidden_name(folder: Path, kind: str, job: str) -> Path:
@@ -291,7 +355,7 @@ def _keep_foreign_files(old: Path, new: Path) -> None:
             target = new / relative
             if relative.as_posix() in known or LOADED.search(name) or target.exists():
                 continue
-            target.parent.mkdir(parents=True, exist_ok=True)
+            make_folders(new, relative.parts[:-1])
             try:
                 os.link(source, target, follow_symlinks=False)
             except OSError:  # a file system without links

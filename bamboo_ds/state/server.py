@@ -35,7 +35,7 @@ _STALL_S = 60.0
 _REMEMBERED = 4096
 _BACKLOG = 128
 #: Connections that have proven nothing; one more, and the oldest has to go.
-_STRANGERS = 256
+_STRANGERS = 32
 _CLOSING_TICK_S = 0.02
 
 

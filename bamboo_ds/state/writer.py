@@ -279,10 +279,7 @@ def _write_parts(save: Save, control: Control) -> None:
 
 def _write(root: Path, file: HostFile, check: Callable[[], None]) -> FileRecord:
     path = root / file.name
-    folder = root
-    for name in path.relative_to(root).parts[:-1]:  # not makedirs: that would bring a vanished root back
-        folder /= name
-        folder.mkdir(exist_ok=True)
+    publish.make_folders(root, path.relative_to(root).parts[:-1])
     target = ChecksummedFile(path, check)
     try:
         torch.save(file.content.state(), target, _use_new_zipfile_serialization=file.zipped)  # type: ignore[arg-type]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from ..secret import SETTING
 from .variables import ADDRESSES, ENV_CA, ENV_CERT, ENV_KEY
 
 #: What gRPC says, and what it means.
@@ -19,6 +20,19 @@ _CURES = (
 )
 
 
-def advice(error: str) -> str:
-    """Advice for ``error``, as the end of a sentence; empty if there is none."""
-    return next((f"; {cure}" for pattern, cure in _CURES if re.search(pattern, error)), "")
+#: The same at the job's own etcd, whose certificates nobody chooses.
+_OWN = (
+    (
+        r"CERTIFICATE_VERIFY_FAILED|WRONG_VERSION_NUMBER",
+        f"what answers there does not know the secret that this process has of the job: check {SETTING}",
+    ),
+)
+
+
+def advice(error: str, own: bool = False) -> str:
+    """Advice for ``error``, as the end of a sentence; empty if there is none.
+
+    Args:
+        own: whether the etcd that was asked is the job's own.
+    """
+    return next((f"; {cure}" for pattern, cure in (_OWN if own else _CURES) if re.search(pattern, error)), "")

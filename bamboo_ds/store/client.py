@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any
 
 from ..errors import ConfigError, LeaseExpired, StoreError
-from ..secret import NONE, JobSecret
+from ..secret import ENV_SECRET_FILE, NONE, JobSecret
 from .connection import Access, Answer, Connection, Link, rpc
 from .endpoints import parse_endpoints, read_certificates
 from .keyspace import Keyspace
@@ -34,17 +34,17 @@ class Store:
     still do so. A request that etcd refuses (permissions, sizes) raises :class:`StoreError` at once.
 
     Args:
-        endpoints: ``http://host:port``, ``https://host:port`` or ``host:port`` of cluster members.
+        endpoints: ``http://host:port``, ``https://host:port`` or ``host:port`` of cluster members, or the URL of an
+            :class:`~.embedded.EmbeddedEtcd`.
         namespace: prefix of all keys, such as ``/bamboo/<job>/``.
         tls: certificate files; ``None`` for plain text, or for the system's roots with ``https``.
         user: name to authenticate with; needs ``password``.
         password: never logged.
-        secret: the job's: values are written with a tag by it, and read as not genuine without.
-        spare: name and password for an etcd that asks for them, if ``user`` is not given.
+        secret: the job's: it opens the job's own etcd; values are written with a tag by it, and not genuine without.
         timeout_s: seconds that a request may take, with all its retries.
 
     Raises:
-        ConfigError: an endpoint, a TLS file or a pair of credentials cannot be right.
+        ConfigError: an endpoint, a TLS file or a pair of credentials cannot be right, or the secret is missing.
 
     Importing this module raises :class:`StoreError` if ``etcd3`` cannot be used with the installed protobuf.
     """
@@ -58,7 +58,6 @@ class Store:
         user: str | None = None,
         password: str | None = None,
         secret: JobSecret = NONE,
-        spare: tuple[str, str] | None = None,
         timeout_s: float = 5.0,
     ) -> None:
         if (user is None) != (password is None):
@@ -70,8 +69,16 @@ class Store:
         places = parse_endpoints(endpoints, tls)
         if user is not None and any(not place.secure and not place.loopback for place in places):
             log.warning("the store's password goes over the network in plain text: use https endpoints")
-        access = Access(user, password, spare if user is None else None)
-        self._connection = Connection(places, read_certificates(tls), access, timeout_s)
+        own = None
+        for place in [place for place in places if place.own]:
+            if not secret:
+                raise ConfigError(
+                    f"{place} is the etcd of a job with a secret: set {ENV_SECRET_FILE} to a copy of that"
+                )
+            from .certificates import certificates_of
+
+            own = certificates_of(secret, namespace)
+        self._connection = Connection(places, Access(read_certificates(tls), own, user, password), timeout_s)
         self._lock = threading.Lock()
         self._watches: set[Watch] = set()
         self._monitor: HealthMonitor | None = None

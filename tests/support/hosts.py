@@ -23,9 +23,10 @@ import psutil
 import pytest
 
 from bamboo_ds.control.agent.command import script_command
-from bamboo_ds.control.registry.access import credentials
+from bamboo_ds.control.registry.keys import namespace
 from bamboo_ds.control.registry.records import LeftRecord, MemberRecord
 from bamboo_ds.secret import JobSecret
+from bamboo_ds.store.certificates import certificates_of
 from bamboo_ds.store.embedded import EmbeddedEtcd
 
 from .jobs import DEADLINE_S, MARK, TRAIN, Result, RunningJob, TemporaryFolder, environment, marked
@@ -191,7 +192,7 @@ class HostJob(RunningJob):
             begun.callback(temporary.close)
             self.secret = JobSecret.new()
             self.etcd = begun.enter_context(
-                EmbeddedEtcd(hosts.outside, credentials=credentials(self.secret, self.name))
+                EmbeddedEtcd(hosts.outside, certificates=certificates_of(self.secret, namespace(self.name)))
             )
             for slot, host in enumerate(places):
                 self._start_agent(slot, host, len(places), settings or {})

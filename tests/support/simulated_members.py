@@ -23,7 +23,7 @@ from bamboo_ds.control.leader.leader import Leader
 from bamboo_ds.control.messages import Contact, ExitNotice, Message, PlanPush
 from bamboo_ds.control.registry.records import LayoutRecord, SuspicionRecord, WorkerRecord, WorkerState
 from bamboo_ds.control.settings import AgentSettings
-from bamboo_ds.errors import EXIT_EVICTED, EXIT_FATAL_LOSS, EXIT_LEFT, StoreUnavailable
+from bamboo_ds.errors import EXIT_EVICTED, EXIT_FATAL_LOSS, EXIT_LEFT, PlanForged, StoreUnavailable
 from bamboo_ds.observe.events import EventWriter
 from bamboo_ds.topology import Layout, Plan
 
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 #: Seconds without a peer or a plan after which a worker stops (``recovery.plan_timeout_s``).
 ISOLATED_S = 8.0
+#: Seconds that a worker pauses at most.
+PAUSED_S = 8.0
 #: Seconds from an agent's request to the end of a worker.
 GRACE_S = 1.0
 STAGES = 2
@@ -78,6 +80,7 @@ class Worker:
         self.entering: Plan | None = None
         self.step = 0
         self.alone_since: float | None = None
+        self.paused_since: float | None = None
         self._accused: set[tuple[int, str]] = set()
         self.last_sign_of_life: float | None = None
         if joiner:
@@ -139,6 +142,17 @@ class Worker:
         if "lineage" in off and contact is not None:
             contact = Contact(origin=self.plan.origin, generation=self.plan.generation, at=contact.at)
         return fencing.may_commit(self.plan, contact, self.host.clock())
+
+    def await_fence(self) -> bool:
+        """Whether it may commit; it stops when it has paused for too long."""
+        if self.may_commit():
+            self.paused_since = None
+            return True
+        self.paused_since = self.world.now if self.paused_since is None else self.paused_since
+        if self.world.now - self.paused_since > PAUSED_S:
+            self.world.happened["gave up"] += 1
+            self.exit(EXIT_EVICTED)
+        return False
 
     def entered(self, plan: Plan) -> None:
         self.plan, self.entering, self.alone_since = plan, None, None
@@ -205,6 +219,8 @@ class SimCoordinator(Coordinator):
             except StoreUnavailable as error:
                 if self._gives_up(self._keeper.silent_s):
                     self._inbox.put(partial(_raise, error))
+            except PlanForged:
+                return  # as on the lease's thread, which tells it in the log
 
     @property
     def pending(self) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import psutil
+
 from bamboo_ds.control.registry.access import open_store
 from bamboo_ds.control.registry.keys import Keys
 from bamboo_ds.control.registry.records import MemberRecord
@@ -35,6 +37,16 @@ def wait_whole(job: RunningJob, owners: int) -> None:
         return len(set(plan["owners"])) == owners and bool(plan["shadows"]) and None not in plan["shadows"]
 
     job.wait_for(f"{owners} members own stages, all of them shadowed", whole, PATIENCE_S)
+
+
+def kill_own_etcd(job: RunningJob) -> None:
+    """SIGKILL to the etcd that ``bamboo run`` has started; returns when another one runs."""
+    mine = psutil.Process(job.process.pid).children()
+    (supervisor,) = [child for child in mine if any(part.endswith("supervisor.py") for part in child.cmdline())]
+    (before,) = supervisor.children()
+    before.kill()
+    job.wait_for("etcd runs again", lambda: [c.pid for c in supervisor.children()] not in ([], [before.pid]))
+    assert "the embedded etcd has ended (signal 9)" in job.output()
 
 
 def wait_lost(job: RunningJob, count: int) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from ...errors import ConfigError, LaunchError
 from ...observe import logs
 from ...processes import adopt_orphans, die_with_parent
-from ...secret import file_of
+from ...secret import forget
 from ..registry.records import LeftRecord
 from ..settings import AgentSettings, parse_arguments
 from .agent import Agent
@@ -54,8 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except BrokenPipeError:
             logger.info("the launcher is gone and hears no results any more")
     if settings.state_file is not None and os.getppid() != settings.parent_pid:
-        for path in (Path(settings.state_file), file_of(settings.job)):
-            path.unlink(missing_ok=True)  # the launcher cannot do it any more
+        forget(settings.job, Path(settings.state_file), settings.parent_pid)  # the launcher cannot do it any more
     return departure.code
 
 

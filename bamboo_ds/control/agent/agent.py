@@ -170,8 +170,7 @@ class Agent:
                 self._kill_after(_END_S)
             if "worker" in ready:
                 return awake
-            if time.monotonic() - asleep > timeout + _STALL_S and self._worker.last_sign_of_life is not None:
-                self._worker.heard()  # it was us who did not listen
+            self._note_stall(time.monotonic() - asleep - timeout)
             self._meet_deadlines()
             if self._worker.lingers():
                 logger.error("worker %d does not end although it was killed: it counts as lost", self._worker.pid)
@@ -179,6 +178,15 @@ class Agent:
             if self._channel_open:
                 writing = selectors.EVENT_WRITE if self._worker.wire.backlog else 0
                 selector.modify(self._worker.wire, selectors.EVENT_READ | writing, "channel")
+
+    def _note_stall(self, seconds: float) -> None:
+        """This process may have been stopped for so long: then it was us who did not listen."""
+        if seconds <= _STALL_S:
+            return
+        if self._worker.last_sign_of_life is not None:
+            self._worker.heard()
+        else:
+            self._watchdog.excuse(seconds)
 
     def _timeout(self, now: float) -> float:
         wakes = [now + 1.0]

@@ -15,12 +15,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from ...errors import LeaseExpired, StoreError, StoreUnavailable
+from ...errors import LeaseExpired, PlanForged, StoreError, StoreUnavailable
 from ...store import Lease, Store, WatchEvent
 from ...topology.plan import Plan
 from ..fencing import now as fence_clock
 from ..leader.leader import Leader
 from ..messages import Contact
+from ..once import is_genuine, put_once
 from ..registry.keys import Keys
 from ..registry.mirror import Mirror
 from ..registry.records import (
@@ -118,10 +119,11 @@ class Coordinator:
             fence_clock=fence_clock,
         )
         self._mirror: Mirror | None = None
-        self._last: Mirror | None = None
+        self._last: Mirror | None = None  # the newest one that could be read
         self._pushed_epoch = self._after_epoch = after_epoch
         self._told_restart = 0
         self._waits = record.state == "waiting"
+        self._told_undisturbed = False
         self._evicted = False
         self._admitted = not record.joiner
         self._peers: tuple[PeerAddress, ...] = ()
@@ -227,7 +229,7 @@ class Coordinator:
                 raise
             return self._clock() + _RETRY_S
         except StoreError as error:
-            if not self._connected:
+            if not self._connected and not isinstance(error, PlanForged):
                 raise  # at the start it is the settings that are wrong
             logger.error("etcd refuses a request, training goes on: %s", error)
             return self._clock() + _REFUSED_RETRY_S
@@ -289,10 +291,16 @@ class Coordinator:
 
     def _observe(self, event: WatchEvent) -> None:
         def apply() -> None:
-            if self._mirror is not None:  # else it is about to be read anew
-                self._mirror.apply(event)
-                if event.kind == "put":
-                    self._announce_store(self._mirror, event.key)
+            mirror = self._mirror
+            if mirror is None:
+                return  # it is about to be read anew
+            try:
+                mirror.apply(event)
+            except PlanForged:
+                self._mirror = None  # nothing can be done until the plan can be read
+                return
+            if event.kind == "put":
+                self._announce_store(mirror, event.key)
 
         self._inbox.put(apply)
 
@@ -372,6 +380,10 @@ class Coordinator:
             if known != self._peers:
                 self._peers = known
                 self._callbacks.on_peers(known)
+        if self._waits and not self._told_undisturbed and mirror.members.keys() >= set(plan.members):
+            # It is back, and may never need another plan: nobody was lost after all.
+            self._told_undisturbed = True
+            self._callbacks.on_plan(plan)
         if not self._stop_told and over_for(self._record.id, mirror, plan):
             self._stop_told = True
             self._callbacks.on_stop(StopRecord(code=0, reason="the job has finished", by=self._record.id))
@@ -388,8 +400,8 @@ class Coordinator:
                 self.superseded = True
                 logger.warning("the job goes on without this member, which does not end it: %s", record.reason)
                 return
-            written = self._store.create(key, record.to_json(), given={Keys.PLAN: now.plan_revision})
-            if written or self._store.get(key) is not None:
+            written = put_once(self._store, key, record.to_json(), given={Keys.PLAN: now.plan_revision})
+            if written or is_genuine(self._store, key):
                 return
 
     def _depart(self, departure: LeftRecord | None, stop: StopRecord | None) -> None:

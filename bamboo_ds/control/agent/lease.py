@@ -61,6 +61,7 @@ class LeaseKeeper:
         self.lease: Lease | None = None
         self._lost: Lease | None = None
         self._seen: tuple[int, Plan | None] = 0, None  # the plan that was read last
+        self._read_epoch = 0  # the newest epoch that was
         self._last_contact = clock()
         self._trusted_from = 0.0
         self.thread = threading.Thread(target=self._keep, name="bamboo-lease", daemon=True)
@@ -117,8 +118,11 @@ class LeaseKeeper:
                 logger.warning("the lease of %s ran out", self._member)
                 self._post(partial(self._forget, lease))
         begun = self._fence_clock()
-        found = self._store.get(Keys.PLAN)
-        contact = contact_with(self._read(found), begun)
+        plan = self._read(self._store.get(Keys.PLAN))
+        if plan is None or plan.epoch < self._read_epoch:
+            return  # one of the past says nothing of the present
+        self._read_epoch = plan.epoch
+        contact = contact_with(plan, begun)
         if contact is not None:
             self._on_contact(contact)
 

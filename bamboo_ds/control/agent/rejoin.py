@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 from tenacity import Retrying, retry_if_result, stop_after_delay, wait_exponential
 
-from ...errors import StoreError
+from ...errors import ProtocolError, StoreError
 from ..registry.access import open_store
 from ..registry.keys import Keys
 from ..registry.mirror import Mirror
@@ -131,6 +131,10 @@ class Rejoin:
                 vacancy = find_vacancy(store, mirror, mirror.plan, own_slot=settings.slot, restart=deserted)
         except StoreError as error:
             logger.info("cannot come back yet: %s", error)
+            return
+        except ProtocolError as error:
+            logger.error("cannot come back: %s", error)
+            self._slot.end()
             return
         told = dataclasses.asdict(vacancy)
         found = dataclasses.replace(settings, **told, restart_from=None, extra=None, rejoins=self._rejoins + 1)

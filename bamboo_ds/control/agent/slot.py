@@ -144,7 +144,9 @@ class Slot:
         """``plan`` is the newest."""
         self.epoch = plan.epoch
         listed = self._member in plan.members
-        if plan.unheld and self._member not in plan.lost and (listed or not self._listed):
+        # A member that was admitted without learning it has nothing that others could have taken over.
+        concerned = listed or not self.admitted or (not self._listed and self._member not in plan.lost)
+        if plan.unheld and concerned:
             # A stage is lost. Workers that take part stop by themselves, others have nothing left to join.
             self.fatal = plan.epoch
             return EndWorker(_FATAL_GRACE_S, ask=False) if listed else EndWorker(self._settings.grace_s)

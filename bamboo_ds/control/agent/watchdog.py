@@ -32,6 +32,10 @@ class Watchdog:
         self._beats = 0
         self.hung: tuple[Literal["heartbeat", "hang"], float] | None = None
 
+    def excuse(self, seconds: float) -> None:
+        """Nobody listened to the worker for so long: its first heartbeat may come as much later."""
+        self._born += seconds
+
     def due(self, last_sign_of_life: float | None, closed: bool = False) -> float | None:
         """When it will have been without heartbeat for too long, in monotonic seconds; ``None``: never.
 

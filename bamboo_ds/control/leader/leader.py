@@ -16,6 +16,7 @@ from typing import Any
 from ...observe.events import Event, EventWriter, Fatal, MemberJoined, MemberLost, PlanWritten, Restart, Takeover
 from ...store import Lease, Store
 from ...topology.plan import Plan
+from ..once import is_genuine, put_once
 from ..registry.keys import Keys
 from ..registry.mirror import Mirror
 from ..registry.records import (
@@ -111,7 +112,8 @@ class Leader:
                 self._abdicate()
             return None
         if leader is None and not self._stopped:
-            self._store.create(Keys.LEADER, LeaderRecord(id=self._member).to_json(), lease)
+            mine = LeaderRecord(id=self._member).to_json()
+            self._store.compare_and_swap(Keys.LEADER, mirror.forged_revision(Keys.LEADER), mine, lease)
             return None  # the watch tells who won
         plan = mirror.plan
         lagging = (plan is not None and plan.epoch < self._written) or (plan is None and self._written > 0)
@@ -271,10 +273,11 @@ class Leader:
         record = StopRecord(code=action.code, reason=action.reason, by=self._member)
         self._stop_attempt = action
         # What was decided holds for the plan that it was decided by.
-        if self._store.create(Keys.STOP, record.to_json(), given={Keys.PLAN: mirror.plan_revision}):
+        if put_once(self._store, Keys.STOP, record.to_json(), given={Keys.PLAN: mirror.plan_revision}):
             self._stop_attempt = None
             self._tell_stop(action, mirror)
-        elif self._store.get(Keys.STOP) is None:
+        elif not is_genuine(self._store, Keys.STOP):
+            self._stop_attempt = None  # refused, since the plan has changed: what follows it decides anew
             return
         self._stopped = True
 

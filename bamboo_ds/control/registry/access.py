@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import MutableMapping
+from collections.abc import Collection, MutableMapping
 from typing import TYPE_CHECKING
 
 from ...errors import ConfigError
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from ...store import EmbeddedEtcd, KeyValue, Store
 
 __all__ = ["ENV_NOTICES", "ENV_STORE", "check_secret", "open_store", "without_access"]
+
+logger = logging.getLogger("bamboo_ds.control.access")
 
 #: ``bamboo.notices`` of an agent as JSON: there may be a password in a URL, and everybody can read command lines.
 ENV_NOTICES = "BAMBOO_AGENT_NOTICES"
@@ -39,14 +42,8 @@ def open_store(urls: str, job: str, timeout_s: float, secret: JobSecret | None =
         user=os.environ.get(ENV_USER),
         password=os.environ.get(ENV_PASSWORD),
         secret=secret,
-        spare=credentials(secret, job) if secret else None,
         timeout_s=timeout_s,
     )
-
-
-def credentials(secret: JobSecret, job: str) -> tuple[str, str]:
-    """Name and password at an etcd that belongs to ``job``; etcd insists on the name."""
-    return "root", secret.tag("etcd", job).hex()
 
 
 def embedded_etcd(address: str, job: str, secret: JobSecret) -> EmbeddedEtcd:
@@ -59,18 +56,35 @@ def embedded_etcd(address: str, job: str, secret: JobSecret) -> EmbeddedEtcd:
 
     if Endpoint(address, 0, False).loopback:
         return EmbeddedEtcd(None)
-    return EmbeddedEtcd(address, credentials=credentials(secret, job) if secret else None)
+    if not secret:
+        logger.warning(
+            "the job has no secret: whoever reaches its etcd at %s can read, steer and end it; give every host the "
+            "same %s",
+            address,
+            SETTING,
+        )
+        return EmbeddedEtcd(address)
+    from ...store.certificates import certificates_of
+
+    return EmbeddedEtcd(address, certificates=certificates_of(secret, namespace(job)))
 
 
-def check_secret(entry: KeyValue, job: str, secret: JobSecret) -> None:
-    """Raise :class:`ConfigError` if ``entry``, an entry of ``job``, says that this process has not the job's secret."""
-    if entry.genuine and (secret or not entry.sealed):
+def check_secret(entries: Collection[KeyValue], job: str, secret: JobSecret) -> None:
+    """Raise :class:`ConfigError` if ``entries`` of ``job`` say that this process has not the job's secret.
+
+    One that is genuine proves that it has: others may be somebody else's.
+    """
+    sealed = any(entry.sealed for entry in entries)
+    if not entries or (any(entry.genuine for entry in entries) if secret else not sealed):
         return
     where = f"a copy of {file_of(job).name} of the host where it was started ({file_of(job)} there)"
     if not secret:
         raise ConfigError(f"job {job!r} has a secret, and none is known here: set {ENV_SECRET_FILE} to {where}")
-    if not entry.sealed:
-        raise ConfigError(f"job {job!r} has no secret: unset {SETTING}")
+    if not sealed:
+        raise ConfigError(
+            f"no process that knows a secret has written what etcd has of job {job!r}: the job was started without the "
+            f"one that {SETTING} gives, or it was written by somebody else"
+        )
     raise ConfigError(f"job {job!r} has another secret than {SETTING} gives: it must be {where}")
 
 

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from pydantic import BaseModel, Field, ValidationError
 
-from ...errors import ProtocolError, StoreError
+from ...errors import PlanForged, ProtocolError
 from ...secret import ENV_SECRET_FILE
 from ...store.records import KeyValue, Snapshot, WatchEvent
 from ...topology import plan as plans
@@ -50,15 +50,19 @@ class Mirror:
     A record that cannot be read (a newer version's, somebody's mistake) or is not genuine is told in the log and counts
     for nothing: what its key held before, if that is known, stays in force. Without the plan nothing can be done: one
     that cannot be read raises :class:`ProtocolError`, also here and in :meth:`apply`, and one that is not genuine
-    :class:`StoreError` if none is known from before.
+    :class:`PlanForged` if none is known from before. Epochs only grow: a plan that is older than one known from before
+    has been written again by somebody else, and is treated as one that is not genuine.
+
+    Args:
+        before: an older mirror of the same keys, for what it knows of the newest plan and of members that are gone.
     """
 
     def __init__(self, snapshot: Snapshot, before: Mirror | None = None) -> None:
-        """``before``: an older mirror of the same keys, for what it knows of members that are gone."""
         self._entries: dict[str, KeyValue] = dict(snapshot.entries)
         self._gone: dict[str, MemberRecord] = dict(before.known) if before is not None else {}
         self._records_read: dict[str, tuple[int, Record | None]] = {}  # by key: revision, and what counts
-        self._plan: tuple[int, Plan] | None = None
+        self._plan: tuple[int, Plan] | None = None if before is None or before._plan is None else (0, before._plan[1])
+        self._plan_forged = False
         self._nonces: dict[int, str] = {}
         self._note_plan()
 
@@ -102,16 +106,21 @@ class Mirror:
         return self._plan[1]
 
     def _plan_of(self, entry: KeyValue) -> Plan:
-        if entry.genuine or self._plan is None:
-            return read_plan(entry)
-        logger.error("the plan in etcd %s; that of epoch %d stays in force", _FORGED, self._plan[1].epoch)
-        return self._plan[1]
+        known, why = None if self._plan is None else self._plan[1], _FORGED
+        if entry.genuine or known is None:
+            found = read_plan(entry)
+            if known is None or found.epoch >= known.epoch:
+                self._plan_forged = False
+                return found
+            why = f"is that of epoch {found.epoch}, which somebody has written again"
+        self._plan_forged = True
+        logger.error("the plan in etcd %s; that of epoch %d stays in force", why, known.epoch)
+        return known
 
     @property
     def plan_forged(self) -> bool:
         """Whether somebody else has overwritten the plan."""
-        entry = self._entries.get(Keys.PLAN)
-        return entry is not None and not entry.genuine
+        return Keys.PLAN in self._entries and self._plan_forged
 
     @property
     def plan_revision(self) -> int:
@@ -120,8 +129,8 @@ class Mirror:
 
     @property
     def leader(self) -> str | None:
-        """The leading member."""
-        record = self.get(Keys.LEADER, LeaderRecord)
+        """The leading member; none while a record stands there that is not genuine, since that hangs on no lease."""
+        record = None if self.forged_revision(Keys.LEADER) else self.get(Keys.LEADER, LeaderRecord)
         return record.id if record else None
 
     @property
@@ -142,6 +151,11 @@ class Mirror:
         """Revision to compare with when replacing the value at ``key``; 0 if there is none."""
         entry = self._entries.get(key)
         return entry.mod_revision if entry else 0
+
+    def forged_revision(self, key: str) -> int:
+        """Revision to compare with when setting ``key`` if no genuine record is there: 0, or of one that is not."""
+        entry = self._entries.get(key)
+        return 0 if entry is None or entry.genuine else entry.mod_revision
 
     @property
     def members(self) -> dict[str, MemberRecord]:
@@ -211,9 +225,12 @@ class Mirror:
 
 
 def read_plan(entry: KeyValue) -> Plan:
-    """The plan in ``entry``; raises :class:`ProtocolError` if it cannot be read, :class:`StoreError` if forged."""
+    """The plan in ``entry``; raises :class:`ProtocolError` if it cannot be read, :class:`PlanForged` if it is."""
     if not entry.genuine:
-        raise StoreError(f"the plan in etcd {_FORGED}")
+        raise PlanForged(
+            f"the plan in etcd {_FORGED}, and no other one is known here. Delete the job's key {Keys.PLAN!r} in etcd, "
+            "and see who can write there"
+        )
     try:
         version = _Version.model_validate_json(entry.value).number
         if version <= plans.SCHEMA:

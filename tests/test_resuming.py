@@ -1,0 +1,123 @@
+"""Which checkpoint a job goes on from after a restart, and what keeps it from any."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from bamboo_ds.engine.resuming import Resuming
+from bamboo_ds.generations import is_over
+from bamboo_ds.state import publish
+from bamboo_ds.state.checkpoints import MANIFEST, REMOVING, CheckpointError, Manifest
+from bamboo_ds.topology import Layout
+
+NOBODY = 65534
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """Readable for all users."""
+    with tempfile.TemporaryDirectory() as name:
+        os.chmod(name, 0o755)
+        root = Path(name, "run", "checkpoints")
+        root.mkdir(parents=True)
+        yield root
+
+
+def save(folder: Path, tag: str = "step40") -> str:
+    """A complete checkpoint; returns its path."""
+    fields = {"job": "job", "save_id": "s", "tag": tag, "step": 40, "layout": Layout(1, 1), "roles": {}, "files": {}}
+    manifest = Manifest.model_validate({**fields, "serial": 1, "time": "2026-01-01T00:00:00Z"})
+    (folder / tag).mkdir(parents=True)
+    (folder / tag / MANIFEST).write_text(manifest.to_json())
+    return str(folder / tag)
+
+
+def find(told: str | None) -> list[str] | None:
+    """What the leader of the first restart finds."""
+    channel = SimpleNamespace(restart_from=told, job="job")
+    resuming: Any = SimpleNamespace(epoch=SimpleNamespace(channel=channel, plan=SimpleNamespace(lineage=("o", 1))))
+    found = Resuming.find(resuming)
+    return None if found is None else list(found)
+
+
+@contextmanager
+def unwritable(folder: Path) -> Iterator[None]:
+    """In the body this process may read ``folder`` only."""
+    folder.chmod(0o555)
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(NOBODY)
+    try:
+        yield
+    finally:
+        os.seteuid(user)
+        folder.chmod(0o755)
+
+
+def test_a_folder_that_cannot_be_written_to_is_no_new_beginning(folder: Path) -> None:
+    told = save(folder)
+    with (
+        unwritable(folder),
+        pytest.raises(CheckpointError, match=rf"{folder} cannot be written to .*Permission denied"),
+    ):
+        find(told)
+    assert find(told) == [str(folder), "step40"] and is_over(folder, ("o", 0))
+    assert find(None) is None
+
+
+@pytest.mark.parametrize("gone", ["checkpoint", "folder"])
+def test_nor_is_one_that_has_vanished(folder: Path, gone: str) -> None:
+    told = save(folder)
+    shutil.rmtree(told if gone == "checkpoint" else folder)
+    with pytest.raises(CheckpointError, match="all are gone" if gone == "checkpoint" else f"{folder} has vanished"):
+        find(told)
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError, OSError])
+def test_what_others_delete_or_hold_open_hinders_nobody(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, error: type[OSError], caplog: pytest.LogCaptureFixture
+) -> None:
+    """An earlier start may be deleting the same folder, and a file of it may be open on another host."""
+    told = save(folder)
+    (folder / f"{REMOVING}~job~ab").mkdir()
+    real = shutil.rmtree
+
+    def rmtree(path: Path) -> None:
+        if error is FileNotFoundError:
+            real(path)
+        raise error(39, "Directory not empty")
+
+    monkeypatch.setattr(publish.shutil, "rmtree", rmtree)
+    assert find(told) == [str(folder), "step40"]
+
+
+def test_the_folder_is_that_which_the_script_has_named(folder: Path) -> None:
+    told = save(folder, "run/step40")
+    assert find(told) == [str(folder), "run/step40"]
+    assert is_over(folder, ("o", 0)) and not is_over(folder / "run", ("o", 0))
+
+
+def test_what_a_later_start_loads_from_earlier_ones_change_no_more(folder: Path) -> None:
+    """Else its members, of which each reads for itself, could find different checkpoints."""
+    save(folder)
+
+    def load(generation: int, leads: bool = True) -> bool:
+        plan = SimpleNamespace(generation=generation, lineage=("o", generation))
+        epoch = SimpleNamespace(channel=SimpleNamespace(job="job"), plan=plan, leads=leads)
+        resuming: Any = SimpleNamespace(epoch=epoch)
+        Resuming.take_over(resuming, str(folder))
+        return is_over(folder, ("o", 0))
+
+    assert not load(0) and not load(1, leads=False)
+    with unwritable(folder):
+        assert not load(1)  # nor can anybody else write there
+    assert load(1)
