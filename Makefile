@@ -19,7 +19,7 @@ export BAMBOO_TEST_FORK := $(or $(FORK),1)
 PYTEST := $(BIN)/python -m pytest --numprocesses 3 --dist loadgroup --no-loadscope-reorder
 TIMES := $(CURDIR)/$(VENV)/times.jsonl
 
-.PHONY: install test test-times lint unit exhaustive real demo benchmarks clean
+.PHONY: install test test-times lint unit exhaustive real docs demo benchmarks clean
 
 install: $(STAMP)
 
@@ -61,6 +61,10 @@ exhaustive: install
 # apt-get install iproute2 openssh-server pdsh slurm-wlm munge etcd-server etcd-client openssl
 real: install
 	$(BIN)/python -m pytest -m real tests/real
+
+# Tables of settings, events and options in docs/ are made from the code.
+docs: install
+	$(BIN)/python -m tests.support.docs
 
 demo: install
 	$(BIN)/bamboo demo
