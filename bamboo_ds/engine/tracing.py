@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -98,7 +99,8 @@ def owner_of(module: Any, parameter: str) -> int:
     if head == "tied_modules":
         part = module.tied_modules[rest.partition(".")[0]]
     for at, layer in enumerate(module.forward_funcs):
-        if layer is part or part in getattr(layer, "args", ()):  # those of a function that uses tied weights
+        # DeepSpeed makes such a function of a layer that uses tied weights in another way.
+        if layer is part or (isinstance(layer, functools.partial) and any(each is part for each in layer.args)):
             return int(module._local_start + at)
     return -1
 
