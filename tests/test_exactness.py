@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
@@ -20,7 +21,7 @@ from bamboo_ds.config import parse_block
 from bamboo_ds.control.agent_settings import MemberOptions, parse_arguments, worker_environment
 from bamboo_ds.engine.exactness import differences
 from bamboo_ds.engine.lanes import RehearsalLanes, Stream
-from bamboo_ds.engine.tracing import Traces
+from bamboo_ds.engine.tracing import Traces, owner_of
 from bamboo_ds.errors import ConfigError
 from bamboo_ds.launched import checked_steps
 from bamboo_ds.schedule import ResendActivation, ResendGrad, UseRole, rehearsal_passes, rehearsal_sends
@@ -207,6 +208,21 @@ def test_traces_name_layers_and_leave_no_hooks() -> None:
     assert not any(layer._forward_hooks for layer in stage.forward_funcs if isinstance(layer, nn.Module))
     traces.clear()
     assert not traces.forward("role") and not traces.backward("role")
+
+
+class Settings:
+    """Arguments of a layer, as many models keep them."""
+
+
+def test_a_parameter_belongs_to_the_layer_that_uses_it() -> None:
+    first, second, tied = (nn.Linear(2, 2) for _ in range(3))
+    first.args = Settings()
+    stage = Stage(first, functools.partial(tied.forward, tied), second)
+    for number, layer in ((4, first), (6, second)):
+        stage.add_module(str(number), layer)
+    stage.tied_modules = nn.ModuleDict({"embedding": tied})
+    names = ("4.weight", "6.weight", "tied_modules.embedding.weight", "other")
+    assert [owner_of(stage, name) for name in names] == [4, 6, 5, -1]
 
 
 def test_the_number_of_steps_comes_from_the_block_the_option_or_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,7 +95,7 @@ class BambooPipelineEngine(ScriptingExecutor):
         self._last_beat, self._longest_beat = time.monotonic(), 0.0
         self._vector = self._committed = self._pending = None
         self._bubble_begin = {}
-        self._learners, self._changed = {}, set()
+        self._learners, self._changed, self._known_changes = {}, set(), {}
         self._budget, self._exhausted, self._exact = None, False, None
         self._doubts, self._differing = Doubts(settings.redundancy.verify_every), {}
         self._history = History(layout.slices)

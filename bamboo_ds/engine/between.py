@@ -11,10 +11,8 @@ from typing import Concatenate, ParamSpec, TypeVar
 import torch
 
 from ..comm.script import Lacking, Place
-from ..comm.transport import Lane
 from ..errors import EpochChanged, UnsupportedError
 from .changes import CURE, Adjustable, Weights, check_at_home
-from .lanes import Stream
 from .optimizers import HalfOptimizer
 from .refusals import Hooks, check_optimizer_hooks, hooks_of, refuse_hooks
 from .resuming import ResumingExecutor
@@ -89,26 +87,29 @@ class ScriptingExecutor(ResumingExecutor):
             for runtime in self._binding.runtimes.values():
                 if runtime is not self._home:
                     changed.give(runtime)
-        if not (self._job.replaying or self._joining):
-            self._weights.check_gradients()
-            self._follow_weights()
-        if self._home.trains() != self._trained_then:
-            self._follow_freezing()
+        written = not (self._job.replaying or self._joining) and self._follow_weights()
+        frozen = self._home.trains() != self._trained_then and self._follow_freezing()
+        if written or frozen:
+            self._tell_changes(written, self._home.trained if frozen else None)
         if self._looks:
             self._looks -= 1
             refuse_hooks(hooks_of(self._home.module) - self._hooks_then)
             check_optimizer_hooks(self._home.attributes["basic_optimizer"])
 
-    def _follow_weights(self) -> None:
-        """Note what the script has changed of its stage, for the holders of the stage's replica.
+    def _follow_weights(self) -> bool:
+        """Note whether the script has changed its stage, for the holders of the stage's replica.
 
         Raises:
             UnsupportedError: it cannot have done so with all stages.
         """
+        self._weights.check_parameters()
+        self._weights.check_gradients()
         changed = self._weights.changed()
         if not changed:
-            return
-        check_at_home(changed, self._plan)
+            return False
+        home = self._home
+        check_at_home(changed, self._plan, home.role, self._known_changes, home.layers.changes.count)
+        home.layers.changes.note(self._committed_steps)
         if self._committed_steps and not self._warned:
             self._warned = True
             logger.warning(
@@ -119,21 +120,22 @@ class ScriptingExecutor(ResumingExecutor):
                 CURE,
             )
         self._changed.update(changed)
+        return True
 
     def _note_count(self) -> None:
         """Note by how much DeepSpeed's count of steps, which checkpoints and scripts set, is ahead of the job's."""
         if not (self._joining or self._job.replaying or self._resumed is not None):
             self._job.channel.ahead = self._home.attributes["global_steps"] - self._committed_steps
 
-    def _follow_freezing(self) -> None:
-        """The script has frozen parameters of its stage, or made them trainable: whoever shadows it must know.
+    def _follow_freezing(self) -> bool:
+        """The script has frozen parameters of its stage, or made them trainable: whether others must know.
 
         Raises:
             UnsupportedError: it cannot be followed exactly.
         """
         home = self._home
         if self._binding.runtimes.get(home.role) is not home or not home.owned:
-            return  # a member that joins replays what the stage's owner has done
+            return False  # a member that joins replays what the stage's owner has done
         if isinstance(home.optimizer, HalfOptimizer):
             raise UnsupportedError(
                 "the script has frozen parameters, or made them trainable, after deepspeed.initialize: with fp16 and "
@@ -147,14 +149,18 @@ class ScriptingExecutor(ResumingExecutor):
                 "from a checkpoint with a worker for each stage"
             )
         home.trained = home.trains()
-        lane = self._lanes.get((Stream.TRAINED, home.role))
-        if lane is not None:
-            # Nothing else is sent in this iteration before the shadow has it: it may be needed for a takeover.
-            self._send_trained(lane, home.trained)
+        return True
 
-    def _send_trained(self, lane: Lane, trained: list[bool]) -> None:
+    def _tell_changes(self, written: bool, trained: list[bool] | None) -> None:
+        """Tell the holders of the stage's replica; they may need it for a takeover.
+
+        Nothing else is sent in this iteration before they have it.
+        """
+        told = torch.tensor([self._committed_steps, written, *(trained or ())], dtype=torch.int64)
         try:
-            self._transport.send(lane, self._sequence, torch.tensor(trained, dtype=torch.uint8))
+            for (role, _), lane in self._lanes.told.items():
+                if role == self._home.role and lane.source == self._job.session.member:
+                    self._transport.send(lane, self._sequence, told)
             self._transport.drain()
         except EpochChanged as error:
             logger.info("interrupted before operation %d: %s", self._sequence, error)

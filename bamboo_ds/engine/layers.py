@@ -7,6 +7,7 @@ sends it with the reduced gradients of every iteration, since redundant passes c
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from types import NoneType
 from typing import Any
 
@@ -24,6 +25,28 @@ _NUMBERS = frozenset((bool, int, float, NoneType))
 _OF_ALL = frozenset(vars(nn.Module()))
 
 
+@dataclass
+class Changes:
+    """When the script has changed a stage between two operations.
+
+    Attributes:
+        count: of iterations, without the first one, before which it did.
+        last: steps that were done when it last did; -1: it never has.
+    """
+
+    count: int = 0
+    last: int = -1
+
+    def note(self, step: int) -> None:
+        """It does so now, after so many steps."""
+        if step > self.last:
+            self.count, self.last = self.count + (step > 0), step
+
+    def follow(self, count: int, last: int) -> None:
+        """Another copy of the stage knows of these; it may have been told less than this one, or more."""
+        self.count, self.last = max(self.count, count), max(self.last, last)
+
+
 class Layers:
     """The layers of one stage.
 
@@ -33,6 +56,7 @@ class Layers:
     Attributes:
         generators: of random numbers, that layers keep as attributes, each with its name in the stage.
         began: numbers that every copy of the stage began with; only others have to be told.
+        changes: of the stage by its script.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -51,6 +75,7 @@ class Layers:
         ]
         self.parameters = dict(module.named_parameters())
         self.began = self.numbers()
+        self.changes = Changes()
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """Buffers by their names in the stage."""
@@ -60,6 +85,19 @@ class Layers:
                 if buffer is not None:
                     found[path + name] = buffer
         return found
+
+    def parameters_now(self) -> dict[str, nn.Parameter]:
+        """As :attr:`parameters`, which were there when the stage was built. One that layers share may be here twice."""
+        return {
+            f"{path}{name}": parameter
+            for path, layer in self._modules
+            for name, parameter in layer._parameters.items()
+            if parameter is not None
+        }
+
+    def extra(self) -> dict[str, Tree]:
+        """What ``get_extra_state`` gives, by the layers' names."""
+        return {path: layer.get_extra_state() for path, layer in self._extra}
 
     def numbers(self) -> Numbers:
         """Numbers that layers keep as attributes."""
@@ -80,9 +118,10 @@ class Layers:
         """
         return {
             "buffers": {name: buffer.detach() for name, buffer in self.buffers().items()},
-            "extra": {path: layer.get_extra_state() for path, layer in self._extra},
+            "extra": self.extra(),
             "numbers": newer(self.numbers(), self.began),
             "parameters": {n: self.parameters[n].detach() for n in sorted(parameters) if n in self.parameters},
+            "changes": [self.changes.count, self.changes.last],
         }
 
     def restore(self, given: Tree) -> None:
@@ -100,6 +139,7 @@ class Layers:
         with torch.no_grad():
             for name, value in given["parameters"].items():
                 self.parameters[name].copy_(value)
+        self.changes.follow(*given["changes"])
 
 
 def newer(now: Numbers, before: Numbers) -> Numbers:
