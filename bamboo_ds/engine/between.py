@@ -14,7 +14,7 @@ from ..comm.script import Lacking, Place
 from ..errors import EpochChanged, UnsupportedError
 from .changes import CURE, Adjustable, Weights, check_at_home
 from .optimizers import HalfOptimizer
-from .refusals import Hooks, check_optimizer_hooks, hooks_of, refuse_hooks
+from .refusals import check_optimizer_hooks, hooks_of, refuse_hooks, registered
 from .resuming import ResumingExecutor
 
 logger = logging.getLogger("bamboo_ds")
@@ -42,8 +42,7 @@ class ScriptingExecutor(ResumingExecutor):
         _left_at: how the script has found what it may set, after the engine's last call.
         _weights: the same of its stage.
         _trained_then: which parameters of the script's own stage were trainable at that time.
-        _hooks_then: the hooks of the script's own stage at that time.
-        _looks: calls of the engine before which hooks are looked for: scripts register them when they begin.
+        _hooks_then: how many hooks had been registered at that time.
     """
 
     _depth = 0
@@ -51,8 +50,7 @@ class ScriptingExecutor(ResumingExecutor):
     _weights: Weights
     _warned = False
     _trained_then: list[bool]
-    _hooks_then: Hooks
-    _looks = 5
+    _hooks_then: int
 
     @contextmanager
     def _inside(self) -> Iterator[None]:
@@ -74,8 +72,7 @@ class ScriptingExecutor(ResumingExecutor):
         self._note_count()
         self._weights = Weights(self._home.layers)
         self._trained_then = self._home.trains()
-        if self._looks:
-            self._hooks_then = hooks_of(self._home.module)
+        self._hooks_then = registered()
 
     def _follow_script(self) -> None:
         """Give to all roles what the script has set since it went on."""
@@ -91,9 +88,8 @@ class ScriptingExecutor(ResumingExecutor):
         frozen = self._home.trains() != self._trained_then and self._follow_freezing()
         if written or frozen:
             self._tell_changes(written, self._home.trained if frozen else None)
-        if self._looks:
-            self._looks -= 1
-            refuse_hooks(hooks_of(self._home.module) - self._hooks_then)
+        if registered() != self._hooks_then:
+            refuse_hooks(hooks_of(self._home.module, self._hooks_then))
             check_optimizer_hooks(self._home.attributes["basic_optimizer"])
 
     def _follow_weights(self) -> bool:

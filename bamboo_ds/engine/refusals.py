@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import functools
 import inspect
 from collections import Counter
@@ -11,6 +12,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from ..config import BLOCK
 from ..errors import UnsupportedError
@@ -30,7 +32,9 @@ def check_layers(module: nn.Module) -> None:
         UnsupportedError: names the layers.
     """
     sparse = [
-        f"{type(m).__name__} {name!r}" for name, m in module.named_modules() if getattr(m, "sparse", False) is True
+        f"{type(m).__name__} {name!r}"
+        for name, m in module.named_modules()
+        if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse
     ]
     if sparse:
         raise UnsupportedError(
@@ -55,19 +59,25 @@ def check_gradients(module: nn.Module) -> None:
 # -- hooks of modules and parameters --------------------------------------------------------------------------
 
 
-def hooks_of(module: nn.Module) -> Hooks:
-    """All hooks of ``module``'s parts and parameters."""
+def registered() -> int:
+    """How many hooks of any kind have been registered in this process; each is kept under its number."""
+    return int(RemovableHandle.next_id)
+
+
+def hooks_of(module: nn.Module, since: int = 0) -> Hooks:
+    """The hooks of ``module``'s parts and parameters, those from number ``since`` on."""
     found: Hooks = Counter()
     for name, part in module.named_modules():
         where = f"module {name!r}" if name else "the PipelineModule"
         for kind, hooks in vars(part).items():
             if hooks and kind.endswith("_hooks") and isinstance(hooks, dict):
-                found.update((where, kind.strip("_"), _name(hook)) for hook in hooks.values())
+                found.update((where, kind.strip("_"), _name(hook)) for n, hook in hooks.items() if n >= since)
     for name, parameter in module.named_parameters():
         for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"):
             hooks = getattr(parameter, kind, None)
             if hooks:
-                found.update((f"parameter {name!r}", kind.strip("_"), _name(hook)) for hook in hooks.values())
+                place = f"parameter {name!r}", kind.strip("_")
+                found.update((*place, _name(hook)) for n, hook in hooks.items() if n >= since)
     return found
 
 
@@ -149,8 +159,9 @@ def _children(value: Any) -> list[Any]:
 
 
 def _names(code: CodeType) -> list[str]:
-    """Names of globals (and attributes) that ``code`` and the functions in it use."""
-    return [*code.co_names, *(name for each in code.co_consts if isinstance(each, CodeType) for name in _names(each))]
+    """Names of globals that ``code`` and the functions in it use."""
+    own = [each.argval for each in dis.get_instructions(code) if each.opname in ("LOAD_GLOBAL", "LOAD_NAME")]
+    return [*own, *(name for each in code.co_consts if isinstance(each, CodeType) for name in _names(each))]
 
 
 def _is_set(cell: Any) -> bool:

@@ -101,6 +101,18 @@ def _state(seed: int, name: str, device: torch.device) -> torch.Tensor:
 
 
 @contextmanager
+def left_alone() -> Iterator[None]:
+    """Restore the states of the generators of torch, Python and NumPy after the body."""
+    states = random.getstate(), numpy.random.get_state()
+    try:
+        with torch.random.fork_rng(enabled=True):
+            yield
+    finally:
+        random.setstate(states[0])
+        numpy.random.set_state(states[1])
+
+
+@contextmanager
 def keyed_attributes(generators: Sequence[tuple[str, Any]], seed: int) -> Iterator[None]:
     """Run the body with ``generators``, named ones, seeded by ``seed`` and their names; restore their states."""
     before = [_state_of(generator) for _, generator in generators]
