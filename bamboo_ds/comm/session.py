@@ -124,6 +124,8 @@ class Session:
         self._acting: Acting | None = None
         #: Where the handles of slice groups lead now; ``None``: where they were made for.
         self.slices: SliceGroup | None = None
+        #: A pass runs whose layers are whole: there are no collectives in it.
+        self.passing = False
         self._logical_groups: dict[tuple[str, tuple[int, ...], int], BambooProcessGroup] = {}
         #: The script's own collectives, once there is an engine that recovers for them.
         self.script: ScriptCollectives | None = None

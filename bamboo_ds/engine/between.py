@@ -14,7 +14,7 @@ from ..comm.script import Lacking, Place
 from ..errors import EpochChanged, UnsupportedError
 from .changes import CURE, Adjustable, Weights, check_at_home
 from .optimizers import HalfOptimizer
-from .refusals import check_optimizer_hooks, hooks_of, refuse_hooks, registered
+from .refusals import check_optimizer_hooks, check_step, hooks_of, refuse_compiled, refuse_hooks, registered
 from .resuming import ResumingExecutor
 
 logger = logging.getLogger("bamboo_ds")
@@ -43,6 +43,7 @@ class ScriptingExecutor(ResumingExecutor):
         _weights: the same of its stage.
         _trained_then: which parameters of the script's own stage were trainable at that time.
         _hooks_then: how many hooks had been registered at that time.
+        _compiled_then: what was compiled of the script's own stage at that time.
     """
 
     _depth = 0
@@ -51,6 +52,7 @@ class ScriptingExecutor(ResumingExecutor):
     _warned = False
     _trained_then: list[bool]
     _hooks_then: int
+    _compiled_then: frozenset[str]
 
     @contextmanager
     def _inside(self) -> Iterator[None]:
@@ -73,6 +75,7 @@ class ScriptingExecutor(ResumingExecutor):
         self._weights = Weights(self._home.layers)
         self._trained_then = self._home.trains()
         self._hooks_then = registered()
+        self._compiled_then = self._home.layers.compiled()
 
     def _follow_script(self) -> None:
         """Give to all roles what the script has set since it went on."""
@@ -88,9 +91,16 @@ class ScriptingExecutor(ResumingExecutor):
         frozen = self._home.trains() != self._trained_then and self._follow_freezing()
         if written or frozen:
             self._tell_changes(written, self._home.trained if frozen else None)
+        check_step(self._home.attributes["basic_optimizer"])
+        self._check_compiled()
         if registered() != self._hooks_then:
             refuse_hooks(hooks_of(self._home.module, self._hooks_then))
             check_optimizer_hooks(self._home.attributes["basic_optimizer"])
+
+    def _check_compiled(self) -> None:
+        """Refuse what the script has compiled since it went on, but for what the engine has compiled for it."""
+        if self._compiled_with is None:
+            refuse_compiled(self._home.layers.compiled() - self._compiled_then)
 
     def _follow_weights(self) -> bool:
         """Note whether the script has changed its stage, for the holders of the stage's replica.

@@ -24,10 +24,7 @@ from .schedulers import put_settings, settings_of
 from .tracing import checksum
 
 #: What to do instead of changing weights between iterations.
-CURE = (
-    "do it in the `step` of an optimizer of your own or in the layers' forward passes, which all copies of a stage "
-    "do as well"
-)
+CURE = "do it in the `step` of an optimizer of your own, which all copies of a stage do as well"
 #: What a script may set on the engine; Megatron sets the first one back where a run begins anew from a checkpoint.
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 

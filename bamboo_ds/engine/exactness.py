@@ -191,7 +191,9 @@ class ExactCheck:
                 name = f"output of the stage in micro-batch {m}"
                 facts[name] = [checksum(t) for t in tensors_in(runtime.activations[m])]
         sums = runtime.optimizer.local()
-        trained = [(n, p, owner_of(module, n)) for n, p in module.named_parameters() if p.requires_grad]
+        known = {id(p) for group in runtime.optimizer.groups() for p in group}
+        named = [(n, p) for n, p in module.named_parameters() if p.requires_grad and id(p) in known]
+        trained = [(n, p, owner_of(module, n)) for n, p in named]
         backward = self._traces.backward(role)
         start = module._local_start
         for number in range(start + len(module.forward_funcs), start - 2, -1):

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..errors import UnsupportedError
 from ..state import Tree, join, split
 from .rng import GENERATORS
 
@@ -61,24 +62,75 @@ class Layers:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        modules = list(module.named_modules())
+        self._names: dict[str, tuple[int, list[str]]] = {}
+        self._look()
+        self.generators = self._generators()
+        self._late: set[str] = set()
+        self.parameters = dict(module.named_parameters())
+        self.began = self.numbers()
+        self.changes = Changes()
+
+    def _look(self) -> None:
+        modules = list(self._module.named_modules())
         self._modules = [(f"{path}." if path else "", layer) for path, layer in modules]
+        self._count = self._counted()
         self._extra = [(p, m) for p, m in modules if type(m).get_extra_state is not nn.Module.get_extra_state]
         # Looked at in every iteration: only names that may be those of numbers, again where there are more of them.
         self._attributes = {path: vars(layer) for path, layer in modules if path}
-        self._names: dict[str, tuple[int, list[str]]] = {path: (0, []) for path in self._attributes}
-        self.generators = [
+
+    def _counted(self) -> int:
+        return sum(len(layer._modules) for _, layer in self._modules)
+
+    def _generators(self) -> list[tuple[str, Any]]:
+        return [
             (f"{path}{name}", value)
             for path, layer in self._modules
             for name, value in vars(layer).items()
             if isinstance(value, GENERATORS)
         ]
-        self.parameters = dict(module.named_parameters())
-        self.began = self.numbers()
-        self.changes = Changes()
+
+    def _follow(self) -> None:
+        """Layers may make parts of their own in their first pass."""
+        if self._counted() == self._count:
+            return
+        known = {path for path, _ in self._modules}
+        self._look()
+        for path, layer in self._modules:
+            own = (*layer._buffers.values(), *layer._parameters.values(), *vars(layer).values())
+            if path not in known and any(isinstance(each, (torch.Tensor, *GENERATORS)) for each in own):
+                self._late.add(path.removesuffix("."))
+        now = self.numbers()
+        self.began.update({path: now[path] for path in now if path not in self.began})
+
+    def compiled(self) -> frozenset[str]:
+        """Names of layers that are compiled where they are (``layer.compile()``)."""
+        found = (path for path, layer in self._modules if layer._compiled_call_impl is not None)
+        return frozenset(path.removesuffix(".") for path in found)
+
+    def check(self) -> None:
+        """Refuse what layers have made in a pass and other copies of the stage lack until they do that pass.
+
+        Raises:
+            UnsupportedError: names it.
+        """
+        self._follow()
+        known = {name for name, _ in self.generators}
+        made = {
+            f"{path}.{name}"
+            for path, (_, names) in self._names.items()
+            for name in names
+            if isinstance(self._attributes[path].get(name), GENERATORS)
+        }
+        late = sorted(self._late | (made - known))
+        if late:
+            raise UnsupportedError(
+                f"layers have made {', '.join(late[:10])} in a pass, which other copies of the stage lack until they "
+                "have done it themselves: make parts with tensors, and generators, in the layers' constructors"
+            )
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """Buffers by their names in the stage."""
+        self._follow()
         found = {}
         for path, layer in self._modules:
             for name, buffer in layer._buffers.items():
@@ -103,7 +155,7 @@ class Layers:
         """Numbers that layers keep as attributes."""
         found = {}
         for path, attributes in self._attributes.items():
-            count, names = self._names[path]
+            count, names = self._names.get(path, (0, []))
             if count != len(attributes):
                 names = [name for name in attributes if name not in _OF_ALL]
                 self._names[path] = len(attributes), names
@@ -115,7 +167,11 @@ class Layers:
 
         Args:
             parameters: names of parameters that are to be in it, too.
+
+        Raises:
+            UnsupportedError: see :meth:`check`.
         """
+        self.check()
         return {
             "buffers": {name: buffer.detach() for name, buffer in self.buffers().items()},
             "extra": self.extra(),

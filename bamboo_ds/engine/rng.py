@@ -34,6 +34,7 @@ class Drawing(str, Enum):
     FORWARD = ""
     BACKWARD = "backward"
     STEP = "step"
+    EVALUATION = "evaluation"
 
 
 def drawing_seed(drawing: Drawing, seed: int, step: int, role: Role, micro_batch: int = 0) -> int:
