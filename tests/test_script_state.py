@@ -18,6 +18,7 @@ from torch import nn
 
 from bamboo_ds.engine.changes import RoleChanges, Weights, abandoned, check_at_home, lacking
 from bamboo_ds.engine.clones import clone_optimizer, kept_by, load_optimizer
+from bamboo_ds.engine.kept import keeping_types, load_kept, save_kept
 from bamboo_ds.engine.layers import Changes, Layers, copied
 from bamboo_ds.engine.recovery import RecoveringExecutor
 from bamboo_ds.engine.rng import Drawing, drawing_seed
@@ -149,6 +150,35 @@ def test_who_may_go_on_to_change_its_stage() -> None:
         away = replace(plan, owners=owners)
         with pytest.raises(UnsupportedError, match=f"role .0,{taken}., which") if refused else nullcontext():
             check_at_home(["w"], away, Role(0, 0), known, before)
+
+
+def test_what_a_restart_gets_besides_deepspeed_s_files(tmp_path: Path) -> None:
+    def role() -> Any:
+        net = nn.ModuleList([Counting()])
+        inner: Any = torch.optim.SGD([net[0].register_parameter("w", nn.Parameter(torch.zeros(2))) or net[0].w], lr=0.1)
+        inner.taken, inner.counts = 0, {"steps": [0]}
+        return SimpleNamespace(layers=Layers(net), optimizer=SimpleNamespace(inner=inner), net=net)
+
+    one, other, third = role(), role(), role()
+    one.optimizer.inner.__dict__.pop("taken"), one.optimizer.inner.__dict__.pop("counts")
+    save_kept(one, tmp_path, 1, torch.save)
+    assert not list(tmp_path.iterdir()), "there is nothing to keep"
+    one.net[0].calls, one.net[0].last = 7, 0.5
+    one.optimizer.inner.taken, one.optimizer.inner.counts = 3, {"steps": [3]}
+    for step in (2, 3):
+        one.layers.changes.note(step)
+    save_kept(one, tmp_path, 1, torch.save)
+    load_kept(other, tmp_path, 1)
+    load_kept(third, tmp_path, 2)
+    assert (other.net[0].calls, other.net[0].last) == (7, 0.5) and other.layers.changes == Changes(2, 0)
+    assert (other.optimizer.inner.taken, other.optimizer.inner.counts) == (3, {"steps": [3]})
+    assert third.net[0].calls == 0 and third.layers.changes == Changes()
+    wide = {"moment": torch.tensor([1 / 3, 2 / 3], dtype=torch.float64)}
+    one.optimizer.inner.state[one.net[0].w] = wide
+    with keeping_types(other.optimizer.inner):
+        other.optimizer.inner.load_state_dict(one.optimizer.inner.state_dict())
+    assert other.optimizer.inner.state[other.net[0].w]["moment"].equal(wide["moment"])
+    assert "load_state_dict" not in vars(other.optimizer.inner)
 
 
 def test_every_drawing_has_numbers_of_its_own() -> None:

@@ -9,6 +9,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ from .data import Batches, Dataset
 from .doubts import Doubts
 from .flags import FLAGS, compare_flags, flags_here
 from .history import History
+from .kept import save_kept
 from .lanes import Stream
 from .layers import Layers
 from .learning import Snapshots
@@ -382,6 +384,8 @@ class BambooPipelineEngine(ScriptingExecutor):
                 self._save_checkpoint(save_dir, name, client_state or {}, exclude_frozen_parameters)
                 if self.save_zero_checkpoint:
                     self._save_zero_checkpoint(save_dir, name)
+            role = self._binding.current
+            save_kept(role, Path(save_dir, name), self._layout.rank(role.role), self.checkpoint_engine.save)
 
         operation = CheckpointSave(self, save_dir, name, save_latest, save)
         self._protected(operation)

@@ -162,6 +162,16 @@ class Layers:
             found[path] = {n: attributes[n] for n in names if n in attributes and type(attributes[n]) in _NUMBERS}
         return found
 
+    def set_numbers(self, given: Numbers) -> None:
+        """Set ``given`` numbers; all others as every copy of the stage began."""
+        now = self.numbers()
+        for path, attributes in self._attributes.items():
+            began = self.began.get(path, {})
+            if now[path] != began:
+                # Where the owner has begun with None there may be a cache by now, which every copy has for itself.
+                attributes.update({name: value for name, value in began.items() if name in now[path]})
+            attributes.update(given.get(path, {}))
+
     def capture(self, parameters: Collection[str] = ()) -> Tree:
         """What the layers keep now; tensors are theirs.
 
@@ -183,13 +193,7 @@ class Layers:
     def restore(self, given: Tree) -> None:
         """Take over what :meth:`capture` gave of another copy of the stage."""
         set_buffers(self._module, given["buffers"])
-        now = self.numbers()
-        for path, attributes in self._attributes.items():
-            began = self.began.get(path, {})
-            if now[path] != began:
-                # Where the owner has begun with None there may be a cache by now, which every copy has for itself.
-                attributes.update({name: value for name, value in began.items() if name in now[path]})
-            attributes.update(given["numbers"].get(path, {}))
+        self.set_numbers(given["numbers"])
         for path, layer in self._extra:
             layer.set_extra_state(given["extra"][path])
         with torch.no_grad():
