@@ -237,7 +237,7 @@ class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
             return self._session.script.start(self, operation, device, arguments)
         if self._session.detached or place == "replay":
             return getattr(LocalGroup(self._index, len(self.ranks), each=True), operation)(*arguments)
-        if self._session.passing and len(self.ranks) > 1:
+        if self._session.in_pass and len(self.ranks) > 1:
             raise UnsupportedError(
                 f"a layer or the loss function calls a collective in a pass, {operation} over ranks "
                 f"{list(self.ranks)}: redundant passes, and those of a takeover, run when no other rank does the same. "

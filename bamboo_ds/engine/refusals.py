@@ -162,7 +162,7 @@ def check_step(optimizer: Any) -> None:
         UnsupportedError: names the optimizer.
     """
     step = vars(optimizer).get("step")
-    if getattr(step, "_wrapped_by_lr_sched", False):
+    if getattr(step, "_wrapped_by_lr_sched", False) or getattr(step, "_with_counter", False):  # torch's schedulers
         step = getattr(step, "__wrapped__", None)
     if step not in (None, type(optimizer).step):
         raise UnsupportedError(
