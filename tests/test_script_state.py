@@ -144,9 +144,9 @@ def test_a_change_that_went_with_a_reduction_that_is_done_again() -> None:
 
 
 def test_all_who_hold_a_stage_are_told_also_when_the_plan_changes() -> None:
-    layout = Layout(1, 2)
-    plan = with_redundancy(initial_plan(["m0", "m1", "m2"]), layout, True)
-    lanes = Lanes(replace(plan, learners=((0, "m2"),)), False)
+    plan = with_redundancy(initial_plan(["m0", "m1", "m2"]), Layout(1, 3), True)
+    learner = next(member for member in ("m1", "m2") if member != plan.shadow(Role(0, 0)))
+    lanes = Lanes(replace(plan, learners=((0, learner),)), False)
     assert len({lane.tag for lane in lanes.all()}) == len(lanes.all())
     sent: list[Any] = []
     transport = SimpleNamespace(send=lambda *what: sent.append(what), drain=lambda: None)
@@ -167,7 +167,7 @@ def test_all_who_hold_a_stage_are_told_also_when_the_plan_changes() -> None:
     engine._changed.add("w")
     home.trained = [True, False]
     ScriptingExecutor._tell_again(engine)
-    assert [lane.destination for lane, _, _ in sent] == [plan.shadow(Role(0, 0)), "m2"]
+    assert [lane.destination for lane, _, _ in sent] == [plan.shadow(Role(0, 0)), learner]
     assert all(told.tolist() == [3, 1, 1, 0] for _, _, told in sent)
 
 
