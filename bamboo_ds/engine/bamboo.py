@@ -9,6 +9,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,12 +36,13 @@ from .data import Batches, Dataset
 from .doubts import Doubts
 from .flags import FLAGS, compare_flags, flags_here
 from .history import History
+from .kept import save_kept
 from .lanes import Stream
 from .layers import Layers
 from .learning import Snapshots
 from .monitors import Monitors
 from .operations import CheckpointSave, End, Evaluation, TrainIteration
-from .refusals import check_hooks, check_layers, check_optimizer_hooks
+from .refusals import check_hooks, check_layers, check_named_optimizer, check_optimizer, check_optimizer_hooks
 from .runtime import RuntimeBinding, StageRuntime
 from .saving import HostCopyEngine, Saves
 from .schedulers import Pristine
@@ -74,6 +76,9 @@ class BambooPipelineEngine(ScriptingExecutor):
         layout = layout_of(module)
         job.check_first_engine()
         check_layers(module)
+        copied = settings.redundancy.mode.replicas or layout.copies > 1
+        if kwargs.get("optimizer") is None:
+            check_named_optimizer(config, copied)
         check_hooks(module)
         built(module, module.stage_id)
         # DeepSpeed's constructor runs its own schedule-free code on these.
@@ -88,6 +93,7 @@ class BambooPipelineEngine(ScriptingExecutor):
         self._job, self._settings = job, settings
         self._mode = mode_for(settings.redundancy.mode, layout, self.global_rank)
         job.settings = settings
+        check_optimizer(self.basic_optimizer, copied)
         self._retain = self._mode.replicas or layout.slices > 1
         self._batches, self._idle = Batches(layout.slices), IdleTimes()
         self._sequence = self._committed_steps = self._loading = 0
@@ -95,7 +101,7 @@ class BambooPipelineEngine(ScriptingExecutor):
         self._last_beat, self._longest_beat = time.monotonic(), 0.0
         self._vector = self._committed = self._pending = None
         self._bubble_begin = {}
-        self._learners, self._changed = {}, set()
+        self._learners, self._changed, self._known_changes = {}, set(), {}
         self._budget, self._exhausted, self._exact = None, False, None
         self._doubts, self._differing = Doubts(settings.redundancy.verify_every), {}
         self._history = History(layout.slices)
@@ -381,6 +387,8 @@ class BambooPipelineEngine(ScriptingExecutor):
                 self._save_checkpoint(save_dir, name, client_state or {}, exclude_frozen_parameters)
                 if self.save_zero_checkpoint:
                     self._save_zero_checkpoint(save_dir, name)
+            role = self._binding.current
+            save_kept(role, Path(save_dir, name), self._layout.rank(role.role), self.checkpoint_engine.save)
 
         operation = CheckpointSave(self, save_dir, name, save_latest, save)
         self._protected(operation)

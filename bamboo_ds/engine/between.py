@@ -11,12 +11,10 @@ from typing import Concatenate, ParamSpec, TypeVar
 import torch
 
 from ..comm.script import Lacking, Place
-from ..comm.transport import Lane
 from ..errors import EpochChanged, UnsupportedError
 from .changes import CURE, Adjustable, Weights, check_at_home
-from .lanes import Stream
 from .optimizers import HalfOptimizer
-from .refusals import Hooks, check_optimizer_hooks, hooks_of, refuse_hooks
+from .refusals import check_optimizer_hooks, check_step, hooks_of, refuse_compiled, refuse_hooks, registered
 from .resuming import ResumingExecutor
 
 logger = logging.getLogger("bamboo_ds")
@@ -44,8 +42,8 @@ class ScriptingExecutor(ResumingExecutor):
         _left_at: how the script has found what it may set, after the engine's last call.
         _weights: the same of its stage.
         _trained_then: which parameters of the script's own stage were trainable at that time.
-        _hooks_then: the hooks of the script's own stage at that time.
-        _looks: calls of the engine before which hooks are looked for: scripts register them when they begin.
+        _hooks_then: how many hooks had been registered at that time.
+        _compiled_then: what was compiled of the script's own stage at that time.
     """
 
     _depth = 0
@@ -53,8 +51,8 @@ class ScriptingExecutor(ResumingExecutor):
     _weights: Weights
     _warned = False
     _trained_then: list[bool]
-    _hooks_then: Hooks
-    _looks = 5
+    _hooks_then: int
+    _compiled_then: frozenset[str]
 
     @contextmanager
     def _inside(self) -> Iterator[None]:
@@ -76,8 +74,8 @@ class ScriptingExecutor(ResumingExecutor):
         self._note_count()
         self._weights = Weights(self._home.layers)
         self._trained_then = self._home.trains()
-        if self._looks:
-            self._hooks_then = hooks_of(self._home.module)
+        self._hooks_then = registered()
+        self._compiled_then = self._home.layers.compiled()
 
     def _follow_script(self) -> None:
         """Give to all roles what the script has set since it went on."""
@@ -89,26 +87,35 @@ class ScriptingExecutor(ResumingExecutor):
             for runtime in self._binding.runtimes.values():
                 if runtime is not self._home:
                     changed.give(runtime)
-        if not (self._job.replaying or self._joining):
-            self._weights.check_gradients()
-            self._follow_weights()
-        if self._home.trains() != self._trained_then:
-            self._follow_freezing()
-        if self._looks:
-            self._looks -= 1
-            refuse_hooks(hooks_of(self._home.module) - self._hooks_then)
+        written = not (self._job.replaying or self._joining) and self._follow_weights()
+        frozen = self._home.trains() != self._trained_then and self._follow_freezing()
+        if written or frozen:
+            self._tell_changes(written, self._home.trained if frozen else None)
+        check_step(self._home.attributes["basic_optimizer"])
+        self._check_compiled()
+        if registered() != self._hooks_then:
+            refuse_hooks(hooks_of(self._home.module, self._hooks_then))
             check_optimizer_hooks(self._home.attributes["basic_optimizer"])
 
-    def _follow_weights(self) -> None:
-        """Note what the script has changed of its stage, for the holders of the stage's replica.
+    def _check_compiled(self) -> None:
+        """Refuse what the script has compiled since it went on, but for what the engine has compiled for it."""
+        if self._compiled_with is None:
+            refuse_compiled(self._home.layers.compiled() - self._compiled_then)
+
+    def _follow_weights(self) -> bool:
+        """Note whether the script has changed its stage, for the holders of the stage's replica.
 
         Raises:
             UnsupportedError: it cannot have done so with all stages.
         """
+        self._weights.check_parameters()
+        self._weights.check_gradients()
         changed = self._weights.changed()
         if not changed:
-            return
-        check_at_home(changed, self._plan)
+            return False
+        home = self._home
+        check_at_home(changed, self._plan, home.role, self._known_changes, home.layers.changes.count)
+        home.layers.changes.note(self._committed_steps)
         if self._committed_steps and not self._warned:
             self._warned = True
             logger.warning(
@@ -119,21 +126,22 @@ class ScriptingExecutor(ResumingExecutor):
                 CURE,
             )
         self._changed.update(changed)
+        return True
 
     def _note_count(self) -> None:
         """Note by how much DeepSpeed's count of steps, which checkpoints and scripts set, is ahead of the job's."""
         if not (self._joining or self._job.replaying or self._resumed is not None):
             self._job.channel.ahead = self._home.attributes["global_steps"] - self._committed_steps
 
-    def _follow_freezing(self) -> None:
-        """The script has frozen parameters of its stage, or made them trainable: whoever shadows it must know.
+    def _follow_freezing(self) -> bool:
+        """The script has frozen parameters of its stage, or made them trainable: whether others must know.
 
         Raises:
             UnsupportedError: it cannot be followed exactly.
         """
         home = self._home
         if self._binding.runtimes.get(home.role) is not home or not home.owned:
-            return  # a member that joins replays what the stage's owner has done
+            return False  # a member that joins replays what the stage's owner has done
         if isinstance(home.optimizer, HalfOptimizer):
             raise UnsupportedError(
                 "the script has frozen parameters, or made them trainable, after deepspeed.initialize: with fp16 and "
@@ -147,17 +155,25 @@ class ScriptingExecutor(ResumingExecutor):
                 "from a checkpoint with a worker for each stage"
             )
         home.trained = home.trains()
-        lane = self._lanes.get((Stream.TRAINED, home.role))
-        if lane is not None:
-            # Nothing else is sent in this iteration before the shadow has it: it may be needed for a takeover.
-            self._send_trained(lane, home.trained)
+        return True
 
-    def _send_trained(self, lane: Lane, trained: list[bool]) -> None:
+    def _tell_changes(self, written: bool, trained: list[bool] | None) -> None:
+        """Tell the holders of the stage's replica; they may need it for a takeover.
+
+        Nothing else is sent in this iteration before they have it.
+        """
+        told = torch.tensor([self._committed_steps, written, *(trained or ())], dtype=torch.int64)
         try:
-            self._transport.send(lane, self._sequence, torch.tensor(trained, dtype=torch.uint8))
+            for (role, _), lane in self._lanes.told.items():
+                if role == self._home.role and lane.source == self._job.session.member:
+                    self._transport.send(lane, self._sequence, told)
             self._transport.drain()
         except EpochChanged as error:
             logger.info("interrupted before operation %d: %s", self._sequence, error)
+
+    def _tell_again(self) -> None:
+        if not self._joining and (self._changed or self._home.trained):
+            self._tell_changes(bool(self._changed), self._home.trained)
 
     def _where(self) -> Place:
         if self._depth or self._resumed is not None:

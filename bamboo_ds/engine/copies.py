@@ -23,6 +23,7 @@ from .clones import clone_optimizer
 from .layers import Layers
 from .learning import Kept, Learner, arrived, begin_fetch, snapshot_key
 from .replica import build_stage_module, capture, check_structure, restore
+from .rng import left_alone
 from .runtime import StageRuntime
 from .schedulers import Standing, take_step
 from .steps import StepExecutor
@@ -97,7 +98,8 @@ class CopyingExecutor(StepExecutor):
         """Give the bound ``runtime`` module, optimizer and scheduler of its role, with ``state``."""
         home = self._home
         module = build_stage_module(home.module, runtime.role.stage, self.device)
-        built(module, runtime.role.stage)
+        with left_alone():
+            built(module, runtime.role.stage)
         module._grid, module.global_rank = self.grid, self.global_rank
         self.__dict__["module"] = self._modules["module"] = module
         connect_ties(module, runtime.role, self._plan.world, self._job.session)

@@ -29,8 +29,6 @@ class Stream(IntEnum):
     INPUTS = 7
     #: Inputs of a first stage, to its shadow.
     SHADOW_INPUTS = 8
-    #: Which parameters of the role are trainable, from its owner to its shadow, when the script has changed that.
-    TRAINED = 9
 
 
 #: Streams that carry parts of batches: which part, inputs or labels.
@@ -57,6 +55,7 @@ class Lanes:
         streams: by what they carry and the role concerned.
         shards: parameters that a role's step has brought up to date, from its owner to a member that has other roles
             of the stage; where the optimizer is partitioned.
+        told: what the script has changed of a role between two operations, from its owner to whoever holds a replica.
         learners: reduced gradients and buffers of a role, and its state where that is copied at once, to a member that
             makes a copy of its state.
     """
@@ -69,6 +68,7 @@ class Lanes:
         self.streams: dict[tuple[Stream, Role], Lane] = {}
         self.learners: dict[tuple[Role, str], Lane] = {}
         self.shards: dict[tuple[Role, str], Lane] = {}
+        self.told: dict[tuple[Role, str], Lane] = {}
         layout = plan.world
         for role in layout.roles:
             owner, shadow = plan.owner(role), plan.shadow(role)
@@ -82,7 +82,7 @@ class Lanes:
             if shadow is not None:
                 self._add(Stream.REPLICA, role, owner, shadow)
                 self._add(Stream.STATE, role, owner, shadow)
-                self._add(Stream.TRAINED, role, owner, shadow)
+                self._tell(plan, role, shadow)
             sources = batch_sources(plan, role.pipeline)
             if not sources:
                 continue
@@ -100,16 +100,21 @@ class Lanes:
             role = layout.role(rank)
             name = f"learn {role} {learner}"
             self.learners[role, learner] = Lane(self._count(), plan.owner(role), learner, name)
+            self._tell(plan, role, learner)
         for role in layout.roles if layout.sharded else ():
             for member in _interested(plan, role):
                 name = f"shard {role} {member}"
                 self.shards[role, member] = Lane(self._count(), plan.owner(role), member, name)
 
     def _count(self) -> int:
-        return len(self.streams) + len(self.learners) + len(self.shards)
+        return len(self.streams) + len(self.learners) + len(self.shards) + len(self.told)
 
     def _add(self, stream: Stream, role: Role, source: str, destination: str) -> None:
         self.streams[stream, role] = Lane(self._count(), source, destination, f"{stream.name.lower()} {role}")
+
+    def _tell(self, plan: Plan, role: Role, holder: str) -> None:
+        if (role, holder) not in self.told:
+            self.told[role, holder] = Lane(self._count(), plan.owner(role), holder, f"told {role} {holder}")
 
     def __getitem__(self, key: tuple[Stream, Role]) -> Lane:
         return self.streams[key]
@@ -138,7 +143,7 @@ class Lanes:
 
     def all(self) -> list[Lane]:
         """Every lane."""
-        return [*self.streams.values(), *self.learners.values(), *self.shards.values()]
+        return [*self.streams.values(), *self.learners.values(), *self.shards.values(), *self.told.values()]
 
 
 class RehearsalLanes(Lanes):
@@ -153,7 +158,7 @@ class RehearsalLanes(Lanes):
         """Args:
         plan: the plan, without unheld roles.
         """
-        self.streams, self.learners, self.shards = {}, {}, {}
+        self.streams, self.learners, self.shards, self.told = {}, {}, {}, {}
         self.reports: dict[Role, Lane] = {}
         self.roles: list[Role] = []
         layout = plan.world

@@ -16,6 +16,7 @@ from .doubts import Doubts
 from .exactness import ExactCheck
 from .history import History
 from .lanes import Lanes
+from .layers import Changes
 from .learning import Learner, Snapshots
 from .runtime import RuntimeBinding, StageRuntime
 from .saving import Saves
@@ -62,6 +63,7 @@ class EngineState:
         _seed: seed of the generators of passes and steps, equal on all members.
         _changed: names of parameters, buffers and numbers of the home role that the script has changed since the last
             iteration began; their holders elsewhere get them with that iteration's end.
+        _known_changes: what the scripts had changed of all roles when the plan began.
         _sequence: operations (iterations, evaluations, saves) committed so far, equal on all members.
         _committed_steps: iterations committed so far.
         _entered: everything that the current operation's commit needs of this member is there.
@@ -111,6 +113,7 @@ class EngineState:
     _idle: IdleTimes
     _seed: int
     _changed: set[str]
+    _known_changes: dict[Role, Changes]
     _sequence: int
     _committed_steps: int
     _entered: bool

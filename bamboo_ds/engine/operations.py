@@ -88,7 +88,10 @@ class TrainIteration:
         engine._binding.begin_iteration()
         engine._changed.clear()
         for runtime in engine._binding.runtimes.values():
-            runtime.trained = None
+            if behind and runtime.trained and runtime is not engine._home:
+                runtime.train_only(runtime.trained)  # of the next iteration, in which others are already
+            else:
+                runtime.trained = None
         end_iteration()
         engine._exhausted = False
         engine._history.add_iteration(engine._committed.losses, engine._skipped())

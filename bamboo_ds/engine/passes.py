@@ -91,7 +91,9 @@ class PassExecutor(TyingExecutor):
         layout, role = self._layout, runtime.role
         same = drawing is Drawing.STEP and not layout.sharded
         everywhere = Role(0 if same else layout.copy_of(role), role.stage)
-        seed = drawing_seed(drawing, self._seed, self.global_steps, everywhere, micro_batch)
+        # Several evaluations may follow a step.
+        step = len(self._history) if drawing is Drawing.EVALUATION else self.global_steps
+        seed = drawing_seed(drawing, self._seed, step, everywhere, micro_batch)
         others = drawing is not Drawing.BACKWARD
         with keyed_generators(seed, self.device, layout.slice_of(role), others):
             if not runtime.layers.generators:
@@ -103,7 +105,11 @@ class PassExecutor(TyingExecutor):
     def _exec_forward_pass(self, buffer_id: int) -> None:
         runtime = self._binding.current
         if self._evaluating:
-            with self._among_slices():
+            with (
+                self._among_slices(),
+                self._keyed(Drawing.EVALUATION, runtime, buffer_id),
+                seeded_layers(self.module, self._consumed + buffer_id),
+            ):
                 super()._exec_forward_pass(buffer_id)
             return
         if buffer_id != runtime.forwards:

@@ -24,9 +24,10 @@ from ..comm.transport import Transport
 from ..errors import EpochChanged, FatalLoss
 from ..schedule import Decision, MemberRecord, RoleProgress, decide, settle
 from ..topology import Plan, Role, hungry
+from .changes import abandoned, lacking, role_changes
 from .copies import CopyingExecutor
 from .exactness import ExactCheck
-from .lanes import BATCH_PARTS, Lanes, Stream
+from .lanes import BATCH_PARTS, Lanes
 from .runtime import StageRuntime
 
 logger = logging.getLogger("bamboo_ds")
@@ -214,6 +215,7 @@ class RecoveringExecutor(CopyingExecutor):
         begin, before = time.monotonic(), self._plan
         self._switch_due = False
         undisturbed = True
+        self._follow_trained()  # lanes that are closed tell nothing any more
         try:
             self._transport.close()
         except EpochChanged as error:
@@ -251,6 +253,10 @@ class RecoveringExecutor(CopyingExecutor):
     @abstractmethod
     def _leads(self) -> bool:
         """Whether this member owns the role of rank 0, whose owner speaks for the job."""
+
+    @abstractmethod
+    def _tell_again(self) -> None:
+        """A plan begins: tell the holders of this member's stage what the script has changed before the operation."""
 
     @abstractmethod
     def _joined(self, decision: Decision, records: Mapping[str, Mapping[str, Any]]) -> None:
@@ -306,23 +312,28 @@ class RecoveringExecutor(CopyingExecutor):
             decision.mode,
             *self._redone(plan, decision, promoted),
         )
+        self._tell_again()
         plan_change.tell(plan, session.member)
         return decision
 
     def _follow_trained(self) -> None:
-        """Learn of parameters that lost owners had frozen when this iteration began, if they could still say so."""
+        """Learn what lost owners had changed or frozen when this iteration began, if they could still say so."""
         if self._transport is None:
             return
         self._binding.refresh()
         for replica in self._binding.replicas():
-            lane = self._lanes.get((Stream.TRAINED, replica.role))
-            told = self._transport.take(lane) if lane and lane.destination == self._job.session.member else ()
-            if told:
-                assert isinstance(told[-1], torch.Tensor)
-                replica.trained = [bool(each) for each in told[-1].tolist()]
-                if replica.trained != replica.trains():
+            lane = self._lanes.told.get((replica.role, self._job.session.member))
+            for told in self._transport.take(lane) if lane else ():
+                assert isinstance(told, torch.Tensor)
+                step, changed, *trained = told.tolist()
+                if changed:
+                    replica.layers.changes.note(step)
+                if not trained:
+                    continue
+                replica.trained = now = [bool(each) for each in trained]
+                if step <= self._committed_steps and now != replica.trains():
                     replica.begin_again()  # its passes did not know of it
-                    replica.train_only(replica.trained)
+                    replica.train_only(now)
         self._binding.reload()
 
     def _check_setup(self, plan: Plan, records: Mapping[str, Mapping[str, Any]]) -> None:
@@ -338,23 +349,21 @@ class RecoveringExecutor(CopyingExecutor):
         self._agreed = plan.members
 
     def _check_changes(self, plan: Plan, records: Mapping[str, Mapping[str, Any]], decision: Decision) -> None:
-        """A loss in an iteration before which scripts have changed their stages: that of the lost stage is missing.
+        """Stages that scripts change between two operations: a member that takes one over does not do so.
 
         Raises:
-            FatalLoss: on all members alike.
+            FatalLoss: a change is missing, or would be; on all members alike.
         """
-        if decision.mode == "commit" or not any(record["changed"] for record in records.values()):
-            return
-        roles = [
-            role for record in records.values() for role in record["roles"] if role["bare"] and not role["reduced"]
-        ]
-        if roles:
-            raise FatalLoss(
-                [(pipeline, stage) for pipeline, stage in (role["role"] for role in roles)],
-                plan.lost,
-                self._job.newest_checkpoint(plan),
-                "what the script has just changed in ",
-            )
+        roles = role_changes(plan, records, decision)
+        self._known_changes = {role: each.changes for role, each in roles.items()}
+        step = max(record["steps"] for record in records.values())
+        for found, what in (
+            (lacking(roles, step) if plan.lost else [], "what the script has just changed in "),
+            (abandoned(roles, step), "the script that changes "),
+        ):
+            if found:
+                places = [(role.pipeline, role.stage) for role in found]
+                raise FatalLoss(places, plan.lost, self._job.newest_checkpoint(plan), what)
 
     def _enter(self, plan: Plan) -> None:
         """Attach to ``plan``'s epoch and open its lanes."""
@@ -416,6 +425,7 @@ class RecoveringExecutor(CopyingExecutor):
                     "backwards": 0 if runtime.torn else runtime.backwards,
                     "reduced": self._is_complete(runtime),
                     "bare": runtime.adopted,
+                    "changes": [runtime.layers.changes.count, runtime.layers.changes.last],
                 }
             )
         return {
@@ -437,7 +447,6 @@ class RecoveringExecutor(CopyingExecutor):
             "nonce": self._saves.nonce,
             "accounts": self._accounts.record(),
             "script": self._script.record(),
-            "changed": bool(self._changed),
             "exact": 0 if self._exact is None else self._exact.steps,
         }
 

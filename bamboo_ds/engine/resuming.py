@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from ..state.publish import put_back, take_over
 from .answers import ignore
 from .history import Kind
 from .joining import JoiningExecutor
+from .kept import keeping_types, load_kept
 from .schedulers import Standing
 
 logger = logging.getLogger("bamboo_ds")
@@ -135,10 +137,13 @@ class ResumingExecutor(JoiningExecutor):
             self._binding.use(runtime)
             if self._pristine is not None and standing is not None:
                 self._pristine.renew(self.lr_scheduler, self.basic_optimizer)
-            with self._answering(runtime, ignore):
+            keeps = nullcontext() if self._universal else keeping_types(self.basic_optimizer)
+            with self._answering(runtime, ignore), keeps:
                 result: Any = super().load_checkpoint(folder, tag, *args, **kwargs)
             if standing is not None and len(standing.groups) == len(self.basic_optimizer.param_groups):
                 standing.give(runtime, self._pristine)
+            if not self._universal and tag is not None:  # it goes on from its own checkpoint
+                load_kept(runtime, Path(folder, tag), self._plan.world.rank(runtime.role))
         if result[0] is None and tag is not None:
             raise ProtocolError(f"checkpoint {tag} in {folder} cannot be loaded")
         if self._plan.world.sharded:

@@ -75,6 +75,7 @@ class SlicingExecutor(EngineState, PipelineEngine):  # type: ignore[misc]  # Dee
         runtime = self._binding.current
         timing = {name for name, timer in self._timers().items() if timer.started_}
         self._passing = True
+        self._job.session.passing = self._layout.slices == 1
         try:
             with self._among_slices():
                 yield
@@ -85,7 +86,7 @@ class SlicingExecutor(EngineState, PipelineEngine):  # type: ignore[misc]  # Dee
                     timer.stop()
             raise
         finally:
-            self._passing = False
+            self._passing = self._job.session.passing = False
 
     if hasattr(PipelineEngine, "curriculum_enabled_legacy"):
 

@@ -17,7 +17,6 @@ from ..state import join, split
 from ..topology import Role
 from .answers import Answers, Refusal, stepping_alone
 from .commit import Contribution, Form, Measured, encode, global_norm
-from .lanes import Stream
 from .passes import PassExecutor
 from .refusals import check_gradients
 from .replica import checksums, combined
@@ -95,14 +94,15 @@ class StepExecutor(PassExecutor):
         trained = [bool(each) for each in trained]
         reduced = tensors[:count]
         layers = join(places.cpu().numpy().tobytes().decode(), tensors[count:])
+        self._transport.take(self._lanes.told[role, self._job.session.member])  # the same
         learner = self._learners.get(role)
         if learner is not None:
             learner.incoming = reduced, layers, trained
             return
         replica = self._binding.runtimes[role]
+        replica.layers.changes.follow(*layers["changes"])
         replica.reduced, replica.received_layers = reduced, layers
         if trained:
-            self._transport.take(self._lanes[Stream.TRAINED, role])  # the same
             replica.train_only(trained)
         overflow, *squares = measured.tolist()
         replica.measured = Measured(bool(overflow), tuple(squares))
