@@ -8,6 +8,7 @@ import re
 import threading
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,9 +17,11 @@ import pytest
 import torch
 from torch import nn
 
+from bamboo_ds.engine.between import ScriptingExecutor
 from bamboo_ds.engine.changes import RoleChanges, Weights, abandoned, check_at_home, lacking
 from bamboo_ds.engine.clones import clone_optimizer, kept_by, load_optimizer
 from bamboo_ds.engine.kept import keeping_types, load_kept, save_kept
+from bamboo_ds.engine.lanes import Lanes
 from bamboo_ds.engine.layers import Changes, Layers, copied
 from bamboo_ds.engine.recovery import RecoveringExecutor
 from bamboo_ds.engine.rng import Drawing, drawing_seed
@@ -138,6 +141,34 @@ def test_a_change_that_went_with_a_reduction_that_is_done_again() -> None:
     progress = {Role(0, stage): RoleProgress(bare=stage == 1) for stage in (0, 1)}
     with pytest.raises(FatalLoss, match="has just changed in stage 1 of pipeline 0"):
         RecoveringExecutor._check_changes(engine, lost, records, Decision(4, "resume", progress=progress))
+
+
+def test_all_who_hold_a_stage_are_told_also_when_the_plan_changes() -> None:
+    plan = with_redundancy(initial_plan(["m0", "m1", "m2"]), Layout(1, 3), True)
+    learner = next(member for member in ("m1", "m2") if member != plan.shadow(Role(0, 0)))
+    lanes = Lanes(replace(plan, learners=((0, learner),)), False)
+    assert len({lane.tag for lane in lanes.all()}) == len(lanes.all())
+    sent: list[Any] = []
+    transport = SimpleNamespace(send=lambda *what: sent.append(what), drain=lambda: None)
+    home: Any = SimpleNamespace(role=Role(0, 0), trained=None)
+    engine: Any = SimpleNamespace(
+        _home=home,
+        _lanes=lanes,
+        _transport=transport,
+        _job=SimpleNamespace(session=SimpleNamespace(member="m0")),
+        _joining=False,
+        _changed=set(),
+        _committed_steps=3,
+        _sequence=5,
+    )
+    engine._tell_changes = partial(ScriptingExecutor._tell_changes, engine)
+    ScriptingExecutor._tell_again(engine)
+    assert not sent
+    engine._changed.add("w")
+    home.trained = [True, False]
+    ScriptingExecutor._tell_again(engine)
+    assert [lane.destination for lane, _, _ in sent] == [plan.shadow(Role(0, 0)), learner]
+    assert all(told.tolist() == [3, 1, 1, 0] for _, _, told in sent)
 
 
 def test_who_may_go_on_to_change_its_stage() -> None:

@@ -171,6 +171,10 @@ class ScriptingExecutor(ResumingExecutor):
         except EpochChanged as error:
             logger.info("interrupted before operation %d: %s", self._sequence, error)
 
+    def _tell_again(self) -> None:
+        if not self._joining and (self._changed or self._home.trained):
+            self._tell_changes(bool(self._changed), self._home.trained)
+
     def _where(self) -> Place:
         if self._depth or self._resumed is not None:
             return "engine"

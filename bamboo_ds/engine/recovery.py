@@ -253,6 +253,10 @@ class RecoveringExecutor(CopyingExecutor):
         """Whether this member owns the role of rank 0, whose owner speaks for the job."""
 
     @abstractmethod
+    def _tell_again(self) -> None:
+        """A plan begins: tell the holders of this member's stage what the script has changed before the operation."""
+
+    @abstractmethod
     def _joined(self, decision: Decision, records: Mapping[str, Mapping[str, Any]]) -> None:
         """This member has just been admitted: take over from the others' ``records`` where the job stands."""
 
@@ -306,6 +310,7 @@ class RecoveringExecutor(CopyingExecutor):
             decision.mode,
             *self._redone(plan, decision, promoted),
         )
+        self._tell_again()
         plan_change.tell(plan, session.member)
         return decision
 
