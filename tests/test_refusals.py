@@ -25,6 +25,7 @@ from bamboo_ds.engine.recomputing import default_budget
 from bamboo_ds.engine.refusals import (
     check_gradients,
     check_layers,
+    check_named_optimizer,
     check_optimizer,
     check_optimizer_hooks,
     check_step,
@@ -151,6 +152,13 @@ def test_optimizers_whose_copies_would_differ() -> None:
         check_optimizer(optimizer, copied=False)
         with nullcontext() if name == "FusedLamb" else pytest.raises(UnsupportedError, match=f"{name} .*torch_adam"):
             check_optimizer(optimizer, copied=True)
+    for block, refused in (({}, True), ({"params": {"torch_adam": True}}, False), ({"params": {"lr": 1}}, True)):
+        for kind in ("Adam", "AdamW", "SGD"):
+            config = {"optimizer": {"type": kind, **block}}
+            check_named_optimizer(config, copied=False)
+            with pytest.raises(UnsupportedError, match="torch_adam") if refused and kind != "SGD" else nullcontext():
+                check_named_optimizer(config, copied=True)
+    check_named_optimizer({}, copied=True)
     optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
     torch.optim.lr_scheduler.StepLR(optimizer, 1)  # it marks the step
     check_optimizer(optimizer, copied=True)

@@ -42,7 +42,7 @@ from .layers import Layers
 from .learning import Snapshots
 from .monitors import Monitors
 from .operations import CheckpointSave, End, Evaluation, TrainIteration
-from .refusals import check_hooks, check_layers, check_optimizer, check_optimizer_hooks
+from .refusals import check_hooks, check_layers, check_named_optimizer, check_optimizer, check_optimizer_hooks
 from .runtime import RuntimeBinding, StageRuntime
 from .saving import HostCopyEngine, Saves
 from .schedulers import Pristine
@@ -76,6 +76,9 @@ class BambooPipelineEngine(ScriptingExecutor):
         layout = layout_of(module)
         job.check_first_engine()
         check_layers(module)
+        copied = settings.redundancy.mode.replicas or layout.copies > 1
+        if kwargs.get("optimizer") is None:
+            check_named_optimizer(config, copied)
         check_hooks(module)
         built(module, module.stage_id)
         # DeepSpeed's constructor runs its own schedule-free code on these.
@@ -90,7 +93,7 @@ class BambooPipelineEngine(ScriptingExecutor):
         self._job, self._settings = job, settings
         self._mode = mode_for(settings.redundancy.mode, layout, self.global_rank)
         job.settings = settings
-        check_optimizer(self.basic_optimizer, self._mode.replicas or layout.copies > 1)
+        check_optimizer(self.basic_optimizer, copied)
         self._retain = self._mode.replicas or layout.slices > 1
         self._batches, self._idle = Batches(layout.slices), IdleTimes()
         self._sequence = self._committed_steps = self._loading = 0

@@ -11,10 +11,11 @@ from types import CodeType, ModuleType
 from typing import Any, TypeAlias
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ..config import BLOCK
+from ..config import BLOCK, load_config
 from ..errors import UnsupportedError
 from .replica import build_stage_module
 
@@ -149,10 +150,26 @@ def check_optimizer(optimizer: Any, copied: bool) -> None:
     device = next((p.device.type for group in optimizer.param_groups for p in group["params"]), "cpu")
     found = next((name for name in kinds if name in _IN_CPP and device == "cpu"), None)
     if copied and found:
-        raise UnsupportedError(
-            f"DeepSpeed's {found} on processors keeps state in C++ that depends on all steps that a process has taken "
-            f'so far, which copies of a stage lack: with "{BLOCK}" use {_IN_CPP[found]}'
-        )
+        raise _in_cpp(found)
+
+
+def check_named_optimizer(config: Any, copied: bool) -> None:
+    """As :func:`check_optimizer` of what ``config`` has DeepSpeed make, which on processors takes minutes to compile.
+
+    Raises:
+        UnsupportedError: names it, and what to use.
+    """
+    block = load_config(config).get("optimizer") or {}
+    adam = str(block.get("type", "")).lower() in ("adam", "adamw") and not (block.get("params") or {}).get("torch_adam")
+    if adam and copied and get_accelerator().device_name() == "cpu":
+        raise _in_cpp("FusedAdam")
+
+
+def _in_cpp(kind: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"DeepSpeed's {kind} on processors keeps state in C++ that depends on all steps that a process has taken so "
+        f'far, which copies of a stage lack: with "{BLOCK}" use {_IN_CPP[kind]}'
+    )
 
 
 def check_step(optimizer: Any) -> None:
