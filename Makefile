@@ -16,10 +16,10 @@ export DS_ACCELERATOR ?= $(if $(shell command -v nvidia-smi 2>/dev/null),cuda,cp
 
 export BAMBOO_TEST_FORK := $(or $(FORK),1)
 
-PYTEST := $(BIN)/python -m pytest --numprocesses 3 --dist loadgroup --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest --numprocesses 4 --dist loadgroup --no-loadscope-reorder
 TIMES := $(CURDIR)/$(VENV)/times.jsonl
 
-.PHONY: install test test-times lint unit exhaustive real demo benchmarks clean
+.PHONY: install test test-times lint unit exhaustive real docs demo benchmarks clean
 
 install: $(STAMP)
 
@@ -42,7 +42,7 @@ lint: install
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-# Jobs of workers wait a good part of their time: three at once keep two processors busy. FORK=0 executes every process
+# Jobs of workers wait a good part of their time: four at once keep two processors busy. FORK=0 executes every process
 # of a job, as users' are, instead of forking it from one that has made its imports.
 unit: install
 	$(PYTEST)
@@ -61,6 +61,10 @@ exhaustive: install
 # apt-get install iproute2 openssh-server pdsh slurm-wlm munge etcd-server etcd-client openssl
 real: install
 	$(BIN)/python -m pytest -m real tests/real
+
+# Tables of settings, events and options in docs/ are made from the code.
+docs: install
+	$(BIN)/python -m tests.support.docs
 
 demo: install
 	$(BIN)/bamboo demo

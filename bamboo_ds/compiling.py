@@ -108,12 +108,12 @@ def _ended_in_order() -> Iterator[None]:
         raise _Ended
 
     signal.signal(signal.SIGTERM, end)
+    ended = False
     try:
         yield
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
     except _Ended:
+        ended = True
+    finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if ended:
         os.kill(os.getpid(), signal.SIGTERM)
-    except BaseException:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        raise

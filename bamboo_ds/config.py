@@ -89,7 +89,7 @@ class RedundancyConfig(_Block):
         0,
         ge=0,
         description="in so many steps from the first on rehearse the takeover of every stage and compare all that its "
-        "shadow computes, and the replicas, bit for bit; see [Check that it is exact](#check-that-it-is-exact)",
+        "shadow computes, and the replicas, bit for bit; see [Checking exactness](../guides/exactness.md)",
     )
 
     def steps_to_check(self, given: int | None = None) -> int:
@@ -447,7 +447,7 @@ def config_path_from_argv(argv: Sequence[str] | None = None) -> str | None:
 
 
 def settings_markdown() -> str:
-    """The table of settings and defaults for the README, made from the models."""
+    """The table of settings and defaults for the documentation, made from the models."""
     rows = ["| setting | default | meaning |", "| --- | --- | --- |"]
 
     def walk(model: type[BaseModel], prefix: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..compat import WORKS_NEED_HOLDING
-from ..errors import NotMet
+from ..errors import NotMet, UnsupportedError
 from . import p2p, wire
 from .c10d import dist, registry
 from .cohosted import Cohosted
@@ -237,6 +237,13 @@ class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
             return self._session.script.start(self, operation, device, arguments)
         if self._session.detached or place == "replay":
             return getattr(LocalGroup(self._index, len(self.ranks), each=True), operation)(*arguments)
+        if self._session.in_pass and len(self.ranks) > 1:
+            raise UnsupportedError(
+                f"a layer or the loss function calls a collective in a pass, {operation} over ranks "
+                f"{list(self.ranks)}: redundant passes, and those of a takeover, run when no other rank does the same. "
+                "Leave it out (torch.nn.SyncBatchNorm, averages over the pipelines); tensor slices may communicate in "
+                "their group"
+            )
         epoch = self._session.current
         owners = self._owners(epoch)
         if len(owners) == 1 or epoch.member not in owners:

@@ -124,6 +124,8 @@ class Session:
         self._acting: Acting | None = None
         #: Where the handles of slice groups lead now; ``None``: where they were made for.
         self.slices: SliceGroup | None = None
+        #: Whether the main thread computes a pass whose layers are whole.
+        self.passing = False
         self._logical_groups: dict[tuple[str, tuple[int, ...], int], BambooProcessGroup] = {}
         #: The script's own collectives, once there is an engine that recovers for them.
         self.script: ScriptCollectives | None = None
@@ -349,6 +351,12 @@ class Session:
         """For whom the calling thread acts, if not for itself."""
         acting = self._acting
         return acting if acting is not None and acting.thread == threading.get_ident() else None
+
+    @property
+    def in_pass(self) -> bool:
+        """Whether the calling thread computes a pass that has no collectives; autograd's threads do as the main one."""
+        thread = threading.current_thread()
+        return self.passing and (thread is threading.main_thread() or isinstance(thread, threading._DummyThread))
 
     @contextmanager
     def acting_for(self, rank: int, answer: Answer) -> Iterator[None]:

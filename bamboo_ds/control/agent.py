@@ -314,8 +314,9 @@ class Agent:
     def _note_plan(self, plan: Plan) -> None:
         logs.set_context(epoch=plan.epoch)
         self._epoch = plan.epoch
-        starting = not self._admitted or not self._listed
-        if plan.unheld and self._id not in plan.lost and (starting or self._id in plan.members):
+        # A joiner that was admitted without learning it has nothing that others could have taken over.
+        concerned = self._id in plan.members or (not self._listed and self._id not in plan.lost)
+        if plan.unheld and (concerned or not self._admitted):
             self._note_fatal(plan)
             return
         if self._id in plan.members:

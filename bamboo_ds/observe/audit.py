@@ -1,8 +1,8 @@
-"""Verifying a ledger: every micro-batch consumed exactly once. Pure.
+"""Verifies a ledger: every micro-batch consumed exactly once. Pure.
 
-Steps are told apart by (run, step). What counts in the end is the *history*: the steps whose updates are in the final
-weights, by DeepSpeed's ``global_step``. A checkpoint that is loaded sets that back; the steps after it are done again
-and replace those that they repeat.
+A step is identified by (run, step). The *history* counts in the end: the steps whose updates are in the final
+weights, by DeepSpeed's ``global_step``. Loading a checkpoint sets that back; the steps after it are done again and
+replace those that they repeat.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ Step = dict[int, LedgerLine]
 
 @dataclass
 class Audit:
-    """What a ledger says.
+    """Result of verifying a ledger.
 
     Attributes:
-        problems: what must not be; none: every micro-batch was consumed exactly once.
+        problems: violations; none: every micro-batch was consumed exactly once.
         runs: starts of the job, in order.
         history: the steps that count, by global step.
         steps: how many were committed, those included that were undone later.
@@ -83,7 +83,7 @@ def audit(lines: Iterable[LedgerLine], distinct: bool = False, steps: int | None
 
 
 def compare(mine: Audit, other: Audit) -> list[str]:
-    """Where the histories of two ledgers differ, ``other`` being the one that is right."""
+    """Differences between the histories of two ledgers, of which ``other`` is right."""
     problems = []
     for what, one, two in (("missing", other, mine), ("not in the other ledger", mine, other)):
         if only := sorted(one.history.keys() - two.history.keys()):
@@ -189,7 +189,7 @@ def _name(line: LedgerLine) -> str:
 
 
 def _difference(one: LedgerLine, other: LedgerLine, runs: bool = True) -> str:
-    """What two lines of one step and pipeline say differently; empty: nothing."""
+    """Difference between two lines of one step and pipeline; empty if there is none."""
     if (one.pipelines, one.micro_batches) != (other.pipelines, other.micro_batches):
         shapes = f"{one.pipelines} x {one.micro_batches} and {other.pipelines} x {other.micro_batches}"
         return f"{shapes} pipelines x micro-batches"

@@ -90,18 +90,18 @@ class MemberJoined(EventBase):
     """A member has registered."""
 
     event: Literal["member_joined"] = "member_joined"
-    member_id: str = Field(description="who joined")
+    member_id: str = Field(description="the new member")
     host: str = Field(description="its host")
     rank: int = Field(description="RANK of its worker")
 
 
 class MemberLost(EventBase):
-    """The leader has noticed the loss of a member."""
+    """The leader has detected the loss of a member."""
 
     event: Literal["member_lost"] = "member_lost"
-    member_id: str = Field(description="who was lost")
+    member_id: str = Field(description="the lost member")
     reason: Literal["exit", "signal", "heartbeat", "hang", "lease", "suspects"] = Field(
-        description="how it was noticed: its worker exited, died by a signal, stopped its heartbeat, made no "
+        description="how it was detected: its worker exited, died by a signal, stopped its heartbeat, made no "
         "progress; its lease ran out; its peers accused it"
     )
     detail: str = Field(description="exit code, name of the signal, or names of the accusers")
@@ -114,23 +114,23 @@ class NoticeReceived(EventBase):
     event: Literal["notice"] = "notice"
     kind: Literal["preempt", "rebalance", "maintenance", "leave"] = Field(
         description="what is announced: the cloud takes the node away, it has become likely that it will, the host is "
-        "serviced, somebody asks the member to leave"
+        "serviced, the member is asked to leave"
     )
-    source: str = Field(description="who said so: `aws`, `gcp`, `azure`, `file`, `http` or `signal`")
+    source: str = Field(description="origin of the notice: `aws`, `gcp`, `azure`, `file`, `http` or `signal`")
     deadline_seconds: float | None = Field(ge=0, description="until the node vanishes; null where unknown")
-    detail: str = Field(description="what the source said")
+    detail: str = Field(description="text of the source")
     leaves: bool = Field(
         description="whether the member leaves for it; false where the node only may vanish, or pauses"
     )
 
 
 class MemberLeft(EventBase):
-    """A member has handed over what it had between two iterations, and its worker has ended. It is no loss."""
+    """A member has handed its roles over between two iterations, and its worker has ended. It is no loss."""
 
     event: Literal["member_left"] = "member_left"
-    member_id: str = Field(description="who has left")
+    member_id: str = Field(description="the member that has left")
     reason: str = Field(description="kind of the notice")
-    detail: str = Field(description="source of the notice and what it said")
+    detail: str = Field(description="source of the notice, and its text")
     seconds: float = Field(ge=0, description="from the notice to the end of its worker")
 
 
@@ -146,7 +146,7 @@ class PlanWritten(EventBase):
 
 
 class Takeover(EventBase):
-    """A role changes its owner by a takeover."""
+    """A plan gives a role another owner: in a takeover, or between two operations (the plan's `reason` says why)."""
 
     event: Literal["takeover"] = "takeover"
     role: Role = Field(description="the role, [pipeline, stage]")
@@ -181,7 +181,7 @@ class Recovered(EventBase):
         ge=0, description="backward passes computed again here, as far as the neighbours had used their results"
     )
     mode: str = Field(
-        description="`resume`: the operation was finished from what was there; `commit`: only its commit was repeated"
+        description="`resume`: the operation was finished from its progress; `commit`: only its commit was repeated"
     )
 
 
@@ -196,12 +196,12 @@ class Reconfigured(EventBase):
 
 
 class MembersAwaited(EventBase):
-    """Members do not come to where all others wait for them, to enter an epoch. Told after `recovery.plan_timeout_s`,
-    then more and more rarely."""
+    """All other members wait for some to enter an epoch. Emitted after `recovery.plan_timeout_s`, then ever more
+    rarely."""
 
     event: Literal["members_awaited"] = "members_awaited"
-    members: list[str] = Field(description="who has not come")
-    seconds: float = Field(ge=0, description="for how long they have been waited for")
+    members: list[str] = Field(description="the missing members")
+    seconds: float = Field(ge=0, description="since the others began to wait")
 
 
 class ReplicaBuilt(EventBase):
@@ -219,7 +219,7 @@ class Step(EventBase):
     """A step is committed and done."""
 
     event: Literal["step"] = "step"
-    step: int = Field(ge=0, description="number of the step; twice, or missing, where its teller is lost just then")
+    step: int = Field(ge=0, description="number of the step; twice, or missing, where its emitter is lost just then")
     global_step: int | None = _GLOBAL_STEP
     loss: float | None = Field(description="mean loss of the global batch; null where not computed")
     seconds: float = Field(ge=0, description="duration of the iteration")
@@ -228,7 +228,7 @@ class Step(EventBase):
 
 
 class CollectiveIncomplete(EventBase):
-    """A collective of the script lacks parts of ranks. Told once for each place in the script that calls it."""
+    """A collective of the script lacks parts of ranks. Emitted once for each place in the script that calls it."""
 
     event: Literal["collective_incomplete"] = "collective_incomplete"
     step: int = Field(ge=0, description="steps committed so far")
@@ -241,7 +241,7 @@ class CollectiveIncomplete(EventBase):
 
 
 class RedundancyExhausted(EventBase):
-    """A redundant pass has exhausted the memory of its device: there are none any more in this step."""
+    """A redundant pass has exhausted the memory of its device: none follows in this step."""
 
     event: Literal["redundancy_exhausted"] = "redundancy_exhausted"
     step: int = Field(ge=0, description="steps committed so far")
@@ -250,7 +250,7 @@ class RedundancyExhausted(EventBase):
     dropped: int = Field(
         ge=0, description="redundant forward passes of the role that were dropped to free their memory"
     )
-    reason: str = Field(description="what the allocator said")
+    reason: str = Field(description="the allocator's message")
 
 
 class ReplicaVerified(EventBase):
@@ -276,7 +276,7 @@ class ReplicaMismatch(EventBase):
 
 
 class ExactMismatch(EventBase):
-    """`--check-exact`: the shadow of a stage does not compute or hold what the stage's owner does."""
+    """`--check-exact`: the shadow of a stage computes or holds something else than the stage's owner."""
 
     event: Literal["exact_mismatch"] = "exact_mismatch"
     step: int = Field(ge=0, description="steps committed when the difference was found")
@@ -289,7 +289,7 @@ class ExactMismatch(EventBase):
 
 
 class ExactChecked(EventBase):
-    """`--check-exact` has come to its end, and nothing has differed."""
+    """`--check-exact` has ended without a difference."""
 
     event: Literal["exact_checked"] = "exact_checked"
     step: int = Field(ge=0, description="steps committed so far")
@@ -301,7 +301,7 @@ class ExactChecked(EventBase):
 
 
 class CheckpointSaved(EventBase):
-    """A checkpoint is complete. Told again by the next member that leads if the one that completed it was lost."""
+    """A checkpoint is complete. Emitted again by the next member that leads if the one that completed it was lost."""
 
     event: Literal["checkpoint_saved"] = "checkpoint_saved"
     step: int = Field(ge=0, description="last step contained in the checkpoint")
@@ -338,8 +338,8 @@ class Restart(EventBase):
     event: Literal["restart"] = "restart"
     number: int = Field(ge=1, description="which restart of the job it is")
     slots: list[int] = Field(description="slots whose members take part")
-    checkpoint: str | None = Field(description="newest checkpoint that members had told of; null: from the beginning")
-    step: int = Field(ge=0, description="newest step that had been committed, as far as members had told")
+    checkpoint: str | None = Field(description="newest checkpoint that members had reported; null: from the beginning")
+    step: int = Field(ge=0, description="newest committed step that members had reported")
     global_step: int | None = _GLOBAL_STEP
 
 
@@ -440,7 +440,7 @@ def read_events(path: Path | str) -> Iterator[Event]:
 
 
 def schema_markdown() -> str:
-    """The documentation of all kinds and fields as Markdown, for the README."""
+    """The documentation of all kinds and fields as Markdown."""
     common = set(EventBase.model_fields)
     lines = ["| event | field | type | meaning |", "|---|---|---|---|"]
     lines += [_row("(every event)", name, EventBase) for name in EventBase.model_fields]

@@ -1,4 +1,4 @@
-"""The ledger: which micro-batches committed steps have consumed, one JSON object per line, step and pipeline.
+"""The ledger of the micro-batches that committed steps have consumed: a JSON object per line, step and pipeline.
 
 A folder with one file per member, ``<member>.jsonl``. A line is written once the step has committed, by the owner of
 the pipeline's first stage. After a loss it may be there twice, from two members, with equal contents (``member``,
@@ -28,20 +28,20 @@ _WRITER_FIELDS = {"member", "epoch", "time"}
 
 
 class LedgerLine(BaseModel):
-    """What one pipeline has consumed in one step. Lists are by micro-batch.
+    """Micro-batches that one pipeline has consumed in one step. Lists are by micro-batch.
 
     Attributes:
         run: names a start of the job's workers; one that was started again has another.
         step: committed iterations of the job, from 1 on; one that is started again goes on from its checkpoint's.
         global_step: DeepSpeed's ``global_steps`` after the step: a checkpoint that is loaded sets it back.
         pipeline, pipelines: which one of how many.
-        inputs, labels: CRC-32, eight hexadecimal digits, of what the first and the last stage have loaded.
+        inputs, labels: CRC-32, eight hexadecimal digits, of the data that the first and the last stage have loaded.
         position: number of the first micro-batch among all of the pipeline's in this run; with ``training_data`` only,
             as the following.
         samples: size of the dataset.
         passes: which pass over the dataset.
         indices: of the samples.
-        member, epoch, time: who wrote the line, and when.
+        member, epoch, time: writer of the line, and when it was written.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
@@ -86,7 +86,7 @@ class LedgerLine(BaseModel):
         return len(self.inputs)
 
     def contents(self) -> dict[str, Any]:
-        """What was consumed, without who wrote it."""
+        """The consumed data, without the writer."""
         return {name: value for name, value in self if name not in _WRITER_FIELDS}
 
     def to_json(self) -> str:
@@ -95,7 +95,7 @@ class LedgerLine(BaseModel):
 
 
 class LedgerWriter:
-    """Appends one member's lines; not synchronised to the disk. What cannot be written is logged, and training goes on.
+    """Appends one member's lines; not synchronised to the disk. A failed write is logged, and training goes on.
 
     Args:
         folder: of the ledger; made if need be.
@@ -111,7 +111,7 @@ class LedgerWriter:
         """Write ``line``: one ``write`` on a descriptor opened with ``O_APPEND``.
 
         Args:
-            lineage: whose step it is. Once a later one writes there the line is refused, as one that cannot be written.
+            lineage: that of the step. Once a later one writes there the line is refused, like a failed write.
         """
         data = (b"\n" if self._torn else b"") + line.to_json().encode() + b"\n"
         try:
@@ -145,7 +145,7 @@ def ledger_files(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
 
 
 def read_ledger(paths: Iterable[str | os.PathLike[str]]) -> tuple[list[LedgerLine], list[str]]:
-    """All lines of the files and folders ``paths``, and what is wrong with those that are none.
+    """All lines of the files and folders ``paths``, and the defects of those that cannot be read.
 
     The last line of a file does not count without a newline at its end.
     """

@@ -18,7 +18,7 @@ _FORMAT = "%(asctime)s.%(msecs)03d %(levelname).1s bamboo [%(member)s %(role)s e
 
 @dataclass(frozen=True)
 class LogContext:
-    """Who is speaking: shown in every line of this process."""
+    """Origin of a line: shown in every line of this process."""
 
     member: str = "-"
     role: str = "-"
@@ -30,7 +30,7 @@ _context = LogContext()
 
 
 def set_context(*, member: str | None = None, role: str | None = None, epoch: int | None = None) -> None:
-    """Change what the following lines say; what is not given stays."""
+    """Change the context of the following lines; arguments that are not given stay."""
     global _context
     with _lock:
         _context = replace(

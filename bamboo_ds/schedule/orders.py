@@ -43,14 +43,14 @@ def compute_order(
     forward_cost: float = 1,
     backward_cost: float = 2,
 ) -> Mapping[str, tuple[Work, ...]]:
-    """What every owner computes, in which order, to finish an iteration from ``progress``.
+    """Order of the passes that finish an iteration from ``progress``, for every owner.
 
     One list-scheduling simulation over all pipelines. Each role keeps its 1F1B order with the finished
     passes removed; dependencies are ``F(s, m) <- F(s-1, m)`` and ``B(s, m) <- F(s, m), B(s+1, m)``; a member
     does one pass at a time. Among the passes that can come next the one with the earliest start does; ties
     go to backwards, then to the lower rank. A member with one role without progress gets exactly 1F1B.
 
-    *It always comes to an end*: 1F1B of all roles together has a linear extension; without the finished
+    *The simulation terminates*: 1F1B of all roles together has a linear extension; without the finished
     passes that is still one, so some role's next pass always has its dependencies fulfilled. *It cannot
     deadlock*: the passes, in the order in which the simulation takes them, are one linear extension of the
     dependencies, and each member's order is a part of it. With blocking receives and asynchronous sends, the

@@ -1,4 +1,4 @@
-"""Programs: all that one member does in one iteration, as a flat sequence of instructions.
+"""Programs: everything that one member does in one iteration, as a flat sequence of instructions.
 
 ::
 
@@ -45,10 +45,10 @@ def member_program(
     progress: Mapping[Role, RoleProgress] | None = None,
     placement: Placement = "idle",
 ) -> Program:
-    """What ``member`` does to finish the current iteration from ``progress`` and step.
+    """The program of ``member`` that finishes the current iteration from ``progress``, and steps.
 
-    *The receiver's counters decide what travels.* A tensor that was in flight when an epoch ended is gone,
-    so role s first re-sends what its neighbours have not used yet: the activations ``f(s+1) .. f(s)-1`` and
+    *The receiver's counters decide what is sent.* A tensor that was in flight when an epoch ended is gone,
+    so role s first re-sends the tensors that its neighbours have not used yet: the activations ``f(s+1) .. f(s)-1`` and
     the gradients ``b(s-1) .. b(s)-1``. A role that was taken over re-does passes whose results its neighbours
     have used: those are not sent again. On every edge the messages thus are, in order and without a gap, the
     ones that the receiver waits for.
@@ -64,7 +64,7 @@ def member_program(
         plan: the current plan; its roles must all be held.
         member: the member, which must be in the plan.
         micro_batches: micro-batches per pipeline and iteration.
-        progress: progress of every role in this iteration; ``None``: nobody has begun.
+        progress: progress of every role in this iteration; ``None``: no role has begun.
         placement: where redundant forwards go, see :class:`~.redundant.RedundantTrainSchedule`.
 
     Returns:
@@ -81,7 +81,7 @@ def member_program(
 
 
 def epilogue(plan: Plan, member: str, placement: Placement = "idle") -> Program:
-    """What ``member`` does from the end of its passes to the end of the iteration.
+    """The part of a program from the end of the passes to the end of the iteration.
 
     Reductions block, so members that share several must meet them in one order: first those within pipelines, by
     pipeline, then those over pipelines, by stage; a member takes part with the last of its roles in each. All
@@ -104,7 +104,7 @@ def epilogue(plan: Plan, member: str, placement: Placement = "idle") -> Program:
 
 
 def commit_program(plan: Plan, member: str) -> Program:
-    """What is left of an iteration whose commit all members had entered: the commit and the steps."""
+    """The rest of an iteration whose commit all members had entered: the commit and the steps."""
     _check_member(plan, member)
     program: list[PipeInstruction] = [Commit()]
     for role in plan.owned_by(member):

@@ -1,7 +1,7 @@
-"""The passes of a takeover that is only rehearsed: every shadow computes its stage once more, nobody being lost.
+"""The passes of a rehearsed takeover: without a loss, every shadow computes its stage once more.
 
-The instructions are those of a resumed iteration: the neighbours of the stage send again what its owner has used, and
-the replica runs the forwards that are missing and all backwards.
+The instructions are those of a resumed iteration: the neighbours of the stage re-send the tensors that its owner has
+used, and the replica runs the missing forwards and all backwards.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .redundant import backward_step, forward_step
 
 
 def rehearsal_sends(plan: Plan, member: str, roles: Collection[Role], micro_batches: int) -> Program:
-    """What ``member`` sends again so that the shadows of ``roles`` can compute these."""
+    """Re-sends of ``member`` with which the shadows can compute ``roles``."""
     layout = plan.world
     program: list[PipeInstruction] = []
     for own in plan.owned_by(member):
@@ -31,7 +31,7 @@ def rehearsal_sends(plan: Plan, member: str, roles: Collection[Role], micro_batc
 
 
 def rehearsal_passes(layout: Layout, role: Role, micro_batches: int, forwards: int, backwards: int) -> Program:
-    """What the replica of ``role`` computes, which has done so many ``forwards`` and ``backwards`` redundantly."""
+    """Passes of the replica of ``role``, which has done ``forwards`` and ``backwards`` redundantly."""
     first, last = role.stage == 0, role.stage == layout.stages - 1
     program: list[PipeInstruction] = [UseRole(role)]
     for kind, m in one_f_one_b(micro_batches, layout.stages, role.stage):

@@ -1,6 +1,6 @@
-"""Checkpoints on disk: what a folder holds, and which of them are whole.
+"""Checkpoints on disk: the contents of a folder, and which checkpoints are whole.
 
-A folder in which the saves of a job have gone on for a while::
+A folder after some saves of a job::
 
     checkpoints/
       latest                                    the tag that DeepSpeed loads
@@ -18,7 +18,7 @@ A folder in which the saves of a job have gone on for a while::
       .bamboo-removing~job~token/               on its way to deletion
       .bamboo-replaced~job~token~step20/        an older checkpoint while another takes its name
 
-Everything here only reads. A reader on another host sees what the shared file system shows it.
+Everything here only reads. A reader on another host sees the shared file system's state there.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class PartRecord(_Record):
 
 
 class Manifest(_Record):
-    """``bamboo_manifest.json``: what a complete checkpoint consists of.
+    """``bamboo_manifest.json``: the contents of a complete checkpoint.
 
     Attributes:
         serial: one more than the highest in the folder when it was written; clocks of hosts differ, this does not.
@@ -152,7 +152,7 @@ class Manifest(_Record):
 
 @dataclass(frozen=True)
 class Problem:
-    """Why a checkpoint is not what its manifest says: ``file`` (path inside it) and what is wrong with it."""
+    """A difference between a checkpoint and its manifest: ``file`` (path inside it) and what is wrong with it."""
 
     file: str
     text: str
@@ -162,7 +162,7 @@ class Problem:
 
 
 class Status(str, Enum):
-    """What is known of a checkpoint."""
+    """State of a checkpoint, as far as it is known."""
 
     COMPLETE = "complete"
     #: It has a manifest, and something differs from it.
@@ -308,7 +308,7 @@ def hidden(folder: Path, kind: str, job: str | None = None) -> list[Path]:
 
 
 def _infos(folder: Path, path: Path, latest: str | None, checksums: bool) -> list[CheckpointInfo]:
-    """What is known of one checkpoint; nothing if it was removed while it was looked at."""
+    """Information about one checkpoint; nothing if it was removed while it was read."""
     try:
         info = _info(folder, path, latest, checksums)
     except FileNotFoundError:
@@ -356,7 +356,7 @@ def _info(folder: Path, path: Path, latest: str | None, checksums: bool) -> Chec
 
 
 def _unfinished(path: Path) -> CheckpointInfo:
-    """A partial folder; it may change or vanish while it is looked at."""
+    """Information about a partial folder, which may change or vanish while it is read."""
     names = list(_files(path))
     size = 0
     for name in names:

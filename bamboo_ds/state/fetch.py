@@ -61,8 +61,8 @@ def fetch(
 ) -> tuple[str, list[torch.Tensor]]:
     """Fetch the snapshot under ``key``; blocks. Call it from a background thread.
 
-    Waits for a key that is not offered yet. A connection that breaks and a chunk with a wrong checksum cost
-    what was not verified yet; a snapshot that is replaced while it is on its way is fetched from its start.
+    Waits for a key that is not offered yet. After a broken connection or a chunk with a wrong checksum only the chunks
+    that were not verified yet are fetched again; a snapshot that is replaced under way is fetched from its start.
 
     Args:
         url: the server's ``url``.
@@ -71,13 +71,13 @@ def fetch(
             never times out; the server's rate should send several chunks in this time.
         secret: the job's.
         stop: ends the fetch as soon as it is set.
-        device: where the tensors are wanted. They are received in host memory and moved when all are complete.
+        device: of the resulting tensors. They are received in host memory and moved when all are complete.
 
     Returns:
         The text, and the tensors with dtype and shape of the originals, each contiguous, with memory of its own.
 
     Raises:
-        TransferError: nothing came for ``timeout_s``, the owner withdrew the snapshot, the server refuses us
+        TransferError: no data for ``timeout_s``, the owner withdrew the snapshot, the server refuses this member
             or speaks another version, or ``stop`` was set; its ``failure`` says which.
     """
     permit = Pass(secret, token)
@@ -257,11 +257,11 @@ def _exactly(source: http.client.HTTPResponse, size: int) -> bytes:
 
 
 class _Line(io.RawIOBase):
-    """A connection, so far as an HTTP answer needs it, every wait of which can be ended.
+    """Minimal HTTP connection whose blocking calls can be interrupted.
 
     Args:
-        sock: not blocking; closed by whoever made it.
-        check: raises what a wait is to end with.
+        sock: not blocking; the caller closes it.
+        check: called while waiting; its exception ends the wait.
         idle_s: seconds without a byte after which the connection counts as dead.
     """
 
@@ -287,7 +287,7 @@ class _Line(io.RawIOBase):
                 self._wait(select.POLLOUT)
 
     def makefile(self, mode: str) -> io.BufferedReader:
-        """What ``http.client`` reads from; reads above the buffer's size bypass it."""
+        """The file that ``http.client`` reads from; reads above the buffer's size bypass the buffer."""
         return io.BufferedReader(self, _READ_BUFFER)
 
     def readable(self) -> bool:
@@ -331,7 +331,7 @@ class Fetch:
         return not self._thread.is_alive()
 
     def result(self, timeout_s: float | None = None) -> tuple[str, list[torch.Tensor]]:
-        """Wait for what :func:`fetch` returns or raises; ``TimeoutError`` after ``timeout_s`` seconds."""
+        """Wait for the result or exception of :func:`fetch`; ``TimeoutError`` after ``timeout_s`` seconds."""
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             raise TimeoutError(f"the fetch has not ended within {timeout_s} s")

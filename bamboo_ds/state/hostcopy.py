@@ -1,4 +1,4 @@
-"""Copies of state dictionaries in host memory: what they hold stays as it was, whatever happens to the original."""
+"""Copies of state dictionaries in host memory, independent of the original."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch import nn
 
 
 class BufferPool:
-    """Host memory that is used again from one copy to the next.
+    """Host memory that successive copies share.
 
-    Touching fresh memory takes several times as long as copying into memory that is there. Between two saves the pool
-    keeps what the last one needed; memory for a CUDA device's tensors is page-locked. For several threads.
+    Touching fresh memory takes several times as long as copying into memory that is mapped. Between two saves the pool
+    keeps the memory of the last one; memory for a CUDA device's tensors is page-locked. For several threads.
     """
 
     def __init__(self) -> None:
@@ -24,7 +24,7 @@ class BufferPool:
         self._free: dict[tuple[int, bool], list[torch.Tensor]] = defaultdict(list)
 
     def take(self, nbytes: int, pinned: bool) -> torch.Tensor:
-        """A buffer of ``nbytes`` bytes (``uint8``, one dimension); what it holds is arbitrary."""
+        """A buffer of ``nbytes`` bytes (``uint8``, one dimension) with arbitrary contents."""
         with self._lock:
             free = self._free[nbytes, pinned]
             if free:
@@ -32,13 +32,13 @@ class BufferPool:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
 
     def give(self, buffers: list[torch.Tensor]) -> None:
-        """Give buffers back; nobody may look at them any more."""
+        """Return buffers to the pool, after which the caller must not use them."""
         with self._lock:
             for buffer in buffers:
                 self._free[buffer.numel(), buffer.is_pinned()].append(buffer)
 
     def trim(self) -> None:
-        """Free what nobody has taken."""
+        """Free the memory that is not in use."""
         with self._lock:
             self._free.clear()
 
@@ -46,13 +46,13 @@ class BufferPool:
 class HostCopy:
     """A deep copy of ``state`` whose tensors lie in host memory.
 
-    Works for everything that ``torch.save`` takes: tensors are copied one by one, what is around them is pickled at
-    once. So an object that cannot be saved is reported to the caller, not later by a writer. Tensors that show the
-    same elements of the same storage become one tensor, others become independent of each other.
+    Works for everything that ``torch.save`` takes: tensors are copied one by one, the structure around them is
+    pickled at once. So an object that cannot be saved is reported to the caller, not later by a writer. Tensors that
+    show the same elements of the same storage become one tensor, others become independent of each other.
 
     Args:
-        state: what to copy.
-        pool: where to take memory from.
+        state: the original.
+        pool: source of the memory.
 
     Attributes:
         nbytes: bytes of the copied tensors.
@@ -74,14 +74,14 @@ class HostCopy:
         return _Unpickler(self._structure, self._tensors).load()
 
     def release(self) -> None:
-        """Give the memory back to the pool. Nobody may use :meth:`state` or what it has given any more."""
+        """Return the memory to the pool. After that neither :meth:`state` nor its results may be used."""
         buffers, self._tensors, self._buffers = self._buffers, [], []
         if self._pool is not None:
             self._pool.give(buffers)
 
 
 def _tensor(index: int) -> NoReturn:
-    """What stands for a tensor in the pickled structure; :class:`_Unpickler` has its own in its place."""
+    """Placeholder of a tensor in the pickled structure, which :class:`_Unpickler` replaces."""
     raise pickle.UnpicklingError("a host copy can only be read by its owner")
 
 

@@ -1,4 +1,4 @@
-"""Changing a folder of checkpoints so that a reader, and whoever comes after a crash, never meets half of a change.
+"""Atomic changes of a folder of checkpoints: neither a reader nor a successor after a crash sees half of one.
 
 Everything appears and disappears by one rename. Folders that are to be deleted get a hidden name first, so that a
 late writer finds no path to write to and half of a checkpoint is never seen under its name.
@@ -124,7 +124,7 @@ def next_serial(folder: Path) -> int:
 
 
 def publish(partial: Path, folder: Path, manifest: Manifest) -> Path:
-    """Give the finished ``partial`` folder (manifest included) its name. A checkpoint of that name is replaced.
+    """Rename the finished ``partial`` folder (manifest included) to its tag. A checkpoint of that name is replaced.
 
     Files in the replaced folder that belong to no checkpoint (a script's own) are kept.
 
@@ -157,13 +157,13 @@ def publish(partial: Path, folder: Path, manifest: Manifest) -> Path:
 
 
 def put_back(folder: Path, job: str) -> list[Path]:
-    """Give checkpoints of ``job`` their names back that a crash has caught while they were being replaced.
+    """Restore the names of checkpoints of ``job`` whose replacement a crash has interrupted.
 
-    Needed only where the file system cannot swap two names (some network file systems). For the one member that
-    leads, or while nobody writes.
+    Needed only where the file system cannot swap two names (some network file systems). For the member that leads,
+    or while no member writes.
 
     Returns:
-        What is back.
+        The restored checkpoints.
     """
     return [target for old in hidden(folder, REPLACED, job) if (target := _give_back(old, folder, job)) is not None]
 
@@ -202,13 +202,13 @@ def take_over(folder: Path, job: str, lineage: Lineage) -> None:
 
 
 def clean(folder: Path, job: str, keep: Collection[str] = (), lineage: Lineage = ("", 0)) -> list[Path]:
-    """Finish what a crash has interrupted: :func:`put_back`, and remove abandoned saves of ``job``.
+    """Clean up after a crash: :func:`put_back`, and remove abandoned saves of ``job``.
 
     Nothing happens if ``lineage`` is over there.
 
     Args:
         keep: ids of saves that are going on.
-        lineage: who cleans; saves of later ones are none of its business.
+        lineage: of the caller; saves of later ones are left alone.
 
     Returns:
         The abandoned partial folders.
@@ -268,7 +268,7 @@ def point_latest(folder: Path, tag: str) -> bool:
 
 
 def _tag_in(file: Path) -> str:
-    """What ``file`` names; nothing if it is not there."""
+    """The tag in ``file``; empty if there is no such file."""
     try:
         return file.read_text().strip()
     except FileNotFoundError:
@@ -288,10 +288,10 @@ def prune(folder: Path, job: str, keep: int, newest: Path) -> list[Path]:
     """Remove all but the ``keep`` newest complete checkpoints that ``job`` wrote.
 
     Never removed: ``newest``, the one that ``latest`` names, checkpoints without a manifest or of other jobs, and
-    damaged ones (they do not count as kept either, and somebody may want to look at them).
+    damaged ones (they do not count as kept either, and a person may want to inspect them).
 
     Returns:
-        What was removed.
+        The removed checkpoints.
     """
     own = [i for i in list_checkpoints(folder) if i.status is Status.COMPLETE and i.job == job]
     removed = []
@@ -302,13 +302,13 @@ def prune(folder: Path, job: str, keep: int, newest: Path) -> list[Path]:
 
 
 def discard(path: Path, folder: Path, job: str, serial: int | None = None) -> bool:
-    """Delete the folder ``path``: at once under its name, then in peace. No such folder: nothing to do.
+    """Delete the folder ``path``: rename it at once, then remove its files. Does nothing if it does not exist.
 
     Args:
-        serial: of the checkpoint that is meant: another one, which has got its name meanwhile, gets that back.
+        serial: of the checkpoint to delete. Another one that has got the name meanwhile keeps it.
 
     Returns:
-        Whether its name is free by that.
+        Whether its name is free because of this call.
     """
     doomed = _hidden_name(folder, REMOVING, job)
     try:

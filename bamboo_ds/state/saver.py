@@ -42,13 +42,13 @@ _EXIT_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True)
 class SaveResult:
-    """How a save ended on this member.
+    """Outcome of a save on this member.
 
     Attributes:
         folder: what the script gave to ``save_checkpoint``.
         path: the complete checkpoint, on the member that leads.
-        error: why it failed; ``None`` with ``path`` ``None``: this member, which does not lead, has written its part.
-        aborted: the failure is nothing but that this member, or the one that leads, has given the save up.
+        error: why it failed; ``None`` with ``path`` ``None``: this member does not lead, and has written its part.
+        aborted: the only failure is that this member, or the one that leads, has given the save up.
         size: bytes that this member has written.
         total: bytes of the whole checkpoint, on the member that leads.
         seconds: from ``submit`` to the end.
@@ -82,7 +82,7 @@ class CheckpointSaver:
         keep: how many complete checkpoints to keep in a folder; 0: all.
         on_complete: called when a checkpoint is complete, on the member that leads.
         on_failed: called when a save has failed or was aborted, on the member that has noticed.
-        timeout_s: a save fails if nothing moves in its folder for so many seconds.
+        timeout_s: a save fails after so many seconds without any change in its folder.
         when_busy: what ``begin`` does while an earlier save is being written: wait for it (the default; the iteration
             is as slow as the disk then, and no checkpoint is left out), or abort that one.
         stop_at_exit: call :meth:`stop` when the interpreter ends.
@@ -153,13 +153,13 @@ class CheckpointSaver:
             owners: member that adds each role, by rank. The first one leads: it completes the checkpoint.
             latest: whether DeepSpeed's file ``latest`` is to name it.
             seed, consumed: noted in the manifest.
-            lineage: who saves: nothing is published once a later one has begun in the folder.
+            lineage: of the job; nothing is published once a later one has begun in the folder.
             losses: gives those of all steps up to this one; called by the thread of the member that leads.
             history: the same, the JSON list of what the job has done, this save included.
             interrupt: called every 50 ms and after :meth:`wake` while waiting; may raise to end the wait.
 
         Returns:
-            Whether there is something to collect for. ``False``: the writer hangs in an earlier save (a dead network
+            Whether the caller should collect files. ``False``: the writer hangs in an earlier save (a dead network
             file system), so this one is left out; reported as failed.
 
         Raises:
@@ -230,7 +230,7 @@ class CheckpointSaver:
         """Give up the save that is going on, so that it can be done again. Does not wait.
 
         Returns:
-            What was given up; ``None`` if nothing was going on or it is too late: the checkpoint gets its name.
+            The save that was given up; ``None`` if none was going on or it is too late: the checkpoint gets its name.
         """
         with self._changed:
             given_up = self._open.record if self._open is not None else None
@@ -243,9 +243,9 @@ class CheckpointSaver:
     def follow(self, members: Collection[str]) -> None:
         """Only ``members`` are left of those that own roles.
 
-        What the others have completely written still counts; if something of theirs is missing the save fails. The
-        first owner that is left comes to lead: it completes what is going on, or the last save, which the one before
-        may have completed already.
+        Parts that the others have completely written still count; if one is missing the save fails. The first
+        surviving owner leads from now on: it completes the current save, or the last one, which its predecessor may
+        have completed already.
         """
         with self._changed:
             for save in self._unfinished():
@@ -274,7 +274,7 @@ class CheckpointSaver:
     # -- results ------------------------------------------------------------------------------------------
 
     def poll(self) -> list[SaveResult]:
-        """Log and report what has ended since the last call; returns that too."""
+        """Log and report saves that have ended since the last call; returns them, too."""
         with self._changed:
             results, self._results = self._results, []
         for result in results:
@@ -306,7 +306,7 @@ class CheckpointSaver:
             return idle
 
     def close(self, timeout_s: float | None = None, interrupt: Callable[[], None] | None = None) -> None:
-        """Wait for what is being written (abort it after ``timeout_s`` seconds) and end the thread."""
+        """Wait for the current save (abort it after ``timeout_s`` seconds) and end the thread."""
         done = self.wait(timeout_s, interrupt)
         if not done:
             self.abort("not written in time when the job ended")
@@ -315,7 +315,7 @@ class CheckpointSaver:
         atexit.unregister(self.stop)
 
     def stop(self) -> None:
-        """Abort what is being written and end the thread, within seconds; what is unfinished stays behind.
+        """Abort the current save and end the thread, within seconds; unfinished files stay behind.
 
         A process that ends must not leave a thread in native code. Does nothing in a forked child, nor after
         :meth:`close`.
@@ -340,10 +340,10 @@ class CheckpointSaver:
         return running + [save for save, _ in self._queue]
 
     def _unfinished(self) -> list[Save]:
-        """Saves that this member may have to see through.
+        """Saves that this member may have to complete.
 
-        The last one only if no newer one was submitted: nobody submits a save before the one before has ended where
-        it is led.
+        The last one only if no newer one was submitted: a save is submitted only after its predecessor has ended on
+        the member that leads.
         """
         saves = self._active() or ([self._last] if self._last is not None else [])
         return saves + ([self._open] if self._open is not None else [])
@@ -386,7 +386,7 @@ class CheckpointSaver:
                 self._changed.notify_all()
 
     def _run(self, save: Save) -> SaveResult:
-        """Carry out ``save``; whatever goes wrong becomes the result's error."""
+        """Carry out ``save``; any exception becomes the result's error."""
         record = save.record
         result = SaveResult(save.folder, record.tag, record.save_id, record.step)
         try:
@@ -406,7 +406,7 @@ class CheckpointSaver:
         return replace(result, path=path, total=save.total, error=self._tidy(save, path))
 
     def _inherited(self, save: Save, result: SaveResult, path: Path) -> SaveResult:
-        """A member that led before has completed ``save``; whether it came to tidy up is not known."""
+        """A member that led before has completed ``save``, and may have died before it tidied up."""
         try:
             total = sum(file.size for file in read_manifest(path).files.values())
         except CheckpointError as error:  # its file system has gone since
@@ -414,7 +414,7 @@ class CheckpointSaver:
         return replace(result, path=path, total=total, error=self._tidy(save, path))
 
     def _remove_partial(self, save: Save) -> str | None:
-        """Free the space at once; what cannot be removed now is removed at the next save."""
+        """Free the space at once; files that cannot be removed now are removed at the next save."""
         try:
             if save.leads:
                 publish.discard(save.partial, save.folder, save.record.job)

@@ -63,13 +63,13 @@ class TokenBucket:
 
 
 class StateServer:
-    """Serves what is offered, from a thread of its own. All methods may be called from any thread.
+    """Serves the offered snapshots from a thread of its own. All methods may be called from any thread.
 
     Args:
         address: the only address to bind to; the port is chosen by the system.
         rate_mb_per_s: bound on the tensors' bytes of all answers together, in 10^6 bytes per second; ``None``: none.
-        token: which the receivers know; never logged.
-        secret: the job's; requests of who does not know both are refused.
+        token: shared with the receivers; never logged.
+        secret: the job's; requests that do not prove both are refused.
         chunk_bytes: bytes under one checksum.
 
     Raises:
@@ -117,7 +117,7 @@ class StateServer:
     # -- offers -------------------------------------------------------------------------------------
 
     def offer(self, key: str, text: str, tensors: Sequence[torch.Tensor]) -> None:
-        """Publish a snapshot; what was offered under ``key`` before is withdrawn.
+        """Publish a snapshot; an earlier one under ``key`` is withdrawn.
 
         Contiguous tensors in host memory are not copied: none may change until :meth:`withdraw`, or another
         offer for ``key``, has returned.
@@ -140,7 +140,7 @@ class StateServer:
         self.offer(key, text, ())
 
     def answer(self, prefix: str, text: Callable[[str], str]) -> None:
-        """Answer whoever asks for a key that begins with ``prefix`` with ``text(key)``, as it is then.
+        """Answer requests for keys that begin with ``prefix`` by ``text(key)``, computed for each request.
 
         ``text`` is called on the server's thread and must be quick.
         """
@@ -148,10 +148,10 @@ class StateServer:
             self._answers[prefix] = text
 
     def withdraw(self, key: str) -> None:
-        """End the offer: transfers of it break off, and whoever asks for ``key`` is told.
+        """Withdraw the offer: its transfers break off, and requests for ``key`` are answered accordingly.
 
         Takes no longer than the checksum of one chunk. A key that was never offered can be withdrawn too, so
-        that nobody waits for it.
+        that no receiver waits for it.
         """
         with self._lock:
             if self._closed:
@@ -273,7 +273,7 @@ class StateServer:
         return await self._send(request, snapshot, first)
 
     async def _find(self, key: str, wait_s: float) -> Snapshot | Withdrawn | None:
-        """What is offered under ``key``, as soon as it is; ``None`` after ``wait_s`` seconds."""
+        """The snapshot under ``key``, as soon as it is offered; ``None`` after ``wait_s`` seconds."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + wait_s
         while True:

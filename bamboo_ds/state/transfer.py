@@ -41,7 +41,7 @@ _LARGEST_HEADER = 1 << 30
 
 
 class Corrupt(Exception):
-    """What arrived is not what was sent."""
+    """Received data differs from the data that was sent."""
 
 
 class Withdrawn(Exception):
@@ -55,7 +55,7 @@ PROOF = "Bamboo-Proof"
 
 @dataclass(frozen=True)
 class Pass:
-    """What the owner of a snapshot and its receivers prove to each other.
+    """Credentials with which the owner of a snapshot and its receivers prove themselves to each other.
 
     Attributes:
         secret: the job's.
@@ -70,11 +70,11 @@ class Pass:
             raise ValueError("the token of state transfers must be printable ASCII and not empty")
 
     def authorization(self, key: str) -> str:
-        """The header's value that proves that one may have what is offered under ``key``."""
+        """Value of the HTTP header with which a receiver proves that it may have the snapshot under ``key``."""
         return f"Bamboo {self.secret.tag('state', self.token, key).hex()}"
 
     def proof(self, key: str, nonce: str) -> str:
-        """The header's value that proves that the answer about ``key`` comes from the owner."""
+        """Value of the HTTP header with which the owner proves that the answer about ``key`` is its own."""
         return self.secret.tag("state answer", self.token, key, nonce).hex()
 
 
@@ -162,7 +162,7 @@ class Chunks:
 
 
 class Snapshot:
-    """What is offered under one key. The tensors must not change until :meth:`withdraw` has returned.
+    """Snapshot under one key. The tensors must not change until :meth:`withdraw` has returned.
 
     Contiguous tensors in host memory are not copied, others are.
 
@@ -197,8 +197,8 @@ class Snapshot:
     def read(self, number: int) -> tuple[memoryview | bytes, bytes]:
         """Chunk ``number`` and its packed checksum.
 
-        A single piece is not copied. If its tensor changes after a withdrawal, what is sent of it no longer
-        agrees with the checksum, since that was computed before.
+        A single piece is not copied. If its tensor changes after a withdrawal, the sent bytes no longer agree
+        with the checksum, which was computed before.
 
         Raises:
             Withdrawn: :meth:`withdraw` was called.
@@ -211,7 +211,7 @@ class Snapshot:
             return data, CHECKSUM.pack(zlib.crc32(data))
 
     def withdraw(self) -> None:
-        """Let go of the tensors: no chunk is read from now on."""
+        """Release the tensors: no chunk is read from now on."""
         with self._lock:
             self._chunks = Chunks([], 1)
 

@@ -10,7 +10,7 @@ the completion.
     waits for all parts
     manifest, rename, latest, prune
 
-The members need nothing but the shared folder for that, so training goes on meanwhile.
+Members meet only in the shared folder, so training goes on meanwhile.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _FIRST_POLL_S, _LONGEST_POLL_S = 0.01, 0.5
 
 
 class SaveAborted(BambooError, RuntimeError):
-    """The save was given up by its own job; nothing is wrong with the folder."""
+    """The job itself has given the save up; the folder is in order."""
 
 
 class SaveFailed(BambooError, RuntimeError):
@@ -66,7 +66,7 @@ class HostFile:
 
     Attributes:
         name: path inside the checkpoint.
-        content: what it will hold.
+        content: its future content.
         zipped: whether torch's zip format is used (the default of DeepSpeed) or the older one.
     """
 
@@ -77,7 +77,7 @@ class HostFile:
 
 @dataclass(frozen=True)
 class KnownFolder:
-    """What was seen of a folder of checkpoints: its device, and the checkpoint that was last completed there."""
+    """Earlier observation of a folder of checkpoints: its device, and the checkpoint that was last completed there."""
 
     device: int
     newest: Path | None = None
@@ -97,7 +97,7 @@ class Save:
         timeout_s: for how many seconds nothing may move in the partial folder.
         known: the folder as this process has seen it before; ``None`` the first time.
         parts: files by rank of the role; emptied while they are written.
-        gone: ranks whose members are lost: what they have not written will never come.
+        gone: ranks whose members are lost: their missing files will never come.
         written: bytes that this member has written.
         total: bytes of the checkpoint, once this member has completed it.
     """
@@ -124,7 +124,7 @@ class Save:
 
 
 class Control(Protocol):
-    """What a running save asks of the thread that runs it."""
+    """Requests of a running save to the thread that runs it."""
 
     def check(self, save: Save) -> None:
         """Raise :class:`SaveAborted` if the save was given up."""
@@ -137,7 +137,7 @@ class Control(Protocol):
 
 
 class ChecksummedFile:
-    """A file for ``torch.save`` that counts and sums up what passes through.
+    """A file for ``torch.save`` that counts bytes and computes their checksum.
 
     It has no descriptor, so that torch cannot write around it. ``write`` raises nothing, since an exception must not
     fly through torch's C++ writer: after the first error everything is dropped, and :meth:`close` raises it.
@@ -289,7 +289,7 @@ def _write(root: Path, file: HostFile, check: Callable[[], None]) -> FileRecord:
 
 
 def _tell_failure(root: Path, rank: int, unwritten: Sequence[HostFile], error: Exception) -> None:
-    """Let the member that leads know at once instead of at its deadline."""
+    """Report a failure to the member that leads at once, instead of at its deadline."""
     note = root / f".failed-{rank}.json"
     try:
         for file in unwritten[:1]:  # on a full disk this makes room for the note

@@ -1,4 +1,4 @@
-"""What a user can do about the errors of gRPC that come of wrong TLS settings."""
+"""Cures for gRPC errors that wrong TLS settings cause."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ _OWN = (
 
 
 def advice(error: str, own: bool = False) -> str:
-    """The end of a sentence that goes with the text of ``error``; empty if there is nothing to say.
+    """Advice for ``error``, as the end of a sentence; empty if there is none.
 
     Args:
-        own: it is the job's own etcd that was asked.
+        own: whether the etcd that was asked is the job's own.
     """
     return next((f"; {cure}" for pattern, cure in (_OWN if own else _CURES) if re.search(pattern, error)), "")

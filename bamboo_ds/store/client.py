@@ -121,7 +121,7 @@ class Store:
 
         True if this call wrote. If the connection broke before the answer came, the write is repeated
         under the same condition, and finding exactly ``value`` and ``lease`` in place then counts as
-        own success. False therefore means: somebody else wrote since, read again. Raises
+        own success. False therefore means that another process wrote since: read again. Raises
         :class:`LeaseExpired` if ``lease`` is gone.
         """
         write = rpc.RequestOp(request_put=self._put_request(key, value, lease))
@@ -143,7 +143,7 @@ class Store:
         return bool(answer.message.deleted) or answer.ambiguous
 
     def compare_and_delete(self, key: str, mod_revision: int) -> bool:
-        """Delete ``key`` only if its ``mod_revision`` still is the given one; True if it is gone by that."""
+        """Delete ``key`` only if its ``mod_revision`` still is the given one; True if this call has deleted it."""
         erase = rpc.RequestOp(request_delete_range=rpc.DeleteRangeRequest(key=self._keys.absolute(key)))
         answer = self._transaction(key, mod_revision, erase)
         if answer.message.succeeded:
@@ -252,7 +252,7 @@ class Store:
         return self._connection.call(lambda link: link.kv.Txn, request)
 
     def _before(self, prefix: str, revision: int) -> Snapshot:
-        """What a watch from ``revision`` on builds upon: a resync compares the present with it."""
+        """Baseline of a watch from ``revision`` on, with which a resync compares the present."""
         if revision <= 1:
             return Snapshot({}, 0)
         request = self._keys.range_request(prefix, revision - 1)
@@ -280,7 +280,7 @@ class Store:
 class Lease:
     """A time to live shared by the keys put under it. Made by :meth:`Store.lease`. Thread-safe.
 
-    Nothing refreshes it by itself: whoever vouches for being alive calls :meth:`refresh`.
+    It is never refreshed by itself: the holder calls :meth:`refresh` to show that it is alive.
 
     Attributes:
         id: etcd's number of the lease.

@@ -31,7 +31,7 @@ os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # it prints every failed hands
 
 @contextmanager
 def _no_poller_in_children() -> Iterator[None]:
-    """For the import of gRPC, which reads the variable then.
+    """Keep gRPC, which reads the variable at import, from giving forked children a poller.
 
     With its support of forks a child that prepares itself before it executes something else gets a poller, which aborts
     it as soon as ``Popen`` has closed the poller's descriptor (grpc/grpc#43055). Workers do not inherit the variable.
@@ -131,7 +131,7 @@ class Link:
         self.heard_at = 0.0
 
     def metadata(self, timeout_s: float) -> Metadata:
-        """What authenticates a request; asks etcd for a token the first time."""
+        """Credentials of a request; asks etcd for a token the first time."""
         if self._user is None:
             return ()
         with self._token_lock:
@@ -163,7 +163,7 @@ class Link:
         return answer
 
     def translate(self, error: BaseException) -> Exception:
-        """The error of this package for one of gRPC's (``ValueError`` is its word for a closed channel)."""
+        """The error of this package for one of gRPC's (which raises ``ValueError`` for a closed channel)."""
         if isinstance(error, ValueError):
             if self.closed:
                 return Broken("the channel was closed")
@@ -257,7 +257,7 @@ class Connection:
     def attempt(self, link: Link, method: Callable[[Link], Any], request: Any, timeout_s: float) -> Any:
         """One try; ``link`` is abandoned if broken. Raises :class:`Broken` or :class:`StoreError`.
 
-        A link over which something else was answered meanwhile is slow, not broken: its watches go on.
+        A link with another answer meanwhile is slow, not broken: its watches go on.
         """
         begin = time.monotonic()
         deadline = begin + timeout_s

@@ -1,4 +1,4 @@
-"""The embedded etcd: one local process for jobs that have no cluster at hand."""
+"""The embedded etcd: one local process, for jobs without an etcd cluster."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ def etcd_command(binary: Path, data_dir: str, client: str, peer: str = SOCKETS[1
     """The command line of a single-node etcd for one job.
 
     Clients reach it at the URL ``client``; a single node has no use for ``peer`` but must have it. :data:`SOCKETS` are
-    in its working directory. Its short heartbeats allow leases down to 1 s. Nothing is ever read back from its disk
-    after a crash of the machine, so it need not wait for it: what it has written outlives its own end all the same.
+    in its working directory. Its short heartbeats allow leases down to 1 s. Its data need not survive a crash of the
+    machine, so it does not wait for the disk: the data survives the end of its own process all the same.
     """
     command = [
         str(binary),
@@ -117,7 +117,7 @@ class _Socket(http.client.HTTPConnection):
 
 
 def _health(url: str, tls: ssl.SSLContext | None) -> bytes:
-    """What the etcd at ``url`` says of its health; raises ``OSError`` or ``HTTPException``."""
+    """Health of the etcd at ``url``, as it reports it; raises ``OSError`` or ``HTTPException``."""
     parts = urlsplit(url)
     connection: http.client.HTTPConnection
     if parts.scheme == "unix":
@@ -169,7 +169,8 @@ class EmbeddedEtcd:
     Args:
         address: the address to serve clients on, by TCP; ``None``: only processes of this user on this host reach it,
             by a socket in its folder. Nothing else is bound.
-        certificates: of the job (:func:`~.certificates.certificates_of`); who has none is not served at ``address``.
+        certificates: of the job (:func:`~.certificates.certificates_of`), which it then demands of all clients at
+            ``address``.
         timeout_s: seconds within which it must be healthy.
     """
 

@@ -1,4 +1,4 @@
-"""Where etcd is and how to speak to it securely: checked before anything connects."""
+"""Addresses and certificates of etcd, checked before any connection is made."""
 
 from __future__ import annotations
 

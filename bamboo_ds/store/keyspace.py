@@ -14,7 +14,7 @@ class Keyspace:
     """Translates between keys relative to ``namespace`` and etcd's absolute ones.
 
     Args:
-        secret: values carry a tag by it, which holds for their key only.
+        secret: tags every value; a tag holds for its key only.
     """
 
     def __init__(self, namespace: str, secret: JobSecret = NONE) -> None:
@@ -31,7 +31,7 @@ class Keyspace:
         return (self.namespace + key).encode()
 
     def value(self, key: str, text: str) -> bytes:
-        """What etcd keeps under ``key`` for ``text``."""
+        """Value in etcd under ``key`` for ``text``."""
         return self._secret.seal(text, self.namespace, key).encode()
 
     def bounds(self, prefix: str) -> dict[str, bytes]:

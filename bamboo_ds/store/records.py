@@ -1,4 +1,4 @@
-"""What the store hands out: values, snapshots, watch events. Keys are relative to the store's namespace."""
+"""Results of the store: values, snapshots, watch events. Keys are relative to the store's namespace."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class KeyValue:
             revision of the deletion (for one found by a resync: a revision not before it).
         create_revision: revision at which the key came into being; 0 in the event of a deletion.
         lease: id of the lease that the key hangs on, ``None`` if it stays until deleted.
-        genuine: whether it comes from who knows the job's secret; in a job without one everything does.
-        sealed: whether it carries a tag, by whatever secret.
+        genuine: whether its writer knows the job's secret; always true in a job without one.
+        sealed: whether it carries a tag, made with any secret.
     """
 
     key: str

@@ -1,4 +1,4 @@
-"""Runs etcd for a parent process and leaves nothing behind when that is gone, however it went.
+"""Runs etcd for a parent process and leaves nothing behind when that ends, in whatever way.
 
 Executed as a file (``python -I -S supervisor.py ...``), so it must import nothing but light parts of the
 standard library: it starts in milliseconds and stays small for as long as the job lives.
@@ -153,7 +153,7 @@ def _status(process: subprocess.Popen[bytes] | None) -> str:
 
 
 def _prepare(supervisor: int) -> Callable[[], None]:
-    """What etcd's process does before it becomes etcd. Safe: the supervisor has one thread."""
+    """Prepares etcd's process before its ``exec``. Safe: the supervisor has one thread."""
 
     def prepare() -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _HANDLED)

@@ -1,4 +1,4 @@
-"""Names of the environment variables that say how to get at etcd; users type them, messages name them."""
+"""Names of the environment variables with credentials for etcd; users type them, messages name them."""
 
 from __future__ import annotations
 

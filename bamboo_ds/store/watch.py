@@ -1,4 +1,4 @@
-"""Watches that survive their connection, and the monitor that notices when one has gone silent."""
+"""Watches that survive their connection, and a monitor that detects silent connections."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Watch:
     """A running watch. Made by :meth:`Store.watch`.
 
     Attributes:
-        error: what ended the watch, ``None`` while it runs and after :meth:`cancel`.
+        error: the exception that ended the watch; ``None`` while it runs and after :meth:`cancel`.
         reconnects: how often the stream had to be opened again.
         resyncs: how often compaction (or an etcd that lost data) forced a comparison with the present state.
     """
@@ -173,7 +173,7 @@ class Watch:
         self._next = newest + 1
 
     def _resync(self) -> None:
-        """Deliver the difference between what was seen and what is there now."""
+        """Deliver the difference between the last known state and the present one."""
         message = self._read()
         now = self._keys.snapshot(message)
         self.resyncs += 1
@@ -243,7 +243,7 @@ class _Stream:
 
 
 class HealthMonitor:
-    """Reads from etcd once a second, and abandons a link over which no answer comes.
+    """Reads from etcd once a second, and abandons a link without an answer.
 
     A broken TCP connection, a stopped etcd and a cluster without quorum leave a watch silent forever;
     none of them answers a linearizable read.

@@ -82,7 +82,7 @@ class Board:
         return in_pipeline_order(self.layout, (rank for rank, owner in enumerate(self.owners) if owner is None))
 
     def holder(self, rank: int, limit: float, besides: str | None = None) -> str | None:
-        """The member that takes the role for nothing, because it holds a copy and has room within ``limit``."""
+        """The member that takes the role without a copy: it holds one and has room within ``limit``."""
         return next((m for m in self._holders[rank] if m != besides and self.fits(rank, m, limit)), None)
 
     def seat(self, rank: int, limit: float, besides: str | None = None) -> bool:

@@ -1,4 +1,4 @@
-"""What the planner knows besides the plan: members, costs and the user's policy."""
+"""Input of the planner besides the plan: members, costs and the user's policy."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Costs:
-    """What stages cost, indexed by stage. An empty tuple stands for equal, unknown costs.
+    """Costs of the stages, indexed by stage. An empty tuple stands for equal, unknown costs.
 
     Attributes:
         seconds: forward and backward pass of one micro-batch.
@@ -56,7 +56,7 @@ class Costs:
         return float(self.seconds[stage]) if self.seconds else 1.0
 
     def weight(self, stage: int) -> int:
-        """What a copy of ``stage`` costs when copies are compared: its bytes, but no copy is free."""
+        """Cost of a copy of ``stage`` in comparisons: its bytes, at least 1, since no copy is free."""
         return max(1, self.state_bytes[stage]) if self.state_bytes else 1
 
     def size(self, stage: int) -> int:
@@ -66,7 +66,7 @@ class Costs:
 
 @dataclass(frozen=True)
 class Policy:
-    """What the user wants.
+    """Wishes of the user, from the settings.
 
     Attributes:
         redundant: whether roles have replicas.
@@ -87,7 +87,7 @@ class Policy:
 
 
 class Roster:
-    """The members that roles may be given to, in the order of their slots.
+    """The members that may own roles, in the order of their slots.
 
     Attributes:
         usable: those that are not leaving; all where everybody is.
@@ -111,7 +111,7 @@ class Roster:
         self.hosts = frozenset(member.host for member in self.usable)
 
     def domain(self, member: str) -> str:
-        """What a role's owner and its shadow may not have in common: the host, or the member on a single host."""
+        """Failure domain that a role's owner and shadow must not share: the host, or on a single host the member."""
         return self.everyone[member].host if len(self.hosts) > 1 else member
 
     def apart(self, owner: str, shadow: str) -> bool:

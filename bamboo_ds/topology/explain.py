@@ -1,4 +1,4 @@
-"""Why a plan is what it is, in words."""
+"""Explains a plan in words."""
 
 from __future__ import annotations
 

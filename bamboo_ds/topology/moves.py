@@ -1,4 +1,4 @@
-"""Who holds what, and who copies what from whom."""
+"""Holders of state, and the copies between members that a new plan needs."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def holders_of(plan: Plan, ready: Mapping[str, Collection[int]] | None = None) -
 def learners_for(old: Plan, new: Plan) -> tuple[tuple[int, str], ...]:
     """The learners, as (rank, member), of the boundary plan that leads from ``old`` to the target ``new``.
 
-    Everybody whom ``new`` names as owner or shadow and who is neither in ``old``: those that :func:`moves` names, and
-    learners that are ready already, which have to go on following until the switch.
+    Every member that ``new`` names as owner or shadow of a role and ``old`` as neither: the destinations of
+    :func:`moves`, and learners that are ready already, which have to go on following until the switch.
     """
     pairs = []
     for rank, owner in enumerate(new.owners):
@@ -60,7 +60,7 @@ def learners_for(old: Plan, new: Plan) -> tuple[tuple[int, str], ...]:
 
 
 def moves(old: Plan, new: Plan, holders: Holders, costs: Costs | None = None) -> tuple[Move, ...]:
-    """The copies to be made before ``new`` may follow ``old``, in rank order.
+    """The copies that must be complete before ``new`` may follow ``old``, in rank order.
 
     Args:
         old: the plan that is in force.

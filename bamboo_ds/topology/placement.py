@@ -1,4 +1,4 @@
-"""Who owns what: the least iteration time, then the fewest bytes moved, then neighbours together."""
+"""Placement of owners: least iteration time, then fewest bytes moved, then neighbours together."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ def _levelled(board: Board, limit: float, redundant: bool) -> Board:
 def _shed(board: Board, member: str, own: set[int], limit: float, finder: _Finder | None) -> None:
     """Take roles from ``member``, whose roles are ``own``, until it is within ``limit``: the cheapest ones first.
 
-    A role costs nothing if a holder has room for it, or if it needs another copy anyway because nobody can
-    shadow it: the copy becomes its owner and ``member`` its shadow.
+    A role costs nothing if a holder has room for it, or if it needs another copy anyway because no member can
+    shadow it: the copy's holder becomes its owner and ``member`` its shadow.
     """
     apart = finder.in_other_domain(board.roster.domain(member)) if finder else None
 
@@ -141,8 +141,8 @@ def _spread(board: Board, ranks: Iterable[int]) -> tuple[dict[int, str], float]:
 def _gathered(board: Board, ranks: Sequence[int], level: float, limit: float, redundant: bool) -> Board | None:
     """``ranks`` placed as evenly as ``level``, neighbours together and zones apart where possible.
 
-    Nobody exceeds ``limit``, and nobody gets a second role while there are members without any. ``None`` if a role
-    does not fit.
+    No member exceeds ``limit``, and none gets a second role while another has none. ``None`` if a role does not
+    fit.
     """
     board = board.copy()
     finder = _Finder(board)

@@ -1,4 +1,4 @@
-"""The plan: who owns and who shadows every role in one epoch."""
+"""The plan: owner and shadow of every role in one epoch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SCHEMA = 1
 
 @dataclass(frozen=True)
 class Plan:
-    """The whole topology of one epoch; nothing else decides who does what.
+    """The whole topology of one epoch: the only source of every member's duties.
 
     Attributes:
         epoch: number of the plan; every change of plan is a new epoch.
@@ -56,7 +56,7 @@ class Plan:
 
     @property
     def lineage(self) -> tuple[str, int]:
-        """What one start of the job's workers makes: plans, checkpoints, lines of the ledger."""
+        """Name of the lineage: all plans, checkpoints and ledger lines of one start of the job's workers."""
         return self.origin, self.generation
 
     @property

@@ -43,7 +43,7 @@ _ATTEMPTS = 4
 
 
 def initial_plan(members: Sequence[str]) -> Plan:
-    """The plan of epoch 1: ``members[rank]`` is at home at ``rank`` and owns its role, nobody shadows.
+    """The plan of epoch 1: ``members[rank]`` is at home at ``rank`` and owns its role; no role has a shadow.
 
     Args:
         members: member ids in slot order, one per rank.
@@ -112,17 +112,17 @@ def takeover(plan: Plan, lost: Collection[str], holders: Holders | None = None) 
 
     That is its shadow; else a learner that is ready; else, with several pipelines whose optimizer state is not
     sharded, the owner of the same stage (and slice) in another one, which has the same state and clones it locally.
-    Of several, the one that owns fewest roles. A role that nobody holds keeps its last owner's name and its rank is
-    listed in ``unheld``: a fatal loss, which the caller has to report. Before the layout is known nobody shadows, so
-    every role of a lost member is unheld.
+    Of several, the one that owns fewest roles. A role without holder keeps its last owner's name and its rank is
+    listed in ``unheld``: a fatal loss, which the caller has to report. Before the layout is known there are no
+    shadows, so every role of a lost member is unheld.
 
     Nothing else moves: a surviving owner keeps all its roles, living learners go on learning. Names that the
     plan does not list are ignored (they are gone already); with nobody lost the result is the same topology in
     a new epoch.
 
     Args:
-        plan: the newest written plan, whether or not workers had switched to it: what it names as owner and
-            shadow is valid in the plan before it, too.
+        plan: the newest written plan, whether or not workers had switched to it: its owners and shadows hold
+            valid state under the plan before it, too.
         lost: members that are gone.
         holders: members with a valid copy besides owner and shadow (learners that are ready), by rank.
     """
@@ -177,7 +177,7 @@ def plan(
     policy: Policy | None = None,
     holders: Holders | None = None,
 ) -> Plan:
-    """The topology to aim at with ``members``, as a boundary plan.
+    """The best topology for ``members``, as a boundary plan.
 
     Rules, in order: every role is owned by a member that is not leaving; every role is shadowed on another host
     where there are two, else by another member; the slowest member has least to do (changed only for a gain of
@@ -187,17 +187,17 @@ def plan(
     ``previous`` make the copies that it needs, as long as members, costs and policy are the same; with unequal costs it
     may, once.
 
-    The roles of a tensor slice that nobody is at home in keep their owners' names, and their ranks are ``unheld``.
-    Members that are leaving are not among the result's, unless everybody (of a slice) is leaving. Their copies may
+    The roles of a tensor slice without members keep their owners' names, and their ranks are ``unheld``.
+    Members that are leaving are not among the result's, unless all (of a slice) are leaving. Their copies may
     still be sources of :func:`~bamboo_ds.topology.moves`.
 
     Args:
         previous: the newest plan, in which the roles are known.
         members: all living members, in any order, joiners included.
         costs: of the stages; equal if not given.
-        policy: what the user wants; the defaults if not given.
+        policy: the user's wishes; the defaults if not given.
         holders: members with a valid copy by rank, see :func:`~bamboo_ds.topology.holders_of`; owners and
-            shadows of ``previous`` if not given. Empty: nobody holds anything, all state comes from a
+            shadows of ``previous`` if not given. Empty: no member holds state, all of it comes from a
             checkpoint; the result lists all ranks as ``unheld``, and places them all the same.
 
     Raises:

@@ -1,8 +1,8 @@
 """Roles: the fixed duties of a job, numbered as DeepSpeed's topologies number ranks.
 
 Where layers are cut into tensor slices, every slice has a pipeline of its own: slice ``m`` of data-parallel copy ``d``
-is pipeline ``d * slices + m``. Its stages exchange activations and gradients among themselves only, and its state is
-held by nobody else. What slices have to do together are the collectives inside their layers, and so every pass.
+is pipeline ``d * slices + m``. Its stages exchange activations and gradients among themselves only, and no other
+pipeline holds its state. Slices meet in the collectives inside their layers, hence in every pass.
 """
 
 from __future__ import annotations

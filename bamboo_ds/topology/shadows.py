@@ -1,4 +1,4 @@
-"""Who shadows what."""
+"""Placement of shadows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def place_shadows(
     If standbys are to hold replicas, each shadows as much as it has room for: no more bytes than twice what a member
     owns, which is what an owner with a replica holds, and no more work than twice that of the slowest member, in case
     that it has to take over everything at once. A takeover by a standby computes the whole iteration of the role again,
-    but makes nobody slower.
+    but makes no member slower.
 
     Of the other roles, a shadow that may stay stays. A role whose owner moves is shadowed by a member that holds a
     copy, if any may. Only the others need a new copy: on the owner of the stage before, because that computes the
@@ -64,7 +64,7 @@ class _Shadows:
         return True
 
     def _place_on_standbys(self) -> Sequence[int]:
-        """Let standbys shadow what they have room for, what they hold already first; returns the other roles."""
+        """Give standbys the replicas that they have room for, first those that they hold; returns the other roles."""
         ranks, busy = range(len(self._owners)), frozenset(self._owners)
         loads, owned = dict.fromkeys(busy, 0.0), dict.fromkeys(busy, 0.0)
         for rank, owner in enumerate(self._owners):

@@ -16,7 +16,7 @@ _T = TypeVar("_T")
 
 
 def only(plan: Plan, number: int) -> Plan:
-    """What ``plan`` says of slice ``number`` and of the members at home in it."""
+    """The part of ``plan`` about slice ``number`` and the members at home in it."""
     layout = plan.world
     slices = layout.slices
     if slices == 1:

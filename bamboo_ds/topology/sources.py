@@ -1,4 +1,4 @@
-"""Who can draw the batches of a pipeline, where scripts bring their own iterators."""
+"""Members that can draw the batches of a pipeline, where scripts bring their own iterators."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def ends(plan: Plan, pipeline: int) -> tuple[int, ...]:
 
 
 def batch_sources(plan: Plan, pipeline: int) -> tuple[str, ...]:
-    """The members whose scripts have an iterator over the batches of ``pipeline``; the one that serves others first.
+    """Members whose scripts have an iterator over the batches of ``pipeline``, the one that serves others first.
 
     These are the members at home at its ends. Best are those that also own an end, since they draw in time anyway.
     """
@@ -23,5 +23,5 @@ def batch_sources(plan: Plan, pipeline: int) -> tuple[str, ...]:
 
 
 def hungry(plan: Plan) -> tuple[int, ...]:
-    """Pipelines whose batches nobody can draw: all members at home at their ends are gone."""
+    """Pipelines without data: all members at home at their ends are gone."""
     return tuple(d for d in range(plan.world.pipelines) if not batch_sources(plan, d))

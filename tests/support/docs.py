@@ -1,0 +1,193 @@
+"""The documentation as a program sees it: pages, headings, links, code, and the tables that are made from the code.
+
+``python -m tests.support.docs`` (``make docs``) writes these tables anew, and lets links follow functions that have
+moved to another file.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import click
+
+from bamboo_ds.cli.main import cli
+from bamboo_ds.config import settings_markdown
+from bamboo_ds.observe.events import schema_markdown
+
+ROOT = Path(__file__).resolve().parents[2]
+_GENERATED = re.compile(r"(<!-- generated: (\w+) -->\n)(.*?)(<!-- end of generated -->)", re.DOTALL)
+_FENCED = re.compile(r"^ *```[^\n]*\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
+
+
+def pages() -> list[Path]:
+    """All pages for users and developers."""
+    return [ROOT / "README.md", ROOT / "configs" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+@dataclass(frozen=True)
+class Link:
+    """A link of a page, as it is written there."""
+
+    page: Path
+    text: str
+    target: str
+
+    @property
+    def file(self) -> Path:
+        """The file that it leads to."""
+        name = self.target.partition("#")[0]
+        return (self.page.parent / name).resolve() if name else self.page
+
+    @property
+    def anchor(self) -> str:
+        """The heading that it leads to; empty if none is named."""
+        return self.target.partition("#")[2]
+
+    def __str__(self) -> str:
+        return f"{self.page.relative_to(ROOT)}: [{self.text}]({self.target})"
+
+
+@cache
+def prose(page: Path) -> str:
+    """A page without its blocks of code."""
+    return _FENCED.sub("", page.read_text())
+
+
+def code_blocks(page: Path) -> list[str]:
+    """The blocks of code of a page."""
+    return _FENCED.findall(page.read_text())
+
+
+def code_spans(page: Path) -> list[str]:
+    """What a page sets in type of code within its text."""
+    return re.findall(r"`([^`\n]+)`", prose(page))
+
+
+def links(page: Path) -> list[Link]:
+    """The links of a page that lead into the repository."""
+    found = re.findall(r"\[([^\]]*)\]\(([^)\s]+)\)", prose(page))
+    return [Link(page, text, target) for text, target in found if not re.match(r"\w+:", target)]
+
+
+@cache
+def headings(page: Path) -> dict[str, str]:
+    """Text of every heading of a page, by its anchor (as GitHub names them)."""
+    found: dict[str, str] = {}
+    for line in re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE):
+        text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", line).replace("`", "")
+        slug = re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-")
+        again = sum(known == slug or re.fullmatch(rf"{re.escape(slug)}-\d+", known) is not None for known in found)
+        found[f"{slug}-{again}" if again else slug] = text
+    return found
+
+
+@cache
+def definitions(file: Path) -> frozenset[str]:
+    """What a module defines: ``name``, and ``Class.name`` for what its classes define."""
+    found = set()
+    for node in ast.parse(file.read_text()).body:
+        for name in _names(node):
+            found.add(name)
+            if isinstance(node, ast.ClassDef):
+                found.update(f"{name}.{inner}" for each in node.body for inner in _names(each))
+    return frozenset(found)
+
+
+@cache
+def places(last: str) -> list[tuple[str, Path]]:
+    """What the package defines by a name whose last part is ``last``, and where."""
+    files = sorted((ROOT / "bamboo_ds").rglob("*.py"))
+    return [(name, file) for file in files for name in sorted(definitions(file)) if name.rpartition(".")[2] == last]
+
+
+def successors(link: Link) -> list[tuple[str, Path]]:
+    """What a link to code that :func:`is_undefined` may mean: the same name in other files, else others like it."""
+    name = link.text.strip("`")
+    found = places(name.rpartition(".")[2])
+    return [each for each in found if each[0] == name] or found
+
+
+def is_undefined(link: Link) -> bool:
+    """Whether a link to code names what is not defined in the file that it leads to."""
+    return link.target.endswith(".py") and not (link.file.is_file() and link.text.strip("`") in definitions(link.file))
+
+
+def _names(node: ast.stmt) -> list[str]:
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return [node.name]
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    return [target.id for target in targets if isinstance(target, ast.Name)]
+
+
+def commands() -> dict[str, click.Command]:
+    """The commands of ``bamboo``, by name."""
+    demo: click.Command = importlib.import_module("bamboo_ds.cli.demo").demo
+    return {**cli.commands, "demo": demo}
+
+
+def options_of(command: click.Command) -> list[click.Option]:
+    """The options of a command."""
+    return [each for each in command.params if isinstance(each, click.Option)]
+
+
+def options_markdown() -> str:
+    """The options of all commands."""
+    return "\n".join(line for name, command in sorted(commands().items()) for line in _options(name, command))
+
+
+def _options(name: str, command: click.Command) -> Iterator[str]:
+    what = inspect.cleandoc(command.help or "").split("\n\n")[0]
+    yield from (f"### `bamboo {name}`", "", " ".join(what.split()), "")
+    options = [option for option in options_of(command) if not option.hidden]
+    if options:
+        yield from ("| option | default | meaning |", "| --- | --- | --- |")
+    for option in options:
+        spelled = ", ".join(f"`{each}`" for each in (*option.opts, *option.secondary_opts))
+        meaning = " ".join((option.help or "").split()).replace("|", "\\|")
+        told = re.search(r" \[default: (.*)\]$", meaning)
+        default = told[1] if told else f"`{option.default}`" if option.show_default and not option.is_flag else ""
+        meaning = meaning[: told.start()] if told else meaning
+        variable = f" Variable: `{option.envvar}`." if option.envvar else ""
+        yield f"| {spelled} | {default} | {meaning}{variable} |"
+    if options:
+        yield ""
+
+
+TABLES = {"settings": settings_markdown, "events": schema_markdown, "options": options_markdown}
+
+
+def generated(page: Path) -> dict[str, str]:
+    """The generated parts of a page, by name, as they are there."""
+    return {name: text for _, name, text, _ in _GENERATED.findall(page.read_text())}
+
+
+def made(name: str) -> str:
+    """The generated part ``name``, as it should be."""
+    return TABLES[name]().strip() + "\n"
+
+
+def followed(page: Path, text: str) -> str:
+    """``text`` of a page, its links to functions leading where these are defined now, if that is one place."""
+    for link in filter(is_undefined, links(page)):
+        found = successors(link)
+        if len(found) == 1 and found[0][0] == link.text.strip("`"):
+            target = os.path.relpath(found[0][1], page.parent)
+            text = text.replace(f"[{link.text}]({link.target})", f"[{link.text}]({target})")
+    return text
+
+
+if __name__ == "__main__":
+    for page in pages():
+        text = page.read_text()
+        fresh = _GENERATED.sub(lambda found: found[1] + made(found[2]) + found[4], followed(page, text))
+        if fresh != text:
+            page.write_text(fresh)
+            print(page.relative_to(ROOT))
