@@ -16,7 +16,7 @@ export DS_ACCELERATOR ?= $(if $(shell command -v nvidia-smi 2>/dev/null),cuda,cp
 
 export BAMBOO_TEST_FORK := $(or $(FORK),1)
 
-PYTEST := $(BIN)/python -m pytest --numprocesses 3 --dist loadgroup --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest --numprocesses 4 --dist loadgroup --no-loadscope-reorder
 TIMES := $(CURDIR)/$(VENV)/times.jsonl
 
 .PHONY: install test test-times lint unit exhaustive real docs demo benchmarks clean
@@ -43,7 +43,7 @@ lint: install
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
-# Jobs of workers wait a good part of their time: three at once keep two processors busy. FORK=0 executes every process
+# Jobs of workers wait a good part of their time: four at once keep two processors busy. FORK=0 executes every process
 # of a job, as users' are, instead of forking it from one that has made its imports.
 unit: install
 	$(PYTEST)

@@ -106,10 +106,12 @@ def _ended_in_order() -> Iterator[None]:
         raise _Ended
 
     signal.signal(signal.SIGTERM, end)
+    ended = False
     try:
         yield
     except _Ended:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGTERM)
+        ended = True
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if ended:
+        os.kill(os.getpid(), signal.SIGTERM)

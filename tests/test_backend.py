@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import distributed as dist
 
+from bamboo_ds.errors import UnsupportedError
 from tests.support.comm_cases import CASES, VICTIM
 from tests.support.comm_worker import DEADLINE, Cluster, Member, cluster, stop_fork_server
 from tests.support.ports import free_port
@@ -94,6 +95,24 @@ def test_torch_knows_the_groups(trio: Cluster) -> None:
     for index, found in enumerate(trio.everybody("call", lambda _: (names_of_torch,))):
         pair = [[0, 2].index(index), 2, [0, 2]] if index != 1 else [-1, -1, []]
         assert found == ["gloo", 3, index, [0, 1, 2], "bamboo", 3, *pair]
+
+
+def reduce_in_a_pass(member: Member) -> Any:
+    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    member.session.note_pass(True)
+    try:
+        dist.all_reduce(torch.ones(1), group=alone)
+        dist.all_reduce(torch.ones(1))
+    except UnsupportedError as error:
+        return str(error)
+    finally:
+        member.session.note_pass(False)
+        dist.destroy_process_group(alone)
+
+
+def test_passes_of_whole_layers_do_not_communicate(trio: Cluster) -> None:
+    for found in trio.everybody("call", lambda _: (reduce_in_a_pass,)):
+        assert re.search(r"calls a collective in a pass, allreduce over ranks \[0, 1, 2\]: .*SyncBatchNorm", found)
 
 
 def total(group: Any) -> int | None:

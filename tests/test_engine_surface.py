@@ -131,7 +131,8 @@ config = json.load(open(sys.argv[sys.argv.index("--deepspeed_config") + 1]))
 
 def another():
     net = build(argparse.Namespace(
-        model="mlp", dropout=0.0, norm=False, cache=False, stages=2, instances=False, checkpoint_activations=0
+        model="mlp", dropout=0.0, norm=False, cache=False, count_passes=False, stages=2, instances=False,
+        checkpoint_activations=0
     ))
     return deepspeed.initialize(model=net, model_parameters=list(net.parameters()), config=config)[0]
 

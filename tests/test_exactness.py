@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,9 +21,10 @@ from bamboo_ds.cli import demo_train
 from bamboo_ds.config import parse_block
 from bamboo_ds.control.agent.command import worker_environment
 from bamboo_ds.control.settings import MemberOptions, parse_arguments
-from bamboo_ds.engine.exactness import differences
+from bamboo_ds.engine.exactness import ExactChecks, differences
 from bamboo_ds.engine.lanes import RehearsalLanes, Stream
-from bamboo_ds.engine.tracing import Traces
+from bamboo_ds.engine.optimizers import PlainOptimizer
+from bamboo_ds.engine.tracing import Traces, owner_of
 from bamboo_ds.errors import ConfigError
 from bamboo_ds.schedule import ResendActivation, ResendGrad, UseRole, rehearsal_passes, rehearsal_sends
 from bamboo_ds.topology import Layout, Role, initial_plan, with_redundancy
@@ -206,8 +209,64 @@ def test_traces_name_layers_and_leave_no_hooks() -> None:
         "gradient that the loss function gives back in micro-batch 0",
     }
     assert not any(layer._forward_hooks for layer in stage.forward_funcs if isinstance(layer, nn.Module))
+    hooked = stage.forward_funcs[0]
+    hooked._compiled_call_impl = hooked._call_impl
+    with traces.of("role", stage, 1):
+        assert not hooked._forward_hooks, "it would be compiled again"
     traces.clear()
     assert not traces.forward("role") and not traces.backward("role")
+
+
+def test_what_no_optimizer_steps_is_not_compared() -> None:
+    stage, role = Stage(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)), Role(0, 0)
+    for number, layer in enumerate(stage.forward_funcs, 4):
+        stage.add_module(str(number), layer)
+    known = stage.get_parameter("5.weight")
+
+    class Sharded:
+        def local(self) -> list[torch.Tensor]:
+            return [torch.ones(2, 2)]
+
+        def groups(self) -> list[list[nn.Parameter]]:
+            return [[known]]
+
+        def part(self, sums: list[torch.Tensor], parameter: nn.Parameter) -> torch.Tensor:
+            return sums[[id(known)].index(id(parameter))]
+
+    runtime = SimpleNamespace(module=stage, optimizer=Sharded(), activations={0: torch.ones(2)})
+    binding = SimpleNamespace(runtimes={role: runtime})
+    layout: Any = SimpleNamespace(layout=SimpleNamespace(stages=2))
+    others: list[Any] = [None] * 4
+    checks = ExactChecks(SimpleNamespace(micro_batches=1), False, binding, layout, *others)  # type: ignore[arg-type]
+    facts = checks._computed(role)
+    assert [name for name in facts if name.startswith("gradient of ")] == ["gradient of 5.weight"]
+
+
+def test_state_of_an_optimizer_is_compared_whatever_it_is() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = PlainOptimizer.__new__(PlainOptimizer)
+    net = nn.ParameterDict({"w": parameter})
+    optimizer.inner = torch.optim.SGD([parameter], lr=0.1)
+    optimizer._runtime = SimpleNamespace(module=net)  # type: ignore[assignment]
+    optimizer.inner.state[parameter] = {"step": 3, "Q": [torch.eye(2), None], "beta": 0.5, "m": torch.ones(2)}
+    found = dict(optimizer.named_tensors())
+    assert list(found) == ["state Q 0 of w", "state beta of w", "state m of w", "state step of w"]
+    assert found["state step of w"].item() == 3 and found["state beta of w"].dtype == torch.float64
+
+
+class Settings:
+    """Arguments of a layer, as many models keep them."""
+
+
+def test_a_parameter_belongs_to_the_layer_that_uses_it() -> None:
+    first, second, tied = (nn.Linear(2, 2) for _ in range(3))
+    first.args = Settings()
+    stage = Stage(first, functools.partial(tied.forward, tied), second)
+    for number, layer in ((4, first), (6, second)):
+        stage.add_module(str(number), layer)
+    stage.tied_modules = nn.ModuleDict({"embedding": tied})
+    names = ("4.weight", "6.weight", "tied_modules.embedding.weight", "other")
+    assert [owner_of(stage, name) for name in names] == [4, 6, 5, -1]
 
 
 def test_the_number_of_steps_comes_from_the_block_the_option_or_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:

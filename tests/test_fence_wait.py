@@ -103,5 +103,5 @@ def test_a_member_that_is_behind_waits_before_it_steps() -> None:
     recovery.run.return_value = Decision(1, "resume", ("a",), (1.0,))
     operation: Any = MagicMock(spec=Training, goes_on=True, draws=False, takes_steps=False)
     operation.finish.side_effect = lambda outcome: order.append("step")
-    Takeover(nothing, epoch, Progress(seed=1), recovery, nothing, nothing, nothing, nothing).run(operation)
+    Takeover(nothing, epoch, Progress(seed=1), recovery, nothing, nothing, nothing, nothing, nothing).run(operation)
     assert order == ["fence", "step"]

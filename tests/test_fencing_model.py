@@ -32,6 +32,9 @@ BREAKING: dict[str, int | list[Step]] = {
     ],
 }
 
+#: A member is admitted while it is cut from etcd, and lost in the plan after that, which is fatal.
+LOST_UNAWARES = (30_000_702, 30_013_123)
+
 NUMBERS = st.integers(0, 4)
 STEPS = st.builds(Step, st.sampled_from(list(KINDS)), NUMBERS, NUMBERS, st.sampled_from(SECONDS))
 
@@ -80,6 +83,12 @@ def test_what_a_worker_had_contributed_to_is_committed_once_after_its_end() -> N
 def test_a_member_that_waits_joins_when_nobody_was_lost_after_all() -> None:
     """Its plan's leader was silent for so long that the evicted member waited for a restart, and is back."""
     run([Step("mute", 0, seconds=12.0), Step("hold", 0, 0, 3.0), Step("save", 1, 0, 12.0)])
+
+
+@pytest.mark.parametrize("seed", LOST_UNAWARES)
+def test_a_joiner_that_was_lost_before_it_knew_that_it_was_admitted_waits_for_the_restart(seed: int) -> None:
+    """It has nothing that others could have taken over, and would lead a job that has no members for ever."""
+    assert run(*draw(seed))["restarts"] == 1
 
 
 def forge(world: World) -> None:

@@ -12,7 +12,8 @@ import pytest
 
 from bamboo_ds.control.registry.records import PeerAddress
 from bamboo_ds.engine.accounts import Consumed, LedgerReport
-from bamboo_ds.engine.handshake import MemberReport, RoleReport, ScriptReport, decision_of, lost_changes, newest_of
+from bamboo_ds.engine.handshake import MemberReport, RoleReport, ScriptReport, decision_of, newest_of
+from bamboo_ds.engine.layers import Changes
 from bamboo_ds.engine.operation import Outcome
 from bamboo_ds.engine.records import Progress, Recovery
 from bamboo_ds.engine.takeover import Takeover
@@ -92,6 +93,7 @@ class Member:
             SimpleNamespace(end_iteration=self._end_iteration),  # type: ignore[arg-type]
             nothing,
             SimpleNamespace(busy=lambda _: nullcontext()),  # type: ignore[arg-type]
+            SimpleNamespace(listen=lambda: self.events.append("listened")),  # type: ignore[arg-type]
         )
 
     def _recover(self) -> Decision:
@@ -168,7 +170,7 @@ def test_a_new_plan_at_a_boundary() -> None:
     member = Member(Decision(1, "resume", progress=FRESH))
     member.epoch.switch_due = True
     member.run()
-    assert member.events == ["reconfigured"] and member.progress.recovery is None
+    assert member.events == ["listened", "reconfigured"] and member.progress.recovery is None
 
 
 # -- reports ------------------------------------------------------------------------------------------------
@@ -178,7 +180,9 @@ def report(**changes: Any) -> MemberReport:
     known: dict[str, Any] = {
         "step": 3,
         "entered": False,
-        "roles": (RoleReport(role=(0, 0), forwards=2, backwards=1, reduced=False, state_only=False),),
+        "roles": (
+            RoleReport(role=(0, 0), forwards=2, backwards=1, reduced=False, state_only=False, changes=Changes(1, 3)),
+        ),
         "commit": (0.1, 2.0),
         "received": {"0": {"inputs": 1, "labels": 0}},
         "repeatable": True,
@@ -194,7 +198,6 @@ def report(**changes: Any) -> MemberReport:
         "nonce": "n",
         "accounts": LedgerReport(folder="/l", last=Consumed(3, 3, ((1, 2), (3, 4)), None)),
         "script": ScriptReport(gap=3, done={"world": 1}, open=0),
-        "changed": False,
         "exact": 0,
     }
     return MemberReport(**{**known, **changes})
@@ -219,7 +222,7 @@ def test_a_report_of_another_form_is_refused(damage: tuple[str, str]) -> None:
 
 def test_a_decision_from_reports() -> None:
     """Only a commit that every member can enter again is repeated; members that join have no part in it."""
-    done = {"forwards": 4, "backwards": 4, "reduced": True, "state_only": False}
+    done = {"forwards": 4, "backwards": 4, "reduced": True, "state_only": False, "changes": Changes()}
     entered = {
         name: report(entered=True, roles=(RoleReport(role=(0, stage), **done),))  # type: ignore[arg-type]
         for stage, name in enumerate("ab")
@@ -231,10 +234,3 @@ def test_a_decision_from_reports() -> None:
     assert again.mode == "resume" and all(each.reduced for each in again.progress.values())
     newest, places = newest_of({**entered, "c": joiner, "d": report(history=2)})
     assert newest.history == 3 and len(places) == 2
-
-
-def test_changes_that_died_with_their_stage() -> None:
-    taken = RoleReport(role=(0, 1), forwards=0, backwards=0, reduced=False, state_only=True)
-    mine = report(roles=(*report().roles, taken))
-    assert lost_changes({"a": mine}) == []
-    assert lost_changes({"a": mine.model_copy(update={"changed": True})}) == [(0, 1)]

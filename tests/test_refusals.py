@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,10 +17,23 @@ from torch import nn
 import bamboo_ds
 from bamboo_ds import stages
 from bamboo_ds.engine.answers import Refusal, stepping_alone
+from bamboo_ds.engine.layers import Layers
 from bamboo_ds.engine.mismatches import Mismatches
 from bamboo_ds.engine.optimizers import FusedHalfOptimizer
 from bamboo_ds.engine.recomputing import default_budget
-from bamboo_ds.engine.refusals import check_gradients, check_layers, check_optimizer_hooks, hooks_of, refuse_hooks
+from bamboo_ds.engine.refusals import (
+    check_gradients,
+    check_layers,
+    check_named_optimizer,
+    check_optimizer,
+    check_optimizer_hooks,
+    check_step,
+    compiled_in,
+    hooks_of,
+    refuse_compiled,
+    refuse_hooks,
+    registered,
+)
 from bamboo_ds.engine.script_calls import ScriptCalls
 from bamboo_ds.errors import ConfigError, ReplicaMismatch, UnsupportedError
 from bamboo_ds.topology import Role
@@ -42,6 +56,13 @@ LIMIT = 0.5
 WHOLE = nn.Linear(2, 2)
 
 
+data = nn.Linear(2, 2)
+
+
+def clamp_data(passed: torch.optim.Optimizer, *_: Any) -> None:
+    passed.param_groups[0]["params"][0].data.clamp_(max=1)
+
+
 def clamp_whole(*_: Any) -> None:
     for parameter in WHOLE.parameters():
         parameter.data.clamp_(-LIMIT, LIMIT)
@@ -62,6 +83,7 @@ def test_hooks_of_optimizers_may_use_what_they_are_passed() -> None:
     limit = torch.tensor(0.5)
     optimizer.register_step_post_hook(clamp)
     optimizer.register_step_pre_hook(lambda passed, *_: passed.param_groups[0]["params"][0].clamp_(max=limit))
+    optimizer.register_step_post_hook(clamp_data)  # an attribute, which has the name of a variable
     check_optimizer_hooks(optimizer)
     hooks: dict[str, Callable[..., None]] = {
         "Linear": lambda *_: linear.weight.data.clamp_(max=1),
@@ -96,6 +118,55 @@ def test_hooks_of_layers_are_named() -> None:
         "clamp_whole (backward_hooks of the PipelineModule)",
     ):
         assert named in str(refused.value)
+
+
+def test_hooks_that_come_later_are_told_from_earlier_ones() -> None:
+    net = nn.Linear(2, 2)
+    net.register_forward_hook(clamp_whole)
+    before = registered()
+    assert not hooks_of(net, before)
+    for register in (net.register_forward_hook, net.weight.register_hook):
+        handle = register(lambda *_: None)
+        assert registered() > before and sum(hooks_of(net, before).values()) == 1
+        handle.remove()
+    assert not hooks_of(net, before) and len(hooks_of(net)) == 1
+
+
+def test_layers_that_are_compiled_where_they_are() -> None:
+    net = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    assert compiled_in(net) == Layers(net).compiled() == frozenset()
+    net[1]._compiled_call_impl = net[1]._call_impl
+    assert compiled_in(net) == Layers(net).compiled() == {"1"}
+    refuse_compiled(compiled_in(net) - {"1"})
+    with pytest.raises(UnsupportedError, match=r"compiled 1 of its stage.* engine's compile\(\)"):
+        refuse_compiled(compiled_in(net))
+
+
+def test_optimizers_whose_copies_would_differ() -> None:
+    kinds = {
+        name: type(name, (torch.optim.SGD,), {"__module__": "deepspeed.ops.adam"})
+        for name in ("FusedAdam", "DeepSpeedCPUAdam", "FusedLamb")
+    }
+    for name, kind in kinds.items():
+        optimizer = type("Own", (kind,), {})(nn.Linear(2, 2).parameters(), lr=0.1)
+        check_optimizer(optimizer, copied=False)
+        with nullcontext() if name == "FusedLamb" else pytest.raises(UnsupportedError, match=f"{name} .*torch_adam"):
+            check_optimizer(optimizer, copied=True)
+    for block, refused in (({}, True), ({"params": {"torch_adam": True}}, False), ({"params": {"lr": 1}}, True)):
+        for kind in ("Adam", "AdamW", "SGD"):
+            config = {"optimizer": {"type": kind, **block}}
+            check_named_optimizer(config, copied=False)
+            with pytest.raises(UnsupportedError, match="torch_adam") if refused and kind != "SGD" else nullcontext():
+                check_named_optimizer(config, copied=True)
+    check_named_optimizer({}, copied=True)
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # it marks the step
+    check_optimizer(optimizer, copied=True)
+    optimizer.step = types.MethodType(lambda self, closure=None: None, optimizer)  # type: ignore[method-assign]
+    for _ in range(2):
+        with pytest.raises(UnsupportedError, match=r"`step` of its own into its optimizer SGD.*subclass"):
+            check_step(optimizer)
+        torch.optim.lr_scheduler.StepLR(optimizer, 1)
 
 
 def test_installers_are_called_in_turn_and_given_before(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,11 +219,16 @@ class Layer(nn.Linear):
         if sparse:
             self.table = nn.Embedding(4, 16, sparse=True)
 
+    def forward(self, x):
+        return super().forward(x) + (0 if self.training else torch.rand(()))
+
 class Summing(torch.optim.SGD):
     def step(self, *arguments):
         super().step(*arguments)
-        torch.distributed.all_reduce(torch.ones(1))
+        if SUMS:
+            torch.distributed.all_reduce(torch.ones(1))
 
+SUMS = []
 parser = argparse.ArgumentParser()
 parser.add_argument("--deepspeed_config")
 parser.add_argument("--out")
@@ -192,6 +268,24 @@ handle = engine.basic_optimizer.register_step_post_hook(lambda *_: net.zero_grad
 refused("optimizer", engine.train_batch, data)
 handle.remove()
 engine.train_batch(data)
+state = torch.random.get_rng_state()
+engine.eval_batch(data)
+assert torch.equal(torch.random.get_rng_state(), state), "the script's random numbers"
+for _ in range(5):
+    engine.train_batch(data)
+handle = net.register_forward_hook(lambda *_: None)
+refused("hook", engine.train_batch, data)
+handle.remove()
+layer = net.forward_funcs[0]
+layer._compiled_call_impl = layer._call_impl
+refused("compiled", engine.train_batch, data)
+layer._compiled_call_impl = None
+before = layer.weight
+layer.weight = nn.Parameter(before.detach().clone())
+refused("replaced", engine.train_batch, data)
+layer.weight = before
+SUMS.append(1)
+engine.train_batch(data)
 """
 
 
@@ -205,18 +299,24 @@ def test_a_job_says_what_it_refuses(tmp_path: Path) -> None:
         "sparse REFUSED Embedding '0.table' has sparse gradients",
         "parameter REFUSED the script has registered hooks that other copies of this stage would not have: <lambda> (",
         "late REFUSED the script has registered hooks",
+        "hook REFUSED the script has registered hooks",
+        "compiled REFUSED the script has compiled ",
+        "replaced REFUSED the script has put other parameters in the place of ",
         "optimizer REFUSED the hook <lambda> of optimizer Summing uses a PipelineModule",
         "optimizer Summing (or its hook, or its scheduler) calls a collective, allreduce over ranks [0, 1], in its",
     ):
         assert expected in result.output, f"{expected}\n{result.output[-6000:]}"
     assert result.exit_code != 0
-    assert not result.events("step")
+    assert len(result.events("step")) == 6
 
 
 # -- gradients and steps ----------------------------------------------------------------------------------
 
 
 def test_sparse_gradients() -> None:
+    other = nn.Linear(2, 2)
+    other.sparse = True
+    check_layers(nn.Sequential(nn.Embedding(4, 2), other))
     net = nn.Sequential(nn.Embedding(4, 2), nn.EmbeddingBag(4, 2, sparse=True))
     with pytest.raises(UnsupportedError, match=r"EmbeddingBag '1' has sparse gradients.*sparse=False"):
         check_layers(net)

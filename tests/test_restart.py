@@ -245,8 +245,8 @@ def steps_of(result: Result) -> list[list[int]]:
 
 @pytest.mark.integration
 def test_twice_from_a_checkpoint_with_half_of_the_members(tmp_path: Path, reference: Reference) -> None:
-    """A plain loop that only saves, with a scheduler that counts. The restart is hit while it replays what was done."""
-    arguments = (*ARGUMENTS, "--count-samples")
+    """A plain loop that saves; its scheduler and layers count. The restart is hit while it replays what was done."""
+    arguments = (*ARGUMENTS, "--count-samples", "--count-passes")
     faults = [fault(1, 5, "BackwardPass", 1), fault(0, 5, ".recovery.run"), fault(3, 4, ".loader.load")]
     bamboo = {"checkpoint": {"asynchronous": False}, "observe": {"ledger": str(tmp_path / "ledger")}}
     file = write_config(tmp_path, bamboo, 4)

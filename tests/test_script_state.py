@@ -6,22 +6,32 @@ import json
 import math
 import re
 import threading
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from bamboo_ds.engine.announcements import Announcements
+from bamboo_ds.engine.changes import RoleChanges, Weights, abandoned, check_local, lacking
 from bamboo_ds.engine.clones import clone_optimizer, kept_by, load_optimizer
-from bamboo_ds.engine.layers import Layers, copied
+from bamboo_ds.engine.handshake import RoleReport
+from bamboo_ds.engine.kept import keeping_types, load_kept, save_kept
+from bamboo_ds.engine.lanes import Lanes
+from bamboo_ds.engine.layers import Changes, Layers, copied
+from bamboo_ds.engine.records import Progress
 from bamboo_ds.engine.rng import Drawing, drawing_seed
 from bamboo_ds.engine.schedulers import put_settings, settings_of
-from bamboo_ds.errors import EXIT_FATAL_LOSS, UnsupportedError
-from bamboo_ds.topology import Role
+from bamboo_ds.errors import EXIT_FATAL_LOSS, FatalLoss, UnsupportedError
+from bamboo_ds.schedule import Decision, RoleProgress
+from bamboo_ds.topology import Layout, Role, initial_plan, with_redundancy
 
 from .support.jobs import SUPPORT, run_bamboo, write_config
-from .support.surviving import Reference, fault, survive_in_turn
+from .support.surviving import Reference, fault, survive, survive_in_turn
 
 SCRIPT = SUPPORT / "train_script_state.py"
 #: The script's own optimizer has one rule per group, which norms of all gradients would mix up.
@@ -40,36 +50,192 @@ def test_all_copies_follow(tmp_path: Path, reference: Reference) -> None:
         arguments=("--change-at", "0", "2"),
         own=True,
         micro_batches=4,
-        bamboo={"redundancy": {"verify_every": 1, "check_exact": 3}},
+        bamboo={"redundancy": {"verify_every": 1, "check_exact": 4}},
         script=SCRIPT,
         **CONFIG,
     )
     assert result.events("replica_verified") and not result.events("replica_mismatch")
     assert "the script has changed" in result.output  # of the second time
     assert [event["stages"] for event in result.events("exact_checked")] == [3]
+    assert "Not rehearsed in steps before which the script had changed it: stage 0 of pipeline 0, " in result.output
 
 
 @pytest.mark.integration
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "changers", "message"),
     [
-        (3, "FatalLoss: no living member holds what the script has just changed in stage 1 of pipeline 0"),
+        (3, [0, 1, 2], "FatalLoss: no living member holds what the script has just changed in stage 1 of pipeline 0"),
+        (3, [1], "FatalLoss: no living member holds what the script has just changed in stage 1 of pipeline 0"),
         (
             4,
-            r"UnsupportedError: the script has changed \d.places.script of its stage .* another member has taken over",
+            [0, 1, 2],
+            r"UnsupportedError: the script has changed \d.linear.bias of its stage .* another member has taken over",
         ),
     ],
-    ids=["just-before-a-loss", "after-a-loss"],
+    ids=["just-before-a-loss", "of-one-stage-alone", "after-a-loss"],
 )
-def test_a_change_that_a_lost_stage_lacks(tmp_path: Path, change: int, message: str) -> None:
+def test_a_change_that_a_lost_stage_lacks(tmp_path: Path, change: int, changers: list[int], message: str) -> None:
     file = write_config(tmp_path, {"recovery": {"max_restarts": 0}}, 4, **CONFIG)
     faults = [fault(1, 3, "BackwardPass", 1)]
     command = ["--stages", "3", "--steps", "8", "--change-at", str(change), "--faults", json.dumps(faults)]
+    command += ["--changers", *map(str, changers)]
     result = run_bamboo(tmp_path, 3, command, file, SCRIPT)
     assert len(result.faults()) == 1
     assert (result.exit_code == EXIT_FATAL_LOSS) is (change == 3) and result.exit_code != 0, result.output[-4000:]
     assert len(result.events("step")) == change
     assert re.search(message, result.output), result.output[-4000:]
+
+
+@pytest.mark.integration
+def test_a_stage_that_no_script_changes_is_taken_over(tmp_path: Path, reference: Reference) -> None:
+    """Another one is changed before every step, also after the loss."""
+    arguments = ("--changers", "0", "--change-at", "1", "2", "3", "4")
+    result = survive(
+        tmp_path,
+        reference,
+        [fault(1, 3, "BackwardPass", 1)],
+        3,
+        arguments=arguments,
+        own=True,
+        micro_batches=4,
+        script=SCRIPT,
+        **CONFIG,
+    )
+    assert result.events("recovered")
+
+
+def changed(*roles: tuple[bool, bool, int, int]) -> dict[Role, RoleChanges]:
+    """Of the stages: whether it was taken over, whether it has its change, and its changes."""
+    return {Role(0, n): RoleChanges(Changes(c, last), t, d) for n, (t, d, c, last) in enumerate(roles)}
+
+
+def test_whose_changes_are_lost() -> None:
+    mine, quiet, others = (False, False, 3, 5), (True, False, 0, -1), (True, False, 3, 5)
+    assert lacking(changed(mine, others), 5) == [Role(0, 1)]
+    assert lacking(changed((False, False, 0, -1), others), 5) == [Role(0, 1)], "its script alone"
+    assert lacking(changed(mine, (True, True, 3, 5)), 5) == [], "it came with the reduced gradients"
+    assert lacking(changed(mine, quiet), 5) == [], "it has not been changed with the others before"
+    assert lacking(changed((False, False, 1, 5), quiet), 5) == [Role(0, 1)], "it may have been, for the first time"
+    assert lacking(changed((False, False, 0, 0), quiet), 0) == [Role(0, 1)]
+    assert lacking(changed((False, False, 3, 4), (True, False, 3, 4)), 5) == [], "nobody has changed anything"
+    assert abandoned(changed(mine, others, quiet), 9) == [Role(0, 1)]
+    assert abandoned(changed((True, True, 0, 0), (True, True, 1, 4)), 6) == [], "once, long ago"
+    assert abandoned(changed((True, True, 0, 0)), 1) == abandoned(changed((True, True, 1, 5)), 6) == [Role(0, 0)]
+    assert abandoned(changed(mine), 5) == []
+    changes = Changes()
+    for step in (0, 0, 2, 2, 5):
+        changes.note(step)
+    assert changes == Changes(2, 5)
+    changes.follow(1, 7)
+    assert changes == Changes(2, 7)
+
+
+def test_a_change_that_went_with_a_reduction_that_is_done_again() -> None:
+    """What a member had received is dropped where the roles of a stage are reduced again."""
+    layout = Layout(1, 2)
+    plan = with_redundancy(initial_plan(["m0", "m1"]), layout, True)
+    lost = replace(plan, owners=("m0", "m0"), members=("m0",), lost=("m1",), shadows=(None, None))
+    role = RoleReport(role=(0, 1), forwards=0, backwards=0, reduced=True, state_only=True, changes=Changes(1, 4))
+    reports: Any = {"m0": SimpleNamespace(roles=(role,), steps=4)}
+    nothing: Any = SimpleNamespace()
+    epoch: Any = SimpleNamespace(job=SimpleNamespace(newest_checkpoint=lambda plan: None))
+    announcements = Announcements(nothing, epoch, Progress(seed=1), nothing)
+    progress = {Role(0, stage): RoleProgress(state_only=stage == 1) for stage in (0, 1)}
+    with pytest.raises(FatalLoss, match="has just changed in stage 1 of pipeline 0"):
+        announcements.check(lost, reports, Decision(4, "resume", progress=progress))
+    assert announcements.progress.known_changes == {Role(0, 1): Changes(1, 4)}
+
+
+def test_all_who_hold_a_stage_are_told_also_when_the_plan_changes() -> None:
+    plan = with_redundancy(initial_plan(["m0", "m1", "m2"]), Layout(1, 3), True)
+    builder = next(member for member in ("m1", "m2") if member != plan.shadow(Role(0, 0)))
+    lanes = Lanes(replace(plan, learners=((0, builder),)), False)
+    assert len({lane.tag for lane in lanes.all()}) == len(lanes.all())
+    sent: list[Any] = []
+    transport = SimpleNamespace(send=lambda *what: sent.append(what), drain=lambda: None)
+    local = SimpleNamespace(role=Role(0, 0), trained=None)
+    binding: Any = SimpleNamespace(local=local)
+    epoch: Any = SimpleNamespace(lanes=lanes, transport=transport, member="m0")
+    joining: Any = SimpleNamespace(active=False)
+    progress = Progress(seed=1, sequence=5, steps=3)
+    announcements = Announcements(binding, epoch, progress, joining)
+    announcements.tell_again()
+    assert not sent
+    progress.changed.add("w")
+    local.trained = [True, False]
+    announcements.tell_again()
+    assert [lane.destination for lane, _, _ in sent] == [plan.shadow(Role(0, 0)), builder]
+    assert all(sequence == 5 and told.tolist() == [3, 1, 1, 0] for _, sequence, told in sent)
+    joining.active = True
+    announcements.tell_again()
+    assert len(sent) == 2, "a member that joins has changed nothing"
+
+
+@pytest.mark.parametrize("step", [3, 4])
+def test_what_a_lost_owner_has_told(step: int) -> None:
+    """Of the next iteration, in which the others are already, only what is taken over in it has to know."""
+    plan = with_redundancy(initial_plan(["m0", "m1"]), Layout(1, 2), True)
+    role = Role(0, 1)
+    begun: list[Any] = []
+    replica: Any = SimpleNamespace(
+        role=role,
+        layers=SimpleNamespace(changes=Changes(1, 2)),
+        trained=None,
+        trains=lambda: [True, True],
+        begin_again=lambda: begun.append("again"),
+        train_only=begun.append,
+    )
+    binding: Any = SimpleNamespace(replicas=lambda: [replica], refresh=lambda: None, reload=lambda: None)
+    told = {Lanes(plan, False).told[role, "m0"]: [torch.tensor([step, 1]), torch.tensor([step, 0, 1, 0])]}
+    transport = SimpleNamespace(take=lambda lane: told.pop(lane, []))
+    epoch: Any = SimpleNamespace(begun=True, lanes=Lanes(plan, False), transport=transport, member="m0")
+    nothing: Any = SimpleNamespace()
+    announcements = Announcements(binding, epoch, Progress(seed=1, steps=3), nothing)
+    for _ in range(2):  # the second time nothing has arrived
+        announcements.listen()
+        assert replica.layers.changes == Changes(2, step) and replica.trained == [True, False]
+        assert begun == (["again", [True, False]] if step == 3 else [])
+
+
+def test_who_may_go_on_to_change_its_stage() -> None:
+    layout = Layout(1, 3)
+    plan = with_redundancy(initial_plan(["m0", "m1", "m2"]), layout, True)
+    known = {Role(0, 0): Changes(2, 3), Role(0, 1): Changes(), Role(0, 2): Changes(1, 1)}
+    check_local(["w"], plan, Role(0, 0), known, 0)
+    for taken, before, refused in ((1, 2, False), (1, 0, True), (2, 2, True)):
+        owners = tuple("m0" if rank == taken else owner for rank, owner in enumerate(plan.owners))
+        away = replace(plan, owners=owners)
+        with pytest.raises(UnsupportedError, match=f"role .0,{taken}., which") if refused else nullcontext():
+            check_local(["w"], away, Role(0, 0), known, before)
+
+
+def test_what_a_restart_gets_besides_deepspeed_s_files(tmp_path: Path) -> None:
+    def role() -> Any:
+        net = nn.ModuleList([Counting()])
+        inner: Any = torch.optim.SGD([net[0].register_parameter("w", nn.Parameter(torch.zeros(2))) or net[0].w], lr=0.1)
+        inner.taken, inner.counts = 0, {"steps": [0]}
+        return SimpleNamespace(layers=Layers(net), optimizer=SimpleNamespace(inner=inner), net=net)
+
+    one, other, third = role(), role(), role()
+    one.optimizer.inner.__dict__.pop("taken"), one.optimizer.inner.__dict__.pop("counts")
+    save_kept(one, tmp_path, 1, torch.save)
+    assert not list(tmp_path.iterdir()), "there is nothing to keep"
+    one.net[0].calls, one.net[0].last = 7, 0.5
+    one.optimizer.inner.taken, one.optimizer.inner.counts = 3, {"steps": [3]}
+    for step in (2, 3):
+        one.layers.changes.note(step)
+    save_kept(one, tmp_path, 1, torch.save)
+    load_kept(other, tmp_path, 1)
+    load_kept(third, tmp_path, 2)
+    assert (other.net[0].calls, other.net[0].last) == (7, 0.5) and other.layers.changes == Changes(2, 0)
+    assert (other.optimizer.inner.taken, other.optimizer.inner.counts) == (3, {"steps": [3]})
+    assert third.net[0].calls == 0 and third.layers.changes == Changes()
+    wide = {"moment": torch.tensor([1 / 3, 2 / 3], dtype=torch.float64)}
+    one.optimizer.inner.state[one.net[0].w] = wide
+    with keeping_types(other.optimizer.inner):
+        other.optimizer.inner.load_state_dict(one.optimizer.inner.state_dict())
+    assert other.optimizer.inner.state[other.net[0].w]["moment"].equal(wide["moment"])
+    assert "load_state_dict" not in vars(other.optimizer.inner)
 
 
 def test_every_drawing_has_numbers_of_its_own() -> None:
@@ -169,3 +335,27 @@ def test_what_layers_keep() -> None:
     assert torch.equal(replica[1].weight, owner[1].weight) and not torch.equal(replica[1].bias, owner[1].bias)
     other.hidden[0] = 8
     assert layer.hidden == [7]
+
+
+def test_what_a_script_puts_in_the_place_of_something_else_has_changed() -> None:
+    net = nn.ModuleList([Counting(), nn.Linear(2, 2), nn.Linear(2, 2)])
+    net[2].weight = net[1].weight
+    layers = Layers(net)
+    for change, name in (
+        (lambda: setattr(net[0], "table", torch.zeros(2)), "0.table"),
+        (lambda: net[0].register_buffer("other", torch.zeros(2)), "0.other"),
+        (lambda: delattr(net[0], "other"), "0.other"),
+        (lambda: net[0].hidden.append(1), "the extra state of 0"),
+        (lambda: nn.init.zeros_(net[1].bias), "1.bias"),
+    ):
+        weights = Weights(layers)
+        assert weights.changed() == []
+        change()
+        assert weights.changed() == [name]
+    weights.check_parameters()
+    for place in ("weight", "bias"):
+        before, other = getattr(net[2], place), nn.Parameter(torch.zeros(2, 2) if place == "weight" else torch.zeros(2))
+        setattr(net[2], place, other)
+        with pytest.raises(UnsupportedError, match=f"other parameters in the place of 2.{place} since .*copy_"):
+            weights.check_parameters()
+        setattr(net[2], place, before)

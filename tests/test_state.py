@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 import types
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +14,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from deepspeed.pipe import LayerSpec
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from torch import nn
 
@@ -20,7 +22,8 @@ from bamboo_ds.engine.changes import Weights
 from bamboo_ds.engine.flags import FLAGS, compare_flags, flags_here
 from bamboo_ds.engine.joining import Joining
 from bamboo_ds.engine.layers import Layers
-from bamboo_ds.engine.replica import check_structure, structure_of, with_own_parts
+from bamboo_ds.engine.rebinding import Rebinding
+from bamboo_ds.engine.replica import build_stage_module, check_structure, structure_of, with_own_parts
 from bamboo_ds.engine.rng import keyed_attributes
 from bamboo_ds.errors import ConfigError, UnsupportedError
 
@@ -168,6 +171,99 @@ def test_copies_of_a_stage_have_parts_of_their_own() -> None:
     plain = LayerSpec(nn.Linear, 2, 2)
     assert with_own_parts(plain, copies) is plain and with_own_parts(shared, {}) is not shared
     assert with_own_parts(torch.tanh, copies) is torch.tanh
+
+
+class Whole(PipelineModule):
+    """What a script makes of it; built without collectives."""
+
+    def __init__(self, layers: list[Any]) -> None:
+        nn.Module.__init__(self)
+        self.head, self.scale, self.calls = nn.Linear(2, 2), nn.Parameter(torch.ones(1)), 0
+        self.loss_fn, self.own = self.loss, {"loss": functools.partial(self.loss, factor=2), "name": "x"}
+        self.by_variable = lambda x, factor=3: self.loss(x, factor)
+        self.of_head = self.head.forward
+        self.stage_id, self.parts, self._layer_specs = 0, [0, 1, 3], [*layers, self.embed]
+        self._local_start, self._local_stop, self.seed_layers, self.seed_fn = 0, 1, False, None
+        self.activation_checkpoint_interval = 0
+        self.forward_funcs, self.fwd_map, self.tied_modules, self.tied_weight_attrs = [], {}, nn.ModuleDict(), {}
+        self._build()
+
+    def loss(self, x: torch.Tensor, factor: int = 1) -> torch.Tensor:
+        self.calls += factor
+        return self.scale * x
+
+    def embed(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(x)
+
+
+class Given(nn.Module):
+    """Draws numbers when it is built, and uses a function."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function, self.drawn = function, [random.random(), numpy.random.rand(), torch.rand(1).item()]
+
+
+def test_a_copy_of_a_stage_has_methods_of_its_own() -> None:
+    net = Whole([LayerSpec(nn.Linear, 2, 2), LayerSpec(Given, torch.tanh)])
+    net._layer_specs[1] = LayerSpec(Given, net.loss)
+    random.seed(1), numpy.random.seed(1), torch.manual_seed(1)
+    expected = [random.random(), numpy.random.rand(), torch.rand(1).item()]
+    random.seed(1), numpy.random.seed(1), torch.manual_seed(1)
+    other = build_stage_module(net, 1, CPU)
+    assert [random.random(), numpy.random.rand(), torch.rand(1).item()] == expected
+    assert other.loss_fn.__self__ is other and other.of_head.__self__ is other.head is not net.head
+    assert other.forward_funcs[0].function.__self__ is other.forward_funcs[1].__self__ is other
+    with torch.no_grad():
+        other.scale.fill_(5)
+    for factor, function in ((1, other.loss_fn), (2, other.own["loss"]), (3, other.by_variable)):
+        other.calls = 0
+        assert function(torch.ones(1)).item() == 5 and (other.calls, net.calls) == (factor, 0)
+    assert net.by_variable(torch.ones(1)).item() == 1 and net.calls == 3 and other.own["name"] == "x"
+    assert net.loss_fn.__self__ is net and net._layer_specs[1].module_args[0].__self__ is net
+
+
+def test_functions_that_do_not_lead_to_the_stage_stay_as_they_are() -> None:
+    net, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    cycle: list[Any] = [1]
+    cycle.append(cycle)
+
+    def plain(x: torch.Tensor) -> Any:
+        return cycle
+
+    given = (plain, functools.partial(plain, 2), [plain], {"a": plain}, LayerSpec(nn.Linear, 2, 2), cycle)
+    rebinding = Rebinding({id(net): other})
+    assert all(rebinding.of(each) is each for each in given)
+    tied = TiedLayerSpec("key", nn.Linear, 2, 2, forward_fn=lambda layer, x: net(x))
+    own = rebinding.of(tied)
+    assert own is not tied and own.forward_fn.__closure__[0].cell_contents is other and own.key == "key"
+
+
+class Late(nn.Module):
+    """Makes parts in its first pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = self.plain = self.cache = None
+
+    def forward(self, kind: str) -> None:
+        if kind == "plain":
+            self.plain = nn.ReLU()
+        elif kind == "generator":
+            self.generator = torch.Generator()  # type: ignore[assignment]
+        else:
+            self.cache = nn.BatchNorm1d(2, affine=False)  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(("kind", "named"), [("plain", ""), ("generator", "0.generator"), ("cache", "0.cache")])
+def test_what_layers_make_in_their_first_pass(kind: str, named: str) -> None:
+    net = nn.Sequential(Late())
+    layers = Layers(net)
+    layers.capture()
+    net(kind)
+    with pytest.raises(UnsupportedError, match=f"{named} in a pass.*constructors") if named else nullcontext():
+        assert not any(layers.capture()["numbers"].values())
+    assert set(layers.buffers()) == {name for name, _ in net.named_buffers()}
 
 
 class Drawing(nn.Module):

@@ -80,6 +80,7 @@ class Attachment:
         epoch: the newest that is, or is being, attached; ``None`` before the first.
         reason: why there is none.
         detached: whether collectives are no-ops.
+        passing: whether the main thread computes a pass whose layers are whole.
         slices: where the handles of slice groups lead now; ``None``: where they were made for.
         script: the script's own collectives, once there is an engine that recovers for them.
         torch_store: what torch.distributed's groups use as their store.
@@ -90,6 +91,7 @@ class Attachment:
         self.epoch: Epoch | None = None
         self.reason = "no epoch is attached yet"
         self.detached = True
+        self.passing = False
         self.slices: SliceGroup | None = None
         self.script: ScriptCollectives | None = None
         self.torch_store = EpochStore(lambda: self.current)
@@ -115,6 +117,12 @@ class Attachment:
         """For whom the calling thread acts, if not for itself."""
         acting = self._acting
         return acting if acting is not None and acting.thread == threading.get_ident() else None
+
+    @property
+    def in_pass(self) -> bool:
+        """Whether the calling thread computes a pass that has no collectives; autograd's threads do as the main one."""
+        thread = threading.current_thread()
+        return self.passing and (thread is threading.main_thread() or isinstance(thread, threading._DummyThread))
 
     @contextmanager
     def acting_for(self, rank: int, answer: Answer) -> Iterator[None]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..compat import WORKS_NEED_HOLDING
-from ..errors import NotMet, PeerLost
+from ..errors import NotMet, PeerLost, UnsupportedError
 from . import p2p, wire
 from .attachment import Attachment, current, group_key
 from .c10d import dist, registry
@@ -216,6 +216,13 @@ class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
             return attachment.script.start(self, collective, arguments)
         if attachment.detached or context == "replay":
             return alone(collective, arguments, self._index, len(self.ranks), each=True)
+        if attachment.in_pass and len(self.ranks) > 1:
+            raise UnsupportedError(
+                f"a layer or the loss function calls a collective in a pass, {collective.name} over ranks "
+                f"{list(self.ranks)}: redundant passes, and those of a takeover, run when no other rank does the same. "
+                "Leave it out (torch.nn.SyncBatchNorm, averages over the pipelines); tensor slices may communicate in "
+                "their group"
+            )
         epoch, (key, ranks) = attachment.current, self._meant
         return start(epoch, key, owning(epoch.plan, ranks), collective, arguments, self._index, self.timeout)
 

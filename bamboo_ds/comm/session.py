@@ -274,6 +274,10 @@ class Session:
     def script(self, script: ScriptCollectives) -> None:
         self._attachment.script = script
 
+    def note_pass(self, passing: bool) -> None:
+        """The main thread begins or ends a pass that has no collectives, see :attr:`Attachment.in_pass`."""
+        self._attachment.passing = passing
+
     def acting_for(self, rank: int, answer: Answer) -> AbstractContextManager[None]:
         """See :meth:`Attachment.acting_for`."""
         return self._attachment.acting_for(rank, answer)

@@ -15,6 +15,7 @@ The engine itself (:mod:`.pipeline_engine`) is what scripts and DeepSpeed see. I
     takeover <-------+   attempts an operation, recovers, attempts it again, finishes it
         |
         +--> recovery      one recovery: plan, lanes, roles, reports (handshake), decision
+        |      +--> announcements  what scripts have changed of their stages
         |      +--> copies --> construction, building --> replica, clones, wrappers
         |      +--> supply --> data, accounts
         v

@@ -21,6 +21,7 @@ from .deepspeed_adapter import DeepSpeedAdapter
 from .groups import RoleGroups
 from .layers import Layers
 from .replica import build_stage_module, capture, check_structure, restore
+from .rng import left_alone
 from .runtime import RuntimeBinding, StageRuntime
 from .schedulers import Pristine
 from .wrappers import stage_optimizer
@@ -134,7 +135,8 @@ class StageBuilder:
         """Give the bound ``runtime`` module, optimizer and scheduler of its role, with ``state``."""
         ds, local = self.ds, self.binding.local
         module = build_stage_module(local.module, runtime.role.stage, ds.device)
-        built(module, runtime.role.stage)
+        with left_alone():
+            built(module, runtime.role.stage)
         module._grid, module.global_rank = ds.grid, ds.global_rank
         ds.put_module(module)
         self.groups.connect_ties(module, runtime.role)

@@ -8,23 +8,24 @@ through ``.data`` escapes this.
 
 from __future__ import annotations
 
-import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ..errors import UnsupportedError
-from ..topology import Plan
-from .layers import Layers, newer
+from ..schedule import Decision
+from ..state import Tree, split
+from ..topology import Plan, Role
+from .handshake import Reports
+from .layers import Changes, Layers, newer
 from .runtime import StageRuntime
 from .schedulers import put_settings, settings_of
+from .tracing import checksum
 
 #: What to do instead of changing weights between iterations.
-CURE = (
-    "do it in the `step` of an optimizer of your own or in the layers' forward passes, which all copies of a stage "
-    "do as well"
-)
+CURE = "do it in the `step` of an optimizer of your own, which all copies of a stage do as well"
 #: What a script may set on the engine; Megatron sets the first one back where a run begins anew from a checkpoint.
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
@@ -79,21 +80,47 @@ class Adjustable:
 
 
 class Weights:
-    """Parameters, buffers and numbers of the ``layers`` of one stage, as the engine has left them to the script."""
+    """What the ``layers`` of one stage keep, as the engine has left it to the script."""
 
     def __init__(self, layers: Layers) -> None:
         self._layers = layers
-        named = itertools.chain(layers.parameters.items(), layers.buffers().items())
-        # Tensors of inference mode have no versions, and cannot be changed outside of it.
-        self._seen = [(name, tensor, tensor._version) for name, tensor in named if not tensor.is_inference()]
+        self._parameters = {name: (p, _count(p)) for name, p in layers.parameters.items()}
+        self._buffers = {name: (buffer, _count(buffer)) for name, buffer in layers.buffers().items()}
         self._numbers = layers.numbers()
+        self._extra = {path: _bits(state) for path, state in layers.extra().items()}
         self._gradients = {name: _version(p.grad) for name, p in layers.parameters.items()}
 
     def changed(self) -> list[str]:
-        """Names of those that have been changed since."""
-        tensors = [name for name, tensor, version in self._seen if tensor._version != version]
+        """Names of those that have been changed since, or are others now."""
+        tensors = [name for name, (tensor, count) in self._parameters.items() if _count(tensor) != count]
+        buffers = self._layers.buffers()
+        for name in {**self._buffers, **buffers}:
+            tensor, count = self._buffers.get(name, (None, 0))
+            if tensor is None or buffers.get(name) is not tensor or _count(tensor) != count:
+                tensors.append(name)
         numbers = newer(self._layers.numbers(), self._numbers)
-        return [*tensors, *(f"{layer}.{name}" for layer, names in numbers.items() for name in names)]
+        extra = [path for path, state in self._layers.extra().items() if _bits(state) != self._extra.get(path)]
+        return [
+            *tensors,
+            *(f"{layer}.{name}" for layer, names in numbers.items() for name in names),
+            *(f"the extra state of {path}" for path in extra),
+        ]
+
+    def check_parameters(self) -> None:
+        """Refuse parameters in the place of those that the optimizer has.
+
+        Raises:
+            UnsupportedError: names them.
+        """
+        now, known = self._layers.parameters_now(), {id(p) for p, _ in self._parameters.values()}
+        found = [name for name, (parameter, _) in self._parameters.items() if now.get(name) is not parameter]
+        found += [name for name, parameter in now.items() if id(parameter) not in known and name not in found]
+        if found:
+            raise UnsupportedError(
+                f"the script has put other parameters in the place of {', '.join(found[:10])} since "
+                "deepspeed.initialize, which neither the optimizer nor copies of the stage have: copy their values "
+                "(under torch.no_grad: parameter.copy_(values))"
+            )
 
     def check_gradients(self) -> None:
         """Refuse what the script has added to gradients since, which other copies of the stage lack.
@@ -114,17 +141,88 @@ class Weights:
             )
 
 
+def _count(tensor: torch.Tensor) -> int:
+    """Of changes; tensors of inference mode do not count them, and cannot be changed outside of it."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _bits(state: Tree) -> tuple[str, list[int]]:
+    text, tensors = split(state)
+    return text, [checksum(tensor) for tensor in tensors]
+
+
 def _version(gradient: torch.Tensor | None) -> tuple[int, int] | None:
     return None if gradient is None else (id(gradient), gradient._version)
 
 
-def check_local(changed: list[str], plan: Plan) -> None:
+@dataclass(frozen=True)
+class RoleChanges:
+    """What the owner of a role under a new plan knows of its script's changes.
+
+    Attributes:
+        changes: as it was told of them.
+        taken: the role was just taken over, and the member that runs as its rank is not there.
+        delivered: the end of this iteration brings what was changed before it.
+    """
+
+    changes: Changes
+    taken: bool
+    delivered: bool
+
+
+def role_changes(plan: Plan, reports: Reports, decision: Decision) -> dict[Role, RoleChanges]:
+    """Of all roles, from the ``reports`` that the members of ``plan`` have exchanged."""
+    found = {}
+    for report in reports.values():
+        for each in report.roles:
+            role = Role(*each.role)
+            away = plan.home(plan.owner(role)) != plan.world.rank(role)
+            delivered = decision.mode == "commit" or decision.progress[role].reduced
+            found[role] = RoleChanges(each.changes, each.state_only and away, delivered)
+    return found
+
+
+def lacking(roles: Mapping[Role, RoleChanges], step: int) -> list[Role]:
+    """Roles that were taken over without what their scripts have changed since the last of ``step`` steps.
+
+    Among them those of which nobody knows it: their scripts may have been lost before they could tell, where others
+    have changed theirs, unless they have not done so together with these before.
+    """
+    changers = [each.changes for each in roles.values() if not each.taken and each.changes.last == step]
+    often = any(changes.count > (step > 0) for changes in changers)
+
+    def lacks(each: RoleChanges) -> bool:
+        quiet = not changers or (often and not each.changes.count)
+        return each.taken and not each.delivered and (each.changes.last == step or not quiet)
+
+    return [role for role, each in roles.items() if lacks(each)]
+
+
+def abandoned(roles: Mapping[Role, RoleChanges], step: int) -> list[Role]:
+    """Roles that were taken over after ``step`` steps and that their scripts would go on to change."""
+    return [
+        role
+        for role, each in roles.items()
+        if each.taken and each.changes.last >= 0 and (each.changes.count > 1 or each.changes.last >= step - 1)
+    ]
+
+
+def check_local(changed: list[str], plan: Plan, own: Role, known: Mapping[Role, Changes], before: int) -> None:
     """Every stage is to be changed by the script of the member that runs as its rank.
+
+    Args:
+        changed: what this member's script has changed of its stage.
+        plan: the plan.
+        own: the role of that stage.
+        known: changes of roles when the plan began; those of a role that another member has are none since.
+        before: iterations before which the script has changed its stage earlier, when the others did not.
 
     Raises:
         UnsupportedError: another member has one now.
     """
-    away = [str(plan.world.role(rank)) for rank, owner in enumerate(plan.owners) if plan.home(owner) != rank]
+    roles = {plan.world.role(rank) for rank, owner in enumerate(plan.owners) if plan.home(owner) != rank}
+    quiet = {role for role, changes in known.items() if before and not changes.count and role != own}
+    away = [str(role) for role in sorted(roles - quiet)]
     if away:
         raise UnsupportedError(
             f"the script has changed {changed[0]} of its stage between two calls, and nobody does the same to role "

@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from .copies import Copies
 from .deepspeed_adapter import DeepSpeedAdapter
 from .groups import RoleGroups
 from .history import History
+from .kept import save_kept
 from .loading import Loader
 from .operation import Outcome
 from .records import CurrentEpoch, Progress
@@ -76,6 +78,8 @@ class Checkpoints:
         def save() -> None:
             with self.groups.acting_for(self.binding.current.role, ignore):
                 self.ds.save_files(folder, name, client_state or {}, exclude_frozen)
+            runtime = self.binding.current
+            save_kept(runtime, Path(folder, name), self.epoch.layout.rank(runtime.role), self.ds.checkpoint_engine.save)
 
         self._request = SaveRequest(folder, name, latest, save)
         self._attempt, self._left_out, self._complete = 0, False, False

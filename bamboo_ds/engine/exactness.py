@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -66,13 +66,14 @@ Facts = dict[str, Any]
 
 @dataclass
 class Tally:
-    """What this member has compared."""
+    """What this member has compared; ``changed``: roles that it has left out after their scripts had changed them."""
 
     steps: int = 0
     rehearsals: int = 0
     tensors: int = 0
     differing: int = 0
     roles: set[Role] = field(default_factory=set)
+    changed: set[Role] = field(default_factory=set)
 
 
 @dataclass(eq=False)
@@ -180,6 +181,9 @@ class ExactChecks:
                 if not self.epoch.shadows(role):
                     continue
                 replica = self.binding.runtimes[role]
+                if replica.layers.changes.last == step:
+                    self._leave_out(lanes, transport, role)
+                    continue
                 forwards, backwards = replica.forwards, replica.backwards
                 for stream, done in ((Stream.ACTIVATION, forwards), (Stream.GRADIENT, backwards)):
                     for m in range(done if (stream, role) in lanes.streams else 0):
@@ -190,6 +194,14 @@ class ExactChecks:
                 self._compare(role, self._computed(role), self._receive(lanes, transport, role), "rehearsal")
         self._tally.rehearsals += 1
         self.binding.use(before)
+
+    def _leave_out(self, lanes: RehearsalLanes, transport: Transport, role: Role) -> None:
+        """The script has changed the stage before the iteration, and its replica gets that with the step."""
+        for stream in (Stream.ACTIVATION, Stream.GRADIENT):
+            for m in range(self.ds.micro_batches if (stream, role) in lanes.streams else 0):
+                transport.recv(lanes[stream, role], m)
+        self._receive(lanes, transport, role)
+        self._tally.changed.add(role)
 
     @contextmanager
     def _in_place_of(self, lanes: RehearsalLanes, transport: Transport) -> Iterator[None]:
@@ -220,7 +232,9 @@ class ExactChecks:
                 name = f"output of the stage in micro-batch {m}"
                 facts[name] = [checksum(t) for t in tensors_in(runtime.activations[m])]
         sums = runtime.optimizer.local()
-        trained = [(n, p, owner_of(module, n)) for n, p in module.named_parameters() if p.requires_grad]
+        known = {id(p) for group in runtime.optimizer.groups() for p in group}
+        named = [(n, p) for n, p in module.named_parameters() if p.requires_grad and id(p) in known]
+        trained = [(n, p, owner_of(module, n)) for n, p in named]
         backward = self._traces.backward(role)
         start = module._local_start
         for number in range(start + len(module.forward_funcs), start - 2, -1):
@@ -261,18 +275,21 @@ class ExactChecks:
     def _conclude(self) -> None:
         """All members put together what they have compared; the one that leads tells it."""
         tally = self._tally
-        roles = sorted((role.pipeline, role.stage) for role in tally.roles)
-        mine = [tally.steps, tally.tensors, tally.differing, roles, tally.rehearsals]
+        roles, left_out = (sorted((r.pipeline, r.stage) for r in each) for each in (tally.roles, tally.changed))
+        mine = [tally.steps, tally.tensors, tally.differing, roles, tally.rehearsals, left_out]
         found = [json.loads(each) for each in self.epoch.transport.exchange(json.dumps(mine)).values()]
         if not self.epoch.leads:
             return
         steps, tensors = min(each[0] for each in found), sum(each[1] for each in found)
         rehearsals = min(each[4] for each in found)
         rehearsed = {tuple(role) for each in found for role in each[3]}
+        changed = sorted({tuple(role) for each in found for role in each[5]})
         rest = [[r.pipeline, r.stage] for r in self.epoch.layout.roles if (r.pipeline, r.stage) not in rehearsed]
         why = "tensor slices" if self.epoch.layout.slices > 1 else "the shadow is not the owner of the stage before"
-        names = ", ".join(f"stage {s} of pipeline {d}" for d, s in rest)
-        without = f" Not rehearsed ({why}): {names}." if rest else ""
+        never = [(d, s) for d, s in rest if (d, s) not in changed]
+        without = f" Not rehearsed ({why}): {_places(never)}." if never else ""
+        if changed:
+            without += f" Not rehearsed in steps before which the script had changed it: {_places(changed)}."
         if any(each[2] for each in found):
             _say(f"the check of the first {self.steps} steps has found differences, see above.{without}")
             return
@@ -387,6 +404,10 @@ def differences(mine: Facts, theirs: Facts) -> list[str]:
             apart = (own.detach().cpu().to(wide) - other.detach().cpu().to(wide)).abs().max().item()
             found.append(f"{name} (by up to {apart:.3g})")
     return found
+
+
+def _places(roles: Iterable[Sequence[int]]) -> str:
+    return ", ".join(f"stage {stage} of pipeline {pipeline}" for pipeline, stage in roles)
 
 
 def _say(line: str) -> None:

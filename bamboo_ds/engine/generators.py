@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 from ..topology import Layout, Role
 from .deepspeed_adapter import DeepSpeedAdapter
+from .history import History
 from .records import Progress
 from .rng import Drawing, drawing_seed, keyed_attributes, keyed_generators
 from .runtime import StageRuntime
@@ -19,10 +20,11 @@ class RoleGenerators:
         ds: DeepSpeed's engine.
         layout: the logical world.
         progress: with the seed, equal on all members.
+        history: what the job has done.
     """
 
-    def __init__(self, ds: DeepSpeedAdapter, layout: Layout, progress: Progress) -> None:
-        self._ds, self._layout, self._progress = ds, layout, progress
+    def __init__(self, ds: DeepSpeedAdapter, layout: Layout, progress: Progress, history: History) -> None:
+        self._ds, self._layout, self._progress, self._history = ds, layout, progress, history
 
     @contextmanager
     def keyed(self, drawing: Drawing, runtime: StageRuntime, micro_batch: int = 0) -> Iterator[None]:
@@ -38,7 +40,9 @@ class RoleGenerators:
         layout, role = self._layout, runtime.role
         same = drawing is Drawing.STEP and not layout.sharded
         everywhere = Role(0 if same else layout.copy_of(role), role.stage)
-        seed = drawing_seed(drawing, self._progress.seed, self._ds.global_steps, everywhere, micro_batch)
+        # Several evaluations may follow a step.
+        step = len(self._history) if drawing is Drawing.EVALUATION else self._ds.global_steps
+        seed = drawing_seed(drawing, self._progress.seed, step, everywhere, micro_batch)
         others = drawing is not Drawing.BACKWARD
         with keyed_generators(seed, self._ds.device, layout.slice_of(role), others):
             if not runtime.layers.generators:

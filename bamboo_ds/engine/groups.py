@@ -56,6 +56,10 @@ class RoleGroups:
         """In the body this process is the rank of ``role``, and collectives are answered by ``answer``."""
         return self._session.acting_for(self.layout.rank(role), answer)
 
+    def note_pass(self, passing: bool) -> None:
+        """The main thread begins or ends a pass. Layers that are whole call no collectives in it."""
+        self._session.note_pass(passing and self.layout.slices == 1)
+
     def among_slices(self, local: Role, role: Role) -> AbstractContextManager[None]:
         """In the body layers communicate with the other slices of ``role``; the script's stage is that of ``local``."""
         layout = self.layout

@@ -14,6 +14,7 @@ from ..control.registry.records import PeerAddress
 from ..schedule import Decision, MemberRecord, RoleProgress, decide, settle
 from ..topology import Layout, Role
 from .accounts import LedgerReport
+from .layers import Changes
 
 
 class _Report(BaseModel):
@@ -57,6 +58,7 @@ class RoleReport(_Report):
     Attributes:
         role: pipeline and stage.
         state_only: the role was taken over in this operation.
+        changes: of the stage by its script, as far as the owner was told of them.
     """
 
     role: tuple[int, int]
@@ -64,6 +66,7 @@ class RoleReport(_Report):
     backwards: int
     reduced: bool
     state_only: bool
+    changes: Changes
 
 
 class ScriptReport(_Report):
@@ -96,7 +99,6 @@ class MemberReport(_Report):
         nonce: names this run of the job in the ids of its saves.
         accounts: of the ledger, if there is one.
         script: the script's own collectives.
-        changed: the script has changed the weights of its stage since the last iteration.
         exact: how many first steps are checked; 0: none any more.
     """
 
@@ -118,7 +120,6 @@ class MemberReport(_Report):
     nonce: str
     accounts: LedgerReport | None
     script: ScriptReport
-    changed: bool
     exact: int
 
     def progress(self) -> MemberRecord:
@@ -158,10 +159,3 @@ def newest_of(reports: Reports) -> tuple[MemberReport, list[PeerAddress]]:
     told = [report for report in reports.values() if not report.joining]
     newest = max(told, key=lambda report: (report.history, report.step))
     return newest, [report.place for report in told if report.history == newest.history]
-
-
-def lost_changes(reports: Reports) -> list[tuple[int, int]]:
-    """Roles (pipeline, stage) that were taken over without what scripts had just changed in their stage."""
-    if not any(report.changed for report in reports.values()):
-        return []
-    return [each.role for report in reports.values() for each in report.roles if each.state_only and not each.reduced]

@@ -29,8 +29,6 @@ class Stream(IntEnum):
     INPUTS = 7
     #: Inputs of a first stage, to its shadow.
     SHADOW_INPUTS = 8
-    #: Which parameters of the role are trainable, from its owner to its shadow, when the script has changed that.
-    TRAINED = 9
 
 
 #: Streams that carry parts of batches: which part, inputs or labels.
@@ -59,6 +57,8 @@ class Lanes:
             of the stage; where the optimizer is partitioned.
         constructions: reduced gradients and buffers of a role, and its state where that is copied at once, to a member
             that builds a replica of it.
+        told: what the script has changed of a role between two operations, from its owner to each member that holds or
+            builds a replica.
     """
 
     def __init__(self, plan: Plan, shadow_gradients: bool) -> None:
@@ -69,6 +69,7 @@ class Lanes:
         self.streams: dict[tuple[Stream, Role], Lane] = {}
         self.constructions: dict[tuple[Role, str], Lane] = {}
         self.shards: dict[tuple[Role, str], Lane] = {}
+        self.told: dict[tuple[Role, str], Lane] = {}
         layout = plan.world
         for role in layout.roles:
             owner, shadow = plan.owner(role), plan.shadow(role)
@@ -82,7 +83,7 @@ class Lanes:
             if shadow is not None:
                 self._add(Stream.REPLICA, role, owner, shadow)
                 self._add(Stream.STATE, role, owner, shadow)
-                self._add(Stream.TRAINED, role, owner, shadow)
+                self._tell(plan, role, shadow)
             sources = batch_sources(plan, role.pipeline)
             if not sources:
                 continue
@@ -100,16 +101,21 @@ class Lanes:
             role = layout.role(rank)
             name = f"build {role} {builder}"
             self.constructions[role, builder] = Lane(self._count(), plan.owner(role), builder, name)
+            self._tell(plan, role, builder)
         for role in layout.roles if layout.sharded else ():
             for member in _interested(plan, role):
                 name = f"shard {role} {member}"
                 self.shards[role, member] = Lane(self._count(), plan.owner(role), member, name)
 
     def _count(self) -> int:
-        return len(self.streams) + len(self.constructions) + len(self.shards)
+        return len(self.streams) + len(self.constructions) + len(self.shards) + len(self.told)
 
     def _add(self, stream: Stream, role: Role, source: str, destination: str) -> None:
         self.streams[stream, role] = Lane(self._count(), source, destination, f"{stream.name.lower()} {role}")
+
+    def _tell(self, plan: Plan, role: Role, holder: str) -> None:
+        if (role, holder) not in self.told:
+            self.told[role, holder] = Lane(self._count(), plan.owner(role), holder, f"told {role} {holder}")
 
     def __getitem__(self, key: tuple[Stream, Role]) -> Lane:
         return self.streams[key]
@@ -138,7 +144,7 @@ class Lanes:
 
     def all(self) -> list[Lane]:
         """Every lane."""
-        return [*self.streams.values(), *self.constructions.values(), *self.shards.values()]
+        return [*self.streams.values(), *self.constructions.values(), *self.shards.values(), *self.told.values()]
 
 
 class RehearsalLanes(Lanes):
@@ -153,7 +159,7 @@ class RehearsalLanes(Lanes):
         """Args:
         plan: the plan, without unheld roles.
         """
-        self.streams, self.constructions, self.shards = {}, {}, {}
+        self.streams, self.constructions, self.shards, self.told = {}, {}, {}, {}
         self.reports: dict[Role, Lane] = {}
         self.roles: list[Role] = []
         layout = plan.world

@@ -7,12 +7,14 @@ sends it with the reduced gradients of every iteration, since redundant passes c
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from types import NoneType
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..errors import UnsupportedError
 from ..state import Tree, join, split
 from .rng import GENERATORS
 
@@ -24,6 +26,28 @@ _NUMBERS = frozenset((bool, int, float, NoneType))
 _OF_ALL = frozenset(vars(nn.Module()))
 
 
+@dataclass
+class Changes:
+    """When the script has changed a stage between two operations.
+
+    Attributes:
+        count: of iterations, without the first one, before which it did.
+        last: steps that were done when it last did; -1: it never has.
+    """
+
+    count: int = 0
+    last: int = -1
+
+    def note(self, step: int) -> None:
+        """It does so now, after so many steps."""
+        if step > self.last:
+            self.count, self.last = self.count + (step > 0), step
+
+    def follow(self, count: int, last: int) -> None:
+        """Another copy of the stage knows of these; it may have been told less than this one, or more."""
+        self.count, self.last = max(self.count, count), max(self.last, last)
+
+
 class Layers:
     """The layers of one stage.
 
@@ -33,27 +57,80 @@ class Layers:
     Attributes:
         generators: of random numbers, that layers keep as attributes, each with its name in the stage.
         began: numbers that every copy of the stage began with; only others have to be told.
+        changes: of the stage by its script.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        modules = list(module.named_modules())
+        self._names: dict[str, tuple[int, list[str]]] = {}
+        self._look()
+        self.generators = self._generators()
+        self._late: set[str] = set()
+        self.parameters = dict(module.named_parameters())
+        self.began = self.numbers()
+        self.changes = Changes()
+
+    def _look(self) -> None:
+        modules = list(self._module.named_modules())
         self._modules = [(f"{path}." if path else "", layer) for path, layer in modules]
+        self._count = self._counted()
         self._extra = [(p, m) for p, m in modules if type(m).get_extra_state is not nn.Module.get_extra_state]
         # Looked at in every iteration: only names that may be those of numbers, again where there are more of them.
         self._attributes = {path: vars(layer) for path, layer in modules if path}
-        self._names: dict[str, tuple[int, list[str]]] = {path: (0, []) for path in self._attributes}
-        self.generators = [
+
+    def _counted(self) -> int:
+        return sum(len(layer._modules) for _, layer in self._modules)
+
+    def _generators(self) -> list[tuple[str, Any]]:
+        return [
             (f"{path}{name}", value)
             for path, layer in self._modules
             for name, value in vars(layer).items()
             if isinstance(value, GENERATORS)
         ]
-        self.parameters = dict(module.named_parameters())
-        self.began = self.numbers()
+
+    def _follow(self) -> None:
+        """Layers may make parts of their own in their first pass."""
+        if self._counted() == self._count:
+            return
+        known = {path for path, _ in self._modules}
+        self._look()
+        for path, layer in self._modules:
+            own = (*layer._buffers.values(), *layer._parameters.values(), *vars(layer).values())
+            if path not in known and any(isinstance(each, (torch.Tensor, *GENERATORS)) for each in own):
+                self._late.add(path.removesuffix("."))
+        now = self.numbers()
+        self.began.update({path: now[path] for path in now if path not in self.began})
+
+    def compiled(self) -> frozenset[str]:
+        """Names of layers that are compiled where they are (``layer.compile()``)."""
+        found = (path for path, layer in self._modules if layer._compiled_call_impl is not None)
+        return frozenset(path.removesuffix(".") for path in found)
+
+    def check(self) -> None:
+        """Refuse what layers have made in a pass and other copies of the stage lack until they do that pass.
+
+        Raises:
+            UnsupportedError: names it.
+        """
+        self._follow()
+        known = {name for name, _ in self.generators}
+        made = {
+            f"{path}.{name}"
+            for path, (_, names) in self._names.items()
+            for name in names
+            if isinstance(self._attributes[path].get(name), GENERATORS)
+        }
+        late = sorted(self._late | (made - known))
+        if late:
+            raise UnsupportedError(
+                f"layers have made {', '.join(late[:10])} in a pass, which other copies of the stage lack until they "
+                "have done it themselves: make parts with tensors, and generators, in the layers' constructors"
+            )
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """Buffers by their names in the stage."""
+        self._follow()
         found = {}
         for path, layer in self._modules:
             for name, buffer in layer._buffers.items():
@@ -61,45 +138,68 @@ class Layers:
                     found[path + name] = buffer
         return found
 
+    def parameters_now(self) -> dict[str, nn.Parameter]:
+        """As :attr:`parameters`, which were there when the stage was built. One that layers share may be here twice."""
+        return {
+            f"{path}{name}": parameter
+            for path, layer in self._modules
+            for name, parameter in layer._parameters.items()
+            if parameter is not None
+        }
+
+    def extra(self) -> dict[str, Tree]:
+        """What ``get_extra_state`` gives, by the layers' names."""
+        return {path: layer.get_extra_state() for path, layer in self._extra}
+
     def numbers(self) -> Numbers:
         """Numbers that layers keep as attributes."""
         found = {}
         for path, attributes in self._attributes.items():
-            count, names = self._names[path]
+            count, names = self._names.get(path, (0, []))
             if count != len(attributes):
                 names = [name for name in attributes if name not in _OF_ALL]
                 self._names[path] = len(attributes), names
             found[path] = {n: attributes[n] for n in names if n in attributes and type(attributes[n]) in _NUMBERS}
         return found
 
-    def capture(self, parameters: Collection[str] = ()) -> Tree:
-        """What the layers keep now; tensors are theirs.
-
-        Args:
-            parameters: names of parameters that are to be in it, too.
-        """
-        return {
-            "buffers": {name: buffer.detach() for name, buffer in self.buffers().items()},
-            "extra": {path: layer.get_extra_state() for path, layer in self._extra},
-            "numbers": newer(self.numbers(), self.began),
-            "parameters": {n: self.parameters[n].detach() for n in sorted(parameters) if n in self.parameters},
-        }
-
-    def restore(self, given: Tree) -> None:
-        """Take over what :meth:`capture` gave of another copy of the stage."""
-        set_buffers(self._module, given["buffers"])
+    def set_numbers(self, given: Numbers) -> None:
+        """Set ``given`` numbers; all others as every copy of the stage began."""
         now = self.numbers()
         for path, attributes in self._attributes.items():
             began = self.began.get(path, {})
             if now[path] != began:
                 # Where the owner has begun with None there may be a cache by now, which every copy has for itself.
                 attributes.update({name: value for name, value in began.items() if name in now[path]})
-            attributes.update(given["numbers"].get(path, {}))
+            attributes.update(given.get(path, {}))
+
+    def capture(self, parameters: Collection[str] = ()) -> Tree:
+        """What the layers keep now; tensors are theirs.
+
+        Args:
+            parameters: names of parameters that are to be in it, too.
+
+        Raises:
+            UnsupportedError: see :meth:`check`.
+        """
+        self.check()
+        return {
+            "buffers": {name: buffer.detach() for name, buffer in self.buffers().items()},
+            "extra": self.extra(),
+            "numbers": newer(self.numbers(), self.began),
+            "parameters": {n: self.parameters[n].detach() for n in sorted(parameters) if n in self.parameters},
+            "changes": [self.changes.count, self.changes.last],
+        }
+
+    def restore(self, given: Tree) -> None:
+        """Take over what :meth:`capture` gave of another copy of the stage."""
+        set_buffers(self._module, given["buffers"])
+        self.set_numbers(given["numbers"])
         for path, layer in self._extra:
             layer.set_extra_state(given["extra"][path])
         with torch.no_grad():
             for name, value in given["parameters"].items():
                 self.parameters[name].copy_(value)
+        self.changes.follow(*given["changes"])
 
 
 def newer(now: Numbers, before: Numbers) -> Numbers:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from ..errors import ProtocolError
@@ -13,6 +14,7 @@ from .answers import ignore
 from .copies import Copies
 from .deepspeed_adapter import DeepSpeedAdapter
 from .groups import RoleGroups
+from .kept import keeping_types, load_kept
 from .records import Progress
 from .replication import Replication
 from .runtime import RuntimeBinding
@@ -65,10 +67,13 @@ class Loader:
             optimizer = self.ds.basic_optimizer
             if self.pristine is not None and position is not None:
                 self.pristine.renew(self.ds.lr_scheduler, optimizer)
-            with self.groups.acting_for(runtime.role, ignore):
+            keeps = nullcontext() if self.universal else keeping_types(optimizer)
+            with self.groups.acting_for(runtime.role, ignore), keeps:
                 result: Any = self.ds.load_checkpoint(folder, tag, *args, **kwargs)
             if position is not None and len(position.groups) == len(optimizer.param_groups):
                 position.restore(runtime, self.pristine)
+            if not self.universal and tag is not None:  # it goes on from its own checkpoint
+                load_kept(runtime, Path(folder, tag), self.layout.rank(runtime.role))
         if result[0] is None and tag is not None:
             raise ProtocolError(f"checkpoint {tag} in {folder} cannot be loaded")
         if self.layout.sharded:

@@ -194,9 +194,8 @@ class StageOptimizer(ABC):
         names = {id(p): name for name, p in self._runtime.module.named_parameters()}
         for number, parameter in enumerate(p for group in self.inner.param_groups for p in group["params"]):
             state = self.inner.state.get(parameter, {})
-            for name in sorted(state):
-                if torch.is_tensor(state[name]):
-                    yield f"state {name} of {names.get(id(parameter), f'master {number}')}", state[name]
+            for name, tensor in _tensors_in(state, ""):
+                yield f"state{name} of {names.get(id(parameter), f'master {number}')}", tensor
 
     def _scaler(self) -> dict[str, Any]:
         """Numbers of the loss scaler."""
@@ -316,3 +315,17 @@ class FusedHalfOptimizer(HalfOptimizer):
             for parameter, own in zip(group, before, strict=True):
                 parameter.grad = own
         return mask
+
+
+def _tensors_in(value: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors and numbers in dictionaries, lists and tuples, each with its path; numbers as tensors."""
+    if torch.is_tensor(value):
+        yield path, value
+    elif isinstance(value, (bool, int, float)):
+        yield path, torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64)
+    elif isinstance(value, Mapping):
+        for name in sorted(value, key=str):
+            yield from _tensors_in(value[name], f"{path} {name}")
+    elif isinstance(value, (list, tuple)):
+        for number, each in enumerate(value):
+            yield from _tensors_in(each, f"{path} {number}")

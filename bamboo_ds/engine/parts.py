@@ -13,6 +13,7 @@ from ..comm.script import ScriptCollectives
 from ..config import BambooConfig
 from ..topology import Layout, Role
 from .accounts import Accounts
+from .announcements import Announcements
 from .beats import Beats
 from .boundaries import Boundaries
 from .bubbles import IdleTimes
@@ -87,7 +88,7 @@ class Parts:
         self.epoch = epoch = CurrentEpoch(job, layout, mode.eager_backward)
         self.progress = progress = Progress(torch.initial_seed())
         history, batches, idle = History(layout.slices), Batches(layout.slices), IdleTimes()
-        beats, generators = Beats(job, progress), RoleGenerators(ds, layout, progress)
+        beats, generators = Beats(job, progress), RoleGenerators(ds, layout, progress, history)
         self.accounts = accounts = Accounts(settings.observe.ledger, session.member)
         brought = ds.client_lr_scheduler is not None and ds.lr_scheduler is not None
         pristine = Pristine(ds.lr_scheduler, ds.basic_optimizer) if brought else None
@@ -129,17 +130,20 @@ class Parts:
         # Takeover, copies, replay.
         self.copies = copies = Copies(binding, epoch, progress, builder, steps, snapshots, constructions)
         self.joining = joining = Joining(job, binding, progress, history, saves, accounts, checks)
+        announcements = Announcements(binding, epoch, progress, joining)
         self.recovery = recovery = RecoveryProtocol(
             *(ds, binding, epoch, progress, reduction.tied_stages, builder, boundaries, replication),
-            *(commits, copies, supply, saves, history, collectives, joining, checks),
+            *(commits, copies, supply, saves, history, collectives, joining, checks, announcements),
         )
-        self.takeover = takeover = Takeover(binding, epoch, progress, recovery, replication, checks, collectives, beats)
+        self.takeover = takeover = Takeover(
+            binding, epoch, progress, recovery, replication, checks, collectives, beats, announcements
+        )
         self.resuming = resuming = Resuming(epoch, progress, history, joining)
         self.loader = loader = Loader(ds, layout, groups, binding, progress, copies, replication, pristine)
         report = partial(channel.report_layout, layout, mode.replicas)
         self.report_layout = partial(report, dataset is None)
         self.replay = replay = Replay(job, progress, history, joining, resuming, loader, takeover, self.report_layout)
-        self.script = ScriptCalls(binding, epoch, progress, replay, takeover, collectives)
+        self.script = ScriptCalls(binding, epoch, progress, builder, replay, takeover, collectives, announcements)
 
         # What the script calls.
         self.training = Training(

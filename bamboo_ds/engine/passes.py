@@ -63,7 +63,11 @@ class Passes:
         """The forward pass of a micro-batch; passes of a role come in the order of its micro-batches."""
         runtime = self.binding.current
         if self.progress.evaluating:
-            with self.slices.among():
+            with (
+                self.slices.among(),
+                self.generators.keyed(Drawing.EVALUATION, runtime, buffer_id),
+                seeded_layers(self.ds.module, self.progress.consumed + buffer_id),
+            ):
                 self.ds.forward_pass(buffer_id)
             return
         if buffer_id != runtime.forwards:

@@ -29,7 +29,7 @@ from ..supported import check_config, check_schedule, layout_of
 from ..variables import checked_steps
 from ..worker.job import current_job
 from .parts import Parts
-from .refusals import check_hooks, check_layers, check_optimizer_hooks
+from .refusals import check_hooks, check_layers, check_named_optimizer, check_optimizer, check_optimizer_hooks
 from .starting import start
 from .tied import loading_alone
 from .wrappers import is_sharded
@@ -68,6 +68,9 @@ class BambooPipelineEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed i
         layout = layout_of(module)
         job.check_first_engine()
         check_layers(module)
+        copied = settings.redundancy.mode.replicas or layout.copies > 1
+        if kwargs.get("optimizer") is None:
+            check_named_optimizer(config, copied)
         check_hooks(module)
         built(module, module.stage_id)
         super().__init__(*args, **kwargs)
@@ -75,6 +78,7 @@ class BambooPipelineEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed i
             raise ConfigError('mixture-of-experts layers are not supported together with "bamboo" yet')
         check_optimizer_hooks(self.basic_optimizer)
         job.settings = settings
+        check_optimizer(self.basic_optimizer, copied)
         layout = replace(layout, sharded=layout.copies > 1 and is_sharded(self.optimizer))
         self._parts = parts = Parts(self, job, settings, layout)
         job.has_engine = True

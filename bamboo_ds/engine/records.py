@@ -10,6 +10,7 @@ from ..schedule import Decision, RoleProgress
 from ..topology import Layout, Plan, Role
 from .commit import Committed
 from .lanes import Lanes
+from .layers import Changes
 from .schedulers import SchedulerPosition
 
 if TYPE_CHECKING:
@@ -113,6 +114,7 @@ class Progress:
         position: where the scheduler of the local role stood when the iteration began.
         changed: names of parameters, buffers and numbers of the local role that the script has changed since the last
             iteration began; their holders elsewhere get them with that iteration's end.
+        known_changes: what the scripts had changed of all roles when the plan began.
     """
 
     seed: int
@@ -129,6 +131,7 @@ class Progress:
     pending: Decision | None = None
     position: SchedulerPosition | None = None
     changed: set[str] = field(default_factory=set)
+    known_changes: dict[Role, Changes] = field(default_factory=dict)
 
     @property
     def agreed(self) -> Committed:

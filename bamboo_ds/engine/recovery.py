@@ -5,25 +5,23 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
-
-import torch
+from dataclasses import dataclass, field, replace
 
 from ..comm.script import ScriptCollectives
 from ..errors import FatalLoss
 from ..schedule import Decision, RoleProgress
 from ..topology import Plan, Role
 from ..worker import plan_changes as plan_change
+from .announcements import Announcements
 from .boundaries import Boundaries
 from .building import StageBuilder
 from .committing import Commits
 from .copies import Copies
 from .deepspeed_adapter import DeepSpeedAdapter
 from .exactness import ExactChecks
-from .handshake import MemberReport, Reports, RoleReport, ScriptReport, decision_of, lost_changes
+from .handshake import MemberReport, Reports, RoleReport, ScriptReport, decision_of
 from .history import History
 from .joining import Joining
-from .lanes import Stream
 from .operation import Operation
 from .records import CurrentEpoch, Progress, Recovery
 from .replication import Replication
@@ -59,6 +57,7 @@ class RecoveryProtocol:
     collectives: ScriptCollectives
     joining: Joining
     checks: ExactChecks
+    announcements: Announcements
     operation: Operation | None = field(default=None, init=False)
     agreed: tuple[str, ...] = field(default=(), init=False)
 
@@ -71,7 +70,8 @@ class RecoveryProtocol:
 
         Raises:
             EpochChanged: another loss has interrupted it.
-            FatalLoss: a stage has no holder left, or what the scripts had just set up or changed is lost.
+            FatalLoss: a stage has no holder left; what the scripts had just set up or changed is lost; or a lost
+                script would go on to change its stage.
             Evicted: this member was taken for lost.
         """
         begin = time.monotonic()
@@ -82,7 +82,7 @@ class RecoveryProtocol:
         planned = time.monotonic()
         logger.info("recovering to epoch %d: lost %s", plan.epoch, ", ".join(plan.lost))
         self.boundaries.forget()
-        self._follow_trained()
+        self.announcements.listen()
         self.enter(plan)
         logger.info("entered epoch %d", plan.epoch)
         self.take_over_roles(plan)
@@ -96,6 +96,7 @@ class RecoveryProtocol:
         redone = self._redone(plan, decision)
         seconds = planned - noticed, time.monotonic() - planned
         self.progress.recovery = Recovery(decision, noticed, *seconds, *redone)
+        self.announcements.tell_again()
         plan_change.tell(plan, self.epoch.member)
         return decision
 
@@ -108,9 +109,7 @@ class RecoveryProtocol:
         """The same decision on all members, and what follows from it for what they do besides the operation."""
         self._check_setup(plan, reports)
         decision = decision_of(reports, self.epoch.layout, self.ds.micro_batches, self.tied_stages)
-        if decision.mode != "commit" and (roles := lost_changes(reports)):
-            newest = self.epoch.job.newest_checkpoint(plan)
-            raise FatalLoss(roles, plan.lost, newest, "what the script has just changed in ")
+        self.announcements.check(plan, reports, decision)
         self.collectives.agree({m: report.script_facts() for m, report in reports.items()}, decision.step)
         self.copies.begin(plan, reports)
         if self.joining.active:
@@ -149,6 +148,7 @@ class RecoveryProtocol:
                 backwards=0 if runtime.partial_pass else runtime.backwards,
                 reduced=self.commits.is_complete(runtime),
                 state_only=runtime.role in self.progress.taken_over,
+                changes=replace(runtime.layers.changes),
             )
             for runtime in self.binding.owned()
         ]
@@ -171,7 +171,6 @@ class RecoveryProtocol:
             nonce=self.saves.nonce,
             accounts=self.supply.accounts.report(),
             script=ScriptReport(**self.collectives.record()),
-            changed=bool(self.progress.changed),
             exact=self.checks.left,
         )
 
@@ -211,22 +210,6 @@ class RecoveryProtocol:
         if source is None:
             raise FatalLoss([(role.pipeline, role.stage)], plan.lost, self.epoch.job.newest_checkpoint(plan))
         return self.builder.clone(source, role)
-
-    def _follow_trained(self) -> None:
-        """Learn of parameters that lost owners had frozen when this iteration began, if they could still say so."""
-        if not self.epoch.begun:
-            return
-        self.binding.refresh()
-        for replica in self.binding.replicas():
-            lane = self.epoch.lanes.get((Stream.TRAINED, replica.role))
-            told = self.epoch.transport.take(lane) if lane and lane.destination == self.epoch.member else ()
-            if told:
-                assert isinstance(told[-1], torch.Tensor)
-                replica.trained = [bool(each) for each in told[-1].tolist()]
-                if replica.trained != replica.trains():
-                    replica.begin_again()  # its passes did not know of it
-                    replica.train_only(replica.trained)
-        self.binding.reload()
 
     # -- progress -----------------------------------------------------------------------------------------
 

@@ -15,6 +15,8 @@ from torch import nn
 
 from ..errors import ProtocolError, UnsupportedError
 from ..state import Tree
+from .rebinding import Rebinding
+from .rng import left_alone
 from .runtime import StageRuntime
 from .schedulers import Pristine, bases_of, load_state
 
@@ -24,7 +26,8 @@ def build_stage_module(module: Any, stage: int, device: torch.device) -> Any:
 
     The constructor of ``PipelineModule`` runs collectives, so the instance is put together without it:
     attributes of the original are shared, its layers are built from the same specs. What was given as module instances
-    or parameters is copied, since the original belongs to another role. Draws no random numbers.
+    or parameters is copied, since the original belongs to another role; methods of the original become its own. Leaves
+    the script's random numbers alone.
     """
     kind: Any = type(module)
     other = kind.__new__(kind)
@@ -32,26 +35,29 @@ def build_stage_module(module: Any, stage: int, device: torch.device) -> Any:
     fresh = set(other.__dict__)
     shared = {k: v for k, v in module.__dict__.items() if k not in fresh}
     other.__dict__.update(shared)
+    copies: dict[int, Any] = {id(module): other}  # what refers to the original is to refer to this one
     # What the module has besides its layers: a loss function that is a module, parts that a subclass added.
     layers = {*module.fwd_map, "tied_modules"}
     for name, child in module._modules.items():
         if name not in layers:
-            other.add_module(name, copy.deepcopy(child))
+            other.add_module(name, copy.deepcopy(child, copies))
     for name, parameter in module._parameters.items():
-        other.register_parameter(name, copy.deepcopy(parameter))
+        other.register_parameter(name, copy.deepcopy(parameter, copies))
     for name, buffer in module._buffers.items():
         other.register_buffer(name, copy.deepcopy(buffer), persistent=name not in module._non_persistent_buffers_set)
+    own = Rebinding(copies)
+    other.__dict__.update({name: own.of(value) for name, value in shared.items()})
     other.stage_id = stage
     other._local_start, other._local_stop = module.parts[stage], module.parts[stage + 1]
     other.forward_funcs, other.fwd_map = [], {}
     other.tied_modules, other.tied_weight_attrs, other.tied_comms = nn.ModuleDict(), {}, {}
     other.micro_offset = 0
-    specs, copies = list(module._layer_specs), dict[int, Any]()
+    specs = list(module._layer_specs)
     for index in range(other._local_start, other._local_stop):
-        specs[index] = with_own_parts(specs[index], copies)
+        specs[index] = with_own_parts(own.of(specs[index]), copies)
     other._layer_specs = specs
     other.seed_layers = False  # it would seed every generator of the process
-    with torch.random.fork_rng(enabled=True):
+    with left_alone():
         other._build()
     other._layer_specs, other.seed_layers = module._layer_specs, module.seed_layers
     names = list(module._modules)

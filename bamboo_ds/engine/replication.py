@@ -12,7 +12,6 @@ from ..topology import Role
 from .boundaries import Boundaries
 from .commit import Measured
 from .construction import Construction
-from .lanes import Stream
 from .mismatches import Mismatches
 from .records import CurrentEpoch, Progress
 from .runtime import RuntimeBinding, StageRuntime
@@ -68,14 +67,15 @@ class Replication:
         trained = [bool(each) for each in trained]
         reduced = tensors[:count]
         layers = join(places.cpu().numpy().tobytes().decode(), tensors[count:])
+        self.epoch.transport.take(self.epoch.lanes.told[role, self.epoch.member])  # the same
         construction = self.constructions.get(role)
         if construction is not None:
             construction.incoming = reduced, layers, trained
             return
         replica = self.binding.runtimes[role]
+        replica.layers.changes.follow(*layers["changes"])
         replica.reduced, replica.received_layers = reduced, layers
         if trained:
-            self.epoch.transport.take(self.epoch.lanes[Stream.TRAINED, role])  # the same
             replica.train_only(trained)
         overflow, *squares = measured.tolist()
         replica.measured = Measured(bool(overflow), tuple(squares))

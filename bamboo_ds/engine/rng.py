@@ -34,6 +34,7 @@ class Drawing(str, Enum):
     FORWARD = ""
     BACKWARD = "backward"
     STEP = "step"
+    EVALUATION = "evaluation"
 
 
 def drawing_seed(drawing: Drawing, seed: int, step: int, role: Role, micro_batch: int = 0) -> int:
@@ -98,6 +99,18 @@ def _state(seed: int, name: str, device: torch.device) -> torch.Tensor:
     """State of the generator ``name`` in the pass that ``seed`` belongs to."""
     generator = torch.Generator(device if device.type == "cuda" else "cpu")
     return generator.manual_seed(_hashed(struct.pack("<q", seed) + name.encode())).get_state()
+
+
+@contextmanager
+def left_alone() -> Iterator[None]:
+    """Restore the states of the generators of torch, Python and NumPy after the body."""
+    states = random.getstate(), numpy.random.get_state()
+    try:
+        with torch.random.fork_rng(enabled=True):
+            yield
+    finally:
+        random.setstate(states[0])
+        numpy.random.set_state(states[1])
 
 
 @contextmanager

@@ -7,15 +7,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-import torch
-
 from ..comm.script import Lacking, Place, ScriptCollectives
-from ..errors import EpochChanged, UnsupportedError
+from ..errors import UnsupportedError
+from .announcements import Announcements
+from .building import StageBuilder
 from .changes import CURE, Adjustable, Weights, check_local
-from .lanes import Stream
 from .optimizers import HalfOptimizer
 from .records import CurrentEpoch, Progress
-from .refusals import Hooks, check_optimizer_hooks, hooks_of, refuse_hooks
+from .refusals import check_optimizer_hooks, check_step, hooks_of, refuse_compiled, refuse_hooks, registered
 from .replay import Replay
 from .runtime import RuntimeBinding
 from .takeover import Takeover
@@ -30,18 +29,21 @@ class ScriptCalls:
     binding: RuntimeBinding
     epoch: CurrentEpoch
     progress: Progress
+    builder: StageBuilder
     replay: Replay
     takeover: Takeover
     collectives: ScriptCollectives
+    announcements: Announcements
     #: Depth of calls of the engine.
     _depth: int = field(default=0, init=False)
     #: How the engine has left to the script what it may set.
     _left: Adjustable = field(init=False)
     _weights: Weights = field(init=False)
     _trained: list[bool] = field(init=False)
-    _hooks: Hooks = field(init=False)
-    #: Calls of the engine before which hooks are looked for: scripts register them when they begin.
-    _looks: int = field(default=5, init=False)
+    #: How many hooks had been registered then.
+    _hooks: int = field(init=False)
+    #: What was compiled then of the local role's stage.
+    _compiled: frozenset[str] = field(init=False)
     _warned: bool = field(default=False, init=False)
 
     @contextmanager
@@ -66,8 +68,8 @@ class ScriptCalls:
         self._note_count()
         self._weights = Weights(local.layers)
         self._trained = local.trains()
-        if self._looks:
-            self._hooks = hooks_of(local.module)
+        self._hooks = registered()
+        self._compiled = local.layers.compiled()
 
     def follow(self) -> None:
         """Give to all roles what the script has set since it went on."""
@@ -80,26 +82,31 @@ class ScriptCalls:
             for runtime in self.binding.runtimes.values():
                 if runtime is not local:
                     changed.give(runtime)
-        if not (self.epoch.job.replaying or self.replay.joining.active):
-            self._weights.check_gradients()
-            self._follow_weights()
-        if local.trains() != self._trained:
-            self._follow_freezing()
-        if self._looks:
-            self._looks -= 1
-            refuse_hooks(hooks_of(local.module) - self._hooks)
+        written = not (self.epoch.job.replaying or self.replay.joining.active) and self._follow_weights()
+        frozen = local.trains() != self._trained and self._follow_freezing()
+        if written or frozen:
+            self.announcements.tell(written, local.trained if frozen else None)
+        check_step(local.attributes["basic_optimizer"])
+        if self.builder.compiled_with is None:  # else the engine has compiled them for it
+            refuse_compiled(local.layers.compiled() - self._compiled)
+        if registered() != self._hooks:
+            refuse_hooks(hooks_of(local.module, self._hooks))
             check_optimizer_hooks(local.attributes["basic_optimizer"])
 
-    def _follow_weights(self) -> None:
-        """Note what the script has changed of its stage, for the holders of the stage's replica.
+    def _follow_weights(self) -> bool:
+        """Note whether the script has changed its stage, for the holders of the stage's replica.
 
         Raises:
             UnsupportedError: it cannot have done so with all stages.
         """
+        self._weights.check_parameters()
+        self._weights.check_gradients()
         changed = self._weights.changed()
         if not changed:
-            return
-        check_local(changed, self.epoch.plan)
+            return False
+        role, changes = self.binding.local.role, self.binding.local.layers.changes
+        check_local(changed, self.epoch.plan, role, self.progress.known_changes, changes.count)
+        changes.note(self.progress.steps)
         if self.progress.steps and not self._warned:
             self._warned = True
             logger.warning(
@@ -110,21 +117,22 @@ class ScriptCalls:
                 CURE,
             )
         self.progress.changed.update(changed)
+        return True
 
     def _note_count(self) -> None:
         """Note by how much DeepSpeed's count of steps, which checkpoints and scripts set, is ahead of the job's."""
         if not self.replay.under_way:
             self.epoch.channel.ahead = self.binding.local.attributes["global_steps"] - self.progress.steps
 
-    def _follow_freezing(self) -> None:
-        """The script has frozen parameters of its stage, or made them trainable: its shadow must know.
+    def _follow_freezing(self) -> bool:
+        """The script has frozen parameters of its stage, or made them trainable: whether others must know.
 
         Raises:
             UnsupportedError: it cannot be followed exactly.
         """
         local = self.binding.local
         if self.binding.runtimes.get(local.role) is not local or not local.owned:
-            return  # a member that joins replays what the stage's owner has done
+            return False  # a member that joins replays what the stage's owner has done
         if isinstance(local.optimizer, HalfOptimizer):
             raise UnsupportedError(
                 "the script has frozen parameters, or made them trainable, after deepspeed.initialize: with fp16 and "
@@ -138,16 +146,7 @@ class ScriptCalls:
                 "from a checkpoint with a worker for each stage"
             )
         local.trained = local.trains()
-        lane = self.epoch.lanes.get((Stream.TRAINED, local.role))
-        if lane is None:
-            return
-        try:
-            # Nothing else is sent in this iteration before the shadow has it: it may be needed for a takeover.
-            trained = torch.tensor(local.trained, dtype=torch.uint8)
-            self.epoch.transport.send(lane, self.progress.sequence, trained)
-            self.epoch.transport.drain()
-        except EpochChanged as error:
-            logger.info("interrupted before operation %d: %s", self.progress.sequence, error)
+        return True
 
     # -- the script's collectives -------------------------------------------------------------------------
 

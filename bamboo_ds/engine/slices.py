@@ -57,6 +57,10 @@ class SlicedPasses:
         """In the body the layers of the bound role communicate with its other slices."""
         return self._groups.among_slices(self._binding.local.role, self._binding.current.role)
 
+    def _note(self, passing: bool) -> None:
+        self.passing = passing
+        self._groups.note_pass(passing)
+
     @contextmanager
     def in_pass(self, keeps: bool) -> Iterator[None]:
         """The body is a pass of the bound role.
@@ -66,7 +70,7 @@ class SlicedPasses:
         """
         runtime = self._binding.current
         timing = {name for name, timer in self._timers().items() if timer.started_}
-        self.passing = True
+        self._note(True)
         try:
             with self.among():
                 yield
@@ -77,7 +81,7 @@ class SlicedPasses:
                     timer.stop()
             raise
         finally:
-            self.passing = False
+            self._note(False)
 
     def _timers(self) -> Mapping[str, Any]:
         """DeepSpeed's, by name."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from ..comm.script import ScriptCollectives
 from ..errors import EpochChanged
 from ..topology import hungry
+from .announcements import Announcements
 from .beats import Beats
 from .exactness import ExactChecks
 from .operation import Operation, Outcome
@@ -36,6 +37,7 @@ class Takeover:
     checks: ExactChecks
     collectives: ScriptCollectives
     beats: Beats
+    announcements: Announcements
 
     def run(self, operation: Operation) -> None:
         """Run ``operation`` until it commits::
@@ -147,6 +149,7 @@ class Takeover:
         begin, before = time.monotonic(), self.epoch.plan
         self.epoch.switch_due = False
         undisturbed = True
+        self.announcements.listen()  # lanes that are closed tell nothing any more
         try:
             self.epoch.transport.close()
         except EpochChanged as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ Trace = dict[str, list[int]]
 class Traces:
     """The passes of one iteration.
 
-    A layer that is checkpointed is seen in its forward passes alone; one that is a function is not seen.
+    A layer that is checkpointed is seen in its forward passes alone; one that is a function or compiled is not seen.
     """
 
     def __init__(self) -> None:
@@ -44,7 +45,8 @@ class Traces:
         seen: set[int] = set()
         handles = []
         for number, layer in enumerate(module.forward_funcs, module._local_start):
-            if isinstance(layer, nn.Module) and id(layer) not in seen:
+            # Of a layer that is compiled hooks would become a part, and it would be compiled again in each pass.
+            if isinstance(layer, nn.Module) and layer._compiled_call_impl is None and id(layer) not in seen:
                 seen.add(id(layer))
                 names = output_of(module, number, micro_batch), given_back(module, number + 1, micro_batch)
                 forward[names[0]] = []  # a pass may be done again
@@ -98,7 +100,8 @@ def owner_of(module: Any, parameter: str) -> int:
     if head == "tied_modules":
         part = module.tied_modules[rest.partition(".")[0]]
     for at, layer in enumerate(module.forward_funcs):
-        if layer is part or part in getattr(layer, "args", ()):  # those of a function that uses tied weights
+        # DeepSpeed makes such a function of a layer that uses tied weights in another way.
+        if layer is part or (isinstance(layer, functools.partial) and any(each is part for each in layer.args)):
             return int(module._local_start + at)
     return -1
 

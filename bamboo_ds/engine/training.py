@@ -149,7 +149,10 @@ class Training:
         self.binding.begin_iteration()
         progress.changed.clear()
         for runtime in self.binding.runtimes.values():
-            runtime.trained = None
+            if outcome is Outcome.BEHIND and runtime.trained and runtime is not self.binding.local:
+                runtime.train_only(runtime.trained)  # of the next iteration, in which others are already
+            else:
+                runtime.trained = None
         end_iteration()
         self.redundant.end_iteration()
         self.history.add_iteration(agreed.losses, self.steps.skipped())

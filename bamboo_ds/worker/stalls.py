@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import sys
 import threading
 import traceback
 from collections.abc import Callable
+from types import FrameType
 
 from .activity import Activity
 
@@ -16,6 +18,21 @@ logger = logging.getLogger("bamboo_ds.control.stalls")
 FIRST_REPORT_S = 60.0
 #: The same for what a worker does outside of instructions and can say itself.
 FIRST_WORD_S = 3.0
+
+
+def frame_of(thread: threading.Thread) -> FrameType | None:
+    """Where ``thread`` is; ``None`` if it does not run.
+
+    CPython before 3.12.1 holds a lock of the interpreter meanwhile that objects with variables of threads need to end:
+    if the collector ends one just then, all threads wait for ever (gh-106883). So there is no collection meanwhile.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames().get(thread.ident or 0)
+    finally:
+        if collects:
+            gc.enable()
 
 
 class Stalls:
@@ -46,7 +63,7 @@ class Stalls:
         if now - self._since < self._next_s:
             return
         self._next_s *= 2
-        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        frame = frame_of(threading.main_thread())
         place = "".join(traceback.format_stack(frame)) if frame is not None else ""
         does = "waits for other members" if activity.waiting() else "is busy"
         logger.warning("one instruction lasts %.0f s by now; the worker %s in\n%s", now - self._since, does, place)

@@ -19,7 +19,14 @@ def begin(seed: int, stages: int = 2) -> tuple[Any, Any]:
     torch.manual_seed(seed)
     deepspeed.init_distributed()
     shape = argparse.Namespace(
-        model="mlp", dropout=0.0, norm=False, cache=False, stages=stages, instances=False, checkpoint_activations=0
+        model="mlp",
+        dropout=0.0,
+        norm=False,
+        cache=False,
+        count_passes=False,
+        stages=stages,
+        instances=False,
+        checkpoint_activations=0,
     )
     net = build(shape)
     engine, *_ = deepspeed.initialize(args=arguments, model=net, model_parameters=list(net.parameters()))

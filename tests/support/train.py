@@ -32,11 +32,11 @@ LAST_STEP = "last-step"
 
 
 class Block(nn.Module):
-    """Linear, optional normalisation and dropout, residual; a buffer that is made when it is needed."""
+    """Linear, optional normalisation and dropout, residual; a buffer that is made when it is needed; may count."""
 
-    def __init__(self, dropout: float = 0.0, norm: bool = False, cache: bool = False) -> None:
+    def __init__(self, dropout: float = 0.0, norm: bool = False, cache: bool = False, counts: bool = False) -> None:
         super().__init__()
-        self.cache = cache
+        self.cache, self.counts, self.passes = cache, counts, 0
         self.linear = nn.Linear(HIDDEN, HIDDEN)
         self.norm = nn.BatchNorm1d(HIDDEN) if norm else nn.Identity()
         self.dropout = nn.Dropout(dropout)
@@ -47,6 +47,9 @@ class Block(nn.Module):
             if not hasattr(self, "table"):
                 self.register_buffer("table", torch.linspace(0, 0.1, HIDDEN))
             x = x + self.table
+        if self.counts:
+            self.passes += 1
+            x = x * (1 + 1e-3 * self.passes)
         return x + self.dropout(torch.tanh(self.norm(self.linear(x))))
 
 
@@ -126,7 +129,8 @@ def build(arguments: argparse.Namespace) -> PipelineModule:
     tuples = arguments.model == "tuple"
     block = TupleBlock if tuples else Block
     layers = [
-        LayerSpec(block, arguments.dropout, arguments.norm, arguments.cache) for _ in range(2 * arguments.stages - 1)
+        LayerSpec(block, arguments.dropout, arguments.norm, arguments.cache, arguments.count_passes)
+        for _ in range(2 * arguments.stages - 1)
     ]
     head = {"tuple": TupleHead, "loss": LossHead}.get(arguments.model)
     layers.append(LayerSpec(head) if head else LayerSpec(nn.Linear, HIDDEN, CLASSES))
@@ -306,6 +310,7 @@ def main() -> None:
     parser.add_argument("--adjust", action="store_true", help="set learning rates and the count of steps by hand")
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--norm", action="store_true")
+    parser.add_argument("--count-passes", action="store_true", help="layers depend on how many they have done")
     parser.add_argument("--cache", action="store_true", help="layers make a buffer in their first pass")
     parser.add_argument("--compile", action="store_true", help="the engine's modules")
     parser.add_argument("--instances", action="store_true")

@@ -46,7 +46,7 @@ def main() -> None:
     set_global_variables(arguments)
     mpu.initialize_model_parallel(arguments.stages)
     shape = argparse.Namespace(
-        model="mlp", dropout=0.0, norm=False, cache=False, stages=arguments.stages, instances=False,
+        model="mlp", dropout=0.0, norm=False, cache=False, count_passes=False, stages=arguments.stages, instances=False,
         checkpoint_activations=0,
     )  # fmt: skip
     net = build(shape)

@@ -131,6 +131,7 @@ def main() -> None:
     parser.add_argument("--slow-s", type=float, default=0.1)
     parser.add_argument("--end-after", type=int, default=0)
     parser.add_argument("--change-at", type=int, nargs="*", default=[], help="before so many steps are done")
+    parser.add_argument("--changers", type=int, nargs="*", default=None, help="stages whose scripts do so; all")
     parser.add_argument("--faults", default="[]")
     arguments = parser.parse_args()
     arguments.model = "mlp"
@@ -157,10 +158,11 @@ def main() -> None:
         for group in engine.optimizer.param_groups:
             if group["place"] == "rate":
                 group["lr"].fill_(0.05 / (1 + len(losses)))
-        if len(losses) in arguments.change_at:
+        changes = arguments.changers is None or engine.stage_id in arguments.changers
+        if changes and len(losses) in arguments.change_at:
             with torch.no_grad():
                 for name, parameter in net.named_parameters():
-                    if name.endswith("script"):
+                    if name.endswith(("script", "bias")):
                         parameter.mul_(0.5)
         losses.append(float(engine.train_batch(data_iter=source)))
     context.__exit__(None, None, None)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import select
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ import torch
 
 from bamboo_ds.state.fetch import Fetch, fetch
 from bamboo_ds.state.server import StateServer
+from bamboo_ds.worker.stalls import frame_of
 
 from .leaks import no_leaks
 
@@ -69,7 +69,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 def is_in(one: Fetch, *functions: str) -> bool:
     """Whether the thread of a fetch is in ``functions``, each called somewhere below the one before."""
-    frame, names = sys._current_frames().get(one._thread.ident or 0), []
+    frame, names = frame_of(one._thread), []
     while frame is not None:
         names.append(frame.f_code.co_name)
         frame = frame.f_back

@@ -1,0 +1,99 @@
+"""What scripts change of their stages between two operations, told to the other holders of these stages.
+
+The change itself travels with the reduced gradients of the next iteration. That there is one is told before the
+iteration, so that a member that takes the stage over in it knows what it lacks::
+
+    script changes its stage --> tell --> passes ... reduced gradients, with the change
+                                  |
+    holders of the replica      listen, at a loss --> report --> check: go on, or restart
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import torch
+
+from ..errors import EpochChanged, FatalLoss
+from ..schedule import Decision
+from ..topology import Plan
+from .changes import abandoned, lacking, role_changes
+from .handshake import Reports
+from .joining import Joining
+from .records import CurrentEpoch, Progress
+from .runtime import RuntimeBinding
+
+logger = logging.getLogger("bamboo_ds")
+
+
+@dataclass(eq=False)
+class Announcements:
+    """Tells what the script has changed of the local role, and listens to what owners tell of replicas held here."""
+
+    binding: RuntimeBinding
+    epoch: CurrentEpoch
+    progress: Progress
+    joining: Joining
+
+    def tell(self, written: bool, trained: list[bool] | None) -> None:
+        """Tell the holders of the local role's replica; they may need it for a takeover.
+
+        Nothing else is sent in this iteration before they have it.
+
+        Args:
+            written: the script has changed what the layers keep.
+            trained: which parameters are trainable, if it has changed that.
+        """
+        told = torch.tensor([self.progress.steps, written, *(trained or ())], dtype=torch.int64)
+        transport = self.epoch.transport
+        try:
+            for (role, _), lane in self.epoch.lanes.told.items():
+                if role == self.binding.local.role and lane.source == self.epoch.member:
+                    transport.send(lane, self.progress.sequence, told)
+            transport.drain()
+        except EpochChanged as error:
+            logger.info("interrupted before operation %d: %s", self.progress.sequence, error)
+
+    def tell_again(self) -> None:
+        """A plan begins: its holders of the local role's replica get what was told of the operation under way."""
+        changed, trained = bool(self.progress.changed), self.binding.local.trained
+        if not self.joining.active and (changed or trained):
+            self.tell(changed, trained)
+
+    def listen(self) -> None:
+        """Learn what lost owners had changed or frozen when this iteration began, if they could still say so."""
+        if not self.epoch.begun:
+            return
+        self.binding.refresh()
+        for replica in self.binding.replicas():
+            lane = self.epoch.lanes.told.get((replica.role, self.epoch.member))
+            for told in self.epoch.transport.take(lane) if lane else ():
+                assert isinstance(told, torch.Tensor)
+                step, changed, *trained = told.tolist()
+                if changed:
+                    replica.layers.changes.note(step)
+                if not trained:
+                    continue
+                replica.trained = now = [bool(each) for each in trained]
+                if step <= self.progress.steps and now != replica.trains():
+                    replica.begin_again()  # its passes did not know of it
+                    replica.train_only(now)
+        self.binding.reload()
+
+    def check(self, plan: Plan, reports: Reports, decision: Decision) -> None:
+        """Stages that scripts change between two operations: a member that takes one over does not do so.
+
+        Raises:
+            FatalLoss: a change is missing, or would be; on all members alike.
+        """
+        roles = role_changes(plan, reports, decision)
+        self.progress.known_changes = {role: each.changes for role, each in roles.items()}
+        step = max(report.steps for report in reports.values())
+        for found, what in (
+            (lacking(roles, step) if plan.lost else [], "what the script has just changed in "),
+            (abandoned(roles, step), "the script that changes "),
+        ):
+            if found:
+                places = [(role.pipeline, role.stage) for role in found]
+                raise FatalLoss(places, plan.lost, self.epoch.job.newest_checkpoint(plan), what)
