@@ -10,7 +10,7 @@ import pytest
 
 from .support.hosts import HostJob, Hosts, make_hosts
 from .support.jobs import Result, slow_until, write_config
-from .support.watching import PATIENCE_S, assert_exact, wait_lost, wait_steps, wait_whole
+from .support.watching import PATIENCE_S, assert_exact, wait_entered, wait_lost, wait_steps, wait_whole
 
 __all__ = ["make_hosts"]  # the fixture
 
@@ -66,7 +66,7 @@ def test_members_that_are_cut_off_come_back(tmp_path: Path, reference: Reference
         second = job.member(2)
         assert second.joiner and second.agent_pid == first.agent_pid and second.id in job.plan()["owners"]
 
-        wait_steps(job, 1)
+        wait_entered(job)  # who is awaited there could be accused by everybody
         before = job.members()
         hosts.separate(0, 1)
         wait_lost(job, 2)

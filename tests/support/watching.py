@@ -29,6 +29,15 @@ def wait_steps(job: RunningJob, more: int) -> None:
     job.wait_for(f"{more} more steps", lambda: len(job.events("step")) >= goal, PATIENCE_S)
 
 
+def wait_entered(job: RunningJob) -> None:
+    """Until a step is done under the newest plan."""
+
+    def entered() -> bool:
+        return bool(job.events("step")) and job.events("step")[-1]["epoch"] == job.plan()["epoch"]
+
+    job.wait_for("a step under the newest plan", entered, PATIENCE_S)
+
+
 def wait_whole(job: RunningJob, owners: int) -> None:
     """Until so many members own a stage, and every stage has a shadow."""
 
