@@ -144,6 +144,31 @@ def test_a_slice_is_a_plan_and_back(layout: Layout) -> None:
     assert merged(plan, parts) == plan
 
 
+def assert_lasts(target: Plan, learning: Plan, members: list[Candidate], policy: Policy) -> None:
+    """When the copies of ``learning`` are made, ``target`` is still the target."""
+    ready = {m: [rank for rank, each in learning.learners if each == m] for m in learning.members}
+    again = next_plan(learning, members, policy=policy, holders=holders_of(learning, ready))
+    assert (again.owners, again.shadows, again.members) == (target.owners, target.shadows, target.members)
+
+
+def test_a_target_lasts_that_is_not_found_at_once() -> None:
+    """Targets go round in a circle here, each of them made by the copies for another one."""
+    layout = Layout(9, 3, slices=3)
+    plan, members = plan_of(layout), candidates(layout)
+    policy = Policy(near_shadows=True, standby_replicas=True)
+    for event in ("m21", "m12", "join", "join"):
+        if event == "join":
+            slot = len(plan.members) + 2
+            members.append(Candidate(f"m{slot}", slot, f"h{slot}", home=choose_home(plan, plan.homes)))
+            plan = replace(plan, members=(*plan.members, f"m{slot}"), homes=(*plan.homes, members[-1].home))
+        else:
+            plan = takeover(plan, {event})
+            members = [m for m in members if m.id != event]
+        target = next_plan(plan, members, policy=policy)
+        assert_lasts(target, replace(plan, learners=learners_for(plan, target)), members, policy)
+        plan = target
+
+
 @settings(deadline=None, max_examples=100)
 @given(layouts, st.data())
 def test_members_keep_to_their_slice(layout: Layout, data: st.DataObject) -> None:
@@ -175,9 +200,7 @@ def test_members_keep_to_their_slice(layout: Layout, data: st.DataObject) -> Non
         assert all(m in target.members for m in (*target.owners, *filter(None, target.shadows)))
         learning = replace(plan, learners=learners_for(plan, target))
         assert all(len(found) == 1 for found in slices_of(learning).values())
-        ready = {m: [rank for rank, each in learning.learners if each == m] for m in plan.members}
-        again = next_plan(learning, members, policy=policy, holders=holders_of(learning, ready))
-        assert (again.owners, again.shadows, again.members) == (target.owners, target.shadows, target.members)
+        assert_lasts(target, learning, members, policy)
         plan, members = target, [m for m in members if m.id in target.members]
 
 

@@ -217,17 +217,22 @@ def plan(
             part = only(previous, number)
             parts.append(plan(part, mine, costs, policy, held) if mine else given_up(part))
         return merged(previous, parts, roster.everyone.values())
+
     # Copies that are under way count as made, lest the target depend on how far they are: wanted is one that is still
     # the target when its own copies are made.
-    learners = frozenset(previous.learners)
-    for _ in range(_ATTEMPTS):
-        target = _target(previous, roster, costs, policy, _promised(learners, previous, roster, holders))
-        before, learners = learners, frozenset(learners_for(previous, target))
-        if learners == before:
-            break
-    else:
-        # What owners and shadows hold does not depend on copies at all.
-        target = _target(previous, roster, costs, policy, _settled(previous, holders))
+    def kept(learners: frozenset[tuple[int, str]]) -> Plan | None:
+        for _ in range(_ATTEMPTS):
+            target = _target(previous, roster, costs, policy, _promised(learners, previous, roster, holders))
+            before, learners = learners, frozenset(learners_for(previous, target))
+            if learners == before:
+                return target
+        return None
+
+    target = kept(frozenset(previous.learners))
+    if target is None:
+        # What owners and shadows hold does not depend on copies at all. Its copies may lead to a target that lasts.
+        settled = _target(previous, roster, costs, policy, _settled(previous, holders))
+        target = kept(frozenset(learners_for(previous, settled))) or settled
     nobody = (rank for rank in range(previous.world.size) if roster.everyone.keys().isdisjoint(holders.get(rank, ())))
     return replace(target, unheld=tuple(nobody))
 
