@@ -146,7 +146,7 @@ def options_markdown() -> str:
 def _options(name: str, command: click.Command) -> Iterator[str]:
     what = inspect.cleandoc(command.help or "").split("\n\n")[0]
     yield from (f"### `bamboo {name}`", "", " ".join(what.split()), "")
-    options = options_of(command)
+    options = [option for option in options_of(command) if not option.hidden]
     if options:
         yield from ("| option | default | meaning |", "| --- | --- | --- |")
     for option in options:
