@@ -133,7 +133,8 @@ class Parts:
         announcements = Announcements(binding, epoch, progress, joining)
         self.recovery = recovery = RecoveryProtocol(
             *(ds, binding, epoch, progress, reduction.tied_stages, builder, boundaries, replication),
-            *(commits, copies, supply, saves, history, collectives, joining, checks, announcements),
+            *(commits, copies, supply, saves, history, collectives, joining, checks),
+            announcements,
         )
         self.takeover = takeover = Takeover(
             binding, epoch, progress, recovery, replication, checks, collectives, beats, announcements
