@@ -7,7 +7,6 @@ nearest known key named, so that a typing error never silently turns a safeguard
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any, Literal, get_args, get_origin
@@ -413,19 +412,3 @@ def has_block(config: Any) -> bool:
         return BLOCK in load_config(config)
     except ConfigError:
         return False
-
-
-def settings_markdown() -> str:
-    """The table of settings and defaults for the documentation, made from the models."""
-    rows = ["| setting | default | meaning |", "| --- | --- | --- |"]
-
-    def walk(model: type[BaseModel], prefix: str) -> None:
-        for name, field in model.model_fields.items():
-            if _is_model(field.annotation):
-                walk(field.annotation, f"{prefix}{name}.")  # type: ignore[arg-type]  # a model
-                continue
-            default = field.default.value if isinstance(field.default, Enum) else field.default
-            rows.append(f"| `{prefix}{name}` | `{json.dumps(default)}` | {field.description} |")
-
-    walk(BambooConfig, "")
-    return "\n".join(rows)

@@ -25,7 +25,6 @@ from bamboo_ds.config import (
     load_config,
     parse_block,
     paths_by_name,
-    settings_markdown,
 )
 from bamboo_ds.control.agent.command import worker_environment
 from bamboo_ds.control.settings import AgentSettings, MemberOptions, parse_arguments
@@ -36,6 +35,7 @@ from bamboo_ds.supported import check_config, check_schedule
 from bamboo_ds.variables import ENV_LAUNCH
 from bamboo_ds.worker.job import Job
 
+from .support.docs import settings_markdown
 from .support.jobs import bamboo_command, environment, run_bamboo, run_stock, write_config
 
 

@@ -11,8 +11,6 @@ from pathlib import Path
 import click
 import pytest
 
-from bamboo_ds.config import settings_markdown
-
 from .support.docs import (
     ROOT,
     Link,
@@ -26,6 +24,7 @@ from .support.docs import (
     made,
     options_of,
     pages,
+    settings_markdown,
     successors,
 )
 

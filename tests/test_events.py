@@ -16,7 +16,9 @@ from pydantic import ValidationError
 
 from bamboo_ds.errors import ConfigError, ProtocolError
 from bamboo_ds.observe import events, logs
-from bamboo_ds.observe.events import EventWriter, parse_event, read_events, schema_markdown
+from bamboo_ds.observe.events import EventWriter, parse_event, read_events
+
+from .support.docs import schema_markdown
 
 COMMON: dict[str, Any] = {"job": "gpt", "member": "m0", "epoch": 3}
 SAMPLES: list[events.Event] = [

@@ -390,7 +390,7 @@ def test_status_of_a_job_that_lost_a_member() -> None:
     entries += [entry(Keys.progress("c"), ProgressRecord(id="c", step=6))]
     mirror = Mirror(Snapshot({e.key: e for e in entries}, 9))
     assert mirror.plan == plan
-    assert mirror.plan_revision == 7
+    assert mirror.revision(Keys.PLAN) == 7
     status = job_status("j", mirror)
     assert (status.epoch, status.step, status.checkpoint) == (3, 6, "/x")
     by_id = {m.id: m for m in status.members}

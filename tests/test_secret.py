@@ -190,7 +190,7 @@ def test_forged_records_are_told_and_not_followed(caplog: pytest.LogCaptureFixtu
         assert mirror.plan == plan and mirror.restart is not None and mirror.restart.checkpoint == "/ours"
         assert not mirror.progress
         assert re.search(rf"{key} in etcd is not from a process that knows the job's secret", caplog.text)
-    assert mirror.plan_revision == 3  # so that the next plan takes its place
+    assert mirror.revision(Keys.PLAN) == 3  # so that the next plan takes its place
     assert len(caplog.records) == 3
     with pytest.raises(StoreError, match=ENV_SECRET_FILE):
         Mirror(Snapshot({Keys.PLAN: forged(Keys.PLAN, evil, 1)}, 1))
@@ -203,7 +203,7 @@ def test_a_plan_of_the_past_is_no_better_than_a_forged_one(caplog: pytest.LogCap
     plan = replace(old, epoch=9)
     mirror = Mirror(Snapshot({Keys.PLAN: KeyValue(Keys.PLAN, plan.to_json(), 1, 1)}, 1))
     mirror.apply(WatchEvent("put", Keys.PLAN, KeyValue(Keys.PLAN, old.to_json(), 2, 1)))
-    assert mirror.plan == plan and mirror.plan_forged and mirror.plan_revision == 2
+    assert mirror.plan == plan and mirror.plan_forged and mirror.revision(Keys.PLAN) == 2
     assert "is that of epoch 1" in caplog.text and "that of epoch 9 stays in force" in caplog.text
     mirror.apply(WatchEvent("put", Keys.PLAN, KeyValue(Keys.PLAN, plan.to_json(), 3, 1)))
     assert mirror.plan == plan and not mirror.plan_forged

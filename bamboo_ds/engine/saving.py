@@ -24,8 +24,8 @@ from ..config import CheckpointConfig
 from ..errors import UnsupportedError
 from ..state.checkpoints import CheckpointError, newest_complete, read_manifest
 from ..state.hostcopy import BufferPool, HostCopy
-from ..state.saver import CheckpointSaver, SaveResult
-from ..state.writer import HostFile
+from ..state.saver import CheckpointSaver
+from ..state.writer import HostFile, SaveResult
 from ..topology import Plan
 from .history import History
 from .records import Progress

@@ -11,8 +11,8 @@ import threading
 from collections.abc import Iterator
 from datetime import datetime, timezone
 from pathlib import Path
-from types import TracebackType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from types import TracebackType
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
@@ -437,35 +437,3 @@ def read_events(path: Path | str) -> Iterator[Event]:
                     for fault in error.errors(include_url=False, include_input=False)
                 )
                 raise ProtocolError(f"{path}:{number}: not an event of schema {SCHEMA}: {faults}") from error
-
-
-def schema_markdown() -> str:
-    """The documentation of all kinds and fields as Markdown."""
-    common = set(EventBase.model_fields)
-    lines = ["| event | field | type | meaning |", "|---|---|---|---|"]
-    lines += [_row("(every event)", name, EventBase) for name in EventBase.model_fields]
-    for model in get_args(Event):
-        kind = f"`{model.model_fields['event'].default}`"
-        lines.append(f"| {kind} | | | {' '.join((model.__doc__ or '').split())} |")
-        lines += [_row("", name, model) for name in model.model_fields if name not in common]
-    return "\n".join(lines) + "\n"
-
-
-def _row(kind: str, name: str, model: type[EventBase]) -> str:
-    info = model.model_fields[name]
-    return f"| {kind} | `{info.alias or name}` | {_type_name(info.annotation)} | {info.description} |"
-
-
-def _type_name(kind: Any) -> str:
-    """The JSON name of a field's type."""
-    if kind == Role:
-        return "[int, int]"
-    origin, inner = get_origin(kind), get_args(kind)
-    if origin is Literal:
-        return " \\| ".join(str(value) for value in inner)
-    if origin in (Union, UnionType):
-        return " or ".join(_type_name(part) for part in inner)
-    if origin is list:
-        return f"list of {_type_name(inner[0])}"
-    names = {str: "string", bool: "bool", int: "int", float: "float", datetime: "string", type(None): "null"}
-    return names[kind]

@@ -22,7 +22,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -30,7 +30,7 @@ from ..generations import Lineage
 from ..topology.roles import Layout
 from . import publish
 from .checkpoints import CheckpointError, Manifest, SaveRecord, read_manifest
-from .writer import HostFile, KnownFolder, Save, SaveAborted, SaveFailed, check_lineage, perform
+from .writer import HostFile, KnownFolder, Save, SaveAborted, SaveFailed, SaveResult, check_lineage, perform
 
 logger = logging.getLogger("bamboo_ds")
 
@@ -38,32 +38,6 @@ THREAD = "bamboo-checkpoint"
 #: How often a waiting main thread looks whether it is needed elsewhere, in seconds.
 _INTERRUPT_POLL_S = 0.05
 _EXIT_TIMEOUT_S = 10.0
-
-
-@dataclass(frozen=True)
-class SaveResult:
-    """Outcome of a save on this member.
-
-    Attributes:
-        folder: what the script gave to ``save_checkpoint``.
-        path: the complete checkpoint, on the member that leads.
-        error: why it failed; ``None`` with ``path`` ``None``: this member does not lead, and has written its part.
-        aborted: the only failure is that this member, or the one that leads, has given the save up.
-        size: bytes that this member has written.
-        total: bytes of the whole checkpoint, on the member that leads.
-        seconds: from ``submit`` to the end.
-    """
-
-    folder: Path
-    tag: str
-    save_id: str
-    step: int
-    path: Path | None = None
-    error: str | None = None
-    aborted: bool = False
-    size: int = 0
-    total: int = 0
-    seconds: float = 0.0
 
 
 Callback = Callable[[SaveResult], None]
@@ -211,7 +185,7 @@ class CheckpointSaver:
             self._used.add(save.record.save_id)
             self._queue.append((save, time.monotonic()))
             self._alive_at = time.monotonic()
-            self._start()
+            self._thread = self._thread or _started(self._work)
             self._changed.notify_all()
 
     def skip(self) -> None:
@@ -257,7 +231,7 @@ class CheckpointSaver:
                     if save is self._last and save not in self._active():
                         self._alive_at = time.monotonic()
                         self._queue.append((save, time.monotonic()))
-                        self._start()
+                        self._thread = self._thread or _started(self._work)
             self._changed.notify_all()
 
     def wake(self) -> None:
@@ -356,11 +330,6 @@ class CheckpointSaver:
         self._changed.notify_all()
         return True
 
-    def _start(self) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name=THREAD, daemon=True)
-            self._thread.start()
-
     def _work(self) -> None:
         # Training has the cores first.
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
@@ -394,13 +363,13 @@ class CheckpointSaver:
                 return self._inherited(save, result, path)
             path = perform(save, self)
         except SaveAborted as error:
-            return replace(result, error=_joined(f"aborted: {error}", self._remove_partial(save)), aborted=True)
+            return replace(result, error=_joined(f"aborted: {error}", _remove_partial(save)), aborted=True)
         except Exception as error:  # told as `checkpoint_failed`; training goes on
             if save.leads and (path := _completed(save)) is not None:
                 return self._inherited(save, result, path)
             logger.debug("checkpoint %s failed", record.tag, exc_info=True)
             text = f"{type(error).__name__}: {error}" if not isinstance(error, OSError) else str(error)
-            return replace(result, error=_joined(text, self._remove_partial(save)))
+            return replace(result, error=_joined(text, _remove_partial(save)))
         if path is None:
             return result
         return replace(result, path=path, total=save.total, error=self._tidy(save, path))
@@ -412,15 +381,6 @@ class CheckpointSaver:
         except CheckpointError as error:  # its file system has gone since
             return replace(result, path=path, error=str(error))
         return replace(result, path=path, total=total, error=self._tidy(save, path))
-
-    def _remove_partial(self, save: Save) -> str | None:
-        """Free the space at once; files that cannot be removed now are removed at the next save."""
-        try:
-            if save.leads:
-                publish.discard(save.partial, save.folder, save.record.job)
-        except OSError as error:
-            return f"its partial folder could not be removed: {error}"
-        return None
 
     def _tidy(self, save: Save, path: Path) -> str | None:
         """``latest`` and ``keep``; an error here does not make the checkpoint less complete."""
@@ -461,6 +421,12 @@ class CheckpointSaver:
             self._beyond = save.record.save_id
 
 
+def _started(work: Callable[[], None]) -> threading.Thread:
+    thread = threading.Thread(target=work, name=THREAD, daemon=True)
+    thread.start()
+    return thread
+
+
 def _completed(save: Save) -> Path | None:
     """The checkpoint if another member has completed the save already."""
     path = save.folder / save.record.tag
@@ -469,6 +435,16 @@ def _completed(save: Save) -> Path | None:
     except CheckpointError:
         return None
     return path if manifest.save_id == save.record.save_id else None
+
+
+def _remove_partial(save: Save) -> str | None:
+    """Free the space at once; files that cannot be removed now are removed at the next save."""
+    try:
+        if save.leads:
+            publish.discard(save.partial, save.folder, save.record.job)
+    except OSError as error:
+        return f"its partial folder could not be removed: {error}"
+    return None
 
 
 def _joined(text: str, more: str | None) -> str:

@@ -61,6 +61,32 @@ class SaveFailed(BambooError, RuntimeError):
 
 
 @dataclass(frozen=True)
+class SaveResult:
+    """Outcome of a save on this member.
+
+    Attributes:
+        folder: what the script gave to ``save_checkpoint``.
+        path: the complete checkpoint, on the member that leads.
+        error: why it failed; ``None`` with ``path`` ``None``: this member does not lead, and has written its part.
+        aborted: the only failure is that this member, or the one that leads, has given the save up.
+        size: bytes that this member has written.
+        total: bytes of the whole checkpoint, on the member that leads.
+        seconds: from ``submit`` to the end.
+    """
+
+    folder: Path
+    tag: str
+    save_id: str
+    step: int
+    path: Path | None = None
+    error: str | None = None
+    aborted: bool = False
+    size: int = 0
+    total: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
 class HostFile:
     """One file of a checkpoint, ready to be written.
 

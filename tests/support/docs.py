@@ -9,18 +9,24 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import json
 import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import datetime
+from enum import Enum
 from functools import cache
 from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 import click
+from pydantic import BaseModel
 
 from bamboo_ds.cli.main import cli
-from bamboo_ds.config import settings_markdown
-from bamboo_ds.observe.events import schema_markdown
+from bamboo_ds.config import BambooConfig
+from bamboo_ds.observe.events import Event, EventBase, Role
 
 ROOT = Path(__file__).resolve().parents[2]
 _GENERATED = re.compile(r"(<!-- generated: (\w+) -->\n)(.*?)(<!-- end of generated -->)", re.DOTALL)
@@ -159,6 +165,56 @@ def _options(name: str, command: click.Command) -> Iterator[str]:
         yield f"| {spelled} | {default} | {meaning}{variable} |"
     if options:
         yield ""
+
+
+def settings_markdown() -> str:
+    """The table of settings and defaults for the documentation, made from the models."""
+    rows = ["| setting | default | meaning |", "| --- | --- | --- |"]
+
+    def walk(model: type[BaseModel], prefix: str) -> None:
+        for name, field in model.model_fields.items():
+            annotation = field.annotation
+            # On Python 3.10 `tuple[int]` is an instance of `type`, but no class.
+            if get_origin(annotation) is None and isinstance(annotation, type) and issubclass(annotation, BaseModel):
+                walk(annotation, f"{prefix}{name}.")
+                continue
+            default = field.default.value if isinstance(field.default, Enum) else field.default
+            rows.append(f"| `{prefix}{name}` | `{json.dumps(default)}` | {field.description} |")
+
+    walk(BambooConfig, "")
+    return "\n".join(rows)
+
+
+def schema_markdown() -> str:
+    """The documentation of all kinds and fields as Markdown."""
+    common = set(EventBase.model_fields)
+    lines = ["| event | field | type | meaning |", "|---|---|---|---|"]
+    lines += [_row("(every event)", name, EventBase) for name in EventBase.model_fields]
+    for model in get_args(Event):
+        kind = f"`{model.model_fields['event'].default}`"
+        lines.append(f"| {kind} | | | {' '.join((model.__doc__ or '').split())} |")
+        lines += [_row("", name, model) for name in model.model_fields if name not in common]
+    return "\n".join(lines) + "\n"
+
+
+def _row(kind: str, name: str, model: type[EventBase]) -> str:
+    info = model.model_fields[name]
+    return f"| {kind} | `{info.alias or name}` | {_type_name(info.annotation)} | {info.description} |"
+
+
+def _type_name(kind: Any) -> str:
+    """The JSON name of a field's type."""
+    if kind == Role:
+        return "[int, int]"
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        return " \\| ".join(str(value) for value in inner)
+    if origin in (Union, UnionType):
+        return " or ".join(_type_name(part) for part in inner)
+    if origin is list:
+        return f"list of {_type_name(inner[0])}"
+    names = {str: "string", bool: "bool", int: "int", float: "float", datetime: "string", type(None): "null"}
+    return names[kind]
 
 
 TABLES = {"settings": settings_markdown, "events": schema_markdown, "options": options_markdown}

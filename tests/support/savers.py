@@ -15,8 +15,8 @@ import torch
 from bamboo_ds.state import writer
 from bamboo_ds.state.checkpoints import PARTIAL, REMOVING, REPLACED, hidden
 from bamboo_ds.state.hostcopy import HostCopy
-from bamboo_ds.state.saver import CheckpointSaver, SaveResult
-from bamboo_ds.state.writer import HostFile
+from bamboo_ds.state.saver import CheckpointSaver
+from bamboo_ds.state.writer import HostFile, SaveResult
 from bamboo_ds.topology import Layout
 
 LAYOUT = Layout(pipelines=1, stages=2)

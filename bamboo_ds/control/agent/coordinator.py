@@ -400,7 +400,7 @@ class Coordinator:
                 self.superseded = True
                 logger.warning("the job goes on without this member, which does not end it: %s", record.reason)
                 return
-            written = put_once(self._store, key, record.to_json(), given={Keys.PLAN: now.plan_revision})
+            written = put_once(self._store, key, record.to_json(), given={Keys.PLAN: now.revision(Keys.PLAN)})
             if written or is_genuine(self._store, key):
                 return
 

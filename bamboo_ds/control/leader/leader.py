@@ -123,7 +123,7 @@ class Leader:
         if mirror.plan_forged and plan is not None:
             # Members that begin, or come back, find no other.
             logger.warning("putting the plan of epoch %d back in its place", plan.epoch)
-            self._store.compare_and_swap(Keys.PLAN, mirror.plan_revision, plan.to_json())
+            self._store.compare_and_swap(Keys.PLAN, mirror.revision(Keys.PLAN), plan.to_json())
             return None  # the watch tells
         view = View(
             world_size=self._world_size,
@@ -233,7 +233,7 @@ class Leader:
             self._store.put(Keys.timing(new_plan.epoch), timing.to_json())
         # Several may be under way if answers are lost; etcd takes one of them at most.
         self._attempts.append(_Attempt(replace(action, plan=new_plan), mirror.plan, mirror.members, mirror.progress))
-        if self._store.compare_and_swap(Keys.PLAN, mirror.plan_revision, new_plan.to_json()):
+        if self._store.compare_and_swap(Keys.PLAN, mirror.revision(Keys.PLAN), new_plan.to_json()):
             self._won(self._attempts[-1])
             self._remove_evicted()
         elif len(self._attempts) == 1:
@@ -273,7 +273,7 @@ class Leader:
         record = StopRecord(code=action.code, reason=action.reason, by=self._member)
         self._stop_attempt = action
         # What was decided holds for the plan that it was decided by.
-        if put_once(self._store, Keys.STOP, record.to_json(), given={Keys.PLAN: mirror.plan_revision}):
+        if put_once(self._store, Keys.STOP, record.to_json(), given={Keys.PLAN: mirror.revision(Keys.PLAN)}):
             self._stop_attempt = None
             self._tell_stop(action, mirror)
         elif not is_genuine(self._store, Keys.STOP):

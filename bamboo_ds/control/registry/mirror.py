@@ -123,11 +123,6 @@ class Mirror:
         return Keys.PLAN in self._entries and self._plan_forged
 
     @property
-    def plan_revision(self) -> int:
-        """Revision to compare with when replacing the plan; 0 if there is none."""
-        return self.revision(Keys.PLAN)
-
-    @property
     def leader(self) -> str | None:
         """The leading member; none while a record stands there that is not genuine, since that hangs on no lease."""
         record = None if self.forged_revision(Keys.LEADER) else self.get(Keys.LEADER, LeaderRecord)
