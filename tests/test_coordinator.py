@@ -90,7 +90,7 @@ def test_a_plan_of_the_past_is_no_word_of_the_present(etcd: EtcdServer) -> None:
 
     record = MemberRecord(id="m0", slot=0, host="h", address="x", pid=1, agent_pid=2, incarnation="x")
     contacts: queue.SimpleQueue[str] = queue.SimpleQueue()
-    ignore = dict.fromkeys(("on_plan", "on_store", "on_places", "on_stop", "on_error"), lambda *_: None)
+    ignore = dict.fromkeys(("on_plan", "on_store", "on_peers", "on_stop", "on_error"), lambda *_: None)
     tell: Any = lambda contact: contacts.put(contact.origin)  # noqa: E731
     callbacks = Callbacks(**ignore, on_contact=tell, on_ended=lambda: None)  # type: ignore[arg-type]
     leader: Any = LeaderDouble()
@@ -118,7 +118,7 @@ def test_a_forged_request_to_stop_holds_no_other_one_up(etcd: EtcdServer) -> Non
     namespace, own = new_namespace(), JobSecret.new()
     record = MemberRecord(id="m0", slot=0, host="h", address="x", pid=1, agent_pid=2, incarnation="x")
     stops: queue.SimpleQueue[StopRecord] = queue.SimpleQueue()
-    ignore = dict.fromkeys(("on_plan", "on_store", "on_places", "on_error"), lambda *_: None)
+    ignore = dict.fromkeys(("on_plan", "on_store", "on_peers", "on_error"), lambda *_: None)
     callbacks = Callbacks(**ignore, on_stop=stops.put, on_ended=lambda: None)  # type: ignore[arg-type]
     leader: Any = LeaderDouble()
     with Store([etcd.url], namespace=namespace) as stranger:

@@ -35,8 +35,7 @@ from .writer import HostFile, KnownFolder, Save, SaveAborted, SaveFailed, SaveRe
 logger = logging.getLogger("bamboo_ds")
 
 THREAD = "bamboo-checkpoint"
-#: How often a waiting main thread looks whether it is needed elsewhere, in seconds.
-_INTERRUPT_POLL_S = 0.05
+_INTERRUPT_POLL_S = 0.05  # how often a waiting main thread looks whether it is needed elsewhere
 _EXIT_TIMEOUT_S = 10.0
 
 
