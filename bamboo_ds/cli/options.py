@@ -120,7 +120,7 @@ class MemberArguments:
     def options(
         self, job: str, address: str, zone: str = "", host: str | None = None, check_exact: int | None = None
     ) -> dict[str, Any]:
-        """Values of :class:`~bamboo_ds.control.agent_settings.MemberOptions`, by name.
+        """Values of :class:`~bamboo_ds.control.settings.MemberOptions`, by name.
 
         Args:
             address: unless ``--address`` names another one.

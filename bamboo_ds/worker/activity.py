@@ -14,7 +14,7 @@ class Activity:
         inside: whether the main thread is in an operation of the engine, or recovers or changes the plan around it.
         busy: whether the main thread executes instructions; else it is in the script, or recovers.
         waiting: whether it waits for another member at this moment.
-        hang_after_s: see :class:`~.messages.Heartbeat`.
+        hang_after_s: see :class:`~bamboo_ds.control.messages.Heartbeat`.
         doing: tells what else it does that may take long, for people; ``None``: nothing.
         told: what was said of that.
     """

@@ -68,7 +68,7 @@ class WorkerChannel:
         heartbeat_timeout_s: seconds without a heartbeat after which the agent kills this worker.
         ahead: by how much DeepSpeed's count of steps exceeds the job's.
         activity: what heartbeats tell of the main thread.
-        contact: the newest word of etcd, see :mod:`.fencing`.
+        contact: the newest word of etcd, see :mod:`bamboo_ds.control.fencing`.
     """
 
     def __init__(
@@ -286,7 +286,7 @@ class WorkerChannel:
         )
 
     def exit_notice(self, reason: str, failed: bool = False, done: bool = False, code: int = 1) -> None:
-        """Tell the agent why this worker is about to end; see :class:`~.messages.ExitNotice`."""
+        """Tell the agent why this worker is about to end; see :class:`~bamboo_ds.control.messages.ExitNotice`."""
         self._send(self._heartbeat())  # the newest progress: there may be no other after this
         self._send(ExitNotice(reason=reason, failed=failed, code=code, done=done, step=self._progress.step))
 

@@ -230,7 +230,7 @@ class SimCoordinator(Coordinator):
 def make(
     settings: AgentSettings, member: str, host: Host, events: EventWriter, callbacks: Callbacks, **more: Any
 ) -> Any:
-    """As :func:`bamboo_ds.control.assembly.make_coordinator`."""
+    """As :func:`bamboo_ds.control.agent.assembly.make_coordinator`."""
     store: Any = SimStore(host.world, host)
     store.by = member
     return SimCoordinator(

@@ -83,7 +83,7 @@ class Coordinator:
             thread.
         after_epoch: plans up to this one are none of the member's business.
         outage_s: seconds without etcd after which a member gives up that does not take part.
-        clock, fence_clock: monotonic seconds, and those of :func:`.fencing.now`.
+        clock, fence_clock: monotonic seconds, and those of :func:`bamboo_ds.control.fencing.now`.
     """
 
     def __init__(

@@ -6,7 +6,7 @@ where there are too few. When all are registered it writes their first plan, as 
 beyond the first of a member give their roles away as soon as the job runs. A loss on the way is one more fatal loss.
 
 Workers that nobody has seen end may train on where etcd is out of their reach. A restart waits until they commit
-nothing any more: :mod:`.fencing`.
+nothing any more: :mod:`bamboo_ds.control.fencing`.
 """
 
 from __future__ import annotations

@@ -283,7 +283,7 @@ class ProgressRecord(Record):
     Attributes:
         step: 0 before the first.
         global_step: ``step`` as DeepSpeed counts.
-        doing: see :class:`~.messages.Heartbeat`.
+        doing: see :class:`~bamboo_ds.control.messages.Heartbeat`.
     """
 
     id: str
