@@ -19,7 +19,7 @@ from bamboo_ds.control.registry.keys import Keys
 from bamboo_ds.control.registry.vacancies import claim_slot
 from bamboo_ds.errors import ConfigError, LeaseExpired, StoreError, StoreUnavailable
 from bamboo_ds.store.client import Store
-from bamboo_ds.store.connection import Broken
+from bamboo_ds.store.connection import Broken, Silent
 from bamboo_ds.store.records import TlsFiles
 from tests.support.etcd import (
     EtcdServer,
@@ -301,6 +301,21 @@ def test_a_slow_etcd_keeps_its_connection_and_its_leases(etcd: EtcdServer) -> No
             done.set()
         writer.result(10)
         assert proxy.delayed and proxy.accepted == 1 and watch.reconnects == 0
+
+
+def test_it_says_why_it_was_refused_rather_than_that_time_was_up(
+    etcd: EtcdServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reasons = iter([Silent("no answer"), Broken("the handshake failed")])
+
+    def attempt(*_: object) -> None:
+        raise next(reasons, Silent("time was up"))
+
+    with Store([etcd.url], namespace=new_namespace(), timeout_s=0.5) as store:
+        monkeypatch.setattr(store._connection, "attempt", attempt)
+        with pytest.raises(StoreUnavailable, match=r"last: the handshake failed"):
+            store.get("a")
+    assert next(reasons, None) is None
 
 
 def test_unreachable_names_the_endpoints(own_etcd: EtcdServer) -> None:

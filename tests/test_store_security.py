@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,6 +48,17 @@ def enable_auth(server: EtcdServer) -> None:
         auth.UserAdd(rpc.AuthUserAddRequest(name="job", password="geheim"), timeout=5)
         auth.UserGrantRole(rpc.AuthUserGrantRoleRequest(user="job", role="job"), timeout=5)
         auth.AuthEnable(rpc.AuthEnableRequest(), timeout=5)
+
+
+def refusal(url: str, tls: TlsFiles | None) -> str:
+    """Why etcd does not answer at ``url``; a machine with much to do needs longer to find out."""
+    for timeout_s in (1.0, 30.0):
+        store = Store([url], namespace="/bamboo/j/", tls=tls, timeout_s=timeout_s)
+        with store, pytest.raises(StoreUnavailable) as caught:
+            store.get("a")
+        if "last: deadline exceeded" not in str(caught.value):
+            break
+    return str(caught.value)
 
 
 def test_user_and_password(tmp_path: Path) -> None:
@@ -128,8 +140,4 @@ def test_tls_with_client_certificate(tmp_path: Path, etcd: EtcdServer) -> None:
             (server.url.replace("127.0.0.1", "localhost"), files, r"other names than --store \(BAMBOO_STORE\) has"),
             (etcd.url.replace("http", "https"), files, "write http://"),
         ):
-            with (
-                Store([url], namespace="/bamboo/j/", tls=tls, timeout_s=1.0) as store,
-                pytest.raises(StoreUnavailable, match=cure),
-            ):
-                store.get("a")
+            assert re.search(cure, refusal(url, tls))

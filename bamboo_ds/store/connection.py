@@ -292,7 +292,9 @@ class Connection:
             try:
                 return self.attempt(self.link(), method, request, min(left, self._attempt_s))
             except Broken as error:
-                ambiguous, last = True, error
+                ambiguous = True
+                if last is None or not isinstance(error, Silent):  # that time was up says less than what was refused
+                    last = error
                 raise
 
         retrying = Retrying(
@@ -308,9 +310,9 @@ class Connection:
             if self.closed.is_set():
                 raise StoreError("the store is closed") from error
             raise StoreUnavailable(
-                f"etcd did not answer within {self.timeout_s:g} s at {self.where} (last: {error}); "
+                f"etcd did not answer within {self.timeout_s:g} s at {self.where} (last: {last or error}); "
                 f"check that it runs and that {ADDRESSES} is right"
-                f"{advice(str(error), self._access.own is not None)}"
+                f"{advice(str(last or error), self._access.own is not None)}"
             ) from error
 
     def _backoff(self, state: RetryCallState) -> float:
