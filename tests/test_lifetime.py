@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 
 import pytest
 import torch
@@ -32,6 +33,26 @@ def test_an_abort_ends_operations_sockets_and_orders_once() -> None:
             raise AssertionError("entered")
         life.close()
     assert here.fileno() == -1
+
+
+def test_who_releases_an_epoch_waits_until_its_abort_is_through() -> None:
+    """Another thread has aborted it, and shuts down what gloo has opened."""
+    life, held, goes_on = Lifetime(3, lambda member, reason: None), threading.Event(), threading.Event()
+
+    def interrupt() -> None:
+        held.set()
+        assert goes_on.wait(60)
+
+    aborting = threading.Thread(target=life.abort, args=("a test", interrupt))
+    aborting.start()
+    assert held.wait(60) and not life.abort("another one")
+    releasing = threading.Thread(target=life.await_abort)
+    releasing.start()
+    assert releasing.is_alive()
+    goes_on.set()
+    for thread in (aborting, releasing):
+        thread.join(60)
+        assert not thread.is_alive()
 
 
 def test_callers_are_counted_until_they_have_left() -> None:

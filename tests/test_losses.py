@@ -89,7 +89,7 @@ import json, os, sys, time
 from pathlib import Path
 from bamboo_ds.engine import BambooPipelineEngine as Engine
 from bamboo_ds.engine.copies import Copies
-from bamboo_ds.launch import current_job
+from bamboo_ds.worker.job import current_job
 from faults import install
 from small_job import begin
 

@@ -146,12 +146,13 @@ class Epoch:
     # -- leaving -----------------------------------------------------------------------------------------
     def abort(self, reason: str) -> None:
         """Make everything in this epoch raise ``EpochChanged``; from any thread, any number of times."""
-        if self.life.abort(reason):
-            self.groups.interrupt()
+        self.life.abort(reason, self.groups.interrupt)
 
     def destroy(self) -> None:
         """Release groups, sockets and threads. Called by the main thread, which is in no operation of this epoch."""
         self.abort("left")
+        # Another thread may be in the middle of it, about to shut down what is released here.
+        self.life.await_abort()
         self.links.close()
         self._client = None
         self.groups.destroy()

@@ -56,6 +56,7 @@ class Lifetime:
         self._callbacks: dict[object, Callable[[], None]] = {}
         self._sockets: set[socket.socket] = set()
         self._accused: set[str | None] = set()
+        self._over = threading.Event()  # whoever has aborted it is through with that
 
     # -- state -------------------------------------------------------------------------------------------
     @property
@@ -136,8 +137,12 @@ class Lifetime:
 
         return take_back
 
-    def abort(self, reason: str) -> bool:
-        """Make every operation raise ``EpochChanged``, call back, shut the sockets down; false if that was done."""
+    def abort(self, reason: str, interrupt: Callable[[], None] = lambda: None) -> bool:
+        """Make every operation raise ``EpochChanged``, call back, shut the sockets down; false if that was done.
+
+        Args:
+            interrupt: called last.
+        """
         with self._lock:
             if self._aborted is not None:
                 return False
@@ -145,11 +150,19 @@ class Lifetime:
             callbacks, own = list(self._callbacks.values()), list(self._sockets)
             self._quiet.notify_all()
         logger.info("epoch %d: aborted: %s", self.number, reason)
-        for callback in callbacks:
-            callback()
-        for opened in own:
-            sockets.shut(opened)
+        try:
+            for callback in callbacks:
+                callback()
+            for opened in own:
+                sockets.shut(opened)
+            interrupt()
+        finally:
+            self._over.set()
         return True
+
+    def await_abort(self) -> None:
+        """Wait until the thread that has aborted the epoch is through with that."""
+        self._over.wait()
 
     def close(self) -> None:
         """Close the sockets of an aborted epoch."""
