@@ -4,7 +4,7 @@ It is DeepSpeed's ``PipelineEngine``: the methods that scripts call, those that 
 something else here, and the map of instructions. All of them delegate to the engine's parts (:mod:`.parts`).
 
 What is not an object of its own is so because torch and DeepSpeed have it so: the process's job and session
-(``launch.current_job``, one set of process groups per process), DeepSpeed's buffers of activation checkpointing
+(``worker.job.current_job``, one set of process groups per process), DeepSpeed's buffers of activation checkpointing
 (:mod:`.recomputing`), the default random number generators (:mod:`.rng`), and the attributes that DeepSpeed's methods
 read and set on the engine (:mod:`.runtime`, :mod:`.deepspeed_adapter`).
 """
