@@ -24,7 +24,7 @@ def test_a_job_that_has_gone_on_with_a_newer_version_is_over_for_it(
 ) -> None:
     """It ends with a result, as one that finds no job."""
     caplog.set_level(logging.ERROR, LOGGER)
-    plan = initial_plan(["a"]).to_json().replace('"schema":1', '"schema":2')
+    plan = initial_plan(["a"]).to_json().replace('"schema":2', '"schema":3')
     store = SimpleNamespace(get_prefix=lambda prefix: Snapshot({Keys.PLAN: KeyValue(Keys.PLAN, plan, 1, 1)}, 1))
     block = BambooConfig.model_validate({"membership": {"rejoin_s": 600}, "recovery": {"max_restarts": 1}})
     settings: Any = SimpleNamespace(bamboo=block, rejoins=0, feeder=False, waiting=False, slot=1)
@@ -34,4 +34,4 @@ def test_a_job_that_has_gone_on_with_a_newer_version_is_over_for_it(
     monkeypatch.setattr(rejoin, "_open", lambda: nullcontext(store))
     rejoin.find(Mailbox())
     assert slot.state is State.ENDED and slot.next is None
-    assert "the bamboo_ds of this member reads 1 at most" in caplog.text
+    assert "the bamboo_ds of this member reads 2 at most" in caplog.text

@@ -24,7 +24,6 @@ class Aborts:
     def begin(self, what: str, call: Callable[[], None]) -> None:
         """Call ``call``, which aborts ``what``; returns at once."""
         ended: Future[None] = Future()
-        self._all[ended] = what
 
         def run() -> None:
             try:
@@ -36,6 +35,7 @@ class Aborts:
                 ended.set_result(None)
 
         threading.Thread(target=run, name="bamboo-abort-group", daemon=True).start()
+        self._all[ended] = what
 
     def join(self) -> None:
         """Wait until all have ended, however."""

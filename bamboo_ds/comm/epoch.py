@@ -6,6 +6,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from datetime import timedelta
 
 from ..errors import EpochChanged
@@ -77,8 +78,9 @@ class Epoch:
         with self.life.calling("attaching", self.plan.store_host):
             self._connect_store(store_address)
             addresses = self._await_addresses(self._mesh.listen(self._address))
-            for member, connection in self._mesh.connect(addresses, self.timeout):
-                self.links.add(member, connection)
+            with closing(self._mesh.connect(addresses, self.timeout)) as connected:
+                for member, connection in connected:
+                    self.links.add(member, connection)
 
     def _connect_store(self, store_address: tuple[str, int]) -> None:
         host = self.plan.store_host

@@ -19,6 +19,9 @@ from .c10d import dist
 
 logger = logging.getLogger(__name__)
 
+#: Seconds that the abort of an epoch takes at most: it does not wait for peers.
+_ABORT_S = 30.0
+
 #: What gloo, NCCL and the store's client say when a connection broke or could not be made.
 _BROKEN = re.compile(
     r"connection (was )?(likely )?(closed|reset|refused|aborted|timed out)|broken pipe|"
@@ -149,8 +152,8 @@ class Lifetime:
             self._aborted = reason
             callbacks, own = list(self._callbacks.values()), list(self._sockets)
             self._quiet.notify_all()
-        logger.info("epoch %d: aborted: %s", self.number, reason)
         try:
+            logger.info("epoch %d: aborted: %s", self.number, reason)
             for callback in callbacks:
                 callback()
             for opened in own:
@@ -161,8 +164,9 @@ class Lifetime:
         return True
 
     def await_abort(self) -> None:
-        """Wait until the thread that has aborted the epoch is through with that."""
-        self._over.wait()
+        """Wait until the thread that has aborted the epoch is through with that, unless it was ended in between."""
+        if not self._over.wait(_ABORT_S):
+            logger.error("epoch %d: its abort is not through after %.0f s", self.number, _ABORT_S)
 
     def close(self) -> None:
         """Close the sockets of an aborted epoch."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import selectors
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from datetime import timedelta
 
 from ..secret import JobSecret
@@ -39,7 +39,9 @@ class Mesh:
         host, port = sockets.endpoint(listener.getsockname())
         return f"{host} {port}"
 
-    def connect(self, addresses: Mapping[str, str], timeout: timedelta) -> Iterator[tuple[str, socket.socket]]:
+    def connect(
+        self, addresses: Mapping[str, str], timeout: timedelta
+    ) -> Generator[tuple[str, socket.socket], None, None]:
         """Every other member with its connection, once it has proven itself; collective.
 
         Args:

@@ -8,7 +8,7 @@ from pydantic import TypeAdapter
 
 from .roles import Layout, Role
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 @dataclass(frozen=True)
