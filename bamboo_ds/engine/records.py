@@ -108,7 +108,7 @@ class Progress:
         entered: everything that the current operation's commit needs of this member is there.
         resumed: the current operation was interrupted, and goes on from what there was.
         evaluating: an evaluation runs.
-        taken_over: roles that this member has taken over since the last operation ended.
+        taken_over: roles that are this member's since the last operation ended, after a loss or a planned change alike.
         recovery: the last recovery, until it is reported.
         pending: what a recovery has decided, for the operation under way or the next one.
         position: where the scheduler of the local role stood when the iteration began.
