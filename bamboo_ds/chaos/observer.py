@@ -38,7 +38,7 @@ class Observer:
 
     def __init__(self, urls: str, job: str, timeout_s: float = 0.0) -> None:
         self._store = open_store(urls, job, _TIMEOUT_S)
-        self._changes: queue.SimpleQueue[WatchEvent | BaseException] = queue.SimpleQueue()
+        self._changes: queue.Queue[WatchEvent | BaseException] = queue.Queue()
         retrying = Retrying(
             retry=retry_if_result(lambda found: not found.entries),
             stop=stop_after_delay(timeout_s),
@@ -68,7 +68,7 @@ class Observer:
     def look(self, timeout_s: float = 0.0) -> Situation:
         """The newest situation that is known here; waits up to ``timeout_s`` seconds for something to change."""
         try:
-            self._apply(self._changes.get(timeout=timeout_s) if timeout_s > 0 else self._changes.get_nowait())
+            self._apply(self._changes.get(timeout=max(0.0, timeout_s)))
             while True:
                 self._apply(self._changes.get_nowait())
         except queue.Empty:

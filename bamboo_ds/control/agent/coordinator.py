@@ -107,7 +107,8 @@ class Coordinator:
         self._outage_s = outage_s
         self._callbacks = callbacks
         self._health = HealthReplies(store, record.id, last_heartbeat, clock)
-        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        # No SimpleQueue: before Python 3.11 its `get` waits for ever if its timeout passes at the wrong moment.
+        self._inbox: queue.Queue[Callable[[], None]] = queue.Queue()
         self._pending: dict[str, Record] = {}
         self._dead: dict[str, tuple[MemberRecord, float]] = {}  # members whose agents have died, and when
         self._neighbours: Neighbours | None = None

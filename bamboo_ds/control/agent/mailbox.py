@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Callable
 from functools import partial
+from multiprocessing.connection import wait
 from queue import Empty, SimpleQueue
 
 from .reexec import handle_signals
@@ -39,17 +40,24 @@ class Mailbox:
 
     def handle_all(self) -> None:
         """Call what has been posted."""
-        with contextlib.suppress(BlockingIOError):  # several wake-ups may have been read together
-            self._reading.recv(4096)
+        self._clear()
         while self.handle_next(0.0):
             continue
 
     def handle_next(self, timeout_s: float | None = None) -> bool:
         """Call the next action, waiting for it for so many seconds; false if none comes."""
-        try:
-            action = self._actions.get(timeout=timeout_s) if timeout_s != 0 else self._actions.get_nowait()
-        except Empty:
-            return False
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            try:
+                action = self._actions.get_nowait()
+                break
+            except Empty:
+                left = None if until is None else until - time.monotonic()
+                if left is not None and left <= 0:
+                    return False
+                # Not in `get`, which before Python 3.11 waits for ever if its timeout passes at the wrong moment.
+                wait([self._reading], left)
+                self._clear()
         action()
         return True
 
@@ -60,3 +68,7 @@ class Mailbox:
             if not self.handle_next(max(0.0, until - time.monotonic())):
                 return over()
         return True
+
+    def _clear(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # several wake-ups may have been read together
+            self._reading.recv(4096)
