@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# What is imported is compiled then; most of what comes with torch never is.
+PIP := $(BIN)/python -m pip install --quiet --no-compile
 TORCH ?= torch==2.13.0
 # Where torch's authors publish builds for CPUs; what the default index has may bring gigabytes of CUDA along. It is
 # asked first on machines without a GPU's driver.
@@ -25,14 +27,14 @@ install: $(STAMP)
 
 $(STAMP): setup.py Makefile
 	test -x $(BIN)/python || $(PYTHON) -m venv $(if $(shell command -v nvidia-smi 2>/dev/null),--system-site-packages) $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip setuptools wheel
+	$(PIP) --upgrade pip setuptools wheel
 	$(BIN)/python -c "import torch" 2>/dev/null \
-	  || $(BIN)/python -m pip install --quiet --retries 0 --timeout 10 $(addprefix --index-url ,$(TORCH_CPU_INDEX)) \
+	  || $(PIP) --retries 0 --timeout 10 $(addprefix --index-url ,$(TORCH_CPU_INDEX)) \
 	       "$(TORCH)" 2>/dev/null \
 	  || { echo "no $(TORCH) from $(or $(TORCH_CPU_INDEX),there): taking what pip's own index has"; \
-	       $(BIN)/python -m pip install --quiet "$(TORCH)"; }
+	       $(PIP) "$(TORCH)"; }
 	$(BIN)/python -c "import torch; print('torch', torch.__version__, 'for CUDA', torch.version.cuda)"
-	$(BIN)/python -m pip install --quiet --no-build-isolation --editable ".[embedded,benchmarks,dev]"
+	$(PIP) --no-build-isolation --editable ".[embedded,benchmarks,dev]"
 	touch $(STAMP)
 
 test: lint unit

@@ -37,6 +37,7 @@ from bamboo_ds.worker.job import Job
 
 from .support.docs import settings_markdown
 from .support.jobs import bamboo_command, environment, run_bamboo, run_stock, write_config
+from .support.processes import start
 
 
 def test_an_empty_block_switches_everything_on() -> None:
@@ -231,8 +232,10 @@ def run_script(folder: Path, kind: str, config: Path, launcher: list[str]) -> tu
     script = folder / "script.py"
     script.write_text(SCRIPT)
     command = [*launcher, str(script), kind, "--deepspeed_config", str(config)]
-    done = subprocess.run(command, env=environment(), capture_output=True, timeout=120, check=False)
-    return done.returncode, (done.stdout + done.stderr).decode(errors="replace")
+    log = folder / "log.txt"
+    with open(log, "wb") as file:
+        done = start(command, environment(), file.fileno())
+    return done.wait(120), log.read_text(errors="replace")
 
 
 @pytest.mark.integration
@@ -245,7 +248,7 @@ def run_script(folder: Path, kind: str, config: Path, launcher: list[str]) -> tu
 )
 def test_unsupported_models_are_refused(tmp_path: Path, kind: str, words: str) -> None:
     config = write_config(tmp_path, {}, 2)
-    code, output = run_script(tmp_path, kind, config, [bamboo_command(), "run", "-n", "2"])
+    code, output = run_script(tmp_path, kind, config, [sys.executable, bamboo_command(), "run", "-n", "2"])
     assert code == 1, output[-3000:]
     assert words in output and "INITIALISED" not in output
 
@@ -261,7 +264,7 @@ def test_a_block_without_an_agent_says_how_to_start(tmp_path: Path) -> None:
 @pytest.mark.integration
 def test_a_wrong_block_stops_the_run_before_anything_exists(tmp_path: Path) -> None:
     config = write_config(tmp_path, {"redundancy": {"mod": "none"}}, 2)
-    code, output = run_script(tmp_path, "pipe", config, [bamboo_command(), "run", "-n", "2"])
+    code, output = run_script(tmp_path, "pipe", config, [sys.executable, bamboo_command(), "run", "-n", "2"])
     assert code != 0
     assert 'did you mean "mode"?' in output
     assert "INITIALISED" not in output
