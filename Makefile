@@ -4,7 +4,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# What is imported is compiled then; most of what comes with torch never is.
+# What is imported is compiled then, if nobody forbids it; most of what comes with torch never is.
+unexport PYTHONDONTWRITEBYTECODE
 PIP := $(BIN)/python -m pip install --quiet --no-compile
 TORCH ?= torch==2.13.0
 # Where torch's authors publish builds for CPUs; what the default index has may bring gigabytes of CUDA along. It is
@@ -35,6 +36,7 @@ $(STAMP): setup.py Makefile
 	       $(PIP) "$(TORCH)"; }
 	$(BIN)/python -c "import torch; print('torch', torch.__version__, 'for CUDA', torch.version.cuda)"
 	$(PIP) --no-build-isolation --editable ".[embedded,benchmarks,dev]"
+	$(BIN)/python -c "import torch._dynamo, deepspeed.pipe" >/dev/null
 	touch $(STAMP)
 
 test: lint unit
