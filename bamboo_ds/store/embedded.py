@@ -293,8 +293,11 @@ class EmbeddedEtcd:
         if self._certificates is not None:
             tls = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
             tls.check_hostname = False  # the authority is the job's own
-            tls.load_verify_locations(self._data_dir / _CA)
-            tls.load_cert_chain(self._data_dir / _CERT, self._data_dir / _KEY)
+            try:
+                tls.load_verify_locations(self._data_dir / _CA)
+                tls.load_cert_chain(self._data_dir / _CERT, self._data_dir / _KEY)
+            except FileNotFoundError:
+                raise self._ended_at_once() from None  # they went with it
         wait_healthy(url, max(0.1, deadline - time.monotonic()), self._check, tls)
 
     @property
@@ -307,8 +310,11 @@ class EmbeddedEtcd:
     def _check(self) -> None:
         """Raise :class:`LaunchError` if etcd has ended."""
         if not self.alive():
-            last = self._message(time.monotonic() + 1.0)
-            raise LaunchError(f"etcd ended at once (exit code {last.get('exit')}): {last.get('log', '').strip()}")
+            raise self._ended_at_once()
+
+    def _ended_at_once(self) -> LaunchError:
+        last = self._message(time.monotonic() + 1.0)
+        return LaunchError(f"etcd ended at once (exit code {last.get('exit')}): {last.get('log', '').strip()}")
 
     def _message(self, deadline: float) -> dict[str, Any]:
         """The supervisor's next line; empty if it ended without one."""
