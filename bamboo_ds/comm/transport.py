@@ -163,9 +163,10 @@ class Transport:
 
     # -- all members -------------------------------------------------------------------------------------
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum ``tensor`` over all members, in the plan's order, in place; returns it. Bit-equal on all.
+        """The sum of ``tensor`` over all members, in the plan's order, as a new tensor. Bit-equal on all.
 
-        For small CPU tensors of one dtype and shape: everybody sends to everybody.
+        For small CPU tensors of one dtype and shape: everybody sends to everybody. ``tensor`` may still be on its way
+        to some then, as what :meth:`send` gets: it must not be changed until :meth:`drain`.
         """
         self._check("all_reduce")
         first, *others = self._links.all_gather("all_reduce", tensor).values()
@@ -174,8 +175,8 @@ class Transport:
             assert isinstance(other, torch.Tensor)
             if other.shape != first.shape or other.dtype != first.dtype:
                 raise ProtocolError(f"all_reduce of {first.shape} {first.dtype} and {other.shape} {other.dtype}")
-            first += other
-        return tensor.copy_(first)
+            first += other  # what this member has sent stays as it is
+        return first
 
     def barrier(self) -> None:
         """Wait for all members."""
