@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict, deque
 from dataclasses import replace
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import torch
 
 from bamboo_ds.engine.boundaries import Boundaries
 from bamboo_ds.engine.bubbles import IdleTimes
+from bamboo_ds.engine.data import PipelineBatches
 from bamboo_ds.engine.lanes import Lanes
 from bamboo_ds.engine.records import Progress
 from bamboo_ds.engine.recovery import RecoveryProtocol
@@ -126,6 +128,20 @@ def test_a_role_without_a_holder_is_cloned_from_another_pipeline(sharded: bool) 
 
 
 # -- progress -----------------------------------------------------------------------------------------------
+
+
+def test_an_iterator_may_fill_its_tensors_again() -> None:
+    """DeepSpeed loads a batch before it draws the next one; here batches are kept until the iteration commits."""
+    tensor = torch.zeros(2)
+    drawn = ((tensor.fill_(number), {"labels": [tensor]}) for number in itertools.count())
+    for process in (None, lambda batch: batch):
+        batches = PipelineBatches()
+        batches.set_source(drawn, process)
+        batches.complete(MICRO_BATCHES)
+        found = [batches.batch(m, inputs=True, labels=True) for m in range(MICRO_BATCHES)]
+        numbers = [(int(inputs[0]), int(labels["labels"][0][1])) for inputs, labels in found]
+        first = numbers[0][0]
+        assert numbers == [(first + m, first + m) for m in range(MICRO_BATCHES)]
 
 
 def test_what_of_a_reduction_is_kept() -> None:

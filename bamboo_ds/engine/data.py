@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from deepspeed.runtime.dataloader import RepeatingLoader
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import DistributedSampler
 
 from ..comm.transport import Lane, Payload, Transport
@@ -47,6 +48,11 @@ def from_message(payload: Payload) -> Any:
     """What :func:`as_message` was given."""
     assert isinstance(payload, tuple)
     return join(payload[0].numpy().tobytes().decode(), payload[1:])
+
+
+def _copied(batch: Any) -> Any:
+    """``batch`` with tensors of its own."""
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), batch)
 
 
 class _ResumedSampler(DistributedSampler):  # type: ignore[type-arg]
@@ -204,7 +210,8 @@ class PipelineBatches:
         while len(self._drawn) < count:
             assert self._iterator is not None
             batch = next(self._iterator)
-            self._drawn.append(self._process(batch) if self._process else batch)
+            # The iterator may fill the same tensors again: DeepSpeed copies what it loads, too.
+            self._drawn.append(_copied(self._process(batch) if self._process else batch))
             self._serve()
 
     def _part(self, part: str, micro_batch: int) -> Payload:
