@@ -28,7 +28,7 @@ from bamboo_ds.topology.planner import initial_plan, takeover, with_redundancy
 
 from .support.compare import differences
 from .support.faults import mark
-from .support.jobs import Result, RunningJob, run_bamboo, write_config
+from .support.jobs import Result, RunningJob, write_config
 from .support.settings import deciding
 from .support.surviving import Reference, fault
 from .test_ledger import expected
@@ -249,8 +249,14 @@ def test_twice_from_a_checkpoint_with_half_of_the_members(tmp_path: Path, refere
     arguments = (*ARGUMENTS, "--count-samples", "--count-passes")
     faults = [fault(1, 5, "BackwardPass", 1), fault(0, 5, ".recovery.run"), fault(3, 4, ".loader.load")]
     bamboo = {"checkpoint": {"asynchronous": False}, "observe": {"ledger": str(tmp_path / "ledger")}}
-    file = write_config(tmp_path, bamboo, 4)
-    result = run_bamboo(tmp_path, 4, ["--stages", "4", *arguments, "--faults", json.dumps(faults)], file)
+    file, go_on = write_config(tmp_path, bamboo, 4), tmp_path / "go on"
+    # The last step waits until all have copies: then workers that only stand in for others are not needed any more.
+    pace = ["--slow-until", str(go_on), "--slow-s", "600", "--slow-from", "7"]
+    with RunningJob(tmp_path, 4, ["--stages", "4", *arguments, *pace, "--faults", json.dumps(faults)], file) as job:
+        job.wait_for("both restarts", lambda: len(job.events("restart")) == 2)
+        job.wait_for("the plan without stand-ins", lambda: len(set(job.events("plan")[-1]["owners"])) == 2)
+        go_on.touch()
+        result = job.finish()
     assert result.faults() == sorted(mark(f) for f in faults), result.output[-5000:]
     assert_same(result, reference(4, 1, 4, *arguments, own=True))
     first, second = result.events("restart")
