@@ -1,0 +1,603 @@
+"""A job whose members are threads: the engine's own parts on a simulated network, without DeepSpeed and agents.
+
+What computes are tiny stages of the same structure as DeepSpeed's: forward and backward passes by micro-batch, a loss
+at the end, gradient clipping, an optimizer with state, dropout, a buffer that passes change, and weights that the ends
+of a pipeline share if that is wanted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from bamboo_ds.config import RedundancyConfig, RedundancyMode
+from bamboo_ds.control.registry.records import PeerAddress
+from bamboo_ds.engine.accounts import Accounts
+from bamboo_ds.engine.announcements import Announcements
+from bamboo_ds.engine.beats import Beats
+from bamboo_ds.engine.boundaries import Boundaries
+from bamboo_ds.engine.bubbles import IdleTimes
+from bamboo_ds.engine.building import StageBuilder
+from bamboo_ds.engine.checkpointing import End
+from bamboo_ds.engine.committing import Commits
+from bamboo_ds.engine.copies import Copies
+from bamboo_ds.engine.data import Batches
+from bamboo_ds.engine.deepspeed_adapter import DeepSpeedAdapter
+from bamboo_ds.engine.exactness import ExactChecks
+from bamboo_ds.engine.generators import RoleGenerators
+from bamboo_ds.engine.groups import RoleGroups
+from bamboo_ds.engine.history import History
+from bamboo_ds.engine.layers import Layers
+from bamboo_ds.engine.mismatches import Mismatches
+from bamboo_ds.engine.passes import Passes
+from bamboo_ds.engine.pipeline_engine import BambooPipelineEngine
+from bamboo_ds.engine.records import CurrentEpoch, Progress
+from bamboo_ds.engine.recovery import RecoveryProtocol
+from bamboo_ds.engine.reduction import Reduction
+from bamboo_ds.engine.redundant import RedundantPasses
+from bamboo_ds.engine.replication import Replication
+from bamboo_ds.engine.runtime import BOUND_ATTRIBUTES, RuntimeBinding, StageRuntime
+from bamboo_ds.engine.slices import SlicedPasses
+from bamboo_ds.engine.steps import Steps
+from bamboo_ds.engine.supply import BatchSupply
+from bamboo_ds.engine.takeover import Takeover
+from bamboo_ds.engine.training import Training
+from bamboo_ds.engine.wrappers import stage_optimizer
+from bamboo_ds.errors import EpochChanged, FatalLoss
+from bamboo_ds.topology import Layout, Plan, Role, hungry, initial_plan, takeover, with_redundancy
+
+from .simulated_network import Attachment, Killed, Network, Turns
+
+WIDTH = 3
+CLIPPING = 0.05
+
+
+class Stage(nn.Module):
+    """One stage; ``shared``: it holds weights of the other end of its pipeline, too."""
+
+    seed_layers = False
+
+    def __init__(self, stage: int, shared: bool, seed: int) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(seed + stage)
+            self.linear, self.dropout = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.25)
+            self.tied_modules = nn.ModuleDict()
+            if shared:
+                torch.manual_seed(seed)
+                self.tied_modules["ends"] = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("seen", torch.zeros(()))
+        self.tied_comms: dict[str, Any] = {}
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """A pass that draws random numbers and changes a buffer, which the result depends on."""
+        self.seen += inputs.detach().mean()
+        hidden = self.dropout(torch.tanh(self.linear(inputs))) + 0.1 * self.seen
+        for shared in self.tied_modules.values():
+            hidden = shared(hidden)
+        return hidden
+
+    def get_additional_losses(self) -> None:
+        """None."""
+
+
+class SimulatedDeepSpeed(DeepSpeedAdapter):
+    """The methods of DeepSpeed that parts call, for :class:`Stage`."""
+
+    def is_first_stage(self) -> bool:  # type: ignore[override]
+        """Whether the bound role's is."""
+        return self.engine.__dict__["stage_id"] == 0
+
+    def is_last_stage(self) -> bool:  # type: ignore[override]
+        """Whether the bound role's is."""
+        return self.engine.__dict__["stage_id"] == self.num_stages - 1
+
+    def load_micro_batch(self, buffer_id: int) -> None:
+        """As DeepSpeed's."""
+        inputs, labels = self.engine._parts.passes.next_batch()
+        if self.is_first_stage():
+            self.pipe_buffers["inputs"][buffer_id] = inputs
+        if self.is_last_stage():
+            self.pipe_buffers["labels"][buffer_id] = labels
+
+    def forward_pass(self, buffer_id: int) -> None:
+        """As DeepSpeed's."""
+        buffers = self.pipe_buffers
+        outputs = buffers["outputs"][buffer_id] = self.module(buffers["inputs"][buffer_id])
+        if self.is_last_stage():
+            self.loss = nn.functional.mse_loss(outputs, buffers["labels"][buffer_id])
+            detached = self.loss.detach().clone()
+            self.total_loss = detached if self.total_loss is None else self.total_loss + detached
+
+    def backward_pass(self, buffer_id: int) -> None:
+        """As DeepSpeed's."""
+        if self.is_last_stage():
+            self.scaled_by_micro_batches(self.loss).backward()
+        else:
+            self.pipe_buffers["outputs"][buffer_id].backward(self.grad_layer)
+
+    def scaled_by_micro_batches(self, loss: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        """As DeepSpeed's."""
+        return loss / self.micro_batches
+
+    def gradients(self) -> list[torch.Tensor]:
+        """As DeepSpeed's."""
+        return [p.grad for p in self.module.parameters()]
+
+    def reduce_in_buckets(self, grads: list[torch.Tensor], elements_per_buffer: int) -> None:  # type: ignore[override]
+        """The average over the pipelines."""
+        group = self.engine.__dict__["data_parallel_group"]
+        for gradient in grads:
+            group.all_reduce(gradient)
+            gradient.div_(group.size)
+
+    def train_batch(self, data_iter: Any) -> torch.Tensor:
+        """As DeepSpeed's."""
+        self.engine._parts.training.run_iteration()
+        return self.engine._parts.training.mean_loss()
+
+    def reserve_pipe_buffers(self, count: int) -> None:  # type: ignore[override]
+        """As DeepSpeed's."""
+        for buffers in self.pipe_buffers.values():
+            buffers.extend([None] * (count - len(buffers)))
+
+    def optimizer_step(self, lr_kwargs: Any) -> None:
+        """As DeepSpeed's, without reports."""
+        self.engine._parts.steps.take_model_step(lr_kwargs)
+
+    def quiet_step(self) -> None:
+        """As DeepSpeed's."""
+        self.engine._parts.steps.take_model_step(None)
+
+    def take_model_step(self, lr_kwargs: Any) -> None:
+        """As DeepSpeed's."""
+        self.engine._parts.steps.clip_gradients()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.note_step(skipped=False)
+
+
+class _Engine(nn.Module):
+    """The attributes of DeepSpeed's engine; parts bind roles to them."""
+
+    _INSTRUCTION_MAP = BambooPipelineEngine._INSTRUCTION_MAP
+
+
+@dataclass(frozen=True)
+class _Group:
+    """The ranks that reduce something together, as ``member`` sees them."""
+
+    member: Member
+    name: str
+    ranks: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """Sum over the owners of the ranks."""
+        session = self.member.session
+        plan = session.current.plan
+        members = [each for each in plan.members if each in {plan.owners[rank] for rank in self.ranks}]
+        tensor.copy_(session.network.sum(session.current, self.name, members, tensor.clone()))
+
+
+class _Session:
+    """The part of a session that parts know."""
+
+    timeout = timedelta(seconds=1)
+
+    def __init__(self, member: str, network: Network) -> None:
+        self.member, self.network = member, network
+        self.epoch = self._ended = 0
+        self.attachment: Attachment | None = None
+
+    @property
+    def current(self) -> Attachment:
+        assert self.attachment is not None
+        return self.attachment
+
+    @property
+    def aborted(self) -> str | None:
+        return self.current.aborted
+
+    def abort(self, reason: str, epoch: int | None = None) -> None:
+        self._ended = max(self._ended, self.epoch if epoch is None else epoch)
+        if self.attachment is not None and self.epoch <= self._ended:
+            self.network.abort(self.attachment, reason)
+
+    def attach(self, plan: Plan) -> None:
+        if self.attachment is not None:
+            self.network.abort(self.attachment, f"epoch {plan.epoch} follows")
+        self.epoch = plan.epoch
+        self.attachment = None
+        self.attachment = self.network.attach(plan, self.member, self._ended >= plan.epoch)
+
+    def acting_for(self, rank: int, answer: Any) -> Any:
+        return nullcontext()
+
+    def note_pass(self, passing: bool) -> None:
+        pass
+
+
+class _Job:
+    """What a worker knows of its job. ``known``: the newest plan."""
+
+    def __init__(self, world: World, session: _Session, plan: Plan) -> None:
+        self.world, self.session, self.known = world, session, plan
+        self.lost_at: float | None = None
+        self.replaying = False
+        self.events: list[tuple[str, dict[str, Any]]] = []
+        self.channel: Any = SimpleNamespace(
+            activity=SimpleNamespace(at_work=nullcontext, beats=0, busy=False, hang_after_s=0.0),
+            event=lambda kind, **facts: self.events.append((kind, facts)),
+            report_state=lambda *_: None,
+            ahead=0,
+            joiner=False,
+        )
+
+    def enter(self, plan: Plan) -> None:
+        if plan.unheld:
+            stages = [(role.pipeline, role.stage) for role in map(plan.world.role, plan.unheld)]
+            raise FatalLoss(stages, plan.lost, None)
+        self.session.attach(plan)
+        if self.known.epoch > plan.epoch:
+            self.session.abort(f"plan of epoch {self.known.epoch} arrived", epoch=self.known.epoch - 1)
+            raise EpochChanged(f"epoch {plan.epoch} ended while it was entered")
+
+    def next_plan(self, after: int) -> Plan:
+        self.world.turns.wait(lambda: self.known.epoch > after)
+        return self.known
+
+    def push(self, plan: Plan) -> None:
+        """A plan arrives."""
+        self.known = plan
+        if plan.immediate:
+            self.session.abort(f"plan of epoch {plan.epoch} arrived", epoch=plan.epoch - 1)
+
+    def await_fence(self) -> None:
+        pass
+
+    def boundary(self, writing: bool) -> int:
+        return self.known.epoch
+
+    def progressed(self, steps: int) -> None:
+        pass
+
+    def newest_checkpoint(self, plan: Plan) -> None:
+        pass
+
+
+class _DrawnIdleTimes(IdleTimes):
+    """Whether a redundant pass fits into a bubble is drawn."""
+
+    def __init__(self, random: Random) -> None:
+        super().__init__()
+        self._random = random
+
+    def fits(self, place: Any, elapsed: float, duration: float | None) -> bool:
+        return self._random.random() < 0.5
+
+
+class _Builder(StageBuilder):
+    """Builds the stages of this module."""
+
+    member: Member
+
+    def build(self, role: Role, state: Any) -> StageRuntime:
+        self.binding.refresh()
+        local = self.binding.local
+        runtime = local if role == local.role else self.member.runtime(role, seed=1000)
+        self.restore(runtime, state)
+        return runtime
+
+
+def _batches(pipeline: int, drawn: list[int]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """What the script of a member at an end of ``pipeline`` reads, in the same tensors always; ``drawn`` counts it."""
+    generator = torch.Generator().manual_seed(100 + pipeline)
+    inputs, labels = torch.empty(2, WIDTH), torch.empty(2, WIDTH)
+    while True:
+        drawn[0] += 1
+        yield inputs.normal_(generator=generator), labels.normal_(generator=generator)
+
+
+class Member:
+    """One member: the engine's parts, put together as :class:`bamboo_ds.engine.parts.Parts` does."""
+
+    def __init__(self, world: World, name: str, rank: int, plan: Plan) -> None:
+        spec, layout = world.spec, world.layout
+        self.world, self.name, self.layout = world, name, layout
+        self.drawn, self.losses = [0], []  # type: ignore[var-annotated]
+        self.fatal: FatalLoss | None = None
+        self.started = False
+        self.session: Any = _Session(name, world.network)
+        self.job: Any = _Job(world, self.session, plan)
+        self.progress = progress = Progress(seed=7)
+        engine: Any = _Engine()
+        engine.__dict__.update(
+            device=torch.device("cpu"),
+            num_stages=layout.stages,
+            micro_batches=spec.micro_batches,
+            is_data_parallel=layout.pipelines > 1,
+            communication_data_type=torch.float32,
+            pipeline_enable_backward_allreduce=True,
+            batch_fn=None,
+            timers=None,
+            gradient_clipping=lambda: CLIPPING,
+            train_batch_size=lambda: 1,
+            _parts=self,
+        )
+        role = layout.role(rank)
+        at_end = role.stage in (0, layout.stages - 1)
+        engine.__dict__["data_iterator"] = _batches(role.pipeline, self.drawn) if at_end else None
+        self.engine, self.ds = engine, SimulatedDeepSpeed(engine)
+        ds: Any = self.ds
+        self.groups = groups = RoleGroups(self.session, layout)
+        local = self.runtime(role, seed=50, owned=True)
+        engine.__dict__.update(local.attributes)
+        engine._modules["module"] = local.module
+        self.binding = binding = RuntimeBinding(engine, local)
+        mode = RedundancyMode(spec.mode)
+        self.epoch = epoch = CurrentEpoch(self.job, layout, mode.eager_backward)
+        random = Random(world.random.random())
+        history, batches, idle = History(), Batches(), _DrawnIdleTimes(random)
+        beats, generators = Beats(self.job, progress), RoleGenerators(ds, layout, progress, history)
+        accounts = Accounts(str(spec.ledger) if spec.ledger else None, name)
+        accounts.begin("run", accounts.folder)
+        saves: Any = SimpleNamespace(busy=False, nonce="n", poll=_nothing, follow=_nothing, wait=_nothing)
+        collectives: Any = SimpleNamespace(begin_gap=_nothing, agree=_nothing, record=lambda: _NO_COLLECTIVES)
+        joining: Any = SimpleNamespace(active=False)
+        snapshots: Any = SimpleNamespace(begin=_nothing, wanted=list, place=PeerAddress(url="", token=""))
+        replay: Any = SimpleNamespace(recorded=_nothing)
+        settings = RedundancyConfig.model_validate({"mode": spec.mode, "verify_every": 1})
+
+        supply = BatchSupply(ds, binding, epoch, progress, batches, accounts, None, None)
+        tied = {0, layout.stages - 1} if spec.tied else set()
+        reduction = Reduction(ds, binding, tied)
+        builder = _Builder(ds, layout, groups, binding, None)
+        builder.member = self
+        checks = ExactChecks(ds, True, binding, epoch, progress, reduction, builder, beats)
+        slices = SlicedPasses(ds, groups, binding)
+        self.passes = Passes(ds, layout, binding, progress, batches, accounts, slices, generators, idle, checks)
+        self.boundaries = Boundaries(ds, binding, epoch, progress, idle, True)
+        self.redundant = RedundantPasses(
+            ds, settings, mode, binding, epoch, progress, batches, self.passes, self.boundaries, idle, checks
+        )
+        self.reduction = reduction
+        self.commits = Commits(ds, binding, epoch, progress, batches, accounts, saves, checks)
+        self.steps = Steps(ds, layout, groups, binding, progress, generators, settings.verify_every)
+        self.replication = Replication(binding, epoch, progress, self.boundaries, self.steps, {}, Mismatches(1))
+        self.copies = Copies(binding, epoch, progress, builder, self.steps, snapshots, {})
+        announcements = Announcements(binding, epoch, progress, joining)
+        self.recovery = RecoveryProtocol(
+            *(ds, binding, epoch, progress, tied, builder, self.boundaries, self.replication),
+            *(self.commits, self.copies, supply, saves, history, collectives, joining, checks),
+            announcements,
+        )
+        self.takeover = Takeover(
+            binding, epoch, progress, self.recovery, self.replication, checks, collectives, beats, announcements
+        )
+        self.training = Training(
+            *(ds, settings, mode, binding, epoch, progress, supply, replay, self.takeover, self.redundant),
+            *(self.commits, self.steps, self.replication, self.copies, checks, saves, history, beats),
+        )
+        self.end, self.supply = End(epoch, progress, self.commits, saves), supply
+
+    def runtime(self, role: Role, seed: int, owned: bool = False) -> StageRuntime:
+        """A runtime of a new stage."""
+        layout = self.layout
+        ends = (0, layout.stages - 1)
+        module = Stage(role.stage, self.world.spec.tied and role.stage in ends, seed)
+        if module.tied_modules:
+            ranks = tuple(layout.rank(Role(role.pipeline, stage)) for stage in ends)
+            comm = {"ranks": ranks, "group": _Group(self, f"tied {role.pipeline}", ranks), "weight_attr": ["weight"]}
+            module.tied_comms["ends"] = comm
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+        siblings = tuple(map(layout.rank, layout.siblings(role)))
+        # DeepSpeed counts all parameters on the first stage, and elsewhere those of tensor slices alone.
+        grid = SimpleNamespace(get_model_parallel_rank=lambda: role.stage)
+        runtime = StageRuntime(role, owned=owned)
+        runtime.attributes = dict.fromkeys(BOUND_ATTRIBUTES)
+        runtime.attributes.update(
+            module=module,
+            optimizer=optimizer,
+            basic_optimizer=optimizer,
+            stage_id=role.stage,
+            global_rank=layout.rank(role),
+            grid=grid,
+            mpu=grid,
+            data_parallel_group=_Group(self, f"data {role.stage}", siblings),
+            pipe_buffers={name: [] for name in ("inputs", "labels", "outputs")},
+            fwd_outputs=[],
+            global_steps=0,
+            global_samples=0,
+            skipped_steps=0,
+            micro_steps=0,
+        )
+        runtime.layers, runtime.optimizer = Layers(module), stage_optimizer(self.ds, self.groups, runtime)
+        return runtime
+
+    def run(self) -> None:
+        """The script."""
+        try:
+            self.recovery.agreed = self.job.known.members
+            self.recovery.enter(self.job.known)
+            self.supply.connect({})
+            self.copies.copy_state(self.layout.roles)
+            self.started = True
+            with suppress(EpochChanged):  # as where an engine starts: the first operation recovers
+                self.epoch.transport.exchange("all have their copies")
+            for _ in range(self.world.spec.iterations):
+                self.losses.append(self.training.train_batch(None))
+            self.takeover.run(self.end)
+        except FatalLoss as error:
+            self.fatal = error
+
+
+def _nothing(*_: Any) -> None:
+    pass
+
+
+_NO_COLLECTIVES: dict[str, Any] = {"gap": 0, "done": {}, "open": 0}
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A job.
+
+    Attributes:
+        pipelines, stages, micro_batches, iterations: of what size.
+        mode: of redundancy.
+        tied: the ends of a pipeline share weights.
+        ledger: its folder, if there is one.
+    """
+
+    pipelines: int = 1
+    stages: int = 3
+    micro_batches: int = 2
+    iterations: int = 3
+    mode: str = "eager-frc-lazy-brc"
+    tied: bool = False
+    ledger: Path | None = None
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Who is killed when: before what the member does as number ``event``, counted from the loss before it."""
+
+    member: str
+    event: int
+
+
+@dataclass(eq=False)
+class World:
+    """A job and its surroundings.
+
+    Args:
+        spec: the job.
+        seed: of everything that is drawn.
+        cuts: the losses, in their order.
+        switch: a planned change of roles comes at some time, too.
+
+    Attributes:
+        done: of every member what it has done, and after how many iterations, since the last loss.
+        killed: losses that have happened.
+    """
+
+    spec: Spec
+    seed: int
+    cuts: tuple[Cut, ...] = ()
+    switch: bool = False
+    done: dict[str, list[tuple[int, str]]] = field(default_factory=dict, init=False)
+    killed: list[str] = field(default_factory=list, init=False)
+    switched: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        self.random = Random(self.seed)
+        self.layout = Layout(self.spec.pipelines, self.spec.stages)
+        self.turns = Turns(self.random)
+        self.network = Network(self.random, self.turns, self.before)
+        names = [f"m{rank}" for rank in range(self.layout.size)]
+        self.plan = with_redundancy(initial_plan(names), self.layout, True)
+        self.members = {name: Member(self, name, rank, self.plan) for rank, name in enumerate(names)}
+        self.done = {name: [] for name in names}
+
+    def run(self) -> World:
+        """Run the job to its end."""
+        for name, member in self.members.items():
+            self.turns.add(name, member.run)
+        self.turns.run(self._events)
+        return self
+
+    def before(self, name: str, what: str) -> None:
+        """Member ``name`` is about to do something; others may come first."""
+        self.turns.wait()
+        member = self.members[name]
+        if name in self.network.dead:
+            raise Killed
+        if member.started and member.progress.sequence < self.spec.iterations:
+            self.done[name].append((member.progress.steps, what))
+            cut = self.cuts[len(self.killed)] if len(self.killed) < len(self.cuts) else None
+            if cut == Cut(name, len(self.done[name]) - 1):
+                self.network.kill(name)
+                self.killed.append(name)
+                for done in self.done.values():
+                    done.clear()
+                raise Killed
+
+    def survivors(self) -> list[Member]:
+        """Members that live."""
+        return [member for name, member in self.members.items() if name not in self.network.dead]
+
+    # -- plans --------------------------------------------------------------------------------------------
+
+    def _events(self) -> list[Any]:
+        found: list[Any] = self.network.deliveries()
+        late = [member for member in self.survivors() if member.job.known.epoch < self.plan.epoch]
+        found += [lambda m=member: m.job.push(self.plan) for member in late]
+        if self.network.dead.intersection(self.plan.members):
+            found.append(self._plan_losses)
+        elif self.switch and not self.switched and not self.plan.lost and all(m.started for m in self.members.values()):
+            found.append(self._plan_switch)
+        return found
+
+    def _plan_losses(self) -> None:
+        self.plan = takeover(self.plan, self.network.dead)
+        assert self.plan.unheld or not hungry(self.plan), "nobody is left with the batches"
+
+    def _plan_switch(self) -> None:
+        """Owner and shadow of a role change places, at a boundary that all reach."""
+        self.switched = True
+        rank = self.random.randrange(self.layout.size)
+        owners, shadows = list(self.plan.owners), list(self.plan.shadows)
+        shadow = shadows[rank]
+        assert shadow is not None
+        owners[rank], shadows[rank] = shadow, owners[rank]
+        self.plan = replace(
+            self.plan, epoch=self.plan.epoch + 1, owners=tuple(owners), shadows=tuple(shadows), immediate=False
+        )
+
+
+def state_of(world: World) -> dict[Role, dict[str, torch.Tensor]]:
+    """All of every role's state at its owner.
+
+    Raises:
+        AssertionError: a replica has another one, a member other counters, or a role has not one owner.
+    """
+    found: dict[Role, dict[str, torch.Tensor]] = {}
+    replicas = []
+    for member in world.survivors():
+        member.binding.refresh()
+        for role, runtime in member.binding.runtimes.items():
+            state = {name: tensor.detach().clone() for name, tensor in runtime.named_tensors()}
+            assert runtime.attributes["global_steps"] == world.spec.iterations, (member.name, role)
+            if not runtime.owned:
+                replicas.append((member.name, role, state))
+                continue
+            assert role not in found, f"{role} has two owners"
+            found[role] = state
+    assert set(found) == set(world.layout.roles)
+    for name, role, state in replicas:
+        assert same(state, found[role]), f"the replica of {role} at {name} differs"
+    return found
+
+
+def same(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
+    """Whether two states are equal to the last bit."""
+    return mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+def finite(world: World) -> bool:
+    """Whether all losses of all members are numbers, so that comparing them means something."""
+    return all(math.isfinite(loss) for member in world.survivors() for loss in member.losses)

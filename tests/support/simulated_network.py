@@ -1,0 +1,392 @@
+"""Members of a job as threads of one process of which one runs at a time, and a network between them.
+
+Which member goes on, which message arrives and when a plan becomes known is drawn, so that one seed gives one course of
+events. A member can be killed before any of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+import torch
+
+from bamboo_ds.comm.transport import Lane, Payload
+from bamboo_ds.errors import EpochChanged, PeerLost, ProtocolError
+from bamboo_ds.topology import Plan
+
+#: A run takes some hundreds.
+_TURNS = 20_000
+
+
+class Killed(BaseException):
+    """The member that this is raised in is gone, as after SIGKILL."""
+
+
+class _Abandoned(BaseException):
+    """The simulation is over."""
+
+
+class _Thread:
+    def __init__(self, name: str, target: Callable[[], None]) -> None:
+        self.name, self.ready, self.ended = name, _always, False
+        self.error: BaseException | None = None
+        self.turn = threading.Lock()
+        self.turn.acquire()
+        self._target = target
+
+    def run(self, turns: Turns) -> None:
+        self.turn.acquire()
+        try:
+            if not turns.abandoned:
+                self._target()
+        except (Killed, _Abandoned):
+            pass
+        except BaseException as error:  # raised where the simulation was started
+            self.error = error
+        self.ended = True
+        turns.over.release()
+
+
+def _always() -> bool:
+    return True
+
+
+class Turns:
+    """Runs threads in turns.
+
+    Args:
+        random: draws whose turn it is.
+
+    Attributes:
+        over: released when a turn ends.
+        abandoned: the threads are to end.
+    """
+
+    def __init__(self, random: Random) -> None:
+        self._random = random
+        self._threads: list[_Thread] = []
+        self._current: _Thread | None = None
+        self.over = threading.Lock()
+        self.over.acquire()
+        self.abandoned = False
+
+    def add(self, name: str, target: Callable[[], None]) -> None:
+        """One more thread."""
+        self._threads.append(_Thread(name, target))
+
+    def wait(self, ready: Callable[[], bool] = _always) -> None:
+        """The current thread goes on when it is its turn, not before ``ready()``."""
+        me = self._current
+        assert me is not None
+        if not self.abandoned:
+            me.ready = ready
+            self.over.release()
+            me.turn.acquire()
+        if self.abandoned:
+            raise _Abandoned
+
+    def run(self, events: Callable[[], Sequence[Callable[[], None]]]) -> None:
+        """Run all threads to their ends, and between their turns some of the ``events`` that could happen then.
+
+        Raises:
+            TimeoutError: threads wait, and nothing can happen any more, or too much has.
+        """
+        for thread in self._threads:
+            threading.Thread(target=thread.run, args=(self,), daemon=True).start()
+        try:
+            for turn in itertools.count():
+                waiting = [thread for thread in self._threads if not thread.ended]
+                if not waiting:
+                    return
+                choices: list[Any] = [thread for thread in waiting if thread.ready()]
+                choices += events()
+                if not choices or turn > _TURNS:
+                    raise TimeoutError(f"{', '.join(thread.name for thread in waiting)} would wait for ever")
+                chosen = self._random.choice(choices)
+                if not isinstance(chosen, _Thread):
+                    chosen()
+                    continue
+                self._let(chosen)
+                if chosen.error is not None:
+                    raise chosen.error
+        finally:
+            self.abandoned = True
+            for thread in self._threads:
+                if not thread.ended:
+                    self._let(thread)
+
+    def _let(self, thread: _Thread) -> None:
+        self._current = thread
+        thread.turn.release()
+        self.over.acquire()
+
+
+@dataclass(eq=False)
+class Attachment:
+    """One member in one epoch.
+
+    Attributes:
+        inboxes: messages that have arrived, by key: sender, number, payload.
+        gone: peers that have left the epoch or the world, as far as the member knows.
+        undelivered: something that it sent has been lost.
+    """
+
+    plan: Plan
+    member: str
+    aborted: str | None = None
+    inboxes: dict[Any, deque[tuple[str, int, Payload]]] = field(default_factory=lambda: defaultdict(deque))
+    gone: set[str] = field(default_factory=set)
+    undelivered: bool = False
+    rounds: Counter[Any] = field(default_factory=Counter)
+
+    def check(self, members: Sequence[str] = ()) -> None:
+        """Raise if the epoch has ended for this member, or one of ``members`` is gone."""
+        if self.aborted is not None:
+            raise EpochChanged(f"epoch {self.plan.epoch}: {self.aborted}")
+        for member in members:
+            if member in self.gone:
+                raise PeerLost(f"epoch {self.plan.epoch}: {member} is gone", member)
+
+
+class Network:
+    """Carries messages, in order between any two members, each after any time.
+
+    Args:
+        random: draws what happens.
+        turns: of the members.
+        before: called before everything that a member does, with its name and what that is; may raise ``Killed``.
+    """
+
+    def __init__(self, random: Random, turns: Turns, before: Callable[[str, str], None]) -> None:
+        self._random, self._turns, self.before = random, turns, before
+        self._attached: dict[tuple[str, int], Attachment] = {}
+        self._flying: dict[tuple[int, str, str], deque[tuple[Any, int, Payload]]] = {}
+        self.dead: set[str] = set()
+
+    # -- epochs -------------------------------------------------------------------------------------------
+
+    def attach(self, plan: Plan, member: str, over: bool) -> Attachment:
+        """Enter ``plan``'s epoch with all its members; ``over``: it has ended already."""
+        mine = self._attached[member, plan.epoch] = Attachment(plan, member)
+        if over:
+            self.abort(mine, "a newer plan is known")
+        self.before(member, "attach")
+
+        def there() -> list[Attachment | None]:
+            return [self._attached.get((each, plan.epoch)) for each in plan.members]
+
+        def failed() -> bool:
+            lost = self.dead.intersection(plan.members)
+            return bool(mine.aborted or lost or any(each is not None and each.aborted for each in there()))
+
+        self._turns.wait(lambda: failed() or None not in there())
+        mine.check()
+        if failed():
+            raise PeerLost(f"epoch {plan.epoch}: not all have come")
+        return mine
+
+    def abort(self, attachment: Attachment, reason: str) -> None:
+        """End an epoch for one member: some of what it has sent arrives, and then its farewell."""
+        if attachment.aborted is not None:
+            return
+        attachment.aborted = reason
+        epoch, member = attachment.plan.epoch, attachment.member
+        for peer in attachment.plan.members:
+            if peer == member:
+                continue
+            sent = self._flying.setdefault((epoch, member, peer), deque())
+            for _ in range(len(sent) - self._random.randint(0, len(sent))):
+                sent.pop()
+            sent.append((None, 0, None))
+            theirs = self._attached.get((peer, epoch))
+            if self._flying.pop((epoch, peer, member), None) and theirs is not None:
+                theirs.undelivered = True
+
+    def kill(self, member: str) -> None:
+        """A member is lost."""
+        self.dead.add(member)
+        for (name, _), attachment in list(self._attached.items()):
+            if name == member:
+                self.abort(attachment, "killed")
+
+    # -- messages -----------------------------------------------------------------------------------------
+
+    def send(self, mine: Attachment, member: str, key: Any, number: int, payload: Payload) -> None:
+        """Send; tensors are read when the message arrives, as where the kernel has not taken them before."""
+        mine.check([member])
+        theirs = self._attached.get((member, mine.plan.epoch))
+        if member in self.dead or (theirs is not None and theirs.aborted):
+            mine.undelivered = True
+            return
+        self._flying.setdefault((mine.plan.epoch, mine.member, member), deque()).append((key, number, payload))
+
+    def deliveries(self) -> list[Callable[[], None]]:
+        """What could arrive next."""
+        return [lambda pair=pair: self._deliver(*pair) for pair, sent in self._flying.items() if sent]  # type: ignore[misc]
+
+    def _deliver(self, epoch: int, source: str, destination: str) -> None:
+        key, number, payload = self._flying[epoch, source, destination].popleft()
+        theirs = self._attached.get((destination, epoch))
+        if theirs is None or theirs.aborted:
+            return
+        if key is None:
+            theirs.gone.add(source)
+        else:
+            theirs.inboxes[key].append((source, number, copied(payload)))
+
+    def await_delivery(self, mine: Attachment) -> None:
+        """Wait until all that was sent has arrived."""
+
+        def flying() -> bool:
+            peers = (self._flying.get((mine.plan.epoch, mine.member, peer)) for peer in mine.plan.members)
+            return any(peers)
+
+        self._turns.wait(lambda: bool(mine.aborted or mine.undelivered or not flying()))
+        mine.check()
+        if mine.undelivered:
+            raise PeerLost(f"epoch {mine.plan.epoch}: something was not delivered")
+
+    def receive(self, mine: Attachment, key: Any, sources: Sequence[str]) -> None:
+        """Wait for a message from each of ``sources`` at ``key``; what has come before one is gone still counts."""
+
+        def lacking() -> list[str]:
+            come = {source for source, _, _ in mine.inboxes[key]}
+            return [source for source in sources if source not in come]
+
+        self._turns.wait(lambda: bool(mine.aborted or not lacking() or mine.gone.intersection(lacking())))
+        mine.check(lacking())
+
+    def all_gather(self, mine: Attachment, name: Any, members: Sequence[str], value: Payload) -> list[Payload]:
+        """Every member's ``value``, in the order of ``members``."""
+        mine.rounds[name] += 1
+        key = ("round", name, mine.rounds[name])
+        for member in members:
+            if member != mine.member:
+                self.before(mine.member, f"{name} to {member}")
+                self.send(mine, member, key, 0, value)
+        mine.inboxes[key].append((mine.member, 0, copied(value)))
+        self.before(mine.member, f"{name}")
+        self.receive(mine, key, members)
+        found = {source: payload for source, _, payload in mine.inboxes.pop(key)}
+        return [found[member] for member in members]
+
+    def sum(self, mine: Attachment, name: Any, members: Sequence[str], tensor: torch.Tensor) -> torch.Tensor:
+        """The sum of ``tensor`` over ``members``."""
+        first, *others = self.all_gather(mine, name, members, tensor)
+        assert isinstance(first, torch.Tensor)
+        for other in others:
+            first += other
+        return first
+
+
+def copied(payload: Payload) -> Payload:
+    """A payload whose tensors share nothing with the given one's."""
+    if payload is None:
+        return None
+    return payload.detach().clone() if torch.is_tensor(payload) else tuple(t.detach().clone() for t in payload)
+
+
+class SimulatedTransport:
+    """Stands in for :class:`bamboo_ds.comm.transport.Transport` on a :class:`Network`.
+
+    Args:
+        network: the network.
+        attachment: of this member to the epoch.
+        lanes: all lanes.
+    """
+
+    def __init__(self, network: Network, attachment: Attachment, lanes: Sequence[Lane]) -> None:
+        self._network, self._mine = network, attachment
+        self._closed = False
+        assert len({lane.tag for lane in lanes}) == len(lanes)
+        for lane in lanes:
+            assert {lane.source, lane.destination} <= set(attachment.plan.members)
+
+    @classmethod
+    def open(cls, session: Any, lanes: Sequence[Lane]) -> SimulatedTransport:
+        """As of the real one."""
+        session.current.check()
+        return cls(session.network, session.current, lanes)
+
+    def _begin(self, what: str) -> None:
+        self._network.before(self._mine.member, what)
+        self._check()
+
+    def _check(self) -> None:
+        self._mine.check()
+        if self._closed:
+            raise EpochChanged("the transport is closed")
+
+    def send(self, lane: Lane, sequence: int, payload: Payload) -> None:
+        """As of the real one."""
+        assert lane.source == self._mine.member
+        self._begin(f"send {sequence} on {lane.name}")
+        if lane.destination == self._mine.member:
+            self._mine.inboxes[lane.tag].append((lane.source, sequence, copied(payload)))
+        else:
+            self._network.send(self._mine, lane.destination, lane.tag, sequence, payload)
+
+    def drain(self) -> None:
+        """As of the real one."""
+        self._begin("drain")
+        self._network.await_delivery(self._mine)
+
+    def recv(self, lane: Lane, sequence: int) -> Payload:
+        """As of the real one."""
+        assert lane.destination == self._mine.member
+        self._begin(f"receive {sequence} on {lane.name}")
+        self._network.receive(self._mine, lane.tag, [lane.source])
+        _, number, payload = self._mine.inboxes[lane.tag][0]
+        if number != sequence:
+            raise ProtocolError(f"lane {lane.name}: expected message {sequence}, got {number}")
+        self._mine.inboxes[lane.tag].popleft()
+        return payload
+
+    def take(self, lane: Lane) -> list[Payload]:
+        """As of the real one."""
+        messages = self._mine.inboxes[lane.tag]
+        taken = [] if self._closed else [payload for _, _, payload in messages]
+        messages.clear()
+        return taken
+
+    def ready(self, lane: Lane) -> bool:
+        """As of the real one."""
+        return not self._closed and bool(self._mine.inboxes[lane.tag])
+
+    def arrival(self, lane: Lane) -> float | None:
+        """As of the real one; there are no times here."""
+        return None
+
+    def _all(self, name: str, value: Payload) -> list[Payload]:
+        self._check()
+        return self._network.all_gather(self._mine, name, self._mine.plan.members, value)
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """As of the real one."""
+        self._check()
+        return self._network.sum(self._mine, "all_reduce", self._mine.plan.members, tensor)
+
+    def exchange(self, value: str) -> dict[str, str]:
+        """As of the real one."""
+        told = self._all("exchange", torch.frombuffer(bytearray(value.encode()), dtype=torch.uint8))
+        texts = [bytes(each.tolist()).decode() for each in told if isinstance(each, torch.Tensor)]
+        return dict(zip(self._mine.plan.members, texts, strict=True))
+
+    def close(self) -> None:
+        """As of the real one."""
+        if self._closed:
+            return
+        try:
+            if self._mine.gone:
+                self._network.abort(self._mine, "closed after a failure")
+            if self._mine.aborted is None:
+                self._network.await_delivery(self._mine)
+                self._all("close", None)
+        finally:
+            self._closed = True

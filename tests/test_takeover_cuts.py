@@ -1,0 +1,190 @@
+"""Takeovers at every cut: the engine's parts on a simulated network, with losses before everything that members do.
+
+One seed is one course of events: who goes on when, what arrives when, what is lost with a member, when plans come. The
+jobs of :mod:`tests.test_takeover` and :mod:`tests.test_losses` prove the same of real processes at fewer places.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from bamboo_ds.engine import records, reduction
+from bamboo_ds.engine.boundaries import Boundaries
+from bamboo_ds.engine.history import History
+from bamboo_ds.errors import FatalLoss
+from bamboo_ds.topology import Role, hungry, takeover
+
+from .support.simulated_engine import Cut, Spec, World, finite, same, state_of
+from .support.simulated_network import SimulatedTransport
+
+LINE = Spec()
+JOBS = {
+    "eager-frc": LINE,
+    "eager-brc": Spec(mode="eager-frc-eager-brc"),
+    "lazy": Spec(mode="lazy-frc-lazy-brc", micro_batches=3),
+    "tied": Spec(tied=True),
+    "two pipelines": Spec(pipelines=2, stages=2),
+    "four stages": Spec(stages=4),
+}
+
+
+@pytest.fixture(autouse=True)
+def simulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Members of a job are threads of this process."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    monkeypatch.setattr(records, "Transport", SimulatedTransport)
+    groups = SimpleNamespace(all_reduce=lambda tensor, group: group.all_reduce(tensor))
+    monkeypatch.setattr(reduction, "dist", groups)
+    yield
+    torch.set_num_threads(threads)
+
+
+@cache
+def undisturbed(spec: Spec, seed: int) -> World:
+    return World(spec, seed).run()
+
+
+def cuts_of(spec: Spec, seed: int, member: str, iteration: int = 1) -> list[Cut]:
+    """Every place in ``iteration`` where ``member`` may be lost, if things go as ``seed`` has it until then."""
+    done = undisturbed(spec, seed).done[member]
+    return [Cut(member, event) for event, (steps, _) in enumerate(done) if steps == iteration]
+
+
+def every_loss(spec: Spec, seed: int, victim: str) -> list[World]:
+    """Jobs that lose ``victim`` in their second iteration, at one cut each."""
+    return [World(spec, seed, (cut,)).run() for cut in cuts_of(spec, seed, victim)]
+
+
+def check(world: World) -> None:
+    """The job has ended as one that has lost nobody, or with a fatal loss on all members where no copy was left."""
+    spec, survivors = world.spec, world.survivors()
+    if world.plan.unheld:
+        assert all(isinstance(member.fatal, FatalLoss) for member in survivors)
+        return
+    expected = undisturbed(spec, 0)
+    states, wanted = state_of(world), state_of(expected)
+    assert all(same(states[role], wanted[role]) for role in wanted)
+    losses = expected.members["m0"].losses
+    for member in survivors:
+        assert member.fatal is None and member.losses == losses
+        assert not set(member.epoch.plan.members) & set(world.killed)
+        history: History = member.training.history
+        assert history.answer(History.key(0)) == expected.members["m0"].training.history.answer(History.key(0))
+        assert not any(kind == "replica_mismatch" for kind, _ in member.job.events)
+        # Every micro-batch is drawn once, by each member that can read it.
+        assert member.drawn[0] in (0, spec.iterations * spec.micro_batches)
+
+
+@pytest.mark.parametrize("spec", JOBS.values(), ids=JOBS)
+def test_what_comes_first_makes_no_difference(spec: Spec) -> None:
+    expected = undisturbed(spec, 0)
+    assert finite(expected) and len(set(expected.members["m0"].losses)) == spec.iterations
+    for seed in range(1, 5):
+        check(World(spec, seed).run())
+    if spec.mode != "lazy-frc-lazy-brc":
+        redundant = [facts["frc_done"] for kind, facts in expected.members["m0"].job.events if kind == "step"]
+        assert sum(redundant) > 0  # what a loss finds done varies
+
+
+#: One course of events in the suite, more of them by ``make exhaustive``.
+COURSES = [0, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(1, 20))]
+
+
+@pytest.mark.parametrize("course", COURSES)
+@pytest.mark.parametrize("job", JOBS)
+def test_a_loss_at_every_cut(job: str, course: int) -> None:
+    """Of each member, before everything that it does in an iteration."""
+    modes: Counter[str] = Counter()
+    for number, victim in enumerate(sorted(undisturbed(JOBS[job], 0).members)):
+        seed = 100 * course + number
+        for world in every_loss(JOBS[job], seed, victim):
+            check(world)
+            assert world.killed == [victim] and not world.plan.unheld
+            modes.update(facts["mode"] for kind, facts in world.survivors()[0].job.events if kind == "recovered")
+    # Where a member is lost between the messages of its commit, some may have committed and others not.
+    assert modes["resume"] > 20 and modes["commit"] > 0
+
+
+@pytest.mark.parametrize("course", COURSES)
+@pytest.mark.parametrize("job", JOBS)
+def test_two_losses(job: str, course: int) -> None:
+    """The second one at any time after the first: before it is noticed, in the recovery from it, or long after."""
+    spec = JOBS[job]
+    outcomes: Counter[str] = Counter()
+    for seed in range(1000 * course, 1000 * course + 16):
+        random, before = Random(seed), undisturbed(spec, seed)
+        first, second = random.sample(sorted(before.members), 2)
+        if hungry(takeover(before.plan, [first, second])):
+            continue  # nobody would be left who can read the batches
+        cut = random.choice(cuts_of(spec, seed, first))
+        world = World(spec, seed, (cut, Cut(second, random.randrange(random.choice((12, 40)))))).run()
+        check(world)
+        outcomes["fatal" if world.plan.unheld else "survived"] += len(world.killed) == 2
+    # Of three stages in a row no two can be lost, of four those that are no neighbours, of two pipelines more.
+    assert outcomes["survived" if spec.pipelines * spec.stages > 3 else "fatal"] > 2
+
+
+@pytest.mark.parametrize("course", COURSES)
+@pytest.mark.parametrize("job", ["eager-brc", "two pipelines"])
+def test_a_loss_beside_a_planned_change(job: str, course: int) -> None:
+    switched: Counter[bool] = Counter()
+    for seed in range(1000 * course, 1000 * course + 16):
+        random = Random(seed)
+        victim, done = random.choice(sorted(undisturbed(JOBS[job], seed).done.items()))
+        world = World(JOBS[job], seed, (Cut(victim, random.randrange(len(done) - 10)),), switch=True).run()
+        check(world)
+        switched[world.switched] += len(world.killed)
+    assert switched[True] > 8
+
+
+def test_what_is_consumed_is_accounted_for_once(tmp_path: Path) -> None:
+    """Its writer is lost: another member writes what may be missing, and nothing else."""
+    lines = _ledger(World(Spec(ledger=tmp_path / "whole"), 0).run())
+    assert [step for step, *_ in lines] == list(range(1, LINE.iterations + 1))
+    for number, cut in enumerate(cuts_of(LINE, 0, "m0")[::4]):
+        world = World(Spec(ledger=tmp_path / str(number)), 0, (cut,)).run()
+        assert world.killed == ["m0"] and _ledger(world) == lines
+
+
+def _ledger(world: World) -> list[tuple[int, tuple[str, ...], tuple[str, ...]]]:
+    assert world.spec.ledger is not None
+    found = set()
+    for path in world.spec.ledger.rglob("*.jsonl"):
+        for line in map(json.loads, path.read_text().splitlines()):
+            found.add((line["step"], tuple(line["inputs"]), tuple(line["labels"])))
+    return sorted(found)
+
+
+# -- what this finds ----------------------------------------------------------------------------------------
+
+
+def test_messages_that_are_not_sent_again_are_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Boundaries, "resend_activation", lambda self, buffer_id: None)
+    with pytest.raises(TimeoutError, match="would wait for ever"):
+        every_loss(LINE, 1, "m1")
+
+
+def test_a_replica_that_lacks_a_gradient_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    from bamboo_ds.engine.replication import Replication
+
+    receive = Replication.receive
+
+    def forgetful(self: Replication, role: Role) -> None:
+        receive(self, role)
+        replica = self.binding.runtimes[role]
+        assert replica.reduced is not None
+        replica.reduced = [torch.zeros_like(each) for each in replica.reduced]
+
+    monkeypatch.setattr(Replication, "receive", forgetful)
+    with pytest.raises(AssertionError, match="differs"):
+        state_of(World(LINE, 0).run())
