@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator
 
 import pytest
@@ -39,17 +40,24 @@ _UNKNOWN_S = 5.0
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What starts processes is distributed test by test, the longest first; the rest file by file."""
+    """What starts processes is distributed test by test, the rest file by file; of both the longest comes first."""
     known = times.durations()
-    order: dict[pytest.Item, tuple[float, str]] = {}
+    starters: set[pytest.Item] = set()
+    files: dict[str, float] = defaultdict(float)
     for item in items:
         if _STARTERS.intersection(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.integration)
-        starts = item.get_closest_marker("integration") is not None
-        if not starts:
+        if item.get_closest_marker("integration") is not None:
+            starters.add(item)
+        else:
             item.add_marker(pytest.mark.xdist_group(item.path.name))
-        order[item] = (-known.get(item.nodeid, _UNKNOWN_S) if starts else 0.0, item.path.name)
-    items.sort(key=order.__getitem__)
+            files[item.path.name] += known.get(item.nodeid, 0.0)
+
+    def place(item: pytest.Item) -> tuple[bool, float, str]:
+        starts, file = item in starters, item.path.name
+        return not starts, -(known.get(item.nodeid, _UNKNOWN_S) if starts else files[file]), file
+
+    items.sort(key=place)
 
 
 _PROCESS_EVENTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.exec", "os.system"}
