@@ -253,7 +253,7 @@ def test_twice_from_a_checkpoint_with_half_of_the_members(tmp_path: Path, refere
     # The last step waits until all have copies: then workers that only stand in for others are not needed any more.
     pace = ["--slow-until", str(go_on), "--slow-s", "600", "--slow-from", "7"]
     with RunningJob(tmp_path, 4, ["--stages", "4", *arguments, *pace, "--faults", json.dumps(faults)], file) as job:
-        job.wait_for("both restarts", lambda: len(job.events("restart")) == 2)
+        job.wait_for("both restarts", lambda: len(job.events("restart")) == 2, 180.0)
         job.wait_for("the plan without stand-ins", lambda: len(set(job.events("plan")[-1]["owners"])) == 2)
         go_on.touch()
         result = job.finish()

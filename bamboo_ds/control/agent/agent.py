@@ -343,9 +343,11 @@ class Agent:
         return StopRecord(code=departure.code, reason=why, by=self._id)
 
     def _await_data_workers(self, departure: LeftRecord) -> None:
-        """Workers that draw batches end with this agent: first let them finish, or others take that over, too."""
+        """Workers that draw batches end with this agent. Where its own has finished they are let finish first, or
+        others take that over, too; else they are ended, and say so.
+        """
         if departure.outcome not in ("finished", "left"):
-            return
+            self._data_workers.terminate()
         end_at = self._leaving.end_at if departure.outcome == "left" else time.monotonic() + _DATA_WORKERS_S
 
         def left_s() -> float | None:
