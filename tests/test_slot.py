@@ -93,10 +93,13 @@ def replace_restart(**changes: Any) -> RestartRecord:
     return RESTART.model_copy(update=changes)
 
 
-@pytest.mark.parametrize("settings", [{"max_restarts": 0}, {"feeder": True}])
-def test_where_nothing_starts_again_it_ends(settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("settings", "outcome"),
+    [({"max_restarts": 0}, "fatal"), ({"feeder": True}, "lost")],  # a restart waits for those that are "fatal"
+)
+def test_where_nothing_starts_again_it_ends(settings: dict[str, Any], outcome: str) -> None:
     it = slot(RUNNING, FATAL, **settings)
-    end(it, EXIT_FATAL_LOSS)
+    assert end(it, EXIT_FATAL_LOSS) == outcome
     assert (it.state, it.next) == (State.ENDED, None)
 
 

@@ -249,7 +249,7 @@ class Slot:
         else:
             self._go(State.ENDED)
         if departure.outcome == "fatal" and settings.feeder:
-            departure = departure.model_copy(update={"outcome": "evicted"})  # it does not come back
+            departure = departure.model_copy(update={"outcome": "lost"})  # a restart does not wait for its return
         return departure.model_copy(update={"generation": None if settings.joins else settings.generation or 0})
 
     def note_superseded(self, departure: LeftRecord) -> LeftRecord:

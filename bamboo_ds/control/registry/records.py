@@ -155,8 +155,8 @@ class LeftRecord(Record):
     Attributes:
         outcome: ``finished`` (exit 0), ``failed`` (an error of the application), ``fatal`` and
             ``evicted`` (the worker stopped itself, see :mod:`bamboo_ds.errors`), ``lost`` (died by a
-            signal or was killed because it hung), ``stopped`` (the job was ended on request), ``left`` (went on
-            notice, after it had handed over what it had).
+            signal, was killed because it hung, or stopped itself and does not come back), ``stopped`` (the job was
+            ended on request), ``left`` (went on notice, after it had handed over what it had).
         reason: how the worker ended: by itself, by a signal, killed because its heartbeat stopped or
             because it made no progress.
         detail: exit code or name of the signal; of a member that has left the notice.
