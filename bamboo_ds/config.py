@@ -83,7 +83,9 @@ class RedundancyConfig(_Block):
     on_mismatch: Literal["stop", "warn"] = Field(
         "stop",
         description="what follows when a replica differs although it was copied again after the check before: `stop` "
-        "ends the job; `warn`: the stage stays without replica until the plan changes",
+        "ends the job; `warn`: the stage stays without replica until the plan changes. And when owner and shadow of a "
+        "stage are lost whose layers keep running statistics or the like, of which another pipeline has other ones: "
+        "`stop`: that is a fatal loss; `warn`: the stage goes on with those",
     )
     check_exact: int = Field(
         0,

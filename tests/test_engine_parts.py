@@ -102,12 +102,26 @@ def test_a_replica_that_differs_is_not_taken_over() -> None:
     assert error.value.stages == ((0, 1),) and error.value.members == ("m1",)
 
 
-@pytest.mark.parametrize("sharded", [False, True])
-def test_a_role_without_a_holder_is_cloned_from_another_pipeline(sharded: bool) -> None:
-    """Where optimizers are partitioned over the pipelines there is nothing to clone."""
+@pytest.mark.parametrize(
+    ("sharded", "kept", "stops", "why"),
+    [
+        (False, [], True, None),
+        (True, [], True, "no living member holds stage 0 of pipeline 0"),
+        (False, ["3.running_mean"], True, r"what layers keep besides parameters \(3.running_mean\) of stage 0 of pip"),
+        (False, ["3.running_mean"], False, None),
+    ],
+    ids=["equal", "sharded", "statistics", "warn"],
+)
+def test_a_role_without_a_holder_is_cloned_from_another_pipeline(
+    sharded: bool, kept: list[str], stops: bool, why: str | None
+) -> None:
+    """But for what is not equal there, and where optimizers are partitioned over the pipelines."""
     before = plan_of(Layout(2, 2, sharded=sharded))
     role, twin = Role(0, 0), Role(1, 0)
     found = member_of(before, before.owner(twin))
+    found.checks = SimpleNamespace(stops=stops)  # type: ignore[assignment]
+    for runtime in found.binding.runtimes.values():
+        runtime.layers = SimpleNamespace(kept=lambda: kept)  # type: ignore[assignment]
     cloned = []
 
     def clone(source: StageRuntime, wanted: Role) -> StageRuntime:
@@ -119,8 +133,8 @@ def test_a_role_without_a_holder_is_cloned_from_another_pipeline(sharded: bool) 
     owners = list(before.owners)
     owners[before.world.rank(role)] = found.epoch.member
     after = replace(before, owners=tuple(owners))
-    if sharded:
-        with pytest.raises(FatalLoss):
+    if why is not None:
+        with pytest.raises(FatalLoss, match=why):
             found.take_over_roles(after)
         return
     found.take_over_roles(after)

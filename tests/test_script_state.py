@@ -337,6 +337,15 @@ def test_what_layers_keep() -> None:
     assert layer.hidden == [7]
 
 
+def test_what_passes_have_changed_has_a_name() -> None:
+    net = nn.ModuleList([nn.BatchNorm1d(2), nn.Linear(2, 2), Counting()])
+    layers = Layers(net)
+    assert layers.kept() == ["2._extra_state"], "whether that has changed is not known"
+    net[0](torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+    net[2].last = 0.25
+    assert layers.kept() == ["0.running_mean", "0.running_var", "0.num_batches_tracked", "2.last", "2._extra_state"]
+
+
 def test_what_a_script_puts_in_the_place_of_something_else_has_changed() -> None:
     net = nn.ModuleList([Counting(), nn.Linear(2, 2), nn.Linear(2, 2)])
     net[2].weight = net[1].weight

@@ -88,8 +88,7 @@ class StageBuilder:
     def clone(self, source: StageRuntime, role: Role) -> StageRuntime:
         """A runtime for ``role``, whose holders are all lost, from ``source``: the same stage of another pipeline.
 
-        Parameters and optimizer state of the two are equal. Buffers of the module (running statistics) are the other
-        pipeline's; they were never equal, and the lost ones cannot be had any more.
+        Parameters and optimizer state of the two are equal. What layers keep besides them is the other pipeline's.
         """
         logger.warning("role %s goes on from the state of role %s", role, source.role)
         self.binding.refresh()

@@ -17,6 +17,7 @@ from torch import nn
 from ..errors import UnsupportedError
 from ..state import Tree, join, split
 from .rng import GENERATORS
+from .tracing import checksum
 
 #: Attributes of layers that are numbers (or ``None``, where there is no number yet), by the layers' names.
 Numbers = dict[str, dict[str, Any]]
@@ -69,6 +70,7 @@ class Layers:
         self.parameters = dict(module.named_parameters())
         self.began = self.numbers()
         self.changes = Changes()
+        self._built = {name: checksum(buffer) for name, buffer in self.buffers().items()}
 
     def _look(self) -> None:
         modules = list(self._module.named_modules())
@@ -189,6 +191,13 @@ class Layers:
             "parameters": {n: self.parameters[n].detach() for n in sorted(parameters) if n in self.parameters},
             "changes": [self.changes.count, self.changes.last],
         }
+
+    def kept(self) -> list[str]:
+        """Names of what is not as it was built; another pipeline has seen other batches, and may have other values."""
+        changed = [name for name, buffer in self.buffers().items() if self._built.get(name) != checksum(buffer)]
+        numbers = newer(self.numbers(), self.began)
+        extra = [f"{path}._extra_state" for path in self.extra()]
+        return [*changed, *(f"{path}.{name}" for path in numbers for name in numbers[path]), *extra]
 
     def restore(self, given: Tree) -> None:
         """Take over what :meth:`capture` gave of another copy of the stage."""

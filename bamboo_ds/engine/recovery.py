@@ -29,6 +29,9 @@ from .runtime import RuntimeBinding, StageRuntime
 from .saving import Saves
 from .supply import BatchSupply
 
+#: So many of what layers keep are named.
+_NAMED = 10
+
 logger = logging.getLogger("bamboo_ds")
 
 
@@ -203,12 +206,23 @@ class RecoveryProtocol:
                 self.binding.drop(role)
 
     def _clone(self, role: Role, plan: Plan) -> StageRuntime:
-        """A runtime for ``role`` from the same stage of another pipeline, which this member holds."""
+        """A runtime for ``role`` from the same stage of another pipeline, which this member holds.
+
+        Parameters and optimizer state of the two are equal; what their layers keep besides them (running statistics)
+        is not, and the lost one's cannot be had any more.
+        """
         alike = [] if self.epoch.layout.sharded else [each for each in self.epoch.layout.siblings(role) if each != role]
         held = (runtime for runtime in self.binding.runtimes.values() if runtime.role in alike)
         source = next((runtime for runtime in held if runtime.owned or runtime.valid), None)
+        lost, checkpoint = [(role.pipeline, role.stage)], self.epoch.job.newest_checkpoint(plan)
         if source is None:
-            raise FatalLoss([(role.pipeline, role.stage)], plan.lost, self.epoch.job.newest_checkpoint(plan))
+            raise FatalLoss(lost, plan.lost, checkpoint)
+        kept = source.layers.kept()
+        if kept:
+            what = f"what layers keep besides parameters ({', '.join(kept[:_NAMED])})"
+            if self.checks.stops:
+                raise FatalLoss(lost, plan.lost, checkpoint, part=f"{what} of ")
+            logger.warning("role %s goes on with %s in pipeline %d", role, what, source.role.pipeline)
         return self.builder.clone(source, role)
 
     # -- progress -----------------------------------------------------------------------------------------

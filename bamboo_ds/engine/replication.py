@@ -49,7 +49,9 @@ class Replication:
         header = torch.tensor([*counts, *parts, *trained, *runtime.checksums()], dtype=torch.int64)
         loss = runtime.reduced_loss if runtime.reduced_loss is not None else torch.empty(0, dtype=torch.float64)
         changed = self.progress.changed if runtime is self.binding.local else ()
-        text, layers = split(runtime.layers.capture(changed))
+        # An heir that has done no passes of its own passes on what the lost owner's layers keep.
+        kept = runtime.received_layers
+        text, layers = split(runtime.layers.capture(changed) if kept is None else kept)
         places = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
         measured = torch.tensor([runtime.measured.overflow, *runtime.measured.squares], dtype=torch.float64)
         payload = (header, measured, loss, places, *runtime.reduced, *layers)

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from bamboo_ds.config import RedundancyConfig, RedundancyMode
+from bamboo_ds.control.leader.restarts import fatal_plan
 from bamboo_ds.control.registry.records import PeerAddress
 from bamboo_ds.engine.accounts import Accounts
 from bamboo_ds.engine.announcements import Announcements
@@ -67,7 +68,7 @@ class Stage(nn.Module):
 
     seed_layers = False
 
-    def __init__(self, stage: int, shared: bool, seed: int) -> None:
+    def __init__(self, stage: int, shared: bool, seed: int, statistics: bool) -> None:
         super().__init__()
         with torch.random.fork_rng():
             torch.manual_seed(seed + stage)
@@ -77,11 +78,13 @@ class Stage(nn.Module):
                 torch.manual_seed(seed)
                 self.tied_modules["ends"] = nn.Linear(WIDTH, WIDTH)
         self.register_buffer("seen", torch.zeros(()))
+        self.statistics = statistics
         self.tied_comms: dict[str, Any] = {}
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """A pass that draws random numbers and changes a buffer, which the result depends on."""
-        self.seen += inputs.detach().mean()
+        """A pass that draws random numbers and may change a buffer, which the result depends on."""
+        if self.statistics:
+            self.seen += inputs.detach().mean()
         hidden = self.dropout(torch.tanh(self.linear(inputs))) + 0.1 * self.seen
         for shared in self.tied_modules.values():
             hidden = shared(hidden)
@@ -398,7 +401,8 @@ class Member:
         """A runtime of a new stage."""
         layout = self.layout
         ends = (0, layout.stages - 1)
-        module = Stage(role.stage, self.world.spec.tied and role.stage in ends, seed)
+        spec = self.world.spec
+        module = Stage(role.stage, spec.tied and role.stage in ends, seed, spec.statistics)
         if module.tied_modules:
             ranks = tuple(layout.rank(Role(role.pipeline, stage)) for stage in ends)
             comm = {"ranks": ranks, "group": _Group(self, f"tied {role.pipeline}", ranks), "weight_attr": ["weight"]}
@@ -434,10 +438,10 @@ class Member:
             self.recovery.agreed = self.job.known.members
             self.recovery.enter(self.job.known)
             self.supply.connect({})
-            self.copies.copy_state(self.layout.roles)
-            self.started = True
             with suppress(EpochChanged):  # as where an engine starts: the first operation recovers
+                self.copies.copy_state(self.layout.roles)
                 self.epoch.transport.exchange("all have their copies")
+            self.started = True
             for _ in range(self.world.spec.iterations):
                 self.losses.append(self.training.train_batch(None))
             self.takeover.run(self.end)
@@ -460,6 +464,7 @@ class Spec:
         pipelines, stages, micro_batches, iterations: of what size.
         mode: of redundancy.
         tied: the ends of a pipeline share weights.
+        statistics: layers keep some.
         ledger: its folder, if there is one.
     """
 
@@ -469,6 +474,7 @@ class Spec:
     iterations: int = 3
     mode: str = "eager-frc-lazy-brc"
     tied: bool = False
+    statistics: bool = True
     ledger: Path | None = None
 
 
@@ -546,6 +552,8 @@ class World:
         found: list[Any] = self.network.deliveries()
         late = [member for member in self.survivors() if member.job.known.epoch < self.plan.epoch]
         found += [lambda m=member: m.job.push(self.plan) for member in late]
+        if not self.plan.unheld and any(member.fatal for member in self.survivors()):
+            return [*found, self._plan_end]
         if self.network.dead.intersection(self.plan.members):
             found.append(self._plan_losses)
         elif self.switch and not self.switched and not self.plan.lost and all(m.started for m in self.members.values()):
@@ -555,6 +563,10 @@ class World:
     def _plan_losses(self) -> None:
         self.plan = takeover(self.plan, self.network.dead)
         assert self.plan.unheld or not hungry(self.plan), "nobody is left with the batches"
+
+    def _plan_end(self) -> None:
+        """A member cannot go on, so nobody can."""
+        self.plan = fatal_plan(self.plan, self.plan.members)
 
     def _plan_switch(self) -> None:
         """Owner and shadow of a role change places, at a boundary that all reach."""
