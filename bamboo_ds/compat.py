@@ -67,9 +67,9 @@ def checks_zero_overflow(zero: Any) -> bool:
     return bool(getattr(zero, "check_grad_overflow", zero.dtype == torch.float16))  # 0.16 has no setting
 
 
-def averages_zero_gradients(zero: Any) -> bool:
-    """Whether the ZeRO optimizer divides sums of gradients by the number of copies of the model."""
-    return bool(getattr(zero, "gradient_average", True))  # before 0.19 always
+def averages_gradients(reducing: Any) -> bool:
+    """Whether the engine or its ZeRO optimizer divides sums of gradients by the number of copies of the model."""
+    return bool(getattr(reducing, "gradient_average", True))  # before 0.19 always
 
 
 def use_zero_gradient(zero: Any, group: int, gradient: torch.Tensor) -> None:

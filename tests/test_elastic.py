@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from .support import precisions
 from .support.compare import differences
 from .support.faults import in_turn, mark
 from .support.jobs import Result, RunningJob, run_bamboo, run_text, slow_until, write_config
@@ -206,19 +207,37 @@ def test_joiners_that_fail_cost_nothing(tmp_path: Path, reference: Reference) ->
 def test_a_whole_pipeline_vanishes(tmp_path: Path, reference: Reference) -> None:
     """Owners and shadows of all stages of one pipeline at once: the other pipeline has the same parameters.
 
-    With a dataset everybody draws for training; what a script evaluates on only those can who begin at an end.
+    Sums are rounded before they are reduced, each pipeline's by itself, also where one member has both. With a dataset
+    everybody draws for training; what a script evaluates on only those can who begin at an end.
     """
     arguments = ("--steps", "9", "--training-data", "--evaluate-every", "3")
-    undisturbed = reference(2, 2, 4, *arguments)
+    rounded = {"communication_data_type": "bf16"}
+    undisturbed = reference(2, 2, 4, *arguments, **rounded)
     faults = [fault(0, 4, "BackwardPass", 2), fault(2, 4, "BackwardPass", 2)]
     faults[0]["healed"] = faults[1]["healed"] = False
-    config = write_config(tmp_path, {"membership": {"settle_ms": 300}}, 4)
+    config = write_config(tmp_path, {"membership": {"settle_ms": 300}}, 4, **rounded)
     result = run_bamboo(tmp_path, 4, ["--stages", "2", *arguments, "--faults", json.dumps(faults)], config)
     assert "goes on from the state of role" in result.output, f"no role was cloned:\n{result.output[-4000:]}"
     assert_same(result, undisturbed, faults, joined=1)
     assert "nobody else can draw its batches" in result.output
     evaluations = undisturbed.ranks()[0]["evaluations"]
     assert [dump["evaluations"] for dump in result.ranks().values()] == [evaluations] * 2
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "precision", [{}, precisions.FP16, {"communication_data_type": "bf16"}], ids=["fp32", "fp16", "rounded"]
+)
+def test_three_pipelines_on_the_members_of_two(tmp_path: Path, reference: Reference, precision: dict[str, Any]) -> None:
+    """The sum over three pipelines depends on its order, which stays."""
+    arguments = ("--steps", "9", "--training-data")
+    undisturbed = reference(2, 3, 4, *arguments, own=True, **precision)
+    faults = [fault(0, 4, "BackwardPass", 2), fault(3, 4, "BackwardPass", 2)]
+    faults[0]["healed"] = faults[1]["healed"] = False
+    config = write_config(tmp_path, {"membership": {"settle_ms": 300}}, 4, **precision)
+    result = run_bamboo(tmp_path, 6, ["--stages", "2", *arguments, "--faults", json.dumps(faults)], config)
+    assert "goes on from the state of role" in result.output, f"no role was cloned:\n{result.output[-4000:]}"
+    assert_same(result, undisturbed, faults)
 
 
 REPLACED = """

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import distributed as dist
 
+from bamboo_ds.engine import ring, sharded
 from bamboo_ds.engine.answers import Answers
 from bamboo_ds.engine.commit import Contribution, Form, Measured, decode, encode, global_norm, in_ring_order
 from bamboo_ds.engine.lanes import Lanes
-from bamboo_ds.engine.sharded import sum_of_shares
+from bamboo_ds.engine.ring import Shares, all_reduce, shares_of
+from bamboo_ds.engine.sharded import ZeroOptimizer
 from bamboo_ds.errors import ProtocolError
 from bamboo_ds.topology import Layout, Role
 from bamboo_ds.topology.planner import initial_plan, takeover, with_redundancy
@@ -106,9 +112,60 @@ def test_no_other_pipeline_stands_in_for_a_shard() -> None:
     assert takeover(sharded, ["a", "b"]).unheld == ()
 
 
-def test_shares_of_one_member_are_divided_before_they_add_up() -> None:
+@pytest.mark.parametrize("count", [2, 3, 4, 5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("elements", [1, 2, 5, 272, 70001, 1500001])
+def test_members_with_several_roles_add_as_gloo_does(count: int, dtype: torch.dtype, elements: int) -> None:
+    """Each rank is a thread; where two are of one member, it contributes both of theirs."""
+    generator = torch.Generator().manual_seed(elements)
+    rows = [torch.randn(elements, generator=generator).to(dtype) for _ in range(count)]
+    rows[0][0] = -0.0
+    (expected, *_) = on_threads([(lambda group, row=row: summed(group, row.clone())) for row in rows])
+    owners = [min(rank, count - 2) for rank in range(count)]  # the last two of one member
+    own = [[rank for rank in range(count) if owners[rank] == member] for member in sorted(set(owners))]
+    found = on_threads(
+        [
+            lambda group, mine=mine: all_reduce([rows[n] for n in mine], Shares(count, tuple(mine)), group)
+            for mine in own
+        ]
+    )
+    assert all(torch.equal(each.view(torch.uint8), expected.view(torch.uint8)) for each in found)
+
+
+def test_shares_of_one_member_are_divided_before_they_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     large = [torch.tensor([40000.0, 3e-5], dtype=torch.float16)]
-    total = sum_of_shares([large, [g.clone() for g in large]], torch.float16, 2)
+    monkeypatch.setattr(sharded, "dist", SimpleNamespace(get_world_size=lambda group: 2))
+    monkeypatch.setattr(ring, "dist", SimpleNamespace(all_reduce=lambda rows, group: None))
+    optimizer: Any = object.__new__(ZeroOptimizer)
+    optimizer._ds = SimpleNamespace(mpu=SimpleNamespace(get_data_parallel_group=lambda: None))
+    optimizer.wrapper = SimpleNamespace(communication_data_type=torch.float16)
+    (total,) = optimizer.average([large, [g.clone() for g in large]], Shares(2, (0, 1)))
     assert torch.equal(total, large[0] / 2 + large[0] / 2)
     assert torch.isfinite(total).all() and not torch.isfinite(large[0] + large[0]).all()
     assert large[0][0] == 40000.0, "what a role has summed stays"
+
+
+def summed(group: Any, tensor: torch.Tensor) -> torch.Tensor:
+    dist.all_reduce(tensor, group=group)
+    return tensor
+
+
+def on_threads(bodies: list[Callable[[Any], torch.Tensor]]) -> list[torch.Tensor]:
+    """What ``bodies`` return, each called in a thread of its own with its end of a gloo group of them."""
+    store = dist.HashStore()
+
+    def run(rank: int) -> torch.Tensor:
+        group = dist.ProcessGroupGloo(store, rank, len(bodies), timedelta(seconds=60))
+        return bodies[rank](group)
+
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        return list(pool.map(run, range(len(bodies))))
+
+
+def test_shares_are_needed_where_a_member_has_several_roles() -> None:
+    plan = with_redundancy(initial_plan([f"m{rank}" for rank in range(6)]), Layout(3, 2), True)
+    assert shares_of(plan, [Role(1, 0)]) is None
+    shared = replace(plan, owners=("m0", "m2", "m2", *plan.owners[3:]))
+    assert shares_of(shared, [Role(0, 0)]) == Shares(3, (0,))
+    assert shares_of(shared, [Role(2, 0), Role(1, 0)]) == Shares(3, (2, 1))
+    assert shares_of(shared, [Role(1, 1)]) is None

@@ -17,10 +17,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bamboo_ds.engine import records, reduction
+from bamboo_ds.engine import records, reduction, ring
 from bamboo_ds.engine.boundaries import Boundaries
 from bamboo_ds.engine.history import History
+from bamboo_ds.engine.lanes import BATCH_PARTS
 from bamboo_ds.engine.replication import Replication
+from bamboo_ds.engine.supply import BatchSupply
 from bamboo_ds.errors import FatalLoss
 from bamboo_ds.topology import Role, hungry, takeover
 
@@ -45,7 +47,8 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(1)
     monkeypatch.setattr(records, "Transport", SimulatedTransport)
     groups = SimpleNamespace(all_reduce=lambda tensor, group: group.all_reduce(tensor))
-    monkeypatch.setattr(reduction, "dist", groups)
+    for module in (reduction, ring):
+        monkeypatch.setattr(module, "dist", groups)
     yield
     torch.set_num_threads(threads)
 
@@ -138,8 +141,8 @@ def test_two_losses(job: str, course: int) -> None:
 @pytest.mark.parametrize("course", COURSES)
 @pytest.mark.parametrize("statistics", [True, False])
 def test_owner_and_shadow_are_lost(statistics: bool, course: int) -> None:
-    """The other pipeline has the same parameters, but layers of its own; sooner or later both losses are one."""
-    spec = Spec(pipelines=2, stages=3, statistics=statistics)
+    """Another pipeline has the same parameters, but layers of its own; sooner or later both losses are one."""
+    spec = Spec(pipelines=3, stages=3, statistics=statistics)
     outcomes: Counter[str] = Counter()
     for seed in range(1000 * course, 1000 * course + 16):
         random, plan = Random(seed), undisturbed(spec, 0).plan
@@ -175,11 +178,34 @@ def test_an_heir_passes_on_what_the_layers_of_the_lost_stage_keep(monkeypatch: p
         send(self)
 
     monkeypatch.setattr(Replication, "send", counting)
-    for seed in range(3):
-        for victim in sorted(undisturbed(spec, seed).members):
-            for cut in cuts_of(spec, seed, victim, 0)[-2:]:
-                check(World(spec, seed, (cut,), switch=True).run())
+    for world in losses_after_a_switch(spec, 0):
+        check(world)
     assert passed_on[True] > 2
+
+
+def losses_after_a_switch(spec: Spec, iteration: int) -> Iterator[World]:
+    """A loss at the end of ``iteration``, of each member, where owner and shadow of a role change places before."""
+    for seed in range(4):
+        for victim in sorted(undisturbed(spec, seed).members):
+            for cut in cuts_of(spec, seed, victim, iteration)[-3:]:
+                yield World(spec, seed, (cut,), switch=True).run()
+
+
+def test_an_heir_that_has_no_pass_to_do_draws_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the reduced gradients of the first stage, and alone draws the labels that the last one waits for."""
+    drawn, draw_ahead = Counter[bool](), BatchSupply.draw_ahead
+
+    def counting(self: BatchSupply, micro_batches: int) -> None:
+        own = [runtime for runtime in self.binding.owned() if runtime.role.stage in (0, self.epoch.layout.stages - 1)]
+        lanes = [lane for (stream, _), lane in self.epoch.lanes.streams.items() if stream in BATCH_PARTS]
+        serves = any(lane.source == self.epoch.member for lane in lanes)
+        drawn[serves and bool(own) and all(runtime.reduced is not None for runtime in own)] += 1
+        draw_ahead(self, micro_batches)
+
+    monkeypatch.setattr(BatchSupply, "draw_ahead", counting)
+    for world in losses_after_a_switch(LINE, 2):
+        check(world)
+    assert drawn[True] > 0
 
 
 def test_what_is_consumed_is_accounted_for_once(tmp_path: Path) -> None:

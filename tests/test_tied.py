@@ -67,7 +67,7 @@ def test_one_member_adds_its_stages_up(monkeypatch: pytest.MonkeyPatch, frozen: 
     monkeypatch.setattr(reduction_module.dist, "all_reduce", all_reduce)
     binding: Any = SimpleNamespace(owned=lambda: runtimes, current=None)
     ds: Any = SimpleNamespace(gradients=lambda: [p.grad for p in binding.current.trainable()])
-    reduction = Reduction(ds, binding, frozenset((0, 1, 2)))
+    reduction = Reduction(ds, binding, SimpleNamespace(), frozenset((0, 1, 2)))  # type: ignore[arg-type]
 
     def use(runtime: StageRuntime) -> None:
         binding.current, ds.module = runtime, runtime.module

@@ -146,7 +146,6 @@ class PipelineBatches:
         self._transport: Transport | None = None
         self._serving: dict[Lane, tuple[str, int]] = {}
         self._sources: dict[str, Lane] = {}
-        self._eager = False
 
     def set_source(
         self,
@@ -175,7 +174,6 @@ class PipelineBatches:
         transport: Transport,
         serving: Mapping[Lane, tuple[str, int]],
         sources: Mapping[str, Lane],
-        eager: bool,
     ) -> None:
         """Use the lanes of a new epoch.
 
@@ -183,10 +181,8 @@ class PipelineBatches:
             transport: the epoch's.
             serving: lanes on which this member, a source, sends a part, and the first that each needs.
             sources: the lanes on which this member receives each part.
-            eager: whether others could wait for what this member draws before it needs it itself.
         """
         self._transport, self._serving, self._sources = transport, dict(serving), dict(sources)
-        self._eager = eager
         self._serve()
 
     def batch(self, micro_batch: int, inputs: bool, labels: bool) -> Any:
@@ -233,8 +229,8 @@ class PipelineBatches:
         return self._transport.ready(lane)
 
     def draw_ahead(self, micro_batches: int) -> None:
-        """Draw everything now if others could otherwise wait for it in vain."""
-        if self._iterator is not None and self._serving and self._eager and not self._shared:
+        """Draw everything that others need now."""
+        if self._iterator is not None and self._serving and not self._shared:
             self._draw(micro_batches)
 
     def complete(self, micro_batches: int) -> None:
@@ -338,7 +334,6 @@ class Batches:
         transport: Transport,
         serving: Iterable[tuple[int, Lane, str, int]],
         sources: Iterable[tuple[int, Lane, str]],
-        eager: Callable[[int], bool],
     ) -> None:
         """Use the lanes of a new epoch, see :meth:`PipelineBatches.connect`.
 
@@ -346,7 +341,6 @@ class Batches:
             transport: the epoch's.
             serving: pipeline, lane, part and first micro-batch wanted, where this member serves others.
             sources: pipeline, lane and part, where it is served.
-            eager: whether it draws ahead for a pipeline.
         """
         outgoing: dict[int, dict[Lane, tuple[str, int]]] = {}
         incoming: dict[int, dict[str, Lane]] = {}
@@ -355,12 +349,13 @@ class Batches:
         for pipeline, lane, part in sources:
             incoming.setdefault(pipeline, {})[part] = lane
         for pipeline in sorted({*self._pipelines, *outgoing, *incoming}):
-            self[pipeline].connect(transport, outgoing.get(pipeline, {}), incoming.get(pipeline, {}), eager(pipeline))
+            self[pipeline].connect(transport, outgoing.get(pipeline, {}), incoming.get(pipeline, {}))
 
-    def draw_ahead(self, micro_batches: int) -> None:
-        """See :meth:`PipelineBatches.draw_ahead`."""
-        for batches in self._pipelines.values():
-            batches.draw_ahead(micro_batches)
+    def draw_ahead(self, micro_batches: int, eager: Callable[[int], bool]) -> None:
+        """See :meth:`PipelineBatches.draw_ahead`; ``eager``: of which pipelines."""
+        for pipeline, batches in self._pipelines.items():
+            if eager(pipeline):
+                batches.draw_ahead(micro_batches)
 
     def complete(self, micro_batches: int) -> None:
         """See :meth:`PipelineBatches.complete`."""

@@ -115,6 +115,15 @@ class DeepSpeedAdapter:
         found: list[torch.Tensor] = self.engine._get_gradients_for_reduction()[0]
         return found
 
+    def scales(self, pipelines: int) -> tuple[float, float]:
+        """What DeepSpeed multiplies gradients by, before and after they are summed over ``pipelines``."""
+        if not compat.averages_gradients(self.engine):
+            return 1.0, 1.0
+        if not self.engine.postscale_gradients():
+            return 1.0 / pipelines, 1.0
+        factor = float(self.engine.gradient_predivide_factor())
+        return 1.0 / factor, factor / pipelines
+
     def train_batch(self, data_iter: Any) -> torch.Tensor:
         """DeepSpeed's; it calls the engine's ``_exec_schedule`` and ``_aggregate_total_loss``."""
         return PipelineEngine.train_batch(self.engine, data_iter)

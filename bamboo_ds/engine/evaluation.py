@@ -107,7 +107,7 @@ class Evaluation:
                     self.ds.reserve_pipe_buffers(self._micro_batches)
                     self.ds.module.eval()
                     self.ds.fwd_outputs = []
-                self.supply.batches.draw_ahead(self._micro_batches)
+                self.supply.draw_ahead(self._micro_batches)
                 for m in range(self._micro_batches):
                     for runtime in self.binding.owned():
                         self._forward(runtime.role, m)

@@ -29,6 +29,7 @@ from ..topology import Role
 from .answers import Recorder
 from .clones import kept_by, load_optimizer
 from .commit import Measured
+from .ring import Shares, all_reduce
 
 if TYPE_CHECKING:
     from .deepspeed_adapter import DeepSpeedAdapter
@@ -61,6 +62,23 @@ def without_state_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         yield
     finally:
         own.update(kept)
+
+
+def buckets(tensors: Tensors) -> Iterator[list[int]]:
+    """Which of ``tensors`` DeepSpeed's engine reduces together."""
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        places: list[int] = []
+        elements = 0
+        for place, tensor in enumerate(tensors):
+            if tensor.dtype != dtype:
+                continue
+            places.append(place)
+            elements += tensor.numel()
+            if elements > MEMORY_OPT_ALLREDUCE_SIZE:
+                yield places
+                places, elements = [], 0
+        if places:
+            yield places
 
 
 class StageOptimizer(ABC):
@@ -118,18 +136,32 @@ class StageOptimizer(ABC):
         """Where the gradients of parameters are in what :meth:`local` gives."""
         return {id(p): i for i, p in enumerate(self._runtime.trainable())}
 
-    def average(self, sums: Sequence[Tensors]) -> Tensors:
+    def average(self, sums: Sequence[Tensors], shares: Shares | None) -> Tensors:
         """The average over all pipelines of the ``sums`` of this member's roles of the stage, which stay. Collective.
 
         Args:
             sums: of each of these roles, what :meth:`local` gave.
+            shares: of the stage, where a member has several of its roles.
         """
         total = [g.clone() for g in sums[0]]
-        for more in sums[1:]:
-            for gradient, addend in zip(total, more, strict=True):
-                gradient.add_(addend)
-        self._ds.reduce_in_buckets(grads=total, elements_per_buffer=MEMORY_OPT_ALLREDUCE_SIZE)
+        if shares is None:
+            self._ds.reduce_in_buckets(grads=total, elements_per_buffer=MEMORY_OPT_ALLREDUCE_SIZE)
+            return total
+        for places in buckets(total):
+            flats = [torch.cat([own[i].reshape(-1) for i in places]) for own in sums]
+            reduced = self._average_in_ring(flats, shares).split([total[i].numel() for i in places])
+            for i, part in zip(places, reduced, strict=True):
+                total[i].copy_(part.view_as(total[i]))
         return total
+
+    def _average_in_ring(self, flats: Sequence[torch.Tensor], shares: Shares) -> torch.Tensor:
+        """As DeepSpeed's engine rounds and scales before and after the reduction."""
+        before, after = self._ds.scales(shares.count)
+        flats = [flat.to(self._ds.communication_data_type) for flat in flats]
+        if before != 1.0:
+            flats = [flat * before for flat in flats]
+        total = all_reduce(flats, shares, self._ds.mpu.get_data_parallel_group())
+        return total if after == 1.0 else total.mul_(after)
 
     @abstractmethod
     def measure(self, reduced: Tensors) -> Measured:

@@ -106,7 +106,7 @@ class Parts:
         self.supply = supply = BatchSupply(ds, binding, epoch, progress, batches, accounts, dataset, ds.data_iterator)
 
         # Passes, reduction, commit, step.
-        self.reduction = reduction = Reduction(ds, binding, tied_stages(ds.module))
+        self.reduction = reduction = Reduction(ds, binding, epoch, tied_stages(ds.module))
         self.builder = builder = StageBuilder(ds, layout, groups, binding, pristine)
         stops = redundancy.on_mismatch == "stop"
         self.checks = checks = ExactChecks(ds, stops, binding, epoch, progress, reduction, builder, beats)

@@ -10,7 +10,9 @@ import torch
 from deepspeed import comm as dist
 
 from .deepspeed_adapter import DeepSpeedAdapter
+from .records import CurrentEpoch
 from .refusals import check_gradients
+from .ring import shares_of
 from .runtime import RuntimeBinding, StageRuntime
 from .tied import tied_weights
 
@@ -25,6 +27,7 @@ class Reduction:
 
     ds: DeepSpeedAdapter
     binding: RuntimeBinding
+    epoch: CurrentEpoch
     tied_stages: Collection[int]
 
     def reduce_tied(self) -> None:
@@ -56,7 +59,7 @@ class Reduction:
     def reduce(self) -> None:
         """Average the gradients over the pipelines into ``runtime.reduced`` of all roles of this stage."""
         runtime = self.binding.current
-        # A collective counts a member once: roles of one stage are summed here and reduced with the last of them.
+        # A collective counts a member once: roles of one stage are reduced together, with the last of them.
         same = [r for r in self.binding.owned() if r.role.stage == runtime.role.stage]
         if runtime is not same[-1] or all(r.reduced is not None for r in same):
             return
@@ -70,7 +73,8 @@ class Reduction:
         # Even one pipeline alone reduces: in another precision the sums are rounded.
         rounds = any(g.dtype != self.ds.communication_data_type for g in sums[0])
         if (self.ds.is_data_parallel or rounds) and self.ds.reduces_gradients:
-            total = same[-1].optimizer.average(sums)
+            shares = shares_of(self.epoch.plan, [each.role for each in same])
+            total = same[-1].optimizer.average(sums, shares)
             sums = [total, *([g.clone() for g in total] for _ in same[1:])]
         for each, reduced in zip(same, sums, strict=True):
             self.binding.use(each)

@@ -10,12 +10,13 @@ import torch
 from deepspeed.runtime.utils import get_global_norm_of_tensors
 from torch import distributed as dist
 
-from ..compat import averages_zero_gradients, checks_zero_overflow, use_zero_gradient
+from ..compat import averages_gradients, checks_zero_overflow, use_zero_gradient
 from ..errors import ProtocolError
 from ..state import Tree
 from .answers import Recorder
 from .commit import Measured
 from .optimizers import HalfOptimizer, StageOptimizer, Tensors
+from .ring import Shares, all_reduce
 
 
 class ShardedOptimizer(StageOptimizer):
@@ -162,12 +163,18 @@ class ZeroOptimizer(ShardedOptimizer):
     def _places(self) -> dict[int, int]:
         return {id(p): i for i, p in enumerate(p for group in self.groups() for p in group)}
 
-    def average(self, sums: Sequence[Tensors]) -> Tensors:
+    def average(self, sums: Sequence[Tensors], shares: Shares | None) -> Tensors:
         """See :class:`StageOptimizer`. Divides before it adds, as DeepSpeed does here by default."""
         zero, group = self.wrapper, self._ds.mpu.get_data_parallel_group()
-        divisor = dist.get_world_size(group) if averages_zero_gradients(zero) else 1
-        total = sum_of_shares(sums, zero.communication_data_type, divisor)
-        dist.all_reduce(total, group=group)
+        divisor = dist.get_world_size(group) if averages_gradients(zero) else 1
+        flats = [torch.cat([g.reshape(-1) for g in own]).to(zero.communication_data_type) for own in sums]
+        for flat in flats:
+            flat.div_(divisor)
+        total = flats[0]
+        if shares is None:
+            dist.all_reduce(total, group=group)
+        else:
+            total = all_reduce(flats, shares, group)
         parts = total.split([g.numel() for g in sums[0]])
         return [part.view_as(own).to(own.dtype, copy=True) for own, part in zip(sums[0], parts, strict=True)]
 
@@ -230,16 +237,3 @@ class ZeroOptimizer(ShardedOptimizer):
     def _restore_scaler(self, numbers: dict[str, Any]) -> None:
         for name, value in numbers.items():
             setattr(self.wrapper if name in HalfOptimizer.OWN else self.wrapper.loss_scaler, name, value)
-
-
-def sum_of_shares(sums: Sequence[Tensors], dtype: torch.dtype, divisor: int) -> torch.Tensor:
-    """What a member with several roles of a stage contributes to an average: their sums, flat, each divided before.
-
-    In low precision the order matters: a sum of two large gradients overflows where their average does not.
-    """
-    flats = [torch.cat([g.reshape(-1) for g in own]).to(dtype) for own in sums]
-    for flat in flats:
-        flat.div_(divisor)
-    for more in flats[1:]:
-        flats[0].add_(more)
-    return flats[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import EpochChanged
@@ -29,6 +29,7 @@ class BatchSupply:
     accounts: Accounts
     dataset: Dataset | None
     dataset_iterator: Any
+    _feeding: frozenset[int] = field(default=frozenset(), init=False)
 
     # -- sources ------------------------------------------------------------------------------------------
 
@@ -62,7 +63,7 @@ class BatchSupply:
 
     def connect(self, received: Mapping[str, Mapping[str, Mapping[str, int]]]) -> None:
         """Use the lanes of a new epoch, given what each member has received of this operation."""
-        member, plan = self.epoch.member, self.epoch.plan
+        member = self.epoch.member
         serving, sources = [], []
         for (stream, role), lane in self.epoch.lanes.streams.items():
             part = BATCH_PARTS.get(stream)
@@ -73,13 +74,20 @@ class BatchSupply:
                 serving.append((role.pipeline, lane, part, has.get(part, 0)))
             if lane.destination == member:
                 sources.append((role.pipeline, lane, part))
-        feeding = {pipeline for pipeline, _, part, _ in serving if part == "inputs"}
+        self._feeding = frozenset(pipeline for pipeline, _, part, _ in serving if part == "inputs")
+        self.batches.connect(self.epoch.transport, serving, sources)
+
+    def draw_ahead(self, micro_batches: int) -> None:
+        """Draw now what others could otherwise wait for in vain: inputs, and all where no pass here draws in time."""
+        runtimes, last = self.binding.runtimes, self.epoch.layout.stages - 1
 
         def eager(pipeline: int) -> bool:
-            ends = (plan.owner(Role(pipeline, stage)) for stage in (0, plan.world.stages - 1))
-            return pipeline in feeding or member not in ends
+            ends = (runtimes.get(Role(pipeline, stage)) for stage in (0, last))
+            # One that was taken over with its reduced gradients does no passes any more.
+            draws = any(end is not None and end.owned and end.reduced is None for end in ends)
+            return pipeline in self._feeding or not draws
 
-        self.batches.connect(self.epoch.transport, serving, sources, eager)
+        self.batches.draw_ahead(micro_batches, eager)
 
     def collect_leftovers(self, micro_batches: int, gradients: bool) -> None:
         """Take in labels (and gradients for shadows) that were not needed; their senders drained before the commit."""

@@ -119,7 +119,7 @@ class Training:
             runtime.module.train()
         self.progress.evaluating = False
         torch.clear_autocast_cache()  # within the script's own context it outlives steps, on each copy another time
-        self.supply.batches.draw_ahead(micro_batches)
+        self.supply.draw_ahead(micro_batches)
         program = member_program(
             self.epoch.plan,
             self.epoch.member,

@@ -140,9 +140,15 @@ class SimulatedDeepSpeed(DeepSpeedAdapter):
     def reduce_in_buckets(self, grads: list[torch.Tensor], elements_per_buffer: int) -> None:  # type: ignore[override]
         """The average over the pipelines."""
         group = self.engine.__dict__["data_parallel_group"]
-        for gradient in grads:
-            group.all_reduce(gradient)
-            gradient.div_(group.size)
+        flat = torch.cat([gradient.reshape(-1) for gradient in grads])
+        group.all_reduce(flat)
+        flat.mul_(1.0 / group.size)
+        for gradient, part in zip(grads, flat.split([gradient.numel() for gradient in grads]), strict=True):
+            gradient.copy_(part.view_as(gradient))
+
+    def scales(self, pipelines: int) -> tuple[float, float]:
+        """Gradients are divided after they have been summed."""
+        return 1.0, 1.0 / pipelines
 
     def train_batch(self, data_iter: Any) -> torch.Tensor:
         """As DeepSpeed's."""
@@ -192,7 +198,7 @@ class _Group:
         """Sum over the owners of the ranks."""
         session = self.member.session
         plan = session.current.plan
-        members = [each for each in plan.members if each in {plan.owners[rank] for rank in self.ranks}]
+        members = list(dict.fromkeys(plan.owners[rank] for rank in self.ranks))
         tensor.copy_(session.network.sum(session.current, self.name, members, tensor.clone()))
 
 
@@ -367,7 +373,7 @@ class Member:
 
         supply = BatchSupply(ds, binding, epoch, progress, batches, accounts, None, None)
         tied = {0, layout.stages - 1} if spec.tied else set()
-        reduction = Reduction(ds, binding, tied)
+        reduction = Reduction(ds, binding, epoch, tied)
         builder = _Builder(ds, layout, groups, binding, None)
         builder.member = self
         checks = ExactChecks(ds, True, binding, epoch, progress, reduction, builder, beats)
@@ -408,9 +414,9 @@ class Member:
             comm = {"ranks": ranks, "group": _Group(self, f"tied {role.pipeline}", ranks), "weight_attr": ["weight"]}
             module.tied_comms["ends"] = comm
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
-        siblings = tuple(map(layout.rank, layout.siblings(role)))
         # DeepSpeed counts all parameters on the first stage, and elsewhere those of tensor slices alone.
-        grid = SimpleNamespace(get_model_parallel_rank=lambda: role.stage)
+        data = _Group(self, f"data {role.stage}", tuple(map(layout.rank, layout.siblings(role))))
+        grid = SimpleNamespace(get_model_parallel_rank=lambda: role.stage, get_data_parallel_group=lambda: data)
         runtime = StageRuntime(role, owned=owned)
         runtime.attributes = dict.fromkeys(BOUND_ATTRIBUTES)
         runtime.attributes.update(
@@ -421,7 +427,7 @@ class Member:
             global_rank=layout.rank(role),
             grid=grid,
             mpu=grid,
-            data_parallel_group=_Group(self, f"data {role.stage}", siblings),
+            data_parallel_group=data,
             pipe_buffers={name: [] for name in ("inputs", "labels", "outputs")},
             fwd_outputs=[],
             global_steps=0,
@@ -550,13 +556,14 @@ class World:
 
     def _events(self) -> list[Any]:
         found: list[Any] = self.network.deliveries()
+        started = all(member.started for member in self.members.values())
         late = [member for member in self.survivors() if member.job.known.epoch < self.plan.epoch]
         found += [lambda m=member: m.job.push(self.plan) for member in late]
         if not self.plan.unheld and any(member.fatal for member in self.survivors()):
             return [*found, self._plan_end]
         if self.network.dead.intersection(self.plan.members):
             found.append(self._plan_losses)
-        elif self.switch and not self.switched and not self.plan.lost and all(m.started for m in self.members.values()):
+        elif self.switch and started and not (self.switched or self.plan.lost or self.plan.unheld):
             found.append(self._plan_switch)
         return found
 

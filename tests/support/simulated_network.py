@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from bamboo_ds.comm.transport import Lane, Payload
+from bamboo_ds.engine.ring import chunks
 from bamboo_ds.errors import EpochChanged, PeerLost, ProtocolError
 from bamboo_ds.topology import Plan
 
@@ -277,12 +278,15 @@ class Network:
         return [found[member] for member in members]
 
     def sum(self, mine: Attachment, name: Any, members: Sequence[str], tensor: torch.Tensor) -> torch.Tensor:
-        """The sum of ``tensor`` over ``members``."""
-        first, *others = self.all_gather(mine, name, members, tensor)
-        assert isinstance(first, torch.Tensor)
-        for other in others:
-            first += other
-        return first
+        """The sum of ``tensor`` over ``members``, as a ring of them gives it."""
+        found: list[Any] = self.all_gather(mine, name, members, tensor)
+        total = torch.empty_like(tensor)
+        for begin, end, (first, *others) in chunks(len(found), tensor.numel(), tensor.element_size()):
+            part = found[first][begin:end]
+            for other in others:
+                part = found[other][begin:end] + part
+            total[begin:end] = part
+        return total
 
 
 def copied(payload: Payload) -> Payload:
