@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -248,6 +249,7 @@ class RunningJob:
     ) -> None:
         self.folder = folder
         self._events, self._parsed = [], 0
+        self._reading = threading.Lock()  # threads of tests ask, too
         self._temporary = TemporaryFolder(folder)
         self.env = environment() | {MARK: str(folder)} | self._temporary.variables | dict(variables or {})
         self.command = [str(script), "--deepspeed_config", str(config), "--out", str(folder), *arguments]
@@ -275,7 +277,8 @@ class RunningJob:
 
     def events(self, kind: str | None = None) -> list[dict[str, Any]]:
         """Events so far; a line that is being written is left out. Each is parsed once: tests ask often."""
-        with contextlib.suppress(FileNotFoundError), open(self.folder / "events.jsonl", "rb") as file:
+        path = self.folder / "events.jsonl"
+        with self._reading, contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
             file.seek(self._parsed)
             whole = file.read().rpartition(b"\n")[0]
             if whole:
