@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from random import Random
@@ -17,7 +18,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bamboo_ds.engine import records, reduction, ring
+from bamboo_ds.engine import copies, records, reduction, ring
 from bamboo_ds.engine.boundaries import Boundaries
 from bamboo_ds.engine.history import History
 from bamboo_ds.engine.lanes import BATCH_PARTS
@@ -26,7 +27,7 @@ from bamboo_ds.engine.supply import BatchSupply
 from bamboo_ds.errors import FatalLoss
 from bamboo_ds.topology import Role, hungry, takeover
 
-from .support.simulated_engine import Cut, Spec, World, finite, same, state_of
+from .support.simulated_engine import Cut, Fetching, Spec, World, finite, same, state_of
 from .support.simulated_network import SimulatedTransport
 
 LINE = Spec()
@@ -46,6 +47,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     monkeypatch.setattr(records, "Transport", SimulatedTransport)
+    monkeypatch.setattr(copies, "begin_fetch", Fetching)
     groups = SimpleNamespace(all_reduce=lambda tensor, group: group.all_reduce(tensor))
     for module in (reduction, ring):
         monkeypatch.setattr(module, "dist", groups)
@@ -75,7 +77,7 @@ def check(world: World) -> None:
     if world.plan.unheld:
         assert all(isinstance(member.fatal, FatalLoss) for member in survivors)
         return
-    expected = undisturbed(spec, 0)
+    expected = undisturbed(replace(spec, heals=False, leaves=False), 0)
     states, wanted = state_of(world), state_of(expected)
     assert all(same(states[role], wanted[role]) for role in wanted)
     losses = expected.members["m0"].losses
@@ -206,6 +208,39 @@ def test_an_heir_that_has_no_pass_to_do_draws_for_others(monkeypatch: pytest.Mon
     for world in losses_after_a_switch(LINE, 2):
         check(world)
     assert drawn[True] > 0
+
+
+#: Long enough for copies to be made, and for losses while that goes on.
+HEALING = [
+    Spec(stages=4, iterations=8, heals=True),
+    Spec(stages=4, iterations=8, heals=True, mode="lazy-frc-lazy-brc"),
+    Spec(iterations=8, heals=True, mode="eager-frc-eager-brc"),
+    Spec(iterations=8, heals=True, tied=True),
+    Spec(pipelines=2, stages=2, iterations=8, heals=True),
+    Spec(pipelines=3, stages=2, iterations=8, heals=True, statistics=False),
+]
+
+
+@pytest.mark.parametrize("course", COURSES)
+@pytest.mark.parametrize("leaves", [False, True], ids=["all stay", "one leaves"])
+def test_losses_while_the_job_heals(leaves: bool, course: int) -> None:
+    """Stages get new replicas and owners in the background, as the leader wants it; losses come at any time in that."""
+    done: Counter[str] = Counter()
+    for seed in range(1000 * course, 1000 * course + 2 * len(HEALING)):
+        random, spec = Random(seed), HEALING[seed % len(HEALING)]
+        before = undisturbed(replace(spec, heals=False), 0)
+        first, second = random.sample(sorted(before.members), 2)
+        if hungry(takeover(before.plan, [first, second])):
+            continue
+        late = random.randrange(3 * len(before.done[first]) // 4)
+        cuts = Cut(first, late), Cut(second, random.randrange(random.choice((40, 120))))
+        world = World(replace(spec, leaves=leaves), seed, cuts[:1] if leaves else cuts).run()
+        check(world)
+        done["losses"] += len(world.killed)
+        done["plans"] += len(world.healed)
+        done["left"] += any(member.left for member in world.members.values())
+        done["copies"] += sum(kind == "replica_built" for m in world.survivors() for kind, _ in m.job.events)
+    assert min(done["losses"], done["plans"], done["copies"]) > 5 and (done["left"] > 0) == leaves
 
 
 def test_what_is_consumed_is_accounted_for_once(tmp_path: Path) -> None:

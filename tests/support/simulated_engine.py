@@ -21,8 +21,10 @@ import torch
 from torch import nn
 
 from bamboo_ds.config import RedundancyConfig, RedundancyMode
+from bamboo_ds.control.leader.boundary import next_change, ready_copies
 from bamboo_ds.control.leader.restarts import fatal_plan
-from bamboo_ds.control.registry.records import PeerAddress
+from bamboo_ds.control.leader.view import View
+from bamboo_ds.control.registry.records import LayoutRecord, MemberRecord, PeerAddress, WorkerState
 from bamboo_ds.engine.accounts import Accounts
 from bamboo_ds.engine.announcements import Announcements
 from bamboo_ds.engine.beats import Beats
@@ -31,6 +33,7 @@ from bamboo_ds.engine.bubbles import IdleTimes
 from bamboo_ds.engine.building import StageBuilder
 from bamboo_ds.engine.checkpointing import End
 from bamboo_ds.engine.committing import Commits
+from bamboo_ds.engine.construction import Construction
 from bamboo_ds.engine.copies import Copies
 from bamboo_ds.engine.data import Batches
 from bamboo_ds.engine.deepspeed_adapter import DeepSpeedAdapter
@@ -54,8 +57,9 @@ from bamboo_ds.engine.supply import BatchSupply
 from bamboo_ds.engine.takeover import Takeover
 from bamboo_ds.engine.training import Training
 from bamboo_ds.engine.wrappers import stage_optimizer
-from bamboo_ds.errors import EpochChanged, FatalLoss
-from bamboo_ds.topology import Layout, Plan, Role, hungry, initial_plan, takeover, with_redundancy
+from bamboo_ds.errors import EpochChanged, FatalLoss, Left
+from bamboo_ds.state import split
+from bamboo_ds.topology import Layout, Plan, Policy, Role, holders_of, hungry, initial_plan, takeover, with_redundancy
 
 from .simulated_network import Attachment, Killed, Network, Turns
 
@@ -251,12 +255,19 @@ class _Job:
         self.channel: Any = SimpleNamespace(
             activity=SimpleNamespace(at_work=nullcontext, beats=0, busy=False, hang_after_s=0.0),
             event=lambda kind, **facts: self.events.append((kind, facts)),
-            report_state=lambda *_: None,
+            report_state=self._report_state,
+            secret=self.world,
             ahead=0,
             joiner=False,
         )
 
+    def _report_state(self, epoch: int, replicas: tuple[int, ...], place: PeerAddress) -> None:
+        member = self.session.member
+        self.world.states[member] = WorkerState(id=member, epoch=epoch, replicas=replicas, place=place)
+
     def enter(self, plan: Plan) -> None:
+        if self.session.member not in plan.members:
+            raise Left(f"{self.session.member} has left")
         if plan.unheld:
             stages = [(role.pipeline, role.stage) for role in map(plan.world.role, plan.unheld)]
             raise FatalLoss(stages, plan.lost, None)
@@ -299,6 +310,59 @@ class _DrawnIdleTimes(IdleTimes):
         return self._random.random() < 0.5
 
 
+class _Snapshots:
+    """What a member offers to others, as :class:`bamboo_ds.engine.construction.Snapshots` does."""
+
+    def __init__(self, world: World, member: str) -> None:
+        self._world, self.place = world, PeerAddress(url=member, token="")
+        self._wanted: set[Role] = set()
+        self._offered: dict[str, Any] = {}
+
+    def begin(self) -> None:
+        self._offered.clear()
+        self._wanted.clear()
+
+    def want(self, role: Role) -> None:
+        self._wanted.add(role)
+
+    def wanted(self) -> list[Role]:
+        return sorted(self._wanted)
+
+    def offer(self, role: Role, key: str, state: Any, sequence: int) -> None:
+        text, tensors = split({"sequence": sequence, "state": state})
+        self._offered[key] = text, [tensor.detach().clone() for tensor in tensors]
+        self._wanted.discard(role)
+
+    def fetched(self, key: str) -> Any:
+        """What is offered under ``key``, if it has come by now."""
+        return self._offered.get(key) if self._world.random.random() < 0.7 else None
+
+
+class Fetching:
+    """A transfer, in the place of :func:`bamboo_ds.engine.construction.begin_fetch`.
+
+    It ends at some time, as long as its source lives.
+    """
+
+    def __init__(self, key: str, place: PeerAddress, secret: World) -> None:
+        self._key, self._place, self._world = key, place, secret
+        self._found: Any = None
+
+    def done(self) -> bool:
+        """Whether it has ended."""
+        if self._found is None and self._place.url not in self._world.network.dead:
+            self._found = self._world.members[self._place.url].snapshots.fetched(self._key)
+        return self._found is not None
+
+    def result(self) -> Any:
+        """What was fetched."""
+        text, tensors = self._found
+        return text, [tensor.clone() for tensor in tensors]
+
+    def cancel(self) -> None:
+        """Nobody waits for it."""
+
+
 class _Builder(StageBuilder):
     """Builds the stages of this module."""
 
@@ -329,7 +393,7 @@ class Member:
         self.world, self.name, self.layout = world, name, layout
         self.drawn, self.losses = [0], []  # type: ignore[var-annotated]
         self.fatal: FatalLoss | None = None
-        self.started = False
+        self.started = self.left = False
         self.session: Any = _Session(name, world.network)
         self.job: Any = _Job(world, self.session, plan)
         self.progress = progress = Progress(seed=7)
@@ -367,7 +431,8 @@ class Member:
         saves: Any = SimpleNamespace(busy=False, nonce="n", poll=_nothing, follow=_nothing, wait=_nothing)
         collectives: Any = SimpleNamespace(begin_gap=_nothing, agree=_nothing, record=lambda: _NO_COLLECTIVES)
         joining: Any = SimpleNamespace(active=False)
-        snapshots: Any = SimpleNamespace(begin=_nothing, wanted=list, place=PeerAddress(url="", token=""))
+        self.snapshots: Any = _Snapshots(world, name)
+        constructions: dict[Role, Construction] = {}
         replay: Any = SimpleNamespace(recorded=_nothing)
         settings = RedundancyConfig.model_validate({"mode": spec.mode, "verify_every": 1})
 
@@ -386,8 +451,10 @@ class Member:
         self.reduction = reduction
         self.commits = Commits(ds, binding, epoch, progress, batches, accounts, saves, checks)
         self.steps = Steps(ds, layout, groups, binding, progress, generators, settings.verify_every)
-        self.replication = Replication(binding, epoch, progress, self.boundaries, self.steps, {}, Mismatches(1))
-        self.copies = Copies(binding, epoch, progress, builder, self.steps, snapshots, {})
+        self.replication = Replication(
+            binding, epoch, progress, self.boundaries, self.steps, constructions, Mismatches(1)
+        )
+        self.copies = Copies(binding, epoch, progress, builder, self.steps, self.snapshots, constructions)
         announcements = Announcements(binding, epoch, progress, joining)
         self.recovery = RecoveryProtocol(
             *(ds, binding, epoch, progress, tied, builder, self.boundaries, self.replication),
@@ -453,6 +520,8 @@ class Member:
             self.takeover.run(self.end)
         except FatalLoss as error:
             self.fatal = error
+        except Left:
+            self.left = True
 
 
 def _nothing(*_: Any) -> None:
@@ -472,6 +541,8 @@ class Spec:
         tied: the ends of a pipeline share weights.
         statistics: layers keep some.
         ledger: its folder, if there is one.
+        heals: stages get new replicas, and roles move, while the job goes on.
+        leaves: a member leaves.
     """
 
     pipelines: int = 1
@@ -482,6 +553,8 @@ class Spec:
     tied: bool = False
     statistics: bool = True
     ledger: Path | None = None
+    heals: bool = False
+    leaves: bool = False
 
 
 @dataclass(frozen=True)
@@ -505,6 +578,8 @@ class World:
     Attributes:
         done: of every member what it has done, and after how many iterations, since the last loss.
         killed: losses that have happened.
+        healed: plans that were made to heal.
+        leaving: a member that has been told to leave.
     """
 
     spec: Spec
@@ -514,6 +589,8 @@ class World:
     done: dict[str, list[tuple[int, str]]] = field(default_factory=dict, init=False)
     killed: list[str] = field(default_factory=list, init=False)
     switched: bool = field(default=False, init=False)
+    healed: list[Plan] = field(default_factory=list, init=False)
+    leaving: str | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.random = Random(self.seed)
@@ -524,6 +601,15 @@ class World:
         self.plan = with_redundancy(initial_plan(names), self.layout, True)
         self.members = {name: Member(self, name, rank, self.plan) for rank, name in enumerate(names)}
         self.done = {name: [] for name in names}
+        self.states: dict[str, WorkerState] = {}
+        self._planned: tuple[int, tuple[WorkerState, ...]] | None = None
+        self._change: Plan | None = None
+        layout = self.layout
+        self._records = {
+            name: MemberRecord(id=name, slot=n, host=name, address="h", pid=1, agent_pid=2, incarnation="x", home=n)
+            for n, name in enumerate(names)
+        }
+        self._reports = {name: LayoutRecord(id=name, layout=layout, redundant=True) for name in names}
 
     def run(self) -> World:
         """Run the job to its end."""
@@ -549,8 +635,8 @@ class World:
                 raise Killed
 
     def survivors(self) -> list[Member]:
-        """Members that live."""
-        return [member for name, member in self.members.items() if name not in self.network.dead]
+        """Members that live and have not left."""
+        return [member for name, member in self.members.items() if name not in self.network.dead and not member.left]
 
     # -- plans --------------------------------------------------------------------------------------------
 
@@ -559,16 +645,43 @@ class World:
         started = all(member.started for member in self.members.values())
         late = [member for member in self.survivors() if member.job.known.epoch < self.plan.epoch]
         found += [lambda m=member: m.job.push(self.plan) for member in late]
+        if self.spec.leaves and started and self.leaving is None:
+            found.append(self._leave)
         if not self.plan.unheld and any(member.fatal for member in self.survivors()):
             return [*found, self._plan_end]
         if self.network.dead.intersection(self.plan.members):
             found.append(self._plan_losses)
+        elif self.spec.heals and started and not self.plan.unheld and self._healing() is not None:
+            found.append(self._heal)
         elif self.switch and started and not (self.switched or self.plan.lost or self.plan.unheld):
             found.append(self._plan_switch)
         return found
 
+    def _healing(self) -> Plan | None:
+        """What the leader wants next."""
+        states = tuple(self.states[name] for name in self.plan.members if name in self.states)
+        if self._planned != (self.plan.epoch, states):
+            self._planned = self.plan.epoch, states
+            living = {name: self._records[name] for name in self.plan.members}
+            view = View(self.layout.size, self.plan, living, self._records, reports=self._reports, workers=self.states)
+            found = next_change(view, self.plan, Policy(redundant=True, near_shadows=True))
+            self._change = None if found is None else found.plan
+        return self._change
+
+    def _leave(self) -> None:
+        """A member is told to leave."""
+        self.leaving = self.random.choice(self.plan.members)
+        self._records[self.leaving] = self._records[self.leaving].model_copy(update={"state": "leaving"})
+        self._planned = None
+
+    def _heal(self) -> None:
+        assert self._change is not None
+        self.plan = self._change
+        self.healed.append(self.plan)
+
     def _plan_losses(self) -> None:
-        self.plan = takeover(self.plan, self.network.dead)
+        holders = holders_of(self.plan, ready_copies(self.states, self.plan))
+        self.plan = takeover(self.plan, self.network.dead, holders)
         assert self.plan.unheld or not hungry(self.plan), "nobody is left with the batches"
 
     def _plan_end(self) -> None:
