@@ -235,6 +235,7 @@ class RunningJob:
 
     _events: list[dict[str, Any]]
     _parsed: int  # bytes of the event file
+    _reading = threading.Lock()  # threads of tests ask, too
 
     def __init__(
         self,
@@ -249,7 +250,6 @@ class RunningJob:
     ) -> None:
         self.folder = folder
         self._events, self._parsed = [], 0
-        self._reading = threading.Lock()  # threads of tests ask, too
         self._temporary = TemporaryFolder(folder)
         self.env = environment() | {MARK: str(folder)} | self._temporary.variables | dict(variables or {})
         self.command = [str(script), "--deepspeed_config", str(config), "--out", str(folder), *arguments]
