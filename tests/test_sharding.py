@@ -163,9 +163,6 @@ def on_threads(bodies: list[Callable[[Any], torch.Tensor]]) -> list[torch.Tensor
 
 
 def test_shares_are_needed_where_a_member_has_several_roles() -> None:
-    plan = with_redundancy(initial_plan([f"m{rank}" for rank in range(6)]), Layout(3, 2), True)
-    assert shares_of(plan, [Role(1, 0)]) is None
-    shared = replace(plan, owners=("m0", "m2", "m2", *plan.owners[3:]))
-    assert shares_of(shared, [Role(0, 0)]) == Shares(3, (0,))
-    assert shares_of(shared, [Role(2, 0), Role(1, 0)]) == Shares(3, (2, 1))
-    assert shares_of(shared, [Role(1, 1)]) is None
+    assert shares_of(["a", "b", "c"], [1]) is None
+    assert shares_of(["a", "b", "b"], [0]) == Shares(3, (0,))
+    assert shares_of(["a", "b", "b"], [2, 1]) == Shares(3, (2, 1))

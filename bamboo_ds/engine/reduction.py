@@ -12,7 +12,7 @@ from deepspeed import comm as dist
 from .deepspeed_adapter import DeepSpeedAdapter
 from .records import CurrentEpoch
 from .refusals import check_gradients
-from .ring import shares_of
+from .ring import all_reduce, shares_of
 from .runtime import RuntimeBinding, StageRuntime
 from .tied import tied_weights
 
@@ -47,13 +47,17 @@ class Reduction:
                     own = each.optimizer.part(sums, weight)
                     parts.setdefault((key, attribute), []).append((each, place, own))
         for (key, _), holders in sorted(parts.items(), key=lambda item: item[0]):
-            (first, place, gradient), *others = holders
-            total = first.tied[place] = gradient.clone()
-            for _, _, addend in others:
-                total.add_(addend)
-            module: Any = first.module
-            dist.all_reduce(total, group=module.tied_comms[key]["group"])
-            for each, place, _ in others:
+            module: Any = holders[0][0].module
+            ranks, group = module.tied_comms[key]["ranks"], module.tied_comms[key]["group"]
+            places_in_group = [ranks.index(self.epoch.layout.rank(each.role)) for each, _, _ in holders]
+            shares = shares_of([self.epoch.plan.owners[rank] for rank in ranks], places_in_group)
+            total = holders[0][2].clone()
+            if shares is None:
+                dist.all_reduce(total, group=group)
+            else:
+                flats = [part.reshape(-1) for _, _, part in holders]
+                total.copy_(all_reduce(flats, shares, group).view_as(total))
+            for each, place, _ in holders:
                 each.tied[place] = total.clone()
 
     def reduce(self) -> None:
@@ -73,7 +77,8 @@ class Reduction:
         # Even one pipeline alone reduces: in another precision the sums are rounded.
         rounds = any(g.dtype != self.ds.communication_data_type for g in sums[0])
         if (self.ds.is_data_parallel or rounds) and self.ds.reduces_gradients:
-            shares = shares_of(self.epoch.plan, [each.role for each in same])
+            plan, siblings = self.epoch.plan, self.epoch.layout.siblings(runtime.role)
+            shares = shares_of([plan.owner(role) for role in siblings], [siblings.index(each.role) for each in same])
             total = same[-1].optimizer.average(sums, shares)
             sums = [total, *([g.clone() for g in total] for _ in same[1:])]
         for each, reduced in zip(same, sums, strict=True):

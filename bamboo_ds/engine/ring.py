@@ -1,8 +1,8 @@
-"""Sums over the pipelines where members have several roles of a stage: to the last bit as gloo's ring gives them.
+"""Sums over ranks some of which are one member's: to the last bit as gloo's ring gives them.
 
-Where each role of a stage has a member of its own the backend sums, in an order that depends on an element's place. A
-member with several of them cannot add theirs before: with more than two pipelines, or where sums are rounded for the
-reduction, that is another sum. So all contributions travel, and every member adds them in the order of the ring.
+Where each rank is another member the backend sums, in an order that depends on an element's place. A member with
+several of them cannot add theirs before: of more than two ranks, or where sums are rounded for the reduction, that is
+another sum. So all contributions travel, and every member adds them in the order of the ring.
 """
 
 from __future__ import annotations
@@ -14,18 +14,16 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-from ..topology import Plan, Role
-
 #: Bytes of a segment of gloo's ring all-reduce at most.
 _SEGMENT = 1 << 20
 
 
 @dataclass(frozen=True)
 class Shares:
-    """Who contributes what to the reduction of one stage.
+    """Who contributes what to one reduction.
 
     Attributes:
-        count: roles of the stage, one per copy of the model.
+        count: ranks that contribute: of the roles of a stage, one per copy of the model, or of those with tied weights.
         own: which of them are this member's, as it orders them.
     """
 
@@ -33,12 +31,9 @@ class Shares:
     own: tuple[int, ...]
 
 
-def shares_of(plan: Plan, own: Sequence[Role]) -> Shares | None:
-    """The shares of the stage of ``own`` roles; ``None`` where each of its roles has a member of its own."""
-    siblings = plan.world.siblings(own[0])
-    if len({plan.owner(role) for role in siblings}) == len(siblings):
-        return None
-    return Shares(len(siblings), tuple(siblings.index(role) for role in own))
+def shares_of(owners: Sequence[str], own: Sequence[int]) -> Shares | None:
+    """The shares of ranks that ``owners`` have, of which ``own`` are this member's; ``None``: each is another's."""
+    return Shares(len(owners), tuple(own)) if len(set(owners)) < len(owners) else None
 
 
 def chunks(count: int, elements: int, size: int) -> Iterator[tuple[int, int, list[int]]]:
