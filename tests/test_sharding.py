@@ -112,9 +112,9 @@ def test_no_other_pipeline_stands_in_for_a_shard() -> None:
     assert takeover(sharded, ["a", "b"]).unheld == ()
 
 
-@pytest.mark.parametrize("count", [2, 3, 4, 5])
+@pytest.mark.parametrize("count", [2, 3, 5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("elements", [1, 2, 5, 272, 70001, 1500001])
+@pytest.mark.parametrize("elements", [2, 272, 1500001])
 def test_members_with_several_roles_add_as_gloo_does(count: int, dtype: torch.dtype, elements: int) -> None:
     """Each rank is a thread; where two are of one member, it contributes both of theirs."""
     generator = torch.Generator().manual_seed(elements)

@@ -221,6 +221,10 @@ class RecoveryProtocol:
         if kept:
             what = f"what layers keep besides parameters ({', '.join(kept[:_NAMED])})"
             if self.checks.stops:
+                cure = '"bamboo.redundancy.on_mismatch": "warn" goes on with those'
+                logger.error(
+                    "role %s: pipeline %d may have other values of %s; %s", role, source.role.pipeline, what, cure
+                )
                 raise FatalLoss(lost, plan.lost, checkpoint, part=f"{what} of ")
             logger.warning("role %s goes on with %s in pipeline %d", role, what, source.role.pipeline)
         return self.builder.clone(source, role)
