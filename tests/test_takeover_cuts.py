@@ -14,17 +14,20 @@ from functools import cache
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from bamboo_ds.engine import copies, records, reduction, ring
+from bamboo_ds.engine import copies, exactness, records, reduction, ring
 from bamboo_ds.engine.boundaries import Boundaries
+from bamboo_ds.engine.copies import Copies
 from bamboo_ds.engine.history import History
 from bamboo_ds.engine.lanes import BATCH_PARTS
 from bamboo_ds.engine.replication import Replication
 from bamboo_ds.engine.supply import BatchSupply
-from bamboo_ds.errors import FatalLoss
+from bamboo_ds.errors import FatalLoss, UnsupportedError
+from bamboo_ds.state import Tree
 from bamboo_ds.topology import Role, hungry, takeover
 
 from .support.simulated_engine import Cut, Fetching, Spec, World, finite, same, state_of
@@ -46,7 +49,8 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Members of a job are threads of this process."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    monkeypatch.setattr(records, "Transport", SimulatedTransport)
+    for each in (records, exactness):
+        monkeypatch.setattr(each, "Transport", SimulatedTransport)
     monkeypatch.setattr(copies, "begin_fetch", Fetching)
     groups = SimpleNamespace(all_reduce=lambda tensor, group: group.all_reduce(tensor))
     for module in (reduction, ring):
@@ -72,10 +76,14 @@ def every_loss(spec: Spec, seed: int, victim: str) -> list[World]:
 
 
 def check(world: World) -> None:
-    """The job has ended as one that has lost nobody, or with a fatal loss on all members where no copy was left."""
+    """The job has ended as one that has lost nobody, or with an error on all members where it cannot."""
     spec, survivors = world.spec, world.survivors()
-    if world.plan.unheld:
-        assert all(isinstance(member.fatal, FatalLoss) for member in survivors)
+    changes_weights = spec.changes in ("weights", "weights once")
+    if world.plan.unheld or (changes_weights and any(member.fatal for member in survivors)):
+        # An error that one member alone has ends the job for all.
+        refused = changes_weights and any(isinstance(member.fatal, UnsupportedError) for member in survivors)
+        assert refused or all(isinstance(member.fatal, FatalLoss) for member in survivors)
+        assert all(member.fatal for member in survivors)
         return
     expected = undisturbed(replace(spec, heals=False, leaves=False), 0)
     states, wanted = state_of(world), state_of(expected)
@@ -89,6 +97,7 @@ def check(world: World) -> None:
         assert not any(kind == "replica_mismatch" for kind, _ in member.job.events)
         # Every micro-batch is drawn once, by each member that can read it.
         assert member.drawn[0] in (0, spec.iterations * spec.micro_batches)
+        assert member.evaluated[0] in (0, spec.iterations * spec.micro_batches * spec.evaluates)
 
 
 @pytest.mark.parametrize("spec", JOBS.values(), ids=JOBS)
@@ -241,6 +250,47 @@ def test_losses_while_the_job_heals(leaves: bool, course: int) -> None:
         done["left"] += any(member.left for member in world.members.values())
         done["copies"] += sum(kind == "replica_built" for m in world.survivors() for kind, _ in m.job.events)
     assert min(done["losses"], done["plans"], done["copies"]) > 5 and (done["left"] > 0) == leaves
+
+
+#: What scripts do besides training.
+SCRIPTS: dict[str, dict[str, Any]] = {
+    "evaluations": {"evaluates": True},
+    "learning rates": {"changes": "rates"},
+    "weights": {"changes": "weights once", "iterations": 6},
+    "check": {"checked": 3},
+}
+SCRIPTED = [*JOBS.values(), Spec(stages=4, iterations=6, heals=True), Spec(pipelines=2, stages=2, heals=True)]
+
+
+@pytest.mark.parametrize("course", COURSES)
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_losses_around_what_scripts_do(script: str, course: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Evaluations whose passes change layers; rates and weights that are set between iterations; the check."""
+    done: Counter[str] = Counter()
+    follow = Copies.follow_layers
+
+    def counting(self: Copies, role: Role, layers: Tree) -> None:
+        done["followed"] += 1
+        follow(self, role, layers)
+
+    monkeypatch.setattr(Copies, "follow_layers", counting)
+    for seed in range(1000 * course, 1000 * course + 2 * len(SCRIPTED)):
+        random, spec = Random(seed), replace(SCRIPTED[seed % len(SCRIPTED)], **SCRIPTS[script])
+        before = undisturbed(replace(spec, heals=False), 0)
+        first, second = random.sample(sorted(before.members), 2)
+        cuts = [Cut(first, random.randrange(len(before.done[first]) - 4))]
+        if seed % 2 and not hungry(takeover(before.plan, [first, second])):
+            cuts.append(Cut(second, random.randrange(40)))
+        world = World(spec, seed, tuple(cuts), switch=random.random() < 0.5).run()
+        check(world)
+        failed = any(member.fatal for member in world.survivors())
+        done["went on"] += not failed
+        done["ended by one loss"] += failed and len(cuts) == 1
+        done["losses"] += len(world.killed)
+        done["checked"] += any(kind == "exact_checked" for kind, _ in world.survivors()[0].job.events)
+    assert done["losses"] > 8 and done["went on"] > 2 and (done["followed"] > 8) == (script == "evaluations")
+    # Where weights have just been changed, or would have to be where nobody does it.
+    assert (done["ended by one loss"] > 0) == (script == "weights") and (done["checked"] > 2) == (script == "check")
 
 
 def test_what_is_consumed_is_accounted_for_once(tmp_path: Path) -> None:

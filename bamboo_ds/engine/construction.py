@@ -60,6 +60,19 @@ class Kept:
     before: SchedulerPosition
 
 
+@dataclass(frozen=True)
+class KeptLayers:
+    """What an evaluation has changed.
+
+    Attributes:
+        sequence: number of the operation.
+        layers: what the layers kept after it.
+    """
+
+    sequence: int
+    layers: Tree
+
+
 @dataclass
 class Construction:
     """A replica that this member builds.
@@ -70,7 +83,7 @@ class Construction:
         fetch: the transfer.
         begun: monotonic seconds.
         incoming: reduced gradients, what the layers keep, and which parameters are trainable, of the current iteration.
-        kept: iterations since the copy was begun that it does not contain yet.
+        kept: iterations since the copy was begun that it does not contain yet, and evaluations with consequences.
         runtime: what is built from the snapshot, once that has arrived.
         positions: of this member's own scheduler, after each operation.
         follows: whether the replica's scheduler has the position of this member's own.
@@ -81,7 +94,7 @@ class Construction:
     fetch: Fetch
     begun: float = field(default_factory=time.monotonic)
     incoming: tuple[list[torch.Tensor], Tree, list[bool]] | None = None
-    kept: deque[Kept] = field(default_factory=deque)
+    kept: deque[Kept | KeptLayers] = field(default_factory=deque)
     runtime: StageRuntime | None = None
     positions: dict[int, SchedulerPosition] = field(default_factory=dict)
     follows: bool = False
@@ -93,7 +106,7 @@ class Construction:
             self.incoming = None
 
     def forget(self, sequence: int) -> None:
-        """Drop the kept iterations that a snapshot of ``sequence`` contains."""
+        """Drop what is kept and a snapshot of ``sequence`` contains."""
         while self.kept and self.kept[0].sequence <= sequence:
             self.kept.popleft()
 

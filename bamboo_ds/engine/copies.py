@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import torch
 
 from ..errors import TransferError
-from ..state import join, split
+from ..state import Tree, join, split
 from ..topology import Plan, Role
 from .building import StageBuilder
-from .construction import Construction, Snapshots, begin_fetch, snapshot_key
+from .construction import Construction, KeptLayers, Snapshots, begin_fetch, snapshot_key
 from .handshake import Reports
 from .records import CurrentEpoch, Progress
 from .replica import capture
@@ -66,6 +66,13 @@ class Copies:
                 else:
                     runtimes[role] = self.builder.build(role, state)
         transport.drain()
+
+    def follow_layers(self, role: Role, layers: Tree) -> None:
+        """Give what the layers of ``role`` keep after an evaluation to this member's copy of them, if it has one."""
+        if role in self.binding.runtimes:
+            self.binding.runtimes[role].layers.restore(layers)
+        elif role in self.constructions:
+            self.constructions[role].kept.append(KeptLayers(self.progress.sequence, layers))
 
     # -- in the background --------------------------------------------------------------------------------
 
@@ -130,9 +137,12 @@ class Copies:
             self._complete(construction)
 
     def _repeat(self, construction: Construction) -> None:
-        """Perform the optimizer step of an iteration that the others have done already."""
+        """Perform the optimizer step of an iteration that the others have done already, or follow an evaluation."""
         runtime, kept, committed = construction.runtime, construction.kept.popleft(), self.progress.committed
         assert runtime is not None
+        if isinstance(kept, KeptLayers):
+            runtime.layers.restore(kept.layers)
+            return
         if construction.follows:
             kept.before.restore(runtime, self.builder.pristine)
         runtime.reduced, runtime.received_layers = kept.reduced, kept.layers

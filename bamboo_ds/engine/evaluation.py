@@ -1,4 +1,7 @@
-"""Evaluations: forward passes of all micro-batches without gradients, done again from the start after a loss."""
+"""Evaluations: forward passes of all micro-batches without gradients, done again from the start after a loss.
+
+Layers may keep what they see in an evaluation, too (counts, larger caches): other copies of a stage follow.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from typing import Any
 import torch
 
 from ..schedule import RoleProgress
+from ..state import Tree, split
 from ..topology import Role
 from .beats import Beats
 from .commit import mean_over_copies
@@ -17,14 +21,17 @@ from .copies import Copies
 from .deepspeed_adapter import DeepSpeedAdapter
 from .history import History
 from .lanes import Stream
+from .layers import copied
 from .operation import Outcome
 from .passes import Passes
 from .records import CurrentEpoch, Progress
 from .replay import Replay
+from .replication import Replication
 from .runtime import RuntimeBinding
 from .saving import Saves
 from .supply import BatchSupply
 from .takeover import Takeover
+from .tracing import checksum
 
 
 @dataclass(eq=False)
@@ -39,6 +46,7 @@ class Evaluation:
     replay: Replay
     takeover: Takeover
     passes: Passes
+    replication: Replication
     commits: Commits
     copies: Copies
     saves: Saves
@@ -49,6 +57,10 @@ class Evaluation:
     _reduce: str | None = field(default=None, init=False)
     _losses: dict[int, Any] = field(default_factory=dict, init=False)
     _told_iterators: bool = field(default=False, init=False)
+    #: What the layers of the roles that this member computes kept before the evaluation.
+    _before: dict[Role, Tree] = field(default_factory=dict, init=False)
+    #: What those of other copies keep after it, where that is something else.
+    _changed: dict[Role, Tree] = field(default_factory=dict, init=False)
 
     draws = watched = goes_on = True
     takes_steps = False
@@ -100,8 +112,10 @@ class Evaluation:
 
     def run(self, progress: Mapping[Role, RoleProgress] | None) -> None:
         self.progress.evaluating = True
+        self._changed.clear()
         try:
             with torch.no_grad():
+                self._note_layers()
                 for runtime in self.binding.owned():
                     self.binding.use(runtime)
                     self.ds.reserve_pipe_buffers(self._micro_batches)
@@ -114,7 +128,27 @@ class Evaluation:
                         self.beats.beat()
         finally:
             self.progress.evaluating = False
+        self._replicate_layers()
         self.commit()
+
+    def _note_layers(self) -> None:
+        """Keep what the layers keep; what an attempt before this one has changed is undone."""
+        for role, layers in self._before.items():
+            if role in self.binding.runtimes:
+                self.binding.runtimes[role].layers.restore(layers)
+        for runtime in self.binding.owned():
+            if runtime.role not in self._before:
+                self._before[runtime.role] = copied(runtime.layers.capture())
+
+    def _replicate_layers(self) -> None:
+        for runtime in self.binding.owned():
+            layers = runtime.layers.capture()
+            self.replication.send_layers(runtime.role, layers if differ(layers, self._before[runtime.role]) else None)
+        plan, member = self.epoch.plan, self.epoch.member
+        for role in (*plan.shadowed_by(member), *plan.learned_by(member)):
+            layers = self.replication.receive_layers(role)
+            if layers is not None:
+                self._changed[role] = layers
 
     def _forward(self, role: Role, m: int) -> None:
         last, lanes, transport = self.epoch.layout.stages - 1, self.epoch.lanes, self.epoch.transport
@@ -158,6 +192,10 @@ class Evaluation:
             self.supply.collect_leftovers(self._micro_batches, gradients=False)
         else:
             self.supply.batches.drop()
+        for role, layers in self._changed.items():
+            self.copies.follow_layers(role, layers)
+        self._before.clear()
+        self._changed.clear()
         assert self.progress.vector is not None
         self.history.add("evaluate", list(self.progress.vector))
         self.binding.begin_iteration()
@@ -165,3 +203,9 @@ class Evaluation:
             runtime.module.train()
         self.copies.advance()
         self.saves.poll()
+
+
+def differ(mine: Tree, theirs: Tree) -> bool:
+    """Whether two captures of layers are not the same to the last bit."""
+    (text, tensors), (other, others) = split(mine), split(theirs)
+    return text != other or list(map(checksum, tensors)) != list(map(checksum, others))

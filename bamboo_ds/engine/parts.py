@@ -152,7 +152,7 @@ class Parts:
             *(commits, steps, replication, copies, checks, saves, history, beats),
         )
         self.evaluation = Evaluation(
-            *(ds, binding, epoch, progress, supply, replay, takeover, passes, commits, copies, saves),
+            *(ds, binding, epoch, progress, supply, replay, takeover, passes, replication, commits, copies, saves),
             *(history, beats, report),
         )
         self.checkpoints = Checkpoints(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..state import join, split
+from ..state import Tree, join, split
 from ..topology import Role
 from .boundaries import Boundaries
 from .commit import Measured
@@ -51,8 +51,7 @@ class Replication:
         changed = self.progress.changed if runtime is self.binding.local else ()
         # An heir that has done no passes of its own passes on what the lost owner's layers keep.
         kept = runtime.received_layers
-        text, layers = split(runtime.layers.capture(changed) if kept is None else kept)
-        places = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+        places, *layers = _packed(runtime.layers.capture(changed) if kept is None else kept)
         measured = torch.tensor([runtime.measured.overflow, *runtime.measured.squares], dtype=torch.float64)
         payload = (header, measured, loss, places, *runtime.reduced, *layers)
         for lane in self.epoch.lanes.replicas(runtime.role):
@@ -68,7 +67,7 @@ class Replication:
         parts, trained, consumed = numbers[:parted], numbers[parted : parted + changed], numbers[parted + changed :]
         trained = [bool(each) for each in trained]
         reduced = tensors[:count]
-        layers = join(places.cpu().numpy().tobytes().decode(), tensors[count:])
+        layers = _unpacked(places, tensors[count:])
         self.epoch.transport.take(self.epoch.lanes.told[role, self.epoch.member])  # the same
         construction = self.constructions.get(role)
         if construction is not None:
@@ -85,6 +84,18 @@ class Replication:
         replica.consumed = dict(enumerate(consumed))
         if check >= 0 and replica.checksum is not None and replica.valid:
             self._compare(replica, check, parts)
+
+    def send_layers(self, role: Role, layers: Tree | None) -> None:
+        """Send what the layers of ``role`` keep after an evaluation; ``None``: what they have kept before."""
+        for lane in self.epoch.lanes.replicas(role):
+            self.epoch.transport.send(lane, self.progress.sequence, () if layers is None else _packed(layers))
+
+    def receive_layers(self, role: Role) -> Tree | None:
+        """Receive the same."""
+        lane = self.epoch.lanes.replica(role, self.epoch.member)
+        payload = self.epoch.transport.recv(lane, self.progress.sequence)
+        assert isinstance(payload, tuple)
+        return _unpacked(payload[0], payload[1:]) if payload else None
 
     def _compare(self, replica: StageRuntime, expected: int, parts: Sequence[int]) -> None:
         """Compare the replica with its owner's checksum, and with those of its tensors where they are told."""
@@ -135,3 +146,12 @@ class Replication:
                     runtime.optimizer.fill(self.epoch.layout.copy_of(role), shards[role])
             runtime.stale = False
         transport.drain()
+
+
+def _packed(tree: Tree) -> tuple[torch.Tensor, ...]:
+    text, tensors = split(tree)
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8), *tensors
+
+
+def _unpacked(places: torch.Tensor, tensors: Sequence[torch.Tensor]) -> Tree:
+    return join(places.cpu().numpy().tobytes().decode(), tensors)

@@ -15,7 +15,7 @@ from datetime import timedelta
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -37,6 +37,7 @@ from bamboo_ds.engine.construction import Construction
 from bamboo_ds.engine.copies import Copies
 from bamboo_ds.engine.data import Batches
 from bamboo_ds.engine.deepspeed_adapter import DeepSpeedAdapter
+from bamboo_ds.engine.evaluation import Evaluation
 from bamboo_ds.engine.exactness import ExactChecks
 from bamboo_ds.engine.generators import RoleGenerators
 from bamboo_ds.engine.groups import RoleGroups
@@ -51,13 +52,14 @@ from bamboo_ds.engine.reduction import Reduction
 from bamboo_ds.engine.redundant import RedundantPasses
 from bamboo_ds.engine.replication import Replication
 from bamboo_ds.engine.runtime import BOUND_ATTRIBUTES, RuntimeBinding, StageRuntime
+from bamboo_ds.engine.script_calls import ScriptCalls
 from bamboo_ds.engine.slices import SlicedPasses
 from bamboo_ds.engine.steps import Steps
 from bamboo_ds.engine.supply import BatchSupply
 from bamboo_ds.engine.takeover import Takeover
 from bamboo_ds.engine.training import Training
 from bamboo_ds.engine.wrappers import stage_optimizer
-from bamboo_ds.errors import EpochChanged, FatalLoss, Left
+from bamboo_ds.errors import EpochChanged, FatalLoss, Left, UnsupportedError
 from bamboo_ds.state import split
 from bamboo_ds.topology import Layout, Plan, Policy, Role, holders_of, hungry, initial_plan, takeover, with_redundancy
 
@@ -84,6 +86,7 @@ class Stage(nn.Module):
         self.register_buffer("seen", torch.zeros(()))
         self.statistics = statistics
         self.tied_comms: dict[str, Any] = {}
+        self.forward_funcs, self._local_start, self._layer_specs = [self.linear], stage, [None] * (stage + 2)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """A pass that draws random numbers and may change a buffer, which the result depends on."""
@@ -124,6 +127,9 @@ class SimulatedDeepSpeed(DeepSpeedAdapter):
         if self.is_last_stage():
             self.loss = nn.functional.mse_loss(outputs, buffers["labels"][buffer_id])
             detached = self.loss.detach().clone()
+            if not self.module.training:
+                self.fwd_outputs.append(detached)
+                return
             self.total_loss = detached if self.total_loss is None else self.total_loss + detached
 
     def backward_pass(self, buffer_id: int) -> None:
@@ -132,6 +138,10 @@ class SimulatedDeepSpeed(DeepSpeedAdapter):
             self.scaled_by_micro_batches(self.loss).backward()
         else:
             self.pipe_buffers["outputs"][buffer_id].backward(self.grad_layer)
+
+    def reduce_outputs(self, outputs: list[Any], micro_batches: int, **_: Any) -> Any:  # type: ignore[override]
+        """The mean loss of an evaluation."""
+        return torch.stack(outputs).sum() / micro_batches
 
     def scaled_by_micro_batches(self, loss: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         """As DeepSpeed's."""
@@ -235,7 +245,7 @@ class _Session:
             self.network.abort(self.attachment, f"epoch {plan.epoch} follows")
         self.epoch = plan.epoch
         self.attachment = None
-        self.attachment = self.network.attach(plan, self.member, self._ended >= plan.epoch)
+        self.attachment = self.network.attach(plan, self.member, lambda: self._ended >= plan.epoch)
 
     def acting_for(self, rank: int, answer: Any) -> Any:
         return nullcontext()
@@ -376,9 +386,9 @@ class _Builder(StageBuilder):
         return runtime
 
 
-def _batches(pipeline: int, drawn: list[int]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """What the script of a member at an end of ``pipeline`` reads, in the same tensors always; ``drawn`` counts it."""
-    generator = torch.Generator().manual_seed(100 + pipeline)
+def _batches(seed: int, drawn: list[int]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """What the script of a member at an end of a pipeline reads, in the same tensors always; ``drawn`` counts it."""
+    generator = torch.Generator().manual_seed(seed)
     inputs, labels = torch.empty(2, WIDTH), torch.empty(2, WIDTH)
     while True:
         drawn[0] += 1
@@ -391,8 +401,8 @@ class Member:
     def __init__(self, world: World, name: str, rank: int, plan: Plan) -> None:
         spec, layout = world.spec, world.layout
         self.world, self.name, self.layout = world, name, layout
-        self.drawn, self.losses = [0], []  # type: ignore[var-annotated]
-        self.fatal: FatalLoss | None = None
+        self.drawn, self.evaluated, self.losses = [0], [0], []  # type: ignore[var-annotated]
+        self.fatal: FatalLoss | UnsupportedError | None = None
         self.started = self.left = False
         self.session: Any = _Session(name, world.network)
         self.job: Any = _Job(world, self.session, plan)
@@ -409,11 +419,13 @@ class Member:
             timers=None,
             gradient_clipping=lambda: CLIPPING,
             train_batch_size=lambda: 1,
+            monitor=SimpleNamespace(enabled=False),
             _parts=self,
         )
         role = layout.role(rank)
         at_end = role.stage in (0, layout.stages - 1)
-        engine.__dict__["data_iterator"] = _batches(role.pipeline, self.drawn) if at_end else None
+        engine.__dict__["data_iterator"] = _batches(100 + role.pipeline, self.drawn) if at_end else None
+        self._held_out = _batches(200 + role.pipeline, self.evaluated) if at_end else None
         self.engine, self.ds = engine, SimulatedDeepSpeed(engine)
         ds: Any = self.ds
         self.groups = groups = RoleGroups(self.session, layout)
@@ -429,11 +441,13 @@ class Member:
         accounts = Accounts(str(spec.ledger) if spec.ledger else None, name)
         accounts.begin("run", accounts.folder)
         saves: Any = SimpleNamespace(busy=False, nonce="n", poll=_nothing, follow=_nothing, wait=_nothing)
-        collectives: Any = SimpleNamespace(begin_gap=_nothing, agree=_nothing, record=lambda: _NO_COLLECTIVES)
+        collectives: Any = SimpleNamespace(
+            begin_gap=_nothing, agree=_nothing, flush=_nothing, record=lambda: _NO_COLLECTIVES
+        )
         joining: Any = SimpleNamespace(active=False)
         self.snapshots: Any = _Snapshots(world, name)
         constructions: dict[Role, Construction] = {}
-        replay: Any = SimpleNamespace(recorded=_nothing)
+        replay: Any = SimpleNamespace(recorded=_nothing, joining=joining, under_way=False)
         settings = RedundancyConfig.model_validate({"mode": spec.mode, "verify_every": 1})
 
         supply = BatchSupply(ds, binding, epoch, progress, batches, accounts, None, None)
@@ -442,6 +456,7 @@ class Member:
         builder = _Builder(ds, layout, groups, binding, None)
         builder.member = self
         checks = ExactChecks(ds, True, binding, epoch, progress, reduction, builder, beats)
+        checks.begin(spec.checked)
         slices = SlicedPasses(ds, groups, binding)
         self.passes = Passes(ds, layout, binding, progress, batches, accounts, slices, generators, idle, checks)
         self.boundaries = Boundaries(ds, binding, epoch, progress, idle, True)
@@ -468,6 +483,11 @@ class Member:
             *(ds, settings, mode, binding, epoch, progress, supply, replay, self.takeover, self.redundant),
             *(self.commits, self.steps, self.replication, self.copies, checks, saves, history, beats),
         )
+        self.evaluation = Evaluation(
+            *(ds, binding, epoch, progress, supply, replay, self.takeover, self.passes, self.replication),
+            *(self.commits, self.copies, saves, history, beats, lambda: None),
+        )
+        self.script = ScriptCalls(binding, epoch, progress, builder, replay, self.takeover, collectives, announcements)
         self.end, self.supply = End(epoch, progress, self.commits, saves), supply
 
     def runtime(self, role: Role, seed: int, owned: bool = False) -> StageRuntime:
@@ -514,14 +534,34 @@ class Member:
             with suppress(EpochChanged):  # as where an engine starts: the first operation recovers
                 self.copies.copy_state(self.layout.roles)
                 self.epoch.transport.exchange("all have their copies")
+            self.script.leave()
             self.started = True
-            for _ in range(self.world.spec.iterations):
-                self.losses.append(self.training.train_batch(None))
-            self.takeover.run(self.end)
-        except FatalLoss as error:
+            for iteration in range(self.world.spec.iterations):
+                with self.script.inside():
+                    self.losses.append(self.training.train_batch(None))
+                if self.world.spec.evaluates:
+                    with self.script.inside():
+                        found = self.evaluation.eval_batch(self._held_out, False, True, "avg", True, None)
+                    self.losses.append(found)
+                self._change(iteration)
+            self.script.leave()
+            with self.script.inside():
+                self.takeover.run(self.end)
+        except (FatalLoss, UnsupportedError) as error:
             self.fatal = error
         except Left:
             self.left = True
+
+    def _change(self, iteration: int) -> None:
+        """What the script does between two calls, as that of every member."""
+        changes, local = self.world.spec.changes, self.binding.local
+        if changes == "rates":
+            for group in local.attributes["basic_optimizer"].param_groups:
+                group["lr"] *= 0.75
+        if changes == "weights" or (changes == "weights once" and iteration == 0):
+            with torch.no_grad():
+                local.module.get_parameter("linear.bias").add_(0.125)
+                local.module.get_buffer("seen").mul_(0.5)
 
 
 def _nothing(*_: Any) -> None:
@@ -543,6 +583,9 @@ class Spec:
         ledger: its folder, if there is one.
         heals: stages get new replicas, and roles move, while the job goes on.
         leaves: a member leaves.
+        evaluates: an evaluation follows each iteration.
+        changes: what scripts change between iterations: learning rates, or weights.
+        checked: how many first steps are checked for exactness.
     """
 
     pipelines: int = 1
@@ -555,6 +598,14 @@ class Spec:
     ledger: Path | None = None
     heals: bool = False
     leaves: bool = False
+    evaluates: bool = False
+    changes: Literal["rates", "weights", "weights once"] | None = None
+    checked: int = 0
+
+    @property
+    def operations(self) -> int:
+        """All of them together, without the end."""
+        return self.iterations * (1 + self.evaluates)
 
 
 @dataclass(frozen=True)
@@ -624,7 +675,7 @@ class World:
         member = self.members[name]
         if name in self.network.dead:
             raise Killed
-        if member.started and member.progress.sequence < self.spec.iterations:
+        if member.started and member.progress.sequence < self.spec.operations:
             self.done[name].append((member.progress.steps, what))
             cut = self.cuts[len(self.killed)] if len(self.killed) < len(self.cuts) else None
             if cut == Cut(name, len(self.done[name]) - 1):

@@ -136,6 +136,7 @@ class Attachment:
         inboxes: messages that have arrived, by key: sender, number, payload.
         gone: peers that have left the epoch or the world, as far as the member knows.
         undelivered: something that it sent has been lost.
+        transports: how many it has opened.
     """
 
     plan: Plan
@@ -144,6 +145,7 @@ class Attachment:
     inboxes: dict[Any, deque[tuple[str, int, Payload]]] = field(default_factory=lambda: defaultdict(deque))
     gone: set[str] = field(default_factory=set)
     undelivered: bool = False
+    transports: int = 0
     rounds: Counter[Any] = field(default_factory=Counter)
 
     def check(self, members: Sequence[str] = ()) -> None:
@@ -172,10 +174,10 @@ class Network:
 
     # -- epochs -------------------------------------------------------------------------------------------
 
-    def attach(self, plan: Plan, member: str, over: bool) -> Attachment:
-        """Enter ``plan``'s epoch with all its members; ``over``: it has ended already."""
+    def attach(self, plan: Plan, member: str, over: Callable[[], bool]) -> Attachment:
+        """Enter ``plan``'s epoch with all its members; ``over``: whether it has ended already."""
         mine = self._attached[member, plan.epoch] = Attachment(plan, member)
-        if over:
+        if over():
             self.abort(mine, "a newer plan is known")
         self.before(member, "attach")
 
@@ -186,7 +188,9 @@ class Network:
             lost = self.dead.intersection(plan.members)
             return bool(mine.aborted or lost or any(each is not None and each.aborted for each in there()))
 
-        self._turns.wait(lambda: failed() or None not in there())
+        self._turns.wait(lambda: over() or failed() or None not in there())
+        if over():
+            self.abort(mine, "a newer plan is known")
         mine.check()
         if failed():
             raise PeerLost(f"epoch {plan.epoch}: not all have come")
@@ -307,7 +311,8 @@ class SimulatedTransport:
 
     def __init__(self, network: Network, attachment: Attachment, lanes: Sequence[Lane]) -> None:
         self._network, self._mine = network, attachment
-        self._closed = False
+        self._number, self._closed = attachment.transports, False
+        attachment.transports += 1
         assert len({lane.tag for lane in lanes}) == len(lanes)
         for lane in lanes:
             assert {lane.source, lane.destination} <= set(attachment.plan.members)
@@ -317,6 +322,9 @@ class SimulatedTransport:
         """As of the real one."""
         session.current.check()
         return cls(session.network, session.current, lanes)
+
+    def _key(self, lane: Lane) -> tuple[int, int]:
+        return self._number, lane.tag
 
     def _begin(self, what: str) -> None:
         self._network.before(self._mine.member, what)
@@ -332,9 +340,9 @@ class SimulatedTransport:
         assert lane.source == self._mine.member
         self._begin(f"send {sequence} on {lane.name}")
         if lane.destination == self._mine.member:
-            self._mine.inboxes[lane.tag].append((lane.source, sequence, copied(payload)))
+            self._mine.inboxes[self._key(lane)].append((lane.source, sequence, copied(payload)))
         else:
-            self._network.send(self._mine, lane.destination, lane.tag, sequence, payload)
+            self._network.send(self._mine, lane.destination, self._key(lane), sequence, payload)
 
     def drain(self) -> None:
         """As of the real one."""
@@ -345,23 +353,23 @@ class SimulatedTransport:
         """As of the real one."""
         assert lane.destination == self._mine.member
         self._begin(f"receive {sequence} on {lane.name}")
-        self._network.receive(self._mine, lane.tag, [lane.source])
-        _, number, payload = self._mine.inboxes[lane.tag][0]
+        self._network.receive(self._mine, self._key(lane), [lane.source])
+        _, number, payload = self._mine.inboxes[self._key(lane)][0]
         if number != sequence:
             raise ProtocolError(f"lane {lane.name}: expected message {sequence}, got {number}")
-        self._mine.inboxes[lane.tag].popleft()
+        self._mine.inboxes[self._key(lane)].popleft()
         return payload
 
     def take(self, lane: Lane) -> list[Payload]:
         """As of the real one."""
-        messages = self._mine.inboxes[lane.tag]
+        messages = self._mine.inboxes[self._key(lane)]
         taken = [] if self._closed else [payload for _, _, payload in messages]
         messages.clear()
         return taken
 
     def ready(self, lane: Lane) -> bool:
         """As of the real one."""
-        return not self._closed and bool(self._mine.inboxes[lane.tag])
+        return not self._closed and bool(self._mine.inboxes[self._key(lane)])
 
     def arrival(self, lane: Lane) -> float | None:
         """As of the real one; there are no times here."""
