@@ -40,14 +40,17 @@ CONFIG: dict[str, Any] = {"optimizer": None, "scheduler": None, "gradient_clippi
 
 @pytest.mark.integration
 def test_all_copies_follow(tmp_path: Path, reference: Reference) -> None:
-    """The second loss is survived by a copy that was made in mid-run. Parameters are named by what goes into them."""
-    faults = [fault(1, 4, "BackwardPass", 1), fault(2, 5, "BackwardPass", 1)]
+    """The second loss is survived by a copy that was made in mid-run. Parameters are named by what goes into them.
+
+    Both losses come when an evaluation has just changed what layers keep, or does so.
+    """
+    faults = [fault(1, 4, ".passes.forward", 1, evaluating=True), fault(2, 5, "BackwardPass", 1)]
     result = survive_in_turn(
         tmp_path,
         reference,
         faults,
         3,
-        arguments=("--change-at", "0", "2"),
+        arguments=("--change-at", "0", "2", "--evaluate-at", "4", "5"),
         own=True,
         micro_batches=4,
         bamboo={"redundancy": {"verify_every": 1, "check_exact": 4}},

@@ -133,7 +133,7 @@ class Checkpoints:
         name = saves.save_id(attempt, self.progress.sequence) if self._succeeded else None
         self.history.add("save", self._request.noted(name))
         saves.poll()
-        self.copies.advance()
+        self.copies.advance(stepped=False)
 
 
 @dataclass(eq=False)

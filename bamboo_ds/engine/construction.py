@@ -30,6 +30,7 @@ from ..state import Tree, join, split
 from ..state.fetch import Fetch, start_fetch
 from ..state.server import StateServer
 from ..topology import Role
+from .changes import Adjustable
 from .commit import Committed
 from .runtime import StageRuntime
 from .schedulers import SchedulerPosition
@@ -73,6 +74,19 @@ class KeptLayers:
     layers: Tree
 
 
+@dataclass(frozen=True)
+class KeptSettings:
+    """What the script has set between two operations.
+
+    Attributes:
+        sequence: number of the operation that follows.
+        changed: what it has set.
+    """
+
+    sequence: int
+    changed: Adjustable
+
+
 @dataclass
 class Construction:
     """A replica that this member builds.
@@ -83,7 +97,8 @@ class Construction:
         fetch: the transfer.
         begun: monotonic seconds.
         incoming: reduced gradients, what the layers keep, and which parameters are trainable, of the current iteration.
-        kept: iterations since the copy was begun that it does not contain yet, and evaluations with consequences.
+        kept: iterations since the copy was begun that it does not contain yet, what evaluations have changed, what the
+            script has set.
         runtime: what is built from the snapshot, once that has arrived.
         positions: of this member's own scheduler, after each operation.
         follows: whether the replica's scheduler has the position of this member's own.
@@ -94,7 +109,7 @@ class Construction:
     fetch: Fetch
     begun: float = field(default_factory=time.monotonic)
     incoming: tuple[list[torch.Tensor], Tree, list[bool]] | None = None
-    kept: deque[Kept | KeptLayers] = field(default_factory=deque)
+    kept: deque[Kept | KeptLayers | KeptSettings] = field(default_factory=deque)
     runtime: StageRuntime | None = None
     positions: dict[int, SchedulerPosition] = field(default_factory=dict)
     follows: bool = False

@@ -13,7 +13,8 @@ from ..errors import TransferError
 from ..state import Tree, join, split
 from ..topology import Plan, Role
 from .building import StageBuilder
-from .construction import Construction, KeptLayers, Snapshots, begin_fetch, snapshot_key
+from .changes import Adjustable
+from .construction import Construction, KeptLayers, KeptSettings, Snapshots, begin_fetch, snapshot_key
 from .handshake import Reports
 from .records import CurrentEpoch, Progress
 from .replica import capture
@@ -74,6 +75,11 @@ class Copies:
         elif role in self.constructions:
             self.constructions[role].kept.append(KeptLayers(self.progress.sequence, layers))
 
+    def follow_settings(self, changed: Adjustable) -> None:
+        """The script has set something: replicas under construction get it when they are that far."""
+        for construction in self.constructions.values():
+            construction.kept.append(KeptSettings(self.progress.sequence, changed))
+
     # -- in the background --------------------------------------------------------------------------------
 
     def begin(self, plan: Plan, reports: Reports) -> None:
@@ -104,8 +110,13 @@ class Copies:
                 runtime.optimizer.release()
         self.constructions.clear()
 
-    def advance(self) -> None:
-        """At a boundary: offer the snapshots that are due, catch up with those that have arrived."""
+    def advance(self, stepped: bool) -> None:
+        """At a boundary: offer the snapshots that are due, catch up with those that have arrived.
+
+        Args:
+            stepped: optimizers have done so. Members exchange shards after that only, which a replica that catches up
+                with the steps of one role lacks.
+        """
         self.binding.refresh()
         for construction in self.constructions.values():
             construction.positions[self.progress.sequence] = SchedulerPosition.of(self.binding.local)
@@ -114,12 +125,12 @@ class Copies:
             self.snapshots.offer(role, key, capture(self.binding.runtimes[role]), self.progress.sequence)
         for construction in list(self.constructions.values()):
             try:
-                self._advance(construction)
+                self._advance(construction, stepped or not self.epoch.layout.sharded)
             except TransferError as error:
                 logger.warning("copying role %s failed and begins again: %s", construction.role, error)
                 construction.fetch = begin_fetch(*construction.source, self.epoch.channel.secret)
 
-    def _advance(self, construction: Construction) -> None:
+    def _advance(self, construction: Construction, completes: bool) -> None:
         if construction.runtime is None:
             found = construction.arrived()
             if found is None:
@@ -133,15 +144,20 @@ class Copies:
         while construction.kept and (whole or count < 2 or time.monotonic() - begin < _CATCH_UP_S):
             self._repeat(construction)
             count += 1
-        if not construction.kept:
+        if completes and not construction.kept:
             self._complete(construction)
 
     def _repeat(self, construction: Construction) -> None:
-        """Perform the optimizer step of an iteration that the others have done already, or follow an evaluation."""
+        """Perform the optimizer step of an iteration that the others have done already, or follow what came between."""
         runtime, kept, committed = construction.runtime, construction.kept.popleft(), self.progress.committed
         assert runtime is not None
         if isinstance(kept, KeptLayers):
             runtime.layers.restore(kept.layers)
+            return
+        if isinstance(kept, KeptSettings):
+            self.binding.refresh()
+            kept.changed.give(runtime)
+            self.binding.reload()
             return
         if construction.follows:
             kept.before.restore(runtime, self.builder.pristine)

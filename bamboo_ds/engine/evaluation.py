@@ -201,7 +201,7 @@ class Evaluation:
         self.binding.begin_iteration()
         for runtime in self.binding.owned():
             runtime.module.train()
-        self.copies.advance()
+        self.copies.advance(stepped=False)
         self.saves.poll()
 
 

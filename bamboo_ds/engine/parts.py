@@ -144,7 +144,9 @@ class Parts:
         report = partial(channel.report_layout, layout, mode.replicas)
         self.report_layout = partial(report, dataset is None)
         self.replay = replay = Replay(job, progress, history, joining, resuming, loader, takeover, self.report_layout)
-        self.script = ScriptCalls(binding, epoch, progress, builder, replay, takeover, collectives, announcements)
+        self.script = ScriptCalls(
+            *(binding, epoch, progress, builder, copies, replay, takeover, collectives, announcements)
+        )
 
         # What the script calls.
         self.training = Training(

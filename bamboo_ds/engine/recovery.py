@@ -138,8 +138,10 @@ class RecoveryProtocol:
             self.begin_again(decision.progress)
         self.supply.connect({m: {} if m in decision.behind else report.received for m, report in reports.items()})
         self.supply.write_ledger(plan)
-        # A member that is behind steps first and takes part then.
-        if self.epoch.layout.sharded and not behind and (decision.behind or any(r.stale for r in reports.values())):
+        # A member that is behind in an iteration steps first and takes part then.
+        steps = max(report.steps for report in reports.values())
+        lacking = any(reports[m].steps < steps for m in decision.behind) or any(r.stale for r in reports.values())
+        if self.epoch.layout.sharded and lacking and not behind:
             self.replication.exchange_shards()
 
     def report(self) -> MemberReport:

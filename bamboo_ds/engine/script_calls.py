@@ -12,6 +12,7 @@ from ..errors import UnsupportedError
 from .announcements import Announcements
 from .building import StageBuilder
 from .changes import CURE, Adjustable, Weights, check_local
+from .copies import Copies
 from .optimizers import HalfOptimizer
 from .records import CurrentEpoch, Progress
 from .refusals import check_optimizer_hooks, check_step, hooks_of, refuse_compiled, refuse_hooks, registered
@@ -30,6 +31,7 @@ class ScriptCalls:
     epoch: CurrentEpoch
     progress: Progress
     builder: StageBuilder
+    copies: Copies
     replay: Replay
     takeover: Takeover
     collectives: ScriptCollectives
@@ -82,6 +84,7 @@ class ScriptCalls:
             for runtime in self.binding.runtimes.values():
                 if runtime is not local:
                     changed.give(runtime)
+            self.copies.follow_settings(changed)
         written = not (self.epoch.job.replaying or self.replay.joining.active) and self._follow_weights()
         frozen = local.trains() != self._trained and self._follow_freezing()
         if written or frozen:

@@ -161,7 +161,7 @@ class Training:
         self.steps.advance_local()
         self.supply.account()
         lasting = self._mend(agreed.mismatches) if committed else []
-        self.copies.advance()
+        self.copies.advance(stepped=True)
         self.saves.poll()
         self.epoch.job.progressed(progress.steps)
         self._report_step(agreed)

@@ -48,7 +48,7 @@ def assert_equal(result: Result, reference: Result, faults: list[dict[str, Any]]
     assert told_losses <= set(plain["losses"]), "events tell other losses than train_batch returns"
     roles = reference.roles()
     assert set(result.roles()) == set(roles)
-    assert differences(roles, result.roles()) == []
+    assert differences(roles, result.roles()) == [], differences(roles, result.roles())
     replicas = result.replicas()
     assert differences({role: roles[role] for role in replicas}, replicas) == []
     told = [int(event["member_id"][1:].partition("-")[0]) for event in result.events("member_lost")]

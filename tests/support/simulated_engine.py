@@ -31,12 +31,11 @@ from bamboo_ds.engine.beats import Beats
 from bamboo_ds.engine.boundaries import Boundaries
 from bamboo_ds.engine.bubbles import IdleTimes
 from bamboo_ds.engine.building import StageBuilder
-from bamboo_ds.engine.checkpointing import End
+from bamboo_ds.engine.checkpointing import Checkpoints, End
 from bamboo_ds.engine.committing import Commits
 from bamboo_ds.engine.construction import Construction
 from bamboo_ds.engine.copies import Copies
 from bamboo_ds.engine.data import Batches
-from bamboo_ds.engine.deepspeed_adapter import DeepSpeedAdapter
 from bamboo_ds.engine.evaluation import Evaluation
 from bamboo_ds.engine.exactness import ExactChecks
 from bamboo_ds.engine.generators import RoleGenerators
@@ -52,6 +51,7 @@ from bamboo_ds.engine.reduction import Reduction
 from bamboo_ds.engine.redundant import RedundantPasses
 from bamboo_ds.engine.replication import Replication
 from bamboo_ds.engine.runtime import BOUND_ATTRIBUTES, RuntimeBinding, StageRuntime
+from bamboo_ds.engine.saving import SaveRequest
 from bamboo_ds.engine.script_calls import ScriptCalls
 from bamboo_ds.engine.slices import SlicedPasses
 from bamboo_ds.engine.steps import Steps
@@ -63,131 +63,37 @@ from bamboo_ds.errors import EpochChanged, FatalLoss, Left, UnsupportedError
 from bamboo_ds.state import split
 from bamboo_ds.topology import Layout, Plan, Policy, Role, holders_of, hungry, initial_plan, takeover, with_redundancy
 
+from .simulated_deepspeed import CLIPPING, WIDTH, Shards, SimulatedDeepSpeed, Stage
 from .simulated_network import Attachment, Killed, Network, Turns
 
-WIDTH = 3
-CLIPPING = 0.05
 
+class _Saves:
+    """What a member saves, as :class:`bamboo_ds.engine.saving.Saves` collects it.
 
-class Stage(nn.Module):
-    """One stage; ``shared``: it holds weights of the other end of its pipeline, too."""
+    Attributes:
+        collected: by tag, the state of every role that the member had at its last attempt.
+        nonce, busy, completed: see there.
+    """
 
-    seed_layers = False
+    nonce, busy, completed = "n", False, ""
 
-    def __init__(self, stage: int, shared: bool, seed: int, statistics: bool) -> None:
-        super().__init__()
-        with torch.random.fork_rng():
-            torch.manual_seed(seed + stage)
-            self.linear, self.dropout = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.25)
-            self.tied_modules = nn.ModuleDict()
-            if shared:
-                torch.manual_seed(seed)
-                self.tied_modules["ends"] = nn.Linear(WIDTH, WIDTH)
-        self.register_buffer("seen", torch.zeros(()))
-        self.statistics = statistics
-        self.tied_comms: dict[str, Any] = {}
-        self.forward_funcs, self._local_start, self._layer_specs = [self.linear], stage, [None] * (stage + 2)
+    def __init__(self) -> None:
+        self.collected: dict[str, dict[Role, dict[str, torch.Tensor]]] = {}
 
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """A pass that draws random numbers and may change a buffer, which the result depends on."""
-        if self.statistics:
-            self.seen += inputs.detach().mean()
-        hidden = self.dropout(torch.tanh(self.linear(inputs))) + 0.1 * self.seen
-        for shared in self.tied_modules.values():
-            hidden = shared(hidden)
-        return hidden
+    def save_id(self, epoch: int, sequence: int) -> str:
+        return f"{epoch}-{sequence}"
 
-    def get_additional_losses(self) -> None:
-        """None."""
+    def collect(self, request: SaveRequest, plan: Plan, binding: RuntimeBinding, progress: Progress) -> bool:
+        self.collected[request.tag] = {}
+        for runtime in binding.owned():
+            binding.use(runtime)
+            request.save()
+        return True
 
+    def nothing(self, *_: Any) -> None:
+        """Files are not written here."""
 
-class SimulatedDeepSpeed(DeepSpeedAdapter):
-    """The methods of DeepSpeed that parts call, for :class:`Stage`."""
-
-    def is_first_stage(self) -> bool:  # type: ignore[override]
-        """Whether the bound role's is."""
-        return self.engine.__dict__["stage_id"] == 0
-
-    def is_last_stage(self) -> bool:  # type: ignore[override]
-        """Whether the bound role's is."""
-        return self.engine.__dict__["stage_id"] == self.num_stages - 1
-
-    def load_micro_batch(self, buffer_id: int) -> None:
-        """As DeepSpeed's."""
-        inputs, labels = self.engine._parts.passes.next_batch()
-        if self.is_first_stage():
-            self.pipe_buffers["inputs"][buffer_id] = inputs
-        if self.is_last_stage():
-            self.pipe_buffers["labels"][buffer_id] = labels
-
-    def forward_pass(self, buffer_id: int) -> None:
-        """As DeepSpeed's."""
-        buffers = self.pipe_buffers
-        outputs = buffers["outputs"][buffer_id] = self.module(buffers["inputs"][buffer_id])
-        if self.is_last_stage():
-            self.loss = nn.functional.mse_loss(outputs, buffers["labels"][buffer_id])
-            detached = self.loss.detach().clone()
-            if not self.module.training:
-                self.fwd_outputs.append(detached)
-                return
-            self.total_loss = detached if self.total_loss is None else self.total_loss + detached
-
-    def backward_pass(self, buffer_id: int) -> None:
-        """As DeepSpeed's."""
-        if self.is_last_stage():
-            self.scaled_by_micro_batches(self.loss).backward()
-        else:
-            self.pipe_buffers["outputs"][buffer_id].backward(self.grad_layer)
-
-    def reduce_outputs(self, outputs: list[Any], micro_batches: int, **_: Any) -> Any:  # type: ignore[override]
-        """The mean loss of an evaluation."""
-        return torch.stack(outputs).sum() / micro_batches
-
-    def scaled_by_micro_batches(self, loss: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        """As DeepSpeed's."""
-        return loss / self.micro_batches
-
-    def gradients(self) -> list[torch.Tensor]:
-        """As DeepSpeed's."""
-        return [p.grad for p in self.module.parameters()]
-
-    def reduce_in_buckets(self, grads: list[torch.Tensor], elements_per_buffer: int) -> None:  # type: ignore[override]
-        """The average over the pipelines."""
-        group = self.engine.__dict__["data_parallel_group"]
-        flat = torch.cat([gradient.reshape(-1) for gradient in grads])
-        group.all_reduce(flat)
-        flat.mul_(1.0 / group.size)
-        for gradient, part in zip(grads, flat.split([gradient.numel() for gradient in grads]), strict=True):
-            gradient.copy_(part.view_as(gradient))
-
-    def scales(self, pipelines: int) -> tuple[float, float]:
-        """Gradients are divided after they have been summed."""
-        return 1.0, 1.0 / pipelines
-
-    def train_batch(self, data_iter: Any) -> torch.Tensor:
-        """As DeepSpeed's."""
-        self.engine._parts.training.run_iteration()
-        return self.engine._parts.training.mean_loss()
-
-    def reserve_pipe_buffers(self, count: int) -> None:  # type: ignore[override]
-        """As DeepSpeed's."""
-        for buffers in self.pipe_buffers.values():
-            buffers.extend([None] * (count - len(buffers)))
-
-    def optimizer_step(self, lr_kwargs: Any) -> None:
-        """As DeepSpeed's, without reports."""
-        self.engine._parts.steps.take_model_step(lr_kwargs)
-
-    def quiet_step(self) -> None:
-        """As DeepSpeed's."""
-        self.engine._parts.steps.take_model_step(None)
-
-    def take_model_step(self, lr_kwargs: Any) -> None:
-        """As DeepSpeed's."""
-        self.engine._parts.steps.clip_gradients()
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        self.note_step(skipped=False)
+    write = forget = wait = poll = follow = nothing
 
 
 class _Engine(nn.Module):
@@ -420,6 +326,7 @@ class Member:
             gradient_clipping=lambda: CLIPPING,
             train_batch_size=lambda: 1,
             monitor=SimpleNamespace(enabled=False),
+            checkpoint_engine=SimpleNamespace(save=_nothing),
             _parts=self,
         )
         role = layout.role(rank)
@@ -440,7 +347,8 @@ class Member:
         beats, generators = Beats(self.job, progress), RoleGenerators(ds, layout, progress, history)
         accounts = Accounts(str(spec.ledger) if spec.ledger else None, name)
         accounts.begin("run", accounts.folder)
-        saves: Any = SimpleNamespace(busy=False, nonce="n", poll=_nothing, follow=_nothing, wait=_nothing)
+        saves: Any = _Saves()
+        self.saves = saves
         collectives: Any = SimpleNamespace(
             begin_gap=_nothing, agree=_nothing, flush=_nothing, record=lambda: _NO_COLLECTIVES
         )
@@ -487,7 +395,13 @@ class Member:
             *(ds, binding, epoch, progress, supply, replay, self.takeover, self.passes, self.replication),
             *(self.commits, self.copies, saves, history, beats, lambda: None),
         )
-        self.script = ScriptCalls(binding, epoch, progress, builder, replay, self.takeover, collectives, announcements)
+        self.checkpoints = Checkpoints(
+            *(ds, groups, binding, epoch, progress, replay, self.takeover, self.commits, self.copies),
+            *(None, saves, history, True),  # type: ignore[arg-type]
+        )
+        self.script = ScriptCalls(
+            *(binding, epoch, progress, builder, self.copies, replay, self.takeover, collectives, announcements)
+        )
         self.end, self.supply = End(epoch, progress, self.commits, saves), supply
 
     def runtime(self, role: Role, seed: int, owned: bool = False) -> StageRuntime:
@@ -500,7 +414,9 @@ class Member:
             ranks = tuple(layout.rank(Role(role.pipeline, stage)) for stage in ends)
             comm = {"ranks": ranks, "group": _Group(self, f"tied {role.pipeline}", ranks), "weight_attr": ["weight"]}
             module.tied_comms["ends"] = comm
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+        parameters = list(module.parameters())
+        mine = parameters[role.pipeline :: layout.pipelines] if layout.sharded else parameters
+        optimizer = torch.optim.SGD([{"params": mine}], lr=0.1, momentum=0.9)
         # DeepSpeed counts all parameters on the first stage, and elsewhere those of tensor slices alone.
         data = _Group(self, f"data {role.stage}", tuple(map(layout.rank, layout.siblings(role))))
         grid = SimpleNamespace(get_model_parallel_rank=lambda: role.stage, get_data_parallel_group=lambda: data)
@@ -522,7 +438,8 @@ class Member:
             skipped_steps=0,
             micro_steps=0,
         )
-        runtime.layers, runtime.optimizer = Layers(module), stage_optimizer(self.ds, self.groups, runtime)
+        kind = Shards if layout.sharded else stage_optimizer
+        runtime.layers, runtime.optimizer = Layers(module), kind(self.ds, self.groups, runtime)
         return runtime
 
     def run(self) -> None:
@@ -537,13 +454,14 @@ class Member:
             self.script.leave()
             self.started = True
             for iteration in range(self.world.spec.iterations):
+                self._evaluate()
                 with self.script.inside():
                     self.losses.append(self.training.train_batch(None))
-                if self.world.spec.evaluates:
-                    with self.script.inside():
-                        found = self.evaluation.eval_batch(self._held_out, False, True, "avg", True, None)
-                    self.losses.append(found)
                 self._change(iteration)
+                if self.world.spec.saves:
+                    with self.script.inside():
+                        self.checkpoints.save("folder", str(iteration), None, True, False)
+            self._evaluate()
             self.script.leave()
             with self.script.inside():
                 self.takeover.run(self.end)
@@ -551,6 +469,11 @@ class Member:
             self.fatal = error
         except Left:
             self.left = True
+
+    def _evaluate(self) -> None:
+        if self.world.spec.evaluates:
+            with self.script.inside():
+                self.losses.append(self.evaluation.eval_batch(self._held_out, False, True, "avg", True, None))
 
     def _change(self, iteration: int) -> None:
         """What the script does between two calls, as that of every member."""
@@ -579,11 +502,13 @@ class Spec:
         pipelines, stages, micro_batches, iterations: of what size.
         mode: of redundancy.
         tied: the ends of a pipeline share weights.
+        sharded: optimizers are partitioned over the pipelines.
         statistics: layers keep some.
         ledger: its folder, if there is one.
         heals: stages get new replicas, and roles move, while the job goes on.
         leaves: a member leaves.
-        evaluates: an evaluation follows each iteration.
+        evaluates: an evaluation comes before each iteration, and at the end.
+        saves: a checkpoint comes after each iteration.
         changes: what scripts change between iterations: learning rates, or weights.
         checked: how many first steps are checked for exactness.
     """
@@ -594,18 +519,20 @@ class Spec:
     iterations: int = 3
     mode: str = "eager-frc-lazy-brc"
     tied: bool = False
+    sharded: bool = False
     statistics: bool = True
     ledger: Path | None = None
     heals: bool = False
     leaves: bool = False
     evaluates: bool = False
+    saves: bool = False
     changes: Literal["rates", "weights", "weights once"] | None = None
     checked: int = 0
 
     @property
     def operations(self) -> int:
         """All of them together, without the end."""
-        return self.iterations * (1 + self.evaluates)
+        return self.iterations * (1 + self.evaluates + self.saves) + self.evaluates
 
 
 @dataclass(frozen=True)
@@ -645,7 +572,7 @@ class World:
 
     def __post_init__(self) -> None:
         self.random = Random(self.seed)
-        self.layout = Layout(self.spec.pipelines, self.spec.stages)
+        self.layout = Layout(self.spec.pipelines, self.spec.stages, self.spec.sharded)
         self.turns = Turns(self.random)
         self.network = Network(self.random, self.turns, self.before)
         names = [f"m{rank}" for rank in range(self.layout.size)]
@@ -698,13 +625,15 @@ class World:
         found += [lambda m=member: m.job.push(self.plan) for member in late]
         if self.spec.leaves and started and self.leaving is None:
             found.append(self._leave)
-        if not self.plan.unheld and any(member.fatal for member in self.survivors()):
+        if self.plan.unheld:
+            return found  # the job ends
+        if any(member.fatal for member in self.survivors()):
             return [*found, self._plan_end]
         if self.network.dead.intersection(self.plan.members):
             found.append(self._plan_losses)
-        elif self.spec.heals and started and not self.plan.unheld and self._healing() is not None:
+        elif self.spec.heals and started and self._healing() is not None:
             found.append(self._heal)
-        elif self.switch and started and not (self.switched or self.plan.lost or self.plan.unheld):
+        elif self.switch and started and any(self.plan.shadows) and not (self.switched or self.plan.lost):
             found.append(self._plan_switch)
         return found
 
@@ -742,10 +671,8 @@ class World:
     def _plan_switch(self) -> None:
         """Owner and shadow of a role change places, at a boundary that all reach."""
         self.switched = True
-        rank = self.random.randrange(self.layout.size)
         owners, shadows = list(self.plan.owners), list(self.plan.shadows)
-        shadow = shadows[rank]
-        assert shadow is not None
+        rank, shadow = self.random.choice([(rank, shadow) for rank, shadow in enumerate(shadows) if shadow])
         owners[rank], shadows[rank] = shadow, owners[rank]
         self.plan = replace(
             self.plan, epoch=self.plan.epoch + 1, owners=tuple(owners), shadows=tuple(shadows), immediate=False

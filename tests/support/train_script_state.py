@@ -4,6 +4,7 @@ Every layer has a parameter for each of these places. All of them add 0 to what 
 wrong in one place shows in its parameter alone. All steps are in one context of autocast.
 
 train_script_state.py --deepspeed_config FILE --out FOLDER --stages P [--steps N] [--change-at STEP ...]
+    [--evaluate-at STEP ...]
 """
 
 from __future__ import annotations
@@ -131,6 +132,7 @@ def main() -> None:
     parser.add_argument("--slow-s", type=float, default=0.1)
     parser.add_argument("--end-after", type=int, default=0)
     parser.add_argument("--change-at", type=int, nargs="*", default=[], help="before so many steps are done")
+    parser.add_argument("--evaluate-at", type=int, nargs="*", default=[], help="the same")
     parser.add_argument("--changers", type=int, nargs="*", default=None, help="stages whose scripts do so; all")
     parser.add_argument("--faults", default="[]")
     arguments = parser.parse_args()
@@ -148,8 +150,9 @@ def main() -> None:
 
         install(engine, arguments.faults, str(arguments.out))
     ends = engine.is_first_stage() or engine.is_last_stage()
-    source = iterator(arguments, 0, 1, 4, None) if ends else None
+    source, held_out = (iterator(arguments, 0, 1, 4, None) if ends else None for _ in range(2))
     losses: list[float] = []
+    evaluations: list[float] = []
     context = torch.autocast("cpu", torch.bfloat16)
     context.__enter__()  # one for all steps: what it has cast it keeps as long
     while len(losses) < end_of(arguments, len(losses)):
@@ -164,9 +167,11 @@ def main() -> None:
                 for name, parameter in net.named_parameters():
                     if name.endswith(("script", "bias")):
                         parameter.mul_(0.5)
+        if len(losses) in arguments.evaluate_at:
+            evaluations.append(float(engine.eval_batch(held_out)))
         losses.append(float(engine.train_batch(data_iter=source)))
     context.__exit__(None, None, None)
-    dump(engine, arguments.out, rank, {"losses": losses, "evaluations": []}, state_of)
+    dump(engine, arguments.out, rank, {"losses": losses, "evaluations": evaluations}, state_of)
 
 
 if __name__ == "__main__":

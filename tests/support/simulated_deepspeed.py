@@ -1,0 +1,171 @@
+"""Stages as DeepSpeed's engine computes them, without DeepSpeed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from bamboo_ds.engine.deepspeed_adapter import DeepSpeedAdapter
+from bamboo_ds.engine.optimizers import PlainOptimizer
+
+WIDTH = 3
+CLIPPING = 0.05
+
+
+class Stage(nn.Module):
+    """One stage; ``shared``: it holds weights of the other end of its pipeline, too."""
+
+    seed_layers = False
+
+    def __init__(self, stage: int, shared: bool, seed: int, statistics: bool) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(seed + stage)
+            self.linear, self.dropout = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.25)
+            self.tied_modules = nn.ModuleDict()
+            if shared:
+                torch.manual_seed(seed)
+                self.tied_modules["ends"] = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("seen", torch.zeros(()))
+        self.statistics = statistics
+        self.tied_comms: dict[str, Any] = {}
+        self.forward_funcs, self._local_start, self._layer_specs = [self.linear], stage, [None] * (stage + 2)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """A pass that draws random numbers and may change a buffer, which the result depends on."""
+        if self.statistics:
+            self.seen += inputs.detach().mean()
+        hidden = self.dropout(torch.tanh(self.linear(inputs))) + 0.1 * self.seen
+        for shared in self.tied_modules.values():
+            hidden = shared(hidden)
+        return hidden
+
+    def get_additional_losses(self) -> None:
+        """None."""
+
+
+class Shards(PlainOptimizer):
+    """Partitioned over the pipelines: each steps those parameters of its stage that are its own."""
+
+    def _mine(self, part: int) -> list[int]:
+        return list(range(part, len(list(self._runtime.module.parameters())), self._groups.layout.pipelines))
+
+    def shard(self) -> list[torch.Tensor]:
+        """See there."""
+        parameters = list(self._runtime.module.parameters())
+        return [parameters[place].detach() for place in self._mine(self._runtime.role.pipeline)]
+
+    def fill(self, part: int, shard: list[torch.Tensor]) -> None:
+        """See there."""
+        parameters = list(self._runtime.module.parameters())
+        for place, given in zip(self._mine(part), shard, strict=True):
+            parameters[place].data.copy_(given)  # as where they are views of one buffer: autograd does not count it
+
+    def keep(self, reduced: list[torch.Tensor]) -> list[torch.Tensor]:
+        """See there."""
+        return [reduced[place].clone() for place in self._mine(self._runtime.role.pipeline)]
+
+    def apply(self, kept: list[torch.Tensor]) -> None:
+        """See there."""
+        self.clear()
+        parameters = list(self._runtime.module.parameters())
+        for place, gradient in zip(self._mine(self._runtime.role.pipeline), kept, strict=True):
+            parameters[place].grad = gradient.clone()
+
+
+class SimulatedDeepSpeed(DeepSpeedAdapter):
+    """The methods of DeepSpeed that parts call, for :class:`Stage`."""
+
+    def is_first_stage(self) -> bool:  # type: ignore[override]
+        """Whether the bound role's is."""
+        return self.engine.__dict__["stage_id"] == 0
+
+    def is_last_stage(self) -> bool:  # type: ignore[override]
+        """Whether the bound role's is."""
+        return self.engine.__dict__["stage_id"] == self.num_stages - 1
+
+    def load_micro_batch(self, buffer_id: int) -> None:
+        """As DeepSpeed's."""
+        inputs, labels = self.engine._parts.passes.next_batch()
+        if self.is_first_stage():
+            self.pipe_buffers["inputs"][buffer_id] = inputs
+        if self.is_last_stage():
+            self.pipe_buffers["labels"][buffer_id] = labels
+
+    def forward_pass(self, buffer_id: int) -> None:
+        """As DeepSpeed's."""
+        buffers = self.pipe_buffers
+        outputs = buffers["outputs"][buffer_id] = self.module(buffers["inputs"][buffer_id])
+        if self.is_last_stage():
+            self.loss = nn.functional.mse_loss(outputs, buffers["labels"][buffer_id])
+            detached = self.loss.detach().clone()
+            if not self.module.training:
+                self.fwd_outputs.append(detached)
+                return
+            self.total_loss = detached if self.total_loss is None else self.total_loss + detached
+
+    def backward_pass(self, buffer_id: int) -> None:
+        """As DeepSpeed's."""
+        if self.is_last_stage():
+            self.scaled_by_micro_batches(self.loss).backward()
+        else:
+            self.pipe_buffers["outputs"][buffer_id].backward(self.grad_layer)
+
+    def reduce_outputs(self, outputs: list[Any], micro_batches: int, **_: Any) -> Any:  # type: ignore[override]
+        """The mean loss of an evaluation."""
+        return torch.stack(outputs).sum() / micro_batches
+
+    def scaled_by_micro_batches(self, loss: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        """As DeepSpeed's."""
+        return loss / self.micro_batches
+
+    def gradients(self) -> list[torch.Tensor]:
+        """As DeepSpeed's."""
+        return [p.grad for p in self.module.parameters()]
+
+    def reduce_in_buckets(self, grads: list[torch.Tensor], elements_per_buffer: int) -> None:  # type: ignore[override]
+        """The average over the pipelines."""
+        group = self.engine.__dict__["data_parallel_group"]
+        flat = torch.cat([gradient.reshape(-1) for gradient in grads])
+        group.all_reduce(flat)
+        flat.mul_(1.0 / group.size)
+        for gradient, part in zip(grads, flat.split([gradient.numel() for gradient in grads]), strict=True):
+            gradient.copy_(part.view_as(gradient))
+
+    def scales(self, pipelines: int) -> tuple[float, float]:
+        """Gradients are divided after they have been summed."""
+        return 1.0, 1.0 / pipelines
+
+    def train_batch(self, data_iter: Any) -> torch.Tensor:
+        """As DeepSpeed's."""
+        self.engine._parts.training.run_iteration()
+        return self.engine._parts.training.mean_loss()
+
+    def reserve_pipe_buffers(self, count: int) -> None:  # type: ignore[override]
+        """As DeepSpeed's."""
+        for buffers in self.pipe_buffers.values():
+            buffers.extend([None] * (count - len(buffers)))
+
+    def optimizer_step(self, lr_kwargs: Any) -> None:
+        """As DeepSpeed's, without reports."""
+        self.engine._parts.steps.take_model_step(lr_kwargs)
+
+    def quiet_step(self) -> None:
+        """As DeepSpeed's."""
+        self.engine._parts.steps.take_model_step(None)
+
+    def take_model_step(self, lr_kwargs: Any) -> None:
+        """As DeepSpeed's."""
+        self.engine._parts.steps.clip_gradients()
+        self.optimizer.step()
+        self.module.zero_grad(set_to_none=True)
+        self.note_step(skipped=False)
+
+    def save_files(self, folder: str, tag: str, client_state: dict[str, Any], exclude_frozen: bool) -> None:
+        """The state of the bound role is saved."""
+        parts = self.engine._parts
+        runtime = parts.binding.current
+        state = {name: tensor.detach().clone() for name, tensor in runtime.named_tensors()}
+        parts.saves.collected[tag][runtime.role] = state
