@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from bamboo_ds.engine import copies, exactness, records, reduction, ring
+from bamboo_ds.engine import copies, exactness, joining, records, reduction, ring
 from bamboo_ds.engine.boundaries import Boundaries
 from bamboo_ds.engine.copies import Copies
 from bamboo_ds.engine.history import History
@@ -30,8 +30,9 @@ from bamboo_ds.errors import FatalLoss, UnsupportedError
 from bamboo_ds.state import Tree
 from bamboo_ds.topology import Role, hungry, takeover
 
-from .support.simulated_engine import Cut, Fetching, Member, Spec, World, finite, same, state_of
+from .support.simulated_engine import Cut, Member, Spec, World, finite, same, state_of
 from .support.simulated_network import SimulatedTransport
+from .support.simulated_worker import Fetching
 
 LINE = Spec()
 JOBS = {
@@ -53,6 +54,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for each in (records, exactness):
         monkeypatch.setattr(each, "Transport", SimulatedTransport)
     monkeypatch.setattr(copies, "begin_fetch", Fetching)
+    monkeypatch.setattr(joining, "fetch", lambda url, key, *, secret, **_: secret.fetch(url, key))
     groups = SimpleNamespace(all_reduce=lambda tensor, group: group.all_reduce(tensor))
     for module in (reduction, ring):
         monkeypatch.setattr(module, "dist", groups)
@@ -86,13 +88,13 @@ def check(world: World) -> None:
         assert refused or all(isinstance(member.fatal, FatalLoss) for member in survivors)
         assert all(member.fatal for member in survivors)
         return
-    expected = undisturbed(replace(spec, heals=False, leaves=False), 0)
+    expected = undisturbed(replace(spec, heals=False, leaves=False, joiners=0), 0)
     states, wanted = state_of(world), state_of(expected)
     assert all(same(states[role], wanted[role]) for role in wanted)
     losses = expected.members["m0"].losses
     for member in survivors:
         assert member.fatal is None and member.losses == losses
-        assert not set(member.epoch.plan.members) & set(world.killed)
+        assert not member.epoch.begun or not set(member.epoch.plan.members) & set(world.killed)
         assert done_by(member) == done_by(expected.members["m0"])
         for tag, saved in member.saves.collected.items():
             for role, state in saved.items():
@@ -262,6 +264,37 @@ def test_losses_while_the_job_heals(leaves: bool, course: int) -> None:
         done["left"] += any(member.left for member in world.members.values())
         done["copies"] += sum(kind == "replica_built" for m in world.survivors() for kind, _ in m.job.events)
     assert min(done["losses"], done["plans"], done["copies"]) > 5 and (done["left"] > 0) == leaves
+
+
+JOINING = [
+    Spec(stages=4, iterations=10, heals=True, joiners=2),
+    Spec(pipelines=2, stages=2, iterations=10, heals=True, joiners=2, evaluates=True, changes="rates"),
+    Spec(pipelines=2, stages=2, iterations=10, heals=True, joiners=2, sharded=True, saves=True),
+    Spec(iterations=10, heals=True, joiners=1, tied=True, saves=True),
+    Spec(pipelines=2, stages=2, iterations=10, heals=True, joiners=2, sharded=True, evaluates=True),
+    Spec(pipelines=3, stages=2, iterations=10, heals=True, joiners=2, mode="eager-frc-eager-brc"),
+]
+
+
+@pytest.mark.parametrize("course", COURSES)
+def test_members_that_join(course: int) -> None:
+    """In the place of lost ones, at any time; further losses hit those that are there, or one that joins."""
+    done: Counter[str] = Counter()
+    for seed in range(1000 * course, 1000 * course + 2 * len(JOINING)):
+        random, spec = Random(seed), JOINING[seed % len(JOINING)]
+        before = undisturbed(replace(spec, heals=False, joiners=0), 0)
+        first, second = random.sample(sorted(before.members), 2)
+        if hungry(takeover(before.plan, [first, second])):
+            continue
+        early = random.randrange(len(before.done[first]) // 3)
+        late = Cut(random.choice((second, "j0")), random.randrange(random.choice((40, 200))))
+        world = World(spec, seed, (Cut(first, early), late)).run()
+        check(world)
+        joined = [member for name, member in world.members.items() if name[0] == "j"]
+        done["admitted"] += sum(member.epoch.begun for member in joined)
+        done["computed"] += sum(bool(member.binding.owned()) for member in joined)
+        done["lost"] += len([name for name in world.killed if name[0] == "j"])
+    assert min(done.values()) > 0 and done["computed"] > 3, done
 
 
 #: What scripts do besides training.

@@ -123,14 +123,14 @@ class Copies:
         for role in self.snapshots.wanted():
             key = snapshot_key(self.epoch.plan.epoch, self.epoch.layout.rank(role))
             self.snapshots.offer(role, key, capture(self.binding.runtimes[role]), self.progress.sequence)
-        for construction in list(self.constructions.values()):
+        for construction in list(self.constructions.values()) if stepped or not self.epoch.layout.sharded else ():
             try:
-                self._advance(construction, stepped or not self.epoch.layout.sharded)
+                self._advance(construction)
             except TransferError as error:
                 logger.warning("copying role %s failed and begins again: %s", construction.role, error)
                 construction.fetch = begin_fetch(*construction.source, self.epoch.channel.secret)
 
-    def _advance(self, construction: Construction, completes: bool) -> None:
+    def _advance(self, construction: Construction) -> None:
         if construction.runtime is None:
             found = construction.arrived()
             if found is None:
@@ -144,7 +144,7 @@ class Copies:
         while construction.kept and (whole or count < 2 or time.monotonic() - begin < _CATCH_UP_S):
             self._repeat(construction)
             count += 1
-        if completes and not construction.kept:
+        if not construction.kept:
             self._complete(construction)
 
     def _repeat(self, construction: Construction) -> None:

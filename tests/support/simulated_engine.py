@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -24,12 +23,11 @@ from bamboo_ds.config import RedundancyConfig, RedundancyMode
 from bamboo_ds.control.leader.boundary import next_change, ready_copies
 from bamboo_ds.control.leader.restarts import fatal_plan
 from bamboo_ds.control.leader.view import View
-from bamboo_ds.control.registry.records import LayoutRecord, MemberRecord, PeerAddress, WorkerState
+from bamboo_ds.control.registry.records import LayoutRecord, MemberRecord, WorkerState
 from bamboo_ds.engine.accounts import Accounts
 from bamboo_ds.engine.announcements import Announcements
 from bamboo_ds.engine.beats import Beats
 from bamboo_ds.engine.boundaries import Boundaries
-from bamboo_ds.engine.bubbles import IdleTimes
 from bamboo_ds.engine.building import StageBuilder
 from bamboo_ds.engine.checkpointing import Checkpoints, End
 from bamboo_ds.engine.committing import Commits
@@ -38,9 +36,11 @@ from bamboo_ds.engine.copies import Copies
 from bamboo_ds.engine.data import Batches
 from bamboo_ds.engine.evaluation import Evaluation
 from bamboo_ds.engine.exactness import ExactChecks
+from bamboo_ds.engine.flags import FLAGS
 from bamboo_ds.engine.generators import RoleGenerators
 from bamboo_ds.engine.groups import RoleGroups
 from bamboo_ds.engine.history import History
+from bamboo_ds.engine.joining import Joining
 from bamboo_ds.engine.layers import Layers
 from bamboo_ds.engine.mismatches import Mismatches
 from bamboo_ds.engine.passes import Passes
@@ -49,9 +49,9 @@ from bamboo_ds.engine.records import CurrentEpoch, Progress
 from bamboo_ds.engine.recovery import RecoveryProtocol
 from bamboo_ds.engine.reduction import Reduction
 from bamboo_ds.engine.redundant import RedundantPasses
+from bamboo_ds.engine.replay import Replay
 from bamboo_ds.engine.replication import Replication
 from bamboo_ds.engine.runtime import BOUND_ATTRIBUTES, RuntimeBinding, StageRuntime
-from bamboo_ds.engine.saving import SaveRequest
 from bamboo_ds.engine.script_calls import ScriptCalls
 from bamboo_ds.engine.slices import SlicedPasses
 from bamboo_ds.engine.steps import Steps
@@ -59,224 +59,18 @@ from bamboo_ds.engine.supply import BatchSupply
 from bamboo_ds.engine.takeover import Takeover
 from bamboo_ds.engine.training import Training
 from bamboo_ds.engine.wrappers import stage_optimizer
-from bamboo_ds.errors import EpochChanged, FatalLoss, Left, UnsupportedError
-from bamboo_ds.state import split
+from bamboo_ds.errors import EpochChanged, FatalLoss, Left, ProtocolError, TransferError, UnsupportedError
 from bamboo_ds.topology import Layout, Plan, Policy, Role, holders_of, hungry, initial_plan, takeover, with_redundancy
 
 from .simulated_deepspeed import CLIPPING, WIDTH, Shards, SimulatedDeepSpeed, Stage
-from .simulated_network import Attachment, Killed, Network, Turns
-
-
-class _Saves:
-    """What a member saves, as :class:`bamboo_ds.engine.saving.Saves` collects it.
-
-    Attributes:
-        collected: by tag, the state of every role that the member had at its last attempt.
-        nonce, busy, completed: see there.
-    """
-
-    nonce, busy, completed = "n", False, ""
-
-    def __init__(self) -> None:
-        self.collected: dict[str, dict[Role, dict[str, torch.Tensor]]] = {}
-
-    def save_id(self, epoch: int, sequence: int) -> str:
-        return f"{epoch}-{sequence}"
-
-    def collect(self, request: SaveRequest, plan: Plan, binding: RuntimeBinding, progress: Progress) -> bool:
-        self.collected[request.tag] = {}
-        for runtime in binding.owned():
-            binding.use(runtime)
-            request.save()
-        return True
-
-    def nothing(self, *_: Any) -> None:
-        """Files are not written here."""
-
-    write = forget = wait = poll = follow = nothing
+from .simulated_network import Killed, Network, Turns
+from .simulated_worker import DrawnIdleTimes, Group, Job, Saves, Session, Snapshots
 
 
 class _Engine(nn.Module):
     """The attributes of DeepSpeed's engine; parts bind roles to them."""
 
     _INSTRUCTION_MAP = BambooPipelineEngine._INSTRUCTION_MAP
-
-
-@dataclass(frozen=True)
-class _Group:
-    """The ranks that reduce something together, as ``member`` sees them."""
-
-    member: Member
-    name: str
-    ranks: tuple[int, ...]
-
-    @property
-    def size(self) -> int:
-        return len(self.ranks)
-
-    def all_reduce(self, tensor: torch.Tensor) -> None:
-        """Sum over the owners of the ranks."""
-        session = self.member.session
-        plan = session.current.plan
-        members = list(dict.fromkeys(plan.owners[rank] for rank in self.ranks))
-        tensor.copy_(session.network.sum(session.current, self.name, members, tensor.clone()))
-
-
-class _Session:
-    """The part of a session that parts know."""
-
-    timeout = timedelta(seconds=1)
-
-    def __init__(self, member: str, network: Network) -> None:
-        self.member, self.network = member, network
-        self.epoch = self._ended = 0
-        self.attachment: Attachment | None = None
-
-    @property
-    def current(self) -> Attachment:
-        assert self.attachment is not None
-        return self.attachment
-
-    @property
-    def aborted(self) -> str | None:
-        return self.current.aborted
-
-    def abort(self, reason: str, epoch: int | None = None) -> None:
-        self._ended = max(self._ended, self.epoch if epoch is None else epoch)
-        if self.attachment is not None and self.epoch <= self._ended:
-            self.network.abort(self.attachment, reason)
-
-    def attach(self, plan: Plan) -> None:
-        if self.attachment is not None:
-            self.network.abort(self.attachment, f"epoch {plan.epoch} follows")
-        self.epoch = plan.epoch
-        self.attachment = None
-        self.attachment = self.network.attach(plan, self.member, lambda: self._ended >= plan.epoch)
-
-    def acting_for(self, rank: int, answer: Any) -> Any:
-        return nullcontext()
-
-    def note_pass(self, passing: bool) -> None:
-        pass
-
-
-class _Job:
-    """What a worker knows of its job. ``known``: the newest plan."""
-
-    def __init__(self, world: World, session: _Session, plan: Plan) -> None:
-        self.world, self.session, self.known = world, session, plan
-        self.lost_at: float | None = None
-        self.replaying = False
-        self.events: list[tuple[str, dict[str, Any]]] = []
-        self.channel: Any = SimpleNamespace(
-            activity=SimpleNamespace(at_work=nullcontext, beats=0, busy=False, hang_after_s=0.0),
-            event=lambda kind, **facts: self.events.append((kind, facts)),
-            report_state=self._report_state,
-            secret=self.world,
-            ahead=0,
-            joiner=False,
-        )
-
-    def _report_state(self, epoch: int, replicas: tuple[int, ...], place: PeerAddress) -> None:
-        member = self.session.member
-        self.world.states[member] = WorkerState(id=member, epoch=epoch, replicas=replicas, place=place)
-
-    def enter(self, plan: Plan) -> None:
-        if self.session.member not in plan.members:
-            raise Left(f"{self.session.member} has left")
-        if plan.unheld:
-            stages = [(role.pipeline, role.stage) for role in map(plan.world.role, plan.unheld)]
-            raise FatalLoss(stages, plan.lost, None)
-        self.session.attach(plan)
-        if self.known.epoch > plan.epoch:
-            self.session.abort(f"plan of epoch {self.known.epoch} arrived", epoch=self.known.epoch - 1)
-            raise EpochChanged(f"epoch {plan.epoch} ended while it was entered")
-
-    def next_plan(self, after: int) -> Plan:
-        self.world.turns.wait(lambda: self.known.epoch > after)
-        return self.known
-
-    def push(self, plan: Plan) -> None:
-        """A plan arrives."""
-        self.known = plan
-        if plan.immediate:
-            self.session.abort(f"plan of epoch {plan.epoch} arrived", epoch=plan.epoch - 1)
-
-    def await_fence(self) -> None:
-        pass
-
-    def boundary(self, writing: bool) -> int:
-        return self.known.epoch
-
-    def progressed(self, steps: int) -> None:
-        pass
-
-    def newest_checkpoint(self, plan: Plan) -> None:
-        pass
-
-
-class _DrawnIdleTimes(IdleTimes):
-    """Whether a redundant pass fits into a bubble is drawn."""
-
-    def __init__(self, random: Random) -> None:
-        super().__init__()
-        self._random = random
-
-    def fits(self, place: Any, elapsed: float, duration: float | None) -> bool:
-        return self._random.random() < 0.5
-
-
-class _Snapshots:
-    """What a member offers to others, as :class:`bamboo_ds.engine.construction.Snapshots` does."""
-
-    def __init__(self, world: World, member: str) -> None:
-        self._world, self.place = world, PeerAddress(url=member, token="")
-        self._wanted: set[Role] = set()
-        self._offered: dict[str, Any] = {}
-
-    def begin(self) -> None:
-        self._offered.clear()
-        self._wanted.clear()
-
-    def want(self, role: Role) -> None:
-        self._wanted.add(role)
-
-    def wanted(self) -> list[Role]:
-        return sorted(self._wanted)
-
-    def offer(self, role: Role, key: str, state: Any, sequence: int) -> None:
-        text, tensors = split({"sequence": sequence, "state": state})
-        self._offered[key] = text, [tensor.detach().clone() for tensor in tensors]
-        self._wanted.discard(role)
-
-    def fetched(self, key: str) -> Any:
-        """What is offered under ``key``, if it has come by now."""
-        return self._offered.get(key) if self._world.random.random() < 0.7 else None
-
-
-class Fetching:
-    """A transfer, in the place of :func:`bamboo_ds.engine.construction.begin_fetch`.
-
-    It ends at some time, as long as its source lives.
-    """
-
-    def __init__(self, key: str, place: PeerAddress, secret: World) -> None:
-        self._key, self._place, self._world = key, place, secret
-        self._found: Any = None
-
-    def done(self) -> bool:
-        """Whether it has ended."""
-        if self._found is None and self._place.url not in self._world.network.dead:
-            self._found = self._world.members[self._place.url].snapshots.fetched(self._key)
-        return self._found is not None
-
-    def result(self) -> Any:
-        """What was fetched."""
-        text, tensors = self._found
-        return text, [tensor.clone() for tensor in tensors]
-
-    def cancel(self) -> None:
-        """Nobody waits for it."""
 
 
 class _Builder(StageBuilder):
@@ -304,14 +98,14 @@ def _batches(seed: int, drawn: list[int]) -> Iterator[tuple[torch.Tensor, torch.
 class Member:
     """One member: the engine's parts, put together as :class:`bamboo_ds.engine.parts.Parts` does."""
 
-    def __init__(self, world: World, name: str, rank: int, plan: Plan) -> None:
+    def __init__(self, world: World, name: str, rank: int, plan: Plan, joiner: bool = False) -> None:
         spec, layout = world.spec, world.layout
         self.world, self.name, self.layout = world, name, layout
         self.drawn, self.evaluated, self.losses = [0], [0], []  # type: ignore[var-annotated]
         self.fatal: FatalLoss | UnsupportedError | None = None
-        self.started = self.left = False
-        self.session: Any = _Session(name, world.network)
-        self.job: Any = _Job(world, self.session, plan)
+        self.started = self.left = self.ended = False
+        self.session: Any = Session(name, world.network)
+        self.job: Any = Job(world, self.session, plan, rank, joiner)
         self.progress = progress = Progress(seed=7)
         engine: Any = _Engine()
         engine.__dict__.update(
@@ -336,26 +130,24 @@ class Member:
         self.engine, self.ds = engine, SimulatedDeepSpeed(engine)
         ds: Any = self.ds
         self.groups = groups = RoleGroups(self.session, layout)
-        local = self.runtime(role, seed=50, owned=True)
+        local = self.runtime(role, seed=50, owned=not joiner)
         engine.__dict__.update(local.attributes)
         engine._modules["module"] = local.module
         self.binding = binding = RuntimeBinding(engine, local)
         mode = RedundancyMode(spec.mode)
         self.epoch = epoch = CurrentEpoch(self.job, layout, mode.eager_backward)
         random = Random(world.random.random())
-        history, batches, idle = History(), Batches(), _DrawnIdleTimes(random)
+        history, batches, idle = History(), Batches(), DrawnIdleTimes(random)
         beats, generators = Beats(self.job, progress), RoleGenerators(ds, layout, progress, history)
         accounts = Accounts(str(spec.ledger) if spec.ledger else None, name)
         accounts.begin("run", accounts.folder)
-        saves: Any = _Saves()
+        saves: Any = Saves()
         self.saves = saves
         collectives: Any = SimpleNamespace(
             begin_gap=_nothing, agree=_nothing, flush=_nothing, record=lambda: _NO_COLLECTIVES
         )
-        joining: Any = SimpleNamespace(active=False)
-        self.snapshots: Any = _Snapshots(world, name)
+        self.snapshots: Any = Snapshots(world, name)
         constructions: dict[Role, Construction] = {}
-        replay: Any = SimpleNamespace(recorded=_nothing, joining=joining, under_way=False)
         settings = RedundancyConfig.model_validate({"mode": spec.mode, "verify_every": 1})
 
         supply = BatchSupply(ds, binding, epoch, progress, batches, accounts, None, None)
@@ -365,6 +157,7 @@ class Member:
         builder.member = self
         checks = ExactChecks(ds, True, binding, epoch, progress, reduction, builder, beats)
         checks.begin(spec.checked)
+        self.joining = joining = Joining(self.job, binding, progress, history, saves, accounts, checks)
         slices = SlicedPasses(ds, groups, binding)
         self.passes = Passes(ds, layout, binding, progress, batches, accounts, slices, generators, idle, checks)
         self.boundaries = Boundaries(ds, binding, epoch, progress, idle, True)
@@ -387,6 +180,9 @@ class Member:
         self.takeover = Takeover(
             binding, epoch, progress, self.recovery, self.replication, checks, collectives, beats, announcements
         )
+        resuming: Any = SimpleNamespace(checkpoint=None)
+        report = lambda: world.wait_for_admission(name)  # noqa: E731
+        replay = Replay(self.job, progress, history, joining, resuming, None, self.takeover, report)  # type: ignore[arg-type]
         self.training = Training(
             *(ds, settings, mode, binding, epoch, progress, supply, replay, self.takeover, self.redundant),
             *(self.commits, self.steps, self.replication, self.copies, checks, saves, history, beats),
@@ -412,13 +208,13 @@ class Member:
         module = Stage(role.stage, spec.tied and role.stage in ends, seed, spec.statistics)
         if module.tied_modules:
             ranks = tuple(layout.rank(Role(role.pipeline, stage)) for stage in ends)
-            comm = {"ranks": ranks, "group": _Group(self, f"tied {role.pipeline}", ranks), "weight_attr": ["weight"]}
+            comm = {"ranks": ranks, "group": Group(self, f"tied {role.pipeline}", ranks), "weight_attr": ["weight"]}
             module.tied_comms["ends"] = comm
         parameters = list(module.parameters())
         mine = parameters[role.pipeline :: layout.pipelines] if layout.sharded else parameters
         optimizer = torch.optim.SGD([{"params": mine}], lr=0.1, momentum=0.9)
         # DeepSpeed counts all parameters on the first stage, and elsewhere those of tensor slices alone.
-        data = _Group(self, f"data {role.stage}", tuple(map(layout.rank, layout.siblings(role))))
+        data = Group(self, f"data {role.stage}", tuple(map(layout.rank, layout.siblings(role))))
         grid = SimpleNamespace(get_model_parallel_rank=lambda: role.stage, get_data_parallel_group=lambda: data)
         runtime = StageRuntime(role, owned=owned)
         runtime.attributes = dict.fromkeys(BOUND_ATTRIBUTES)
@@ -445,12 +241,10 @@ class Member:
     def run(self) -> None:
         """The script."""
         try:
-            self.recovery.agreed = self.job.known.members
-            self.recovery.enter(self.job.known)
-            self.supply.connect({})
-            with suppress(EpochChanged):  # as where an engine starts: the first operation recovers
-                self.copies.copy_state(self.layout.roles)
-                self.epoch.transport.exchange("all have their copies")
+            if self.job.channel.joiner:
+                self.joining.begin({})
+            else:
+                self._begin()
             self.script.leave()
             self.started = True
             for iteration in range(self.world.spec.iterations):
@@ -464,11 +258,27 @@ class Member:
             self._evaluate()
             self.script.leave()
             with self.script.inside():
-                self.takeover.run(self.end)
+                if not self.joining.active:
+                    self.takeover.run(self.end)
+            self.ended = True
         except (FatalLoss, UnsupportedError) as error:
             self.fatal = error
         except Left:
             self.left = True
+        except ProtocolError:
+            if not self.job.dismissed:
+                raise
+            self.left = True  # nobody is there any more to tell what the job has done
+
+    def _begin(self) -> None:
+        """Enter the first epoch, as where an engine starts."""
+        self.recovery.agreed = self.job.known.members
+        self.recovery.enter(self.job.known)
+        self.supply.connect({})
+        with suppress(EpochChanged):  # the first operation recovers
+            self.copies.copy_state(self.layout.roles)
+            self.copies.tell_replicas()
+            self.epoch.transport.exchange("all have their copies")
 
     def _evaluate(self) -> None:
         if self.world.spec.evaluates:
@@ -507,6 +317,7 @@ class Spec:
         ledger: its folder, if there is one.
         heals: stages get new replicas, and roles move, while the job goes on.
         leaves: a member leaves.
+        joiners: so many members come in the place of lost ones.
         evaluates: an evaluation comes before each iteration, and at the end.
         saves: a checkpoint comes after each iteration.
         changes: what scripts change between iterations: learning rates, or weights.
@@ -524,6 +335,7 @@ class Spec:
     ledger: Path | None = None
     heals: bool = False
     leaves: bool = False
+    joiners: int = 0
     evaluates: bool = False
     saves: bool = False
     changes: Literal["rates", "weights", "weights once"] | None = None
@@ -612,6 +424,15 @@ class World:
                     done.clear()
                 raise Killed
 
+    def over(self) -> bool:
+        """Whether a member has done all its work."""
+        return any(member.ended for member in self.members.values())
+
+    def wait_for_admission(self, name: str) -> None:
+        """A member has come to where the job is."""
+        self._reports[name] = LayoutRecord(id=name, layout=self.layout, redundant=True)
+        self._planned = None
+
     def survivors(self) -> list[Member]:
         """Members that live and have not left."""
         return [member for name, member in self.members.items() if name not in self.network.dead and not member.left]
@@ -620,15 +441,23 @@ class World:
 
     def _events(self) -> list[Any]:
         found: list[Any] = self.network.deliveries()
-        started = all(member.started for member in self.members.values())
+        started = all(member.started for member in self.members.values() if not member.job.channel.joiner)
         late = [member for member in self.survivors() if member.job.known.epoch < self.plan.epoch]
         found += [lambda m=member: m.job.push(self.plan) for member in late]
+        joining = [member for member in self.survivors() if member.joining.active and not member.job.dismissed]
+        found += [member.job.dismiss for member in joining if self.over()]
         if self.spec.leaves and started and self.leaving is None:
             found.append(self._leave)
         if self.plan.unheld:
             return found  # the job ends
         if any(member.fatal for member in self.survivors()):
             return [*found, self._plan_end]
+        if (
+            started
+            and len(self.members) < self.layout.size + min(self.spec.joiners, len(self.killed))
+            and not self.over()
+        ):
+            found.append(self._join)
         if self.network.dead.intersection(self.plan.members):
             found.append(self._plan_losses)
         elif self.spec.heals and started and self._healing() is not None:
@@ -642,11 +471,35 @@ class World:
         states = tuple(self.states[name] for name in self.plan.members if name in self.states)
         if self._planned != (self.plan.epoch, states):
             self._planned = self.plan.epoch, states
-            living = {name: self._records[name] for name in self.plan.members}
+            # Those that join are known as soon as they are there.
+            gone = {name for name, member in self.members.items() if member.left} | self.network.dead
+            living = {name: record for name, record in self._records.items() if name not in gone}
             view = View(self.layout.size, self.plan, living, self._records, reports=self._reports, workers=self.states)
             found = next_change(view, self.plan, Policy(redundant=True, near_shadows=True))
             self._change = None if found is None else found.plan
         return self._change
+
+    def _join(self) -> None:
+        """A member begins to run the script in the place of one that is lost."""
+        number = len(self.members) - self.layout.size
+        name, slot = f"j{number}", len(self.members)
+        home = self._records[self.killed[number]].home
+        record = MemberRecord(
+            id=name, slot=slot, host=name, address="h", pid=1, agent_pid=2, incarnation="x", home=home, joiner=True
+        )
+        self._records[name], self.done[name] = record, []
+        member = self.members[name] = Member(self, name, home, self.plan, joiner=True)
+        self.turns.add(name, member.run)
+
+    def fetch(self, url: str, key: str, **_: Any) -> tuple[str, list[torch.Tensor]]:
+        """What a member answers that another one asks, as :func:`bamboo_ds.state.fetch.fetch` does."""
+        self.turns.wait()
+        member = self.members[url]
+        if url in self.network.dead or member.ended or member.left:
+            raise TransferError(key, url, "gone", "it is not there")
+        if key == FLAGS:
+            return "{}", []
+        return member.training.history.answer(key), []
 
     def _leave(self) -> None:
         """A member is told to leave."""

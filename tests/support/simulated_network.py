@@ -75,11 +75,16 @@ class Turns:
         self._current: _Thread | None = None
         self.over = threading.Lock()
         self.over.acquire()
-        self.abandoned = False
+        self.abandoned = self._running = False
 
     def add(self, name: str, target: Callable[[], None]) -> None:
         """One more thread."""
         self._threads.append(_Thread(name, target))
+        if self._running:
+            self._start(self._threads[-1])
+
+    def _start(self, thread: _Thread) -> None:
+        threading.Thread(target=thread.run, args=(self,), daemon=True).start()
 
     def wait(self, ready: Callable[[], bool] = _always) -> None:
         """The current thread goes on when it is its turn, not before ``ready()``."""
@@ -98,8 +103,9 @@ class Turns:
         Raises:
             TimeoutError: threads wait, and nothing can happen any more, or too much has.
         """
+        self._running = True
         for thread in self._threads:
-            threading.Thread(target=thread.run, args=(self,), daemon=True).start()
+            self._start(thread)
         try:
             for turn in itertools.count():
                 waiting = [thread for thread in self._threads if not thread.ended]

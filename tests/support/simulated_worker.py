@@ -1,0 +1,251 @@
+"""What the parts of an engine know of their worker and its surroundings, on a simulated network."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from random import Random
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from bamboo_ds.config import BambooConfig
+from bamboo_ds.control.registry.records import PeerAddress, WorkerState
+from bamboo_ds.engine.bubbles import IdleTimes
+from bamboo_ds.engine.records import Progress
+from bamboo_ds.engine.runtime import RuntimeBinding
+from bamboo_ds.engine.saving import SaveRequest
+from bamboo_ds.errors import EpochChanged, FatalLoss, Left
+from bamboo_ds.state import split
+from bamboo_ds.topology import Plan, Role
+
+from .simulated_network import Attachment, Network
+
+if TYPE_CHECKING:
+    from .simulated_engine import Member, World
+
+
+class Saves:
+    """What a member saves, as :class:`bamboo_ds.engine.saving.Saves` collects it.
+
+    Attributes:
+        collected: by tag, the state of every role that the member had at its last attempt.
+        nonce, busy, completed: see there.
+    """
+
+    nonce, busy, completed = "n", False, ""
+
+    def __init__(self) -> None:
+        self.collected: dict[str, dict[Role, dict[str, torch.Tensor]]] = {}
+
+    def save_id(self, epoch: int, sequence: int) -> str:
+        return f"{epoch}-{sequence}"
+
+    def collect(self, request: SaveRequest, plan: Plan, binding: RuntimeBinding, progress: Progress) -> bool:
+        self.collected[request.tag] = {}
+        for runtime in binding.owned():
+            binding.use(runtime)
+            request.save()
+        return True
+
+    def nothing(self, *_: Any) -> None:
+        """Files are not written here."""
+
+    write = forget = wait = poll = follow = nothing
+
+
+@dataclass(frozen=True)
+class Group:
+    """The ranks that reduce something together, as ``member`` sees them."""
+
+    member: Member
+    name: str
+    ranks: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """Sum over the owners of the ranks."""
+        session = self.member.session
+        plan = session.current.plan
+        members = list(dict.fromkeys(plan.owners[rank] for rank in self.ranks))
+        tensor.copy_(session.network.sum(session.current, self.name, members, tensor.clone()))
+
+
+class Session:
+    """The part of a session that parts know."""
+
+    timeout = timedelta(seconds=1)
+
+    def __init__(self, member: str, network: Network) -> None:
+        self.member, self.network = member, network
+        self.epoch = self._ended = 0
+        self.attachment: Attachment | None = None
+
+    @property
+    def current(self) -> Attachment:
+        assert self.attachment is not None
+        return self.attachment
+
+    @property
+    def aborted(self) -> str | None:
+        return self.current.aborted
+
+    def abort(self, reason: str, epoch: int | None = None) -> None:
+        self._ended = max(self._ended, self.epoch if epoch is None else epoch)
+        if self.attachment is not None and self.epoch <= self._ended:
+            self.network.abort(self.attachment, reason)
+
+    def attach(self, plan: Plan) -> None:
+        if self.attachment is not None:
+            self.network.abort(self.attachment, f"epoch {plan.epoch} follows")
+        self.epoch = plan.epoch
+        self.attachment = None
+        self.attachment = self.network.attach(plan, self.member, lambda: self._ended >= plan.epoch)
+
+    def acting_for(self, rank: int, answer: Any) -> Any:
+        return nullcontext()
+
+    def note_pass(self, passing: bool) -> None:
+        pass
+
+
+class Job:
+    """What a worker knows of its job. ``known``: the newest plan."""
+
+    settings = BambooConfig()
+
+    def __init__(self, world: World, session: Session, plan: Plan, rank: int, joiner: bool) -> None:
+        self.world, self.session, self.known = world, session, plan
+        self.lost_at: float | None = None
+        self.replaying = self.dismissed = False
+        self.events: list[tuple[str, dict[str, Any]]] = []
+        self.channel: Any = SimpleNamespace(
+            activity=SimpleNamespace(at_work=nullcontext, beats=0, busy=False, hang_after_s=0.0),
+            event=lambda kind, **facts: self.events.append((kind, facts)),
+            report_state=self._report_state,
+            secret=self.world,
+            ahead=0,
+            joiner=joiner,
+            rank=rank,
+            wait_peers=lambda timeout_s: [state.place for state in world.states.values()],
+        )
+
+    def _report_state(self, epoch: int, replicas: tuple[int, ...], place: PeerAddress) -> None:
+        member = self.session.member
+        self.world.states[member] = WorkerState(id=member, epoch=epoch, replicas=replicas, place=place)
+
+    def enter(self, plan: Plan) -> None:
+        if plan.unheld:
+            stages = [(role.pipeline, role.stage) for role in map(plan.world.role, plan.unheld)]
+            raise FatalLoss(stages, plan.lost, None)
+        if self.dismissed or self.session.member not in plan.members:
+            raise Left(f"{self.session.member} has left")
+        self.session.attach(plan)
+        if self.known.epoch > plan.epoch:
+            self.session.abort(f"plan of epoch {self.known.epoch} arrived", epoch=self.known.epoch - 1)
+            raise EpochChanged(f"epoch {plan.epoch} ended while it was entered")
+
+    def next_plan(self, after: int) -> Plan:
+        waits = self.channel.joiner and not self.session.epoch
+
+        def there() -> bool:
+            if self.dismissed:
+                return True
+            if waits and not self.known.unheld:
+                return self.session.member in self.known.members
+            return self.known.epoch > after
+
+        self.world.turns.wait(there)
+        return self.known
+
+    def push(self, plan: Plan) -> None:
+        """A plan arrives."""
+        self.known = plan
+        if plan.immediate:
+            self.session.abort(f"plan of epoch {plan.epoch} arrived", epoch=plan.epoch - 1)
+
+    def dismiss(self) -> None:
+        """The job has ended before this member was admitted."""
+        self.dismissed = True
+        self.session.abort("the job has ended", epoch=self.known.epoch)
+
+    def await_fence(self) -> None:
+        pass
+
+    def boundary(self, writing: bool) -> int:
+        return self.known.epoch
+
+    def progressed(self, steps: int) -> None:
+        pass
+
+    def newest_checkpoint(self, plan: Plan) -> None:
+        pass
+
+
+class DrawnIdleTimes(IdleTimes):
+    """Whether a redundant pass fits into a bubble is drawn."""
+
+    def __init__(self, random: Random) -> None:
+        super().__init__()
+        self._random = random
+
+    def fits(self, place: Any, elapsed: float, duration: float | None) -> bool:
+        return self._random.random() < 0.5
+
+
+class Snapshots:
+    """What a member offers to others, as :class:`bamboo_ds.engine.construction.Snapshots` does."""
+
+    def __init__(self, world: World, member: str) -> None:
+        self._world, self.place = world, PeerAddress(url=member, token="")
+        self._wanted: set[Role] = set()
+        self._offered: dict[str, Any] = {}
+
+    def begin(self) -> None:
+        self._offered.clear()
+        self._wanted.clear()
+
+    def want(self, role: Role) -> None:
+        self._wanted.add(role)
+
+    def wanted(self) -> list[Role]:
+        return sorted(self._wanted)
+
+    def offer(self, role: Role, key: str, state: Any, sequence: int) -> None:
+        text, tensors = split({"sequence": sequence, "state": state})
+        self._offered[key] = text, [tensor.detach().clone() for tensor in tensors]
+        self._wanted.discard(role)
+
+    def fetched(self, key: str) -> Any:
+        """What is offered under ``key``, if it has come by now."""
+        return self._offered.get(key) if self._world.random.random() < 0.7 else None
+
+
+class Fetching:
+    """A transfer, in the place of :func:`bamboo_ds.engine.construction.begin_fetch`.
+
+    It ends at some time, as long as its source lives.
+    """
+
+    def __init__(self, key: str, place: PeerAddress, secret: World) -> None:
+        self._key, self._place, self._world = key, place, secret
+        self._found: Any = None
+
+    def done(self) -> bool:
+        """Whether it has ended."""
+        if self._found is None and self._place.url not in self._world.network.dead:
+            self._found = self._world.members[self._place.url].snapshots.fetched(self._key)
+        return self._found is not None
+
+    def result(self) -> Any:
+        """What was fetched."""
+        text, tensors = self._found
+        return text, [tensor.clone() for tensor in tensors]
+
+    def cancel(self) -> None:
+        """Nobody waits for it."""
