@@ -13,8 +13,11 @@ import torch
 
 from bamboo_ds.engine.boundaries import Boundaries
 from bamboo_ds.engine.bubbles import IdleTimes
+from bamboo_ds.engine.construction import Construction
+from bamboo_ds.engine.copies import Copies
 from bamboo_ds.engine.data import PipelineBatches
 from bamboo_ds.engine.lanes import Lanes
+from bamboo_ds.engine.layers import Layers
 from bamboo_ds.engine.records import Progress
 from bamboo_ds.engine.recovery import RecoveryProtocol
 from bamboo_ds.engine.runtime import StageRuntime
@@ -258,3 +261,24 @@ def test_boundaries(retain: bool) -> None:
         "gradient (0,1)": 2,
         "shadow_gradient (0,1)": 1,
     }
+
+
+# -- replicas under construction -----------------------------------------------------------------------------
+
+
+def test_a_replica_under_construction_follows_evaluations() -> None:
+    """What one has changed after the snapshot was taken; a later snapshot contains it."""
+    role, evaluated, built = Role(0, 1), torch.nn.BatchNorm1d(3), torch.nn.BatchNorm1d(3)
+    evaluated(torch.randn(4, 3))
+    for taken, follows in ((6, True), (7, False)):
+        construction: Any = Construction(role, ("key", None), SimpleNamespace())  # type: ignore[arg-type]
+        progress: Any = SimpleNamespace(sequence=7, committed=None)
+        given: Any = SimpleNamespace(runtimes={}, epoch=None)
+        copies = Copies(given, given, progress, given, given, given, {role: construction})
+        copies.follow_layers(role, Layers(evaluated).capture())
+        construction.forget(taken)
+        assert len(construction.kept) == follows
+        construction.runtime = SimpleNamespace(layers=Layers(built))
+        while construction.kept:
+            copies._repeat(construction)
+        assert torch.equal(built.running_mean, evaluated.running_mean)  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ of a pipeline share if that is wanted.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from bamboo_ds.config import RedundancyConfig, RedundancyMode
 from bamboo_ds.control.leader.boundary import next_change, ready_copies
@@ -33,7 +34,7 @@ from bamboo_ds.engine.checkpointing import Checkpoints, End
 from bamboo_ds.engine.committing import Commits
 from bamboo_ds.engine.construction import Construction
 from bamboo_ds.engine.copies import Copies
-from bamboo_ds.engine.data import Batches
+from bamboo_ds.engine.data import Batches, Dataset
 from bamboo_ds.engine.evaluation import Evaluation
 from bamboo_ds.engine.exactness import ExactChecks
 from bamboo_ds.engine.flags import FLAGS
@@ -126,6 +127,11 @@ class Member:
         role = layout.role(rank)
         at_end = role.stage in (0, layout.stages - 1)
         engine.__dict__["data_iterator"] = _batches(100 + role.pipeline, self.drawn) if at_end else None
+        dataset = None
+        if spec.dataset:
+            samples = TensorDataset(*torch.randn(2, 20, WIDTH, generator=torch.Generator().manual_seed(3)))
+            dataset = Dataset(samples, layout.pipelines, 2, lambda sampler: DataLoader(samples, 2, sampler=sampler))
+            engine.__dict__["data_iterator"] = None
         self._held_out = _batches(200 + role.pipeline, self.evaluated) if at_end else None
         self.engine, self.ds = engine, SimulatedDeepSpeed(engine)
         ds: Any = self.ds
@@ -150,7 +156,7 @@ class Member:
         constructions: dict[Role, Construction] = {}
         settings = RedundancyConfig.model_validate({"mode": spec.mode, "verify_every": 1})
 
-        supply = BatchSupply(ds, binding, epoch, progress, batches, accounts, None, None)
+        supply = BatchSupply(ds, binding, epoch, progress, batches, accounts, dataset, None)
         tied = {0, layout.stages - 1} if spec.tied else set()
         reduction = Reduction(ds, binding, epoch, tied)
         builder = _Builder(ds, layout, groups, binding, None)
@@ -314,6 +320,7 @@ class Spec:
         tied: the ends of a pipeline share weights.
         sharded: optimizers are partitioned over the pipelines.
         statistics: layers keep some.
+        dataset: batches are those of one, which all members can read.
         ledger: its folder, if there is one.
         heals: stages get new replicas, and roles move, while the job goes on.
         leaves: a member leaves.
@@ -332,6 +339,7 @@ class Spec:
     tied: bool = False
     sharded: bool = False
     statistics: bool = True
+    dataset: bool = False
     ledger: Path | None = None
     heals: bool = False
     leaves: bool = False
@@ -399,7 +407,7 @@ class World:
             name: MemberRecord(id=name, slot=n, host=name, address="h", pid=1, agent_pid=2, incarnation="x", home=n)
             for n, name in enumerate(names)
         }
-        self._reports = {name: LayoutRecord(id=name, layout=layout, redundant=True) for name in names}
+        self._reports = {name: self._report(name) for name in names}
 
     def run(self) -> World:
         """Run the job to its end."""
@@ -428,10 +436,19 @@ class World:
         """Whether a member has done all its work."""
         return any(member.ended for member in self.members.values())
 
+    def _report(self, name: str) -> LayoutRecord:
+        iterators = self.spec.evaluates or not self.spec.dataset
+        return LayoutRecord(id=name, layout=self.layout, redundant=True, iterators=iterators)
+
     def wait_for_admission(self, name: str) -> None:
         """A member has come to where the job is."""
-        self._reports[name] = LayoutRecord(id=name, layout=self.layout, redundant=True)
+        self._reports[name] = self._report(name)
         self._planned = None
+
+    def starves(self, lost: Collection[str] = ()) -> bool:
+        """Whether nobody would be left who has the batches of some pipeline."""
+        plan = takeover(self.plan, lost) if lost else self.plan
+        return bool(hungry(plan)) and (self.spec.evaluates or not self.spec.dataset)
 
     def survivors(self) -> list[Member]:
         """Members that live and have not left."""
@@ -515,7 +532,7 @@ class World:
     def _plan_losses(self) -> None:
         holders = holders_of(self.plan, ready_copies(self.states, self.plan))
         self.plan = takeover(self.plan, self.network.dead, holders)
-        assert self.plan.unheld or not hungry(self.plan), "nobody is left with the batches"
+        assert self.plan.unheld or not self.starves(), "nobody is left with the batches"
 
     def _plan_end(self) -> None:
         """A member cannot go on, so nobody can."""
