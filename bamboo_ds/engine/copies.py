@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -39,6 +39,8 @@ class Copies:
     steps: Steps
     snapshots: Snapshots
     constructions: dict[Role, Construction]
+    #: The operation after which snapshots may be offered.
+    _first: int = field(default=0, init=False)
 
     def copy_state(self, roles: Iterable[Role]) -> None:
         """Copy the full state of ``roles`` from their owners to all that hold or build their replicas. Collective."""
@@ -82,8 +84,16 @@ class Copies:
 
     # -- in the background --------------------------------------------------------------------------------
 
-    def begin(self, plan: Plan, reports: Reports) -> None:
-        """Begin to build the replicas of ``plan``, and find out which snapshots this member has to offer."""
+    def begin(self, plan: Plan, reports: Reports, step: int) -> None:
+        """Begin to build the replicas of ``plan``, and find out which snapshots this member has to offer.
+
+        Args:
+            plan: the plan that begins.
+            reports: of its members.
+            step: the operation that all go on with. Who builds a replica may be in it, and knows nothing more of what
+                its script has set before; so owners that are behind offer no snapshot before they have done it.
+        """
+        self._first = step
         self.cancel()
         self.snapshots.begin()
         for rank, builder in plan.learners:
@@ -120,7 +130,7 @@ class Copies:
         self.binding.refresh()
         for construction in self.constructions.values():
             construction.positions[self.progress.sequence] = SchedulerPosition.of(self.binding.local)
-        for role in self.snapshots.wanted():
+        for role in self.snapshots.wanted() if self.progress.sequence >= self._first else ():
             key = snapshot_key(self.epoch.plan.epoch, self.epoch.layout.rank(role))
             self.snapshots.offer(role, key, capture(self.binding.runtimes[role]), self.progress.sequence)
         for construction in list(self.constructions.values()) if stepped or not self.epoch.layout.sharded else ():

@@ -114,7 +114,7 @@ class RecoveryProtocol:
         decision = decision_of(reports, self.epoch.layout, self.ds.micro_batches, self.tied_stages)
         self.announcements.check(plan, reports, decision)
         self.collectives.agree({m: report.script_facts() for m, report in reports.items()}, decision.step)
-        self.copies.begin(plan, reports)
+        self.copies.begin(plan, reports, decision.step)
         if self.joining.active:
             self.joining.take_over(decision, reports)
         self.copies.tell_replicas()

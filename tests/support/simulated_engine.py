@@ -402,7 +402,6 @@ class World:
         self.states: dict[str, WorkerState] = {}
         self._planned: tuple[int, tuple[WorkerState, ...]] | None = None
         self._change: Plan | None = None
-        layout = self.layout
         self._records = {
             name: MemberRecord(id=name, slot=n, host=name, address="h", pid=1, agent_pid=2, incarnation="x", home=n)
             for n, name in enumerate(names)
@@ -463,7 +462,7 @@ class World:
         found += [lambda m=member: m.job.push(self.plan) for member in late]
         joining = [member for member in self.survivors() if member.joining.active and not member.job.dismissed]
         found += [member.job.dismiss for member in joining if self.over()]
-        if self.spec.leaves and started and self.leaving is None:
+        if self.spec.leaves and started and self.leaving is None and self.random.random() < 0.3:
             found.append(self._leave)
         if self.plan.unheld:
             return found  # the job ends
@@ -520,7 +519,11 @@ class World:
 
     def _leave(self) -> None:
         """A member is told to leave."""
-        self.leaving = self.random.choice(self.plan.members)
+        lost = [cut.member for cut in self.cuts if cut.member in self.plan.members]
+        able = [member for member in self.plan.members if not self.starves([member, *lost])]
+        if not able:
+            return  # nobody starts a data worker here
+        self.leaving = self.random.choice(able)
         self._records[self.leaving] = self._records[self.leaving].model_copy(update={"state": "leaving"})
         self._planned = None
 
