@@ -185,9 +185,9 @@ def test_which_passes_are_done_again(known: RoleProgress, partial: bool, again: 
     """Those that the others count on are kept; a pass that was interrupted in its middle is not one."""
     found = member_of(plan_of(Layout(1, STAGES)), "m1")
     (runtime,) = found.binding.owned()
-    runtime.forwards, runtime.backwards, runtime.partial_pass = 2, 1, partial
+    runtime.part.forwards, runtime.part.backwards, runtime.partial_pass = 2, 1, partial
     found.begin_again({runtime.role: known})
-    assert (runtime.forwards, runtime.backwards) == ((0, 0) if again else (2, 1))
+    assert (runtime.part.forwards, runtime.part.backwards) == ((0, 0) if again else (2, 1))
     assert not (again and runtime.partial_pass)
 
 
@@ -234,17 +234,19 @@ def test_boundaries(retain: bool) -> None:
     for stage in range(3):
         binding: Any = SimpleNamespace(current=StageRuntime(Role(0, stage), owned=True))
         ds: Any = SimpleNamespace(pipe_buffers={"inputs": [None] * 2}, grad_layer=None)
-        epoch: Any = SimpleNamespace(plan=plan, lanes=Lanes(plan, shadow_gradients=True), transport=mail)
+        lanes = Lanes(plan, shadow_gradients=True)
+        epoch: Any = SimpleNamespace(plan=plan, layout=plan.world, member=f"m{stage}", lanes=lanes, transport=mail)
         made.append(Boundaries(ds, binding, epoch, Progress(seed=1), IdleTimes(), retain))
+        made[-1].hosts = tuple((owner,) for owner in plan.owners)
     first, second, third = made
-    outputs = first.binding.current.activations
+    outputs = first.binding.current.part.activations
     outputs[0] = (torch.ones(2), torch.ones(2, dtype=torch.int64))
     first.send_activations(0)
     assert (0 in outputs) == retain
     second.recv_activations(0)
     floating, whole = second.ds.pipe_buffers["inputs"][0]
     assert floating.requires_grad and floating.is_leaf and not whole.requires_grad
-    gradients = third.binding.current.gradients
+    gradients = third.binding.current.part.gradients
     gradients[0] = torch.full((2,), 3.0)
     third.send_grads(0)
     second.recv_grads(0)

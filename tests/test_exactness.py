@@ -233,7 +233,7 @@ def test_what_no_optimizer_steps_is_not_compared() -> None:
         def part(self, sums: list[torch.Tensor], parameter: nn.Parameter) -> torch.Tensor:
             return sums[[id(known)].index(id(parameter))]
 
-    runtime = SimpleNamespace(module=stage, optimizer=Sharded(), activations={0: torch.ones(2)})
+    runtime = SimpleNamespace(module=stage, optimizer=Sharded(), part=SimpleNamespace(activations={0: torch.ones(2)}))
     binding = SimpleNamespace(runtimes={role: runtime})
     layout: Any = SimpleNamespace(layout=SimpleNamespace(stages=2))
     others: list[Any] = [None] * 4

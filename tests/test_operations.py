@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 
 from bamboo_ds.control.registry.records import PeerAddress
 from bamboo_ds.engine.accounts import Consumed, LedgerReport
-from bamboo_ds.engine.handshake import MemberReport, RoleReport, ScriptReport, decision_of, newest_of
+from bamboo_ds.engine.handshake import MemberReport, PartReport, RoleReport, ScriptReport, decision_of, newest_of
 from bamboo_ds.engine.layers import Changes
 from bamboo_ds.engine.operation import Outcome
 from bamboo_ds.engine.records import Progress, Recovery
@@ -176,13 +177,19 @@ def test_a_new_plan_at_a_boundary() -> None:
 # -- reports ------------------------------------------------------------------------------------------------
 
 
+def done_of(forwards: int, backwards: int, begin: int = 0, end: int = 1) -> PartReport:
+    return PartReport(begin=begin, end=end, forwards=forwards, backwards=backwards)
+
+
 def report(**changes: Any) -> MemberReport:
     known: dict[str, Any] = {
         "step": 3,
         "entered": False,
         "roles": (
-            RoleReport(role=(0, 0), forwards=2, backwards=1, reduced=False, state_only=False, changes=Changes(1, 3)),
+            RoleReport(role=(0, 0), parts=(done_of(2, 1),), reduced=False, state_only=False, changes=Changes(1, 3)),
         ),
+        "helped": ((2, done_of(3, 1, begin=1)),),
+        "spent": (),
         "commit": (0.1, 2.0),
         "received": {"0": {"inputs": 1, "labels": 0}},
         "repeatable": True,
@@ -222,15 +229,16 @@ def test_a_report_of_another_form_is_refused(damage: tuple[str, str]) -> None:
 
 def test_a_decision_from_reports() -> None:
     """Only a commit that every member can enter again is repeated; members that join have no part in it."""
-    done = {"forwards": 4, "backwards": 4, "reduced": True, "state_only": False, "changes": Changes()}
+    done = {"parts": (done_of(4, 4),), "reduced": True, "state_only": False, "changes": Changes()}
     entered = {
         name: report(entered=True, roles=(RoleReport(role=(0, stage), **done),))  # type: ignore[arg-type]
         for stage, name in enumerate("ab")
     }
     joiner = report(joining=True, roles=(), step=0, history=0)
-    assert decision_of({**entered, "c": joiner}, LAYOUT, 4, ()).mode == "commit"
+    plan = replace(with_redundancy(initial_plan(["a", "b"]), LAYOUT, True), members=("a", "b", "c"))
+    assert decision_of({**entered, "c": joiner}, plan, 4, ()).mode == "commit"
     entered["b"] = entered["b"].model_copy(update={"repeatable": False})
-    again = decision_of({**entered, "c": joiner}, LAYOUT, 4, ())
+    again = decision_of({**entered, "c": joiner}, plan, 4, ())
     assert again.mode == "resume" and all(each.reduced for each in again.progress.values())
     newest, places = newest_of({**entered, "c": joiner, "d": report(history=2)})
     assert newest.history == 3 and len(places) == 2

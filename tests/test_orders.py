@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bamboo_ds.schedule import RoleProgress, compute_order, member_program, one_f_one_b
+from bamboo_ds.schedule.orders import Work
 from bamboo_ds.topology import Layout, Plan, Role, initial_plan, takeover, with_redundancy
 
 
@@ -31,29 +32,57 @@ def interrupted(draw: st.DrawFn) -> tuple[Plan, int, dict[Role, RoleProgress]]:
     return plan, micro_batches, progress
 
 
+def spans_of(plan: Plan) -> list[list[Role]]:
+    """Successive stages of a pipeline that one member owns, by the rank of the first one."""
+    spans: list[list[Role]] = []
+    for pipeline in range(plan.world.pipelines):
+        for stage in range(plan.world.stages):
+            role = Role(pipeline, stage)
+            if stage and plan.owner(role) == plan.owner(spans[-1][-1]):
+                spans[-1].append(role)
+            else:
+                spans.append([role])
+    return sorted(spans, key=lambda span: plan.world.rank(span[0]))
+
+
+def order_of(
+    plan: Plan, micro_batches: int, progress: dict[Role, RoleProgress], *costs: float
+) -> dict[str, list[Work]]:
+    hosts = tuple((owner,) for owner in plan.owners)
+    orders = compute_order(plan.world, hosts, micro_batches, progress, *costs)
+    return {member: list(order) for member, order in orders.items()}
+
+
+def counted(progress: RoleProgress, micro_batches: int) -> dict[str, int]:
+    return dict.fromkeys("FB", micro_batches) if progress.reduced else {"F": progress.forwards, "B": progress.backwards}
+
+
 @settings(deadline=None, max_examples=200)
 @given(interrupted())
 def test_orders_are_parts_of_one_linear_extension(case: tuple[Plan, int, dict[Role, RoleProgress]]) -> None:
     plan, micro_batches, progress = case
     layout = plan.world
-    orders = compute_order(layout, plan.owners, micro_batches, progress)
+    orders = order_of(plan, micro_batches, progress)
     assert set(orders) == set(plan.owners)
     done = set()
     for role in layout.roles:
-        now = progress[role]
-        counts = (micro_batches,) * 2 if now.reduced else (now.forwards, now.backwards)
-        done |= {(role, "F", m) for m in range(counts[0])} | {(role, "B", m) for m in range(counts[1])}
-        # A role's own order is its 1F1B without what is done.
-        own = [(kind, m) for r, kind, m in orders[plan.owner(role)] if r == role]
-        all_passes = one_f_one_b(micro_batches, layout.stages, role.stage)
-        assert own == [(kind, m) for kind, m in all_passes if (role, kind, m) not in done]
+        counts = counted(progress[role], micro_batches)
+        done |= {(role, kind, m) for kind in "FB" for m in range(counts[kind])}
+    # A span's own order is its 1F1B without what is done: forwards from its first stage on, backwards to it.
+    spans = spans_of(plan)
+    for span in spans:
+        chain = sorted((each for each in spans if each[0].pipeline == span[0].pipeline), key=lambda each: each[0].stage)
+        own = [(role, kind, m) for role, kind, m, _ in orders[plan.owner(span[0])] if role in span]
+        passes = one_f_one_b(micro_batches, len(chain), chain.index(span))
+        expected = [(r, k, m) for k, m in passes for r in (span if k == "F" else reversed(span))]
+        assert own == [each for each in expected if each not in done]
     # Taking every member's order in turn, as far as it goes, comes to the end of all of them.
     queues = {member: deque(order) for member, order in orders.items()}
     while any(queues.values()):
         before = len(done)
         for queue in queues.values():
             while queue:
-                role, kind, m = queue[0]
+                role, kind, m, _ = queue[0]
                 needs = [(role, "F", m)] if kind == "B" else []
                 if kind == "F" and role.stage > 0:
                     needs.append((layout.predecessor(role), "F", m))
@@ -61,7 +90,8 @@ def test_orders_are_parts_of_one_linear_extension(case: tuple[Plan, int, dict[Ro
                     needs.append((layout.successor(role), "B", m))
                 if not done.issuperset(needs):
                     break
-                done.add(queue.popleft())
+                done.add((role, kind, m))
+                queue.popleft()
         assert len(done) > before, f"deadlock: {queues}"
 
 
@@ -70,37 +100,44 @@ def test_orders_are_parts_of_one_linear_extension(case: tuple[Plan, int, dict[Ro
 def test_the_earliest_start_goes_first(
     case: tuple[Plan, int, dict[Role, RoleProgress]], costs: tuple[int, int]
 ) -> None:
-    """The order is that of the rule applied naively: of all next passes the earliest, B before F, by rank."""
+    """The order is that of the rule applied naively: of all spans' next passes the earliest, B before F, by rank."""
     plan, micro_batches, progress = case
-    layout, cost = plan.world, dict(zip("FB", costs, strict=True))
-    end: dict[tuple[Role, str, int], int] = {}
-    queues: dict[Role, deque[tuple[str, int]]] = {}
-    for role in layout.roles:
-        now = progress[role]
-        counts = {"F": now.forwards, "B": now.backwards}
-        counts = dict.fromkeys("FB", micro_batches) if now.reduced else counts
-        end.update({(role, kind, m): 0 for kind in "FB" for m in range(counts[kind])})
-        passes = one_f_one_b(micro_batches, layout.stages, role.stage)
-        queues[role] = deque((kind, m) for kind, m in passes if m >= counts[kind])
+    cost = dict(zip("FB", costs, strict=True))
+    counts = {role: counted(progress[role], micro_batches) for role in plan.world.roles}
+    spans = spans_of(plan)
+    chains: dict[int, list[int]] = defaultdict(list)
+    for number in sorted(range(len(spans)), key=lambda number: spans[number][0].stage):
+        chains[spans[number][0].pipeline].append(number)
+    end: dict[tuple[int, str, int], int] = {}
+    queues: dict[int, deque[tuple[str, int]]] = {}
+    for number, span in enumerate(spans):
+        done = {kind: min(counts[role][kind] for role in span) for kind in "FB"}
+        end.update({(number, kind, m): 0 for kind in "FB" for m in range(done[kind])})
+        chain = chains[span[0].pipeline]
+        passes = one_f_one_b(micro_batches, len(chain), chain.index(number))
+        queues[number] = deque((kind, m) for kind, m in passes if m >= done[kind])
     free = dict.fromkeys(plan.owners, 0)
-    expected: dict[str, list[tuple[Role, str, int]]] = {owner: [] for owner in plan.owners}
+    expected: dict[str, list[Work]] = {owner: [] for owner in plan.owners}
     while any(queues.values()):
         candidates = []
-        for role, queue in queues.items():
+        for number, queue in queues.items():
             if queue:
                 kind, m = queue[0]
-                ends = role.stage == (0 if kind == "F" else layout.stages - 1)
-                neighbour = layout.predecessor(role) if kind == "F" else layout.successor(role)
-                ready = 0 if ends else end.get((neighbour, kind, m))
+                chain = chains[spans[number][0].pipeline]
+                place = chain.index(number) + (-1 if kind == "F" else 1)
+                ready = end.get((chain[place], kind, m)) if 0 <= place < len(chain) else 0
                 if ready is not None:
-                    candidates.append((max(ready, free[plan.owner(role)]), kind, layout.rank(role)))
-        start, kind, rank = min(candidates)
-        role = layout.role(rank)
-        _, m = queues[role].popleft()
-        expected[plan.owner(role)].append((role, kind, m))
-        free[plan.owner(role)] = end[role, kind, m] = start + cost[kind]
-    orders = compute_order(layout, plan.owners, micro_batches, progress, *costs)
-    assert {owner: list(order) for owner, order in orders.items()} == expected
+                    candidates.append((max(ready, free[plan.owner(spans[number][0])]), kind, number))
+        start, kind, number = min(candidates)
+        span = spans[number]
+        _, m = queues[number].popleft()
+        member = plan.owner(span[0])
+        for role in span if kind == "F" else reversed(span):
+            if m >= counts[role][kind]:
+                expected[member].append((role, kind, m, 0))  # type: ignore[arg-type]
+                start += cost[kind]
+        free[member] = end[number, kind, m] = start
+    assert order_of(plan, micro_batches, progress, *costs) == expected
 
 
 @settings(deadline=None, max_examples=200)

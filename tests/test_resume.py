@@ -208,7 +208,7 @@ class Job:
         done = getattr(self, f"do_{instruction.name}")(member, role, **instruction.kwargs)
         return done is not False
 
-    def do_UseRole(self, member: str, _: Any, role: Role) -> None:
+    def do_UseRole(self, member: str, _: Any, role: Role, part: int) -> None:
         assert self.plan.owner(role) == member
         self.role[member] = role
 

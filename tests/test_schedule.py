@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import pytest
 from deepspeed.runtime.pipe.schedule import (
@@ -43,6 +43,11 @@ shapes = st.tuples(st.integers(1, 8), st.integers(1, 24))
 
 def plan_of(layout: Layout, redundant: bool = True) -> Plan:
     return with_redundancy(initial_plan([f"m{rank}" for rank in range(layout.size)]), layout, redundant)
+
+
+def whole(owners: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+    """Who computes what, where every role is computed by its owner."""
+    return tuple((owner,) for owner in owners)
 
 
 def flat(schedule: TrainSchedule) -> list:
@@ -127,10 +132,10 @@ def test_undisturbed_program(shape: tuple[int, int], pipelines: int, placement: 
     stages, micro_batches = shape
     layout = Layout(pipelines, stages)
     plan = plan_of(layout, redundant)
-    order = compute_order(layout, plan.owners, micro_batches)
+    order = compute_order(layout, whole(plan.owners), micro_batches)
     for role in layout.roles:
         member = plan.owner(role)
-        assert [(kind, m) for _, kind, m in order[member]] == stock_order(micro_batches, stages, role.stage)
+        assert [(kind, m) for _, kind, m, _ in order[member]] == stock_order(micro_batches, stages, role.stage)
         program = member_program(plan, member, micro_batches, placement=placement)  # type: ignore[arg-type]
         schedule = RedundantTrainSchedule(micro_batches, stages, role.stage, placement)  # type: ignore[arg-type]
         expected = [UseRole(role), *flat(schedule), *epilogue(plan, member, placement)]  # type: ignore[arg-type]
@@ -148,16 +153,16 @@ def test_epilogue_of_one_role() -> None:
     plan = plan_of(Layout(1, 3))
     own, shadowed = "Role(pipeline=0, stage=1)", "Role(pipeline=0, stage=2)"
     assert [repr(i) for i in epilogue(plan, "m1")] == [
-        f"UseRole(role={own})",
+        f"UseRole(role={own}, part=0)",
         "ReduceTiedGrads()",
-        f"UseRole(role={own})",
+        f"UseRole(role={own}, part=0)",
         "ReduceGrads()",
-        f"UseRole(role={own})",
+        f"UseRole(role={own}, part=0)",
         "SendReplica()",
         f"FillBubble(awaits='replica', buffer_id=None, role={shadowed})",
         f"RecvReplica(role={shadowed})",
         "Commit()",
-        f"UseRole(role={own})",
+        f"UseRole(role={own}, part=0)",
         "OptimizerStep()",
         f"StepReplica(role={shadowed})",
     ]
@@ -229,10 +234,10 @@ def test_speed_and_cache() -> None:
     for _ in range(5):
         ordered.cache_clear()
         start = time.perf_counter()
-        order = compute_order(layout, plan.owners, 64, progress)
+        order = compute_order(layout, whole(plan.owners), 64, progress)
         best = min(best, time.perf_counter() - start)
     assert best < 0.06
-    assert compute_order(layout, plan.owners, 64, dict(reversed(progress.items()))) is order
+    assert compute_order(layout, whole(plan.owners), 64, dict(reversed(progress.items()))) is order
 
 
 # --- the grids drawn in docstrings -------------------------------------------------------------------------
@@ -248,9 +253,9 @@ def times(layout: Layout, orders: Mapping[str, tuple[Work, ...]]) -> dict[Work, 
         before = len(spans)
         for member, queue in todo.items():
             while queue:
-                role, kind, m = work = queue[0]
-                needs = [(Role(role.pipeline, role.stage + (-1 if kind == "F" else 1)), kind, m)]
-                needs += [(role, "F", m)] if kind == "B" else []
+                role, kind, m, _ = work = queue[0]
+                needs = [(Role(role.pipeline, role.stage + (-1 if kind == "F" else 1)), kind, m, 0)]
+                needs += [(role, "F", m, 0)] if kind == "B" else []
                 needs = [need for need in needs if need in everything]
                 if not all(need in spans for need in needs):
                     break
@@ -272,19 +277,19 @@ def test_grid_of_the_redundant_schedule() -> None:
     stages, micro_batches = 3, 4
     layout = Layout(1, stages)
     owners = tuple(f"m{stage}" for stage in range(stages))
-    spans = times(layout, compute_order(layout, owners, micro_batches))
+    spans = times(layout, compute_order(layout, whole(owners), micro_batches))
     drawn = lines(RedundantTrainSchedule.__doc__, ("stage 0 ", "stage 1 ", "stage 2 "))
     for stage in range(stages):
-        end = max(e for (role, _, _), (_, e) in spans.items() if role.stage == stage)
+        end = max(e for (role, *_), (_, e) in spans.items() if role.stage == stage)
         cells = [".."] * end
-        for (role, kind, m), (start, stop) in spans.items():
+        for (role, kind, m, _), (start, stop) in spans.items():
             if role.stage == stage:
                 cells[start:stop] = [f"{kind}{m}"] * (stop - start)
         redundant = 0
         for now in range(end):
             if cells[now] != ".." or redundant == micro_batches:
                 continue
-            if stage == stages - 1 or spans[Role(0, stage), "F", redundant][1] <= now:
+            if stage == stages - 1 or spans[Role(0, stage), "F", redundant, 0][1] <= now:
                 cells[now] = f"r{redundant}"
                 redundant += 1
         assert drawn[stage] == ["stage", str(stage), *cells]
@@ -295,14 +300,14 @@ def test_grid_of_a_takeover() -> None:
     owners = ("a", "b", "b", "d")
     counters = [(2, 0), (2, 0), (1, 0), (2, 2)]
     progress = {role: RoleProgress(*done) for role, done in zip(layout.roles, counters, strict=True)}
-    orders = compute_order(layout, owners, 2, progress)
+    orders = compute_order(layout, whole(owners), 2, progress)
     spans = times(layout, orders)
     drawn = lines(compute_order.__doc__, ("a (0)", "b (1 and 2)", "d (3)"))
     for member, cells_drawn in zip("abd", drawn, strict=True):
         works = orders[member]
         cells = ["."] * max((spans[work][1] for work in works), default=0)
-        for role, kind, m in works:
-            start, stop = spans[role, kind, m]
+        for role, kind, m, part in works:
+            start, stop = spans[role, kind, m, part]
             cells[start:stop] = [f"{role.stage}.{kind}{m}"] * (stop - start)
         assert cells_drawn[len(cells_drawn) - len(cells) :] == cells
         assert cells_drawn[0] == member and "." not in "".join(cells_drawn[: len(cells_drawn) - len(cells)])

@@ -138,7 +138,7 @@ def test_a_change_that_went_with_a_reduction_that_is_done_again() -> None:
     layout = Layout(1, 2)
     plan = with_redundancy(initial_plan(["m0", "m1"]), layout, True)
     lost = replace(plan, owners=("m0", "m0"), members=("m0",), lost=("m1",), shadows=(None, None))
-    role = RoleReport(role=(0, 1), forwards=0, backwards=0, reduced=True, state_only=True, changes=Changes(1, 4))
+    role = RoleReport(role=(0, 1), parts=(), reduced=True, state_only=True, changes=Changes(1, 4))
     reports: Any = {"m0": SimpleNamespace(roles=(role,), steps=4)}
     nothing: Any = SimpleNamespace()
     epoch: Any = SimpleNamespace(job=SimpleNamespace(newest_checkpoint=lambda plan: None))

@@ -368,9 +368,11 @@ def test_orders_are_parts_of_one_order_of_joint_passes(case: tuple[Plan, int, di
     """What two members have in common they do in the same order; with the programs' messages there is no circle."""
     plan, micro_batches, progress = case
     layout = plan.world
-    orders = compute_order(layout, plan.owners, micro_batches, settle(layout, micro_batches, progress))
+    orders = compute_order(
+        layout, tuple((o,) for o in plan.owners), micro_batches, settle(layout, micro_batches, progress)
+    )
     joint = {
-        member: [(layout.copy_of(role), role.stage, kind, m) for role, kind, m in order]
+        member: [(layout.copy_of(role), role.stage, kind, m) for role, kind, m, _ in order]
         for member, order in orders.items()
     }
     for one, other in itertools.combinations(joint.values(), 2):
@@ -383,7 +385,7 @@ def test_slices_at_different_places() -> None:
     progress = dict.fromkeys(layout.roles, RoleProgress(3, 1))
     ahead = {**progress, Role(1, 0): RoleProgress(4, 1)}
     with pytest.raises(ProtocolError, match="different places"):
-        compute_order(layout, tuple("abcd"), 4, ahead)
+        compute_order(layout, tuple((member,) for member in "abcd"), 4, ahead)
     again = {**progress, Role(0, 0): RoleProgress(), Role(1, 0): RoleProgress()}
     assert settle(layout, 4, ahead) == again
     assert settle(layout, 4, progress) == progress

@@ -11,6 +11,7 @@ import torch
 
 from ..comm.transport import Lane, Payload
 from ..errors import ProtocolError
+from ..schedule import Hosts
 from ..topology import Role
 from .bubbles import IdleTimes
 from .deepspeed_adapter import DeepSpeedAdapter
@@ -21,7 +22,11 @@ from .runtime import RuntimeBinding
 
 @dataclass(eq=False)
 class Boundaries:
-    """Sends and receives for the bound role."""
+    """Sends and receives for the bound role, and the part of it that passes act on.
+
+    Attributes:
+        hosts: who computes the parts of every role in this iteration, by rank.
+    """
 
     ds: DeepSpeedAdapter
     binding: RuntimeBinding
@@ -29,53 +34,94 @@ class Boundaries:
     progress: Progress
     idle: IdleTimes
     retain: bool
+    hosts: Hosts = field(default=(), init=False)
     _waits: dict[Hashable, float] = field(default_factory=dict, init=False)  # begin of each bubble in progress
 
     # -- activations and gradients ------------------------------------------------------------------------
 
     def send_activations(self, buffer_id: int) -> None:
-        """Send the outputs of a micro-batch to the next stage."""
-        payload = self._kept(self.binding.current.activations, buffer_id)
-        self._send(Stream.ACTIVATION, self._neighbour(+1), buffer_id, payload)
+        """Send the outputs of a micro-batch to the next part or stage."""
+        part = self.binding.current.part
+        self._send_on(self._outgoing(+1), buffer_id, self._kept(part.activations, buffer_id))
 
     def send_grads(self, buffer_id: int) -> None:
-        """Send the gradients of a micro-batch's inputs to the previous stage, and to its shadow if that uses them."""
-        target = self._neighbour(-1)
-        payload = self._kept(self.binding.current.gradients, buffer_id)
-        self._send(Stream.GRADIENT, target, buffer_id, payload)
-        if (Stream.SHADOW_GRADIENT, target) in self.epoch.lanes.streams and not self.progress.resumed:
-            self._send(Stream.SHADOW_GRADIENT, target, buffer_id, payload)
+        """Send the gradients of a micro-batch's inputs to the part or stage before, and to a shadow that uses them."""
+        runtime = self.binding.current
+        payload = self._kept(runtime.part.gradients, buffer_id)
+        self._send_on(self._outgoing(-1), buffer_id, payload)
+        shadow = self.epoch.lanes.get((Stream.SHADOW_GRADIENT, Role(runtime.role.pipeline, runtime.role.stage - 1)))
+        if shadow is not None and runtime.part.begin == 0 and not self.progress.resumed:
+            self._send_on(shadow, buffer_id, payload)
 
     def resend_activation(self, buffer_id: int) -> None:
-        """Send outputs again, to the new owner of the next stage."""
-        self._send(Stream.ACTIVATION, self._neighbour(+1), buffer_id, self.binding.current.activations[buffer_id])
+        """Send outputs again, to the new owner of the next part or stage."""
+        self._send_on(self._outgoing(+1), buffer_id, self.binding.current.part.activations[buffer_id])
 
     def resend_grad(self, buffer_id: int) -> None:
-        """Send gradients again, to the new owner of the previous stage."""
-        self._send(Stream.GRADIENT, self._neighbour(-1), buffer_id, self.binding.current.gradients[buffer_id])
+        """Send gradients again, to the new owner of the part or stage before."""
+        self._send_on(self._outgoing(-1), buffer_id, self.binding.current.part.gradients[buffer_id])
 
     def recv_activations(self, buffer_id: int) -> None:
         """Receive the inputs of a micro-batch."""
-        role = self.binding.current.role
-        payload = self.receive(self.epoch.lanes[Stream.ACTIVATION, role], buffer_id, (role, "activation", buffer_id))
+        lane = self.incoming("activation")
+        if lane is None:
+            front, _ = self.binding.current.parts
+            payload = front.activations[buffer_id]
+        else:
+            payload = self.receive(lane, buffer_id, self.place("activation", buffer_id))
         self.ds.pipe_buffers["inputs"][buffer_id] = as_leaves(payload)
 
     def recv_grads(self, buffer_id: int) -> None:
         """Receive the gradients of a micro-batch's outputs."""
-        role = self.binding.current.role
-        lane = self.epoch.lanes[Stream.GRADIENT, role]
-        self.ds.grad_layer = self.receive(lane, buffer_id, (role, "grad", buffer_id))
+        lane = self.incoming("grad")
+        if lane is None:
+            _, rear = self.binding.current.parts
+            self.ds.grad_layer = rear.gradients[buffer_id]
+        else:
+            self.ds.grad_layer = self.receive(lane, buffer_id, self.place("grad", buffer_id))
 
-    def _neighbour(self, step: int) -> Role:
-        role = self.binding.current.role
-        return Role(role.pipeline, role.stage + step)
+    def place(self, awaits: str, buffer_id: int) -> Hashable:
+        """Names a receive of the current part."""
+        runtime = self.binding.current
+        return runtime.role, awaits, buffer_id, runtime.part.begin
+
+    def incoming(self, awaits: str) -> Lane | None:
+        """The lane that ``activation`` or ``grad`` comes on; ``None``: from another part of the stage, here."""
+        runtime, forward = self.binding.current, awaits == "activation"
+        if runtime.part.begin > 0 if forward else runtime.part.end < runtime.blocks:
+            if len(runtime.parts) > 1:
+                return None
+            return self.epoch.lanes[Stream.INNER_ACTIVATION if forward else Stream.INNER_GRADIENT, runtime.role]
+        other = self._computer(runtime.role.stage + (-1 if forward else 1), last=forward)
+        return self.epoch.lanes.between(
+            Stream.ACTIVATION if forward else Stream.GRADIENT, runtime.role, other, self.epoch.member
+        )
+
+    def _outgoing(self, step: int) -> Lane | None:
+        """The lane to the next part or stage (``step`` 1) or the one before (-1); ``None`` as above."""
+        runtime, forward = self.binding.current, step > 0
+        if runtime.part.end < runtime.blocks if forward else runtime.part.begin > 0:
+            if len(runtime.parts) > 1:
+                return None
+            return self.epoch.lanes[Stream.INNER_ACTIVATION if forward else Stream.INNER_GRADIENT, runtime.role]
+        target = Role(runtime.role.pipeline, runtime.role.stage + step)
+        other = self._computer(target.stage, last=not forward)
+        return self.epoch.lanes.between(
+            Stream.ACTIVATION if forward else Stream.GRADIENT, target, self.epoch.member, other
+        )
+
+    def _computer(self, stage: int, last: bool) -> str:
+        """Who computes the last or the first part of another stage of the current pipeline."""
+        rank = self.epoch.layout.rank(Role(self.binding.current.role.pipeline, stage))
+        return self.hosts[rank][-1 if last else 0]
 
     def _kept(self, store: dict[int, Payload], micro_batch: int) -> Payload:
         """What is sent; it stays in ``store`` until commit if a takeover could need it."""
         return store[micro_batch] if self.retain else store.pop(micro_batch)
 
-    def _send(self, stream: Stream, role: Role, micro_batch: int, payload: Payload) -> None:
-        self.epoch.transport.send(self.epoch.lanes[stream, role], micro_batch, payload)
+    def _send_on(self, lane: Lane | None, micro_batch: int, payload: Payload) -> None:
+        if lane is not None:
+            self.epoch.transport.send(lane, micro_batch, payload)
 
     # -- bubbles ------------------------------------------------------------------------------------------
 

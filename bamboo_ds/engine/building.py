@@ -111,7 +111,7 @@ class StageBuilder:
         grid.ds_model_rank = role.stage * layout.slices + layout.slice_of(role)
         self.groups.install(role, grid)
         buffers = {name: [None] * self.ds.micro_batches for name in local.attributes["pipe_buffers"]}
-        runtime = StageRuntime(role, owned=False)
+        runtime = StageRuntime(role, owned=False, blocks=layout.blocks_of(role.stage))
         runtime.attributes = dict(local.attributes)
         runtime.attributes.update(
             stage_id=role.stage,

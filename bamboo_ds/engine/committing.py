@@ -87,5 +87,6 @@ class Commits:
             assert runtime.measured is not None
             measured[runtime.role] = runtime.measured
         mismatches = [r.role for r in self.binding.replicas() if not r.valid]
-        ahead = sum(replica.forwards for replica in self.binding.replicas()) - self.checks.redone
+        redundant = [replica.part.forwards for replica in self.binding.replicas() if not replica.helps]
+        ahead = sum(redundant) - self.checks.redone
         return Contribution(losses, measured, ahead, mismatches, consumed)

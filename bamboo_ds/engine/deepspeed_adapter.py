@@ -66,6 +66,7 @@ class DeepSpeedAdapter:
     grid = _Of[Any]()
     mpu = _Of[Any]()
     global_rank = _Of[int]()
+    stage_id = _Of[int]()
     is_first_stage = _Of[Callable[[], bool]]()
     is_last_stage = _Of[Callable[[], bool]]()
     # The bound role: its passes and steps.

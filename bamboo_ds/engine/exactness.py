@@ -184,7 +184,7 @@ class ExactChecks:
                 if replica.layers.changes.last == step:
                     self._leave_out(lanes, transport, role)
                     continue
-                forwards, backwards = replica.forwards, replica.backwards
+                forwards, backwards = replica.part.forwards, replica.part.backwards
                 for stream, done in ((Stream.ACTIVATION, forwards), (Stream.GRADIENT, backwards)):
                     for m in range(done if (stream, role) in lanes.streams else 0):
                         transport.recv(lanes[stream, role], m)  # the replica has used it when it was there first
@@ -230,7 +230,7 @@ class ExactChecks:
         else:
             for m in micro_batches:
                 name = f"output of the stage in micro-batch {m}"
-                facts[name] = [checksum(t) for t in tensors_in(runtime.activations[m])]
+                facts[name] = [checksum(t) for t in tensors_in(runtime.part.activations[m])]
         sums = runtime.optimizer.local()
         known = {id(p) for group in runtime.optimizer.groups() for p in group}
         named = [(n, p) for n, p in module.named_parameters() if p.requires_grad and id(p) in known]
@@ -248,7 +248,7 @@ class ExactChecks:
         if role.stage > 0:
             for m in micro_batches:
                 name = f"gradient of the stage's input in micro-batch {m}"
-                facts[name] = [checksum(t) for t in tensors_in(runtime.gradients[m])]
+                facts[name] = [checksum(t) for t in tensors_in(runtime.part.gradients[m])]
         return facts
 
     # -- after the step -----------------------------------------------------------------------------------

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from ..topology import Layout, Role
 from .deepspeed_adapter import DeepSpeedAdapter
 from .history import History
 from .records import Progress
-from .rng import Drawing, drawing_seed, keyed_attributes, keyed_generators
+from .rng import Drawing, drawing_seed, keyed_attributes, keyed_generators, seed_attributes, seed_generators
 from .runtime import StageRuntime
 
 
@@ -37,16 +37,29 @@ class RoleGenerators:
         Args:
             runtime: is bound.
         """
-        layout, role = self._layout, runtime.role
-        same = drawing is Drawing.STEP and not layout.sharded
-        everywhere = Role(0 if same else layout.copy_of(role), role.stage)
-        # Several evaluations may follow a step.
-        step = len(self._history) if drawing is Drawing.EVALUATION else self._ds.global_steps
-        seed = drawing_seed(drawing, self._progress.seed, step, everywhere, micro_batch)
+        seed = self._seed(drawing, runtime, micro_batch)
         others = drawing is not Drawing.BACKWARD
-        with keyed_generators(seed, self._ds.device, layout.slice_of(role), others):
+        with keyed_generators(seed, self._ds.device, self._layout.slice_of(runtime.role), others):
             if not runtime.layers.generators:
                 yield
                 return
             with keyed_attributes(runtime.layers.generators, seed):
                 yield
+
+    def blocks(self, runtime: StageRuntime, micro_batch: int) -> Callable[[int], None]:
+        """What seeds the same generators for a block of the bound ``runtime``, by its number, within a forward pass."""
+
+        def seed_block(block: int) -> None:
+            seed = self._seed(Drawing.FORWARD, runtime, micro_batch, block)
+            seed_generators(seed, self._ds.device, self._layout.slice_of(runtime.role))
+            seed_attributes(runtime.layers.generators, seed)
+
+        return seed_block
+
+    def _seed(self, drawing: Drawing, runtime: StageRuntime, micro_batch: int, block: int = 0) -> int:
+        layout, role = self._layout, runtime.role
+        same = drawing is Drawing.STEP and not layout.sharded
+        everywhere = Role(0 if same else layout.copy_of(role), role.stage)
+        # Several evaluations may follow a step.
+        step = len(self._history) if drawing is Drawing.EVALUATION else self._ds.global_steps
+        return drawing_seed(drawing, self._progress.seed, step, everywhere, micro_batch, block)

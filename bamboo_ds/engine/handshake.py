@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 from typing_extensions import Self
 
 from ..control.registry.records import PeerAddress
-from ..schedule import Decision, MemberRecord, RoleProgress, decide, settle
-from ..topology import Layout, Role
+from ..schedule import Decision, MemberRecord, PartProgress, RoleProgress, decide, settle
+from ..topology import Plan, Role, Side
 from .accounts import LedgerReport
 from .layers import Changes
 
@@ -52,18 +53,31 @@ class StartReport(_Report):
     flags: dict[str, str]
 
 
+class PartReport(_Report):
+    """Passes of some blocks of a stage that are finished."""
+
+    begin: int
+    end: int
+    forwards: int
+    backwards: int
+
+    def progress(self) -> PartProgress:
+        """What of it decides how the operation goes on."""
+        return PartProgress(self.begin, self.forwards, self.backwards)
+
+
 class RoleReport(_Report):
     """What the owner of a role holds of the current iteration; see :class:`~bamboo_ds.schedule.RoleProgress`.
 
     Attributes:
         role: pipeline and stage.
+        parts: what it computes itself; empty if it has not begun, so that it computes what the plan says.
         state_only: the role was taken over in this operation.
         changes: of the stage by its script, as far as the owner was told of them.
     """
 
     role: tuple[int, int]
-    forwards: int
-    backwards: int
+    parts: tuple[PartReport, ...]
     reduced: bool
     state_only: bool
     changes: Changes
@@ -84,6 +98,9 @@ class MemberReport(_Report):
         step: operations that it has committed and finished; it is in operation ``step``.
         entered: it has everything that the commit of that operation needs of it.
         roles: progress of the roles that it owns under the new plan.
+        helped: of roles that it shadows: rank, and what it has computed for the owner.
+        spent: ranks of roles that it shadows, and of which it cannot compute anything in this iteration: it has been
+            the owner, and its passes have changed what the layers keep.
         commit: sum of the last commit all-reduce; ``None`` before the first.
         received: parts of batches that it has received in this operation: pipeline (as text), part, number.
         repeatable: it could enter the commit of this operation again, if it has entered it.
@@ -105,6 +122,8 @@ class MemberReport(_Report):
     step: int
     entered: bool
     roles: tuple[RoleReport, ...]
+    helped: tuple[tuple[int, PartReport], ...]
+    spent: tuple[int, ...]
     commit: tuple[float, ...] | None
     received: dict[str, dict[str, int]]
     repeatable: bool
@@ -122,14 +141,6 @@ class MemberReport(_Report):
     script: ScriptReport
     exact: int
 
-    def progress(self) -> MemberRecord:
-        """What of it decides how the operation goes on."""
-        roles = {
-            Role(*each.role): RoleProgress(each.forwards, each.backwards, each.reduced, each.state_only)
-            for each in self.roles
-        }
-        return MemberRecord(self.step, self.entered, roles, self.commit)
-
     def script_facts(self) -> dict[str, Any]:
         """What the script's collectives agree by."""
         return {"joining": self.joining, "script": self.script.model_dump()}
@@ -139,19 +150,66 @@ class MemberReport(_Report):
 Reports = Mapping[str, MemberReport]
 
 
-def decision_of(reports: Reports, layout: Layout, micro_batches: int, tied: Collection[int]) -> Decision:
+def decision_of(reports: Reports, plan: Plan, micro_batches: int, tied: Collection[int]) -> Decision:
     """How the interrupted operation goes on; equal on all members. What is resumed from is settled.
 
     Args:
         reports: of all members.
-        layout: the logical world.
+        plan: the new plan.
         micro_batches: of an iteration.
         tied: stages that hold weights of other stages, too.
     """
-    found = decide({m: report.progress() for m, report in reports.items() if not report.joining}, layout)
+    told = {member: report for member, report in reports.items() if not report.joining}
+    step = max((report.step for report in told.values()), default=0)
+    records = {}
+    for member, report in told.items():
+        roles = {Role(*each.role): _progress(plan, each, report.step, told, step) for each in report.roles}
+        records[member] = MemberRecord(report.step, report.entered, roles, report.commit)
+    found = decide(records, plan.world)
     if found.mode == "commit" and all(report.repeatable for report in reports.values()):
         return found
-    return replace(found, mode="resume", progress=settle(layout, micro_batches, found.progress, tied))
+    return replace(found, mode="resume", progress=settle(plan.world, micro_batches, found.progress, tied))
+
+
+def _progress(plan: Plan, mine: RoleReport, step: int, reports: Reports, newest: int) -> RoleProgress:
+    """Progress of a role, from the reports of its owner and of its shadow.
+
+    Who has not begun computes what the plan says, and whoever has begun goes on with that. Where the two do not fit
+    together, the owner computes what the shadow would have.
+
+    Args:
+        plan: the new plan.
+        mine: of the owner.
+        step: that the owner is in.
+        reports: of all members that do not join.
+        newest: step that the job is in.
+    """
+    role, now = Role(*mine.role), step == newest
+    side: Side | None = None
+    lent, blocks = plan.lending(role), plan.world.blocks_of(role.stage)
+    own = {(part.begin, part.end): part.progress() for part in mine.parts} if now else {}
+    shadow, theirs = reports.get(plan.shadow(role) or ""), {}
+    rank = plan.world.rank(role)
+    if shadow is not None and shadow.step == newest:
+        lent = None if rank in shadow.spent else lent
+        theirs = {(part.begin, part.end): part.progress() for place, part in shadow.helped if place == rank}
+    ranges = [(0, blocks)] if lent is None else [(0, lent.cut), (lent.cut, blocks)]
+    if lent is not None and own.keys() <= {ranges[lent.side == "front"]}:
+        side = lent.side
+        theirs = {each: part for each, part in theirs.items() if each == ranges[side == "rear"]}
+    elif own:  # the owner computes all of it, or what is left of it
+        theirs = {}
+        ranges = list(pairwise(sorted({0, blocks, *(bound for part in own for bound in part)})))
+    known = {**theirs, **own}
+    front, *rear = [known.get(each) or PartProgress(each[0]) for each in ranges]
+    return RoleProgress(
+        forwards=front.forwards,
+        backwards=front.backwards,
+        reduced=mine.reduced and now,
+        state_only=now and (mine.state_only or (mine.reduced and not known.keys() >= set(ranges))),
+        rear=rear[0] if rear else None,
+        lent=side,
+    )
 
 
 def newest_of(reports: Reports) -> tuple[MemberReport, list[PeerAddress]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import IntEnum
+from itertools import chain
 
 from ..comm.transport import Lane
 from ..topology import Plan, Role, batch_sources
@@ -29,6 +30,14 @@ class Stream(IntEnum):
     INPUTS = 7
     #: Inputs of a first stage, to its shadow.
     SHADOW_INPUTS = 8
+    #: Outputs of the front part of the role, to the member that computes its rear part.
+    INNER_ACTIVATION = 9
+    #: Gradients of these, back.
+    INNER_GRADIENT = 10
+    #: What the script has changed of the role, from its owner to its shadow, which computes a part of it.
+    CHANGES = 11
+    #: Gradients of that part, back.
+    PART = 12
 
 
 #: Streams that carry parts of batches: which part, inputs or labels.
@@ -41,18 +50,23 @@ BATCH_PARTS = {
 
 
 def assists(plan: Plan, role: Role) -> bool:
-    """Whether the shadow of ``role`` computes its redundant passes: it owns what precedes the role.
+    """Whether the shadow of ``role`` computes its redundant passes: it computes what precedes the role.
 
-    Those of tensor slices would communicate, for which all shadows would have to agree on when they run.
+    Those of tensor slices would communicate, for which all shadows would have to agree on when they run. Where it
+    computes a part of the role for the owner it has no time for them.
     """
-    return plan.world.slices == 1 and plan.shadow(role) == plan.owner(plan.world.predecessor(role))
+    if plan.world.slices > 1 or plan.lending(role) is not None:
+        return False
+    return plan.shadow(role) == plan.computers(plan.world.predecessor(role))[-1]
 
 
 class Lanes:
     """All lanes of ``plan``'s epoch.
 
     Attributes:
-        streams: by what they carry and the role concerned.
+        streams: by what they carry and the role concerned; those of activations and gradients between owners.
+        others: of activations and gradients where one of the members is a shadow that computes a part of its role; by
+            these members, too.
         shards: parameters that a role's step has brought up to date, from its owner to a member that has other roles
             of the stage; where the optimizer is partitioned.
         constructions: reduced gradients and buffers of a role, and its state where that is copied at once, to a member
@@ -67,6 +81,7 @@ class Lanes:
         shadow_gradients: whether gradients are also sent to shadows.
         """
         self.streams: dict[tuple[Stream, Role], Lane] = {}
+        self.others: dict[tuple[Stream, Role, str, str], Lane] = {}
         self.constructions: dict[tuple[Role, str], Lane] = {}
         self.shards: dict[tuple[Role, str], Lane] = {}
         self.told: dict[tuple[Role, str], Lane] = {}
@@ -76,10 +91,21 @@ class Lanes:
             helper = shadow if shadow is not None and assists(plan, role) else None
             if role.stage > 0:
                 self._add(Stream.ACTIVATION, role, plan.owner(layout.predecessor(role)), owner)
+                self._add_others(plan, Stream.ACTIVATION, role, layout.predecessor(role))
             if role.stage < layout.stages - 1:
                 self._add(Stream.GRADIENT, role, plan.owner(layout.successor(role)), owner)
+                self._add_others(plan, Stream.GRADIENT, role, layout.successor(role))
                 if helper is not None and shadow_gradients:
-                    self._add(Stream.SHADOW_GRADIENT, role, plan.owner(layout.successor(role)), helper)
+                    self._add(Stream.SHADOW_GRADIENT, role, plan.computers(layout.successor(role))[0], helper)
+            lent = plan.lending(role)
+            if lent is not None and shadow is not None:
+                front, rear = plan.computers(role)
+                self._add(Stream.INNER_ACTIVATION, role, front, rear)
+                self._add(Stream.INNER_GRADIENT, role, rear, front)
+                self._add(Stream.CHANGES, role, owner, shadow)
+                self._add(Stream.PART, role, shadow, owner)
+                # It loads micro-batches, if its part is at an end of the pipeline.
+                helper = shadow if role.stage == (0 if lent.side == "front" else layout.stages - 1) else None
             if shadow is not None:
                 self._add(Stream.REPLICA, role, owner, shadow)
                 self._add(Stream.STATE, role, owner, shadow)
@@ -108,7 +134,18 @@ class Lanes:
                 self.shards[role, member] = Lane(self._count(), plan.owner(role), member, name)
 
     def _count(self) -> int:
-        return len(self.streams) + len(self.constructions) + len(self.shards) + len(self.told)
+        return len(self.streams) + len(self.others) + len(self.constructions) + len(self.shards) + len(self.told)
+
+    def _add_others(self, plan: Plan, stream: Stream, role: Role, source: Role) -> None:
+        """Between members of which one computes a part of ``role`` or of ``source`` as its shadow."""
+        forward = stream is Stream.ACTIVATION
+        senders = {plan.owner(source), plan.computers(source)[-1 if forward else 0]}
+        receivers = {plan.owner(role), plan.computers(role)[0 if forward else -1]}
+        for sender in sorted(senders):
+            for receiver in sorted(receivers):
+                if (sender, receiver) != (plan.owner(source), plan.owner(role)):
+                    name = f"{stream.name.lower()} {role} {sender} {receiver}"
+                    self.others[stream, role, sender, receiver] = Lane(self._count(), sender, receiver, name)
 
     def _add(self, stream: Stream, role: Role, source: str, destination: str) -> None:
         self.streams[stream, role] = Lane(self._count(), source, destination, f"{stream.name.lower()} {role}")
@@ -119,6 +156,13 @@ class Lanes:
 
     def __getitem__(self, key: tuple[Stream, Role]) -> Lane:
         return self.streams[key]
+
+    def between(self, stream: Stream, role: Role, source: str, destination: str) -> Lane:
+        """The lane of activations or gradients to ``role`` between two of the members that may compute."""
+        lane = self.streams[stream, role]
+        if (lane.source, lane.destination) == (source, destination):
+            return lane
+        return self.others[stream, role, source, destination]
 
     def get(self, key: tuple[Stream, Role]) -> Lane | None:
         """The lane, if the plan has it."""
@@ -144,7 +188,8 @@ class Lanes:
 
     def all(self) -> list[Lane]:
         """Every lane."""
-        return [*self.streams.values(), *self.constructions.values(), *self.shards.values(), *self.told.values()]
+        chosen = self.constructions.values(), self.shards.values(), self.told.values()
+        return [*self.streams.values(), *self.others.values(), *chain.from_iterable(chosen)]
 
 
 class RehearsalLanes(Lanes):
@@ -159,7 +204,7 @@ class RehearsalLanes(Lanes):
         """Args:
         plan: the plan, without unheld roles.
         """
-        self.streams, self.constructions, self.shards, self.told = {}, {}, {}, {}
+        self.streams, self.others, self.constructions, self.shards, self.told = {}, {}, {}, {}, {}
         self.reports: dict[Role, Lane] = {}
         self.roles: list[Role] = []
         layout = plan.world
@@ -168,7 +213,8 @@ class RehearsalLanes(Lanes):
             if shadow is None:
                 continue
             self.reports[role] = Lane(self._count(), plan.owner(role), shadow, f"report {role}")
-            if not assists(plan, role):
+            beside = (layout.predecessor(role), layout.successor(role))
+            if not assists(plan, role) or any(plan.lending(other) for other in beside):
                 continue
             self.roles.append(role)
             if role.stage > 0:
@@ -178,6 +224,10 @@ class RehearsalLanes(Lanes):
 
     def _count(self) -> int:
         return super()._count() + len(self.reports)
+
+    def between(self, stream: Stream, role: Role, source: str, destination: str) -> Lane:
+        """The lane to the shadow of ``role``, whoever computes it."""
+        return self.streams[stream, role]
 
     def all(self) -> list[Lane]:
         """Every lane."""

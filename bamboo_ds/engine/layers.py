@@ -211,6 +211,19 @@ class Layers:
         self.changes.follow(*given["changes"])
 
 
+def merged(mine: Tree, theirs: Tree, names: Collection[str]) -> Tree:
+    """What :meth:`Layers.capture` gave here, but of layers called ``names`` what it gave elsewhere."""
+
+    def of(name: str, whole: bool) -> Tree:
+        return theirs if (name if whole else name.rpartition(".")[0]) in names else mine
+
+    found = dict(mine)
+    for kind, whole in (("buffers", False), ("extra", True), ("numbers", True)):
+        either = {**mine[kind], **theirs[kind]}
+        found[kind] = {name: of(name, whole)[kind][name] for name in either if name in of(name, whole)[kind]}
+    return found
+
+
 def newer(now: Numbers, before: Numbers) -> Numbers:
     """Those of ``now`` that are not the same in ``before``."""
     found = {}

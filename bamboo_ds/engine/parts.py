@@ -24,6 +24,7 @@ from .construction import Construction, Snapshots
 from .copies import Copies
 from .data import Batches, Dataset
 from .deepspeed_adapter import DeepSpeedAdapter
+from .division import Division
 from .evaluation import Evaluation
 from .exactness import ExactChecks
 from .flags import FLAGS, flags_here
@@ -82,7 +83,8 @@ class Parts:
 
         # What is shared.
         self.groups = groups = RoleGroups(session, layout)
-        local = StageRuntime(layout.role(ds.global_rank), owned=not channel.joiner)
+        role = layout.role(ds.global_rank)
+        local = StageRuntime(role, owned=not channel.joiner, blocks=layout.blocks_of(role.stage))
         self.binding = binding = RuntimeBinding(engine, local)
         local.layers, local.optimizer = Layers(local.module), stage_optimizer(ds, groups, local)
         self.epoch = epoch = CurrentEpoch(job, layout, mode.eager_backward)
@@ -116,6 +118,7 @@ class Parts:
         )
         retains = mode.replicas or layout.slices > 1
         self.boundaries = boundaries = Boundaries(ds, binding, epoch, progress, idle, retains)
+        self.division = division = Division(ds, binding, epoch, progress, boundaries, reduction)
         self.redundant = redundant = RedundantPasses(
             ds, redundancy, mode, binding, epoch, progress, batches, passes, boundaries, idle, checks
         )
@@ -150,7 +153,7 @@ class Parts:
 
         # What the script calls.
         self.training = Training(
-            *(ds, redundancy, mode, binding, epoch, progress, supply, replay, takeover, redundant),
+            *(ds, redundancy, mode, binding, epoch, progress, supply, replay, takeover, division, redundant),
             *(commits, steps, replication, copies, checks, saves, history, beats),
         )
         self.evaluation = Evaluation(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +26,9 @@ from .rng import Drawing, seeded_layers
 from .runtime import RuntimeBinding, StageRuntime
 from .slices import SlicedPasses
 
+#: Number of a stage that is neither a pipeline's first nor its last one.
+_INNER = -1
+
 
 @dataclass(eq=False)
 class Passes:
@@ -41,14 +46,30 @@ class Passes:
     checks: ExactChecks
     _loading: int = field(default=0, init=False)
 
-    def use_role(self, role: Role) -> None:
-        """Bind the runtime of ``role``."""
-        self.binding.use(self.binding.runtimes[role])
+    def use_role(self, role: Role, part: int = 0) -> None:
+        """Bind the runtime of ``role``; passes act on the part of it that begins with block ``part``."""
+        runtime = self.binding.use(self.binding.runtimes[role])
+        self.ds.pipe_buffers = runtime.choose(part).buffers
+
+    @contextmanager
+    def _in_part(self, runtime: StageRuntime) -> Iterator[None]:
+        """In the body DeepSpeed takes the current part of the bound ``runtime`` for a stage."""
+        if not runtime.divided:
+            yield
+            return
+        stage = self.ds.stage_id
+        first, last = runtime.at_ends(runtime.part, self.layout.stages)
+        self.ds.stage_id = 0 if first else self.layout.stages - 1 if last else _INNER
+        try:
+            yield
+        finally:
+            self.ds.stage_id = stage
 
     def load(self, buffer_id: int) -> None:
         """Load what the bound role needs of a micro-batch: inputs at the first stage, labels at the last one."""
         self._loading = buffer_id
-        self.ds.load_micro_batch(buffer_id)
+        with self._in_part(self.binding.current):
+            self.ds.load_micro_batch(buffer_id)
 
     def next_batch(self) -> Any:
         """The batch that DeepSpeed asks for while it loads."""
@@ -62,6 +83,7 @@ class Passes:
     def forward(self, buffer_id: int) -> None:
         """The forward pass of a micro-batch; passes of a role come in the order of its micro-batches."""
         runtime = self.binding.current
+        part = runtime.part
         if self.progress.evaluating:
             with (
                 self.slices.among(),
@@ -70,8 +92,8 @@ class Passes:
             ):
                 self.ds.forward_pass(buffer_id)
             return
-        if buffer_id != runtime.forwards:
-            raise ProtocolError(f"forward {buffer_id} of role {runtime.role} comes after {runtime.forwards} forwards")
+        if buffer_id != part.forwards:
+            raise ProtocolError(f"forward {buffer_id} of role {runtime.role} comes after {part.forwards} forwards")
         begin = time.perf_counter()
         begin_forward()
         self._note_layers(runtime)
@@ -80,50 +102,56 @@ class Passes:
             self.generators.keyed(Drawing.FORWARD, runtime, buffer_id),
             seeded_layers(self.ds.module, self.progress.consumed + buffer_id),
             self.checks.watching(runtime, buffer_id),
+            runtime.stage.computing(part.begin, part.end, self.generators.blocks(runtime, buffer_id)),
+            self._in_part(runtime),
         ):
             self.ds.forward_pass(buffer_id)
-        if self.ds.is_last_stage():
+        if self._at_ends(runtime)[1]:
             # Redundant forwards run ahead of their backwards, so each micro-batch keeps its own loss.
-            runtime.micro_losses[buffer_id] = self.ds.loss
+            part.micro_losses[buffer_id] = self.ds.loss
         else:
-            runtime.activations[buffer_id] = _detached(self.ds.pipe_buffers["outputs"][buffer_id])
-        runtime.forwards += 1
+            part.activations[buffer_id] = _detached(self.ds.pipe_buffers["outputs"][buffer_id])
+        part.forwards += 1
         self.idle.record((runtime.role, "forward"), time.perf_counter() - begin)
 
     def backward(self, buffer_id: int) -> None:
         """The backward pass of a micro-batch, whose gradients go into the role's sums."""
         runtime = self.binding.current
-        if buffer_id != runtime.backwards:
-            raise ProtocolError(
-                f"backward {buffer_id} of role {runtime.role} comes after {runtime.backwards} backwards"
-            )
+        part, (first, last) = runtime.part, self._at_ends(runtime)
+        if buffer_id != part.backwards:
+            raise ProtocolError(f"backward {buffer_id} of role {runtime.role} comes after {part.backwards} backwards")
         begin = time.perf_counter()
-        if self.ds.is_last_stage():
-            self.ds.loss = runtime.micro_losses.pop(buffer_id)
+        if last:
+            self.ds.loss = part.micro_losses.pop(buffer_id)
         with (
             self.slices.in_pass(keeps=True),
             self.generators.keyed(Drawing.BACKWARD, runtime, buffer_id),
             seeded_layers(self.ds.module),
+            self._in_part(runtime),
         ):
             self.ds.backward_pass(buffer_id)
-        if self.ds.is_last_stage():
+        if last:
             self.ds.loss = self.ds.loss.detach()
         buffers = self.ds.pipe_buffers
         # DeepSpeed frees the outputs of inner stages only.
         buffers["outputs"][buffer_id] = None
         inputs, buffers["inputs"][buffer_id] = buffers["inputs"][buffer_id], None
-        if not self.ds.is_first_stage():
-            runtime.gradients[buffer_id] = _input_gradients(inputs)
-        runtime.backwards += 1
-        runtime.saved.pop(buffer_id, None)
+        if not first:
+            part.gradients[buffer_id] = _input_gradients(inputs)
+        part.backwards += 1
+        part.saved.pop(buffer_id, None)
         self.idle.record((runtime.role, "backward"), time.perf_counter() - begin)
+
+    def _at_ends(self, runtime: StageRuntime) -> tuple[bool, bool]:
+        return runtime.at_ends(runtime.part, self.layout.stages)
 
     def _note_layers(self, runtime: StageRuntime) -> None:
         """The first pass of an iteration begins: keep what later passes change of what the layers keep.
 
-        Those of slices and of replicas may be done again from the first one on.
+        Those of slices, of replicas and of parts may be done again from the first one on.
         """
-        if (self.layout.slices > 1 or not runtime.owned) and runtime.first_layers is None:
+        again = self.layout.slices > 1 or not runtime.owned or runtime.divided
+        if again and runtime.first_layers is None:
             runtime.first_layers = copied(runtime.layers.capture())
 
 

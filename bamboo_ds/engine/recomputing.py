@@ -49,21 +49,21 @@ def release_cache(device: torch.device) -> None:
 
 @contextmanager
 def counting_saved_bytes(runtime: StageRuntime, micro_batch: int) -> Iterator[None]:
-    """Count what the forward pass in the body keeps for its backward pass, in ``runtime.saved``.
+    """Count what the forward pass in the body keeps for its backward pass, in its part's ``saved``.
 
     That are the tensors that autograd saves, but parameters and what is counted already; of checkpointed layers the
     inputs.
     """
     module: Any = runtime.module
     seen = {p.untyped_storage().data_ptr() for p in module.parameters()}
-    checkpoint = module.activation_checkpoint_func
-    runtime.saved[micro_batch] = 0
+    checkpoint, saved = module.activation_checkpoint_func, runtime.part.saved
+    saved[micro_batch] = 0
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in seen:
             seen.add(storage.data_ptr())
-            runtime.saved[micro_batch] += storage.nbytes()
+            saved[micro_batch] += storage.nbytes()
         return tensor
 
     def counted(function: Any, *inputs: Any) -> Any:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ..comm.transport import Transport
-from ..schedule import Decision, RoleProgress
+from ..schedule import Decision
 from ..topology import Layout, Plan, Role
 from .commit import Committed
 from .lanes import Lanes
@@ -147,5 +147,5 @@ class Progress:
 
     def go_on_from(self, decision: Decision) -> None:
         """The next operation begins as ``decision`` of a recovery between two operations says."""
-        begun = any(done != RoleProgress() for done in decision.progress.values())
+        begun = any(done.begun for done in decision.progress.values())
         self.pending = decision if begun or decision.behind or decision.mode == "commit" else None

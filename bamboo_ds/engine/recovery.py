@@ -19,7 +19,7 @@ from .committing import Commits
 from .copies import Copies
 from .deepspeed_adapter import DeepSpeedAdapter
 from .exactness import ExactChecks
-from .handshake import MemberReport, Reports, RoleReport, ScriptReport, decision_of
+from .handshake import MemberReport, PartReport, Reports, RoleReport, ScriptReport, decision_of
 from .history import History
 from .joining import Joining
 from .operation import Operation
@@ -111,7 +111,7 @@ class RecoveryProtocol:
     def _decide(self, plan: Plan, reports: Reports) -> Decision:
         """The same decision on all members, and what follows from it for what they do besides the operation."""
         self._check_setup(plan, reports)
-        decision = decision_of(reports, self.epoch.layout, self.ds.micro_batches, self.tied_stages)
+        decision = decision_of(reports, plan, self.ds.micro_batches, self.tied_stages)
         self.announcements.check(plan, reports, decision)
         self.collectives.agree({m: report.script_facts() for m, report in reports.items()}, decision.step)
         self.copies.begin(plan, reports, decision.step)
@@ -146,11 +146,11 @@ class RecoveryProtocol:
 
     def report(self) -> MemberReport:
         """What this member tells the others."""
+        layout = self.epoch.layout
         roles = [
             RoleReport(
                 role=(runtime.role.pipeline, runtime.role.stage),
-                forwards=0 if runtime.partial_pass else runtime.forwards,
-                backwards=0 if runtime.partial_pass else runtime.backwards,
+                parts=_told(runtime) if runtime.begun and not runtime.partial_pass else (),
                 reduced=self.commits.is_complete(runtime),
                 state_only=runtime.role in self.progress.taken_over,
                 changes=replace(runtime.layers.changes),
@@ -161,6 +161,8 @@ class RecoveryProtocol:
             step=self.progress.sequence,
             entered=self.progress.entered,
             roles=tuple(roles),
+            helped=tuple((layout.rank(each.role), part) for each in self.binding.helped() for part in _told(each)),
+            spent=tuple(layout.rank(replica.role) for replica in self.binding.replicas() if replica.spent),
             commit=self.progress.vector,
             received=self.supply.batches.received,
             repeatable=self.operation is None or self.operation.repeatable(),
@@ -198,11 +200,15 @@ class RecoveryProtocol:
             if runtime is None or not (runtime.owned or runtime.valid):
                 runtime = self._clone(role, plan)
             if not runtime.owned:
-                logger.warning("taking over role %s with %d forwards done", role, runtime.forwards)
-                runtime.owned = True
+                logger.warning("taking over role %s with %d forwards done", role, runtime.part.forwards)
+                runtime.owned, runtime.helps = True, False
+                self.progress.taken_over.add(role)
+            elif runtime.divided and runtime.begun and plan.lending(role) is None:
+                logger.warning("taking over a part of role %s, which its shadow has computed", role)
                 self.progress.taken_over.add(role)
         for role in [r for r in runtimes if r not in owned]:
             if role in followed and (runtimes[role].owned or runtimes[role].valid):
+                runtimes[role].helps |= runtimes[role].owned and runtimes[role].divided
                 runtimes[role].owned = False
             else:
                 self.binding.drop(role)
@@ -248,7 +254,7 @@ class RecoveryProtocol:
         self.binding.refresh()
         for runtime in self.binding.owned():
             known = progress[runtime.role]
-            same = (known.forwards, known.backwards) == (runtime.forwards, runtime.backwards)
+            same = all(part.progress() in known.parts for part in runtime.parts if part.begun)
             if not (known.reduced or (same and not runtime.partial_pass)):
                 logger.info("role %s begins the iteration again with its other slices", runtime.role)
                 runtime.begin_again()
@@ -266,8 +272,18 @@ class RecoveryProtocol:
                 continue
             if role.stage < self.epoch.layout.stages - 1:
                 seen = decision.progress[self.epoch.layout.successor(role)]
-                forwards += max(0, (micro_batches if seen.reduced else seen.forwards) - own.forwards)
+                used = micro_batches if seen.reduced else seen.parts[0].forwards
+                forwards += max(0, used - own.parts[-1].forwards)
             if role.stage > 0:
                 seen = decision.progress[self.epoch.layout.predecessor(role)]
-                backwards += max(0, (micro_batches if seen.reduced else seen.backwards) - own.backwards)
+                used = micro_batches if seen.reduced else seen.parts[-1].backwards
+                backwards += max(0, used - own.parts[0].backwards)
         return forwards, backwards
+
+
+def _told(runtime: StageRuntime) -> tuple[PartReport, ...]:
+    """The parts of a stage that are computed here."""
+    return tuple(
+        PartReport(begin=part.begin, end=part.end, forwards=part.forwards, backwards=part.backwards)
+        for part in runtime.parts
+    )

@@ -40,7 +40,7 @@ class Reduction:
         for each in roles:
             self.binding.use(each)
             places = {id(p): i for i, p in enumerate(each.trainable())}
-            sums = each.optimizer.local() if each.role.stage in self.tied_stages else []
+            sums = self._sums(each) if each.role.stage in self.tied_stages else []
             for key, attribute, weight in tied_weights(self.ds.module):
                 place = places.get(id(weight))
                 if place is not None:
@@ -73,7 +73,8 @@ class Reduction:
             check_gradients(each.module)
             sums.append(self.local_sums(each))
             if self.ds.is_last_stage():
-                each.reduced_loss = self.losses()
+                told = each.received_part.losses if each.received_part is not None else None
+                each.reduced_loss = self.losses() if told is None else told
         # Even one pipeline alone reduces: in another precision the sums are rounded.
         rounds = any(g.dtype != self.ds.communication_data_type for g in sums[0])
         if (self.ds.is_data_parallel or rounds) and self.ds.reduces_gradients:
@@ -88,13 +89,28 @@ class Reduction:
 
     def local_sums(self, runtime: StageRuntime) -> list[torch.Tensor]:
         """What the bound ``runtime`` gives to the reduction over the pipelines."""
-        sums = runtime.optimizer.local()
+        sums = self._sums(runtime)
         if not runtime.tied:
             return sums
         parameters = runtime.trainable()
         found = runtime.optimizer.replaced(sums, {id(parameters[i]): total for i, total in runtime.tied.items()})
         runtime.tied.clear()
         return found
+
+    def _sums(self, runtime: StageRuntime) -> list[torch.Tensor]:
+        """Sums over the micro-batches of the bound ``runtime`` and of its shadow, if that has computed a part of it."""
+        sums = self.own_sums(runtime)
+        return (
+            sums if runtime.received_part is None else runtime.optimizer.replaced(sums, runtime.received_part.gradients)
+        )
+
+    def own_sums(self, runtime: StageRuntime) -> list[torch.Tensor]:
+        """Sums of the bound ``runtime`` alone. What it has not computed is zero, and goes on being nothing."""
+        without = [p for p in runtime.trainable() if p.grad is None]
+        sums = runtime.optimizer.local()
+        for parameter in without:
+            parameter.grad = None
+        return sums
 
     def losses(self) -> torch.Tensor:
         """Mean loss and mean additional losses of the bound role's pipeline, as float64."""

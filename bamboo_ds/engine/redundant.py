@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
+from ..comm.transport import Payload
 from ..config import RedundancyConfig, RedundancyMode
 from ..topology import Role
 from .boundaries import Boundaries, as_leaves
@@ -57,13 +58,14 @@ class RedundantPasses:
             role: whose reduced gradients are awaited.
         """
         current, lanes = self.binding.current.role, self.epoch.lanes
-        place: tuple[Any, ...]
+        place: Hashable
         if awaits == "replica":
             assert role is not None
             lane, place = lanes.replica(role, self.epoch.member), (role, awaits, None)
         else:
-            stream = Stream.ACTIVATION if awaits == "activation" else Stream.GRADIENT
-            lane, place = lanes[stream, current], (current, awaits, buffer_id)
+            coming = self.boundaries.incoming(awaits)
+            assert coming is not None and buffer_id is not None
+            lane, place = coming, self.boundaries.place(awaits, buffer_id)
         begin = self.boundaries.begin_wait(place)
         while not self.epoch.transport.ready(lane):
             work = self._next()
@@ -89,17 +91,20 @@ class RedundantPasses:
         plan, transport = self.epoch.plan, self.epoch.transport
         for replica in self.binding.replicas():
             role = replica.role
-            if replica.reduced is not None or not (self.epoch.shadows(role) and assists(plan, role)):
+            if replica.reduced is not None or replica.helps or replica.divided:
                 continue
-            m, last = replica.backwards, role.stage == self.ds.num_stages - 1
-            if self.mode.eager_backward and not self.progress.resumed and m < replica.forwards:
+            if not (self.epoch.shadows(role) and assists(plan, role)):
+                continue
+            done, last = replica.part, role.stage == self.ds.num_stages - 1
+            m = done.backwards
+            if self.mode.eager_backward and not self.progress.resumed and m < done.forwards:
                 lane = self.epoch.lanes.get((Stream.SHADOW_GRADIENT, role))
                 if last or (lane is not None and transport.ready(lane)):
                     return replica, "backward"
-            m = replica.forwards
+            m = done.forwards
             if m >= self.ds.micro_batches or self._over_budget(replica):
                 continue
-            if role.stage > 0 and m not in self.binding.runtimes[plan.world.predecessor(role)].activations:
+            if role.stage > 0 and m not in self._inputs(role):
                 continue
             batches = self.batches[role.pipeline]
             if role.stage == 0 and not batches.ready(m, "inputs"):
@@ -109,11 +114,15 @@ class RedundantPasses:
             return replica, "forward"
         return None
 
+    def _inputs(self, role: Role) -> dict[int, Payload]:
+        """Outputs of the stage before ``role``, by micro-batch, as far as this member has computed them."""
+        return self.binding.runtimes[self.epoch.plan.world.predecessor(role)].parts[-1].activations
+
     def _over_budget(self, replica: StageRuntime) -> bool:
-        if not any(each.forwards for each in self.binding.replicas()):  # the first one of this iteration
+        if not any(each.part.forwards for each in self.binding.replicas()):  # the first one of this iteration
             setting = self.settings.memory_budget_mb
             self._budget = default_budget(self.ds.device) if setting is None else setting * 2**20
-        return self._budget is not None and sum(replica.saved.values()) >= self._budget
+        return self._budget is not None and sum(replica.part.saved.values()) >= self._budget
 
     def run(self, replica: StageRuntime, kind: str) -> None:
         """Run a redundant pass. If it exhausts the device's memory there are none any more in this iteration."""
@@ -122,14 +131,14 @@ class RedundantPasses:
             self._run(replica, kind)
         except torch.OutOfMemoryError as error:
             self._exhausted = True
-            dropped, reason = replica.forwards, str(error).splitlines()[0]
-        self.binding.use(before)
+            dropped, reason = replica.part.forwards, str(error).splitlines()[0]
+        self.passes.use_role(before.role, before.part.begin)
         if not self._exhausted:
             return
         # Here, where the traceback does not hold the pass's tensors any more.
         self.binding.refresh()
         for each in self.binding.replicas():
-            if each.reduced is None:
+            if each.reduced is None and not each.helps:
                 each.begin_again()
         self.binding.reload()
         release_cache(self.ds.device)
@@ -147,18 +156,16 @@ class RedundantPasses:
     def _run(self, replica: StageRuntime, kind: str) -> None:
         role = replica.role
         if kind == "backward":
-            m = replica.backwards
-            self.binding.use(replica)
+            m = replica.part.backwards
+            self.passes.use_role(role)
             if not self.ds.is_last_stage():
                 lane = self.epoch.lanes[Stream.SHADOW_GRADIENT, role]
                 self.ds.grad_layer = self.epoch.transport.recv(lane, m)
             self.passes.backward(m)
             return
-        m = replica.forwards
-        source = None
-        if role.stage > 0:
-            source = self.binding.runtimes[self.epoch.plan.world.predecessor(role)].activations[m]
-        self.binding.use(replica)
+        m = replica.part.forwards
+        source = self._inputs(role)[m] if role.stage > 0 else None
+        self.passes.use_role(role)
         if role.stage > 0:
             self.ds.pipe_buffers["inputs"][m] = as_leaves(source)
         if role.stage in (0, self.ds.num_stages - 1):

@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..state import Tree, join, split
+from ..state import Tree
 from ..topology import Role
 from .boundaries import Boundaries
 from .commit import Measured
 from .construction import Construction
+from .division import packed, unpacked
 from .mismatches import Mismatches
 from .records import CurrentEpoch, Progress
 from .runtime import RuntimeBinding, StageRuntime
@@ -43,7 +44,9 @@ class Replication:
         runtime = self.binding.current
         assert runtime.reduced is not None and runtime.measured is not None
         check = -1 if runtime.checksum is None else runtime.checksum
-        parts = runtime.parts if check >= 0 and self.mismatches.has(runtime.role, self.progress.steps) else []
+        parts = (
+            runtime.tensor_checksums if check >= 0 and self.mismatches.has(runtime.role, self.progress.steps) else []
+        )
         trained = runtime.trains() if runtime.trained else []
         counts = (check, len(runtime.reduced), len(parts), len(trained))
         header = torch.tensor([*counts, *parts, *trained, *runtime.checksums()], dtype=torch.int64)
@@ -51,7 +54,7 @@ class Replication:
         changed = self.progress.changed if runtime is self.binding.local else ()
         # An heir that has done no passes of its own passes on what the lost owner's layers keep.
         kept = runtime.received_layers
-        places, *layers = _packed(runtime.layers.capture(changed) if kept is None else kept)
+        places, *layers = packed(runtime.layers.capture(changed) if kept is None else kept)
         measured = torch.tensor([runtime.measured.overflow, *runtime.measured.squares], dtype=torch.float64)
         payload = (header, measured, loss, places, *runtime.reduced, *layers)
         for lane in self.epoch.lanes.replicas(runtime.role):
@@ -67,7 +70,7 @@ class Replication:
         parts, trained, consumed = numbers[:parted], numbers[parted : parted + changed], numbers[parted + changed :]
         trained = [bool(each) for each in trained]
         reduced = tensors[:count]
-        layers = _unpacked(places, tensors[count:])
+        layers = unpacked(places, tensors[count:])
         self.epoch.transport.take(self.epoch.lanes.told[role, self.epoch.member])  # the same
         construction = self.constructions.get(role)
         if construction is not None:
@@ -88,14 +91,14 @@ class Replication:
     def send_layers(self, role: Role, layers: Tree | None) -> None:
         """Send what the layers of ``role`` keep after an evaluation; ``None``: what they have kept before."""
         for lane in self.epoch.lanes.replicas(role):
-            self.epoch.transport.send(lane, self.progress.sequence, () if layers is None else _packed(layers))
+            self.epoch.transport.send(lane, self.progress.sequence, () if layers is None else packed(layers))
 
     def receive_layers(self, role: Role) -> Tree | None:
         """Receive the same."""
         lane = self.epoch.lanes.replica(role, self.epoch.member)
         payload = self.epoch.transport.recv(lane, self.progress.sequence)
         assert isinstance(payload, tuple)
-        return _unpacked(payload[0], payload[1:]) if payload else None
+        return unpacked(payload[0], payload[1:]) if payload else None
 
     def _compare(self, replica: StageRuntime, expected: int, parts: Sequence[int]) -> None:
         """Compare the replica with its owner's checksum, and with those of its tensors where they are told."""
@@ -105,7 +108,9 @@ class Replication:
             return
         replica.valid = False
         names = [name for name, _ in replica.named_tensors()]
-        differ = [n for n, own, other in zip(names, replica.parts, parts, strict=False) if own != other][:_NAMED]
+        differ = [n for n, own, other in zip(names, replica.tensor_checksums, parts, strict=False) if own != other][
+            :_NAMED
+        ]
         self.differing[replica.role] = differ
         self.epoch.channel.event(
             "replica_mismatch",
@@ -146,12 +151,3 @@ class Replication:
                     runtime.optimizer.fill(self.epoch.layout.copy_of(role), shards[role])
             runtime.stale = False
         transport.drain()
-
-
-def _packed(tree: Tree) -> tuple[torch.Tensor, ...]:
-    text, tensors = split(tree)
-    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8), *tensors
-
-
-def _unpacked(places: torch.Tensor, tensors: Sequence[torch.Tensor]) -> Tree:
-    return join(places.cpu().numpy().tobytes().decode(), tensors)

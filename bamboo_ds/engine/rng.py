@@ -37,13 +37,15 @@ class Drawing(str, Enum):
     EVALUATION = "evaluation"
 
 
-def drawing_seed(drawing: Drawing, seed: int, step: int, role: Role, micro_batch: int = 0) -> int:
+def drawing_seed(drawing: Drawing, seed: int, step: int, role: Role, micro_batch: int = 0, block: int = 0) -> int:
     """Seed of one pass or step; equal for a role's owner and its shadow, different for any other.
+
+    In a forward pass every block of the stage has a seed of its own.
 
     ``seed`` is torch's: any number of 64 bits where the script has set none.
     """
     place = struct.pack("<Qqqqq", seed % 2**64, step, role.pipeline, role.stage, micro_batch)
-    return _hashed(place + drawing.value.encode())
+    return _hashed(place + (f"block {block}" if block else drawing.value).encode())
 
 
 def _hashed(key: bytes) -> int:
@@ -69,14 +71,7 @@ def keyed_generators(seed: int, device: torch.device, number: int = 0, others: b
     cuda = torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else None
     cuda_before = cuda.get_state() if cuda is not None else None
     tracked = [(tracker, states) for tracker in _trackers() if (states := tracker.get_states())]
-    cpu.manual_seed(seed)
-    if others:
-        random.seed(seed)
-        numpy.random.seed(seed & 0xFFFFFFFF)
-    if cuda is not None:
-        cuda.manual_seed(seed)
-    for tracker, states in tracked:
-        tracker.set_states({name: _state(seed, f"{name}/{number}" if number else name, device) for name in states})
+    seed_generators(seed, device, number, others)
     try:
         yield
     finally:
@@ -88,6 +83,20 @@ def keyed_generators(seed: int, device: torch.device, number: int = 0, others: b
             cuda.set_state(cuda_before)
         for tracker, states in tracked:
             tracker.set_states(states)
+
+
+def seed_generators(seed: int, device: torch.device, number: int = 0, others: bool = True) -> None:
+    """Seed the generators that :func:`keyed_generators` names."""
+    torch.default_generator.manual_seed(seed)
+    if others:
+        random.seed(seed)
+        numpy.random.seed(seed & 0xFFFFFFFF)
+    if device.type == "cuda":
+        torch.cuda.default_generators[device.index or 0].manual_seed(seed)
+    for tracker in _trackers():
+        names = list(tracker.get_states())
+        if names:
+            tracker.set_states({name: _state(seed, f"{name}/{number}" if number else name, device) for name in names})
 
 
 def _trackers() -> list[Any]:
@@ -117,13 +126,18 @@ def left_alone() -> Iterator[None]:
 def keyed_attributes(generators: Sequence[tuple[str, Any]], seed: int) -> Iterator[None]:
     """Run the body with ``generators``, named ones, seeded by ``seed`` and their names; restore their states."""
     before = [_state_of(generator) for _, generator in generators]
-    for name, generator in generators:
-        _seed(generator, _hashed(struct.pack("<q", seed) + name.encode()))
+    seed_attributes(generators, seed)
     try:
         yield
     finally:
         for (_, generator), state in zip(generators, before, strict=True):
             _set_state(generator, state)
+
+
+def seed_attributes(generators: Sequence[tuple[str, Any]], seed: int) -> None:
+    """Seed ``generators`` by ``seed`` and their names."""
+    for name, generator in generators:
+        _seed(generator, _hashed(struct.pack("<q", seed) + name.encode()))
 
 
 def _state_of(generator: Any) -> Any:

@@ -10,13 +10,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from ..comm.transport import Payload
+from ..schedule import PartProgress
 from ..state import Tree
 from ..topology import Role
+from .blocks import StageBlocks
 from .commit import Measured
 from .layers import Layers
 from .optimizers import StageOptimizer
@@ -62,23 +65,74 @@ BOUND_ATTRIBUTES = (
 )
 
 
+@dataclass(eq=False)
+class Part:
+    """What this member has done of a part of a stage in the current iteration; of all of it, mostly.
+
+    Attributes:
+        begin: its first block.
+        end: the first block behind it.
+        buffers: DeepSpeed's, by kind and micro-batch.
+        forwards: forward passes finished (redundant ones for a replica).
+        backwards: backward passes accumulated.
+        activations: outputs sent to the next part or stage, by micro-batch, detached. Kept until commit: they are what
+            its new owner needs.
+        gradients: gradients of the inputs, sent to the part or stage before, by micro-batch.
+        micro_losses: loss of each micro-batch between its forward and its backward (last stage).
+        saved: bytes that autograd has saved for redundant forwards of this iteration, by micro-batch, until their
+            backwards.
+    """
+
+    begin: int
+    end: int
+    buffers: dict[str, list[Any]]
+    forwards: int = 0
+    backwards: int = 0
+    activations: dict[int, Payload] = field(default_factory=dict)
+    gradients: dict[int, Payload] = field(default_factory=dict)
+    micro_losses: dict[int, torch.Tensor] = field(default_factory=dict)
+    saved: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def begun(self) -> bool:
+        """Whether a pass is done."""
+        return self.forwards > 0
+
+    def progress(self) -> PartProgress:
+        """The passes that are finished."""
+        return PartProgress(self.begin, self.forwards, self.backwards)
+
+
+@dataclass(frozen=True)
+class Lended:
+    """What the shadow of a role has computed of it, for the owner.
+
+    Attributes:
+        gradients: of trainable parameters, by ``id``.
+        losses: mean losses of the pipeline, if the part ends it.
+    """
+
+    gradients: dict[int, torch.Tensor]
+    losses: torch.Tensor | None
+
+
 @dataclass
 class StageRuntime:
     """One role on this member: as its owner, or as its shadow.
 
     Attributes:
         role: the role.
-        owned: whether this member computes the role; else it holds the role's replica.
+        owned: whether this member owns the role; else it holds the role's replica.
+        blocks: number of blocks of the stage.
+        helps: whether this member computes a part of the role as its shadow.
+        parts: what this member computes of the stage in this iteration, in the order of the layers; of a replica that
+            it computes nothing of for its owner: what it computes redundantly.
+        part: the one that passes act on.
         partial_pass: whether a loss has interrupted a pass that had changed something already.
         optimizer: carries out and copies its steps.
         layers: what the stage's layers keep besides their parameters.
         attributes: values of ``BOUND_ATTRIBUTES`` while the runtime is not bound.
-        forwards: forward passes finished in this iteration (redundant ones for a replica).
-        backwards: backward passes accumulated in this iteration.
-        activations: outputs sent to the next stage in this iteration, by micro-batch, detached. Kept until
-            commit: they are what the next stage's new owner needs.
-        gradients: gradients of the inputs, sent to the previous stage, by micro-batch.
-        micro_losses: loss of each micro-batch between its forward and its backward (last stage).
+        received_part: what the shadow has computed of an owned role, which is not in this member's own sums.
         tied: gradients of tied weights, summed over the stages that hold them, by place in the list of trainable
             parameters.
         reduced: what the optimizer step needs of the gradients after the data-parallel reduction; ``None`` until then.
@@ -90,26 +144,24 @@ class StageRuntime:
         received_layers: what the layers keep, which came with a replica's reduced gradients; applied at the step.
         trained: which parameters are trainable, where the script has changed that since the last iteration.
         checksum: of the state after the last step, if that step was one to verify.
-        parts: checksums of the single tensors, which ``checksum`` is made of.
+        tensor_checksums: of the single tensors, which ``checksum`` is made of.
         stale: the stage's other roles have stepped, and their shards of the parameters are not here yet.
         valid: whether a replica equals its owner; false between a failed check and the copy that mends it.
-        saved: bytes that autograd has saved for redundant forwards of this iteration, by micro-batch, until their
-            backwards.
         first_layers: what the layers kept before the first forward of this iteration, where passes may have to be done
             again from the first one on.
     """
 
     role: Role
     owned: bool
+    blocks: int = 1
+    helps: bool = False
+    parts: list[Part] = field(default_factory=lambda: [Part(0, 1, {})])
+    part: Part = field(init=False)
     partial_pass: bool = False
     attributes: dict[str, Any] = field(default_factory=dict)
     optimizer: StageOptimizer = field(init=False)
     layers: Layers = field(init=False)
-    forwards: int = 0
-    backwards: int = 0
-    activations: dict[int, Payload] = field(default_factory=dict)
-    gradients: dict[int, Payload] = field(default_factory=dict)
-    micro_losses: dict[int, torch.Tensor] = field(default_factory=dict)
+    received_part: Lended | None = None
     consumed: dict[int, int] = field(default_factory=dict)
     tied: dict[int, torch.Tensor] = field(default_factory=dict)
     reduced: list[torch.Tensor] | None = None
@@ -118,11 +170,13 @@ class StageRuntime:
     received_layers: Tree | None = None
     trained: list[bool] | None = None
     checksum: int | None = None
-    parts: list[int] = field(default_factory=list)
+    tensor_checksums: list[int] = field(default_factory=list)
     stale: bool = False
     valid: bool = True
-    saved: dict[int, int] = field(default_factory=dict)
     first_layers: Tree | None = None
+
+    def __post_init__(self) -> None:
+        self.part = self.parts[0]
 
     @property
     def module(self) -> torch.nn.Module:
@@ -161,20 +215,62 @@ class StageRuntime:
             yield f"buffer {name}", buffer
         yield from self.optimizer.named_tensors()
 
+    def choose(self, begin: int) -> Part:
+        """Passes act on the part that begins with block ``begin`` from now on; on the first one, if there is none."""
+        self.part = next((part for part in self.parts if part.begin == begin), self.parts[0])
+        return self.part
+
+    @cached_property
+    def stage(self) -> StageBlocks:
+        """The stage's blocks."""
+        return StageBlocks(self.module, self.blocks)
+
+    def at_ends(self, part: Part, stages: int) -> tuple[bool, bool]:
+        """Whether ``part`` begins and whether it ends a pipeline of so many stages."""
+        first, last = self.role.stage == 0, self.role.stage == stages - 1
+        return first and part.begin == 0, last and part.end == self.blocks
+
+    @property
+    def divided(self) -> bool:
+        """Whether the stage is not computed as one here."""
+        return len(self.parts) > 1 or not self.covers(0, self.blocks)
+
+    @property
+    def spent(self) -> bool:
+        """Whether passes of this iteration cannot be forgotten: what the layers kept before them is not known."""
+        return self.begun and self.first_layers is None
+
+    @property
+    def begun(self) -> bool:
+        """Whether a pass of this iteration is done."""
+        return any(part.begun for part in self.parts)
+
+    def covers(self, begin: int, end: int) -> bool:
+        """Whether a part consists of these blocks."""
+        return any((part.begin, part.end) == (begin, end) for part in self.parts)
+
+    def divide(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Compute these blocks. Parts that are there stay as they are; gradients of others must not be in the sums."""
+        buffers = next(iter(self.parts)).buffers
+        found = []
+        for begin, end in ranges:
+            same = next((part for part in self.parts if (part.begin, part.end) == (begin, end)), None)
+            found.append(same or Part(begin, end, {name: [None] * len(buffers[name]) for name in buffers}))
+        self.parts = found
+        self.part = found[0]
+
     def begin_iteration(self) -> None:
         """Forget everything of the iteration before. The runtime must not be bound."""
-        self.partial_pass = False
-        self.forwards = self.backwards = 0
-        self.activations.clear()
-        self.gradients.clear()
-        self.micro_losses.clear()
+        self.partial_pass = self.helps = False
+        self.parts = [Part(0, self.blocks, self.attributes["pipe_buffers"])]
+        self.part = self.parts[0]
+        self.received_part = None
         self.consumed.clear()
         self.tied.clear()
         self.reduced = None
         self.measured = None
         self.reduced_loss = None
         self.received_layers = None
-        self.saved.clear()
         self.first_layers = None
         buffers = self.attributes["pipe_buffers"]
         for name in buffers:
@@ -183,8 +279,10 @@ class StageRuntime:
 
     def begin_again(self) -> None:
         """Forget all passes of this iteration. The runtime must not be bound."""
-        layers = self.first_layers
+        layers, ranges, helps = self.first_layers, [(part.begin, part.end) for part in self.parts], self.helps
         self.begin_iteration()
+        self.divide(ranges)
+        self.helps = helps
         self.optimizer.clear()
         self.optimizer.abandon_pass()
         if layers is not None:
@@ -210,6 +308,7 @@ class RuntimeBinding:
         self.current = self.local = local
         self.runtimes: dict[Role, StageRuntime] = {local.role: local}
         self._save(local)
+        local.begin_iteration()
 
     def _save(self, runtime: StageRuntime) -> None:
         values = self._engine.__dict__
@@ -263,6 +362,10 @@ class RuntimeBinding:
     def owned(self) -> list[StageRuntime]:
         """Runtimes that this member owns, by (stage, pipeline)."""
         return sorted((r for r in self.runtimes.values() if r.owned), key=lambda r: (r.role.stage, r.role.pipeline))
+
+    def helped(self) -> list[StageRuntime]:
+        """Replicas a part of which this member computes for their owners, by (stage, pipeline)."""
+        return [runtime for runtime in self.replicas() if runtime.helps]
 
     def replicas(self) -> list[StageRuntime]:
         """Runtimes that are replicas, by (stage, pipeline)."""

@@ -95,8 +95,8 @@ class Steps:
         runtime.checksum = None
         if self.verify_every and self.ds.global_steps % self.verify_every == 0:
             self.binding.refresh()
-            runtime.parts = checksums(runtime)
-            runtime.checksum = combined(runtime.parts)
+            runtime.tensor_checksums = checksums(runtime)
+            runtime.checksum = combined(runtime.tensor_checksums)
 
     # -- the script's own role ----------------------------------------------------------------------------
 

@@ -79,12 +79,13 @@ class BatchSupply:
 
     def draw_ahead(self, micro_batches: int) -> None:
         """Draw now what others could otherwise wait for in vain: inputs, and all where no pass here draws in time."""
-        runtimes, last = self.binding.runtimes, self.epoch.layout.stages - 1
+        runtimes, stages = self.binding.runtimes, self.epoch.layout.stages
 
         def eager(pipeline: int) -> bool:
-            ends = (runtimes.get(Role(pipeline, stage)) for stage in (0, last))
+            ends = [runtimes[role] for stage in (0, stages - 1) if (role := Role(pipeline, stage)) in runtimes]
             # One that was taken over with its reduced gradients does no passes any more.
-            draws = any(end is not None and end.owned and end.reduced is None for end in ends)
+            passing = [end for end in ends if (end.owned or end.helps) and end.reduced is None]
+            draws = any(any(end.at_ends(part, stages)) for end in passing for part in end.parts)
             return pipeline in self._feeding or not draws
 
         self.batches.draw_ahead(micro_batches, eager)

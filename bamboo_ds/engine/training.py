@@ -20,6 +20,7 @@ from .commit import Committed, mean_over_copies, mean_over_pipelines
 from .committing import Commits
 from .copies import Copies
 from .deepspeed_adapter import DeepSpeedAdapter
+from .division import Division
 from .exactness import ExactChecks
 from .history import History
 from .operation import Outcome
@@ -51,6 +52,7 @@ class Training:
     supply: BatchSupply
     replay: Replay
     takeover: Takeover
+    division: Division
     redundant: RedundantPasses
     commits: Commits
     steps: Steps
@@ -119,6 +121,10 @@ class Training:
             runtime.module.train()
         self.progress.evaluating = False
         torch.clear_autocast_cache()  # within the script's own context it outlives steps, on each copy another time
+        for runtime in self.binding.runtimes.values():
+            self.binding.use(runtime)
+            self.ds.reserve_pipe_buffers(micro_batches)
+        self.division.begin(progress)
         self.supply.draw_ahead(micro_batches)
         program = member_program(
             self.epoch.plan,
@@ -127,9 +133,6 @@ class Training:
             progress,
             self.settings.placement.value if self.mode.eager_forward else "none",
         )
-        for runtime in self.binding.runtimes.values():
-            self.binding.use(runtime)
-            self.ds.reserve_pipe_buffers(micro_batches)
         self._execute(program, until_commit=True)
 
     def commit(self) -> None:
@@ -182,7 +185,7 @@ class Training:
         if not self.epoch.leads:
             return
         plan = self.epoch.plan
-        shadowed = sum(shadow is not None for shadow in plan.shadows)
+        shadowed = sum(shadow is not None for shadow in plan.shadows) - len(plan.lent)
         self.epoch.channel.event(
             "step",
             epoch=plan.epoch,

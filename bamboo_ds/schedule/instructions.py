@@ -17,12 +17,16 @@ Awaits = Literal["activation", "grad", "replica"]
 
 
 class UseRole(PipeInstruction):
-    """All following instructions act on the runtime of ``role``, which this member owns."""
+    """All following instructions act on the runtime of ``role``; passes on its part that begins with block ``part``.
+
+    This member owns the role, or computes that part of it as its shadow.
+    """
 
     role: Role
+    part: int
 
-    def __init__(self, role: Role) -> None:
-        super().__init__(role=role)
+    def __init__(self, role: Role, part: int = 0) -> None:
+        super().__init__(role=role, part=part)
 
 
 class FillBubble(PipeInstruction):
@@ -70,6 +74,38 @@ class ResendGrad(BufferOpInstruction):
 
     def __init__(self, buffer_id: int) -> None:
         super().__init__(buffer_id)
+
+
+class SendChanges(PipeInstruction):
+    """Send what the script has changed of the current role to its shadow, which computes a part of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+
+class RecvChanges(PipeInstruction):
+    """Receive the same of ``role``, before this member computes a part of it."""
+
+    role: Role
+
+    def __init__(self, role: Role) -> None:
+        super().__init__(role=role)
+
+
+class SendPart(PipeInstruction):
+    """Send the gradients of the part of ``role`` that this member has computed as its shadow, to its owner."""
+
+    role: Role
+
+    def __init__(self, role: Role) -> None:
+        super().__init__(role=role)
+
+
+class RecvPart(PipeInstruction):
+    """Receive the gradients of the part of the current role that its shadow has computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
 
 
 class SendReplica(PipeInstruction):

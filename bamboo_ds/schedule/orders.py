@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
 from heapq import heapify, heappop, heappush
 from types import MappingProxyType
@@ -10,12 +11,12 @@ from typing import Literal
 
 from ..errors import ProtocolError
 from ..topology import Layout, Role
-from .progress import Finished, RoleProgress, finished
+from .progress import Finished, Hosts, PartProgress, RoleProgress, finished
 
 #: A forward ("F") or backward ("B") pass of one micro-batch.
 Kind = Literal["F", "B"]
-#: One pass of one role: (role, kind, micro-batch).
-Work = tuple[Role, Kind, int]
+#: One pass of one role, or of a part of it: (role, kind, micro-batch, first block).
+Work = tuple[Role, Kind, int, int]
 
 
 def one_f_one_b(micro_batches: int, stages: int, stage: int) -> Iterator[tuple[Kind, int]]:
@@ -37,21 +38,23 @@ def one_f_one_b(micro_batches: int, stages: int, stage: int) -> Iterator[tuple[K
 
 def compute_order(
     layout: Layout,
-    owners: tuple[str, ...],
+    hosts: Hosts,
     micro_batches: int,
     progress: Mapping[Role, RoleProgress] | None = None,
     forward_cost: float = 1,
     backward_cost: float = 2,
 ) -> Mapping[str, tuple[Work, ...]]:
-    """Order of the passes that finish an iteration from ``progress``, for every owner.
+    """Order of the passes that finish an iteration from ``progress``, for every member that computes.
 
-    One list-scheduling simulation over all pipelines. Each role keeps its 1F1B order with the finished
-    passes removed; dependencies are ``F(s, m) <- F(s-1, m)`` and ``B(s, m) <- F(s, m), B(s+1, m)``; a member
-    does one pass at a time. Among the passes that can come next the one with the earliest start does; ties
-    go to backwards, then to the lower rank. A member with one role without progress gets exactly 1F1B.
+    What a member computes of successive stages is one *span*: it does the passes of all of it one after the other, as
+    if it were one stage. Pipelines are 1F1B over their spans. One list-scheduling simulation goes over all pipelines.
+    Each span keeps its 1F1B order with the finished passes removed; dependencies are ``F(s, m) <- F(s-1, m)`` and
+    ``B(s, m) <- F(s, m), B(s+1, m)``; a member does one pass at a time. Among the passes that can come next the one
+    with the earliest start does; ties go to backwards, then to the earlier span. A member with one role without
+    progress gets exactly 1F1B.
 
-    *The simulation terminates*: 1F1B of all roles together has a linear extension; without the finished
-    passes that is still one, so some role's next pass always has its dependencies fulfilled. *It cannot
+    *The simulation terminates*: 1F1B of all spans together has a linear extension; without the finished
+    passes that is still one, so some span's next pass always has its dependencies fulfilled. *It cannot
     deadlock*: the passes, in the order in which the simulation takes them, are one linear extension of the
     dependencies, and each member's order is a part of it. With blocking receives and asynchronous sends, the
     first pass of the extension that is not done yet has all its inputs sent, so its member goes on.
@@ -73,104 +76,149 @@ def compute_order(
 
     Args:
         layout: the logical world.
-        owners: owner of every role by rank (``Plan.owners``).
+        hosts: members that compute the parts of every role, by rank: ``(owner,)`` where it is not divided.
         micro_batches: micro-batches per pipeline and iteration.
-        progress: what is finished; ``None``: nothing.
-        forward_cost: length of a forward pass, in any unit of time.
+        progress: what is finished; ``None``: nothing, and no role is divided.
+        forward_cost: length of a forward pass of a stage, in any unit of time.
         backward_cost: length of a backward pass, in the same unit.
 
     Returns:
-        The passes of every owner, ``()`` for one with nothing left to compute. Cached and read-only.
+        The passes of every member that computes, ``()`` for one with nothing left to compute. Cached and read-only.
 
     Raises:
         ProtocolError: ``progress`` is not one of this layout and number of micro-batches, or differs between slices
             (see :func:`~.progress.settle`).
     """
-    done = finished(layout, micro_batches, progress)
-    return ordered(layout, tuple(owners), micro_batches, done, forward_cost, backward_cost)
+    done = finished(layout, micro_batches, progress or dict.fromkeys(layout.roles, RoleProgress()))
+    return ordered(layout, hosts, micro_batches, done, forward_cost, backward_cost)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A stage, or a part of it; ``roles``: of all its slices; ``cost``: the share of the stage that it is."""
+
+    roles: tuple[Role, ...]
+    cost: float
+    done: PartProgress
+
+
+@dataclass
+class _Span:
+    """Parts of successive stages of one pipeline that the same members compute.
+
+    Attributes:
+        hosts: one, or of tensor slices one each.
+        parts: in the order of their layers.
+        number: of the span among all.
+        todo: passes that are left, in 1F1B order.
+        cursor: how many of ``todo`` are scheduled.
+        ends: by kind and micro-batch when a pass ends: 0 if it is finished, ``None`` if it is not scheduled yet.
+    """
+
+    hosts: tuple[str, ...]
+    parts: list[_Part]
+    number: int = 0
+    todo: list[tuple[Kind, int]] = field(default_factory=list)
+    cursor: int = 0
+    ends: dict[Kind, list[float | None]] = field(default_factory=dict)
+
+    def begin(self, micro_batches: int, spans: int, index: int) -> None:
+        """It is number ``index`` of the ``spans`` of its pipeline."""
+        done: dict[Kind, int] = {
+            "F": min(part.done.forwards for part in self.parts),
+            "B": min(part.done.backwards for part in self.parts),
+        }
+        self.todo = [(kind, m) for kind, m in one_f_one_b(micro_batches, spans, index) if m >= done[kind]]
+        self.ends = {kind: [0 if m < done[kind] else None for m in range(micro_batches)] for kind in done}
+
+    def next(self) -> tuple[Kind, int] | None:
+        """The next pass; ``None`` if none is left."""
+        return self.todo[self.cursor] if self.cursor < len(self.todo) else None
 
 
 @lru_cache(maxsize=32)
 def ordered(
     layout: Layout,
-    owners: tuple[str, ...],
+    hosts: Hosts,
     micro_batches: int,
     done: Finished,
     forward_cost: float = 1,
     backward_cost: float = 2,
 ) -> Mapping[str, tuple[Work, ...]]:
     """:func:`compute_order` with the progress as a hashable value."""
-    slices = layout.slices
-    width, size = layout.copies, layout.size // slices
-    # What goes on together, by joint rank: the slices of a stage, of which there is mostly one.
-    roles = [layout.roles[first : first + slices] for first in range(0, layout.size, slices)]
-    hosts = [owners[first : first + slices] for first in range(0, layout.size, slices)]
-    counters = [done[first] for first in range(0, layout.size, slices)]
-    if any(done[rank] != counters[rank // slices] for rank in range(layout.size)):
-        raise ProtocolError(f"slices of a stage are at different places of an iteration of {layout}: {done}")
-    remaining = [_remaining(micro_batches, layout.stages, roles[rank][0].stage, counters[rank]) for rank in range(size)]
-    cursor = [0] * size
-    # When each pass ends, by joint rank and micro-batch; finished passes ended at 0, None: not scheduled yet.
-    forward_end: list[list[float | None]]
-    backward_end: list[list[float | None]]
-    forward_end = [[0 if m < f else None for m in range(micro_batches)] for f, _ in counters]
-    backward_end = [[0 if m < b else None for m in range(micro_batches)] for _, b in counters]
-    free: dict[str, float] = dict.fromkeys(owners, 0)
-    orders: dict[str, list[Work]] = {owner: [] for owner in owners}
+    chains = [_spans(layout, copy, hosts, done) for copy in range(layout.copies)]
+    for chain in chains:
+        for index, span in enumerate(chain):
+            span.begin(micro_batches, len(chain), index)
+    # By the stages that they begin with, and at each of these by pipeline.
+    spans = [(chain, index) for chain in chains for index in range(len(chain))]
+    spans.sort(key=lambda each: layout.rank(each[0][each[1]].parts[0].roles[0]))
+    for number, (chain, index) in enumerate(spans):
+        chain[index].number = number
+    free: dict[str, float] = {member: 0 for members in hosts for member in members}
+    orders: dict[str, list[Work]] = {member: [] for member in free}
 
-    def all_free(rank: int) -> float:
-        return free[hosts[rank][0]] if slices == 1 else max(free[owner] for owner in hosts[rank])
+    def all_free(span: _Span) -> float:
+        return free[span.hosts[0]] if len(span.hosts) == 1 else max(free[member] for member in span.hosts)
 
-    def ready(rank: int) -> tuple[float, int, int] | None:
-        """Heap entry of the next pass of a joint rank: (earliest start, backward before forward, rank)."""
-        if cursor[rank] == len(remaining[rank]):
+    def ready(number: int) -> tuple[float, int, int] | None:
+        """Heap entry of the next pass of a span: (earliest start, backward before forward, number)."""
+        chain, n = spans[number]
+        following = chain[n].next()
+        if following is None:
             return None
-        kind, m = remaining[rank][cursor[rank]]
-        if kind == "F":
-            start = forward_end[rank - width][m] if rank >= width else 0
-        else:
-            start = backward_end[rank + width][m] if rank + width < size else 0
-        # The role's own earlier passes need no look: its member is busy with them until `free`.
-        return None if start is None else (max(start, all_free(rank)), int(kind == "F"), rank)
+        kind, m = following
+        other = n - 1 if kind == "F" else n + 1
+        start = chain[other].ends[kind][m] if 0 <= other < len(chain) else 0
+        # The span's own earlier passes need no look: its members are busy with them until `free`.
+        return None if start is None else (max(start, all_free(chain[n])), int(kind == "F"), number)
 
-    heap = [entry for rank in range(size) if (entry := ready(rank)) is not None]
+    heap = [entry for number in range(len(spans)) if (entry := ready(number)) is not None]
     heapify(heap)
     while heap:
-        start, is_forward, rank = heappop(heap)
-        if all_free(rank) > start:  # a member took another of its roles meanwhile
-            heappush(heap, (all_free(rank), is_forward, rank))
+        start, is_forward, number = heappop(heap)
+        chain, n = spans[number]
+        span = chain[n]
+        if all_free(span) > start:  # a member took another of its spans meanwhile
+            heappush(heap, (all_free(span), is_forward, number))
             continue
-        kind, m = remaining[rank][cursor[rank]]
-        cursor[rank] += 1
-        if is_forward:
-            end = forward_end[rank][m] = start + forward_cost
-            dependent = rank + width
-        else:
-            end = backward_end[rank][m] = start + backward_cost
-            dependent = rank - width
-        for role, owner in zip(roles[rank], hosts[rank], strict=True):
-            orders[owner].append((role, kind, m))
-            free[owner] = end
-        if (entry := ready(rank)) is not None:
+        kind, m = span.todo[span.cursor]
+        span.cursor += 1
+        end = start
+        for part in span.parts if is_forward else reversed(span.parts):
+            if m >= (part.done.forwards if is_forward else part.done.backwards):
+                end += part.cost * (forward_cost if is_forward else backward_cost)
+                for role, member in zip(part.roles, span.hosts, strict=True):
+                    orders[member].append((role, kind, m, part.done.begin))
+        span.ends[kind][m] = end
+        for member in span.hosts:
+            free[member] = end
+        if (entry := ready(number)) is not None:
             heappush(heap, entry)
         # A neighbour is in the heap already unless exactly this pass is what it waits for.
-        if 0 <= dependent < size and _at(remaining[dependent], cursor[dependent]) == (kind, m):
-            heappush(heap, (max(end, all_free(dependent)), is_forward, dependent))
-    if any(cursor[rank] != len(remaining[rank]) for rank in range(size)):
+        dependent = n + 1 if is_forward else n - 1
+        if 0 <= dependent < len(chain) and chain[dependent].next() == (kind, m):
+            waiting = chain[dependent]
+            heappush(heap, (max(end, all_free(waiting)), is_forward, waiting.number))
+    if any(chain[n].next() is not None for chain, n in spans):
         raise ProtocolError(f"no order finishes an iteration of {layout} from {done}")
-    return MappingProxyType({owner: tuple(order) for owner, order in orders.items()})
+    return MappingProxyType({member: tuple(order) for member, order in orders.items()})
 
 
-def _remaining(micro_batches: int, stages: int, stage: int, done: tuple[int, int]) -> list[tuple[Kind, int]]:
-    """1F1B of one stage without its finished passes."""
-    forwards, backwards = done
-    return [
-        (kind, m)
-        for kind, m in one_f_one_b(micro_batches, stages, stage)
-        if m >= (forwards if kind == "F" else backwards)
-    ]
-
-
-def _at(passes: list[tuple[Kind, int]], position: int) -> tuple[Kind, int] | None:
-    """The pass at ``position``; ``None`` behind the last one."""
-    return passes[position] if position < len(passes) else None
+def _spans(layout: Layout, copy: int, hosts: Hosts, done: Finished) -> list[_Span]:
+    """The spans of one copy of the model, in the order of their layers."""
+    spans: list[_Span] = []
+    for stage in range(layout.stages):
+        first = stage * layout.pipelines + copy * layout.slices
+        ranks = range(first, first + layout.slices)
+        if any(done[rank] != done[first] for rank in ranks):
+            raise ProtocolError(f"slices of a stage are at different places of an iteration of {layout}: {done}")
+        roles, parts, blocks = tuple(layout.role(rank) for rank in ranks), done[first], layout.blocks_of(stage)
+        ends = [*(part.begin for part in parts[1:]), blocks]
+        for index, (part, end) in enumerate(zip(parts, ends, strict=True)):
+            members = tuple(hosts[rank][index] for rank in ranks)
+            if not spans or spans[-1].hosts != members:
+                spans.append(_Span(members, []))
+            share = 1 if len(parts) == 1 else (end - part.begin) / blocks
+            spans[-1].parts.append(_Part(roles, share, part))
+    return spans

@@ -2,19 +2,22 @@
 
 ::
 
-    prologue   owned roles          re-send what a receiver lost
-    passes     owned roles, mixed   forwards and backwards in the order of compute_order
-    epilogue   owned roles          ReduceTiedGrads; ReduceGrads
+    prologue   divided roles        SendChanges; RecvChanges
+               computed roles       re-send what a receiver lost
+    passes     computed, mixed      forwards and backwards in the order of compute_order
+    epilogue   divided roles        SendPart; RecvPart
+               owned roles          ReduceTiedGrads; ReduceGrads
                owned and shadowed   SendReplica; RecvReplica
                the member           Commit
                owned, shadowed      OptimizerStep; StepReplica
 
-An undisturbed iteration is the case of no progress: its prologue is empty.
+An undisturbed iteration is the case of no progress: nothing is sent again. *Divided* is a role whose shadow computes a
+part of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import lru_cache
 
 from deepspeed.runtime.pipe.schedule import OptimizerStep, PipeInstruction, ReduceGrads, ReduceTiedGrads
@@ -24,15 +27,19 @@ from ..topology import Plan, Role
 from .instructions import (
     Commit,
     FillBubble,
+    RecvChanges,
+    RecvPart,
     RecvReplica,
     ResendActivation,
     ResendGrad,
+    SendChanges,
+    SendPart,
     SendReplica,
     StepReplica,
     UseRole,
 )
 from .orders import ordered
-from .progress import Finished, RoleProgress, finished
+from .progress import Finished, Hosts, RoleProgress, finished, hosts, not_begun
 from .redundant import Placement, backward_step, check_placement, forward_step
 
 Program = tuple[PipeInstruction, ...]
@@ -77,17 +84,30 @@ def member_program(
     """
     check_placement(placement)
     _check_member(plan, member)
-    return _member_program(plan, member, micro_batches, finished(plan.world, micro_batches, progress), placement)
+    if progress is None:
+        progress = {role: not_begun(plan.lending(role)) for role in plan.world.roles}
+    done = finished(plan.world, micro_batches, progress)
+    return _member_program(plan, member, micro_batches, done, hosts(plan, progress), placement)
 
 
-def epilogue(plan: Plan, member: str, placement: Placement = "idle") -> Program:
+def epilogue(plan: Plan, member: str, placement: Placement = "idle", divided: Collection[Role] = ()) -> Program:
     """The part of a program from the end of the passes to the end of the iteration.
 
     Reductions block, so members that share several must meet them in one order: first those within pipelines, by
     pipeline, then those over pipelines, by stage; a member takes part with the last of its roles in each. All
-    ``SendReplica`` come before any ``RecvReplica``.
+    ``SendReplica`` come before any ``RecvReplica``, and all ``SendPart`` before any ``RecvPart``.
+
+    Args:
+        plan: the current plan.
+        member: the member.
+        placement: where redundant forwards go.
+        divided: roles whose shadows compute a part of them in this iteration.
     """
     program: list[PipeInstruction] = []
+    program += [SendPart(role) for role in plan.shadowed_by(member) if role in divided]
+    for role in plan.owned_by(member):
+        if role in divided:
+            program += [UseRole(role), RecvPart()]
     for role in sorted(plan.owned_by(member)):
         program += [UseRole(role), ReduceTiedGrads()]
     for role in plan.owned_by(member):
@@ -119,47 +139,74 @@ def _followed(plan: Plan, member: str) -> tuple[Role, ...]:
 
 
 @lru_cache(maxsize=64)
-def _member_program(plan: Plan, member: str, micro_batches: int, done: Finished, placement: Placement) -> Program:
-    """:func:`member_program` with the progress as a hashable value."""
-    layout, owners = plan.world, plan.owners
+def _member_program(
+    plan: Plan, member: str, micro_batches: int, done: Finished, members: Hosts, placement: Placement
+) -> Program:
+    """:func:`member_program` with the progress as a hashable value.
+
+    Args:
+        members: who computes each part of ``done``.
+    """
+    layout = plan.world
     width, last_stage = layout.pipelines, layout.stages - 1
+    divided = [role for rank, role in enumerate(layout.roles) if len(set(members[rank])) > 1]
     program: list[PipeInstruction] = []
-    current: Role | None = None
+    current: tuple[Role, int] | None = None
 
-    def use(role: Role) -> None:
+    def use(role: Role, part: int) -> None:
         nonlocal current
-        if role != current:
-            program.append(UseRole(role))
-            current = role
+        if (role, part) != current:
+            program.append(UseRole(role, part))
+            current = role, part
 
-    def receivers(role: Role) -> tuple[int, int]:
-        """First micro-batch whose activation the next and whose gradient the previous stage still needs."""
-        rank = layout.rank(role)
-        activation = done[rank + width][0] if role.stage < last_stage else micro_batches
-        gradient = done[rank - width][1] if role.stage > 0 else micro_batches
+    def beside(rank: int, index: int, step: int) -> tuple[int, int] | None:
+        """Rank and number of the part before (``step`` -1) or after a part of a role."""
+        if 0 <= index + step < len(done[rank]):
+            return rank, index + step
+        rank += step * width
+        return (rank, len(done[rank]) - 1 if step < 0 else 0) if 0 <= rank < layout.size else None
+
+    def receivers(rank: int, index: int) -> tuple[int, int]:
+        """First micro-batch whose activation the next and whose gradient the previous part still needs."""
+        after, before = beside(rank, index, +1), beside(rank, index, -1)
+        activation = micro_batches if after is None else done[after[0]][after[1]].forwards
+        gradient = micro_batches if before is None else done[before[0]][before[1]].backwards
         return activation, gradient
 
+    def local(rank: int, index: int, step: int) -> bool:
+        other = beside(rank, index, step)
+        return other is not None and members[other[0]][other[1]] == member
+
     for role in plan.owned_by(member):
-        forwards, backwards = done[layout.rank(role)]
-        activation, gradient = receivers(role)
-        resends = [ResendActivation(m) for m in range(activation, forwards)]
-        resends += [ResendGrad(m) for m in range(gradient, backwards)]
-        if resends:
-            use(role)
-            program += resends
+        if role in divided:
+            program += [UseRole(role), SendChanges()]
+    program += [RecvChanges(role) for role in plan.shadowed_by(member) if role in divided]
 
-    for role, kind, m in ordered(layout, owners, micro_batches, done).get(member, ()):
-        use(role)
-        rank, ends = layout.rank(role), {"first": role.stage == 0, "last": role.stage == last_stage}
-        activation, gradient = receivers(role)
+    for rank, role in enumerate(layout.roles):
+        for index, part in enumerate(done[rank]):
+            if members[rank][index] == member:
+                activation, gradient = receivers(rank, index)
+                resends: list[PipeInstruction] = [ResendActivation(m) for m in range(activation, part.forwards)]
+                resends += [ResendGrad(m) for m in range(gradient, part.backwards)]
+                if resends:
+                    use(role, part.begin)
+                    program += resends
+
+    for role, kind, m, begin in ordered(layout, members, micro_batches, done).get(member, ()):
+        use(role, begin)
+        rank = layout.rank(role)
+        index = int(begin > 0)
+        first = role.stage == 0 and index == 0
+        last = role.stage == last_stage and index == len(done[rank]) - 1
+        activation, gradient = receivers(rank, index)
         if kind == "F":
-            local = role.stage > 0 and owners[rank - width] == member
-            program += forward_step(m, **ends, placement=placement, send=m >= activation, local=local)
+            here = local(rank, index, -1)
+            program += forward_step(m, first=first, last=last, placement=placement, send=m >= activation, local=here)
         else:
-            local = role.stage < last_stage and owners[rank + width] == member
-            program += backward_step(m, **ends, placement=placement, send=m >= gradient, local=local)
+            here = local(rank, index, +1)
+            program += backward_step(m, first=first, last=last, placement=placement, send=m >= gradient, local=here)
 
-    return (*program, *epilogue(plan, member, placement))
+    return (*program, *epilogue(plan, member, placement, divided))
 
 
 def _check_member(plan: Plan, member: str) -> None:

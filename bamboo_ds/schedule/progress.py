@@ -8,21 +8,47 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from ..errors import ProtocolError
-from ..topology import Layout, Role
+from ..topology import Layout, Lent, Plan, Role, Side, part_hosts
+
+
+@dataclass(frozen=True)
+class PartProgress:
+    """Passes of a part of a stage that are finished, in the current iteration.
+
+    Attributes:
+        begin: its first block. It ends where the next part begins.
+        forwards: forward passes finished: micro-batches ``0 .. forwards - 1``.
+        backwards: backward passes whose gradients are in the sums of the member that computes the part.
+
+    Raises:
+        ProtocolError: not ``0 <= backwards <= forwards``.
+    """
+
+    begin: int = 0
+    forwards: int = 0
+    backwards: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.backwards <= self.forwards:
+            raise ProtocolError(f"impossible progress: {self.forwards} forwards, {self.backwards} backwards")
 
 
 @dataclass(frozen=True)
 class RoleProgress:
-    """What the (new) owner of a role holds of the current iteration.
+    """What the (new) owner of a role holds of the current iteration; with its shadow, where that computes a part.
 
     Attributes:
         forwards: forward passes finished: micro-batches ``0 .. forwards - 1``. For a role that was just taken
-            over these are the redundant ones.
-        backwards: backward passes whose gradients are in the owner's sum; 0 for a role just taken over.
+            over these are the redundant ones. Of a role that is divided, those of its front part.
+        backwards: backward passes whose gradients are in the sum, of the front part as well; 0 for a role just taken
+            over.
         reduced: the role's reduced gradients are held, by its owner or because its shadow had received them.
             The role needs nothing more from its pipeline and counts as finished, whatever the counters say.
-        state_only: the role was taken over: of the passes beyond ``forwards`` and ``backwards`` there are neither
-            boundary tensors nor sums, also if it is reduced. See :func:`settle`.
+        state_only: the role was taken over: of the passes beyond those counted there are neither boundary tensors nor
+            sums, also if it is reduced. See :func:`settle`.
+        rear: passes of the rear part of a role that is divided in this iteration.
+        lent: the part that the role's shadow computes. A divided role none of whose parts is lent was taken over in
+            this iteration.
 
     Raises:
         ProtocolError: not ``0 <= backwards <= forwards``.
@@ -32,36 +58,73 @@ class RoleProgress:
     backwards: int = 0
     reduced: bool = False
     state_only: bool = False
+    rear: PartProgress | None = None
+    lent: Side | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.backwards <= self.forwards:
-            raise ProtocolError(f"impossible progress: {self.forwards} forwards, {self.backwards} backwards")
+        PartProgress(0, self.forwards, self.backwards)
+
+    @property
+    def parts(self) -> tuple[PartProgress, ...]:
+        """Of the whole role, or of its front and its rear."""
+        front = PartProgress(0, self.forwards, self.backwards)
+        return (front,) if self.rear is None else (front, self.rear)
+
+    @property
+    def begun(self) -> bool:
+        """Whether anything was done."""
+        return self.reduced or self.state_only or any(part.forwards for part in self.parts)
+
+    def afresh(self) -> RoleProgress:
+        """That of the role, divided alike, in an iteration that nobody has begun."""
+        rear = None if self.rear is None else PartProgress(self.rear.begin)
+        return RoleProgress(rear=rear, lent=self.lent)
 
 
-#: Finished forwards and backwards of every role, by rank. Hashable form of a progress mapping.
-Finished = tuple[tuple[int, int], ...]
+def not_begun(lent: Lent | None) -> RoleProgress:
+    """The progress of a role of which nothing is done, and of which ``lent`` is lent."""
+    return RoleProgress() if lent is None else RoleProgress(rear=PartProgress(lent.cut), lent=lent.side)
 
 
-def finished(layout: Layout, micro_batches: int, progress: Mapping[Role, RoleProgress] | None) -> Finished:
+#: Finished passes of the parts of every role, by rank. Hashable form of a progress mapping.
+Finished = tuple[tuple[PartProgress, ...], ...]
+
+
+def finished(layout: Layout, micro_batches: int, progress: Mapping[Role, RoleProgress]) -> Finished:
     """Counters of all roles by rank; a reduced role counts as having finished all ``micro_batches``.
-
-    ``None`` is the progress of an iteration that nobody has begun.
 
     Raises:
         ProtocolError: a role is missing, unknown, or has finished more than ``micro_batches``.
     """
-    if progress is None:
-        return ((0, 0),) * layout.size
     if progress.keys() != set(layout.roles):
         odd = ", ".join(str(role) for role in sorted(progress.keys() ^ set(layout.roles)))
         raise ProtocolError(f"progress must name every role of {layout} once; missing or unknown: {odd}")
     counters = []
     for role in layout.roles:
-        done = progress[role]
-        if done.forwards > micro_batches:
-            raise ProtocolError(f"role {role} reports {done.forwards} forwards of {micro_batches} micro-batches")
-        counters.append((micro_batches,) * 2 if done.reduced else (done.forwards, done.backwards))
+        parts = progress[role].parts
+        for part in parts:
+            if part.forwards > micro_batches:
+                raise ProtocolError(f"role {role} reports {part.forwards} forwards of {micro_batches} micro-batches")
+        if progress[role].reduced:
+            parts = tuple(PartProgress(part.begin, micro_batches, micro_batches) for part in parts)
+        counters.append(parts)
     return tuple(counters)
+
+
+#: The members that compute the parts of every role, by rank.
+Hosts = tuple[tuple[str, ...], ...]
+
+
+def hosts(plan: Plan, progress: Mapping[Role, RoleProgress]) -> Hosts:
+    """Who computes the parts of every role in an iteration of ``progress``."""
+    found: list[tuple[str, ...]] = []
+    for role in plan.world.roles:
+        owner, done = plan.owner(role), progress[role]
+        if done.lent is not None:
+            found.append(part_hosts(owner, plan.shadow(role), done.lent))
+        else:
+            found.append((owner,) * len(done.parts))
+    return tuple(found)
 
 
 def settle(
@@ -90,15 +153,16 @@ def settle(
     """
     settled = dict(progress)
 
-    def over(role: Role, counter: str) -> bool:
-        done = settled[role]
-        return done.reduced or getattr(done, counter) == micro_batches
-
     def needed(role: Role) -> bool:
-        before, after = Role(role.pipeline, role.stage - 1), Role(role.pipeline, role.stage + 1)
-        return (role.stage > 0 and not over(before, "backwards")) or (
-            role.stage < layout.stages - 1 and not over(after, "forwards")
-        )
+        """Whether the stages beside ``role`` need anything of it: gradients of it, or outputs."""
+        if role.stage > 0:
+            before = settled[Role(role.pipeline, role.stage - 1)]
+            if not (before.reduced or before.parts[-1].backwards == micro_batches):
+                return True
+        if role.stage < layout.stages - 1:
+            after = settled[Role(role.pipeline, role.stage + 1)]
+            return not (after.reduced or after.parts[0].forwards == micro_batches)
+        return False
 
     def counters(role: Role) -> tuple[int, int]:
         done = settled[role]
@@ -201,7 +265,7 @@ def decide(records: Mapping[str, MemberRecord], layout: Layout) -> Decision:
         for role, done in record.roles.items():
             if role in progress:
                 raise ProtocolError(f"role {role} is claimed by {member} and by another member")
-            progress[role] = done if record.step == step else RoleProgress()
+            progress[role] = done if record.step == step else done.afresh()
     if progress.keys() != set(layout.roles):
         odd = ", ".join(str(role) for role in sorted(progress.keys() ^ set(layout.roles)))
         raise ProtocolError(f"the records must name every role of {layout} once; missing or unknown: {odd}")

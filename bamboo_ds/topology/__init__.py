@@ -3,7 +3,7 @@
 from .costs import Candidate, Costs, Policy, predicted_s
 from .explain import explain
 from .moves import Move, holders_of, learners_for, moves
-from .plan import Plan
+from .plan import Lent, Plan, Side, part_hosts
 from .planner import initial_plan, takeover, with_redundancy
 from .roles import Layout, Role
 from .sources import batch_sources, ends, hungry
@@ -13,10 +13,12 @@ __all__ = [
     "Candidate",
     "Costs",
     "Layout",
+    "Lent",
     "Move",
     "Plan",
     "Policy",
     "Role",
+    "Side",
     "batch_sources",
     "ends",
     "explain",
@@ -25,6 +27,7 @@ __all__ = [
     "initial_plan",
     "learners_for",
     "moves",
+    "part_hosts",
     "predicted_s",
     "takeover",
     "with_redundancy",

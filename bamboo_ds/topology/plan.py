@@ -3,12 +3,35 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
 
 from pydantic import TypeAdapter
 
 from .roles import Layout, Role
 
-SCHEMA = 2
+SCHEMA = 3
+
+#: Which part of a stage: its first blocks or its last ones.
+Side = Literal["front", "rear"]
+
+
+@dataclass(frozen=True)
+class Lent:
+    """Blocks of a role that its shadow computes, since it has time for them.
+
+    State does not move for that: owner and shadow hold all of the stage, and the gradients of all of its layers reach
+    both at the end of every iteration.
+
+    Attributes:
+        rank: of the role.
+        cut: the first block of the rear part, which has those from there on; the front part has the others.
+        side: the part that the shadow computes. The owner computes the other one.
+    """
+
+    rank: int
+    cut: int
+    side: Side
 
 
 @dataclass(frozen=True)
@@ -26,6 +49,7 @@ class Plan:
         unheld: ranks of roles without any living holder. Not empty means a fatal loss.
         learners: (rank, member): copies of a role's state that are being made; they follow the owner like a
             shadow does, but hold nothing to rely on before they are reported ready.
+        lent: parts of stages that shadows compute, at most one of each role.
         homes: for every one of ``members``, the rank that its worker's script runs as. Its data iterators are
             those of that rank. Not unique: a standby shares the home of another member.
         immediate: whether workers break off what they do to enter this epoch, as after a loss. Otherwise they
@@ -46,6 +70,7 @@ class Plan:
     lost: tuple[str, ...] = ()
     unheld: tuple[int, ...] = ()
     learners: tuple[tuple[int, str], ...] = ()
+    lent: tuple[Lent, ...] = ()
     homes: tuple[int, ...] = ()
     immediate: bool = True
     origin: str = ""
@@ -74,6 +99,19 @@ class Plan:
         """The member that holds the replica of ``role``, if any."""
         return self.shadows[self.world.rank(role)] if self.shadows else None
 
+    def lending(self, role: Role) -> Lent | None:
+        """What of ``role`` its shadow computes, if anything."""
+        return self._lent.get(self.world.rank(role))
+
+    @cached_property
+    def _lent(self) -> dict[int, Lent]:
+        return {each.rank: each for each in self.lent}
+
+    def computers(self, role: Role) -> tuple[str, ...]:
+        """The members that compute ``role``, in the order of their parts."""
+        owner, lent = self.owner(role), self.lending(role)
+        return (owner,) if lent is None else part_hosts(owner, self.shadow(role), lent.side)
+
     def owned_by(self, member: str) -> tuple[Role, ...]:
         """Roles that ``member`` owns, in rank order."""
         return tuple(self.world.role(rank) for rank, owner in enumerate(self.owners) if owner == member)
@@ -98,6 +136,13 @@ class Plan:
     def from_json(cls, text: str | bytes) -> Plan:
         """Parse :meth:`to_json`'s output; raises ``pydantic.ValidationError`` for anything else."""
         return _ADAPTER.validate_json(text)
+
+
+def part_hosts(owner: str, shadow: str | None, side: Side) -> tuple[str, str]:
+    """Who computes the front and the rear of a role whose ``side`` is lent to its ``shadow``."""
+    if shadow is None:
+        raise ValueError(f"a part of a role of {owner} is lent to nobody")
+    return (shadow, owner) if side == "front" else (owner, shadow)
 
 
 _ADAPTER = TypeAdapter(Plan)

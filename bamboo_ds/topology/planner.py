@@ -33,7 +33,7 @@ from .board import Holders
 from .costs import Candidate, Costs, Policy, Roster, known
 from .moves import holders_of, learners_for
 from .placement import place_owners
-from .plan import Plan
+from .plan import Lent, Plan
 from .roles import Layout
 from .shadows import place_shadows
 from .slices import given_up, merged, only
@@ -170,6 +170,7 @@ def takeover(
         lost=tuple(m for m in plan.members if m in lost),
         unheld=tuple(unheld),
         learners=tuple((rank, m) for rank, m in plan.learners if m in alive and owners[rank] != m),
+        lent=still_lent(plan, owners, shadows),
         homes=tuple(home for m, home in zip(plan.members, plan.homes, strict=False) if m in alive),
         immediate=True,
     )
@@ -178,6 +179,15 @@ def takeover(
 def _preference(heir: Candidate, gone: Candidate, duties: int) -> tuple[int, ...]:
     """Of several holders the one with the smallest takes a role over from ``gone``: that which owns fewest roles."""
     return (duties,)
+
+
+def still_lent(previous: Plan, owners: Sequence[str], shadows: Sequence[str | None]) -> tuple[Lent, ...]:
+    """What of ``previous`` is lent where neither owner nor shadow has changed."""
+    return tuple(
+        each
+        for each in previous.lent
+        if (owners[each.rank], shadows[each.rank]) == (previous.owners[each.rank], previous.shadows[each.rank])
+    )
 
 
 def plan(
@@ -273,6 +283,7 @@ def _target(previous: Plan, roster: Roster, costs: Costs, policy: Policy, holder
         previous,
         epoch=previous.epoch + 1,
         owners=owners,
+        lent=still_lent(previous, owners, shadows),
         members=tuple(member.id for member in roster.usable),
         store_host=previous.store_host if previous.store_host in roster.order else owners[0],
         shadows=shadows,

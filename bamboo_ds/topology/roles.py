@@ -34,19 +34,28 @@ class Layout:
         stages: stages of each.
         sharded: every role of a stage has optimizer state of its own (ZeRO), so none can stand in for another.
         slices: tensor slices that the layers are cut into.
+        blocks: number of blocks of each stage: runs of consecutive layers, the smallest units of work that a stage can
+            be divided at. Empty: stages are computed whole.
 
     Raises:
-        ValueError: ``slices`` does not divide ``pipelines``.
+        ValueError: ``slices`` does not divide ``pipelines``; ``blocks`` are not those of ``stages``.
     """
 
     pipelines: int
     stages: int
     sharded: bool = False
     slices: int = 1
+    blocks: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.slices < 1 or self.pipelines % self.slices:
             raise ValueError(f"{self.pipelines} pipelines cannot be those of {self.slices} slices each")
+        if self.blocks and (len(self.blocks) != self.stages or min(self.blocks) < 1):
+            raise ValueError(f"blocks {self.blocks} are not those of {self.stages} stages")
+
+    def blocks_of(self, stage: int) -> int:
+        """Number of blocks of ``stage``."""
+        return self.blocks[stage] if self.blocks else 1
 
     @property
     def size(self) -> int:

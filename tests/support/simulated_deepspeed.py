@@ -14,33 +14,47 @@ WIDTH = 3
 CLIPPING = 0.05
 
 
+class Layer(nn.Module):
+    """A layer that draws random numbers and may change a buffer, which the result depends on."""
+
+    def __init__(self, statistics: bool) -> None:
+        super().__init__()
+        self.linear, self.dropout = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.25)
+        self.register_buffer("seen", torch.zeros(()))
+        self.statistics = statistics
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """A pass."""
+        if self.statistics:
+            self.seen += inputs.detach().mean()
+        return self.dropout(torch.tanh(self.linear(inputs))) + 0.1 * self.seen
+
+
 class Stage(nn.Module):
-    """One stage; ``shared``: it holds weights of the other end of its pipeline, too."""
+    """One stage of so many layers; ``shared``: it holds weights of the other end of its pipeline, too."""
 
-    seed_layers = False
+    seed_layers, activation_checkpoint_interval, micro_offset = False, 0, 0
 
-    def __init__(self, stage: int, shared: bool, seed: int, statistics: bool) -> None:
+    def __init__(self, stage: int, layers: int, shared: bool, seed: int, statistics: bool) -> None:
         super().__init__()
         with torch.random.fork_rng():
             torch.manual_seed(seed + stage)
-            self.linear, self.dropout = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.25)
+            self.forward_funcs: list[nn.Module] = [Layer(statistics) for _ in range(layers)]
+            for number, layer in enumerate(self.forward_funcs):
+                self.add_module(str(number), layer)
             self.tied_modules = nn.ModuleDict()
             if shared:
                 torch.manual_seed(seed)
                 self.tied_modules["ends"] = nn.Linear(WIDTH, WIDTH)
-        self.register_buffer("seen", torch.zeros(()))
-        self.statistics = statistics
+                self.forward_funcs.append(self.tied_modules["ends"])
         self.tied_comms: dict[str, Any] = {}
-        self.forward_funcs, self._local_start, self._layer_specs = [self.linear], stage, [None] * (stage + 2)
+        self._local_start, self._layer_specs = stage * layers, [None] * (stage + 2) * layers
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """A pass that draws random numbers and may change a buffer, which the result depends on."""
-        if self.statistics:
-            self.seen += inputs.detach().mean()
-        hidden = self.dropout(torch.tanh(self.linear(inputs))) + 0.1 * self.seen
-        for shared in self.tied_modules.values():
-            hidden = shared(hidden)
-        return hidden
+        """A pass."""
+        for layer in self.forward_funcs:
+            inputs = layer(inputs)
+        return inputs
 
     def get_additional_losses(self) -> None:
         """None."""
@@ -48,6 +62,10 @@ class Stage(nn.Module):
 
 class Shards(PlainOptimizer):
     """Partitioned over the pipelines: each steps those parameters of its stage that are its own."""
+
+    def groups(self) -> list[list[nn.Parameter]]:
+        """See there."""
+        return [list(self._runtime.module.parameters())]
 
     def _mine(self, part: int) -> list[int]:
         return list(range(part, len(list(self._runtime.module.parameters())), self._groups.layout.pipelines))
@@ -122,7 +140,10 @@ class SimulatedDeepSpeed(DeepSpeedAdapter):
         return loss / self.micro_batches
 
     def gradients(self) -> list[torch.Tensor]:
-        """As DeepSpeed's."""
+        """As DeepSpeed's: parameters without a gradient get one."""
+        for parameter in self.module.parameters():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
         return [p.grad for p in self.module.parameters()]
 
     def reduce_in_buckets(self, grads: list[torch.Tensor], elements_per_buffer: int) -> None:  # type: ignore[override]

@@ -35,6 +35,7 @@ from bamboo_ds.engine.committing import Commits
 from bamboo_ds.engine.construction import Construction
 from bamboo_ds.engine.copies import Copies
 from bamboo_ds.engine.data import Batches, Dataset
+from bamboo_ds.engine.division import Division
 from bamboo_ds.engine.evaluation import Evaluation
 from bamboo_ds.engine.exactness import ExactChecks
 from bamboo_ds.engine.flags import FLAGS
@@ -61,7 +62,18 @@ from bamboo_ds.engine.takeover import Takeover
 from bamboo_ds.engine.training import Training
 from bamboo_ds.engine.wrappers import stage_optimizer
 from bamboo_ds.errors import EpochChanged, FatalLoss, Left, ProtocolError, TransferError, UnsupportedError
-from bamboo_ds.topology import Layout, Plan, Policy, Role, holders_of, hungry, initial_plan, takeover, with_redundancy
+from bamboo_ds.topology import (
+    Layout,
+    Lent,
+    Plan,
+    Policy,
+    Role,
+    holders_of,
+    hungry,
+    initial_plan,
+    takeover,
+    with_redundancy,
+)
 
 from .simulated_deepspeed import CLIPPING, WIDTH, Shards, SimulatedDeepSpeed, Stage
 from .simulated_network import Killed, Network, Turns
@@ -167,6 +179,7 @@ class Member:
         slices = SlicedPasses(ds, groups, binding)
         self.passes = Passes(ds, layout, binding, progress, batches, accounts, slices, generators, idle, checks)
         self.boundaries = Boundaries(ds, binding, epoch, progress, idle, True)
+        self.division = Division(ds, binding, epoch, progress, self.boundaries, reduction)
         self.redundant = RedundantPasses(
             ds, settings, mode, binding, epoch, progress, batches, self.passes, self.boundaries, idle, checks
         )
@@ -190,7 +203,8 @@ class Member:
         report = lambda: world.wait_for_admission(name)  # noqa: E731
         replay = Replay(self.job, progress, history, joining, resuming, None, self.takeover, report)  # type: ignore[arg-type]
         self.training = Training(
-            *(ds, settings, mode, binding, epoch, progress, supply, replay, self.takeover, self.redundant),
+            *(ds, settings, mode, binding, epoch, progress, supply, replay, self.takeover, self.division),
+            self.redundant,
             *(self.commits, self.steps, self.replication, self.copies, checks, saves, history, beats),
         )
         self.evaluation = Evaluation(
@@ -211,7 +225,7 @@ class Member:
         layout = self.layout
         ends = (0, layout.stages - 1)
         spec = self.world.spec
-        module = Stage(role.stage, spec.tied and role.stage in ends, seed, spec.statistics)
+        module = Stage(role.stage, spec.blocks, spec.tied and role.stage in ends, seed, spec.statistics)
         if module.tied_modules:
             ranks = tuple(layout.rank(Role(role.pipeline, stage)) for stage in ends)
             comm = {"ranks": ranks, "group": Group(self, f"tied {role.pipeline}", ranks), "weight_attr": ["weight"]}
@@ -222,7 +236,7 @@ class Member:
         # DeepSpeed counts all parameters on the first stage, and elsewhere those of tensor slices alone.
         data = Group(self, f"data {role.stage}", tuple(map(layout.rank, layout.siblings(role))))
         grid = SimpleNamespace(get_model_parallel_rank=lambda: role.stage, get_data_parallel_group=lambda: data)
-        runtime = StageRuntime(role, owned=owned)
+        runtime = StageRuntime(role, owned=owned, blocks=layout.blocks_of(role.stage))
         runtime.attributes = dict.fromkeys(BOUND_ATTRIBUTES)
         runtime.attributes.update(
             module=module,
@@ -242,6 +256,7 @@ class Member:
         )
         kind = Shards if layout.sharded else stage_optimizer
         runtime.layers, runtime.optimizer = Layers(module), kind(self.ds, self.groups, runtime)
+        runtime.begin_iteration()
         return runtime
 
     def run(self) -> None:
@@ -299,8 +314,8 @@ class Member:
                 group["lr"] *= 0.75
         if changes == "weights" or (changes == "weights once" and iteration == 0):
             with torch.no_grad():
-                local.module.get_parameter("linear.bias").add_(0.125)
-                local.module.get_buffer("seen").mul_(0.5)
+                local.module.get_parameter("0.linear.bias").add_(0.125)
+                local.module.get_buffer("0.seen").mul_(0.5)
 
 
 def _nothing(*_: Any) -> None:
@@ -316,6 +331,8 @@ class Spec:
 
     Attributes:
         pipelines, stages, micro_batches, iterations: of what size.
+        blocks: layers of each stage.
+        lends: shadows compute parts of stages.
         mode: of redundancy.
         tied: the ends of a pipeline share weights.
         sharded: optimizers are partitioned over the pipelines.
@@ -334,6 +351,8 @@ class Spec:
     pipelines: int = 1
     stages: int = 3
     micro_batches: int = 2
+    blocks: int = 1
+    lends: bool = False
     iterations: int = 3
     mode: str = "eager-frc-lazy-brc"
     tied: bool = False
@@ -392,11 +411,14 @@ class World:
 
     def __post_init__(self) -> None:
         self.random = Random(self.seed)
-        self.layout = Layout(self.spec.pipelines, self.spec.stages, self.spec.sharded)
+        blocks = (self.spec.blocks,) * self.spec.stages if self.spec.blocks > 1 else ()
+        self.layout = Layout(self.spec.pipelines, self.spec.stages, self.spec.sharded, blocks=blocks)
         self.turns = Turns(self.random)
         self.network = Network(self.random, self.turns, self.before)
         names = [f"m{rank}" for rank in range(self.layout.size)]
         self.plan = with_redundancy(initial_plan(names), self.layout, True)
+        if self.spec.lends:
+            self.plan = replace(self.plan, lent=drawn_division(self.plan, Random(self.seed)))
         self.members = {name: Member(self, name, rank, self.plan) for rank, name in enumerate(names)}
         self.done = {name: [] for name in names}
         self.states: dict[str, WorkerState] = {}
@@ -547,9 +569,20 @@ class World:
         owners, shadows = list(self.plan.owners), list(self.plan.shadows)
         rank, shadow = self.random.choice([(rank, shadow) for rank, shadow in enumerate(shadows) if shadow])
         owners[rank], shadows[rank] = shadow, owners[rank]
-        self.plan = replace(
+        changed = replace(
             self.plan, epoch=self.plan.epoch + 1, owners=tuple(owners), shadows=tuple(shadows), immediate=False
         )
+        self.plan = replace(changed, lent=drawn_division(changed, self.random) if self.spec.lends else ())
+
+
+def drawn_division(plan: Plan, random: Random) -> tuple[Lent, ...]:
+    """Parts of some stages for their shadows."""
+    found: list[Lent] = []
+    for rank, shadow in enumerate(plan.shadows):
+        blocks = plan.world.blocks_of(plan.world.role(rank).stage)
+        if shadow is not None and blocks > 1 and random.random() < 0.6:
+            found.append(Lent(rank, random.randrange(1, blocks), random.choice(("front", "rear"))))
+    return tuple(found)
 
 
 def state_of(world: World) -> dict[Role, dict[str, torch.Tensor]]:

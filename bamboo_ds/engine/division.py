@@ -1,0 +1,144 @@
+"""Divided roles: what an owner and its shadow compute of one stage, and exchange.
+
+The shadow computes some of the first or of the last blocks of a role, where the plan says so
+(:class:`~bamboo_ds.topology.Lent`). All else is the owner's as ever: reduction, replication, commit, checkpoints::
+
+    owner    changes --+     passes of its blocks             +-- sums of all blocks --> reduction ...
+                       |        |   activations, gradients    |
+    shadow             +--->  passes of its blocks   part ----+
+
+Nothing of the role's state moves for that, since both hold all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from ..schedule import RoleProgress, hosts, not_begun
+from ..state import Tree, join, split
+from ..topology import Role
+from .boundaries import Boundaries
+from .deepspeed_adapter import DeepSpeedAdapter
+from .lanes import Stream
+from .layers import merged
+from .records import CurrentEpoch, Progress
+from .reduction import Reduction
+from .runtime import Lended, RuntimeBinding
+
+
+@dataclass(eq=False)
+class Division:
+    """Divides the passes of roles between owners and shadows."""
+
+    ds: DeepSpeedAdapter
+    binding: RuntimeBinding
+    epoch: CurrentEpoch
+    progress: Progress
+    boundaries: Boundaries
+    reduction: Reduction
+
+    def begin(self, progress: Mapping[Role, RoleProgress] | None) -> None:
+        """An iteration begins, or goes on from ``progress``: find out which parts are computed here."""
+        plan, member = self.epoch.plan, self.epoch.member
+        if progress is None:
+            progress = {role: not_begun(plan.lending(role)) for role in plan.world.roles}
+        members = self.boundaries.hosts = hosts(plan, progress)
+        self.binding.refresh()
+        for role, runtime in self.binding.runtimes.items():
+            parts, computers = progress[role].parts, members[plan.world.rank(role)]
+            ends = [*(part.begin for part in parts[1:]), runtime.blocks]
+            mine = [(part, end) for part, end, each in zip(parts, ends, computers, strict=True) if each == member]
+            runtime.helps = bool(mine) and not runtime.owned
+            runtime.received_part = None
+            if not mine:
+                if runtime.divided:  # of a division that is over
+                    runtime.begin_again()
+                    runtime.divide([(0, runtime.blocks)])
+                continue
+            known = {part.begin: part for part, _ in mine}
+            stale = [part for part in runtime.parts if part.begun and known.get(part.begin) != part.progress()]
+            if stale and not progress[role].reduced:
+                runtime.begin_again()
+            runtime.divide([(part.begin, end) for part, end in mine])
+        self.binding.reload()
+
+    # -- what scripts have changed ------------------------------------------------------------------------
+
+    def send_changes(self) -> None:
+        """Send what the script has changed of the bound role before this iteration."""
+        runtime = self.binding.current
+        told: tuple[torch.Tensor, ...] = ()
+        if runtime is self.binding.local and (self.progress.changed or runtime.trained):
+            tree = {"layers": runtime.layers.capture(self.progress.changed), "trains": runtime.trains()}
+            told = packed(tree)
+        lane = self.epoch.lanes[Stream.CHANGES, runtime.role]
+        self.epoch.transport.send(lane, self.progress.sequence, told)
+
+    def receive_changes(self, role: Role) -> None:
+        """Receive the same of ``role``, before any pass of it."""
+        lane, runtime = self.epoch.lanes[Stream.CHANGES, role], self.binding.runtimes[role]
+        told = self.epoch.transport.recv(lane, self.progress.sequence)
+        assert isinstance(told, tuple)
+        if told and not runtime.begun:
+            tree = unpacked(told[0], told[1:])
+            runtime.layers.restore(tree["layers"])
+            runtime.train_only(tree["trains"])
+
+    # -- gradients ----------------------------------------------------------------------------------------
+
+    def send_part(self, role: Role) -> None:
+        """Send what this member has computed of ``role``, which it shadows."""
+        runtime = self.binding.use(self.binding.runtimes[role])
+        (part,) = runtime.parts
+        sums = self.reduction.own_sums(runtime)
+        gradients = [runtime.optimizer.part(sums, p) for p in self._parameters(role)]
+        _, last = runtime.at_ends(part, self.epoch.layout.stages)
+        losses = self.reduction.losses() if last else torch.empty(0, dtype=torch.float64)
+        consumed = torch.tensor(runtime.checksums(), dtype=torch.int64)
+        layers = packed(runtime.layers.capture())
+        payload = (losses, consumed, *(gradient.detach() for gradient in gradients), *layers)
+        self.epoch.transport.send(self.epoch.lanes[Stream.PART, role], self.progress.sequence, payload)
+
+    def receive_part(self) -> None:
+        """Receive the same for the bound role."""
+        runtime = self.binding.current
+        payload = self.epoch.transport.recv(self.epoch.lanes[Stream.PART, runtime.role], self.progress.sequence)
+        assert isinstance(payload, tuple)
+        if runtime.reduced is not None:
+            return  # it was reduced before a loss
+        losses, consumed, *rest = payload
+        parameters = self._parameters(runtime.role)
+        gradients = {id(p): gradient for p, gradient in zip(parameters, rest, strict=False)}
+        runtime.received_part = Lended(gradients, losses if losses.numel() else None)
+        runtime.consumed.update(enumerate(consumed.tolist()))
+        theirs = unpacked(rest[len(parameters)], rest[len(parameters) + 1 :])
+        changed = self.progress.changed if runtime is self.binding.local else ()
+        names = runtime.stage.names(*self._lent(runtime.role))
+        runtime.received_layers = merged(runtime.layers.capture(changed), theirs, names)
+
+    def _lent(self, role: Role) -> tuple[int, int]:
+        """The blocks that the shadow of ``role`` computes."""
+        lent = self.epoch.plan.lending(role)
+        assert lent is not None
+        blocks = self.epoch.layout.blocks_of(role.stage)
+        return (0, lent.cut) if lent.side == "front" else (lent.cut, blocks)
+
+    def _parameters(self, role: Role) -> list[torch.nn.Parameter]:
+        """The trainable ones of these blocks."""
+        runtime = self.binding.runtimes[role]
+        known = {id(p) for group in runtime.optimizer.groups() for p in group}
+        return [p for p in runtime.stage.parameters(*self._lent(role)) if p.requires_grad and id(p) in known]
+
+
+def packed(tree: Tree) -> tuple[torch.Tensor, ...]:
+    """``tree`` in a form that a lane carries."""
+    text, tensors = split(tree)
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8), *tensors
+
+
+def unpacked(places: torch.Tensor, tensors: object) -> Tree:
+    """What :func:`packed` was given."""
+    return join(places.cpu().numpy().tobytes().decode(), tensors)  # type: ignore[arg-type]
