@@ -12,7 +12,7 @@ from enum import Enum
 from typing import Any, Literal, get_args, get_origin
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, ValidationInfo, field_validator
 
 from .deepspeed_config import config_path_from_argv as config_path_from_argv
 from .deepspeed_config import load_config as load_config
@@ -197,6 +197,12 @@ class RecoveryConfig(_Block):
 
 class TopologyConfig(_Block):
     """``bamboo.topology``"""
+
+    blocks: Literal["auto"] | PositiveInt = Field(
+        1,
+        description="blocks that a stage may be divided into, so that members with less to do compute some of a "
+        'neighbour\'s: at most so many, or `"auto"`: one for each layer, up to 16. 1: stages are computed whole',
+    )
 
     transfer_mb_per_s: float | None = Field(
         500.0, gt=0, description="bound in MB/s on what a member sends of its state to new replicas; `null`: none"

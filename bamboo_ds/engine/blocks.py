@@ -13,24 +13,35 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
+
+from ..errors import UnsupportedError
+from ..topology import Layout
 
 #: The most blocks that a stage is cut into.
 MOST = 16
 
 
-def blocks_of(layers: int, together: int) -> int:
-    """Number of blocks of a stage.
+def with_blocks(layout: Layout, module: Any, most: int | Literal["auto"]) -> Layout:
+    """``layout`` with the number of blocks of every stage of ``module``, a ``PipelineModule``.
 
     Args:
-        layers: its layers.
-        together: so many of them are checkpointed together, and so stay in one block.
+        layout: the logical world. Tensor slices meet inside their layers, so that stages with them stay whole.
+        module: this process's stage; it knows which layers the others have.
+        most: of a stage.
     """
-    return max(1, min(MOST, -(-layers // max(1, together))))
+    if most == 1 or layout.slices > 1:
+        return layout
+    together = max(1, module.activation_checkpoint_interval)  # what is checkpointed together stays together
+    groups = [-(-(stop - start) // together) for start, stop in pairwise(module.parts)]
+    limit = MOST if most == "auto" else most
+    blocks = tuple(max(1, min(limit, count)) for count in groups)
+    return replace(layout, blocks=blocks) if max(blocks) > 1 else layout
 
 
 def bounds(layers: int, together: int, count: int) -> list[int]:
@@ -48,11 +59,12 @@ class StageBlocks:
         count: number of its blocks.
 
     Attributes:
+        module, count: as given.
         bounds: the first layer of each block, and behind the last one their number.
     """
 
     def __init__(self, module: Any, count: int) -> None:
-        self._module, self._count = module, count
+        self.module, self.count = module, count
         self.bounds = [0, 0]
         if count > 1:
             self.bounds = bounds(len(module.forward_funcs), module.activation_checkpoint_interval, count)
@@ -67,25 +79,57 @@ class StageBlocks:
     def names(self, begin: int, end: int) -> set[str]:
         """Names in the stage of the modules of these blocks."""
         mine = {id(part) for layer in self._layers(begin, end) for part in layer.modules()}
-        return {name for name, part in self._module.named_modules() if id(part) in mine}
+        return {name for name, part in self.module.named_modules() if id(part) in mine}
+
+    def joined(self) -> set[int]:
+        """Blocks before which the stage cannot be divided, since layers before and behind have something in common.
+
+        That may be weights, whose gradients would add up in another order, or what layers keep.
+        """
+        first: dict[int, int] = {}
+        last: dict[int, int] = {}
+        for block in range(self.count):
+            for layer in self._layers(block, block + 1):
+                for each in (*layer.modules(), *layer.parameters(), *layer.buffers()):
+                    first.setdefault(id(each), block)
+                    last[id(each)] = block
+        return {cut for each, block in first.items() for cut in range(block + 1, last[each] + 1)}
+
+    @property
+    def whole(self) -> bool:
+        """Whether passes do not go block by block: there is one, or the stage is compiled, or has a forward of its own.
+
+        All copies of a stage are alike in that.
+        """
+        module = self.module
+        return self.count == 1 or module._compiled_call_impl is not None or "forward" in vars(module)
 
     def _layers(self, begin: int, end: int) -> list[nn.Module]:
-        functions = self._module.forward_funcs[self.bounds[begin] : self.bounds[end]]
+        functions = self.module.forward_funcs[self.bounds[begin] : self.bounds[end]]
         # A tied layer with a function of its own is that function, given the layer.
         parts = [part for function in functions for part in (function, *getattr(function, "args", ()))]
         return [part for part in parts if isinstance(part, nn.Module)]
 
     @contextmanager
-    def computing(self, begin: int, end: int, seed: Callable[[int], None]) -> Iterator[None]:
+    def computing(
+        self, begin: int, end: int, seed: Callable[[int], None], note: Callable[[int, Any], None] | None = None
+    ) -> Iterator[None]:
         """In the body a forward pass of the stage is one of these blocks.
 
         Args:
             begin: the first one.
             end: the first one behind them.
             seed: called before each block but the stage's first one, with its number.
+            note: called with the same, and with what goes into the block.
         """
-        module: Any = self._module
-        if self._count == 1:
+        module = self.module
+        if self.whole:
+            if (begin, end) != (0, self.count):
+                raise UnsupportedError(
+                    "the script has compiled the stage, or put a forward of its own in the place of the stage's, after "
+                    "it was divided between members: do that before the first train_batch, or set "
+                    '"bamboo.topology.blocks": 1'
+                )
             yield
             return
         whole = type(module).forward
@@ -94,6 +138,8 @@ class StageBlocks:
             for block in range(begin, end):
                 if block:
                     seed(block)
+                if block > begin and note is not None:
+                    note(block, inputs)
                 inputs = whole(_Block(module, *self.bounds[block : block + 2]), inputs)
             return inputs
 
@@ -125,32 +171,54 @@ class _Block:
         return getattr(self._module, name)
 
 
-def obstacle(module: Any) -> str | None:
-    """Why ``module`` has to be computed whole, if it has to be."""
-    if getattr(module, "_compiled_call_impl", None) is not None:
-        return "it is compiled as a whole"
-    if "forward" in vars(module):
-        return "its forward is one of the script's"
-    return None
-
-
-def shared(module: Any, limits: list[int]) -> set[int]:
-    """Numbers of blocks before which a stage cannot be divided, since layers before and behind share something.
+class CutSearch:
+    """Finds out where a stage can be divided, in its first iteration.
 
     Args:
-        module: the stage.
-        limits: the first layer of each block, and behind the last one their number.
+        stage: its blocks.
     """
-    last: dict[int, int] = {}
-    first: dict[int, int] = {}
-    stage = StageBlocks(module, 1)
-    for block, (start, stop) in enumerate(pairwise(limits)):
-        stage.bounds = [start, stop]
-        for layer in stage._layers(0, 1):
-            for each in (*layer.modules(), *layer.parameters(), *layer.buffers()):
-                first.setdefault(id(each), block)
-                last[id(each)] = block
-    return {cut for each, block in first.items() for cut in range(block + 1, last[each] + 1)}
+
+    def __init__(self, stage: StageBlocks) -> None:
+        self._stage = stage
+        self._passed: dict[int, list[bool]] = {}
+        self._draws = False
+
+    def note(self, block: int, value: Any) -> None:
+        """``value`` goes into ``block`` in a forward pass."""
+        found = self._passed.setdefault(block, [False])
+        found[0] = cuttable(value)
+        if found[0]:
+            (floating,) = (each for each in _tensors(value) if each.is_floating_point())
+            floating.register_hook(lambda gradient: found.append(True))
+
+    @contextmanager
+    def backward(self, device: torch.device) -> Iterator[None]:
+        """The body is the backward pass. One that draws random numbers cannot be divided: they are those of a stage."""
+        before = _states(device)
+        yield
+        self._draws |= any(not torch.equal(*both) for both in zip(before, _states(device), strict=True))
+
+    def found(self) -> tuple[int, ...]:
+        """The blocks before which the stage can be divided."""
+        module: Any = self._stage.module
+        scripts = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+        foreign = any(not str(getattr(hook, "__module__", "")).startswith("deepspeed.") for hook in scripts)
+        if self._draws or foreign:
+            return ()
+        # Where it goes in, and a gradient comes back.
+        fit = {block for block, facts in self._passed.items() if facts[0] and True in facts[1:]}
+        return tuple(sorted(fit - self._stage.joined()))
+
+
+def _states(device: torch.device) -> list[torch.Tensor]:
+    states = [torch.default_generator.get_state()]
+    if device.type == "cuda":
+        states.append(torch.cuda.default_generators[device.index or 0].get_state())
+    return states
+
+
+def _tensors(value: Any) -> tuple[torch.Tensor, ...]:
+    return (value,) if torch.is_tensor(value) else value
 
 
 def cuttable(value: Any) -> bool:
@@ -159,7 +227,7 @@ def cuttable(value: Any) -> bool:
     The gradient of exactly one tensor comes back. With several, parameters before them would add up their gradients one
     by one instead of together, in another order.
     """
-    tensors = (value,) if torch.is_tensor(value) else value
+    tensors = _tensors(value)
     if not isinstance(tensors, tuple) or not all(torch.is_tensor(each) for each in tensors):
         return False
     floating = [each for each in tensors if each.is_floating_point()]

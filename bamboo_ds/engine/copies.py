@@ -204,8 +204,9 @@ class Copies:
         return tuple(self.epoch.layout.rank(r.role) for r in self.binding.replicas() if r.valid)
 
     def tell_replicas(self) -> None:
-        """Tell the control plane which epoch this member has entered and which replicas it holds."""
-        self.epoch.channel.report_state(self.epoch.plan.epoch, self.replicas(), self.snapshots.place)
+        """Tell the control plane which epoch this member has entered, what it holds, and what it may share."""
+        owned = {self.epoch.layout.rank(r.role): r.cuts for r in self.binding.owned() if r.cuts is not None}
+        self.epoch.channel.report_state(self.epoch.plan.epoch, self.replicas(), self.snapshots.place, owned)
 
     def close(self) -> None:
         """End."""

@@ -20,6 +20,7 @@ import torch
 from ..schedule import RoleProgress, hosts, not_begun
 from ..state import Tree, join, split
 from ..topology import Role
+from .blocks import CutSearch
 from .boundaries import Boundaries
 from .deepspeed_adapter import DeepSpeedAdapter
 from .lanes import Stream
@@ -58,12 +59,23 @@ class Division:
                     runtime.begin_again()
                     runtime.divide([(0, runtime.blocks)])
                 continue
+            if not runtime.begun:
+                looks = runtime.owned and runtime.cuts is None and len(parts) == 1 and not runtime.stage.whole
+                runtime.search = CutSearch(runtime.stage) if looks else None
             known = {part.begin: part for part, _ in mine}
             stale = [part for part in runtime.parts if part.begun and known.get(part.begin) != part.progress()]
             if stale and not progress[role].reduced:
                 runtime.begin_again()
             runtime.divide([(part.begin, end) for part, end in mine])
         self.binding.reload()
+
+    def note_cuts(self) -> bool:
+        """An iteration is over: note where stages may be divided; whether that was found out of any."""
+        found = False
+        for runtime in self.binding.owned():
+            if runtime.search is not None:
+                runtime.cuts, runtime.search, found = runtime.search.found(), None, True
+        return found
 
     # -- what scripts have changed ------------------------------------------------------------------------
 
@@ -123,8 +135,7 @@ class Division:
         """The blocks that the shadow of ``role`` computes."""
         lent = self.epoch.plan.lending(role)
         assert lent is not None
-        blocks = self.epoch.layout.blocks_of(role.stage)
-        return (0, lent.cut) if lent.side == "front" else (lent.cut, blocks)
+        return self.epoch.plan.lent_blocks(lent)
 
     def _parameters(self, role: Role) -> list[torch.nn.Parameter]:
         """The trainable ones of these blocks."""

@@ -125,7 +125,7 @@ class StageOptimizer(ABC):
         return sums[self._places()[id(parameter)]]
 
     def replaced(self, sums: Tensors, gradients: Mapping[int, torch.Tensor]) -> Tensors:
-        """What :meth:`local` gave, with other ``gradients`` for some parameters, by ``id``. Changes nothing."""
+        """What :meth:`local` gave, with other ``gradients`` for some parameters, by ``id``; ``sums`` stay."""
         places = self._places()
         found = list(sums)
         for parameter, gradient in gradients.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -102,7 +102,12 @@ class Passes:
             self.generators.keyed(Drawing.FORWARD, runtime, buffer_id),
             seeded_layers(self.ds.module, self.progress.consumed + buffer_id),
             self.checks.watching(runtime, buffer_id),
-            runtime.stage.computing(part.begin, part.end, self.generators.blocks(runtime, buffer_id)),
+            runtime.stage.computing(
+                part.begin,
+                part.end,
+                self.generators.blocks(runtime, buffer_id),
+                runtime.search.note if runtime.search is not None and buffer_id == 0 else None,
+            ),
             self._in_part(runtime),
         ):
             self.ds.forward_pass(buffer_id)
@@ -128,6 +133,7 @@ class Passes:
             self.generators.keyed(Drawing.BACKWARD, runtime, buffer_id),
             seeded_layers(self.ds.module),
             self._in_part(runtime),
+            runtime.search.backward(self.ds.device) if runtime.search is not None else nullcontext(),
         ):
             self.ds.backward_pass(buffer_id)
         if last:

@@ -28,6 +28,7 @@ from ..stages import built
 from ..supported import check_config, check_schedule, layout_of
 from ..variables import checked_steps
 from ..worker.job import current_job
+from .blocks import with_blocks
 from .parts import Parts
 from .refusals import check_hooks, check_layers, check_named_optimizer, check_optimizer, check_optimizer_hooks
 from .starting import start
@@ -80,6 +81,7 @@ class BambooPipelineEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed i
         job.settings = settings
         check_optimizer(self.basic_optimizer, copied)
         layout = replace(layout, sharded=layout.copies > 1 and is_sharded(self.optimizer))
+        layout = with_blocks(layout, module, settings.topology.blocks)
         self._parts = parts = Parts(self, job, settings, layout)
         job.has_engine = True
         with job.channel.activity.at_work():

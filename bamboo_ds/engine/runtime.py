@@ -19,7 +19,7 @@ from ..comm.transport import Payload
 from ..schedule import PartProgress
 from ..state import Tree
 from ..topology import Role
-from .blocks import StageBlocks
+from .blocks import CutSearch, StageBlocks
 from .commit import Measured
 from .layers import Layers
 from .optimizers import StageOptimizer
@@ -124,6 +124,8 @@ class StageRuntime:
         role: the role.
         owned: whether this member owns the role; else it holds the role's replica.
         blocks: number of blocks of the stage.
+        cuts: blocks before which the stage may be divided; ``None`` before this member has computed all of it.
+        search: what finds that out in the current iteration.
         helps: whether this member computes a part of the role as its shadow.
         parts: what this member computes of the stage in this iteration, in the order of the layers; of a replica that
             it computes nothing of for its owner: what it computes redundantly.
@@ -155,6 +157,8 @@ class StageRuntime:
     owned: bool
     blocks: int = 1
     helps: bool = False
+    cuts: tuple[int, ...] | None = None
+    search: CutSearch | None = None
     parts: list[Part] = field(default_factory=lambda: [Part(0, 1, {})])
     part: Part = field(init=False)
     partial_pass: bool = False

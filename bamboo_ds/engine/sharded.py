@@ -67,10 +67,12 @@ class Bf16Optimizer(ShardedOptimizer):
 
     def replaced(self, sums: Tensors, gradients: Mapping[int, torch.Tensor]) -> Tensors:
         found = [flat.clone() for flat in sums]
-        for group, views in zip(self.groups(), self._views(found), strict=True):
-            for each, view in zip(group, views, strict=True):
+        flags = self.wrapper.fp32_groups_has_gradients
+        for number, (group, views) in enumerate(zip(self.groups(), self._views(found), strict=True)):
+            for place, (each, view) in enumerate(zip(group, views, strict=True)):
                 if id(each) in gradients:
                     view.copy_(gradients[id(each)].reshape(-1))
+                    flags[number][place] = True  # else the norm leaves out what was accumulated elsewhere
         return found
 
     def measure(self, reduced: Tensors) -> Measured:

@@ -164,6 +164,8 @@ class Training:
         self.steps.advance_local()
         self.supply.account()
         lasting = self._mend(agreed.mismatches) if committed else []
+        if self.division.note_cuts():
+            self.copies.tell_replicas()
         self.copies.advance(stepped=True)
         self.saves.poll()
         self.epoch.job.progressed(progress.steps)

@@ -141,6 +141,10 @@ class PlanWritten(EventBase):
     members: list[str] = Field(description="living members, in the order of their slots")
     owners: list[str] = Field(description="owner of every role, by rank")
     shadows: list[str | None] = Field(description="shadow of every role, by rank; empty before redundancy")
+    lent: list[tuple[int, int, int]] = Field(
+        default=[],
+        description="parts of stages that shadows compute: rank of the role, its first block, the first one behind it",
+    )
     lost: list[str] = Field(description="members that this plan removes")
     reason: str = Field(description="why it was written")
 

@@ -1,6 +1,7 @@
 """Roles, plans and the planner. Pure: no I/O, no torch."""
 
 from .costs import Candidate, Costs, Policy, predicted_s
+from .division import divided
 from .explain import explain
 from .moves import Move, holders_of, learners_for, moves
 from .plan import Lent, Plan, Side, part_hosts
@@ -20,6 +21,7 @@ __all__ = [
     "Role",
     "Side",
     "batch_sources",
+    "divided",
     "ends",
     "explain",
     "holders_of",

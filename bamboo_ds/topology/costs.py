@@ -127,11 +127,18 @@ class Roster:
 
 
 def predicted_s(plan: Plan, costs: Costs) -> float:
-    """Predicted seconds per micro-batch in steady state: the largest sum of its roles' costs of any member.
+    """Predicted seconds per micro-batch in steady state: the largest sum of costs of what any member computes.
 
-    Pipelines meet in the reduction of gradients, so the slowest member sets the pace of all.
+    Blocks of a stage are taken as equal. Pipelines meet in the reduction of gradients, so the slowest member sets the
+    pace of all.
     """
     loads: dict[str, float] = {}
-    for role, owner in zip(plan.world.roles, plan.owners, strict=True):
-        loads[owner] = loads.get(owner, 0.0) + costs.time(role.stage)
+    for role in plan.world.roles:
+        lent, seconds, members = plan.lending(role), costs.time(role.stage), plan.computers(role)
+        shares = [1.0]
+        if lent is not None:
+            front = lent.cut / plan.world.blocks_of(role.stage)
+            shares = [front, 1 - front]
+        for member, share in zip(members, shares, strict=True):
+            loads[member] = loads.get(member, 0.0) + seconds * share
     return max(loads.values())

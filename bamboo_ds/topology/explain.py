@@ -45,6 +45,7 @@ class _Explanation:
             line = self._shadow(rank, role)
             if line is not None:
                 found.append(line)
+            found += self._division(role)
         if not found:
             found.append("no role changes: no rule is violated, and no change would gain enough")
         return found + self._pace() + self._unmet()
@@ -74,6 +75,22 @@ class _Explanation:
         if new == old or new is None:
             return None if new == old else f"shadow of {role}: {old} -> nobody, because there is none to choose"
         return f"shadow of {role}: {old or 'nobody'} -> {new}, {self._why_shadow(rank, old)}; {self._where(rank, new)}"
+
+    def _division(self, role: Role) -> list[str]:
+        old, new = self._previous.lending(role), self._new.lending(role)
+        before = None if old is None else (old.cut, old.side, self._previous.shadow(role))
+        after = None if new is None else (new.cut, new.side, self._new.shadow(role))
+        if before == after:
+            return []
+        if new is None:
+            return [f"stage of {role}: its owner computes all of it again"]
+        blocks = self._new.world.blocks_of(role.stage)
+        count = new.cut if new.side == "front" else blocks - new.cut
+        first = "first" if new.side == "front" else "last"
+        return [
+            f"stage of {role}: {self._new.shadow(role)} computes the {first} {count} of {blocks} blocks as its shadow, "
+            "so that the slowest member gets less to do"
+        ]
 
     def _why_shadow(self, rank: int, old: str | None) -> str:
         owner = self._new.owners[rank]

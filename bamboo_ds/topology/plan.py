@@ -50,6 +50,7 @@ class Plan:
         learners: (rank, member): copies of a role's state that are being made; they follow the owner like a
             shadow does, but hold nothing to rely on before they are reported ready.
         lent: parts of stages that shadows compute, at most one of each role.
+        cuts: by stage the blocks before which it may be divided; ``None`` where no worker has told yet.
         homes: for every one of ``members``, the rank that its worker's script runs as. Its data iterators are
             those of that rank. Not unique: a standby shares the home of another member.
         immediate: whether workers break off what they do to enter this epoch, as after a loss. Otherwise they
@@ -71,6 +72,7 @@ class Plan:
     unheld: tuple[int, ...] = ()
     learners: tuple[tuple[int, str], ...] = ()
     lent: tuple[Lent, ...] = ()
+    cuts: tuple[tuple[int, ...] | None, ...] = ()
     homes: tuple[int, ...] = ()
     immediate: bool = True
     origin: str = ""
@@ -111,6 +113,11 @@ class Plan:
         """The members that compute ``role``, in the order of their parts."""
         owner, lent = self.owner(role), self.lending(role)
         return (owner,) if lent is None else part_hosts(owner, self.shadow(role), lent.side)
+
+    def lent_blocks(self, lent: Lent) -> tuple[int, int]:
+        """The first of the blocks that are ``lent``, and the first one behind them."""
+        blocks = self.world.blocks_of(self.world.role(lent.rank).stage)
+        return (0, lent.cut) if lent.side == "front" else (lent.cut, blocks)
 
     def owned_by(self, member: str) -> tuple[Role, ...]:
         """Roles that ``member`` owns, in rank order."""

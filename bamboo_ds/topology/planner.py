@@ -31,6 +31,7 @@ from dataclasses import replace
 from ..errors import ConfigError
 from .board import Holders
 from .costs import Candidate, Costs, Policy, Roster, known
+from .division import with_division
 from .moves import holders_of, learners_for
 from .placement import place_owners
 from .plan import Lent, Plan
@@ -253,6 +254,7 @@ def plan(
         # What owners and shadows hold does not depend on copies at all. Its copies may lead to a target that lasts.
         settled = _target(previous, roster, costs, policy, _settled(previous, holders))
         target = kept(frozenset(learners_for(previous, settled))) or settled
+    target = with_division(target, costs, previous.cuts, policy.min_gain)
     nobody = (rank for rank in range(previous.world.size) if roster.everyone.keys().isdisjoint(holders.get(rank, ())))
     return replace(target, unheld=tuple(nobody))
 

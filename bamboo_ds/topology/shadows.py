@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from .board import Holders
+from .board import Holders, beside
 from .costs import Costs, Policy, Roster
 from .least_loaded import LeastLoaded
 from .partition import SLACK
@@ -23,8 +23,8 @@ def place_shadows(
 
     Of the other roles, a shadow that may stay stays. A role whose owner moves is shadowed by a member that holds a
     copy, if any may. Only the others need a new copy: on the owner of the stage before, because that computes the
-    role's inputs and redundant forward passes need no message; else on the owner with the fewest replicas; else on the
-    standby with the fewest.
+    role's inputs and redundant forward passes need no message; else on the owner with the fewest replicas, of several
+    that of the stage after; else on the standby with the fewest.
     """
     if len(roster.usable) < 2:
         return (None,) * len(owners)
@@ -40,6 +40,7 @@ class _Shadows:
         self._holders, self._policy = holders, policy
         self._seconds = [costs.time(role.stage) for role in layout.roles]
         self._weights = [costs.weight(role.stage) for role in layout.roles]
+        self._after = [owners[layout.rank(layout.successor(role))] for role in layout.roles]
         self._before = [owners[layout.rank(layout.predecessor(role))] for role in layout.roles]
         self._shadows: list[str | None] = [None] * layout.size
         #: By member: bytes of replicas, and seconds per micro-batch that their owners need.
@@ -92,10 +93,25 @@ class _Shadows:
         for rank in ranks:
             for member in sorted(held[rank], key=lambda m: (self._replicas[m], self._roster.order[m])):
                 place(rank, member)
+        even = sum(self._weights) / max(1, len(self._roster.order) - len(busy)) * (1 + SLACK)
         for rank in sorted(ranks, key=lambda rank: self._near(rank) is not None):
             if self._shadows[rank] is None:
-                place(rank, standbys.pick((domains[self._owners[rank]],)))
+                place(rank, self._beside(rank, standbys, even) or standbys.pick((domains[self._owners[rank]],)))
         return [rank for rank in ranks if self._shadows[rank] is None]
+
+    def _beside(self, rank: int, standbys: LeastLoaded, even: float) -> str | None:
+        """A standby that shadows a stage beside this one already, within its ``even`` share of all replicas.
+
+        What it computes of the two is one after the other.
+        """
+        layout = self._previous.world
+        for role in beside(layout, layout.role(rank)):
+            member = self._shadows[layout.rank(role)]
+            if member is None or member not in standbys or not self._roster.apart(self._owners[rank], member):
+                continue
+            if self._replicas[member] + self._weights[rank] <= even:
+                return member
+        return None
 
     def _near(self, rank: int) -> str | None:
         """The owner of the stage before, if it may be the shadow."""
@@ -133,5 +149,12 @@ class _Shadows:
             excluded = (domains[self._owners[rank]],)
             member = workers.pick(excluded) or standbys.pick(excluded)
             assert member is not None, "two usable members are in two failure domains"
+            after = self._after[rank]
+            if (
+                after in workers
+                and self._roster.apart(self._owners[rank], after)
+                and replicas[after] <= replicas[member]
+            ):
+                member = after  # what it computes of the stage is next to its own
             self._give(rank, member)
             (workers if member in workers else standbys).update(member, replicas[member])

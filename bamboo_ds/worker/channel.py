@@ -261,9 +261,17 @@ class WorkerChannel:
         """Report that the engine is built; see :class:`~bamboo_ds.control.registry.records.LayoutRecord`."""
         self._send(LayoutRecord(id=self.member, layout=layout, redundant=redundant, iterators=iterators))
 
-    def report_state(self, epoch: int, replicas: Sequence[int], place: PeerAddress | None = None) -> None:
+    def report_state(
+        self,
+        epoch: int,
+        replicas: Sequence[int],
+        place: PeerAddress | None = None,
+        cuts: Mapping[int, tuple[int, ...]] = MappingProxyType({}),
+    ) -> None:
         """Report the epoch that was entered, the ranks of the replicas that are complete, and where it serves."""
-        self._send(WorkerState(id=self.member, epoch=epoch, replicas=tuple(sorted(replicas)), place=place))
+        self._send(
+            WorkerState(id=self.member, epoch=epoch, replicas=tuple(sorted(replicas)), place=place, cuts=dict(cuts))
+        )
 
     def suspect(self, epoch: int, member: str, reason: str) -> None:
         """Report that an operation of ``epoch`` towards ``member`` failed."""

@@ -135,9 +135,12 @@ class Job:
             wait_peers=lambda timeout_s: [state.place for state in world.states.values()],
         )
 
-    def _report_state(self, epoch: int, replicas: tuple[int, ...], place: PeerAddress) -> None:
+    def _report_state(
+        self, epoch: int, replicas: tuple[int, ...], place: PeerAddress, cuts: dict[int, tuple[int, ...]]
+    ) -> None:
         member = self.session.member
-        self.world.states[member] = WorkerState(id=member, epoch=epoch, replicas=replicas, place=place)
+        state = WorkerState(id=member, epoch=epoch, replicas=replicas, place=place, cuts=cuts)
+        self.world.states[member] = state
 
     def enter(self, plan: Plan) -> None:
         if plan.unheld:

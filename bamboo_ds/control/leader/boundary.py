@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
-from ...topology import Candidate, Plan, Policy, explain, holders_of, learners_for, moves
+from ...topology import Candidate, Costs, Plan, Policy, divided, explain, holders_of, learners_for, moves
 from ...topology.planner import plan as best_plan
 from ..registry.records import WorkerState, in_slot_order
 from .actions import WritePlan
@@ -32,12 +33,13 @@ def next_change(view: View, plan: Plan, policy: Policy) -> WritePlan | None:
     if any(state is None or state.epoch != plan.epoch for state in entered):
         return None
     candidates = _candidates(view, plan)
+    plan = replace(plan, cuts=known_cuts(view, plan))
     holders = holders_of(plan, ready_copies(view.workers, plan))
     target = _with_sources(view, plan, best_plan(plan, candidates, policy=policy, holders=holders), candidates)
     joined = [c.id for c in candidates if c.id not in plan.members]
     missing = moves(plan, target, holders)
     if not missing:
-        same = (target.owners, target.shadows, target.members) == (plan.owners, plan.shadows, plan.members)
+        same = _duties(target) == _duties(plan)
         if same and not plan.learners:
             return None
         return WritePlan(target, _reason(plan, target, candidates))
@@ -50,6 +52,8 @@ def next_change(view: View, plan: Plan, policy: Policy) -> WritePlan | None:
     members = tuple(c.id for c in candidates)
     learning = replace(
         plan,
+        # What owners and shadows can do meanwhile needs no copies.
+        lent=divided(plan, Costs(), plan.cuts, policy.min_gain),
         epoch=plan.epoch + 1,
         members=members,
         homes=tuple(c.home for c in candidates),
@@ -58,6 +62,29 @@ def next_change(view: View, plan: Plan, policy: Policy) -> WritePlan | None:
         lost=(),
     )
     return WritePlan(learning, _reason(plan, target, candidates))
+
+
+def _duties(plan: Plan) -> tuple[Any, ...]:
+    return plan.owners, plan.shadows, plan.members, plan.lent
+
+
+def known_cuts(view: View, plan: Plan) -> tuple[tuple[int, ...] | None, ...]:
+    """Where stages may be divided: as their owners in all pipelines have told, once all have."""
+    layout = plan.world
+    if not layout.blocks:
+        return ()
+    found = list(plan.cuts or (None,) * layout.stages)
+    for stage in range(layout.stages):
+        ranks = range(stage * layout.pipelines, (stage + 1) * layout.pipelines)
+        told = [cuts for rank in ranks if (cuts := _told(view, plan, rank)) is not None]
+        if found[stage] is None and len(told) == len(ranks):
+            found[stage] = tuple(sorted(set(told[0]).intersection(*told)))
+    return tuple(found)
+
+
+def _told(view: View, plan: Plan, rank: int) -> tuple[int, ...] | None:
+    state = view.workers.get(plan.owners[rank])
+    return None if state is None else state.cuts.get(rank)
 
 
 def _candidates(view: View, plan: Plan) -> Sequence[Candidate]:

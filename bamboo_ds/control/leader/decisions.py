@@ -96,7 +96,7 @@ class Decider:
             if any(report.iterators for report in view.reports.values()):
                 for pipeline in hungry(plan):
                     return _fed(view, plan, pipeline)
-            change = next_change(view, plan, self._policy(view))
+            change = next_change(view, plan, self._policy(view, plan))
             if change is not None:
                 return change
             rank = wanted_feeder(view, plan)
@@ -104,11 +104,12 @@ class Decider:
                 return Feed(rank)
         return action
 
-    def _policy(self, view: View) -> Policy:
+    def _policy(self, view: View, plan: Plan) -> Policy:
         redundant = any(report.redundant for report in view.reports.values())
         return Policy(
             redundant=redundant,
-            standby_replicas=self._settings.standby.replicas,
+            # Who holds a stage can compute a part of it.
+            standby_replicas=self._settings.standby.replicas or bool(plan.world.blocks),
             near_shadows=True,
             min_gain=self._settings.topology.min_gain,
         )

@@ -214,6 +214,7 @@ class WorkerState(WorkerRecord):
     Attributes:
         replicas: ranks of the roles whose replicas are complete, shadows' and learners'.
         place: where others find what it offers.
+        cuts: of stages that the worker has computed, by rank of the role, the blocks before which they may be divided.
     """
 
     type: Literal["state"] = "state"
@@ -221,6 +222,7 @@ class WorkerState(WorkerRecord):
     epoch: int
     replicas: tuple[int, ...] = ()
     place: PeerAddress | None = None
+    cuts: dict[int, tuple[int, ...]] = {}
 
     @property
     def key(self) -> str:

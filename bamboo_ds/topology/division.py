@@ -1,0 +1,161 @@
+"""Division of stages: which blocks the shadows of roles compute, so that the slowest member has least to do.
+
+Owner and shadow of a role hold all of its state, so work moves between them without a copy. Members and roles are a
+graph: a role joins its owner to its shadow, and some of its blocks can go from one of these to the other. The slowest
+member passes a block on to a neighbour that has time for it, or that passes one on in turn::
+
+    member   a      b      c                a      b      c
+    load     3      3      6       -->      4      4      4
+    shadow       <-     <-                 one block of b's stage goes to a, and one of c's to b
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+
+from .costs import Costs
+from .partition import SLACK
+from .plan import Lent, Plan, Side
+from .roles import Role
+
+#: By stage the blocks before which it may be divided; ``None`` where that is not known yet.
+Cuts = Sequence[Sequence[int] | None]
+
+
+def divided(plan: Plan, costs: Costs, cuts: Cuts, min_gain: float) -> tuple[Lent, ...]:
+    """What shadows compute under ``plan``, whose owners and shadows are settled.
+
+    What ``plan`` lends stays, unless the slowest member gains ``min_gain`` by another division, or loses nothing by one
+    that lends less.
+    """
+    if plan.layout is None or not plan.shadows or not any(cuts) or plan.world.slices > 1:
+        return ()
+    best = _Division(plan, costs, cuts)
+    best.improve()
+    allowed = all(_may(plan, each, cuts) for each in plan.lent)
+    if allowed:
+        now = _Division(plan, costs, cuts, plan.lent)
+        gains = best.slowest < now.slowest * (1 - min_gain) * (1 - SLACK)
+        as_good = best.slowest <= now.slowest * (1 + SLACK)
+        if not gains and not (as_good and best.work < now.work):
+            return tuple(sorted(plan.lent, key=lambda each: each.rank))
+    return best.lent()
+
+
+def _may(plan: Plan, lent: Lent, cuts: Cuts) -> bool:
+    known = cuts[plan.world.role(lent.rank).stage]
+    return plan.shadows[lent.rank] in plan.members and known is not None and lent.cut in known
+
+
+class _Division:
+    """Parts of stages at shadows, as they are being moved.
+
+    Args:
+        plan: with owners and shadows.
+        costs: of the stages.
+        cuts: see :data:`Cuts`.
+        lent: what shadows compute at first.
+    """
+
+    def __init__(self, plan: Plan, costs: Costs, cuts: Cuts, lent: Sequence[Lent] = ()) -> None:
+        self._plan, layout = plan, plan.world
+        alive = frozenset(plan.members)
+        self.loads = dict.fromkeys(plan.members, 0.0)
+        #: Of the roles that may be divided: how much of them each number of steps lends, and the cuts that make it so.
+        self._shares: dict[int, list[float]] = {}
+        self._cuts: dict[int, list[int]] = {}
+        self._sides: dict[int, Side] = {}
+        self._steps: dict[int, int] = {}
+        self._beside: dict[str, list[int]] = {member: [] for member in plan.members}
+        given = {each.rank: each for each in lent}
+        for rank, role in enumerate(layout.roles):
+            owner, shadow = plan.owners[rank], plan.shadows[rank]
+            if owner in alive:
+                self.loads[owner] += costs.time(role.stage)
+            known = cuts[role.stage]
+            if shadow not in alive or owner not in alive or shadow is None or not known:
+                continue
+            kept = given.get(rank)
+            side = self._sides[rank] = kept.side if kept is not None else _side(plan, role)
+            ordered = self._cuts[rank] = sorted(known, reverse=side == "rear")
+            blocks = layout.blocks_of(role.stage)
+            sizes = [cut if side == "front" else blocks - cut for cut in ordered]
+            self._shares[rank] = [0.0, *(costs.time(role.stage) * size / blocks for size in sizes)]
+            self._steps[rank] = 0
+            for member in (owner, shadow):
+                self._beside[member].append(rank)
+            if kept is not None:
+                self._move(rank, ordered.index(kept.cut) + 1)
+
+    @property
+    def slowest(self) -> float:
+        """Load of the slowest member."""
+        return max(self.loads.values())
+
+    @property
+    def work(self) -> float:
+        """How much shadows compute in all."""
+        return sum(self._shares[rank][steps] for rank, steps in self._steps.items())
+
+    def lent(self) -> tuple[Lent, ...]:
+        """What shadows compute."""
+        return tuple(
+            Lent(rank, self._cuts[rank][steps - 1], self._sides[rank])
+            for rank, steps in sorted(self._steps.items())
+            if steps
+        )
+
+    def improve(self) -> None:
+        """Take work from the slowest member as long as that makes nobody as slow as it was."""
+        while self._relieve(max(self.loads, key=lambda member: self.loads[member])):
+            pass
+
+    def _move(self, rank: int, steps: int) -> None:
+        shares = self._shares[rank]
+        moved = shares[steps] - shares[self._steps[rank]]
+        self._steps[rank] = steps
+        self.loads[self._plan.owners[rank]] -= moved
+        self.loads[str(self._plan.shadows[rank])] += moved
+
+    def _relieve(self, slowest: str) -> bool:
+        """Move one step of work from ``slowest`` along the shortest chain of members that can bear it."""
+        limit = self.loads[slowest] * (1 - 2 * SLACK)
+        queue = deque([(slowest, 0.0)])
+        reached: dict[str, tuple[str, int, int] | None] = {slowest: None}
+        while queue:
+            member, coming = queue.popleft()
+            if member != slowest and self.loads[member] + coming < limit:
+                while (step := reached[member]) is not None:
+                    member, rank, steps = step
+                    self._move(rank, steps)
+                return True
+            for rank in self._beside[member]:
+                owner, shadow = self._plan.owners[rank], str(self._plan.shadows[rank])
+                other, steps = (shadow, self._steps[rank] + 1) if member == owner else (owner, self._steps[rank] - 1)
+                if other in reached or not 0 <= steps < len(self._shares[rank]):
+                    continue
+                given = abs(self._shares[rank][steps] - self._shares[rank][self._steps[rank]])
+                if self.loads[member] + coming - given < limit or member == slowest:
+                    reached[other] = (member, rank, steps)
+                    queue.append((other, given))
+        return False
+
+
+def _side(plan: Plan, role: Role) -> Side:
+    """The part of ``role`` that its shadow computes: that which is next to what it computes besides."""
+    layout, shadow = plan.world, plan.shadow(role)
+    if role.stage > 0 and plan.owner(layout.predecessor(role)) == shadow:
+        return "front"
+    if role.stage < layout.stages - 1 and plan.owner(layout.successor(role)) == shadow:
+        return "rear"
+    # A standby helps neighbours of each other, where it can: this one's rear and the next one's front.
+    if role.stage > 0 and plan.shadow(layout.predecessor(role)) == shadow:
+        return "front"
+    return "rear"
+
+
+def with_division(plan: Plan, costs: Costs, cuts: Cuts, min_gain: float) -> Plan:
+    """``plan`` with what shadows compute under it; see :func:`divided`."""
+    return replace(plan, lent=divided(plan, costs, cuts, min_gain))
