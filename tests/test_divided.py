@@ -1,33 +1,165 @@
-"""Stages whose shadows compute a part of them, so that no member has much more to do than another."""
+"""Stages that owner and shadow compute together, so that no member has much more to do than another."""
 
 from __future__ import annotations
 
+import os
+import signal
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
 
-from .support.gpt_jobs import survive_in_turn as survive_gpt
-from .support.precisions import BF16_ZERO
+from bamboo_ds.engine.blocks import CutSearch, StageBlocks, bounds, cuttable
+from bamboo_ds.errors import UnsupportedError
+
+from .support.jobs import RunningJob, slow_until, write_config
 from .support.surviving import Reference, fault, survive_in_turn
+from .test_elastic import assert_same
 
-AUTO = {"topology": {"blocks": "auto"}}
+AUTO = {"topology": {"blocks": "auto"}, "redundancy": {"verify_every": 2}}
+
+
+# -- blocks -------------------------------------------------------------------------------------------------
+
+
+class Stage(nn.Module):
+    """What of a ``PipelineModule`` a stage's blocks look at."""
+
+    def __init__(self, *layers: Any, interval: int = 0) -> None:
+        super().__init__()
+        self.forward_funcs, self.activation_checkpoint_interval = list(layers), interval
+        self.micro_offset, self._local_start, self.is_checkpointable_results = 0, 4, [True] * len(layers)
+        for number, layer in enumerate(layers):
+            if isinstance(layer, nn.Module):
+                self.add_module(str(number), layer)
+
+    def forward(self, inputs: Any) -> Any:
+        for layer in self.forward_funcs:
+            inputs = layer(inputs)
+        return inputs
+
+
+@settings(deadline=None)
+@given(st.integers(1, 60), st.integers(0, 9), st.integers(1, 16))
+def test_bounds_of_blocks(layers: int, together: int, most: int) -> None:
+    """Blocks are as even as what is checkpointed together allows."""
+    groups = -(-layers // max(1, together))
+    count = min(most, groups)
+    found = bounds(layers, together, count)
+    assert len(found) == count + 1 and found[0] == 0 and found[-1] == layers
+    sizes = [stop - start for start, stop in pairwise(found)]
+    assert min(sizes) >= 1 and all(start % max(1, together) == 0 for start in found[:-1])
+    whole = sizes[:-1]
+    assert not whole or max(whole) - min(whole) <= max(1, together)
+
+
+def test_passes_of_some_blocks() -> None:
+    torch.manual_seed(1)
+    stage = Stage(nn.Linear(2, 2), torch.tanh, nn.Linear(2, 2), nn.Dropout(0.5))
+    blocks, seeds, x = StageBlocks(stage, 4), [], torch.randn(3, 2)
+    with blocks.computing(0, 2, seeds.append):
+        middle = stage(x)
+    assert torch.equal(middle, torch.tanh(stage.forward_funcs[0](x))) and seeds == [1]
+    with blocks.computing(2, 4, lambda block: torch.manual_seed(block)):
+        end = stage(middle)
+    torch.manual_seed(3)
+    assert torch.equal(end, stage.forward_funcs[3](stage.forward_funcs[2](middle)))
+    assert "forward" not in vars(stage)
+    assert blocks.names(2, 4) == {"2", "3"} and len(blocks.parameters(2, 4)) == 2
+    stage.compile()
+    with pytest.raises(UnsupportedError, match="blocks"), blocks.computing(0, 2, seeds.append):
+        pass
+
+
+def looked_at(stage: Stage, inputs: Any) -> tuple[int, ...]:
+    blocks = StageBlocks(stage, len(stage.forward_funcs))
+    search = CutSearch(blocks)
+    with blocks.computing(0, blocks.count, lambda block: None, search.note):
+        outputs = stage(inputs)
+    with search.backward(torch.device("cpu")):
+        (outputs if torch.is_tensor(outputs) else outputs[0]).sum().backward()
+    return search.found()
+
+
+def test_where_stages_can_be_divided() -> None:
+    x, linear = torch.randn(3, 2, requires_grad=True), nn.Linear(2, 2)
+    assert looked_at(Stage(nn.Linear(2, 2), torch.tanh, nn.Linear(2, 2)), x) == (1, 2)
+    # Weights, or what a layer keeps, on both sides; what is no tensor; several gradients; none.
+    assert looked_at(Stage(linear, nn.Linear(2, 2), linear, nn.Linear(2, 2)), x) == (3,)
+    assert looked_at(Stage(torch.tanh, lambda y: (y, "text"), lambda pair: pair[0]), x) == (1,)
+    assert looked_at(Stage(lambda y: (y, 2 * y), lambda pair: pair[0] + pair[1]), x) == ()
+    assert looked_at(Stage(lambda y: (y, y > 0), lambda pair: pair[0] * pair[1]), x) == (1,)
+    assert looked_at(Stage(torch.tanh, lambda y: y.detach() + x, torch.tanh), x) == (2,)
+    assert not cuttable({"a": x}) and not cuttable((x, x.detach()))
+
+
+class Noisy(torch.autograd.Function):
+    """Draws in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient + torch.randn_like(gradient)
+
+
+def test_backward_passes_that_draw_are_not_divided() -> None:
+    x = torch.randn(3, 2, requires_grad=True)
+    assert looked_at(Stage(torch.tanh, Noisy.apply), x) == ()
+
+
+# -- jobs ---------------------------------------------------------------------------------------------------
+
+
+def divided(events: list[dict[str, Any]]) -> list[set[str]]:
+    """By plan the shadows that compute a part of a stage."""
+    found = [{plan["shadows"][rank] for rank, _, _ in plan["lent"]} for plan in events]
+    return [each for each in found if each]
 
 
 @pytest.mark.integration
-def test_the_rest_of_a_job_is_divided(tmp_path: Path, reference: Reference) -> None:
-    """Of five members with two layers each, one after the other is lost."""
-    faults = [fault(2, 3, "BackwardPass", 1), fault(4, 6, "ForwardPass", 2)]
+def test_members_that_are_left_divide_the_stages(tmp_path: Path, reference: Reference) -> None:
+    """Of five members with two layers each two are lost; the second one when it computes a part of another stage."""
+    faults = [fault(2, 3, "BackwardPass", 1), fault(0, 6, "ForwardPass", 2)]
     result = survive_in_turn(tmp_path, reference, faults, 5, 1, bamboo=AUTO)
-    divided = [plan for plan in result.events("plan") if plan["lent"]]
-    assert divided, "no stage was divided"
+    shadows = divided(result.events("plan"))
+    assert any(each.startswith("m0-") for helpers in shadows for each in helpers)
+    assert not result.events("replica_mismatch")
 
 
 @pytest.mark.integration
-def test_a_gpt_is_divided(tmp_path: Path, reference: Reference) -> None:
-    """Half precision, ZeRO stage 1, tied embeddings, activation checkpointing, dropout."""
-    options = ("--dropout", "0.1", "--checkpoint-activations", "1", "--layers", "8", "--seed-layers")
-    faults = [fault(3, 3, "BackwardPass", 1), fault(4, 6, "ForwardPass", 2)]
-    result = survive_gpt(tmp_path, reference, faults, 4, 2, options, bamboo=AUTO, **BF16_ZERO)
-    divided = [plan for plan in result.events("plan") if plan["lent"]]
-    assert divided, "no stage was divided"
+def test_a_job_grows_beyond_its_stages(tmp_path: Path, reference: Reference) -> None:
+    """Two members that join take halves of the stages; one of them is lost."""
+    go = tmp_path / "go"
+    command = ["--stages", "2", *slow_until(go)]
+    with RunningJob(tmp_path, 2, command, write_config(tmp_path, AUTO)) as job:
+        job.wait_for("a step", lambda: bool(job.events("step")))
+        joiners = []
+        for count in (3, 4):
+            joiners.append(job.join())
+            job.wait_for("it is admitted", lambda count=count: len(job.events("member_joined")) == count)  # type: ignore[misc]
+        job.wait_for("all compute", lambda: len(job.plan()["lent"]) == 2)
+        parts = job.plan()
+        assert sorted((rank, end - begin) for rank, begin, end in parts["lent"]) == [(0, 1), (1, 1)]
+        computing = {*parts["owners"], *parts["shadows"]}
+        assert len(computing) == 4
+        epoch = parts["epoch"]
+        job.wait_for("it is entered", lambda: sum(e["epoch"] == epoch for e in job.events("reconfigured")) == 4)
+        job.wait_for("steps", lambda: sum(e["epoch"] == epoch for e in job.events("step")) > 3)
+        os.killpg(joiners[0].pid, signal.SIGKILL)
+        joiners[0].wait(30)
+        job.wait_for("its loss", lambda: len(job.events("member_lost")) == 1)
+        job.wait_for(
+            "its replicas are elsewhere", lambda: job.plan()["epoch"] > epoch + 1 and all(job.plan()["shadows"])
+        )
+        go.touch()
+        result = job.finish()
+    assert_same(result, reference(2, 1, 6, *result.length), [], joined=1)
+    assert not result.events("replica_mismatch")

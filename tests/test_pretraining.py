@@ -1,6 +1,7 @@
 """The GPT as Megatron-DeepSpeed trains it, all at once.
 
-Two pipelines of four stages, half precision, ZeRO stage 1, tied embeddings, activation checkpointing, dropout.
+Two pipelines of four stages, half precision, ZeRO stage 1, tied embeddings, activation checkpointing, dropout; stages
+are divided among the members that are left.
 """
 
 from __future__ import annotations
@@ -25,20 +26,21 @@ FAULTS = (
 
 @pytest.mark.integration
 @pytest.mark.parametrize(
-    ("precision", "arguments", "own"),
+    ("precision", "arguments", "own", "blocks"),
     [
         # With seeds of the layers' own stock DeepSpeed draws the same masks.
-        pytest.param(BF16_ZERO, ("--seed-layers",), False, id="bf16"),
-        pytest.param(FP16_ZERO, (), True, id="fp16", marks=pytest.mark.exhaustive),
+        pytest.param(BF16_ZERO, ("--seed-layers",), False, "auto", id="bf16"),
+        pytest.param(FP16_ZERO, (), True, 1, id="fp16", marks=pytest.mark.exhaustive),
     ],
 )
 def test_every_stage_is_lost(
-    tmp_path: Path, reference: Reference, precision: dict[str, Any], arguments: tuple[str, ...], own: bool
+    tmp_path: Path, reference: Reference, precision: dict[str, Any], arguments: tuple[str, ...], own: bool, blocks: Any
 ) -> None:
-    """One after the other, each when the job has recovered from the one before."""
+    """One after the other, each when the job has recovered from the one before. Those left divide the stages."""
     faults = [fault(rank, 2 + 2 * n, at, micro_batch) for n, (rank, at, micro_batch) in enumerate(FAULTS)]
     options = ("--dropout", "0.1", "--checkpoint-activations", "1", "--layers", "8", *arguments)
-    block = {"redundancy": {"verify_every": 2, "check_exact": 2}}
+    block = {"redundancy": {"verify_every": 2, "check_exact": 2}, "topology": {"blocks": blocks}}
     result = survive_in_turn(tmp_path, reference, faults, 4, 2, options, own, bamboo=block, **precision)
     (event,) = result.events("exact_checked")
     assert (event["step"], event["steps"], event["stages"]) == (2, 2, 8)
+    assert any(plan["lent"] for plan in result.events("plan")) == (blocks == "auto")

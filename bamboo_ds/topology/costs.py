@@ -77,6 +77,7 @@ class Policy:
 
     Attributes:
         redundant: whether roles have replicas.
+        divides: whether shadows compute parts of stages, so that standbys hold even shares of the replicas.
         standby_replicas: whether standbys hold replicas, copied there although their present shadows may stay.
         near_shadows: whether a replica is copied to the owner of the stage before, where redundant passes need no
             messages, although its present shadow may stay. Off, nothing is copied unless a rule is violated.
@@ -84,6 +85,7 @@ class Policy:
     """
 
     redundant: bool = True
+    divides: bool = False
     standby_replicas: bool = False
     near_shadows: bool = False
     min_gain: float = 0.05

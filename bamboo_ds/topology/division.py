@@ -14,11 +14,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
-from .costs import Costs
+from .board import Holders
+from .costs import Costs, Policy, Roster
 from .partition import SLACK
 from .plan import Lent, Plan, Side
 from .roles import Role
+
+#: How many roles get other shadows for the sake of speed, how many shadows are tried for each, and how many in all, times
+#: the number of members.
+_ATTEMPTS, _OPTIONS, _TRIALS = 8, 3, 4096
 
 #: By stage the blocks before which it may be divided; ``None`` where that is not known yet.
 Cuts = Sequence[Sequence[int] | None]
@@ -99,6 +105,13 @@ class _Division:
         """How much shadows compute in all."""
         return sum(self._shares[rank][steps] for rank, steps in self._steps.items())
 
+    @property
+    def even(self) -> bool:
+        """Whether no other division could be better: the slowest member has less than a step above the mean."""
+        steps = (later - sooner for shares in self._shares.values() for sooner, later in pairwise(shares))
+        mean = sum(self.loads.values()) / len(self.loads)
+        return self.slowest - mean < min(steps, default=0.0) * (1 - SLACK)
+
     def lent(self) -> tuple[Lent, ...]:
         """What shadows compute."""
         return tuple(
@@ -156,6 +169,63 @@ def _side(plan: Plan, role: Role) -> Side:
     return "rear"
 
 
-def with_division(plan: Plan, costs: Costs, cuts: Cuts, min_gain: float) -> Plan:
-    """``plan`` with what shadows compute under it; see :func:`divided`."""
-    return replace(plan, lent=divided(plan, costs, cuts, min_gain))
+def with_division(previous: Plan, target: Plan, roster: Roster, costs: Costs, policy: Policy, holders: Holders) -> Plan:
+    """``target``, in which shadows compute parts of stages.
+
+    Where its shadows do not let all members have about as much to do, some of the slowest member's roles get others: a
+    copy of a stage for an iteration that is shorter by ``policy.min_gain``.
+
+    Args:
+        previous: the plan before; what it lends stays where it can.
+        target: with owners and shadows for ``roster``.
+        roster: the members.
+        costs: of the stages.
+        policy: the user's wishes.
+        holders: valid copies by rank.
+    """
+
+    def settled(shadows: Sequence[str | None]) -> tuple[Plan, _Division]:
+        plan = replace(target, shadows=tuple(shadows), lent=still_lent(previous, target.owners, shadows))
+        plan = replace(plan, lent=divided(plan, costs, previous.cuts, policy.min_gain))
+        return plan, _Division(plan, costs, previous.cuts, plan.lent)
+
+    best, division = settled(target.shadows)
+    if not (policy.divides and any(previous.cuts)):
+        return best
+    trials = max(1, _TRIALS // len(division.loads))
+    for _ in range(_ATTEMPTS):
+        if division.even:
+            break
+        slowest = max(division.loads, key=lambda member: division.loads[member])
+        idlest = sorted(division.loads, key=lambda member: (division.loads[member], roster.order.get(member, 0)))
+        options = []
+        for rank, owner in enumerate(best.owners):
+            if owner != slowest or not previous.cuts[best.world.role(rank).stage]:
+                continue
+            able = [m for m in idlest if m != best.shadows[rank] and roster.apart(owner, m)]
+            # Who holds it already, then who has least to do.
+            able.sort(key=lambda member: member not in holders.get(rank, ()))
+            options += [(rank, member) for member in able[:_OPTIONS]]
+        options = options[:trials]
+        trials -= len(options)
+        tried = [settled(_with(best.shadows, *option)) for option in options]
+        if not tried:
+            break
+        plan, found = min(tried, key=lambda each: (each[1].slowest, each[1].work))
+        if found.slowest > division.slowest * (1 - policy.min_gain) * (1 - SLACK):
+            break
+        best, division = plan, found
+    return best
+
+
+def _with(shadows: Sequence[str | None], rank: int, member: str) -> list[str | None]:
+    return [member if place == rank else shadow for place, shadow in enumerate(shadows)]
+
+
+def still_lent(previous: Plan, owners: Sequence[str], shadows: Sequence[str | None]) -> tuple[Lent, ...]:
+    """What of ``previous`` is lent where neither owner nor shadow has changed."""
+    return tuple(
+        each
+        for each in previous.lent
+        if (owners[each.rank], shadows[each.rank]) == (previous.owners[each.rank], previous.shadows[each.rank])
+    )

@@ -31,10 +31,10 @@ from dataclasses import replace
 from ..errors import ConfigError
 from .board import Holders
 from .costs import Candidate, Costs, Policy, Roster, known
-from .division import with_division
+from .division import still_lent, with_division
 from .moves import holders_of, learners_for
 from .placement import place_owners
-from .plan import Lent, Plan
+from .plan import Plan
 from .roles import Layout
 from .shadows import place_shadows
 from .slices import given_up, merged, only
@@ -182,15 +182,6 @@ def _preference(heir: Candidate, gone: Candidate, duties: int) -> tuple[int, ...
     return (duties,)
 
 
-def still_lent(previous: Plan, owners: Sequence[str], shadows: Sequence[str | None]) -> tuple[Lent, ...]:
-    """What of ``previous`` is lent where neither owner nor shadow has changed."""
-    return tuple(
-        each
-        for each in previous.lent
-        if (owners[each.rank], shadows[each.rank]) == (previous.owners[each.rank], previous.shadows[each.rank])
-    )
-
-
 def plan(
     previous: Plan,
     members: Sequence[Candidate],
@@ -254,7 +245,6 @@ def plan(
         # What owners and shadows hold does not depend on copies at all. Its copies may lead to a target that lasts.
         settled = _target(previous, roster, costs, policy, _settled(previous, holders))
         target = kept(frozenset(learners_for(previous, settled))) or settled
-    target = with_division(target, costs, previous.cuts, policy.min_gain)
     nobody = (rank for rank in range(previous.world.size) if roster.everyone.keys().isdisjoint(holders.get(rank, ())))
     return replace(target, unheld=tuple(nobody))
 
@@ -281,11 +271,10 @@ def _target(previous: Plan, roster: Roster, costs: Costs, policy: Policy, holder
     shadows: tuple[str | None, ...] = (None,) * len(owners)
     if policy.redundant:
         shadows = place_shadows(previous, owners, roster, costs, holders, policy)
-    return replace(
+    target = replace(
         previous,
         epoch=previous.epoch + 1,
         owners=owners,
-        lent=still_lent(previous, owners, shadows),
         members=tuple(member.id for member in roster.usable),
         store_host=previous.store_host if previous.store_host in roster.order else owners[0],
         shadows=shadows,
@@ -294,3 +283,4 @@ def _target(previous: Plan, roster: Roster, costs: Costs, policy: Policy, holder
         homes=tuple(member.home for member in roster.usable),
         immediate=False,
     )
+    return with_division(previous, target, roster, costs, policy, holders) if previous.cuts else target

@@ -23,8 +23,8 @@ def place_shadows(
 
     Of the other roles, a shadow that may stay stays. A role whose owner moves is shadowed by a member that holds a
     copy, if any may. Only the others need a new copy: on the owner of the stage before, because that computes the
-    role's inputs and redundant forward passes need no message; else on the owner with the fewest replicas, of several
-    that of the stage after; else on the standby with the fewest.
+    role's inputs and redundant forward passes need no message; else on the owner with the fewest replicas (where stages
+    are divided, of several that of the stage after); else on the standby with the fewest.
     """
     if len(roster.usable) < 2:
         return (None,) * len(owners)
@@ -71,9 +71,13 @@ class _Shadows:
         for rank, owner in enumerate(self._owners):
             loads[owner] += self._seconds[rank]
             owned[owner] += self._weights[rank]
-        work, room = 2 * max(loads.values()) * (1 + SLACK), 2 * max(owned.values())
+        work: float = 2 * max(loads.values()) * (1 + SLACK)
+        room: float = 2 * max(owned.values())
         domains = {member: self._roster.domain(member) for member in self._roster.order}
-        standbys = LeastLoaded((m for m in self._roster.order if m not in busy), self._replicas, domains)
+        idle = [member for member in self._roster.order if member not in busy]
+        standbys = LeastLoaded(idle, self._replicas, domains)
+        if self._policy.divides:
+            room = min(room, max(max(self._weights), sum(self._weights) / max(1, len(idle)) * (1 + SLACK)))
 
         def place(rank: int, member: str | None) -> bool:
             if member is None or self._shadows[rank] is not None or member not in standbys:
@@ -93,23 +97,21 @@ class _Shadows:
         for rank in ranks:
             for member in sorted(held[rank], key=lambda m: (self._replicas[m], self._roster.order[m])):
                 place(rank, member)
-        even = sum(self._weights) / max(1, len(self._roster.order) - len(busy)) * (1 + SLACK)
         for rank in sorted(ranks, key=lambda rank: self._near(rank) is not None):
             if self._shadows[rank] is None:
-                place(rank, self._beside(rank, standbys, even) or standbys.pick((domains[self._owners[rank]],)))
+                place(rank, self._beside(rank, standbys, room) or standbys.pick((domains[self._owners[rank]],)))
         return [rank for rank in ranks if self._shadows[rank] is None]
 
-    def _beside(self, rank: int, standbys: LeastLoaded, even: float) -> str | None:
-        """A standby that shadows a stage beside this one already, within its ``even`` share of all replicas.
-
-        What it computes of the two is one after the other.
-        """
+    def _beside(self, rank: int, standbys: LeastLoaded, room: float) -> str | None:
+        """A standby with ``room`` that shadows a stage beside this one: what it computes of both goes together."""
+        if not self._policy.divides:
+            return None
         layout = self._previous.world
         for role in beside(layout, layout.role(rank)):
             member = self._shadows[layout.rank(role)]
             if member is None or member not in standbys or not self._roster.apart(self._owners[rank], member):
                 continue
-            if self._replicas[member] + self._weights[rank] <= even:
+            if self._replicas[member] + self._weights[rank] <= room:
                 return member
         return None
 
@@ -150,11 +152,8 @@ class _Shadows:
             member = workers.pick(excluded) or standbys.pick(excluded)
             assert member is not None, "two usable members are in two failure domains"
             after = self._after[rank]
-            if (
-                after in workers
-                and self._roster.apart(self._owners[rank], after)
-                and replicas[after] <= replicas[member]
-            ):
-                member = after  # what it computes of the stage is next to its own
+            if self._policy.divides and after in workers and self._roster.apart(self._owners[rank], after):
+                # What it computes of the stage is next to its own.
+                member = after if replicas[after] <= replicas[member] else member
             self._give(rank, member)
             (workers if member in workers else standbys).update(member, replicas[member])

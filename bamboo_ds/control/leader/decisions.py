@@ -109,6 +109,7 @@ class Decider:
         return Policy(
             redundant=redundant,
             # Who holds a stage can compute a part of it.
+            divides=bool(plan.world.blocks),
             standby_replicas=self._settings.standby.replicas or bool(plan.world.blocks),
             near_shadows=True,
             min_gain=self._settings.topology.min_gain,
