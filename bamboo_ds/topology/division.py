@@ -22,8 +22,8 @@ from .partition import SLACK
 from .plan import Lent, Plan, Side
 from .roles import Role
 
-#: How many roles get other shadows for the sake of speed, how many shadows are tried for each, and how many in all, times
-#: the number of members.
+#: How many roles get other shadows for the sake of speed, how many shadows are tried for each, and how many in all,
+#: times the number of members.
 _ATTEMPTS, _OPTIONS, _TRIALS = 8, 3, 4096
 
 #: By stage the blocks before which it may be divided; ``None`` where that is not known yet.

@@ -211,6 +211,8 @@ def _type_name(kind: Any) -> str:
         return " \\| ".join(str(value) for value in inner)
     if origin in (Union, UnionType):
         return " or ".join(_type_name(part) for part in inner)
+    if origin is tuple:
+        return f"[{', '.join(map(_type_name, inner))}]"
     if origin is list:
         return f"list of {_type_name(inner[0])}"
     names = {str: "string", bool: "bool", int: "int", float: "float", datetime: "string", type(None): "null"}
