@@ -43,7 +43,7 @@ def test_start_gives_everyone_the_same_plans_and_the_store(start: Start) -> None
     members = [job.member(r) for r in range(4)]
     assert job.wait_epoch(1)["owners"] == members
     plan = job.wait_epoch(2)
-    assert plan["layout"] == {"pipelines": 2, "stages": 2, "sharded": False, "slices": 1}
+    assert plan["layout"] == {"pipelines": 2, "stages": 2, "sharded": False, "slices": 1, "blocks": []}
     assert plan["owners"] == members
     assert plan["shadows"] == [members[2], members[3], members[0], members[1]]
     assert [t["address"] for t in job.find("store")] == [["127.0.0.1", 4711]] * 4

@@ -86,7 +86,7 @@ def test_roles_that_are_taken_over(victim: int) -> None:
     heir = after.owner(Role(0, victim))
     for member in after.members:
         found = member_of(before, member)
-        found.binding.runtimes[before.shadowed_by(member)[0]].forwards = 3
+        found.binding.runtimes[before.shadowed_by(member)[0]].part.forwards = 3
         found.take_over_roles(after)
         runtimes = found.binding.runtimes
         assert {role for role, runtime in runtimes.items() if runtime.owned} == set(after.owned_by(member))

@@ -163,3 +163,13 @@ def test_what_people_see() -> None:
 def test_refusals(arguments: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         bamboo_plan(*arguments)
+
+
+def test_stages_are_divided() -> None:
+    """Of a job that does not exist, where members are fewer than stages."""
+    imagined = ("--stages", "8", "--members", "7", "--blocks", "3")
+    found = report(*imagined)
+    assert (round(found["slowest"], 3), round(found["next_slowest"], 3)) == (2, 1.333)
+    assert all(0 <= part["begin"] < part["end"] <= part["blocks"] == 3 for part in found["parts"])
+    told = bamboo_plan(*imagined, "--explain")
+    assert "of 3 blocks)" in told and "so that the slowest member gets less to do" in told

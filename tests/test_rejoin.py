@@ -24,7 +24,7 @@ def test_a_job_that_has_gone_on_with_a_newer_version_is_over_for_it(
 ) -> None:
     """It ends with a result, as one that finds no job."""
     caplog.set_level(logging.ERROR, LOGGER)
-    plan = initial_plan(["a"]).to_json().replace('"schema":2', '"schema":3')
+    plan = initial_plan(["a"]).to_json().replace('"schema":3', '"schema":4')
     store = SimpleNamespace(get_prefix=lambda prefix: Snapshot({Keys.PLAN: KeyValue(Keys.PLAN, plan, 1, 1)}, 1))
     block = BambooConfig.model_validate({"membership": {"rejoin_s": 600}, "recovery": {"max_restarts": 1}})
     settings: Any = SimpleNamespace(bamboo=block, rejoins=0, feeder=False, waiting=False, slot=1)

@@ -9,7 +9,7 @@ import click
 from pydantic import BaseModel, ConfigDict
 from rich.table import Table
 
-from ..control.leader.boundary import ready_copies
+from ..control.leader.boundary import known_cuts, ready_copies
 from ..control.registry.mirror import Mirror
 from ..errors import ConfigError
 from ..launchers import jobs
@@ -47,6 +47,19 @@ class RoleReport(BaseModel):
     next_shadow: str | None
 
 
+class PartReport(BaseModel):
+    """Blocks of a stage that its shadow is to compute: from ``begin`` to before ``end``."""
+
+    model_config = ConfigDict(frozen=True)
+
+    pipeline: int
+    stage: int
+    member: str
+    begin: int
+    end: int
+    blocks: int
+
+
 class MoveReport(BaseModel):
     """A copy of a stage's state; ``bytes`` is ``None`` where unknown."""
 
@@ -70,6 +83,7 @@ class PlanReport(BaseModel):
         unheld: (pipeline, stage) of roles whose state nobody has: a fatal loss.
         slowest: relative time of the slowest member per micro-batch, in seconds or in stages of equal cost.
         next_slowest: the same in the next plan.
+        parts: what shadows compute in the next plan.
         reasons: one sentence per change, and per rule that cannot be met.
     """
 
@@ -83,6 +97,7 @@ class PlanReport(BaseModel):
     slowest: float
     next_slowest: float
     roles: list[RoleReport]
+    parts: list[PartReport]
     moves: list[MoveReport]
     reasons: list[str]
 
@@ -116,6 +131,9 @@ class Situation:
     metavar="N[,host=H][,zone=Z]",
     help="So many members of it, on hosts of their own or on one; may be repeated.",
 )
+@click.option(
+    "--blocks", type=click.IntRange(min=1), help="Blocks that each of its stages may be divided into.  [default: 1]"
+)
 @click.option("--lose", multiple=True, metavar="MEMBER", help="What if this member vanished; may be repeated.")
 @click.option("--leave", multiple=True, metavar="MEMBER", help="What if this one were to leave; may be repeated.")
 @click.option("--seconds", metavar="S,S,..", help="Time of each stage per micro-batch.  [default: equal]")
@@ -131,6 +149,7 @@ def plan(
     pipelines: int | None,
     slices: int | None,
     groups: tuple[str, ...],
+    blocks: int | None,
     lose: tuple[str, ...],
     leave: tuple[str, ...],
     seconds: str | None,
@@ -144,7 +163,7 @@ def plan(
 
     About a job that runs, or with --stages and --members about one that does not exist.
     """
-    if stages is None and pipelines is None and slices is None and not groups:
+    if stages is None and pipelines is None and slices is None and blocks is None and not groups:
         situation = _running(job, store)
     elif any(click.get_current_context().get_parameter_source(n) is _GIVEN for n in ("job", "store")):
         raise ConfigError("--job and --store are about a job that runs, --stages and --members about one that does not")
@@ -152,9 +171,12 @@ def plan(
         raise ConfigError("a job that does not exist needs --stages and --members")
     else:
         count = slices or 1
-        situation = imagined(Layout((pipelines or 1) * count, stages, slices=count), _parse_members(groups))
+        divided = (blocks,) * stages if blocks is not None and blocks > 1 and count == 1 else ()
+        layout = Layout((pipelines or 1) * count, stages, slices=count, blocks=divided)
+        situation = imagined(layout, _parse_members(groups))
     costs = Costs(_numbers("--seconds", seconds, float), _numbers("--bytes", sizes, int))
-    policy = Policy(situation.redundant, standby_replicas, min_gain=min_gain)
+    divides = bool(situation.plan.world.blocks)
+    policy = Policy(situation.redundant, divides, standby_replicas or divides, min_gain=min_gain)
     report = plan_report(situation, costs, policy, lose, leave)
     if as_json:
         click.echo(report.model_dump_json(indent=2))
@@ -206,6 +228,17 @@ def plan_report(
             )
             for rank, role in enumerate(now.world.roles)
         ],
+        parts=[
+            PartReport(
+                pipeline=target.world.role(lent.rank).pipeline,
+                stage=target.world.role(lent.rank).stage,
+                member=str(target.shadows[lent.rank]),
+                begin=target.lent_blocks(lent)[0],
+                end=target.lent_blocks(lent)[1],
+                blocks=target.world.blocks_of(target.world.role(lent.rank).stage),
+            )
+            for lent in target.lent
+        ],
         moves=[
             MoveReport(
                 pipeline=target.world.role(move.rank).pipeline,
@@ -247,8 +280,12 @@ def plan_table(report: PlanReport) -> Table:
         table.add_column(column, justify="right" if column in ("pipeline", "stage") else "left", no_wrap=True)
     for role in report.roles:
         owner, shadow = _change(role.owner, role.next_owner), _change(role.shadow, role.next_shadow)
+        for part in report.parts:
+            if (part.pipeline, part.stage) == (role.pipeline, role.stage):
+                shadow += f" (computes {part.end - part.begin} of {part.blocks} blocks)"
         table.add_row(str(role.pipeline), str(role.stage), owner, shadow)
-    standbys = [m for m in report.members if m not in {role.next_owner for role in report.roles}]
+    busy = {role.next_owner for role in report.roles} | {part.member for part in report.parts}
+    standbys = [m for m in report.members if m not in busy]
     table.caption = f"{len(report.members)} members; standbys: {', '.join(standbys) or 'none'}"
     return table
 
@@ -283,6 +320,7 @@ def observed(job: str, mirror: Mirror) -> Situation:
         for r in registered
     )
     redundant = any(report.redundant for report in mirror.reports.values())
+    current = replace(current, cuts=known_cuts(mirror.workers, current))
     return Situation(current, members, ready_copies(mirror.workers, current), redundant, job)
 
 
@@ -299,12 +337,14 @@ def imagined(layout: Layout, members: Sequence[Candidate]) -> Situation:
     for slot in range(len(members), layout.size):
         everybody.append(Candidate(f"m{slot}", slot, f"gone{slot}", home=slot))
     present = everybody[: layout.size]
+    policy = Policy(divides=bool(layout.blocks))
     current = with_redundancy(initial_plan([m.id for m in present]), layout, True, present)
+    current = replace(current, cuts=tuple(tuple(range(1, count)) for count in layout.blocks))
     while len(present) > max(len(members), 1):
         gone = present.pop()
         current = takeover(current, [gone.id])
         if len(present) > len(members):
-            current = next_plan(current, present)
+            current = next_plan(current, present, policy=policy)
     return Situation(current, tuple(members), {})
 
 

@@ -164,7 +164,7 @@ class _Block:
         self.micro_offset = module.micro_offset
         # DeepSpeed numbers the layers of each group that it checkpoints from the stage's first one on.
         self._local_start = module._local_start + (0 if interval else start)
-        if interval:
+        if interval and hasattr(module, "is_checkpointable_results"):
             self.is_checkpointable_results = module.is_checkpointable_results[start // interval :]
 
     def __getattr__(self, name: str) -> Any:

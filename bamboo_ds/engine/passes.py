@@ -135,7 +135,8 @@ class Passes:
             self._in_part(runtime),
             runtime.search.backward(self.ds.device) if runtime.search is not None else nullcontext(),
         ):
-            self.ds.backward_pass(buffer_id)
+            if last or not runtime.divided or _differentiable(self.ds.pipe_buffers["outputs"][buffer_id]):
+                self.ds.backward_pass(buffer_id)
         if last:
             self.ds.loss = self.ds.loss.detach()
         buffers = self.ds.pipe_buffers
@@ -164,6 +165,11 @@ class Passes:
 def _detached(value: Any) -> Payload:
     """A tensor or a tuple of tensors without its graph."""
     return value.detach() if torch.is_tensor(value) else tuple(t.detach() for t in value)
+
+
+def _differentiable(outputs: Any) -> bool:
+    """Whether there is anything to do in a backward pass from ``outputs``; not, where all layers are frozen."""
+    return any(t.requires_grad for t in ((outputs,) if torch.is_tensor(outputs) else outputs))
 
 
 def _input_gradients(inputs: Any) -> Payload:

@@ -1,4 +1,4 @@
-"""Worker of overhead.py: a pipeline of emulated devices, one layer per stage. Knows nothing of bamboo.
+"""Worker of overhead.py and degraded.py: a pipeline of emulated devices. Knows nothing of bamboo.
 
 An emulated layer holds its "device" for a set time without using the CPU, so that many stages run at their full
 speed on few cores. The rest (a tiny linear layer) is real.
@@ -103,6 +103,11 @@ class Trace:
         return run
 
 
+def ended(file: Path, step: int) -> bool:
+    """Whether ``file`` names this step as the last one; all members see it before they come there."""
+    return file.exists() and int(file.read_text() or "0") == step
+
+
 def main() -> None:
     """Train and leave the seconds of every iteration in ``result-<rank>.json``."""
     parser = argparse.ArgumentParser()
@@ -111,6 +116,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--forward-s", type=float, required=True)
     parser.add_argument("--backward-s", type=float, required=True)
+    parser.add_argument("--layers", type=int, default=1, help="of each stage; the times are those of a layer")
+    parser.add_argument("--stop-file", type=Path, help="names the last step, once it is there")
     parser.add_argument("--parameters", type=int, default=0, help="more of each stage")
     parser.add_argument(
         "--boundary-mb", type=float, default=0.0, help="size of boundary tensors; 0: as small as can be"
@@ -125,7 +132,7 @@ def main() -> None:
     deepspeed.init_distributed()
     torch.manual_seed(0)
     times = arguments.forward_s, arguments.backward_s, arguments.parameters
-    specs = [LayerSpec(EmulatedLayer, *times) for _ in range(arguments.stages)]
+    specs = [LayerSpec(EmulatedLayer, *times) for _ in range(arguments.stages * arguments.layers)]
     if arguments.tied:
         specs[0], specs[-1] = (
             TiedLayerSpec("ends", EmulatedLayer, *times, tied_weight_attr="linear.weight") for _ in range(2)
@@ -146,6 +153,8 @@ def main() -> None:
         if trace:
             end = time.monotonic()
             trace.rows.append((step, "Iteration", None, end - seconds[-1], end))
+        if arguments.stop_file and ended(arguments.stop_file, engine.global_steps):
+            break
     rank = torch.distributed.get_rank()
     result = {"seconds": seconds, "trace": trace.rows if trace else None, "cpu_seconds": time.process_time()}
     (arguments.out / f"result-{rank}.json").write_text(json.dumps(result))

@@ -131,7 +131,12 @@ class Meter:
                 optimizer = runtime.attributes["optimizer"]
                 prefix = "" if runtime.owned else "replica "
                 sizes.update(self._state(prefix, count, runtime.module, optimizer, reduced))
-            kept = [t for r in binding.runtimes.values() for t in (*r.activations.values(), *r.gradients.values())]
+            kept = [
+                t
+                for r in binding.runtimes.values()
+                for p in r.parts
+                for t in (*p.activations.values(), *p.gradients.values())
+            ]
             sizes["boundary"] = count(t for x in kept for t in (x if isinstance(x, tuple) else (x,)))
         sizes["saved"] = count(s.tensor for s in list(self._saved) if not s.redundant)
         sizes["redundant saved"] = count(s.tensor for s in list(self._saved) if s.redundant)

@@ -182,7 +182,7 @@ def exhaust(step: int) -> None:
         if parts is None or parts.progress.steps != step:
             return
         runtime = parts.binding.current
-        if not runtime.owned and runtime.forwards == 2:
+        if not runtime.owned and runtime.part.forwards == 2:
             raise torch.OutOfMemoryError("no memory is left, says the test")
 
     def install(module: nn.Module, stage: int) -> None:

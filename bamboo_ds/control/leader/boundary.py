@@ -33,7 +33,7 @@ def next_change(view: View, plan: Plan, policy: Policy) -> WritePlan | None:
     if any(state is None or state.epoch != plan.epoch for state in entered):
         return None
     candidates = _candidates(view, plan)
-    plan = replace(plan, cuts=known_cuts(view, plan))
+    plan = replace(plan, cuts=known_cuts(view.workers, plan))
     holders = holders_of(plan, ready_copies(view.workers, plan))
     target = _with_sources(view, plan, best_plan(plan, candidates, policy=policy, holders=holders), candidates)
     joined = [c.id for c in candidates if c.id not in plan.members]
@@ -68,7 +68,7 @@ def _duties(plan: Plan) -> tuple[Any, ...]:
     return plan.owners, plan.shadows, plan.members, plan.lent
 
 
-def known_cuts(view: View, plan: Plan) -> tuple[tuple[int, ...] | None, ...]:
+def known_cuts(workers: Mapping[str, WorkerState], plan: Plan) -> tuple[tuple[int, ...] | None, ...]:
     """Where stages may be divided: as their owners in all pipelines have told, once all have."""
     layout = plan.world
     if not layout.blocks:
@@ -76,14 +76,14 @@ def known_cuts(view: View, plan: Plan) -> tuple[tuple[int, ...] | None, ...]:
     found = list(plan.cuts or (None,) * layout.stages)
     for stage in range(layout.stages):
         ranks = range(stage * layout.pipelines, (stage + 1) * layout.pipelines)
-        told = [cuts for rank in ranks if (cuts := _told(view, plan, rank)) is not None]
+        told = [cuts for rank in ranks if (cuts := _told(workers, plan, rank)) is not None]
         if found[stage] is None and len(told) == len(ranks):
             found[stage] = tuple(sorted(set(told[0]).intersection(*told)))
     return tuple(found)
 
 
-def _told(view: View, plan: Plan, rank: int) -> tuple[int, ...] | None:
-    state = view.workers.get(plan.owners[rank])
+def _told(workers: Mapping[str, WorkerState], plan: Plan, rank: int) -> tuple[int, ...] | None:
+    state = workers.get(plan.owners[rank])
     return None if state is None else state.cuts.get(rank)
 
 

@@ -1,0 +1,340 @@
+"""Speed of a job that has lost members, or gained some, on emulated devices: are the rest as fast as they can be?
+
+One job per row of members: it trains, loses members one after the other (SIGKILL), and is measured whenever all
+redundancy is restored and the work divided anew. See ``--help``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections import deque
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import click
+from common import (
+    WORKERS,
+    Job,
+    JobFailed,
+    Watcher,
+    bamboo_job,
+    console,
+    environment,
+    fresh,
+    new_figure,
+    save_figure,
+    save_json,
+    write_config,
+)
+from recovery import members as workers_of
+from rich.table import Table
+
+from bamboo_ds.schedule import Hosts, compute_order
+from bamboo_ds.topology import Layout, Role
+
+TITLE = "Members lost and gained (EMULATED devices)"
+CAPTION = (
+    "emulated: layers hold their device without using the CPU; efficiency: time of the full job x its members / (time x"
+    " members); best: the same by list scheduling for the most even division of all layers; share: of that"
+)
+
+
+@dataclass
+class Figures:
+    """A job with so many members; ``best`` is the efficiency that list scheduling gives for the most even division."""
+
+    pipelines: int
+    stages: int
+    layers: int
+    micro_batches: int
+    blocks: str
+    members: int
+    seconds: float
+    efficiency: float
+    best: float
+    speed: float
+    settling_iterations: int | None = None
+
+    @property
+    def share(self) -> float:
+        """What of the best is reached."""
+        return self.efficiency / self.best
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What is trained; times are those of a layer, in seconds."""
+
+    pipelines: int
+    stages: int
+    layers: int
+    micro_batches: int
+    forward_s: float
+    backward_s: float
+
+    @property
+    def size(self) -> int:
+        """Members at the start."""
+        return self.pipelines * self.stages
+
+    def best_s(self, members: int) -> float:
+        """Time of an iteration with the layers of all pipelines dealt evenly to ``members``, neighbours together.
+
+        From the first layer to the last one of a pipeline, and through the next one from its first layer on or from its
+        last one, whichever is faster; members that have a layer more come first or last.
+        """
+        count = self.stages * self.layers
+        layout = Layout(self.pipelines, count)
+        found = []
+        for turns, late in itertools.product((False, True), repeat=2):
+            line = [
+                Role(d, count - 1 - layer if turns and d % 2 else layer)
+                for d in range(self.pipelines)
+                for layer in range(count)
+            ]
+            least, more = divmod(len(line), members)
+            owner: dict[Role, str] = {}
+            for member in range(members):
+                size = least + (member >= members - more if late else member < more)
+                owner.update((role, f"m{member}") for role in line[len(owner) : len(owner) + size])
+            hosts = tuple((owner[role],) for role in layout.roles)
+            found.append(self._makespan(layout, hosts))
+        return min(found)
+
+    def _makespan(self, layout: Layout, hosts: Hosts) -> float:
+        orders = compute_order(layout, hosts, self.micro_batches, None, self.forward_s, self.backward_s)
+        ends: dict[tuple[Role, str, int], float] = {}
+        free = dict.fromkeys(orders, 0.0)
+        queues = {member: deque(order) for member, order in orders.items()}
+        while any(queues.values()):
+            for member, queue in queues.items():
+                while queue:
+                    role, kind, m, _ = queue[0]
+                    step = -1 if kind == "F" else 1
+                    other = Role(role.pipeline, role.stage + step)
+                    needed = (other, kind, m) if 0 <= other.stage < layout.stages else None
+                    if needed is not None and needed not in ends:
+                        break
+                    begin = max(free[member], ends[needed] if needed is not None else 0.0)
+                    free[member] = begin + (self.forward_s if kind == "F" else self.backward_s)
+                    ends[role, kind, m] = free[member]
+                    queue.popleft()
+        return max(ends.values())
+
+
+class Run:
+    """One job, whose members come and go.
+
+    Args:
+        shape: what is trained.
+        blocks: the setting ``topology.blocks``.
+        folder: for its files.
+        iterations: that are measured each time.
+    """
+
+    def __init__(self, shape: Shape, blocks: str, folder: Path, iterations: int) -> None:
+        self.shape, self._blocks, self._iterations = shape, blocks, iterations
+        self._folder = fresh(folder)
+        self._joiners: list[subprocess.Popen[bytes]] = []
+        self.rows: list[Figures] = []
+
+    def measure(self, members: list[int], seed: int) -> None:
+        """Bring the job to each number of ``members`` in turn, and measure it there."""
+        shape, folder = self.shape, self._folder
+        topology = {"blocks": self._blocks if self._blocks == "auto" else int(self._blocks)}
+        config = write_config(folder, shape.micro_batches, {"topology": topology})
+        stop = folder / "stop"
+        arguments = ["--deepspeed_config", str(config), "--out", str(folder), "--stages", str(shape.stages)]
+        arguments += ["--layers", str(shape.layers), "--steps", "100000", "--stop-file", str(stop)]
+        arguments += ["--forward-s", str(shape.forward_s), "--backward-s", str(shape.backward_s)]
+        name, script, chosen = f"degraded-{os.getpid()}", WORKERS / "emulated.py", random.Random(seed)
+        with bamboo_job(folder, shape.size, script, arguments, job=name) as process:
+            watcher = Watcher(Job(folder), process)
+            try:
+                watcher.step(3)
+                full = self._seconds(watcher, shape.size)
+                for count in members:
+                    before = watcher.step(0)
+                    while len(self._alive(watcher)) > count:
+                        self._kill(watcher, chosen.choice(sorted(self._alive(watcher))))
+                        self._settle(watcher, count)
+                    while len(self._alive(watcher)) < count:
+                        self._join(name, script, arguments, watcher)
+                    settled = self._settle(watcher, count)
+                    self._add(full, count, self._seconds(watcher, count), settled - before)
+                last = watcher.step(0) + 3
+                stop.with_suffix(".new").write_text(str(last))
+                stop.with_suffix(".new").rename(stop)
+                code = process.wait(120)
+            finally:
+                for joiner in self._joiners:
+                    if joiner.poll() is None:
+                        joiner.terminate()
+                        joiner.wait(30)
+        if code:
+            raise JobFailed(f"{folder}: exit code {code}\n{Job(folder).log()[-3000:]}")
+
+    def _alive(self, watcher: Watcher) -> list[str]:
+        plans = [event for event in watcher.job.events("plan")]
+        return list(plans[-1]["members"])
+
+    def _kill(self, watcher: Watcher, member: str) -> None:
+        processes = [watcher.process, *self._joiners]
+        workers = [worker for process in processes for worker in workers_of(process).values()]
+        victim = next(worker for worker in workers if worker.id == member)
+        os.kill(victim.pid, signal.SIGKILL)
+
+        def lost(seen: list[dict[str, Any]]) -> bool:
+            return any(e["event"] == "member_lost" and e["member_id"] == member for e in seen)
+
+        watcher.wait(f"the loss of {member}", lost)
+
+    def _join(self, name: str, script: Path, arguments: list[str], watcher: Watcher) -> None:
+        before = len(self._alive(watcher))
+        command = [sys.executable, "-m", "bamboo_ds.cli.main", "join", "--job", name, str(script), *arguments]
+        with open(self._folder / f"log-join-{len(self._joiners)}.txt", "wb") as log:
+            self._joiners.append(
+                subprocess.Popen(
+                    command, env=environment(), stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+                )
+            )
+        watcher.wait("the joiner", lambda seen: len(_newest(seen)["members"]) > before)
+
+    def _settle(self, watcher: Watcher, count: int) -> int:
+        """Wait until the newest plan is the last one for a while; returns the step in which it has begun."""
+        epoch = 0
+
+        def quiet(seen: list[dict[str, Any]]) -> bool:
+            plan = _newest(seen)
+            steps = [e for e in seen if e["event"] == "step" and e["epoch"] == plan["epoch"]]
+            nonlocal epoch
+            epoch = plan["epoch"]
+            shadowed = all(plan["shadows"]) or count == 1
+            return len(plan["members"]) == count and shadowed and len(steps) >= 3
+
+        seen = watcher.wait(f"{count} members with replicas of all stages", quiet)
+        return min(e["step"] for e in seen if e["event"] == "step" and e["epoch"] == epoch)
+
+    def _seconds(self, watcher: Watcher, count: int) -> float:
+        first = watcher.step(0) + 1
+        watcher.step(first + self._iterations)
+        steps = [e for e in watcher.job.events("step") if first <= e["step"] < first + self._iterations]
+        if len(_newest(watcher.seen)["members"]) != count:
+            raise JobFailed(f"{self._folder}: members have changed while {count} were measured")
+        return median(e["seconds"] for e in steps)
+
+    def _add(self, full: float, count: int, seconds: float, settling: int) -> None:
+        shape = self.shape
+        efficiency = full * shape.size / (count * seconds)
+        best = shape.best_s(shape.size) * shape.size / (count * shape.best_s(count))
+        row = Figures(
+            *(shape.pipelines, shape.stages, shape.layers, shape.micro_batches, self._blocks, count, seconds),
+            *(efficiency, best, full / seconds, settling),
+        )
+        self.rows.append(row)
+        console.print(
+            f"  D={row.pipelines} P={row.stages} M={row.micro_batches} blocks={row.blocks}: {count} members "
+            f"{seconds:.3f} s, efficiency {efficiency:.3f} (best {best:.3f}), speed {row.speed:.3f}"
+        )
+
+
+def _newest(seen: list[dict[str, Any]]) -> dict[str, Any]:
+    return [event for event in seen if event["event"] == "plan"][-1]
+
+
+def table(rows: list[Figures]) -> Table:
+    """The figures for people."""
+    result = Table(title=TITLE, caption=CAPTION)
+    for column in (
+        "D",
+        "P",
+        "layers",
+        "M",
+        "blocks",
+        "members",
+        "[s]",
+        "speed",
+        "efficiency",
+        "best",
+        "share",
+        "settled",
+    ):
+        result.add_column(column, justify="right")
+    for row in rows:
+        numbers = (row.pipelines, row.stages, row.layers, row.micro_batches, row.blocks, row.members)
+        shown = (
+            f"{row.seconds:.3f}",
+            f"{row.speed:.2f}",
+            f"{row.efficiency:.3f}",
+            f"{row.best:.3f}",
+            f"{row.share:.2f}",
+        )
+        result.add_row(*map(str, numbers), *shown, f"{row.settling_iterations}")
+    return result
+
+
+def plot(rows: list[Figures], path: Path) -> None:
+    """Efficiency over members."""
+    figure, axis = new_figure(figsize=(7, 4.5))
+    for key in dict.fromkeys((row.pipelines, row.stages, row.micro_batches, row.blocks) for row in rows):
+        mine = [row for row in rows if (row.pipelines, row.stages, row.micro_batches, row.blocks) == key]
+        label = f"D={key[0]} P={key[1]} M={key[2]} blocks={key[3]}"
+        (line,) = axis.plot([row.members for row in mine], [row.efficiency for row in mine], "o-", label=label)
+        axis.plot([row.members for row in mine], [row.best for row in mine], ":", color=line.get_color(), linewidth=0.8)
+    axis.axhline(1, color="black", linewidth=0.8)
+    axis.set_xlabel("members")
+    axis.set_ylabel("efficiency (dotted: best division)")
+    axis.set_title(TITLE, fontsize=9)
+    axis.legend(fontsize=7)
+    save_figure(figure, path)
+
+
+@click.command()
+@click.option("--pipelines", type=click.IntRange(min=1), default=1, show_default=True)
+@click.option("--stages", type=click.IntRange(min=2), default=8, show_default=True)
+@click.option("--layers", type=click.IntRange(min=1), default=3, show_default=True, help="Of each stage.")
+@click.option("--micro-batches", type=click.IntRange(min=1), default=16, show_default=True)
+@click.option("--members", type=int, multiple=True, default=(7, 6, 5, 4), show_default=True, help="To be measured.")
+@click.option("--blocks", multiple=True, default=("auto",), show_default=True, help="topology.blocks; 1: whole stages.")
+@click.option("--iterations", type=click.IntRange(min=1), default=5, show_default=True, help="Counted ones.")
+@click.option("--forward-ms", type=float, default=10.0, show_default=True, help="Of a layer.")
+@click.option("--backward-ms", type=float, default=20.0, show_default=True)
+@click.option("--seed", type=int, default=1, show_default=True, help="Of who is lost.")
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("out"), show_default=True)
+def main(
+    pipelines: int,
+    stages: int,
+    layers: int,
+    micro_batches: int,
+    members: tuple[int, ...],
+    blocks: tuple[str, ...],
+    iterations: int,
+    forward_ms: float,
+    backward_ms: float,
+    seed: int,
+    out: Path,
+) -> None:
+    """Measure how fast jobs are that have lost or gained members, on EMULATED devices."""
+    shape = Shape(pipelines, stages, layers, micro_batches, forward_ms / 1000, backward_ms / 1000)
+    out = out.resolve()
+    rows: list[Figures] = []
+    for each in blocks:
+        run = Run(shape, each, out / "jobs" / f"degraded-{pipelines}-{stages}-{micro_batches}-{each}", iterations)
+        run.measure(list(members), seed)
+        rows += run.rows
+    console.print(table(rows))
+    content = {"title": TITLE, "emulated": True, "seed": seed, "forward_ms": forward_ms, "backward_ms": backward_ms}
+    name = f"degraded-{pipelines}x{stages}-{micro_batches}"
+    save_json(out / f"{name}.json", {**content, "rows": [{**asdict(row), "share": row.share} for row in rows]})
+    plot(rows, out / f"{name}.png")
+
+
+if __name__ == "__main__":
+    main()
