@@ -164,7 +164,7 @@ class Run:
                     before = watcher.step(0)
                     while len(self._alive(watcher)) > count:
                         self._kill(watcher, chosen.choice(sorted(self._alive(watcher))))
-                        self._settle(watcher, count)
+                        self._settle(watcher, len(self._alive(watcher)))
                     while len(self._alive(watcher)) < count:
                         self._join(name, script, arguments, watcher)
                     settled = self._settle(watcher, count)

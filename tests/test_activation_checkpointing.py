@@ -112,7 +112,7 @@ def test_layers_that_seed_themselves_leave_other_generators_alone() -> None:
 @pytest.mark.parametrize("kind", CHECKPOINTS)
 def test_inputs_of_checkpoints_count_as_saved(kind: str) -> None:
     linear = nn.Linear(8, 8)
-    runtime: Any = SimpleNamespace(saved={}, module=linear)
+    runtime: Any = SimpleNamespace(part=SimpleNamespace(saved={}), module=linear)
     runtime.module.activation_checkpoint_func = CHECKPOINTS[kind]
     x = torch.randn(4, 8, requires_grad=True)
     with counting_saved_bytes(runtime, 0):

@@ -30,8 +30,8 @@ def candidates(members: list[str], size: int, hosts: dict[str, str]) -> list[Can
 
 
 def settled(plan: Plan, members: list[Candidate]) -> Plan:
-    """What the planner makes of it, when all copies are made; a plan of a plan is the same."""
-    for _ in range(8):
+    """What the planner makes of it, when all copies are made. It comes to rest at once, or after one more change."""
+    for _ in range(3):
         before, plan = plan, replace(best_plan(plan, members, policy=POLICY), learners=())
         if (plan.owners, plan.shadows, plan.lent) == (before.owners, before.shadows, before.lent):
             return plan

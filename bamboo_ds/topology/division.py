@@ -192,6 +192,11 @@ def with_division(previous: Plan, target: Plan, roster: Roster, costs: Costs, po
     best, division = settled(target.shadows)
     if not (policy.divides and any(previous.cuts)):
         return best
+    if not division.even:
+        # Shadows that serve the division better than nearer ones would stay: copies back and forth help nobody.
+        other, found = settled(_as_before(previous, target, roster, holders))
+        if found.slowest <= division.slowest * (1 - policy.min_gain) * (1 + SLACK):
+            best, division = other, found
     trials = max(1, _TRIALS // len(division.loads))
     for _ in range(_ATTEMPTS):
         if division.even:
@@ -216,6 +221,15 @@ def with_division(previous: Plan, target: Plan, roster: Roster, costs: Costs, po
             break
         best, division = plan, found
     return best
+
+
+def _as_before(previous: Plan, target: Plan, roster: Roster, holders: Holders) -> list[str | None]:
+    """The shadows of ``target``, but those of ``previous`` where they hold a copy and may stay."""
+    found = list(target.shadows)
+    for rank, (owner, shadow) in enumerate(zip(target.owners, previous.shadows, strict=False)):
+        if shadow is not None and shadow in holders.get(rank, ()) and roster.apart(owner, shadow):
+            found[rank] = shadow
+    return found
 
 
 def _with(shadows: Sequence[str | None], rank: int, member: str) -> list[str | None]:
