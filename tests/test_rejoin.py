@@ -34,4 +34,4 @@ def test_a_job_that_has_gone_on_with_a_newer_version_is_over_for_it(
     monkeypatch.setattr(rejoin, "_open", lambda: nullcontext(store))
     rejoin.find(Mailbox())
     assert slot.state is State.ENDED and slot.next is None
-    assert "the bamboo_ds of this member reads 2 at most" in caplog.text
+    assert "the bamboo_ds of this member reads 3 at most" in caplog.text

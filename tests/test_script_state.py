@@ -85,7 +85,8 @@ def test_a_change_that_a_lost_stage_lacks(tmp_path: Path, change: int, changers:
     result = run_bamboo(tmp_path, 3, command, file, SCRIPT)
     assert len(result.faults()) == 1
     assert (result.exit_code == EXIT_FATAL_LOSS) is (change == 3) and result.exit_code != 0, result.output[-4000:]
-    assert len(result.events("step")) == change
+    # The member that tells of steps may be ended, for another one's error, before it has told of the last one.
+    assert change - (change == 4) <= len(result.events("step")) <= change
     assert re.search(message, result.output), result.output[-4000:]
 
 
