@@ -81,8 +81,10 @@ def looked_at(stage: Stage, inputs: Any) -> tuple[int, ...]:
     search = CutSearch(blocks)
     with blocks.computing(0, blocks.count, lambda block: None, search.note):
         outputs = stage(inputs)
+    found = outputs if torch.is_tensor(outputs) else outputs[0]
+    weights = torch.rand(found.shape)
     with search.backward(torch.device("cpu")):
-        (outputs if torch.is_tensor(outputs) else outputs[0]).sum().backward()
+        (found * weights).sum().backward()
     return search.found()
 
 
@@ -94,8 +96,20 @@ def test_where_stages_can_be_divided() -> None:
     assert looked_at(Stage(torch.tanh, lambda y: (y, "text"), lambda pair: pair[0]), x) == (1,)
     assert looked_at(Stage(lambda y: (y, 2 * y), lambda pair: pair[0] + pair[1]), x) == ()
     assert looked_at(Stage(lambda y: (y, y > 0), lambda pair: pair[0] * pair[1]), x) == (1,)
-    assert looked_at(Stage(torch.tanh, lambda y: y.detach() + x, torch.tanh), x) == (2,)
-    assert not cuttable({"a": x}) and not cuttable((x, x.detach()))
+    assert looked_at(Stage(torch.tanh, lambda y: (y.detach() + 1).requires_grad_(), torch.tanh), x) == (2,)
+    assert not cuttable({"a": x}) and not cuttable((x, x.detach())) and not cuttable(x.t())
+    # What is not contiguous; functions that refer to weights; parameters and hooks of the whole; what is called args.
+    assert looked_at(Stage(lambda y: y.t(), lambda y: 2 * y, torch.tanh), x) == ()
+    assert looked_at(Stage(torch.tanh, lambda y: linear(y), torch.tanh), x) == ()
+    whole = Stage(torch.tanh, torch.tanh)
+    whole.scale = nn.Parameter(torch.ones(1))
+    assert looked_at(whole, x) == ()
+    hooked = Stage(torch.tanh, torch.tanh)
+    hooked.register_full_backward_hook(lambda module, given, got: None)
+    assert looked_at(hooked, x) == ()
+    odd = nn.Linear(2, 2)
+    odd.args = object()  # type: ignore[assignment]
+    assert looked_at(Stage(odd, torch.tanh), x) == (1,)
 
 
 class Noisy(torch.autograd.Function):

@@ -14,14 +14,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any, Literal
 
 import torch
+from deepspeed.pipe import PipelineModule
 from torch import nn
 
 from ..errors import UnsupportedError
 from ..topology import Layout
+from .references import DEPTH, reached
 
 #: The most blocks that a stage is cut into.
 MOST = 16
@@ -31,11 +34,12 @@ def with_blocks(layout: Layout, module: Any, most: int | Literal["auto"]) -> Lay
     """``layout`` with the number of blocks of every stage of ``module``, a ``PipelineModule``.
 
     Args:
-        layout: the logical world. Tensor slices meet inside their layers, so that stages with them stay whole.
+        layout: the logical world. Tensor slices meet inside their layers, so that stages with them stay whole; so do
+            those of a class that has a ``forward`` of its own.
         module: this process's stage; it knows which layers the others have.
         most: of a stage.
     """
-    if most == 1 or layout.slices > 1:
+    if most == 1 or layout.slices > 1 or type(module).forward is not PipelineModule.forward:
         return layout
     together = max(1, module.activation_checkpoint_interval)  # what is checkpointed together stays together
     groups = [-(-(stop - start) // together) for start, stop in pairwise(module.parts)]
@@ -105,10 +109,32 @@ class StageBlocks:
         return self.count == 1 or module._compiled_call_impl is not None or "forward" in vars(module)
 
     def _layers(self, begin: int, end: int) -> list[nn.Module]:
-        functions = self.module.forward_funcs[self.bounds[begin] : self.bounds[end]]
-        # A tied layer with a function of its own is that function, given the layer.
-        parts = [part for function in functions for part in (function, *getattr(function, "args", ()))]
+        parts: list[Any] = []
+        for function in self.module.forward_funcs[self.bounds[begin] : self.bounds[end]]:
+            # A tied layer with a function of its own is that function, given the layer.
+            parts += [*function.args, *function.keywords.values()] if isinstance(function, partial) else [function]
+        if end == self.count:
+            parts.append(getattr(self.module, "loss_fn", None))
         return [part for part in parts if isinstance(part, nn.Module)]
+
+    def apart(self) -> bool:
+        """Whether all that the stage has belongs to one of its blocks.
+
+        What does not is on the ``PipelineModule`` itself, or reached by layers that are functions.
+        """
+        mine = {id(p) for p in self.parameters(0, self.count)}
+        names = self.names(0, self.count)
+        if any(id(p) not in mine for p in self.module.parameters()):
+            return False
+        if any(name.rpartition(".")[0] not in names for name, _ in self.module.named_buffers()):
+            return False
+        for function in self.module.forward_funcs:
+            if isinstance(function, nn.Module):
+                continue
+            used = function.func if isinstance(function, partial) else function
+            if next(reached(used, DEPTH, {}), None) is not None:
+                return False
+        return True
 
     @contextmanager
     def computing(
@@ -189,7 +215,7 @@ class CutSearch:
         found[0] = cuttable(value)
         if found[0]:
             (floating,) = (each for each in _tensors(value) if each.is_floating_point())
-            floating.register_hook(lambda gradient: found.append(True))
+            floating.register_hook(lambda gradient: found.append(gradient.is_contiguous()))
 
     @contextmanager
     def backward(self, device: torch.device) -> Iterator[None]:
@@ -201,12 +227,13 @@ class CutSearch:
     def found(self) -> tuple[int, ...]:
         """The blocks before which the stage can be divided."""
         module: Any = self._stage.module
-        scripts = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+        kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+        scripts = [hook for kind in kinds for hook in getattr(module, kind, {}).values()]
         foreign = any(not str(getattr(hook, "__module__", "")).startswith("deepspeed.") for hook in scripts)
-        if self._draws or foreign:
+        if self._draws or foreign or not self._stage.apart():
             return ()
         # Where it goes in, and a gradient comes back.
-        fit = {block for block, facts in self._passed.items() if facts[0] and True in facts[1:]}
+        fit = {block for block, facts in self._passed.items() if len(facts) > 1 and all(facts)}
         return tuple(sorted(fit - self._stage.joined()))
 
 
@@ -230,5 +257,7 @@ def cuttable(value: Any) -> bool:
     tensors = _tensors(value)
     if not isinstance(tensors, tuple) or not all(torch.is_tensor(each) for each in tensors):
         return False
+    if not all(each.is_contiguous() for each in tensors):
+        return False  # what is sent is, and kernels may round differently
     floating = [each for each in tensors if each.is_floating_point()]
-    return len(floating) == 1 and floating[0].requires_grad
+    return len(floating) == 1 and [each for each in tensors if each.requires_grad] == floating

@@ -205,7 +205,9 @@ class Copies:
 
     def tell_replicas(self) -> None:
         """Tell the control plane which epoch this member has entered, what it holds, and what it may share."""
-        owned = {self.epoch.layout.rank(r.role): r.cuts for r in self.binding.owned() if r.cuts is not None}
+        known = {self.epoch.layout.rank(r.role): r for r in self.binding.owned() if r.cuts is not None}
+        # Scripts may have stages compiled as wholes later.
+        owned = {rank: () if r.stage.whole else r.cuts or () for rank, r in known.items()}
         self.epoch.channel.report_state(self.epoch.plan.epoch, self.replicas(), self.snapshots.place, owned)
 
     def close(self) -> None:

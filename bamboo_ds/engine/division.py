@@ -24,7 +24,7 @@ from .blocks import CutSearch
 from .boundaries import Boundaries
 from .deepspeed_adapter import DeepSpeedAdapter
 from .lanes import Stream
-from .layers import merged
+from .layers import copied, merged
 from .records import CurrentEpoch, Progress
 from .reduction import Reduction
 from .runtime import Lended, RuntimeBinding
@@ -61,6 +61,7 @@ class Division:
                 continue
             if not runtime.begun:
                 looks = runtime.owned and runtime.cuts is None and len(parts) == 1 and not runtime.stage.whole
+                looks = looks and not runtime.layers.generators  # backward passes may draw from them
                 runtime.search = CutSearch(runtime.stage) if looks else None
             known = {part.begin: part for part, _ in mine}
             stale = [part for part in runtime.parts if part.begun and known.get(part.begin) != part.progress()]
@@ -84,8 +85,11 @@ class Division:
         runtime = self.binding.current
         told: tuple[torch.Tensor, ...] = ()
         if runtime is self.binding.local and (self.progress.changed or runtime.trained):
-            tree = {"layers": runtime.layers.capture(self.progress.changed), "trains": runtime.trains()}
-            told = packed(tree)
+            layers = runtime.layers.capture(self.progress.changed)
+            if runtime.first_layers is not None:  # passes that are done have changed them
+                kept = {name: runtime.first_layers[name] for name in ("buffers", "extra", "numbers")}
+                layers = {**layers, **kept}
+            told = packed(copied({"layers": layers, "trains": runtime.trains()}))
         lane = self.epoch.lanes[Stream.CHANGES, runtime.role]
         self.epoch.transport.send(lane, self.progress.sequence, told)
 
@@ -105,13 +109,14 @@ class Division:
         """Send what this member has computed of ``role``, which it shadows."""
         runtime = self.binding.use(self.binding.runtimes[role])
         (part,) = runtime.parts
-        sums = self.reduction.own_sums(runtime)
-        gradients = [runtime.optimizer.part(sums, p) for p in self._parameters(role)]
+        sums, parameters = self.reduction.own_sums(runtime), self._parameters(role)
+        gradients = [runtime.optimizer.part(sums, p) for p in parameters]
+        used = torch.tensor([runtime.optimizer.used(p) for p in parameters], dtype=torch.bool)
         _, last = runtime.at_ends(part, self.epoch.layout.stages)
         losses = self.reduction.losses() if last else torch.empty(0, dtype=torch.float64)
         consumed = torch.tensor(runtime.checksums(), dtype=torch.int64)
         layers = packed(runtime.layers.capture())
-        payload = (losses, consumed, *(gradient.detach() for gradient in gradients), *layers)
+        payload = (losses, consumed, used, *(gradient.detach() for gradient in gradients), *layers)
         self.epoch.transport.send(self.epoch.lanes[Stream.PART, role], self.progress.sequence, payload)
 
     def receive_part(self) -> None:
@@ -121,9 +126,10 @@ class Division:
         assert isinstance(payload, tuple)
         if runtime.reduced is not None:
             return  # it was reduced before a loss
-        losses, consumed, *rest = payload
+        losses, consumed, used, *rest = payload
         parameters = self._parameters(runtime.role)
-        gradients = {id(p): gradient for p, gradient in zip(parameters, rest, strict=False)}
+        given = zip(parameters, rest, used.tolist(), strict=False)
+        gradients = {id(p): gradient for p, gradient, has_any in given if has_any}
         runtime.received_part = Lended(gradients, losses if losses.numel() else None)
         runtime.consumed.update(enumerate(consumed.tolist()))
         theirs = unpacked(rest[len(parameters)], rest[len(parameters) + 1 :])

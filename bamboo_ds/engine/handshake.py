@@ -190,6 +190,8 @@ def _progress(plan: Plan, mine: RoleReport, step: int, reports: Reports, newest:
     own = {(part.begin, part.end): part.progress() for part in mine.parts} if now else {}
     shadow, theirs = reports.get(plan.shadow(role) or ""), {}
     rank = plan.world.rank(role)
+    if shadow is None or rank not in shadow.replicas:
+        lent = None  # what the shadow holds has been found to differ
     if shadow is not None and shadow.step == newest:
         lent = None if rank in shadow.spent else lent
         theirs = {(part.begin, part.end): part.progress() for place, part in shadow.helped if place == rank}

@@ -124,6 +124,10 @@ class StageOptimizer(ABC):
         """The gradient of ``parameter`` in what :meth:`local` gave, as a view."""
         return sums[self._places()[id(parameter)]]
 
+    def used(self, parameter: torch.nn.Parameter) -> bool:
+        """Whether the sums have anything of ``parameter``; where that makes no difference: yes."""
+        return True
+
     def replaced(self, sums: Tensors, gradients: Mapping[int, torch.Tensor]) -> Tensors:
         """What :meth:`local` gave, with other ``gradients`` for some parameters, by ``id``; ``sums`` stay."""
         places = self._places()

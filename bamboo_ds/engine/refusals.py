@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import dis
 import functools
-import inspect
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
-from types import CodeType, ModuleType
+from collections.abc import Collection
 from typing import Any, TypeAlias
 
 import torch
@@ -17,13 +14,11 @@ from torch.utils.hooks import RemovableHandle
 
 from ..config import BLOCK, load_config
 from ..errors import UnsupportedError
+from .references import DEPTH, reached
 from .replica import build_stage_module
 
 #: Hooks by (what has them, their kind, their name).
 Hooks: TypeAlias = "Counter[tuple[str, str, str]]"
-
-#: How far from a hook objects are looked at.
-_DEPTH = 4
 
 
 def check_layers(module: nn.Module) -> None:
@@ -204,53 +199,12 @@ def check_optimizer_hooks(optimizer: Any) -> None:
         UnsupportedError: names the hook and what it uses.
     """
     for name, hook in optimizer_hooks(optimizer).items():
-        for used in _reached(hook, _DEPTH, {}):
+        for used in reached(hook, DEPTH, {}):
             raise UnsupportedError(
                 f"the hook {name} of optimizer {type(optimizer).__name__} uses a {type(used).__name__} that it is not "
                 "passed: called for the optimizer of another stage it would change this one's. Use the optimizer that "
                 "the hook is passed, and the parameters in its param_groups"
             )
-
-
-def _reached(value: Any, depth: int, seen: dict[int, Any]) -> Iterator[Any]:
-    """Modules, optimizers, and tensors of more than one number that ``value`` refers to."""
-    if id(value) in seen or not depth or isinstance(value, (type, ModuleType, str, bytes)):
-        return
-    seen[id(value)] = value
-    if isinstance(value, (nn.Module, torch.optim.Optimizer)) or (torch.is_tensor(value) and value.numel() > 1):
-        yield value
-        return
-    for child in _children(value):
-        yield from _reached(child, depth - 1, seen)
-
-
-def _children(value: Any) -> list[Any]:
-    if inspect.isfunction(value):
-        cells = [cell.cell_contents for cell in value.__closure__ or () if _is_set(cell)]
-        named = [value.__globals__[name] for name in _names(value.__code__) if name in value.__globals__]
-        return [*cells, *named, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
-    if inspect.ismethod(value):
-        return [value.__self__, value.__func__]
-    if isinstance(value, functools.partial):
-        return [value.func, *value.args, *value.keywords.values()]
-    if isinstance(value, Mapping):
-        return list(value.values())
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return list(value)
-    return list(getattr(value, "__dict__", {}).values())
-
-
-def _names(code: CodeType) -> list[str]:
-    """Names of globals that ``code`` and the functions in it use."""
-    own = [each.argval for each in dis.get_instructions(code) if each.opname in ("LOAD_GLOBAL", "LOAD_NAME")]
-    return [*own, *(name for each in code.co_consts if isinstance(each, CodeType) for name in _names(each))]
-
-
-def _is_set(cell: Any) -> bool:
-    try:
-        return cell.cell_contents is not None
-    except ValueError:  # a variable without a value yet
-        return False
 
 
 def _name(hook: Any) -> str:

@@ -65,6 +65,13 @@ class Bf16Optimizer(ShardedOptimizer):
                     return view
         raise ProtocolError("the optimizer does not know a parameter of its stage")
 
+    def used(self, parameter: torch.nn.Parameter) -> bool:
+        for group, flags in zip(self.groups(), self.wrapper.fp32_groups_has_gradients, strict=True):
+            for each, flag in zip(group, flags, strict=True):
+                if each is parameter:
+                    return bool(flag)
+        raise ProtocolError("the optimizer does not know a parameter of its stage")
+
     def replaced(self, sums: Tensors, gradients: Mapping[int, torch.Tensor]) -> Tensors:
         found = [flat.clone() for flat in sums]
         flags = self.wrapper.fp32_groups_has_gradients

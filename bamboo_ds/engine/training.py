@@ -208,7 +208,8 @@ class Training:
         if not mismatches:
             return []
         step = self.progress.steps - 1
-        lasting = [role for role in mismatches if self.replication.mismatches.note(role, step)]
+        # One that was lent has computed with what differs.
+        lasting = [r for r in mismatches if self.replication.mismatches.note(r, step) or self.epoch.plan.lending(r)]
         try:
             self.copies.copy_state(role for role in mismatches if role not in lasting)
         except EpochChanged as error:

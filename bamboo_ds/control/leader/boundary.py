@@ -36,6 +36,7 @@ def next_change(view: View, plan: Plan, policy: Policy) -> WritePlan | None:
     plan = replace(plan, cuts=known_cuts(view.workers, plan))
     holders = holders_of(plan, ready_copies(view.workers, plan))
     target = _with_sources(view, plan, best_plan(plan, candidates, policy=policy, holders=holders), candidates)
+    target = _able(view, target)
     joined = [c.id for c in candidates if c.id not in plan.members]
     missing = moves(plan, target, holders)
     if not missing:
@@ -61,7 +62,13 @@ def next_change(view: View, plan: Plan, policy: Policy) -> WritePlan | None:
         immediate=False,
         lost=(),
     )
-    return WritePlan(learning, _reason(plan, target, candidates))
+    return WritePlan(_able(view, learning), _reason(plan, target, candidates))
+
+
+def _able(view: View, plan: Plan) -> Plan:
+    """``plan`` without what is lent to shadows that have not said that they hold the stage."""
+    ready = ready_copies(view.workers, plan)
+    return replace(plan, lent=tuple(e for e in plan.lent if e.rank in ready.get(str(plan.shadows[e.rank]), ())))
 
 
 def _duties(plan: Plan) -> tuple[Any, ...]:
@@ -77,7 +84,9 @@ def known_cuts(workers: Mapping[str, WorkerState], plan: Plan) -> tuple[tuple[in
     for stage in range(layout.stages):
         ranks = range(stage * layout.pipelines, (stage + 1) * layout.pipelines)
         told = [cuts for rank in ranks if (cuts := _told(workers, plan, rank)) is not None]
-        if found[stage] is None and len(told) == len(ranks):
+        if () in told:
+            found[stage] = ()
+        elif found[stage] is None and len(told) == len(ranks):
             found[stage] = tuple(sorted(set(told[0]).intersection(*told)))
     return tuple(found)
 
