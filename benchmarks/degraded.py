@@ -182,8 +182,7 @@ class Run:
             raise JobFailed(f"{folder}: exit code {code}\n{Job(folder).log()[-3000:]}")
 
     def _alive(self, watcher: Watcher) -> list[str]:
-        plans = [event for event in watcher.job.events("plan")]
-        return list(plans[-1]["members"])
+        return list(_newest(watcher.job.events())["members"])
 
     def _kill(self, watcher: Watcher, member: str) -> None:
         processes = [watcher.process, *self._joiners]

@@ -25,6 +25,7 @@ from torch import nn
 from ..errors import UnsupportedError
 from ..topology import Layout
 from .references import DEPTH, reached
+from .tracing import tensors_in
 
 #: The most blocks that a stage is cut into.
 MOST = 16
@@ -214,7 +215,7 @@ class CutSearch:
         found = self._passed.setdefault(block, [False])
         found[0] = cuttable(value)
         if found[0]:
-            (floating,) = (each for each in _tensors(value) if each.is_floating_point())
+            (floating,) = (each for each in tensors_in(value) if each.is_floating_point())
             floating.register_hook(lambda gradient: found.append(gradient.is_contiguous()))
 
     @contextmanager
@@ -244,17 +245,13 @@ def _states(device: torch.device) -> list[torch.Tensor]:
     return states
 
 
-def _tensors(value: Any) -> tuple[torch.Tensor, ...]:
-    return (value,) if torch.is_tensor(value) else value
-
-
 def cuttable(value: Any) -> bool:
     """Whether ``value``, which goes from one layer to the next, can go from one member to another instead.
 
     The gradient of exactly one tensor comes back. With several, parameters before them would add up their gradients one
     by one instead of together, in another order.
     """
-    tensors = _tensors(value)
+    tensors = (value,) if torch.is_tensor(value) else value
     if not isinstance(tensors, tuple) or not all(torch.is_tensor(each) for each in tensors):
         return False
     if not all(each.is_contiguous() for each in tensors):

@@ -34,8 +34,8 @@ def as_payload(part: str, value: Any) -> Payload:
     )
 
 
-def as_message(batch: Any) -> Payload:
-    """A whole batch, as the script's iterator gave it, in a form that a lane carries; see :func:`from_message`.
+def as_message(batch: Any) -> tuple[torch.Tensor, ...]:
+    """What has tensors in it, such as a whole batch, in a form that a lane carries; see :func:`from_message`.
 
     Raises:
         UnsupportedError: there is something in it other than tensors, numbers, text, lists, tuples and dictionaries.
@@ -47,7 +47,7 @@ def as_message(batch: Any) -> Payload:
 def from_message(payload: Payload) -> Any:
     """What :func:`as_message` was given."""
     assert isinstance(payload, tuple)
-    return join(payload[0].numpy().tobytes().decode(), payload[1:])
+    return join(payload[0].cpu().numpy().tobytes().decode(), payload[1:])
 
 
 def _copied(batch: Any) -> Any:

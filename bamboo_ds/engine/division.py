@@ -17,17 +17,18 @@ from dataclasses import dataclass
 
 import torch
 
+from ..comm.transport import Payload
 from ..schedule import RoleProgress, hosts, not_begun
-from ..state import Tree, join, split
 from ..topology import Role
 from .blocks import CutSearch
 from .boundaries import Boundaries
+from .data import as_message, from_message
 from .deepspeed_adapter import DeepSpeedAdapter
 from .lanes import Stream
 from .layers import copied, merged
 from .records import CurrentEpoch, Progress
 from .reduction import Reduction
-from .runtime import Lended, RuntimeBinding
+from .runtime import PartSums, RuntimeBinding
 
 
 @dataclass(eq=False)
@@ -83,13 +84,13 @@ class Division:
     def send_changes(self) -> None:
         """Send what the script has changed of the bound role before this iteration."""
         runtime = self.binding.current
-        told: tuple[torch.Tensor, ...] = ()
+        told: Payload = ()
         if runtime is self.binding.local and (self.progress.changed or runtime.trained):
             layers = runtime.layers.capture(self.progress.changed)
             if runtime.first_layers is not None:  # passes that are done have changed them
                 kept = {name: runtime.first_layers[name] for name in ("buffers", "extra", "numbers")}
                 layers = {**layers, **kept}
-            told = packed(copied({"layers": layers, "trains": runtime.trains()}))
+            told = as_message(copied({"layers": layers, "trains": runtime.trains()}))
         lane = self.epoch.lanes[Stream.CHANGES, runtime.role]
         self.epoch.transport.send(lane, self.progress.sequence, told)
 
@@ -99,7 +100,7 @@ class Division:
         told = self.epoch.transport.recv(lane, self.progress.sequence)
         assert isinstance(told, tuple)
         if told and not runtime.begun:
-            tree = unpacked(told[0], told[1:])
+            tree = from_message(told)
             runtime.layers.restore(tree["layers"])
             runtime.train_only(tree["trains"])
 
@@ -115,7 +116,7 @@ class Division:
         _, last = runtime.at_ends(part, self.epoch.layout.stages)
         losses = self.reduction.losses() if last else torch.empty(0, dtype=torch.float64)
         consumed = torch.tensor(runtime.checksums(), dtype=torch.int64)
-        layers = packed(runtime.layers.capture())
+        layers = as_message(runtime.layers.capture())
         payload = (losses, consumed, used, *(gradient.detach() for gradient in gradients), *layers)
         self.epoch.transport.send(self.epoch.lanes[Stream.PART, role], self.progress.sequence, payload)
 
@@ -130,9 +131,9 @@ class Division:
         parameters = self._parameters(runtime.role)
         given = zip(parameters, rest, used.tolist(), strict=False)
         gradients = {id(p): gradient for p, gradient, has_any in given if has_any}
-        runtime.received_part = Lended(gradients, losses if losses.numel() else None)
+        runtime.received_part = PartSums(gradients, losses if losses.numel() else None)
         runtime.consumed.update(enumerate(consumed.tolist()))
-        theirs = unpacked(rest[len(parameters)], rest[len(parameters) + 1 :])
+        theirs = from_message(tuple(rest[len(parameters) :]))
         changed = self.progress.changed if runtime is self.binding.local else ()
         names = runtime.stage.names(*self._lent(runtime.role))
         runtime.received_layers = merged(runtime.layers.capture(changed), theirs, names)
@@ -148,14 +149,3 @@ class Division:
         runtime = self.binding.runtimes[role]
         known = {id(p) for group in runtime.optimizer.groups() for p in group}
         return [p for p in runtime.stage.parameters(*self._lent(role)) if p.requires_grad and id(p) in known]
-
-
-def packed(tree: Tree) -> tuple[torch.Tensor, ...]:
-    """``tree`` in a form that a lane carries."""
-    text, tensors = split(tree)
-    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8), *tensors
-
-
-def unpacked(places: torch.Tensor, tensors: object) -> Tree:
-    """What :func:`packed` was given."""
-    return join(places.cpu().numpy().tobytes().decode(), tensors)  # type: ignore[arg-type]

@@ -25,6 +25,7 @@ from .records import Progress
 from .rng import Drawing, seeded_layers
 from .runtime import RuntimeBinding, StageRuntime
 from .slices import SlicedPasses
+from .tracing import tensors_in
 
 #: Number of a stage that is neither a pipeline's first nor its last one.
 _INNER = -1
@@ -169,7 +170,7 @@ def _detached(value: Any) -> Payload:
 
 def _differentiable(outputs: Any) -> bool:
     """Whether there is anything to do in a backward pass from ``outputs``; not, where all layers are frozen."""
-    return any(t.requires_grad for t in ((outputs,) if torch.is_tensor(outputs) else outputs))
+    return any(tensor.requires_grad for tensor in tensors_in(outputs))
 
 
 def _input_gradients(inputs: Any) -> Payload:

@@ -12,7 +12,7 @@ from ..topology import Role
 from .boundaries import Boundaries
 from .commit import Measured
 from .construction import Construction
-from .division import packed, unpacked
+from .data import as_message, from_message
 from .mismatches import Mismatches
 from .records import CurrentEpoch, Progress
 from .runtime import RuntimeBinding, StageRuntime
@@ -54,7 +54,7 @@ class Replication:
         changed = self.progress.changed if runtime is self.binding.local else ()
         # An heir that has done no passes of its own passes on what the lost owner's layers keep.
         kept = runtime.received_layers
-        places, *layers = packed(runtime.layers.capture(changed) if kept is None else kept)
+        places, *layers = as_message(runtime.layers.capture(changed) if kept is None else kept)
         measured = torch.tensor([runtime.measured.overflow, *runtime.measured.squares], dtype=torch.float64)
         payload = (header, measured, loss, places, *runtime.reduced, *layers)
         for lane in self.epoch.lanes.replicas(runtime.role):
@@ -70,7 +70,7 @@ class Replication:
         parts, trained, consumed = numbers[:parted], numbers[parted : parted + changed], numbers[parted + changed :]
         trained = [bool(each) for each in trained]
         reduced = tensors[:count]
-        layers = unpacked(places, tensors[count:])
+        layers = from_message((places, *tensors[count:]))
         self.epoch.transport.take(self.epoch.lanes.told[role, self.epoch.member])  # the same
         construction = self.constructions.get(role)
         if construction is not None:
@@ -91,14 +91,14 @@ class Replication:
     def send_layers(self, role: Role, layers: Tree | None) -> None:
         """Send what the layers of ``role`` keep after an evaluation; ``None``: what they have kept before."""
         for lane in self.epoch.lanes.replicas(role):
-            self.epoch.transport.send(lane, self.progress.sequence, () if layers is None else packed(layers))
+            self.epoch.transport.send(lane, self.progress.sequence, () if layers is None else as_message(layers))
 
     def receive_layers(self, role: Role) -> Tree | None:
         """Receive the same."""
         lane = self.epoch.lanes.replica(role, self.epoch.member)
         payload = self.epoch.transport.recv(lane, self.progress.sequence)
         assert isinstance(payload, tuple)
-        return unpacked(payload[0], payload[1:]) if payload else None
+        return from_message(payload) if payload else None
 
     def _compare(self, replica: StageRuntime, expected: int, parts: Sequence[int]) -> None:
         """Compare the replica with its owner's checksum, and with those of its tensors where they are told."""

@@ -104,7 +104,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Lended:
+class PartSums:
     """What the shadow of a role has computed of it, for the owner.
 
     Attributes:
@@ -165,7 +165,7 @@ class StageRuntime:
     attributes: dict[str, Any] = field(default_factory=dict)
     optimizer: StageOptimizer = field(init=False)
     layers: Layers = field(init=False)
-    received_part: Lended | None = None
+    received_part: PartSums | None = None
     consumed: dict[int, int] = field(default_factory=dict)
     tied: dict[int, torch.Tensor] = field(default_factory=dict)
     reduced: list[torch.Tensor] | None = None

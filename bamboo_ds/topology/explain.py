@@ -85,10 +85,10 @@ class _Explanation:
         if new is None:
             return [f"stage of {role}: its owner computes all of it again"]
         blocks = self._new.world.blocks_of(role.stage)
-        count = new.cut if new.side == "front" else blocks - new.cut
-        first = "first" if new.side == "front" else "last"
+        begin, end = self._new.lent_blocks(new)
+        which = f"{'last' if begin else 'first'} {end - begin}"
         return [
-            f"stage of {role}: {self._new.shadow(role)} computes the {first} {count} of {blocks} blocks as its shadow, "
+            f"stage of {role}: {self._new.shadow(role)} computes the {which} of {blocks} blocks as its shadow, "
             "so that the slowest member gets less to do"
         ]
 
