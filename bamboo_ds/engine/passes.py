@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from ..comm.transport import Payload
 from ..errors import ProtocolError
 from ..topology import Layout, Role
 from .accounts import Accounts, payload_checksum
+from .block_times import BlockTimes
 from .bubbles import IdleTimes
 from .data import PARTS, Batches, as_payload
 from .deepspeed_adapter import DeepSpeedAdapter
@@ -45,6 +47,7 @@ class Passes:
     generators: RoleGenerators
     idle: IdleTimes
     checks: ExactChecks
+    times: BlockTimes
     _loading: int = field(default=0, init=False)
 
     def use_role(self, role: Role, part: int = 0) -> None:
@@ -108,6 +111,7 @@ class Passes:
                 part.end,
                 self.generators.blocks(runtime, buffer_id),
                 runtime.search.note if runtime.search is not None and buffer_id == 0 else None,
+                partial(self.times.forward, runtime.role) if self.times.on else None,
             ),
             self._in_part(runtime),
         ):
@@ -137,7 +141,10 @@ class Passes:
             runtime.search.backward(self.ds.device) if runtime.search is not None else nullcontext(),
         ):
             if last or not runtime.divided or _differentiable(self.ds.pipe_buffers["outputs"][buffer_id]):
+                began = time.perf_counter()
                 self.ds.backward_pass(buffer_id)
+                if self.times.on:
+                    self.times.backward(runtime.role, part.begin, part.end, time.perf_counter() - began)
         if last:
             self.ds.loss = self.ds.loss.detach()
         buffers = self.ds.pipe_buffers

@@ -164,7 +164,7 @@ class Training:
         self.steps.advance_local()
         self.supply.account()
         lasting = self._mend(agreed.mismatches) if committed else []
-        if self.division.note_cuts():
+        if self.division.note_cuts() | self.copies.times.end_iteration(time.monotonic() - self._begin):
             self.copies.tell_replicas()
         self.copies.advance(stepped=True)
         self.saves.poll()

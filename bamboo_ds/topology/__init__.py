@@ -1,5 +1,6 @@
 """Roles, plans and the planner. Pure: no I/O, no torch."""
 
+from .block_costs import BlockCosts, BlockSeconds, settled
 from .costs import Candidate, Costs, Policy, predicted_s
 from .division import divided
 from .explain import explain
@@ -11,6 +12,8 @@ from .sources import batch_sources, ends, hungry
 
 # The function ``planner.plan`` is not here: it would hide the module ``plan``.
 __all__ = [
+    "BlockCosts",
+    "BlockSeconds",
     "Candidate",
     "Costs",
     "Layout",
@@ -31,6 +34,7 @@ __all__ = [
     "moves",
     "part_hosts",
     "predicted_s",
+    "settled",
     "takeover",
     "with_redundancy",
 ]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 
 from ..errors import ConfigError
+from .block_costs import BlockCosts
 from .plan import Plan
 
 
@@ -128,19 +130,30 @@ class Roster:
         return shadow in self.order and shadow != owner and self.domain(shadow) != self.domain(owner)
 
 
+def block_seconds(plan: Plan, costs: Costs) -> BlockCosts:
+    """What blocks cost: ``costs.seconds`` if given, else what has been measured, else the same for every stage.
+
+    Where only the cost of a stage is known its blocks are equal.
+    """
+    layout = plan.world
+    if plan.costs is not None and not costs.seconds:
+        return plan.costs
+    counts = [layout.blocks_of(stage) for stage in range(layout.stages)]
+    return BlockCosts(tuple((costs.time(stage) / count,) * count for stage, count in enumerate(counts)))
+
+
 def predicted_s(plan: Plan, costs: Costs) -> float:
     """Predicted seconds per micro-batch in steady state: the largest sum of costs of what any member computes.
 
-    Blocks of a stage are taken as equal. Pipelines meet in the reduction of gradients, so the slowest member sets the
-    pace of all.
+    Pipelines meet in the reduction of gradients, so the slowest member sets the pace of all. Costs are those of
+    :func:`block_seconds`.
     """
     loads: dict[str, float] = {}
+    blocks = block_seconds(plan, costs)
     for role in plan.world.roles:
-        lent, seconds, members = plan.lending(role), costs.time(role.stage), plan.computers(role)
-        shares = [1.0]
-        if lent is not None:
-            front = lent.cut / plan.world.blocks_of(role.stage)
-            shares = [front, 1 - front]
-        for member, share in zip(members, shares, strict=True):
-            loads[member] = loads.get(member, 0.0) + seconds * share
+        lent, count = plan.lending(role), plan.world.blocks_of(role.stage)
+        bounds = [0, count] if lent is None else [0, lent.cut, count]
+        for member, (begin, end) in zip(plan.computers(role), pairwise(bounds), strict=True):
+            seconds = blocks.part(role.stage, begin, end) * blocks.slow(member)
+            loads[member] = loads.get(member, 0.0) + seconds
     return max(loads.values())

@@ -14,10 +14,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import islice, pairwise
 
 from .board import Holders
-from .costs import Costs, Policy, Roster
+from .costs import Costs, Policy, Roster, block_seconds
 from .partition import SLACK
 from .plan import Lent, Plan, Side
 from .roles import Role
@@ -25,6 +25,12 @@ from .roles import Role
 #: How many roles get other shadows for the sake of speed, how many shadows are tried for each, and how many in all,
 #: times the number of members.
 _ATTEMPTS, _OPTIONS, _TRIALS = 8, 3, 4096
+
+#: How many members are tried of those that are the slowest.
+_TIED = 8
+
+#: Share of the slowest member's work by which the others have to stay below it: measured costs scatter.
+_WORTH = 0.02
 
 #: By stage the blocks before which it may be divided; ``None`` where that is not known yet.
 Cuts = Sequence[Sequence[int] | None]
@@ -67,6 +73,7 @@ class _Division:
 
     def __init__(self, plan: Plan, costs: Costs, cuts: Cuts, lent: Sequence[Lent] = ()) -> None:
         self._plan, layout = plan, plan.world
+        self._blocks = block_seconds(plan, costs)
         alive = frozenset(plan.members)
         self.loads = dict.fromkeys(plan.members, 0.0)
         #: Of the roles that may be divided: how much of them each number of steps lends, and the cuts that make it so.
@@ -79,7 +86,8 @@ class _Division:
         for rank, role in enumerate(layout.roles):
             owner, shadow = plan.owners[rank], plan.shadows[rank]
             if owner in alive:
-                self.loads[owner] += costs.time(role.stage)
+                whole = self._blocks.part(role.stage, 0, layout.blocks_of(role.stage))
+                self.loads[owner] += whole * self._blocks.slow(owner)
             known = cuts[role.stage]
             if shadow not in alive or owner not in alive or shadow is None or not known:
                 continue
@@ -87,8 +95,8 @@ class _Division:
             side = self._sides[rank] = kept.side if kept is not None else _side(plan, role)
             ordered = self._cuts[rank] = sorted(known, reverse=side == "rear")
             blocks = layout.blocks_of(role.stage)
-            sizes = [cut if side == "front" else blocks - cut for cut in ordered]
-            self._shares[rank] = [0.0, *(costs.time(role.stage) * size / blocks for size in sizes)]
+            parts = [(0, cut) if side == "front" else (cut, blocks) for cut in ordered]
+            self._shares[rank] = [0.0, *(self._blocks.part(role.stage, *part) for part in parts)]
             self._steps[rank] = 0
             for member in (owner, shadow):
                 self._beside[member].append(rank)
@@ -107,10 +115,11 @@ class _Division:
 
     @property
     def even(self) -> bool:
-        """Whether no other division could be better: the slowest member has less than a step above the mean."""
+        """Whether no other division could be better: the slowest member has less than a step above its even share."""
         steps = (later - sooner for shares in self._shares.values() for sooner, later in pairwise(shares))
-        mean = sum(self.loads.values()) / len(self.loads)
-        return self.slowest - mean < min(steps, default=0.0) * (1 - SLACK)
+        slow = {member: self._blocks.slow(member) for member in self.loads}
+        even = sum(load / slow[member] for member, load in self.loads.items()) / sum(1 / each for each in slow.values())
+        return self.slowest - even < min(steps, default=0.0) * min(slow.values()) * (1 - SLACK)
 
     def lent(self) -> tuple[Lent, ...]:
         """What shadows compute."""
@@ -121,20 +130,31 @@ class _Division:
         )
 
     def improve(self) -> None:
-        """Take work from the slowest member as long as that makes nobody as slow as it was."""
-        while self._relieve(max(self.loads, key=lambda member: self.loads[member])):
-            pass
+        """Take work from the slowest members as long as that makes nobody as slow as they were."""
+        if self.even:
+            return
+        relieved = True
+        while relieved:
+            limit = self.slowest * (1 - SLACK)
+            full: set[str] = set()
+            # One of several that are as slow may have to be relieved before it can take something from another.
+            slowest = islice([member for member, load in self.loads.items() if load >= limit], _TIED)
+            relieved = any(self._relieve(member, full) for member in slowest)
 
     def _move(self, rank: int, steps: int) -> None:
         shares = self._shares[rank]
         moved = shares[steps] - shares[self._steps[rank]]
         self._steps[rank] = steps
-        self.loads[self._plan.owners[rank]] -= moved
-        self.loads[str(self._plan.shadows[rank])] += moved
+        owner, shadow = self._plan.owners[rank], str(self._plan.shadows[rank])
+        self.loads[owner] -= moved * self._blocks.slow(owner)
+        self.loads[shadow] += moved * self._blocks.slow(shadow)
 
-    def _relieve(self, slowest: str) -> bool:
-        """Move one step of work from ``slowest`` along the shortest chain of members that can bear it."""
-        limit = self.loads[slowest] * (1 - 2 * SLACK)
+    def _relieve(self, slowest: str, full: set[str]) -> bool:
+        """Move one step of work from ``slowest`` along the shortest chain of members that can bear it.
+
+        None of ``full`` can; those that were tried in vain are added.
+        """
+        limit = self.loads[slowest] * (1 - _WORTH)
         queue = deque([(slowest, 0.0)])
         reached: dict[str, tuple[str, int, int] | None] = {slowest: None}
         while queue:
@@ -147,12 +167,13 @@ class _Division:
             for rank in self._beside[member]:
                 owner, shadow = self._plan.owners[rank], str(self._plan.shadows[rank])
                 other, steps = (shadow, self._steps[rank] + 1) if member == owner else (owner, self._steps[rank] - 1)
-                if other in reached or not 0 <= steps < len(self._shares[rank]):
+                if other in reached or other in full or not 0 <= steps < len(self._shares[rank]):
                     continue
                 given = abs(self._shares[rank][steps] - self._shares[rank][self._steps[rank]])
-                if self.loads[member] + coming - given < limit or member == slowest:
+                if self.loads[member] + coming - given * self._blocks.slow(member) < limit or member == slowest:
                     reached[other] = (member, rank, steps)
-                    queue.append((other, given))
+                    queue.append((other, given * self._blocks.slow(other)))
+        full.update(reached)
         return False
 
 

@@ -126,7 +126,11 @@ class _Explanation:
 
     def _pace(self) -> list[str]:
         before, after = predicted_s(self._previous, self._costs), predicted_s(self._new, self._costs)
-        unit = "s per micro-batch" if self._costs.seconds else "stages, taken as equal"
+        unit = "stages, taken as equal"
+        if self._costs.seconds:
+            unit = "s per micro-batch"
+        elif self._new.costs is not None:
+            unit = "s of passes per iteration"
         if before == after:
             return [f"slowest member: {after:.4g} {unit}"]
         return [f"slowest member: {before:.4g} -> {after:.4g} {unit} ({after / before - 1:+.0%} time)"]

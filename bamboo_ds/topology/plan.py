@@ -8,6 +8,7 @@ from typing import Literal
 
 from pydantic import TypeAdapter
 
+from .block_costs import BlockCosts
 from .roles import Layout, Role
 
 SCHEMA = 3
@@ -51,6 +52,7 @@ class Plan:
             shadow does, but hold nothing to rely on before they are reported ready.
         lent: parts of stages that shadows compute, at most one of each role.
         cuts: by stage the blocks before which it may be divided; ``None`` where no worker has told yet.
+        costs: of the blocks, as workers have measured them; ``None`` before that.
         homes: for every one of ``members``, the rank that its worker's script runs as. Its data iterators are
             those of that rank. Not unique: a standby shares the home of another member.
         immediate: whether workers break off what they do to enter this epoch, as after a loss. Otherwise they
@@ -73,6 +75,7 @@ class Plan:
     learners: tuple[tuple[int, str], ...] = ()
     lent: tuple[Lent, ...] = ()
     cuts: tuple[tuple[int, ...] | None, ...] = ()
+    costs: BlockCosts | None = None
     homes: tuple[int, ...] = ()
     immediate: bool = True
     origin: str = ""

@@ -36,6 +36,7 @@ from ..control.wire import LineSocket
 from ..errors import EpochChanged, Isolated
 from ..forking import only_here
 from ..secret import NONE, JobSecret, taken
+from ..topology.block_costs import BlockSeconds
 from ..topology.plan import Plan
 from ..topology.roles import Layout
 from .activity import Activity
@@ -267,10 +268,20 @@ class WorkerChannel:
         replicas: Sequence[int],
         place: PeerAddress | None = None,
         cuts: Mapping[int, tuple[int, ...]] = MappingProxyType({}),
+        seconds: tuple[BlockSeconds, ...] = (),
+        iteration_s: float = 0.0,
     ) -> None:
-        """Report the epoch that was entered, the ranks of the replicas that are complete, and where it serves."""
+        """Report what :class:`~bamboo_ds.control.registry.records.WorkerState` tells."""
         self._send(
-            WorkerState(id=self.member, epoch=epoch, replicas=tuple(sorted(replicas)), place=place, cuts=dict(cuts))
+            WorkerState(
+                id=self.member,
+                epoch=epoch,
+                replicas=tuple(sorted(replicas)),
+                place=place,
+                cuts=dict(cuts),
+                seconds=seconds,
+                iteration_s=iteration_s,
+            )
         )
 
     def suspect(self, epoch: int, member: str, reason: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -27,9 +28,22 @@ WIDTH = 8
 sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
 
 
+#: Names a process and how many times as long its device takes, once it is there.
+slow_file: Path | None = None
+
+
+def slowness() -> float:
+    """How many times as long as usual this process's device takes."""
+    try:
+        pid, times = slow_file.read_text().split() if slow_file else ("", "")
+    except (FileNotFoundError, ValueError):  # not there yet, or being written
+        return 1.0
+    return float(times) if pid == str(os.getpid()) else 1.0
+
+
 def hold(seconds: float) -> None:
-    """Keep the emulated device for ``seconds``."""
-    deadline = time.perf_counter() + seconds
+    """Keep the emulated device for ``seconds``, or longer if it is slow."""
+    deadline = time.perf_counter() + seconds * slowness()
     while (left := deadline - time.perf_counter()) > 0:
         time.sleep(left)
 
@@ -117,6 +131,8 @@ def main() -> None:
     parser.add_argument("--forward-s", type=float, required=True)
     parser.add_argument("--backward-s", type=float, required=True)
     parser.add_argument("--layers", type=int, default=1, help="of each stage; the times are those of a layer")
+    parser.add_argument("--ends", type=float, default=1.0, help="how many times as long the first and last layer take")
+    parser.add_argument("--slow-file", type=Path, help="names a process and how many times as long its device takes")
     parser.add_argument("--stop-file", type=Path, help="names the last step, once it is there")
     parser.add_argument("--parameters", type=int, default=0, help="more of each stage")
     parser.add_argument(
@@ -131,8 +147,12 @@ def main() -> None:
     get_accelerator().is_fp16_supported = lambda: True
     deepspeed.init_distributed()
     torch.manual_seed(0)
+    global slow_file
+    slow_file = arguments.slow_file
     times = arguments.forward_s, arguments.backward_s, arguments.parameters
+    longer = tuple(seconds * arguments.ends for seconds in times[:2])
     specs = [LayerSpec(EmulatedLayer, *times) for _ in range(arguments.stages * arguments.layers)]
+    specs[0], specs[-1] = (LayerSpec(EmulatedLayer, *longer, arguments.parameters) for _ in range(2))
     if arguments.tied:
         specs[0], specs[-1] = (
             TiedLayerSpec("ends", EmulatedLayer, *times, tied_weight_attr="linear.weight") for _ in range(2)

@@ -28,6 +28,7 @@ from bamboo_ds.control.registry.records import LayoutRecord, MemberRecord, Worke
 from bamboo_ds.engine.accounts import Accounts
 from bamboo_ds.engine.announcements import Announcements
 from bamboo_ds.engine.beats import Beats
+from bamboo_ds.engine.block_times import BlockTimes
 from bamboo_ds.engine.boundaries import Boundaries
 from bamboo_ds.engine.building import StageBuilder
 from bamboo_ds.engine.checkpointing import Checkpoints, End
@@ -177,7 +178,8 @@ class Member:
         checks.begin(spec.checked)
         self.joining = joining = Joining(self.job, binding, progress, history, saves, accounts, checks)
         slices = SlicedPasses(ds, groups, binding)
-        self.passes = Passes(ds, layout, binding, progress, batches, accounts, slices, generators, idle, checks)
+        times = BlockTimes(False)
+        self.passes = Passes(ds, layout, binding, progress, batches, accounts, slices, generators, idle, checks, times)
         self.boundaries = Boundaries(ds, binding, epoch, progress, idle, True)
         self.division = Division(ds, binding, epoch, progress, self.boundaries, reduction)
         self.redundant = RedundantPasses(
@@ -189,7 +191,7 @@ class Member:
         self.replication = Replication(
             binding, epoch, progress, self.boundaries, self.steps, constructions, Mismatches(1)
         )
-        self.copies = Copies(binding, epoch, progress, builder, self.steps, self.snapshots, constructions)
+        self.copies = Copies(binding, epoch, progress, builder, self.steps, self.snapshots, constructions, times)
         announcements = Announcements(binding, epoch, progress, joining)
         self.recovery = RecoveryProtocol(
             *(ds, binding, epoch, progress, tied, builder, self.boundaries, self.replication),

@@ -1,4 +1,4 @@
-"""Members of a job as threads of one process of which one runs at a time, and a network between them.
+"""Members of a job as threads of which one runs at a time, and a network between them.
 
 Which member goes on, which message arrives and when a plan becomes known is drawn, so that one seed gives one course of
 events. A member can be killed before any of them.
@@ -7,7 +7,6 @@ events. A member can be killed before any of them.
 from __future__ import annotations
 
 import itertools
-import threading
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from random import Random
 from typing import Any
 
 import torch
+from greenlet import greenlet
 
 from bamboo_ds.comm.transport import Lane, Payload
 from bamboo_ds.engine.ring import chunks
@@ -34,15 +34,15 @@ class _Abandoned(BaseException):
 
 
 class _Thread:
+    """A member: a greenlet, since handing the turn over between threads takes longer than all that members do."""
+
     def __init__(self, name: str, target: Callable[[], None]) -> None:
         self.name, self.ready, self.ended = name, _always, False
         self.error: BaseException | None = None
-        self.turn = threading.Lock()
-        self.turn.acquire()
+        self.greenlet = greenlet(self.run)
         self._target = target
 
     def run(self, turns: Turns) -> None:
-        self.turn.acquire()
         try:
             if not turns.abandoned:
                 self._target()
@@ -51,7 +51,6 @@ class _Thread:
         except BaseException as error:  # raised where the simulation was started
             self.error = error
         self.ended = True
-        turns.over.release()
 
 
 def _always() -> bool:
@@ -65,7 +64,6 @@ class Turns:
         random: draws whose turn it is.
 
     Attributes:
-        over: released when a turn ends.
         abandoned: the threads are to end.
     """
 
@@ -73,18 +71,11 @@ class Turns:
         self._random = random
         self._threads: list[_Thread] = []
         self._current: _Thread | None = None
-        self.over = threading.Lock()
-        self.over.acquire()
-        self.abandoned = self._running = False
+        self.abandoned = False
 
     def add(self, name: str, target: Callable[[], None]) -> None:
         """One more thread."""
         self._threads.append(_Thread(name, target))
-        if self._running:
-            self._start(self._threads[-1])
-
-    def _start(self, thread: _Thread) -> None:
-        threading.Thread(target=thread.run, args=(self,), daemon=True).start()
 
     def wait(self, ready: Callable[[], bool] = _always) -> None:
         """The current thread goes on when it is its turn, not before ``ready()``."""
@@ -92,8 +83,9 @@ class Turns:
         assert me is not None
         if not self.abandoned:
             me.ready = ready
-            self.over.release()
-            me.turn.acquire()
+            grads = torch.is_grad_enabled()  # torch keeps that by thread of the system
+            me.greenlet.parent.switch()
+            torch.set_grad_enabled(grads)
         if self.abandoned:
             raise _Abandoned
 
@@ -103,9 +95,6 @@ class Turns:
         Raises:
             TimeoutError: threads wait, and nothing can happen any more, or too much has.
         """
-        self._running = True
-        for thread in self._threads:
-            self._start(thread)
         try:
             for turn in itertools.count():
                 waiting = [thread for thread in self._threads if not thread.ended]
@@ -130,8 +119,11 @@ class Turns:
 
     def _let(self, thread: _Thread) -> None:
         self._current = thread
-        thread.turn.release()
-        self.over.acquire()
+        if thread.greenlet:
+            thread.greenlet.switch()
+        else:
+            thread.greenlet.switch(self)
+        torch.set_grad_enabled(True)
 
 
 @dataclass(eq=False)

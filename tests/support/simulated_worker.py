@@ -19,7 +19,7 @@ from bamboo_ds.engine.runtime import RuntimeBinding
 from bamboo_ds.engine.saving import SaveRequest
 from bamboo_ds.errors import EpochChanged, FatalLoss, Left
 from bamboo_ds.state import split
-from bamboo_ds.topology import Plan, Role
+from bamboo_ds.topology import BlockSeconds, Plan, Role
 
 from .simulated_network import Attachment, Network
 
@@ -136,11 +136,24 @@ class Job:
         )
 
     def _report_state(
-        self, epoch: int, replicas: tuple[int, ...], place: PeerAddress, cuts: dict[int, tuple[int, ...]]
+        self,
+        epoch: int,
+        replicas: tuple[int, ...],
+        place: PeerAddress,
+        cuts: dict[int, tuple[int, ...]],
+        seconds: tuple[BlockSeconds, ...],
+        iteration_s: float,
     ) -> None:
         member = self.session.member
-        state = WorkerState(id=member, epoch=epoch, replicas=replicas, place=place, cuts=cuts)
-        self.world.states[member] = state
+        self.world.states[member] = WorkerState(
+            id=member,
+            epoch=epoch,
+            replicas=replicas,
+            place=place,
+            cuts=cuts,
+            seconds=seconds,
+            iteration_s=iteration_s,
+        )
 
     def enter(self, plan: Plan) -> None:
         if plan.unheld:

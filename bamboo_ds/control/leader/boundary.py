@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ...topology import Candidate, Costs, Plan, Policy, divided, explain, holders_of, learners_for, moves
+from ...topology import Candidate, Costs, Plan, Policy, divided, explain, holders_of, learners_for, moves, settled
 from ...topology.planner import plan as best_plan
 from ..registry.records import WorkerState, in_slot_order
 from .actions import WritePlan
@@ -33,7 +33,7 @@ def next_change(view: View, plan: Plan, policy: Policy) -> WritePlan | None:
     if any(state is None or state.epoch != plan.epoch for state in entered):
         return None
     candidates = _candidates(view, plan)
-    plan = replace(plan, cuts=known_cuts(view.workers, plan))
+    plan = as_told(view.workers, plan)
     holders = holders_of(plan, ready_copies(view.workers, plan))
     target = _with_sources(view, plan, best_plan(plan, candidates, policy=policy, holders=holders), candidates)
     target = _able(view, target)
@@ -75,11 +75,19 @@ def _duties(plan: Plan) -> tuple[Any, ...]:
     return plan.owners, plan.shadows, plan.members, plan.lent
 
 
-def known_cuts(workers: Mapping[str, WorkerState], plan: Plan) -> tuple[tuple[int, ...] | None, ...]:
+def as_told(workers: Mapping[str, WorkerState], plan: Plan) -> Plan:
+    """``plan`` with what workers have found out of their stages since."""
+    if not plan.world.blocks:
+        return plan
+    states = [workers[member] for member in plan.members if member in workers]
+    told = {state.id: state.seconds for state in states}
+    iteration_s = max((state.iteration_s for state in states), default=0.0)
+    return replace(plan, cuts=_known_cuts(workers, plan), costs=settled(plan.costs, plan.world, told, iteration_s))
+
+
+def _known_cuts(workers: Mapping[str, WorkerState], plan: Plan) -> tuple[tuple[int, ...] | None, ...]:
     """Where stages may be divided: as their owners in all pipelines have told, once all have."""
     layout = plan.world
-    if not layout.blocks:
-        return ()
     found = list(plan.cuts or (None,) * layout.stages)
     for stage in range(layout.stages):
         ranks = range(stage * layout.pipelines, (stage + 1) * layout.pipelines)

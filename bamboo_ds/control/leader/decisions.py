@@ -15,7 +15,7 @@ from ...topology.plan import Plan
 from ...topology.planner import initial_plan, takeover, with_redundancy
 from ..registry.records import LayoutRecord, LeftRecord, in_slot_order
 from .actions import Action, Feed, Loss, StopJob, Wait, WritePlan
-from .boundary import next_change, ready_copies
+from .boundary import as_told, next_change, ready_copies
 from .departures import vanished, wanted_feeder
 from .failures import hopeless
 from .restarts import RestartLimits, Restarts, fatal_plan
@@ -150,6 +150,7 @@ class Decider:
             missed = [loss.member for loss in losses]
             new_plan = fatal_plan(plan, [member for member in plan.members if member not in missed], missed)
             return WritePlan(new_plan, what, tuple(losses))
+        plan = as_told(view.workers, plan)
         # A member that has finished can own nothing any more, although it is no loss by itself.
         gone = {loss.member for loss in losses} | {m for m in plan.members if view.finished(m)}
         holders = holders_of(plan, ready_copies(view.workers, plan))

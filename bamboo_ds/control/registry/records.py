@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from typing_extensions import Self
 
 from ...processes import boot_id
+from ...topology.block_costs import BlockSeconds
 from ...topology.roles import Layout
 from .keys import Keys
 
@@ -215,6 +216,8 @@ class WorkerState(WorkerRecord):
         replicas: ranks of the roles whose replicas are complete, shadows' and learners'.
         place: where others find what it offers.
         cuts: of stages that the worker has computed, by rank of the role, the blocks before which they may be divided.
+        seconds: what it has measured of blocks.
+        iteration_s: how long its iterations take.
     """
 
     type: Literal["state"] = "state"
@@ -223,6 +226,8 @@ class WorkerState(WorkerRecord):
     replicas: tuple[int, ...] = ()
     place: PeerAddress | None = None
     cuts: dict[int, tuple[int, ...]] = {}
+    seconds: tuple[BlockSeconds, ...] = ()
+    iteration_s: float = 0.0
 
     @property
     def key(self) -> str:
