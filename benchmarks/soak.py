@@ -184,16 +184,26 @@ def growth_problems(before: Usage, after: Usage) -> list[str]:
     return problems
 
 
-def disturbed(folder: Path, steps: int, hold_s: float, batch: int, faults: int, rate: float, seed: int,
+def disturbed(folder: Path, steps: int, hold_s: float, batch: int, blocks: int, faults: int, rate: float, seed: int,
               more: list[str]) -> tuple[dict[str, Any], list[str]]:  # fmt: skip
     """The job with its faults; returns what was measured and what is wrong."""
     block = {
         "notices": {"sources": ["file"], "file": str(folder / "notice-{slot}"), "poll_s": 0.25},
         "recovery": {"on_exception": "takeover"},
+        "topology": {"blocks": blocks},
     }
     config = write_config(folder, MICRO_BATCHES, block, train_micro_batch_size_per_gpu=batch)
     until, name = folder / "done", f"soak-{os.getpid()}"
-    script = ["--deepspeed_config", str(config), "--stages", str(STAGES), "--steps", str(steps)]
+    script = [
+        "--deepspeed_config",
+        str(config),
+        "--stages",
+        str(STAGES),
+        "--layers",
+        str(blocks),
+        "--steps",
+        str(steps),
+    ]
     script += ["--forward-s", str(hold_s), "--until", str(until), "--out", str(folder)]
     arguments = [str(WORKERS / "soak.py"), *script]
     options = ["--rate", str(rate), "--seed", str(seed), "--count", str(faults), "--keep", str(MEMBERS)]
@@ -243,33 +253,54 @@ def wait_for_job(name: str, process: subprocess.Popen[bytes], folder: Path) -> N
 @click.option("--seed", type=int, default=1, show_default=True)
 @click.option("--steps", type=click.IntRange(min=10), help="Of the job.  [default: 20 per fault]")
 @click.option("--hold-s", type=float, default=0.012, show_default=True, help="Of an emulated forward pass.")
+@click.option(
+    "--blocks",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Layers of a stage, which may be divided at each of them.",
+)
 @click.option("--quick", is_flag=True, help="Twenty faults.")
 @click.option("--option", "more", multiple=True, help="For bamboo chaos, such as --option=--weight --option=kill=1.")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("out"), show_default=True)
-def main(faults: int, rate: float, seed: int, steps: int | None, hold_s: float, quick: bool, more: tuple[str, ...],
-         out: Path) -> None:  # fmt: skip
+def main(faults: int, rate: float, seed: int, steps: int | None, hold_s: float, blocks: int, quick: bool,
+         more: tuple[str, ...], out: Path) -> None:  # fmt: skip
     """Do hundreds of seeded faults to one job and check that it bears them."""
     out, faults, batch = out.resolve(), 20 if quick else faults, 2
     steps = steps or 100 + 20 * faults
     folder = fresh(out / "jobs" / "soak")
     begin = time.monotonic()
-    measured, problems = disturbed(folder, steps, hold_s, batch, faults, rate, seed, list(more))
+    measured, problems = disturbed(folder, steps, hold_s, batch, blocks, faults, rate, seed, list(more))
     console.print(f"[dim]{time.monotonic() - begin:.0f} s[/dim]")
     if measured["exit_code"] == 0:
-        problems += compare(out, folder, steps, batch, measured)
+        problems += compare(out, folder, steps, batch, blocks, measured)
+    plans = Job(folder).events("plan")
+    divided = sum(bool(plan["lent"]) for plan in plans)
+    measured["plans"] = {"all": len(plans), "divided": divided}
+    if blocks > 1 and not divided:
+        problems.append("no plan has divided a stage")
     pauses = [effect for effect in measured["chaos"]["effects"] if effect["lost"] and effect["pause_s"] is None]
     if pauses:
         problems.append(f"the pauses of faults {[effect['record'] for effect in pauses]} were not recorded")
     report(out, folder, {"faults": faults, "seed": seed, "seconds": time.monotonic() - begin, **measured}, problems)
 
 
-def compare(out: Path, folder: Path, steps: int, batch: int, measured: dict[str, Any]) -> list[str]:
+def compare(out: Path, folder: Path, steps: int, batch: int, blocks: int, measured: dict[str, Any]) -> list[str]:
     """What differs from the undisturbed run."""
     problems = []
     calm = fresh(out / "jobs" / "soak-undisturbed")
     config = write_config(calm, MICRO_BATCHES, None, train_micro_batch_size_per_gpu=batch)
-    script = ["--deepspeed_config", str(config), "--stages", str(STAGES), "--steps", str(steps), "--forward-s", "0"]
-    script += ["--until", str(calm / "done"), "--out", str(calm)]
+    script = [
+        "--deepspeed_config",
+        str(config),
+        "--stages",
+        str(STAGES),
+        "--layers",
+        str(blocks),
+        "--steps",
+        str(steps),
+    ]
+    script += ["--forward-s", "0", "--until", str(calm / "done"), "--out", str(calm)]
     run_stock(calm, STAGES * PIPELINES, WORKERS / "soak.py", script, 60 + steps)
     expected = next(json.loads(f.read_text())["losses"] for f in sorted(calm.glob("result-*.json")))
     losses = [json.loads(f.read_text())["losses"] for f in sorted(folder.glob("result-*.json"))]
@@ -289,7 +320,7 @@ def compare(out: Path, folder: Path, steps: int, batch: int, measured: dict[str,
 def report(out: Path, folder: Path, content: dict[str, Any], problems: list[str]) -> None:
     """Tables, JSON, picture; fails if there are problems."""
     click.echo((folder / "chaos.txt").read_text()[-6000:])
-    for name in ("largest_difference_of_losses", "largest_difference_of_parameters", "usage"):
+    for name in ("largest_difference_of_losses", "largest_difference_of_parameters", "plans", "usage"):
         console.print(f"{name}: {content.get(name)}", highlight=False)
     picture = folder / "chaos" / "chaos.png"
     if picture.exists():

@@ -139,6 +139,33 @@ def divided(events: list[dict[str, Any]]) -> list[set[str]]:
 
 
 @pytest.mark.integration
+def test_a_straggler_comes_and_goes(tmp_path: Path, reference: Reference) -> None:
+    """Its shadow computes a part of its stage as long as it is slow; results are those of a job without one."""
+    go, slow = tmp_path / "go", tmp_path / "slow"
+
+    def takes(times: float) -> None:
+        (tmp_path / "new").write_text(f"1 {times}")
+        (tmp_path / "new").rename(slow)
+
+    def helped() -> bool:
+        return 1 in [rank for rank, _, _ in job.plan()["lent"]]
+
+    command = ["--stages", "3", "--pause-s", "0.005", "--straggler", str(slow), *slow_until(go, 0.01)]
+    with RunningJob(tmp_path, 3, command, write_config(tmp_path, AUTO)) as job:
+        job.wait_for("a step", lambda: bool(job.events("step")))
+        takes(4)
+        job.wait_for("it is helped", helped)
+        since = len(job.events("step"))
+        job.wait_for("steps", lambda: len(job.events("step")) > since + 3)
+        takes(1)
+        job.wait_for("it computes its stage again", lambda: not helped())
+        go.touch()
+        result = job.finish()
+    assert_same(result, reference(3, 1, 6, *result.length), [])
+    assert not result.events("replica_mismatch") and not result.events("member_lost")
+
+
+@pytest.mark.integration
 def test_members_that_are_left_divide_the_stages(tmp_path: Path, reference: Reference) -> None:
     """Of five members with two layers each two are lost; the second one when it computes a part of another stage."""
     faults = [fault(2, 3, "BackwardPass", 1), fault(0, 6, "ForwardPass", 2)]

@@ -11,7 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bamboo_ds.schedule import PartProgress, RoleProgress, member_program, not_begun
-from bamboo_ds.topology import Candidate, Costs, Layout, Lent, Plan, Policy, Role, explain, initial_plan, predicted_s
+from bamboo_ds.topology import (
+    BlockCosts,
+    Candidate,
+    Costs,
+    Layout,
+    Lent,
+    Plan,
+    Policy,
+    Role,
+    explain,
+    initial_plan,
+    predicted_s,
+)
 from bamboo_ds.topology.planner import plan as best_plan
 from bamboo_ds.topology.planner import takeover, with_redundancy
 
@@ -102,6 +114,40 @@ def test_nothing_is_divided_before_workers_have_told_where() -> None:
     assert not settled(replace(plan, cuts=()), members).lent
     assert not settled(replace(plan, cuts=(None,) * 4), members).lent
     assert not settled(replace(plan, cuts=((),) * 4), members).lent
+
+
+@pytest.mark.parametrize(
+    ("shape", "slow", "ends", "slowest"),
+    [
+        # One member takes three times as long: the sum of speeds would allow 3.3 of a block's time, and 4.4.
+        ((1, 8, 3), {"m0": 3.0}, 1.0, 4.0),
+        ((1, 8, 3), {"m3": 3.0}, 1.0, 4.0),
+        ((2, 4, 4), {"m0": 3.0}, 1.0, 5.0),
+        ((2, 4, 4), {"m7": 3.0}, 1.0, 5.0),
+        # The first and the last block cost four times as much.
+        ((1, 8, 3), {}, 4.0, 4.0),
+        ((2, 4, 4), {}, 4.0, 6.0),
+    ],
+)
+def test_measured_costs(shape: tuple[int, int, int], slow: dict[str, float], ends: float, slowest: float) -> None:
+    plan, (_, stages, blocks) = job(*shape), shape
+    seconds = [[0.01] * blocks for _ in range(stages)]
+    seconds[0][0] = seconds[-1][-1] = 0.01 * ends
+    costs = BlockCosts(tuple(map(tuple, seconds)), tuple(slow.items()))
+    members = candidates(list(plan.members), plan.world.size, {})
+    plan = settled(replace(plan, costs=costs), members)
+    assert round(predicted_s(plan, Costs()), 6) == slowest / 100
+    reasons = explain(plan, plan, members)
+    assert [f"{member} takes 3 times as long as most members" for member in slow] == [
+        r for r in reasons if "as long" in r
+    ]
+    # What scatters moves nothing.
+    random = Random(1)
+    noisy = tuple(tuple(second * random.uniform(0.98, 1.02) for second in each) for each in seconds)
+    after = best_plan(replace(plan, costs=replace(costs, seconds=noisy)), members, policy=POLICY)
+    assert (after.owners, after.shadows, after.lent) == (plan.owners, plan.shadows, plan.lent)
+    # What users give counts more.
+    assert predicted_s(plan, Costs(seconds=(1.0,) * stages)) >= 1
 
 
 def test_a_thousand_members() -> None:

@@ -32,6 +32,7 @@ class BlockTimes:
         self._latest: dict[_Block, deque[float]] = {}
         self._least: dict[_Block, float] = {}
         self._computed: frozenset[_Block] = frozenset()
+        self._epoch = 0
         self._told: tuple[BlockSeconds, ...] = ()
         self._iterations: deque[float] = deque(maxlen=_ITERATIONS)
 
@@ -42,6 +43,13 @@ class BlockTimes:
     def backward(self, role: Role, begin: int, end: int, seconds: float) -> None:
         """A backward pass of the blocks from ``begin`` to before ``end`` has taken ``seconds``."""
         self._backward[role, begin, end].append(seconds)
+
+    def enter(self, epoch: int) -> None:
+        """An iteration begins in ``epoch``. What was measured in another one is not of late any more."""
+        if epoch != self._epoch:
+            self._epoch = epoch
+            for latest in self._latest.values():
+                latest.clear()
 
     @property
     def iteration_s(self) -> float:
@@ -78,11 +86,13 @@ class BlockTimes:
         return self._told
 
     def _known(self) -> tuple[BlockSeconds, ...]:
+
+        def latest(block: _Block) -> float | None:
+            full = block in self._computed and len(self._latest[block]) == _ITERATIONS
+            return _rounded(median(self._latest[block])) if full else None
+
         return tuple(
-            BlockSeconds(
-                *block, _rounded(least), _rounded(median(self._latest[block])) if block in self._computed else None
-            )
-            for block, least in sorted(self._least.items())
+            BlockSeconds(*block, _rounded(least), latest(block)) for block, least in sorted(self._least.items())
         )
 
     def _is_news(self, known: tuple[BlockSeconds, ...]) -> bool:

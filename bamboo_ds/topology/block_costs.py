@@ -11,7 +11,7 @@ takes one member longer than it takes another says that the member is slow, not 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import fmean, median_low
@@ -35,7 +35,7 @@ class BlockSeconds:
         stage: the stage.
         block: its number in the stage.
         least: the shortest time so far.
-        latest: the time of late; ``None`` where the member computes the block no more.
+        latest: the time of late; ``None`` where the member computes the block no more, or has only just begun to.
     """
 
     stage: int
@@ -70,9 +70,15 @@ class BlockCosts:
 
 
 def settled(
-    previous: BlockCosts | None, layout: Layout, told: Mapping[str, Sequence[BlockSeconds]], iteration_s: float
+    previous: BlockCosts | None,
+    layout: Layout,
+    told: Mapping[str, Sequence[BlockSeconds]],
+    computing: Collection[str],
+    iteration_s: float,
 ) -> BlockCosts | None:
     """The costs after ``previous``; ``None`` while nothing is known, or where passes are little of an iteration.
+
+    They stay as they are until all that are ``computing`` have told how long that takes of late.
 
     What nobody has measured costs what it did before, else what other blocks of its stage cost on average, else what
     all other ones do.
@@ -81,11 +87,15 @@ def settled(
         previous: the costs until now.
         layout: the logical world.
         told: what each member has measured.
+        computing: the members that compute something.
         iteration_s: how long an iteration takes.
     """
     if not layout.blocks:
         return None
-    busiest = max((sum(each.latest or 0.0 for each in rows) for rows in told.values()), default=0.0)
+    latest = {member: [row.latest for row in rows if row.latest is not None] for member, rows in told.items()}
+    if not all(latest.get(member) for member in computing):
+        return previous
+    busiest = max((sum(seconds) for seconds in latest.values()), default=0.0)
     if busiest < iteration_s * (_ENOUGH if previous is None else _STILL_ENOUGH):
         return None
     least: dict[tuple[int, int], float] = {}
@@ -117,13 +127,12 @@ def _slowness(
         cost = sum(least[key] for key in latest)
         if cost > 0:
             times[member] = sum(latest.values()) / cost
-    if not times:
-        return ()
-    usual = median_low(times.values())
+    usual = median_low(times.values()) if times else 1.0
     found = []
-    for member, time in sorted(times.items()):
-        before = previous.slow(member) if previous is not None else 1.0
-        now = time / usual
+    for member in sorted(told):
+        before = now = previous.slow(member) if previous is not None else 1.0
+        if member in times:
+            now = times[member] / usual
         if before / TOLERANCE < now < before * TOLERANCE:
             now = before
         elif 1 / TOLERANCE < now < TOLERANCE:

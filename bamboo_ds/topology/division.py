@@ -29,6 +29,9 @@ _ATTEMPTS, _OPTIONS, _TRIALS = 8, 3, 4096
 #: How many members are tried of those that are the slowest.
 _TIED = 8
 
+#: A division that is no faster has to lend less than this share of what is lent.
+_LESS = 0.7
+
 #: Share of the slowest member's work by which the others have to stay below it: measured costs scatter.
 _WORTH = 0.02
 
@@ -40,7 +43,7 @@ def divided(plan: Plan, costs: Costs, cuts: Cuts, min_gain: float) -> tuple[Lent
     """What shadows compute under ``plan``, whose owners and shadows are settled.
 
     What ``plan`` lends stays, unless the slowest member gains ``min_gain`` by another division, or loses nothing by one
-    that lends less.
+    that lends much less.
     """
     if plan.layout is None or not plan.shadows or not any(cuts) or plan.world.slices > 1:
         return ()
@@ -51,7 +54,7 @@ def divided(plan: Plan, costs: Costs, cuts: Cuts, min_gain: float) -> tuple[Lent
         now = _Division(plan, costs, cuts, plan.lent)
         gains = best.slowest < now.slowest * (1 - min_gain) * (1 - SLACK)
         as_good = best.slowest <= now.slowest * (1 + SLACK)
-        if not gains and not (as_good and best.work < now.work):
+        if not gains and not (as_good and best.work < now.work * _LESS):
             return tuple(sorted(plan.lent, key=lambda each: each.rank))
     return best.lent()
 

@@ -125,15 +125,19 @@ class _Explanation:
     # -- the whole ----------------------------------------------------------------------------------
 
     def _pace(self) -> list[str]:
+        members = self._new.members
         before, after = predicted_s(self._previous, self._costs), predicted_s(self._new, self._costs)
         unit = "stages, taken as equal"
         if self._costs.seconds:
             unit = "s per micro-batch"
         elif self._new.costs is not None:
             unit = "s of passes per iteration"
+        costs = self._new.costs
+        slow = [] if costs is None or self._costs.seconds else [each for each in costs.slowness if each[0] in members]
+        found = [f"{member} takes {times:.2g} times as long as most members" for member, times in slow]
         if before == after:
-            return [f"slowest member: {after:.4g} {unit}"]
-        return [f"slowest member: {before:.4g} -> {after:.4g} {unit} ({after / before - 1:+.0%} time)"]
+            return [*found, f"slowest member: {after:.4g} {unit}"]
+        return [*found, f"slowest member: {before:.4g} -> {after:.4g} {unit} ({after / before - 1:+.0%} time)"]
 
     def _unmet(self) -> list[str]:
         new, roster, found = self._new, self._roster, []

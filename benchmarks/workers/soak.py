@@ -96,6 +96,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--local_rank", type=int, default=-1)
     parser.add_argument("--stages", type=int, required=True)
+    parser.add_argument("--layers", type=int, default=1, help="of each stage, which share its time")
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--forward-s", type=float, required=True)
     parser.add_argument("--until", required=True)
@@ -105,7 +106,8 @@ def main() -> None:
     torch.set_num_threads(1)
     deepspeed.init_distributed()
     torch.manual_seed(0)
-    specs = [LayerSpec(EmulatedLayer, arguments.forward_s, arguments.until) for _ in range(arguments.stages)]
+    layer = LayerSpec(EmulatedLayer, arguments.forward_s / arguments.layers, arguments.until)
+    specs = [layer] * (arguments.stages * arguments.layers)
     net = PipelineModule(specs, num_stages=arguments.stages, loss_fn=nn.MSELoss(), partition_method="uniform")
     data = Samples() if arguments.training_data else None
     engine, *_ = deepspeed.initialize(

@@ -28,7 +28,6 @@ from bamboo_ds.control.registry.records import LayoutRecord, MemberRecord, Worke
 from bamboo_ds.engine.accounts import Accounts
 from bamboo_ds.engine.announcements import Announcements
 from bamboo_ds.engine.beats import Beats
-from bamboo_ds.engine.block_times import BlockTimes
 from bamboo_ds.engine.boundaries import Boundaries
 from bamboo_ds.engine.building import StageBuilder
 from bamboo_ds.engine.checkpointing import Checkpoints, End
@@ -78,7 +77,7 @@ from bamboo_ds.topology import (
 
 from .simulated_deepspeed import CLIPPING, WIDTH, Shards, SimulatedDeepSpeed, Stage
 from .simulated_network import Killed, Network, Turns
-from .simulated_worker import DrawnIdleTimes, Group, Job, Saves, Session, Snapshots
+from .simulated_worker import DrawnBlockTimes, DrawnIdleTimes, Group, Job, Saves, Session, Snapshots
 
 
 class _Engine(nn.Module):
@@ -178,7 +177,7 @@ class Member:
         checks.begin(spec.checked)
         self.joining = joining = Joining(self.job, binding, progress, history, saves, accounts, checks)
         slices = SlicedPasses(ds, groups, binding)
-        times = BlockTimes(False)
+        times = DrawnBlockTimes(layout, spec.iterations, random)
         self.passes = Passes(ds, layout, binding, progress, batches, accounts, slices, generators, idle, checks, times)
         self.boundaries = Boundaries(ds, binding, epoch, progress, idle, True)
         self.division = Division(ds, binding, epoch, progress, self.boundaries, reduction)

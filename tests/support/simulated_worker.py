@@ -13,13 +13,14 @@ import torch
 
 from bamboo_ds.config import BambooConfig
 from bamboo_ds.control.registry.records import PeerAddress, WorkerState
+from bamboo_ds.engine.block_times import BlockTimes
 from bamboo_ds.engine.bubbles import IdleTimes
 from bamboo_ds.engine.records import Progress
 from bamboo_ds.engine.runtime import RuntimeBinding
 from bamboo_ds.engine.saving import SaveRequest
 from bamboo_ds.errors import EpochChanged, FatalLoss, Left
 from bamboo_ds.state import split
-from bamboo_ds.topology import BlockSeconds, Plan, Role
+from bamboo_ds.topology import BlockSeconds, Layout, Plan, Role
 
 from .simulated_network import Attachment, Network
 
@@ -212,6 +213,28 @@ class DrawnIdleTimes(IdleTimes):
 
     def fits(self, place: Any, elapsed: float, duration: float | None) -> bool:
         return self._random.random() < 0.5
+
+
+class DrawnBlockTimes(BlockTimes):
+    """Times that are drawn now and then, so that the leader divides stages anew; never in the last iterations."""
+
+    def __init__(self, layout: Layout, iterations: int, random: Random) -> None:
+        super().__init__(False)
+        self._layout, self._left, self._random = layout, iterations - 4, random
+
+    def end_iteration(self, seconds: float) -> bool:
+        self._left -= 1
+        if not self._layout.blocks or self._left < 0 or self._random.random() < 0.5:
+            return False
+        blocks = [(stage, block) for stage, count in enumerate(self._layout.blocks) for block in range(count)]
+        mine = sorted(self._random.sample(blocks, len(blocks) // 2))
+        slow = self._random.choice((1, 1, 1, 3))
+        times = [self._random.randint(1, 4) for _ in mine]
+        self._told = tuple(BlockSeconds(*block, time, time * slow) for block, time in zip(mine, times, strict=True))
+        return True
+
+    def told(self) -> tuple[BlockSeconds, ...]:
+        return self._told
 
 
 class Snapshots:

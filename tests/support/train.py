@@ -31,6 +31,20 @@ HIDDEN, CLASSES = 16, 10
 LAST_STEP = "last-step"
 
 
+class Device:
+    """How long a pass of a layer takes at least, and a file that names a rank where it takes a multiple of that."""
+
+    pause_s = 0.0
+    straggler: Path | None = None
+
+    @classmethod
+    def take_time(cls) -> None:
+        if cls.pause_s:
+            slow = cls.straggler is not None and cls.straggler.exists()
+            rank, times = cls.straggler.read_text().split() if slow else ("", "1")  # type: ignore[union-attr]
+            time.sleep(cls.pause_s * (float(times) if rank == os.environ["RANK"] else 1))
+
+
 class Block(nn.Module):
     """Linear, optional normalisation and dropout, residual; a buffer that is made when it is needed; may count."""
 
@@ -42,6 +56,7 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        Device.take_time()
         x = x.to(self.linear.weight.dtype)
         if self.cache:
             if not hasattr(self, "table"):
@@ -326,9 +341,12 @@ def main() -> None:
     parser.add_argument("--slow-s", type=float, default=0.3)
     parser.add_argument("--slow-from", type=int, default=0, help="not before so many steps are done")
     parser.add_argument("--end-after", type=int, default=0, help="end so many steps after that file exists")
+    parser.add_argument("--pause-s", type=float, default=0.0, help="a forward pass of a layer takes so long at least")
+    parser.add_argument("--straggler", type=Path, help="names a rank and how many times as long that takes there")
     parser.add_argument("--snapshots", action="store_true", help="dump the state after every step, not only the last")
     parser.add_argument("--faults", default="[]")
     arguments = parser.parse_args()
+    Device.pause_s, Device.straggler = arguments.pause_s, arguments.straggler
     from sample_scheduler import PROGRESS, SampleScheduler
 
     torch.manual_seed(7)

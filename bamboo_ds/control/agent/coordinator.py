@@ -113,6 +113,7 @@ class Coordinator:
         self._dead: dict[str, tuple[MemberRecord, float]] = {}  # members whose agents have died, and when
         self._neighbours: Neighbours | None = None
         self._departure: tuple[LeftRecord | None, StopRecord | None] | None = None
+        self._known_lineage: tuple[str, int] | None = None
         self._ending = threading.Event()
         self._keeper = LeaseKeeper(
             *(store, record.id, lease_ttl_s, self._inbox.put, callbacks.on_contact, self._gives_up, self._ending),
@@ -328,6 +329,9 @@ class Coordinator:
             # One that leaves is needed until it has left, although the plan goes on without it.
             self._evicted = self._is_out(plan) and not self._leaving
             self._callbacks.on_plan(plan)
+        if plan is not None and plan.lineage != self._known_lineage:
+            self._known_lineage = plan.lineage
+            self._keeper.look()  # the worker must know of it before its first commit
         restart = mirror.restart
         if restart is not None and restart.generation > self._told_restart:
             self._told_restart = restart.generation

@@ -117,6 +117,10 @@ class LeaseKeeper:
                 self._lost = lease
                 logger.warning("the lease of %s ran out", self._member)
                 self._post(partial(self._forget, lease))
+        self.look()
+
+    def look(self) -> None:
+        """Learn whether the job still goes on with the plan that the worker has. Callable from any thread."""
         begun = self._fence_clock()
         plan = self._read(self._store.get(Keys.PLAN))
         if plan is None or plan.epoch < self._read_epoch:

@@ -8,7 +8,7 @@ it, so a worker never has to skip one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -75,14 +75,16 @@ def _duties(plan: Plan) -> tuple[Any, ...]:
     return plan.owners, plan.shadows, plan.members, plan.lent
 
 
-def as_told(workers: Mapping[str, WorkerState], plan: Plan) -> Plan:
-    """``plan`` with what workers have found out of their stages since."""
+def as_told(workers: Mapping[str, WorkerState], plan: Plan, lost: Collection[str] = ()) -> Plan:
+    """``plan`` with what workers have found out of their stages since; not all of the ``lost`` may have told."""
     if not plan.world.blocks:
         return plan
     states = [workers[member] for member in plan.members if member in workers]
     told = {state.id: state.seconds for state in states}
     iteration_s = max((state.iteration_s for state in states), default=0.0)
-    return replace(plan, cuts=_known_cuts(workers, plan), costs=settled(plan.costs, plan.world, told, iteration_s))
+    computing = {member for role in plan.world.roles for member in plan.computers(role)}.difference(lost)
+    costs = settled(plan.costs, plan.world, told, computing, iteration_s)
+    return replace(plan, cuts=_known_cuts(workers, plan), costs=costs)
 
 
 def _known_cuts(workers: Mapping[str, WorkerState], plan: Plan) -> tuple[tuple[int, ...] | None, ...]:

@@ -150,9 +150,9 @@ class Decider:
             missed = [loss.member for loss in losses]
             new_plan = fatal_plan(plan, [member for member in plan.members if member not in missed], missed)
             return WritePlan(new_plan, what, tuple(losses))
-        plan = as_told(view.workers, plan)
         # A member that has finished can own nothing any more, although it is no loss by itself.
         gone = {loss.member for loss in losses} | {m for m in plan.members if view.finished(m)}
+        plan = as_told(view.workers, plan, gone)
         holders = holders_of(plan, ready_copies(view.workers, plan))
         new_plan = takeover(plan, gone, holders, view.candidates(plan).values())
         return WritePlan(new_plan, f"lost {who}", tuple(losses))
