@@ -7,6 +7,7 @@ redundancy is restored and the work divided anew. See ``--help``.
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import random
 import signal
@@ -151,23 +152,24 @@ class Shape:
 
 
 def _dealt(line: list[Role], costs: list[float], speeds: list[float]) -> dict[Role, int]:
-    """The layers in ``line`` dealt to members in their order, so that the slowest one has as little as possible."""
+    """The layers in ``line`` dealt to members in their order, so that the slowest one has as little as possible.
 
-    def deal(limit: float) -> dict[Role, int] | None:
-        owner: dict[Role, int] = {}
-        member, load = 0, 0.0
-        for role in line:
-            while member < len(speeds) and load + costs[role.stage] * speeds[member] > limit:
-                member, load = member + 1, 0.0
-            if member == len(speeds):
-                return None
-            load += costs[role.stage] * speeds[member]
-            owner[role] = member
-        return owner
-
-    total, sums = sum(costs[role.stage] for role in line), itertools.count(1)
-    even = total / sum(1 / speed for speed in speeds)
-    return next(found for step in sums if (found := deal(even * (1 + step / 256))) is not None)
+    Of several such divisions the one whose members have most alike, by the sum of squares.
+    """
+    sums = [0.0, *itertools.accumulate(costs[role.stage] for role in line)]
+    # For the members so far, by how many layers they have: the slowest one, the sum of squares, and where each begins.
+    best: list[tuple[float, float, tuple[int, ...]]] = [(0.0, 0.0, ())] + [(math.inf, 0.0, ())] * len(line)
+    for speed in speeds:
+        best = [
+            min(
+                (max(slowest, load), squares + load**2, (*begins, begin))
+                for begin, (slowest, squares, begins) in enumerate(best[: end + 1])
+                for load in [(sums[end] - sums[begin]) * speed]
+            )
+            for end in range(len(line) + 1)
+        ]
+    bounds = [*best[-1][2], len(line)]
+    return {role: m for m, (begin, end) in enumerate(itertools.pairwise(bounds)) for role in line[begin:end]}
 
 
 class Run:
@@ -249,7 +251,7 @@ class Run:
             self._add(full, self.shape.size, self._seconds(watcher, self.shape.size), settled, slow)
 
     def _alive(self, watcher: Watcher) -> list[str]:
-        return list(_newest(watcher.job.events())["members"])
+        return _computing(_newest(watcher.job.events()))
 
     def _kill(self, watcher: Watcher, member: str) -> None:
         processes = [watcher.process, *self._joiners]
@@ -283,7 +285,7 @@ class Run:
             nonlocal epoch
             epoch = plan["epoch"]
             shadowed = all(plan["shadows"]) or count == 1
-            return len(plan["members"]) == count and shadowed and len(steps) >= 3
+            return len(_computing(plan)) == count and shadowed and len(steps) >= 3
 
         seen = watcher.wait(f"{count} members with replicas of all stages", quiet)
         return min(e["step"] for e in seen if e["event"] == "step" and e["epoch"] == epoch)
@@ -292,7 +294,7 @@ class Run:
         first = watcher.step(0) + 1
         watcher.step(first + self._iterations)
         steps = [e for e in watcher.job.events("step") if first <= e["step"] < first + self._iterations]
-        if len(_newest(watcher.seen)["members"]) != count:
+        if len(_computing(_newest(watcher.seen))) != count:
             raise JobFailed(f"{self._folder}: members have changed while {count} were measured")
         return median(e["seconds"] for e in steps)
 
@@ -319,6 +321,11 @@ class Run:
 
 def _newest(seen: list[dict[str, Any]]) -> dict[str, Any]:
     return [event for event in seen if event["event"] == "plan"][-1]
+
+
+def _computing(plan: dict[str, Any]) -> list[str]:
+    """The members that own or shadow stages; others only draw batches."""
+    return sorted({*plan["owners"], *filter(None, plan["shadows"])}.intersection(plan["members"]))
 
 
 def _settled(watcher: Watcher) -> int:

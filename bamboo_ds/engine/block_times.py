@@ -45,7 +45,7 @@ class BlockTimes:
         self._backward[role, begin, end].append(seconds)
 
     def enter(self, epoch: int) -> None:
-        """An iteration begins in ``epoch``. What was measured in another one is not of late any more."""
+        """Passes are those of ``epoch`` from now on. What was measured in another one is not of late any more."""
         if epoch != self._epoch:
             self._epoch = epoch
             for latest in self._latest.values():

@@ -210,6 +210,7 @@ class Copies:
         known = {self.epoch.layout.rank(r.role): r for r in self.binding.owned() if r.cuts is not None}
         # Scripts may have stages compiled as wholes later.
         owned = {rank: () if r.stage.whole else r.cuts or () for rank, r in known.items()}
+        self.times.enter(self.epoch.plan.epoch)
         times = self.times.told(), self.times.iteration_s
         self.epoch.channel.report_state(self.epoch.plan.epoch, self.replicas(), self.snapshots.place, owned, *times)
 

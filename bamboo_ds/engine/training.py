@@ -124,7 +124,6 @@ class Training:
         for runtime in self.binding.runtimes.values():
             self.binding.use(runtime)
             self.ds.reserve_pipe_buffers(micro_batches)
-        self.copies.times.enter(self.epoch.plan.epoch)
         self.division.begin(progress)
         self.supply.draw_ahead(micro_batches)
         program = member_program(

@@ -182,13 +182,20 @@ class _Division:
 
 def _side(plan: Plan, role: Role) -> Side:
     """The part of ``role`` that its shadow computes: that which is next to what it computes besides."""
-    layout, shadow = plan.world, plan.shadow(role)
-    if role.stage > 0 and plan.owner(layout.predecessor(role)) == shadow:
+    layout, shadow, owner = plan.world, plan.shadow(role), plan.owner(role)
+    before = layout.predecessor(role) if role.stage > 0 else None
+    after = layout.successor(role) if role.stage < layout.stages - 1 else None
+    if before is not None and plan.owner(before) == shadow:
         return "front"
-    if role.stage < layout.stages - 1 and plan.owner(layout.successor(role)) == shadow:
+    if after is not None and plan.owner(after) == shadow:
+        return "rear"
+    # What the owner keeps stays next to what it has besides.
+    if after is not None and plan.owner(after) == owner:
+        return "front"
+    if before is not None and plan.owner(before) == owner:
         return "rear"
     # A standby helps neighbours of each other, where it can: this one's rear and the next one's front.
-    if role.stage > 0 and plan.shadow(layout.predecessor(role)) == shadow:
+    if before is not None and plan.shadow(before) == shadow:
         return "front"
     return "rear"
 
