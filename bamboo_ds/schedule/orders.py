@@ -15,6 +15,10 @@ from .progress import Finished, Hosts, PartProgress, RoleProgress, finished
 
 #: A forward ("F") or backward ("B") pass of one micro-batch.
 Kind = Literal["F", "B"]
+#: By whether it is a forward pass.
+_KINDS: tuple[Kind, Kind] = ("B", "F")
+#: A pass that may come next: earliest start, backward before forward, work and micro-batch, number of the span.
+_Entry = tuple[float, int, float, int, int]
 #: One pass of one role, or of a part of it: (role, kind, micro-batch, first block).
 Work = tuple[Role, Kind, int, int]
 
@@ -50,8 +54,9 @@ def compute_order(
     if it were one stage. Pipelines are 1F1B over their spans. One list-scheduling simulation goes over all pipelines.
     Each span keeps its 1F1B order with the finished passes removed; dependencies are ``F(s, m) <- F(s-1, m)`` and
     ``B(s, m) <- F(s, m), B(s+1, m)``; a member does one pass at a time. Among the passes that can come next the one
-    with the earliest start does; ties go to backwards, then to the earlier span. A member with one role without
-    progress gets exactly 1F1B.
+    with the earliest start does; ties go to backwards, then to the span with less work (what a member computes for
+    others is little, and they wait for it), then to the older micro-batch. A member with one role without progress gets
+    exactly 1F1B.
 
     *The simulation terminates*: 1F1B of all spans together has a linear extension; without the finished
     passes that is still one, so some span's next pass always has its dependencies fulfilled. *It cannot
@@ -109,6 +114,7 @@ class _Span:
     Attributes:
         hosts: one, or of tensor slices one each.
         parts: in the order of their layers.
+        work: how many stages it is.
         number: of the span among all.
         todo: passes that are left, in 1F1B order.
         cursor: how many of ``todo`` are scheduled.
@@ -117,6 +123,7 @@ class _Span:
 
     hosts: tuple[str, ...]
     parts: list[_Part]
+    work: float = 0
     number: int = 0
     todo: list[tuple[Kind, int]] = field(default_factory=list)
     cursor: int = 0
@@ -124,6 +131,7 @@ class _Span:
 
     def begin(self, micro_batches: int, spans: int, index: int) -> None:
         """It is number ``index`` of the ``spans`` of its pipeline."""
+        self.work = sum(part.cost for part in self.parts)
         done: dict[Kind, int] = {
             "F": min(part.done.forwards for part in self.parts),
             "B": min(part.done.backwards for part in self.parts),
@@ -161,8 +169,8 @@ def ordered(
     def all_free(span: _Span) -> float:
         return free[span.hosts[0]] if len(span.hosts) == 1 else max(free[member] for member in span.hosts)
 
-    def ready(number: int) -> tuple[float, int, int] | None:
-        """Heap entry of the next pass of a span: (earliest start, backward before forward, number)."""
+    def ready(number: int) -> _Entry | None:
+        """Heap entry of the next pass of a span."""
         chain, n = spans[number]
         following = chain[n].next()
         if following is None:
@@ -171,18 +179,21 @@ def ordered(
         other = n - 1 if kind == "F" else n + 1
         start = chain[other].ends[kind][m] if 0 <= other < len(chain) else 0
         # The span's own earlier passes need no look: its members are busy with them until `free`.
-        return None if start is None else (max(start, all_free(chain[n])), int(kind == "F"), number)
+        return None if start is None else entry_of(chain[n], start, kind, m)
+
+    def entry_of(span: _Span, start: float, kind: Kind, m: int) -> _Entry:
+        return max(start, all_free(span)), int(kind == "F"), span.work, m, span.number
 
     heap = [entry for number in range(len(spans)) if (entry := ready(number)) is not None]
     heapify(heap)
     while heap:
-        start, is_forward, number = heappop(heap)
+        start, is_forward, _, m, number = heappop(heap)
         chain, n = spans[number]
         span = chain[n]
         if all_free(span) > start:  # a member took another of its spans meanwhile
-            heappush(heap, (all_free(span), is_forward, number))
+            heappush(heap, entry_of(span, start, _KINDS[is_forward], m))
             continue
-        kind, m = span.todo[span.cursor]
+        kind = _KINDS[is_forward]
         span.cursor += 1
         end = start
         for part in span.parts if is_forward else reversed(span.parts):
@@ -198,8 +209,7 @@ def ordered(
         # A neighbour is in the heap already unless exactly this pass is what it waits for.
         dependent = n + 1 if is_forward else n - 1
         if 0 <= dependent < len(chain) and chain[dependent].next() == (kind, m):
-            waiting = chain[dependent]
-            heappush(heap, (max(end, all_free(waiting)), is_forward, waiting.number))
+            heappush(heap, entry_of(chain[dependent], end, kind, m))
     if any(chain[n].next() is not None for chain, n in spans):
         raise ProtocolError(f"no order finishes an iteration of {layout} from {done}")
     return MappingProxyType({member: tuple(order) for member, order in orders.items()})

@@ -229,6 +229,9 @@ def with_division(previous: Plan, target: Plan, roster: Roster, costs: Costs, po
         if found.slowest <= division.slowest * (1 - policy.min_gain) * (1 + SLACK):
             best, division = other, found
     trials = max(1, _TRIALS // len(division.loads))
+    stages: dict[str, list[int]] = {member: [] for member in division.loads}
+    for rank, owner in enumerate(best.owners):
+        stages[owner].append(best.world.role(rank).stage)
     for _ in range(_ATTEMPTS):
         if division.even:
             break
@@ -236,11 +239,12 @@ def with_division(previous: Plan, target: Plan, roster: Roster, costs: Costs, po
         idlest = sorted(division.loads, key=lambda member: (division.loads[member], roster.order.get(member, 0)))
         options = []
         for rank, owner in enumerate(best.owners):
-            if owner != slowest or not previous.cuts[best.world.role(rank).stage]:
+            stage = best.world.role(rank).stage
+            if owner != slowest or not previous.cuts[stage]:
                 continue
             able = [m for m in idlest if m != best.shadows[rank] and roster.apart(owner, m)]
-            # Who holds it already, then who has least to do.
-            able.sort(key=lambda member: member not in holders.get(rank, ()))
+            # Who holds it already, then who has least to do, then whose stages have their passes at about that time.
+            able.sort(key=lambda m: (m not in holders.get(rank, ()), division.loads[m], _distance(stages[m], stage)))
             options += [(rank, member) for member in able[:_OPTIONS]]
         options = options[:trials]
         trials -= len(options)
@@ -252,6 +256,11 @@ def with_division(previous: Plan, target: Plan, roster: Roster, costs: Costs, po
             break
         best, division = plan, found
     return best
+
+
+def _distance(stages: Sequence[int], stage: int) -> int:
+    """From ``stage`` to the nearest of ``stages``; 0 without any."""
+    return min((abs(each - stage) for each in stages), default=0)
 
 
 def _as_before(previous: Plan, target: Plan, roster: Roster, holders: Holders) -> list[str | None]:
