@@ -26,7 +26,7 @@ from .roles import Role
 #: times the number of members.
 _ATTEMPTS, _OPTIONS, _TRIALS = 8, 3, 4096
 
-#: How many members are tried of those that are the slowest.
+#: How many members are tried of those that are about as slow as the slowest.
 _TIED = 8
 
 #: A division that is no faster has to lend less than this share of what is lent.
@@ -138,9 +138,9 @@ class _Division:
             return
         relieved = True
         while relieved:
-            limit = self.slowest * (1 - SLACK)
+            limit = self.slowest * (1 - _WORTH)
             full: set[str] = set()
-            # One of several that are as slow may have to be relieved before it can take something from another.
+            # One of several that are about as slow may have to be relieved before it can take something from another.
             slowest = islice([member for member, load in self.loads.items() if load >= limit], _TIED)
             relieved = any(self._relieve(member, full) for member in slowest)
 
