@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bamboo_ds.schedule import PartProgress, RoleProgress, member_program, not_begun
+from bamboo_ds.schedule import PartProgress, RoleProgress, compute_order, hosts, member_program, not_begun
 from bamboo_ds.topology import (
     BlockCosts,
     Candidate,
@@ -157,6 +157,71 @@ def test_a_thousand_members() -> None:
         plan = plan if after.unheld else after
     after = best_plan(plan, candidates(list(plan.members), 1024, {}), policy=POLICY)
     assert predicted_s(after, Costs()) == 1.25
+
+
+# -- orders -------------------------------------------------------------------------------------------------
+
+
+def makespan(plan: Plan, micro_batches: int) -> float:
+    """How long an iteration takes by the orders of the passes, in forwards of a block; messages take no time."""
+    layout = plan.world
+    progress = {role: not_begun(plan.lending(role)) for role in layout.roles}
+    bounds = {role: [*(part.begin for part in progress[role].parts), layout.blocks_of(role.stage)] for role in progress}
+    orders = compute_order(layout, hosts(plan, progress), micro_batches, progress)
+    queues = {member: deque(order) for member, order in orders.items()}
+    ends: dict[tuple[Role, str, int, int], float] = {}
+    free = dict.fromkeys(orders, 0.0)
+
+    def needed(role: Role, kind: str, micro_batch: int, begin: int) -> tuple[Role, str, int, int] | None:
+        index = bounds[role].index(begin) + (-1 if kind == "F" else 1)
+        if 0 <= index < len(bounds[role]) - 1:
+            return role, kind, micro_batch, bounds[role][index]
+        other = Role(role.pipeline, role.stage + (-1 if kind == "F" else 1))
+        return (other, kind, micro_batch, bounds[other][-2 if kind == "F" else 0]) if other in bounds else None
+
+    while any(queues.values()):
+        for member, queue in queues.items():
+            while queue:
+                role, kind, _, begin = queue[0]
+                before = needed(*queue[0])
+                if before is not None and before not in ends:
+                    break
+                blocks = bounds[role][bounds[role].index(begin) + 1] - begin
+                start = max(free[member], ends[before] if before is not None else 0.0)
+                free[member] = ends[queue.popleft()] = start + blocks * (1 if kind == "F" else 2)
+    return max(ends.values())
+
+
+@pytest.mark.parametrize(
+    ("shape", "micro_batches", "members", "least"),
+    [
+        ((1, 8, 3), 16, 7, 0.93),
+        ((1, 8, 3), 16, 6, 1.05),
+        ((1, 8, 3), 16, 4, 1.15),
+        ((1, 8, 3), 32, 7, 0.9),
+        ((2, 4, 4), 8, 7, 0.96),
+        ((2, 4, 4), 8, 6, 1.0),
+        ((2, 4, 4), 8, 5, 1.0),
+        ((2, 4, 4), 8, 3, 1.1),
+        ((1, 8, 3), 16, 12, 0.85),
+        ((2, 4, 4), 8, 16, 0.73),
+    ],
+)
+def test_members_that_are_left_are_as_fast_as_before(
+    shape: tuple[int, int, int], micro_batches: int, members: int, least: float
+) -> None:
+    """Whoever is lost, in whatever order; joiners make the job faster, too. The efficiency is that of the full job."""
+    full = makespan(job(*shape), micro_batches) * job(*shape).world.size
+    for seed in range(8):
+        plan, random = job(*shape), Random(seed)
+        alive = list(plan.members)
+        while len(alive) > members:
+            lost = alive.pop(seed if len(alive) == plan.world.size else random.randrange(len(alive)))
+            plan = settled(takeover(plan, {lost}), candidates(alive, plan.world.size, {}))
+        while len(alive) < members:
+            alive.append(f"j{len(alive)}")
+            plan = settled(plan, candidates(alive, plan.world.size, {}))
+        assert full / (members * makespan(plan, micro_batches)) >= least
 
 
 # -- programs -----------------------------------------------------------------------------------------------
