@@ -211,8 +211,9 @@ class TopologyConfig(_Block):
         0.05,
         ge=0,
         lt=1,
-        description="share of the iteration time that must be won before a stage moves for speed; the time is taken "
-        "to be that of the member with most stages, and stages as equal",
+        description="share of the iteration time that must be won before a stage moves, or is divided otherwise, for "
+        "speed; the time is taken to be that of the member with most to do. Stages count as equal where they move, and "
+        "by what has been measured of their blocks (`topology.blocks`) where they are divided",
     )
 
 

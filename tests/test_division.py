@@ -167,7 +167,7 @@ def makespan(plan: Plan, micro_batches: int) -> float:
     layout = plan.world
     progress = {role: not_begun(plan.lending(role)) for role in layout.roles}
     bounds = {role: [*(part.begin for part in progress[role].parts), layout.blocks_of(role.stage)] for role in progress}
-    orders = compute_order(layout, hosts(plan, progress), micro_batches, progress)
+    orders = compute_order(layout, hosts(plan, progress), micro_batches, progress, costs=plan.costs)
     queues = {member: deque(order) for member, order in orders.items()}
     ends: dict[tuple[Role, str, int, int], float] = {}
     free = dict.fromkeys(orders, 0.0)
@@ -234,7 +234,11 @@ def interrupted(draw: st.DrawFn) -> tuple[Plan, int, dict[Role, RoleProgress]]:
     plan, micro_batches = job(draw(st.integers(1, 2)), stages, 3), draw(st.integers(1, 8))
     sides = st.sampled_from(["front", "rear"])
     lent = [Lent(rank, draw(st.integers(1, 2)), draw(sides)) for rank in range(plan.world.size) if draw(st.booleans())]
-    plan = replace(plan, lent=tuple(lent))
+    costs = None
+    if draw(st.booleans()):
+        seconds = tuple(tuple(draw(st.integers(1, 4)) / 8 for _ in range(3)) for _ in range(stages))
+        costs = BlockCosts(seconds, tuple((member, 2.5) for member in plan.members if draw(st.booleans())))
+    plan = replace(plan, lent=tuple(lent), costs=costs)
     for _ in range(draw(st.integers(0, 2))):
         after = takeover(plan, {draw(st.sampled_from(plan.members))})
         plan = plan if after.unheld else after

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from ..errors import ProtocolError
-from ..topology import Layout, Role
+from ..topology import BlockCosts, Layout, Role
 from .progress import Finished, Hosts, PartProgress, RoleProgress, finished
 
 #: A forward ("F") or backward ("B") pass of one micro-batch.
@@ -47,6 +47,7 @@ def compute_order(
     progress: Mapping[Role, RoleProgress] | None = None,
     forward_cost: float = 1,
     backward_cost: float = 2,
+    costs: BlockCosts | None = None,
 ) -> Mapping[str, tuple[Work, ...]]:
     """Order of the passes that finish an iteration from ``progress``, for every member that computes.
 
@@ -86,6 +87,7 @@ def compute_order(
         progress: what is finished; ``None``: nothing, and no role is divided.
         forward_cost: length of a forward pass of a stage, in any unit of time.
         backward_cost: length of a backward pass, in the same unit.
+        costs: how much longer stages and their blocks take than others; ``None``: all take equally long.
 
     Returns:
         The passes of every member that computes, ``()`` for one with nothing left to compute. Cached and read-only.
@@ -95,12 +97,12 @@ def compute_order(
             (see :func:`~.progress.settle`).
     """
     done = finished(layout, micro_batches, progress or dict.fromkeys(layout.roles, RoleProgress()))
-    return ordered(layout, hosts, micro_batches, done, forward_cost, backward_cost)
+    return ordered(layout, hosts, micro_batches, done, forward_cost, backward_cost, costs)
 
 
 @dataclass(frozen=True)
 class _Part:
-    """A stage, or a part of it; ``roles``: of all its slices; ``cost``: the share of the stage that it is."""
+    """A stage, or a part of it; ``roles``: of all its slices; ``cost``: how long its passes take."""
 
     roles: tuple[Role, ...]
     cost: float
@@ -114,7 +116,7 @@ class _Span:
     Attributes:
         hosts: one, or of tensor slices one each.
         parts: in the order of their layers.
-        work: how many stages it is.
+        work: how long the passes of a micro-batch take.
         number: of the span among all.
         todo: passes that are left, in 1F1B order.
         cursor: how many of ``todo`` are scheduled.
@@ -152,9 +154,10 @@ def ordered(
     done: Finished,
     forward_cost: float = 1,
     backward_cost: float = 2,
+    costs: BlockCosts | None = None,
 ) -> Mapping[str, tuple[Work, ...]]:
     """:func:`compute_order` with the progress as a hashable value."""
-    chains = [_spans(layout, copy, hosts, done) for copy in range(layout.copies)]
+    chains = [_spans(layout, copy, hosts, done, costs) for copy in range(layout.copies)]
     for chain in chains:
         for index, span in enumerate(chain):
             span.begin(micro_batches, len(chain), index)
@@ -215,7 +218,7 @@ def ordered(
     return MappingProxyType({member: tuple(order) for member, order in orders.items()})
 
 
-def _spans(layout: Layout, copy: int, hosts: Hosts, done: Finished) -> list[_Span]:
+def _spans(layout: Layout, copy: int, hosts: Hosts, done: Finished, costs: BlockCosts | None) -> list[_Span]:
     """The spans of one copy of the model, in the order of their layers."""
     spans: list[_Span] = []
     for stage in range(layout.stages):
@@ -229,6 +232,9 @@ def _spans(layout: Layout, copy: int, hosts: Hosts, done: Finished) -> list[_Spa
             members = tuple(hosts[rank][index] for rank in ranks)
             if not spans or spans[-1].hosts != members:
                 spans.append(_Span(members, []))
-            share = 1 if len(parts) == 1 else (end - part.begin) / blocks
-            spans[-1].parts.append(_Part(roles, share, part))
+            if costs is not None:
+                cost = costs.part(stage, part.begin, end) * costs.slow(members[0])
+            else:
+                cost = 1 if len(parts) == 1 else (end - part.begin) / blocks
+            spans[-1].parts.append(_Part(roles, cost, part))
     return spans

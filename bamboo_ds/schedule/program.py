@@ -192,7 +192,7 @@ def _member_program(
                     use(role, part.begin)
                     program += resends
 
-    for role, kind, m, begin in ordered(layout, members, micro_batches, done).get(member, ()):
+    for role, kind, m, begin in ordered(layout, members, micro_batches, done, costs=plan.costs).get(member, ()):
         use(role, begin)
         rank = layout.rank(role)
         index = int(begin > 0)
