@@ -199,7 +199,7 @@ class TopologyConfig(_Block):
     """``bamboo.topology``"""
 
     blocks: Literal["auto"] | PositiveInt = Field(
-        1,
+        "auto",
         description="blocks that a stage may be divided into, so that members with less to do compute some of a "
         'neighbour\'s: at most so many, or `"auto"`: one for each layer, up to 16. 1: stages are computed whole',
     )
