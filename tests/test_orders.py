@@ -100,7 +100,7 @@ def test_orders_are_parts_of_one_linear_extension(case: tuple[Plan, int, dict[Ro
 def test_the_earliest_start_goes_first(
     case: tuple[Plan, int, dict[Role, RoleProgress]], costs: tuple[int, int]
 ) -> None:
-    """The order is that of the rule applied naively: of all spans' next passes the earliest, B before F, by rank."""
+    """The order is that of the rule applied naively: of all next passes the earliest, B before F, short spans first."""
     plan, micro_batches, progress = case
     cost = dict(zip("FB", costs, strict=True))
     counts = {role: counted(progress[role], micro_batches) for role in plan.world.roles}
@@ -127,8 +127,9 @@ def test_the_earliest_start_goes_first(
                 place = chain.index(number) + (-1 if kind == "F" else 1)
                 ready = end.get((chain[place], kind, m)) if 0 <= place < len(chain) else 0
                 if ready is not None:
-                    candidates.append((max(ready, free[plan.owner(spans[number][0])]), kind, number))
-        start, kind, number = min(candidates)
+                    start = max(ready, free[plan.owner(spans[number][0])])
+                    candidates.append((start, kind, len(spans[number]), m, number))
+        start, kind, _, _, number = min(candidates)
         span = spans[number]
         _, m = queues[number].popleft()
         member = plan.owner(span[0])
