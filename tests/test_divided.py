@@ -62,8 +62,10 @@ def test_passes_of_some_blocks() -> None:
     torch.manual_seed(1)
     stage = Stage(nn.Linear(2, 2), torch.tanh, nn.Linear(2, 2), nn.Dropout(0.5))
     blocks, seeds, x = StageBlocks(stage, 4), [], torch.randn(3, 2)
-    with blocks.computing(0, 2, seeds.append):
+    times: dict[int, float] = {}
+    with blocks.computing(0, 2, seeds.append, timed=times.__setitem__):
         middle = stage(x)
+    assert times.keys() == {0, 1} and min(times.values()) > 0
     assert torch.equal(middle, torch.tanh(stage.forward_funcs[0](x))) and seeds == [1]
     with blocks.computing(2, 4, lambda block: torch.manual_seed(block)):
         end = stage(middle)
@@ -72,6 +74,9 @@ def test_passes_of_some_blocks() -> None:
     assert "forward" not in vars(stage)
     assert blocks.names(2, 4) == {"2", "3"} and len(blocks.parameters(2, 4)) == 2
     stage.compile()
+    with blocks.computing(0, 4, seeds.append, timed=times.__setitem__):
+        pass
+    assert times.keys() == {0, 1, 2, 3} and min(times.values()) > 0
     with pytest.raises(UnsupportedError, match="blocks"), blocks.computing(0, 2, seeds.append):
         pass
 

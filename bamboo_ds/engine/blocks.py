@@ -154,7 +154,8 @@ class StageBlocks:
             end: the first one behind them.
             seed: called before each block but the stage's first one, with its number.
             note: called with the same, and with what goes into the block.
-            timed: called after each block with its number, and with the seconds of its forward pass.
+            timed: called after each block with its number, and with the seconds of its forward pass; after those of a
+                stage that is computed whole, with equal shares.
         """
         module = self.module
         if self.whole:
@@ -164,7 +165,11 @@ class StageBlocks:
                     "it was divided between members: do that before the first train_batch, or set "
                     '"bamboo.topology.blocks": 1'
                 )
+            began = time.perf_counter()
             yield
+            if timed is not None:
+                for block in range(self.count):
+                    timed(block, (time.perf_counter() - began) / self.count)
             return
         whole = type(module).forward
 
