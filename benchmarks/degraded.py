@@ -218,7 +218,7 @@ class Run:
                     while len(self._alive(watcher)) > count:
                         self._kill(watcher, chosen.choice(sorted(self._alive(watcher))))
                         self._settle(watcher, len(self._alive(watcher)))
-                    while len(self._alive(watcher)) < count:
+                    while len(_newest(watcher.job.events())["members"]) < count:
                         self._join(name, script, arguments, watcher)
                     settled = self._settle(watcher, count)
                     # Costs are known a few iterations later.
@@ -265,7 +265,7 @@ class Run:
         watcher.wait(f"the loss of {member}", lost)
 
     def _join(self, name: str, script: Path, arguments: list[str], watcher: Watcher) -> None:
-        before = len(self._alive(watcher))
+        before = len(_newest(watcher.job.events())["members"])
         command = [sys.executable, "-m", "bamboo_ds.cli.main", "join", "--job", name, str(script), *arguments]
         with open(self._folder / f"log-join-{len(self._joiners)}.txt", "wb") as log:
             self._joiners.append(
