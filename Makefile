@@ -39,7 +39,9 @@ $(STAMP): setup.py Makefile
 	$(BIN)/python -c "import torch._dynamo, deepspeed.pipe" >/dev/null
 	touch $(STAMP)
 
-test: lint unit
+# Most of lint is one process's work, which the tests' start leaves a processor for.
+test: install
+	$(MAKE) --no-print-directory --jobs 2 lint unit
 
 lint: install
 	$(BIN)/ruff format --check .

@@ -31,6 +31,7 @@ import sys
 import tempfile
 import threading
 import traceback
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import ModuleType
 from typing import Any, NoReturn
@@ -395,6 +396,8 @@ def _import(modules: Sequence[str]) -> str:
             importlib.import_module(module)
     gc.enable()
     gc.freeze()
+    for each in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        each.atexit = False  # thousands of torch's operators
     return "" if _threads() == 1 else f"the imports have started {_threads() - 1} threads"
 
 
