@@ -1,0 +1,351 @@
+"""Goodput: what the seconds of every member were spent on, from the events of a job.
+
+Events count in the order of the file, with the times of their emitters' clocks. Where those differ, what a label would
+claim before its begin, or outside of its member's life, is left out (:mod:`.lives`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from statistics import median
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from . import events as ev
+from .lives import Category, Interval, Life, Rank
+
+#: Undisturbed steps whose median duration is taken for that of an ordinary step.
+_ORDINARY_STEPS = 9
+
+
+class Account(BaseModel):
+    """Seconds by category: of one member, or of all."""
+
+    model_config = ConfigDict(frozen=True)
+
+    seconds: float = Field(description="how long the members lived; the sum of all categories")
+    goodput: float | None = Field(description="productive share of the seconds; null if there are none")
+    categories: dict[Category, float] = Field(description="seconds of each category")
+
+
+class Report(Account):
+    """The account of a job; its seconds are member-seconds."""
+
+    wall_seconds: float = Field(description="from the begin of the first member to the end of the last one")
+    steps: int = Field(description="committed steps, each once")
+    repeated_steps: int = Field(description="committed steps that were done again from a checkpoint")
+    steps_per_second: float | None = Field(description="steps by wall_seconds")
+    losses: int
+    leaves: int
+    restarts: int
+    members: dict[str, Account]
+    intervals: dict[str, list[Interval]] = Field(exclude=True, description="by member, since the first event")
+
+    def over_time(self, bins: int) -> tuple[list[float], dict[Category, list[float]]]:
+        """Middles of ``bins`` equal parts of the time, and the mean number of members per category in each."""
+        every = [interval for intervals in self.intervals.values() for interval in intervals]
+        begin = min((interval.begin for interval in every), default=0.0)
+        width = (max((interval.end for interval in every), default=0.0) - begin) / bins or 1.0
+        found = {category: [0.0] * bins for category in Category}
+        for each in every:
+            last = min(bins - 1, int((each.end - begin) / width))
+            for number in range(int((each.begin - begin) / width), last + 1):
+                left = begin + number * width
+                overlap = min(each.end, left + width) - max(each.begin, left)
+                found[each.category][number] += max(0.0, overlap) / width
+        return [begin + (number + 0.5) * width for number in range(bins)], found
+
+
+@dataclass(eq=False)
+class _Step:
+    """A committed step, or the ``count`` up to it of which no event tells.
+
+    Attributes:
+        key: by which another step repeats it.
+        ordinary: seconds that undisturbed steps before it took.
+    """
+
+    run: int
+    number: int
+    key: int
+    begin: float
+    end: float
+    lives: list[Life]
+    ordinary: float | None
+    count: int = 1
+    undone: bool = False
+
+    @property
+    def category(self) -> Category:
+        return Category.WASTED if self.undone else Category.PRODUCTIVE
+
+
+@dataclass(eq=False)
+class _Recovery:
+    """A member's :class:`~.events.Recovered`, emitted at ``end``, and the step that was interrupted, if it was one."""
+
+    end: float
+    told: ev.Recovered
+    life: Life
+    step: _Step | None
+
+    def label(self) -> None:
+        """Split the time from the loss to the end of the interrupted operation.
+
+        Before the loss the member cannot have worked longer than an ordinary step takes. What the step took beyond
+        that was waiting until the loss was noticed; beyond an ordinary step's work all was redone.
+        """
+        redone = self.told.redo_seconds
+        agreed = self.end - redone
+        noticed = agreed - self.told.pause_seconds - (self.told.detection_seconds or 0.0)
+        step, after = self.step, Category.PRODUCTIVE
+        if step is not None and step.begin <= noticed < step.end:
+            after = step.category
+            if step.ordinary is not None:
+                noticed = min(noticed, step.begin + step.ordinary)
+                redone = min(redone, max(0.0, noticed - step.begin + redone - step.ordinary))
+        self.life.label(noticed, agreed, Rank.RECOVERY, Category.DETECTION)
+        self.life.label(agreed, agreed + redone, Rank.RECOVERY, Category.REDONE)
+        self.life.label(agreed + redone, self.end, Rank.RECOVERY, after)
+
+
+class _Accountant:
+    """Takes events in order, then adds up."""
+
+    def __init__(self) -> None:
+        self._origin: float | None = None
+        self._now = 0.0
+        self._lives: list[Life] = []
+        self._recoveries: list[_Recovery] = []
+        self._steps: list[_Step] = []
+        self._built: list[tuple[Life, float, float]] = []  # replicas
+        self._run = self._losses = self._leaves = self._restarts = 0
+        self._ordinary: deque[float] = deque(maxlen=_ORDINARY_STEPS)
+        self._saved: dict[str, int] = {}
+        self._begin(None)
+
+    def _begin(self, at: float | None) -> None:
+        """The workers start, for the first time or again; members of the first plan begin then."""
+        self._started = at
+        self._stopped: float | None = None
+        self._members: dict[str, Life] = {}
+        self._plans: dict[int, ev.PlanWritten] = {}
+        self._entered: tuple[int, float] = (0, 0.0)  # the current epoch, and since when
+        self._lost: list[Life] = []  # since the last step
+        self._last: _Step | None = None
+        self._open: list[_Recovery] = []  # since the last step
+
+    def add(self, event: ev.Event) -> None:
+        """Take the next event of the file."""
+        at = event.time.timestamp()
+        self._origin = at if self._origin is None else self._origin
+        now = at - self._origin
+        match event:
+            case ev.RunStarted():
+                self._end(self._now)
+                self._run += 1
+                self._begin(now)
+            case ev.RunFinished():
+                self._end(now)
+            case ev.MemberJoined():
+                self._join(event.member_id, now)
+            case ev.MemberLost():
+                self._losses += 1
+                self._lose(event.member_id, now - (event.detection_seconds or 0.0))
+            case ev.MemberLeft():
+                self._leaves += 1
+                for life in self._of([event.member_id]):
+                    life.close(now)
+            case ev.PlanWritten():
+                self._plan(event, now)
+            case ev.Recovered():
+                self._enter(event.epoch, now - event.redo_seconds)
+                for life in self._of([event.member]):
+                    own = self._last if self._last is not None and self._last.number == event.step else None
+                    self._open.append(_Recovery(now, event, life, own))
+                    self._recoveries.append(self._open[-1])
+            case ev.Reconfigured():
+                self._enter(event.epoch, now)
+                for life in self._of([event.member]):
+                    life.label(now - event.pause_seconds, now, Rank.RECOVERY, Category.RECONFIGURATION)
+            case ev.ReplicaBuilt():
+                self._built += [(life, now - event.seconds, now) for life in self._of([event.member])]
+            case ev.MembersAwaited():
+                plan = self._plans.get(event.epoch)
+                for life in self._of(set(plan.members).difference(event.members) if plan else ()):
+                    life.label(now - event.seconds, now, Rank.AWAITED, Category.WAITING)
+            case ev.Step():
+                self._step(event, now)
+            case ev.CheckpointSaved():
+                self._saved[event.path] = event.step
+                self._save(now - event.seconds)
+            case ev.Fatal():
+                self._stop(now)
+            case ev.Restart():
+                self._restarts += 1
+                self._restart(event, now)
+        self._now = max(self._now, now)
+
+    # -- members ------------------------------------------------------------------------------------------
+
+    def _of(self, members: Iterable[str | None]) -> list[Life]:
+        return [self._members[member] for member in members if member in self._members]
+
+    def _living(self) -> list[Life]:
+        return [life for life in self._members.values() if life.end is None]
+
+    def _join(self, member: str, now: float) -> None:
+        if member not in self._members or self._members[member].end is not None:
+            earlier = [life.end for life in self._lives if life.member == member and life.end is not None]
+            self._members[member] = Life(member, max([now if self._started is None else self._started, *earlier]))
+            self._lives.append(self._members[member])
+
+    def _lose(self, member: str, fault: float) -> None:
+        for life in self._of([member]):
+            if life.end is None:
+                life.close(fault)
+                life.dropped = None
+                self._lost.append(life)
+
+    def _plan(self, plan: ev.PlanWritten, now: float) -> None:
+        self._plans[plan.epoch] = plan
+        for member in plan.members:
+            if member not in self._members:
+                self._join(member, now)
+        for life in self._living():
+            life.dropped = None if life.member in plan.members else life.dropped or now
+        self._started = None
+
+    def _enter(self, epoch: int, now: float) -> None:
+        """Since ``now`` members compute by the plan of ``epoch``, if it is a later one."""
+        if epoch > self._entered[0] and epoch in self._plans:
+            self._idle(now)
+            self._entered = epoch, now
+
+    def _idle(self, now: float) -> None:
+        """Label the members that the current plan gives nothing to compute of their own."""
+        epoch, since = self._entered
+        plan = self._plans.get(epoch)
+        if plan is None:
+            return
+        lent = {plan.shadows[rank] for rank, _, _ in plan.lent if rank < len(plan.shadows)}
+        for life in self._of(set(plan.members).difference(plan.owners, lent)):
+            category = Category.REDUNDANCY if life.member in plan.shadows else Category.STANDBY
+            life.label(since, now, Rank.IDLE, category)
+
+    # -- the job ------------------------------------------------------------------------------------------
+
+    def _step(self, event: ev.Step, now: float) -> None:
+        begin, last = now - event.seconds, self._last
+        self._enter(event.epoch, begin)
+        plan = self._plans.get(event.epoch)
+        lives = self._of(plan.members) if plan else self._living()
+        key = event.step if event.global_step is None else event.global_step
+        ordinary = median(self._ordinary) if self._ordinary else None
+        if not self._lost:
+            self._ordinary.append(event.seconds)
+        for life in self._lost:
+            if life not in lives:
+                life.label(begin, now, Rank.STEP, Category.WASTED)
+        if last is not None and last.number == event.step:  # emitted twice
+            last.begin, last.end = min(last.begin, begin), max(last.end, now)
+        else:
+            missing = 0 if last is None else max(0, event.step - last.number - 1)
+            self._undo(key - missing)
+            if last is not None and missing:  # the members that would have emitted them were lost just then
+                skipped = _Step(self._run, event.step - 1, key - 1, last.end, begin, lives, ordinary, missing)
+                self._steps.append(skipped)
+            self._last = _Step(self._run, event.step, key, begin, now, lives, ordinary)
+            self._steps.append(self._last)
+        for recovery in self._open:
+            recovery.step = self._last if recovery.told.step == event.step else recovery.step
+        self._lost, self._open = [], []
+
+    def _undo(self, key: int) -> None:
+        """A job that has loaded a checkpoint repeats its steps from ``key`` on."""
+        for step in reversed(self._steps):
+            if step.run != self._run or (step.key < key and not step.undone):
+                break
+            step.undone = True
+
+    def _save(self, copied: float) -> None:
+        """A checkpoint was copied to host memory until ``copied``: training was held since the step before."""
+        before = next((step.end for step in reversed(self._steps) if step.end <= copied), copied)
+        for life in self._living():
+            life.label(before, copied, Rank.GAP, Category.CHECKPOINT)
+
+    def _stop(self, now: float) -> None:
+        """No member holds some stage: the interrupted step is wasted, and members wait from now on."""
+        if self._stopped is None:
+            self._stopped = now
+            fault = min((life.end for life in self._lost if life.end is not None), default=now)
+            for life in [*self._living(), *self._lost]:
+                if self._last is not None:
+                    life.label(self._last.end, fault, Rank.STEP, Category.WASTED)
+                life.label(fault, now, Rank.RECOVERY, Category.DETECTION)
+
+    def _restart(self, event: ev.Restart, now: float) -> None:
+        kept = 0 if event.checkpoint is None else self._saved.get(event.checkpoint)
+        if kept is not None:  # else the first step that is repeated tells
+            for step in self._steps:
+                step.undone |= step.run == self._run and step.number > kept
+        for life in self._living():
+            life.dropped = None  # it has waited for the restart
+        self._end(now)
+        self._begin(now)
+
+    def _end(self, now: float) -> None:
+        self._idle(now)
+        for life in self._living():
+            if self._stopped is not None:
+                life.label(self._stopped, now, Rank.STOPPED, Category.WAITING)
+            life.close(now if life.dropped is None else life.dropped)
+
+    def report(self) -> Report:
+        """Add up; no event can be taken afterwards."""
+        self._end(self._now)
+        for step in self._steps:
+            for life in step.lives:
+                life.label(step.begin, step.end, Rank.STEP, step.category)
+        for recovery in self._recoveries:
+            recovery.label()
+        for life, begin, end in self._built:
+            life.refine(begin, end, Category.STANDBY, Category.RECONFIGURATION)
+        lives: dict[str, list[Life]] = {}
+        for life in self._lives:
+            lives.setdefault(life.member, []).append(life)
+        intervals = {member: [each for life in mine for each in life.cut()] for member, mine in lives.items()}
+        every = [each for mine in intervals.values() for each in mine]
+        wall = max((each.end for each in every), default=0.0) - min((each.begin for each in every), default=0.0)
+        steps = sum(step.count for step in self._steps if not step.undone)
+        return Report(
+            **dict(_account(self._lives, every)),
+            wall_seconds=wall,
+            steps=steps,
+            repeated_steps=sum(step.count for step in self._steps if step.undone),
+            steps_per_second=steps / wall if wall else None,
+            losses=self._losses,
+            leaves=self._leaves,
+            restarts=self._restarts,
+            members={member: _account(mine, intervals[member]) for member, mine in lives.items()},
+            intervals=intervals,
+        )
+
+
+def _account(lives: Collection[Life], intervals: Collection[Interval]) -> Account:
+    categories = dict.fromkeys(Category, 0.0)
+    for interval in intervals:
+        categories[interval.category] += interval.end - interval.begin
+    seconds = sum(life.seconds for life in lives)
+    goodput = categories[Category.PRODUCTIVE] / seconds if seconds else None
+    return Account(seconds=seconds, goodput=goodput, categories=categories)
+
+
+def account(events: Iterable[ev.Event]) -> Report:
+    """Account for every second of every member of the job, or of jobs one after the other, that ``events`` tell of."""
+    accountant = _Accountant()
+    for event in events:
+        accountant.add(event)
+    return accountant.report()

@@ -1,0 +1,124 @@
+"""Lives of members, divided into intervals of one category each.
+
+A life is ``[begin, end)``. Labels claim parts of it; they may overlap and reach beyond it. :meth:`Life.cut` gives each
+moment to the label of the highest rank, and what none claims to :attr:`Category.OTHER`::
+
+    step        |---- 7 ----|---- 8 -----------------------|---- 9 ----|
+    recovery                       |detection|redone|
+    life         productive        |detection|redone| productive       loss or end
+
+So the intervals of a life follow each other without gap or overlap, whatever the labels say.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from dataclasses import dataclass, field
+from enum import Enum, IntEnum
+from itertools import pairwise
+
+
+class Category(str, Enum):
+    """What a member's time was spent on; ``docs/reference/goodput.md`` defines each."""
+
+    PRODUCTIVE = "productive"
+    REDONE = "redone"
+    WASTED = "wasted_progress_from_disruption"
+    DETECTION = "detection_and_agreement"
+    RECONFIGURATION = "reconfiguration"
+    WAITING = "infrastructure_recovery_from_disruption"
+    CHECKPOINT = "unproductive_checkpoint_save_time"
+    INITIALIZATION = "initialization"
+    REDUNDANCY = "redundancy"
+    STANDBY = "standby"
+    OTHER = "other"
+
+
+class Rank(IntEnum):
+    """Which of two labels holds where they overlap: the greater one, among equals the later one."""
+
+    START = 0
+    GAP = 1
+    STEP = 2
+    RECOVERY = 3
+    AWAITED = 4
+    IDLE = 5
+    STOPPED = 6
+
+
+#: What a member does only after its start.
+_STARTED = {Category.PRODUCTIVE, Category.REDONE, Category.WASTED, Category.REDUNDANCY, Category.STANDBY}
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A part of a life, in seconds."""
+
+    begin: float
+    end: float
+    category: Category
+
+
+@dataclass(eq=False)
+class Life:
+    """One member from its begin to its end, in seconds.
+
+    Attributes:
+        end: ``None`` while it goes on.
+        dropped: since when plans do without the member.
+    """
+
+    member: str
+    begin: float
+    end: float | None = None
+    dropped: float | None = None
+    _labels: list[tuple[float, float, Rank, Category]] = field(default_factory=list)
+
+    def label(self, begin: float, end: float, rank: Rank, category: Category) -> None:
+        """Claim ``[begin, end)``; without effect if that is empty."""
+        self._labels.append((begin, end, rank, category))
+
+    def refine(self, begin: float, end: float, old: Category, new: Category) -> None:
+        """Claim for ``new`` what labels so far claim for ``old`` in ``[begin, end)``."""
+        for first, last, rank, category in list(self._labels):
+            if category is old:
+                self.label(max(first, begin), min(last, end), rank, new)
+
+    def close(self, end: float) -> None:
+        """End the life, if it goes on."""
+        if self.end is None:
+            self.end = max(self.begin, end)
+
+    @property
+    def seconds(self) -> float:
+        """How long it lasts. The life must have ended."""
+        assert self.end is not None
+        return self.end - self.begin
+
+    def cut(self) -> list[Interval]:
+        """Intervals from begin to end, in order. The life must have ended."""
+        assert self.end is not None
+        ready = min((begin for begin, _, _, category in self._labels if category in _STARTED), default=self.end)
+        labels = [*self._labels, (self.begin, ready, Rank.START, Category.INITIALIZATION)]
+        if self.dropped is not None:
+            labels.append((self.dropped, self.end, Rank.GAP, Category.RECONFIGURATION))
+        coming: deque[tuple[float, int, int, float, Category]] = deque()  # by begin, then the greater one first
+        for at, (begin, end, rank, category) in enumerate(labels):
+            begin, end = max(begin, self.begin), min(end, self.end)
+            if begin < end:
+                coming.append((begin, -rank, -at, end, category))
+        coming = deque(sorted(coming))
+        bounds = sorted({self.begin, self.end, *(label[0] for label in coming), *(label[3] for label in coming)})
+        valid: list[tuple[int, int, float, Category]] = []
+        found: list[Interval] = []
+        for begin, end in pairwise(bounds):
+            while coming and coming[0][0] <= begin:
+                heapq.heappush(valid, coming.popleft()[1:])
+            while valid and valid[0][2] <= begin:
+                heapq.heappop(valid)
+            category = valid[0][3] if valid else Category.OTHER
+            if found and found[-1].category is category:
+                begin = found.pop().begin
+            found.append(Interval(begin, end, category))
+        return found
