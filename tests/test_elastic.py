@@ -11,6 +11,10 @@ from typing import Any
 
 import pytest
 
+from bamboo_ds.observe.events import read_events
+from bamboo_ds.observe.goodput import account
+from bamboo_ds.observe.lives import Category
+
 from .support import precisions
 from .support.compare import differences
 from .support.faults import in_turn, mark
@@ -75,6 +79,11 @@ def test_one_by_one_down_to_one_member(
     assert not result.events("replica_mismatch")
     # Only a loss interrupts: replicas are built, and the plan changes, between iterations.
     assert len(result.events("recovered")) == 3 + 2 + 1
+    spent = account(read_events(tmp_path / "events.jsonl"))
+    assert (spent.losses, spent.steps, spent.repeated_steps) == (3, len(result.events("step")), 0)
+    assert spent.seconds == pytest.approx(sum(spent.categories.values()))
+    assert spent.categories[Category.DETECTION] > 0 and spent.categories[Category.REDONE] > 0
+    assert spent.categories[Category.PRODUCTIVE] > 0 and not spent.categories[Category.STANDBY]
 
 
 def test_nobody_left_who_draws_batches(tmp_path: Path, reference: Reference) -> None:
