@@ -277,6 +277,20 @@ def test_a_member_leaves() -> None:
     assert report.leaves == 1
 
 
+def test_a_member_that_only_stood_in_for_another_ends_with_its_last_step() -> None:
+    """No event tells of its end."""
+    job = Written()
+    job.start("a", "b")
+    job.plan(11, 2, ["a"], owners=["a", "a"])
+    job.step(12, 1)
+    job.reconfigure(13, 2, 1, "a")
+    job.step(15, 2, epoch=2)
+    job.finish(16)
+    report = account(job.events)
+    assert spent(report, "b") == {"initialization": 10, "productive": 2}
+    assert report.seconds == 12 + 16 and (report.leaves, report.losses) == (0, 0)
+
+
 def test_without_a_launcher_and_without_an_end() -> None:
     """Members begin when they join, and end with the last event."""
     job = Written()

@@ -21,7 +21,10 @@ from bamboo_ds.control.leader.restarts import RestartLimits, assign, fatal_plan
 from bamboo_ds.control.leader.view import View
 from bamboo_ds.control.registry.records import LeftRecord, MemberRecord, ProgressRecord, RestartRecord, WorkerState
 from bamboo_ds.observe.audit import audit, compare
+from bamboo_ds.observe.events import read_events
+from bamboo_ds.observe.goodput import account
 from bamboo_ds.observe.ledger import read_ledger
+from bamboo_ds.observe.lives import Category
 from bamboo_ds.processes import boot_id
 from bamboo_ds.topology import Layout
 from bamboo_ds.topology.planner import initial_plan, takeover, with_redundancy
@@ -268,6 +271,10 @@ def test_twice_from_a_checkpoint_with_half_of_the_members(tmp_path: Path, refere
     consumed = audit(lines, distinct=True, steps=8)
     assert problems + consumed.problems + compare(consumed, audit(expected(8, 1, 4, 4))) == []
     assert (len(consumed.runs), consumed.steps) == (2, 9)
+    spent = account(read_events(tmp_path / "events.jsonl"))
+    assert (spent.steps, spent.repeated_steps, spent.restarts, spent.losses) == (8, 1, 2, 2)
+    assert spent.seconds == pytest.approx(sum(spent.categories.values()))
+    assert spent.categories[Category.WAITING] > 0 and spent.categories[Category.WASTED] > 0
 
 
 @pytest.mark.integration

@@ -243,6 +243,9 @@ class _Accountant:
         plan = self._plans.get(event.epoch)
         lives = self._of(plan.members) if plan else self._living()
         key = event.step if event.global_step is None else event.global_step
+        for life in lives:
+            if life.dropped is not None:  # by a plan that members enter after this step
+                life.dropped = max(life.dropped, now)
         ordinary = median(self._ordinary) if self._ordinary else None
         if not self._lost:
             self._ordinary.append(event.seconds)
