@@ -136,6 +136,18 @@ def test_a_loss_that_is_noticed_late_is_waiting_for_it() -> None:
     assert spent(account(job.events), "a") == expected
 
 
+def test_a_step_that_lasts_no_longer_than_others_has_redone_nothing() -> None:
+    job = Written()
+    job.start("a", "b")
+    job.steps(1, 3, at=10)
+    job.lose(17, "b")
+    job.plan(17, 2, ["a"], owners=["a", "a"], lost=["b"])
+    job.recover(18.75, 2, "a", step=4, pause=0.25, redo=1.5)
+    job.step(18.75, 4, seconds=2.75, epoch=2)
+    job.finish(18.75)
+    assert spent(account(job.events), "a") == {"initialization": 10, "productive": 8, "detection_and_agreement": 0.75}
+
+
 def test_a_redo_without_a_step_to_compare_with_is_all_redone() -> None:
     job = Written()
     job.start("a", "b")
@@ -210,6 +222,8 @@ def test_a_restart_repeats_what_came_after_its_checkpoint() -> None:
         "detection_and_agreement": 1.5,
         "infrastructure_recovery_from_disruption": 6,
     }
+    lost = {"wasted_progress_from_disruption": 2.5, "unproductive_checkpoint_save_time": 0.5, "other": 0.5}
+    assert spent(report, "a") == {"initialization": 10, "productive": 4, **lost}
     assert spent(report, "d") == {"initialization": 15, "productive": 4}
     assert (report.steps, report.repeated_steps, report.restarts, report.losses) == (4, 1, 1, 2)
     assert_complete(report)

@@ -294,8 +294,6 @@ class _Accountant:
         if kept is not None:  # else the first step that is repeated tells
             for step in self._steps:
                 step.undone |= step.run == self._run and step.number > kept
-        for life in self._living():
-            life.dropped = None  # it has waited for the restart
         self._end(now)
         self._begin(now)
 
