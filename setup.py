@@ -32,6 +32,7 @@ setup(
         "aiohttp>=3.13.4",  # the first that bounds the number of headers
         "cryptography>=42",
         "click>=8.1",
+        "packaging>=22",
         "rich>=13",
     ],
     extras_require={

@@ -51,6 +51,8 @@ def state(name: str, lock: Path) -> str:
         age_s = time.time() - lock.stat().st_mtime
     except FileNotFoundError:
         return f"loads the C++ extension {name}"
+    from .processes import who_has
+
     holders = who_has(lock)
     if os.getpid() in holders:
         return f"compiles the C++ extension {name}, which can take minutes; in {lock.parent}"
@@ -61,28 +63,6 @@ def state(name: str, lock: Path) -> str:
         "open that this user can see on this host: a build that was stopped has left it there. Unless another host "
         f"builds in this folder now, stop the job, remove the lock (rm {lock}) and start again"
     )
-
-
-def who_has(path: Path) -> list[int]:
-    """Processes of this host and user that have the file open."""
-    real, found = os.path.realpath(path), []
-    for process in Path("/proc").iterdir():
-        if not process.name.isdigit():
-            continue
-        try:
-            opened = list((process / "fd").iterdir())
-        except (PermissionError, FileNotFoundError, ProcessLookupError):
-            continue  # another user's, or it has just ended
-        if any(_target(each) == real for each in opened):
-            found.append(int(process.name))
-    return found
-
-
-def _target(link: Path) -> str | None:
-    try:
-        return os.readlink(link)
-    except OSError:
-        return None  # closed meanwhile
 
 
 class _Ended(BaseException):

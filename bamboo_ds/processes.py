@@ -30,6 +30,28 @@ def process_space() -> str:
     return f"{boot_id()} {os.readlink('/proc/self/ns/pid')}"
 
 
+def who_has(path: Path) -> list[int]:
+    """Processes of this host and user that have the file open."""
+    real, found = os.path.realpath(path), []
+    for process in Path("/proc").iterdir():
+        if not process.name.isdigit():
+            continue
+        try:
+            opened = list((process / "fd").iterdir())
+        except (PermissionError, FileNotFoundError, ProcessLookupError):
+            continue  # another user's, or it has just ended
+        if any(_target(each) == real for each in opened):
+            found.append(int(process.name))
+    return found
+
+
+def _target(link: Path) -> str | None:
+    try:
+        return os.readlink(link)
+    except OSError:
+        return None  # closed meanwhile
+
+
 def started(pid: int) -> int | None:
     """When process ``pid`` began, in clock ticks since the boot; ``None`` if there is no such process.
 

@@ -25,6 +25,7 @@ from ..secret import find
 from ..version import __version__
 from .chaos import chaos
 from .checkpoints import checkpoints
+from .doctor import doctor
 from .goodput import goodput
 from .ledger import ledger
 from .options import (
@@ -153,6 +154,7 @@ def join(
 cli.add_command(plan)
 cli.add_command(checkpoints)
 cli.add_command(chaos)
+cli.add_command(doctor)
 cli.add_command(ledger)
 cli.add_command(goodput)
 

@@ -1,0 +1,151 @@
+"""``bamboo doctor`` finds what it says it looks for."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from bamboo_ds.cli import doctor
+from bamboo_ds.cli.doctor import Finding, Patient, examine
+from bamboo_ds.cli.main import cli
+from bamboo_ds.launchers.owning import EMBEDDED
+
+from .support.etcd import EtcdServer
+from .support.fixtures import etcd
+from .support.ports import free_port
+
+__all__ = ["etcd"]  # the fixture
+
+HERE = Patient(EMBEDDED, None, None)
+
+
+def only(check: doctor.Check, patient: Patient = HERE) -> Finding:
+    (finding,) = examine(patient, (check,))
+    return finding
+
+
+def test_this_machine_is_fit() -> None:
+    """What the suite runs on is; the command says so by its exit code and in JSON."""
+    run = CliRunner().invoke(cli, ["doctor", "--json"])
+    found = [Finding(**each) for each in json.loads(run.output)]
+    assert run.exit_code == any(each.state == "problem" for each in found)
+    assert {each.check for each in found} == {
+        "versions",
+        "etcd",
+        "address",
+        "compiler locks",
+        "disk",
+        "limits",
+        "devices",
+    }
+    assert all(each.state != "ok" or not each.cure for each in found)
+    assert all(each.cure for each in found if each.state != "ok")
+
+
+def test_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert only(doctor.versions).state == "ok"
+    real = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.9" if name == "deepspeed" else real(name))
+    finding = only(doctor.versions)
+    assert (
+        finding.state == "problem" and finding.found == "deepspeed is 0.9" and "deepspeed<0.20,>=0.16" in finding.cure
+    )
+    monkeypatch.undo()
+    monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+    assert [each.state for each in examine(HERE, (doctor.versions,))] == ["ok", "problem"]
+
+
+@pytest.mark.parametrize(
+    ("config", "state", "text"),
+    [
+        ({"bamboo": {"redundancy": {"mode": "none"}}}, "ok", "redundancy none"),
+        ({}, "warning", 'has no "bamboo" block'),
+        ({"bamboo": {"redundancy": {"mod": "none"}}}, "problem", "mod"),
+        ({"bamboo": {}, "sparse_gradients": True}, "problem", '"sparse_gradients": set it to false'),
+    ],
+)
+def test_configurations(tmp_path: Path, config: dict[str, object], state: str, text: str) -> None:
+    file = tmp_path / "ds_config.json"
+    file.write_text(json.dumps(config))
+    finding = only(doctor.configuration, Patient(EMBEDDED, None, file))
+    assert finding.state == state and text in finding.found and bool(finding.cure) == (state != "ok")
+
+
+def test_etcd(etcd: EtcdServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    patient = Patient(etcd.url, None, None)
+    assert only(doctor.store, patient).state == "ok"
+    monkeypatch.setattr(doctor, "_SLOW_S", 0.0)
+    assert only(doctor.store, patient).state == "warning"
+    assert only(doctor.clock, patient).state == "ok"
+    now = time.time
+    monkeypatch.setattr(time, "time", lambda: now() + 60)
+    finding = only(doctor.clock, patient)
+    assert finding.state == "warning" and finding.found.startswith(("60 s ahead of", "59 s ahead of", "61 s ahead of"))
+
+
+def test_etcd_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_TIMEOUT_S", 0.5)
+    patient = Patient(f"http://127.0.0.1:{free_port()}", None, None)
+    finding = only(doctor.store, patient)
+    assert finding.state == "problem" and "--store (BAMBOO_STORE)" in finding.found
+    assert only(doctor.clock, patient).state == "warning"
+
+
+@pytest.mark.parametrize(
+    ("store", "address", "state"),
+    [
+        (EMBEDDED, None, "ok"),
+        ("http://127.0.0.1:2379", None, "ok"),
+        ("http://192.0.2.1:2379", "127.0.0.1", "problem"),
+        (EMBEDDED, "192.0.2.1", "problem"),
+    ],
+)
+def test_addresses(store: str, address: str | None, state: str) -> None:
+    finding = only(doctor.address, Patient(store, address, None))
+    assert finding.state == state and ("--address" in finding.cure) == (state != "ok")
+
+
+@pytest.fixture
+def builder(tmp_path: Path) -> Iterator[Path]:
+    """A process that has a lock open."""
+    lock = tmp_path / "py311_cpu" / "cpu_adam" / "lock"
+    lock.parent.mkdir(parents=True)
+    program = "import sys; file = open(sys.argv[1], 'w'); print(flush=True); sys.stdin.read()"
+    command = [sys.executable, "-c", program, str(lock)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline()
+        yield lock
+
+
+@pytest.mark.integration
+def test_locks(tmp_path: Path, builder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    assert only(doctor.compiler_locks) == Finding("compiler locks", "ok", f"1 builds under way in {tmp_path}")
+    left = tmp_path / "py311_cpu" / "utils" / "lock"
+    left.parent.mkdir()
+    left.touch()
+    finding = only(doctor.compiler_locks)
+    assert finding.state == "problem" and finding.cure.endswith(f"rm {left}") and str(builder) not in finding.found
+
+
+def test_limits_and_disks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 1024), hard))
+    try:
+        finding = only(doctor.limits)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert finding.state == "warning" and finding.cure.startswith("ulimit -n 4096")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(doctor, "_LEAST_BYTES", 1 << 60)
+    found = list(examine(HERE, (doctor.disk,)))
+    assert {each.state for each in found} == {"warning"} and any(str(tmp_path) in each.found for each in found)
