@@ -10,6 +10,7 @@ ENV_STORE = "BAMBOO_STORE"
 ENV_JOB = "BAMBOO_JOB"
 ENV_ADDRESS = "BAMBOO_ADDRESS"
 ENV_EVENTS = "BAMBOO_EVENTS"
+ENV_LOGS = "BAMBOO_LOGS"
 #: ``bamboo launch`` itself: its process id, when it began, and the space of process ids, with blanks between.
 ENV_LAUNCH = "BAMBOO_LAUNCH"
 #: The configuration whose block counts, where the script's is not on its command line.

@@ -105,6 +105,12 @@ def log_as_before() -> Iterator[None]:
     logger.setLevel(before[2])
 
 
+@pytest.fixture(scope="session", autouse=True)
+def logs(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Events of jobs whose tests name no file for them are not in the working directory."""
+    os.environ["BAMBOO_LOGS"] = str(tmp_path_factory.mktemp("logs"))
+
+
 @pytest.fixture(scope="session")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Result]:
     """Undisturbed runs, each made once: ``reference(stages, pipelines, micro_batches, *arguments, own=False)``.

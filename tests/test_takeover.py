@@ -57,7 +57,12 @@ def test_loss_at_every_instruction(
         # After the first takeover the second victim has neither a shadow nor a replica at these places.
         faults[1]["at"] = "ReduceGrads" if at == "SendReplica" else "OptimizerStep"
         faults[1]["step"] = 2
-    survive(tmp_path, reference, faults)
+    told = [line for line in survive(tmp_path, reference, faults).output.splitlines() if line.startswith("[bamboo] ")]
+    for rank in victims:
+        (line,) = (line for line in told if f"worker m{rank} on host " in line)
+        assert "died (SIGKILL); stage " in line and f"{4 - 1 - victims.index(rank)} of " in line, line
+    assert [line for line in told if line.startswith(f"[bamboo] losses: {len(victims)}; longest pause ")] == [told[-2]]
+    assert told[-3].startswith("[bamboo] exit code 0 after ")
 
 
 @pytest.mark.parametrize(

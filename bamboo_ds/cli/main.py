@@ -18,7 +18,9 @@ from ..control.registry.keys import Keys
 from ..control.registry.records import StopRecord
 from ..errors import BambooError, ConfigError, LaunchError
 from ..launchers import jobs
+from ..launchers.narration import banner, default_events, say
 from ..launchers.network import LOOPBACK
+from ..launchers.owning import EMBEDDED
 from ..launchers.run import Launcher, RunOptions
 from ..observe import logs
 from ..secret import find
@@ -27,6 +29,7 @@ from .chaos import chaos
 from .checkpoints import checkpoints
 from .doctor import doctor
 from .goodput import goodput
+from .events import events
 from .ledger import ledger
 from .options import (
     MemberArguments,
@@ -80,6 +83,7 @@ def run(
     workers: int,
     pipelines: int | None,
     job: str | None,
+    logs: str | None,
     check_exact: int | None,
     **options: Any,
 ) -> None:
@@ -87,6 +91,8 @@ def run(
     if pipelines is not None and workers % pipelines:
         raise ConfigError(f"--pipelines {pipelines} does not divide -n {workers}")
     members = member.options(job or jobs.random_name(), LOOPBACK, check_exact=check_exact)
+    if members["events"] is None:
+        members["events"] = default_events(members["job"], logs)
     sys.exit(Launcher(RunOptions(**members, workers=workers, pipelines=pipelines, **options)).run())
 
 
@@ -99,8 +105,10 @@ def launch_command(
     store: str,
     job: str | None,
     address: str,
+    logs: str | None,
     events: str | None,
     check_exact: int | None,
+    quiet: bool,
     config: str | None,
     grace_s: float,
     command: tuple[str, ...],
@@ -113,16 +121,20 @@ def launch_command(
 
     if shutil.which(command[0]) is None:
         raise ConfigError(f"there is no command {command[0]!r}")
+    block, job = block_of(config, command), jobs.check_name(job or jobs.random_name())
+    if events is None and (logs is not None or (store == EMBEDDED and address == LOOPBACK)):
+        # Without --logs only where no rank can be on another host, which may not have the folder.
+        events = default_events(job, logs)
     options = LaunchOptions.from_block(
-        block_of(config, command),
-        job=jobs.check_name(job or jobs.random_name()),
+        block,
+        job=job,
         address=address,
         command=command,
         events=None if events is None else os.path.abspath(events),
         grace_s=grace_s,
         check_exact=check_exact,
     )
-    sys.exit(Wrapper(LaunchOptions(**options.member_options(), store=store, config=config)).run())
+    sys.exit(Wrapper(LaunchOptions(**options.member_options(), store=store, config=config, quiet=quiet)).run())
 
 
 @cli.command(context_settings={"allow_interspersed_args": False})
@@ -134,7 +146,13 @@ def launch_command(
 )
 @member_arguments
 def join(
-    member: MemberArguments, store: str | None, job: str | None, host: str | None, zone: str, wait_s: float
+    member: MemberArguments,
+    store: str | None,
+    job: str | None,
+    host: str | None,
+    zone: str,
+    wait_s: float,
+    quiet: bool,
 ) -> None:
     """Add a worker to a running job; SCRIPT and ARGUMENTS are those of the job.
 
@@ -148,6 +166,11 @@ def join(
     location = jobs.locate(job, store)
     address = member.address or address_towards(location.store)
     options = {**member.options(location.job, address, zone, host), "secret": find(location.job)}
+    here = jobs.find(location.job)
+    if options["events"] is None and here is not None and here.store == location.store:
+        options["events"] = here.events
+    if not quiet:
+        say(banner(location.job, "a member joins", location.store, options["events"]))
     start(JoinOptions(**options, store=location.store, wait_s=wait_s))
 
 
@@ -157,6 +180,7 @@ cli.add_command(chaos)
 cli.add_command(doctor)
 cli.add_command(ledger)
 cli.add_command(goodput)
+cli.add_command(events)
 
 
 @cli.command()

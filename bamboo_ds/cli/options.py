@@ -24,7 +24,7 @@ from ..errors import ConfigError
 from ..launchers import jobs
 from ..launchers.network import LOOPBACK
 from ..launchers.owning import EMBEDDED
-from ..variables import ENV_ADDRESS, ENV_CHECK_EXACT, ENV_EVENTS, ENV_JOB, ENV_LAUNCH, ENV_MEMBER, ENV_STORE
+from ..variables import ENV_ADDRESS, ENV_CHECK_EXACT, ENV_EVENTS, ENV_JOB, ENV_LAUNCH, ENV_LOGS, ENV_MEMBER, ENV_STORE
 
 _TIMEOUT_S = 5.0
 
@@ -44,6 +44,7 @@ _VARIABLES = {
     "--job": ENV_JOB,
     "--address": ENV_ADDRESS,
     "--events": ENV_EVENTS,
+    "--logs": ENV_LOGS,
     "--check-exact": ENV_CHECK_EXACT,
 }
 
@@ -69,6 +70,11 @@ new_job = together(
     variable_option("--store", default=EMBEDDED, show_default=True, help="URLs of etcd, separated by commas."),
     variable_option("--job", help="Name of the job.  [default: random]"),
     variable_option(
+        "--logs",
+        type=click.Path(file_okay=False),
+        help="Folder for events, as JOB/events.jsonl, unless --events names a file.  [default: bamboo-logs]",
+    ),
+    variable_option(
         "--check-exact",
         type=click.IntRange(min=0),
         metavar="N",
@@ -84,6 +90,7 @@ running_job = together(
 #: What commands have that start processes of a job.
 started = together(
     variable_option("--events", type=click.Path(dir_okay=False), help="File to append events to, as JSON lines."),
+    click.option("--quiet", is_flag=True, help="Say nothing about the course of the job."),
     click.option("--config", type=click.Path(exists=True, dir_okay=False), help="DeepSpeed configuration to read."),
     click.option(
         "--grace-s", type=click.FloatRange(min=0), default=5.0, show_default=True, help="From SIGTERM to SIGKILL."

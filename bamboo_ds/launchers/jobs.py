@@ -37,6 +37,7 @@ class JobFile(BaseModel):
         store: etcd's URLs, separated by commas.
         pid: process id of the launcher.
         foreign: it is not the launcher of all members, so that its end is not the job's.
+        events: path of the file that the job's events are in, if any.
         started: when the launcher's process began, in clock ticks since the boot ``boot``; with the pid it names the
             process for good, also when the system's clock is set.
     """
@@ -49,6 +50,7 @@ class JobFile(BaseModel):
     started: int
     boot: str
     foreign: bool = False
+    events: str | None = None
 
     @property
     def path(self) -> Path:
@@ -85,11 +87,11 @@ class JobFile(BaseModel):
         file_of(self.job).unlink(missing_ok=True)
 
 
-def this_process(job: str, store: str, foreign: bool = False) -> JobFile:
-    """The file of a job whose launcher is this process; ``foreign``: see :class:`JobFile`."""
+def this_process(job: str, store: str, foreign: bool = False, events: str | None = None) -> JobFile:
+    """The file of a job whose launcher is this process; ``foreign`` and ``events``: see :class:`JobFile`."""
     pid, since = os.getpid(), started(os.getpid())
     assert since is not None
-    return JobFile(job=job, store=store, pid=pid, started=since, boot=boot_id(), foreign=foreign)
+    return JobFile(job=job, store=store, pid=pid, started=since, boot=boot_id(), foreign=foreign, events=events)
 
 
 def running() -> list[JobFile]:

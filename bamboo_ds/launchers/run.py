@@ -14,6 +14,7 @@ from ..control.settings import AgentSettings, MemberOptions
 from ..errors import EXIT_FATAL_LOSS
 from ..observe.events import RunStarted
 from ..secret import JobSecret, given
+from .narration import Narration, banner, say
 from .network import free_port
 from .owning import EMBEDDED, open_events, owned, tell_finished
 from .slots import AGENT_GRACE_S, OTHERS_S, Slots
@@ -29,6 +30,7 @@ class RunOptions(MemberOptions):
         pipelines: their number, if the user has said it.
         prefix_output: whether each line of output begins with its slot.
         emulate_hosts: number of hosts that the slots are said to be on; ``None``: the one that they are on.
+        quiet: whether the course of the job is not told.
     """
 
     workers: int
@@ -36,6 +38,7 @@ class RunOptions(MemberOptions):
     pipelines: int | None
     prefix_output: bool
     emulate_hosts: int | None
+    quiet: bool
 
 
 class Launcher(Slots):
@@ -56,15 +59,20 @@ class Launcher(Slots):
         options.check_notices()
         with ExitStack() as stack:
             events = stack.enter_context(open_events(options.events))
+            narration = Narration(None if options.quiet else options.events, options.job)
+            stack.callback(narration.end)
             stack.enter_context(self._prepared({child.pid for child in psutil.Process().children()}))
             job = owned(options, options.store, lambda pid: self._watch_etcd(pid, stack))
             self._urls, state_file = stack.enter_context(job)
             begin = time.monotonic()
             command = list(options.command)
             emit_or_log(events, RunStarted(job=options.job, epoch=0, members=options.workers, command=command))
+            if not options.quiet:
+                say(banner(options.job, f"{options.workers} members on this host", self._urls, options.events))
             self._handle_signals()
             if self._interrupted is None:
                 self._start_all(state_file)
+            narration.begin()
             self._serve()
             self._loop.join_background(AGENT_GRACE_S)
             code = self._exit_code(self._await_others())

@@ -111,7 +111,7 @@ class RankSupervisor(Slots):
 
     def _own_job(self, stack: ExitStack) -> str:
         """Let other commands find the job; returns the path of the file that says where."""
-        state = jobs.this_process(self._agent.job, self._urls, foreign=True)
+        state = jobs.this_process(self._agent.job, self._urls, foreign=True, events=self._agent.events)
         state.write()
         stack.callback(state.remove)
         return str(state.path)

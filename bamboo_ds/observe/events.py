@@ -141,6 +141,9 @@ class PlanWritten(EventBase):
     members: list[str] = Field(description="living members, in the order of their slots")
     owners: list[str] = Field(description="owner of every role, by rank")
     shadows: list[str | None] = Field(description="shadow of every role, by rank; empty before redundancy")
+    pipelines: int | None = Field(
+        default=None, ge=1, description="pipelines; rank is stage * pipelines + pipeline; null before engines are built"
+    )
     lent: list[tuple[int, int, int]] = Field(
         default=[],
         description="parts of stages that shadows compute: rank of the role, its first block, the first one behind it",
@@ -423,21 +426,22 @@ def parse_event(line: str | bytes) -> Event:
     return _ADAPTER.validate_json(line)
 
 
-def read_events(path: Path | str) -> Iterator[Event]:
-    """The events of a file, in order, strictly.
+def parse_line(path: Path | str, number: int, line: bytes) -> Event:
+    """The event in line ``number`` of a file; raises :class:`ProtocolError` naming ``file:line`` and the fields."""
+    if not line.endswith(b"\n"):
+        raise ProtocolError(f"{path}:{number}: the line is cut short")
+    try:
+        return parse_event(line)
+    except ValidationError as error:
+        faults = "; ".join(
+            f"{'.'.join(str(part) for part in fault['loc']) or 'line'}: {fault['msg']}"
+            for fault in error.errors(include_url=False, include_input=False)
+        )
+        raise ProtocolError(f"{path}:{number}: not an event of schema {SCHEMA}: {faults}") from error
 
-    Raises :class:`ProtocolError` naming ``file:line`` and the fields at fault, ``OSError`` if the file
-    cannot be read.
-    """
+
+def read_events(path: Path | str) -> Iterator[Event]:
+    """The events of a file, in order, strictly; raises as :func:`parse_line`, ``OSError`` if it cannot be read."""
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
-            if not line.endswith(b"\n"):
-                raise ProtocolError(f"{path}:{number}: the line is cut short")
-            try:
-                yield parse_event(line)
-            except ValidationError as error:
-                faults = "; ".join(
-                    f"{'.'.join(str(part) for part in fault['loc']) or 'line'}: {fault['msg']}"
-                    for fault in error.errors(include_url=False, include_input=False)
-                )
-                raise ProtocolError(f"{path}:{number}: not an event of schema {SCHEMA}: {faults}") from error
+            yield parse_line(path, number, line)

@@ -301,7 +301,8 @@ class Leader:
         self._emit_losses(action.losses, old.epoch if old else 0)
         whole = {name: list(getattr(new, name)) for name in ("members", "owners", "shadows", "lost")}
         lent = [(each.rank, *new.lent_blocks(each)) for each in new.lent]
-        self._emit(PlanWritten, new.epoch, **whole, lent=lent, reason=action.reason)
+        pipelines = new.layout.pipelines if new.layout else None
+        self._emit(PlanWritten, new.epoch, **whole, pipelines=pipelines, lent=lent, reason=action.reason)
         if new.unheld:
             roles = [new.layout.role(rank) for rank in new.unheld] if new.layout else []
             stages = [(role.pipeline, role.stage) for role in roles]

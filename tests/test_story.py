@@ -1,0 +1,368 @@
+"""The story of a job: exact lines for recorded sequences of events."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from bamboo_ds.cli.main import cli
+from bamboo_ds.errors import ConfigError, ProtocolError
+from bamboo_ds.launchers.narration import Narration, banner, default_events
+from bamboo_ds.observe import events
+from bamboo_ds.observe.events import Event, EventWriter
+from bamboo_ds.observe.story import Story
+from bamboo_ds.observe.tail import EventTail
+
+M0, M1, M2, M3 = MEMBERS = ["m0-aaaaaaaa", "m1-bbbbbbbb", "m2-cccccccc", "m3-dddddddd"]
+NOON = datetime(2026, 5, 4, 12, 0, 0, tzinfo=timezone.utc)
+
+
+def at(when_s: float, kind: type[Any], epoch: int = 2, member: str | None = M0, /, **fields: Any) -> Event:
+    event: Event = kind(job="gpt", time=NOON + timedelta(seconds=when_s), member=member, epoch=epoch, **fields)
+    return event
+
+
+def joined(seconds: float, *members: str, host: str = "a") -> list[Event]:
+    return [at(seconds, events.MemberJoined, member_id=m, host=host, rank=int(m[1])) for m in members]
+
+
+def plan(
+    seconds: float,
+    epoch: int,
+    owners: Sequence[str],
+    shadows: Sequence[str | None],
+    lost: Sequence[str] = (),
+    members: Sequence[str] | None = None,
+    pipelines: int | None = 1,
+) -> Event:
+    fields = {"owners": list(owners), "shadows": list(shadows), "lost": list(lost), "pipelines": pipelines}
+    living = list(members or dict.fromkeys(owners))
+    return at(seconds, events.PlanWritten, epoch, **fields, members=living, reason="")
+
+
+def lost(seconds: float, member: str, reason: str = "signal", detail: str = "SIGKILL") -> Event:
+    return at(seconds, events.MemberLost, member_id=member, reason=reason, detail=detail, detection_seconds=0.01)
+
+
+def recovered(seconds: float, epoch: int, *members: str, pause_s: float = 0.1, redone: int = 1) -> list[Event]:
+    fields = {"detection_seconds": None, "plan_seconds": None, "rebuild_seconds": 0.1, "redo_seconds": 0.2}
+    passes = {"forwards_redone": redone, "backwards_redone": redone}
+    return [
+        at(
+            seconds,
+            events.Recovered,
+            epoch,
+            m,
+            step=5,
+            mode="resume",
+            pause_seconds=pause_s + i / 100,
+            **fields,
+            **passes,
+        )
+        for i, m in enumerate(members)
+    ]
+
+
+def step(seconds: float, number: int, epoch: int = 2) -> Event:
+    return at(seconds, events.Step, epoch, step=number, loss=1.0, seconds=1.2, frc_done=0, frc_total=0)
+
+
+def begun() -> list[Event]:
+    return [
+        at(0, events.RunStarted, 0, None, members=4, command=["train.py"]),
+        *joined(3, M0, M1),
+        *joined(3, M2, M3, host="b"),
+        plan(3, 1, MEMBERS, [], pipelines=None),
+        plan(5, 2, MEMBERS, [M3, M0, M1, M2]),
+        step(7, 1),
+        step(8, 2),
+    ]
+
+
+def told(story: Story, found: Sequence[Event]) -> list[str]:
+    return [line for event in found for line in story.tell(event)]
+
+
+def lines(*found: Event) -> list[str]:
+    """What is told of ``found`` after the usual beginning."""
+    story = Story(timezone.utc)
+    told(story, begun())
+    return [*told(story, found), *story.end()]
+
+
+def test_the_beginning() -> None:
+    story = Story(timezone.utc)
+    assert told(story, begun()) == [
+        "12:00:00 job gpt starts with 4 members",
+        "12:00:03 all 4 members are there (hosts: a, b) and build their engines",
+        "12:00:05 1 pipeline of 4 stages on 4 members; m0 owns stage 0, m1 owns stage 1, m2 owns stage 2, "
+        "m3 owns stage 3; every stage has a replica",
+        "12:00:07 training: step 1 took 1.2 s",
+    ]
+
+
+def test_many_roles_are_not_listed() -> None:
+    story, many = Story(timezone.utc), [f"m{i}-{i}" for i in range(12)]
+    found = told(story, [plan(0, 1, many, [], pipelines=None), plan(1, 2, many, [None] * 12, pipelines=2)])
+    assert found[-1] == "12:00:01 2 pipelines of 6 stages on 12 members; not every stage has a replica"
+
+
+def test_a_loss_is_one_line_and_another_when_all_stages_have_replicas_again() -> None:
+    loss = plan(10, 3, [M0, M1, M1, M3], [M3, M0, None, None], [M2])
+    takeover = at(10, events.Takeover, 3, role=(0, 2), from_=M2, to=M1)
+    built = at(11, events.ReplicaBuilt, 4, M0, step=3, role=(0, 2), seconds=0.5, bytes=8)
+    learning = plan(10.2, 4, [M0, M1, M1, M3], [M3, M0, None, None])
+    healed = plan(11.9, 5, [M0, M1, M1, M3], [M3, M0, M0, M1])
+    repeated = [lost(10, M2), loss, takeover]
+    assert lines(
+        *[*repeated, *repeated, learning, *recovered(10.5, 3, M0, M1, M3, M1), step(11, 3, 3), built, healed, healed]
+    ) == [
+        "12:00:10 worker m2 on host b died (SIGKILL); stage 2 taken over by m1 in 0.12 s; 3 of 4 are left",
+        "12:00:11 all stages have replicas again 1.9 s after the loss",
+    ]
+
+
+def test_a_loss_with_two_roles_that_two_members_take_over() -> None:
+    """With two pipelines; a survivor reports nothing, so that the next step completes the line."""
+    story = Story(timezone.utc)
+    owners, heirs = [M0, M1, M2, M2], [M0, M1, M0, M1]
+    told(story, [*joined(1, M0, M1, M2), plan(1, 1, owners, [], pipelines=None)])
+    told(story, [plan(2, 2, owners, [M2, M2, M0, M1], pipelines=2), step(3, 1)])
+    found = [lost(4, M2, "exit", "13"), plan(4, 3, heirs, [None] * 4, [M2], pipelines=2)]
+    assert told(story, [*found, *recovered(5, 3, M1), step(5, 2, 3)]) == []
+    assert told(story, [step(6, 3, 3)]) == [
+        "12:00:04 worker m2 on host a exited (code 13); stage 1 of pipeline 0 taken over by m0, "
+        "stage 1 of pipeline 1 taken over by m1 in 0.10 s; 2 of 3 are left"
+    ]
+
+
+def test_a_loss_within_a_recovery() -> None:
+    first = [lost(10, M2), plan(10, 3, [M0, M1, M1, M3], [None] * 4, [M2])]
+    second = [lost(10.1, M1, "lease", "ran out"), plan(11, 4, [M0, M0, M0, M3], [None] * 4, [M1])]
+    assert lines(*first, *recovered(10, 3, M0), *second, *recovered(12, 4, M0, M3)) == [
+        "12:00:10 worker m2 on host b died (SIGKILL); stage 2 taken over by m1 in 0.10 s; "
+        "another loss interrupts the recovery; 3 of 4 are left",
+        "12:00:10 worker m1 on host a fell silent (its lease ran out); stages 1 and 2 taken over by m0 in 0.11 s; "
+        "2 of 3 are left",
+    ]
+
+
+def test_two_at_once_are_one_line() -> None:
+    both = plan(10, 3, [M0, M0, M3, M3], [None] * 4, [M1, M2])
+    assert lines(lost(10, M1, "suspects", f"{M0}, {M3}"), lost(10, M2), both, *recovered(11, 3, M0, M3)) == [
+        "12:00:10 worker m1 on host a is out of reach of m0, m3 and worker m2 on host b died (SIGKILL); "
+        "stage 1 taken over by m0, stage 2 taken over by m3 in 0.11 s; 2 of 4 are left"
+    ]
+
+
+def test_a_join_and_a_leave() -> None:
+    new = "m4-eeeeeeee"
+    found = [
+        *joined(10, new, host="c"),
+        plan(10, 3, MEMBERS, [M3, M0, M1, M2], members=[*MEMBERS, new]),
+        at(
+            11,
+            events.NoticeReceived,
+            3,
+            M3,
+            kind="preempt",
+            source="aws",
+            deadline_seconds=120,
+            detail="spot",
+            leaves=1,
+        ),
+        at(
+            11,
+            events.NoticeReceived,
+            3,
+            M3,
+            kind="preempt",
+            source="aws",
+            deadline_seconds=119,
+            detail="spot",
+            leaves=1,
+        ),
+        plan(12, 4, [M0, M1, M2, new], [new, M0, M1, M2], members=[M0, M1, M2, new]),
+        at(13, events.MemberLeft, 4, M3, member_id=M3, reason="preempt", detail="aws: spot", seconds=1.8),
+    ]
+    assert lines(*found) == [
+        "12:00:10 m4 on host c has joined: 5 members",
+        "12:00:11 m3 got a notice (preempt, aws: spot), 120 s before its end: it leaves",
+        "12:00:12 stage 3 handed over from m3 to m4",
+        "12:00:13 m3 on host b has left (preempt, aws: spot), 1.8 s after the notice",
+    ]
+
+
+def test_a_fatal_loss_and_a_restart() -> None:
+    """Names begin anew with the workers; within one start a second ``m2`` is called by its whole id."""
+    after = ["m0-eeeeeeee", "m2-ffffffff", "m2-00000000", "m3-11111111"]
+    found = [
+        lost(10, M1),
+        lost(10, M2),
+        plan(10, 3, [M0, M1, M1, M3], [None] * 4, [M1, M2], members=[M0, M3]),
+        at(10, events.Fatal, 3, stages=[(0, 1), (0, 2)], members=[M1, M2], checkpoint="/c/step1"),
+        at(20, events.Restart, 3, number=1, slots=[0, 2], checkpoint="/c/step1", step=2),
+        *joined(22, *after),
+        plan(22, 4, after, [], pipelines=None),
+        plan(23, 5, after, [after[3], *after[:3]]),
+        step(24, 2, 5),
+    ]
+    assert lines(*found) == [
+        "12:00:10 worker m1 on host a died (SIGKILL) and worker m2 on host b died (SIGKILL); 2 of 4 are left",
+        "12:00:10 fatal loss: no living member holds stages 1 and 2; newest checkpoint: /c/step1",
+        "12:00:20 restart 1 on slots 0, 2, from /c/step1",
+        "12:00:22 all 4 members are there (hosts: a) and build their engines",
+        "12:00:23 1 pipeline of 4 stages on 4 members; m0 owns stage 0, m2 owns stage 1, m2-00000000 owns stage 2, "
+        "m3 owns stage 3; every stage has a replica",
+        "12:00:24 training: step 2 took 1.2 s",
+    ]
+
+
+def test_a_fatal_loss_before_the_engines_are_built() -> None:
+    story = Story(timezone.utc)
+    told(story, begun()[:5])
+    fatal = at(4, events.Fatal, 1, stages=[], members=[M1], checkpoint=None)
+    assert told(story, [lost(4, M1), fatal]) == [
+        "12:00:04 worker m1 on host a died (SIGKILL)",
+        "12:00:04 fatal loss: the training cannot go on; newest checkpoint: none",
+    ]
+
+
+def test_checkpoints_checks_and_waiting() -> None:
+    found = [
+        at(10, events.CheckpointSaved, step=2, path="/c/2", seconds=0.4, bytes=9),
+        at(11, events.CheckpointSaved, 2, M1, step=2, path="/c/2", seconds=0.6, bytes=9),
+        at(12, events.CheckpointFailed, step=4, path="/c/4", reason="No space left on device"),
+        at(13, events.ReplicaMismatch, step=4, role=(0, 1), expected="a", found="b", tensors=[]),
+        at(14, events.ExactChecked, step=3, steps=3, stages=4, tensors=618, not_rehearsed=[]),
+        at(15, events.ExactMismatch, step=2, role=(0, 1), found="replica", tensors=["counter x (3 and 2)"]),
+        at(16, events.MembersAwaited, members=[M1], seconds=120),
+    ]
+    assert lines(*found) == [
+        "12:00:10 checkpoint of step 2 saved in 0.40 s: /c/2",
+        "12:00:12 checkpoint of step 4 failed (No space left on device): /c/4",
+        "12:00:13 the replica of stage 1 differs from its owner's state after step 4",
+        "12:00:14 exactness check: 618 tensors of 3 steps compared, no difference",
+        "12:00:15 exactness check: the replica of stage 1 differs: counter x (3 and 2)",
+        "12:00:16 all others wait for m1, for 120 s so far",
+    ]
+
+
+def losing_run() -> list[Event]:
+    return [
+        *begun(),
+        lost(10, M2),
+        plan(10, 3, [M0, M1, M1, M3], [M3, M0, None, None], [M2]),
+        *recovered(10.5, 3, M0, M1, M3),
+        at(11, events.CheckpointSaved, 3, step=3, path="/c/3", seconds=0.4, bytes=9),
+        *joined(12, "m4-eeeeeeee"),
+        step(13, 9, 3),
+        at(20, events.RunFinished, 0, None, exit_code=0, run_seconds=20.1),
+    ]
+
+
+def test_summary() -> None:
+    story = Story(timezone.utc)
+    told(story, losing_run())
+    assert story.summary.lines() == [
+        "exit code 0 after 20 s; newest step: 9",
+        "losses: 1; longest pause 0.12 s, all pauses 0.12 s; 6 passes done again",
+        "joined: 1; left: 0; checkpoints: 1; restarts: 0",
+    ]
+    told(story, begun())
+    assert story.summary.lines()[0] == "not finished; newest step: 2", "a job that goes on in the same file"
+
+
+# -- files ---------------------------------------------------------------------------------------------
+
+
+def write(path: Path, found: Sequence[Event]) -> Path:
+    with EventWriter(path) as writer:
+        for event in found:
+            writer.emit(event)
+    return path
+
+
+def test_a_line_that_is_being_written_is_waited_for(tmp_path: Path) -> None:
+    path = write(tmp_path / "events.jsonl", begun()[:1])
+    tail = EventTail(path, path.stat().st_size)
+    line = step(1, 1).to_json().encode() + b"\n"
+    for part, found in ((line[:9], 0), (line[9:], 1), (b"", 0)):
+        with open(path, "ab") as file:
+            file.write(part)
+        assert len(tail.read()) == found
+    with open(path, "ab") as file:
+        file.write(b"{}\n")
+    with pytest.raises(ProtocolError, match=r"events\.jsonl:2: not an event of schema 1"):
+        tail.read()
+
+
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    path = write(tmp_path / "events.jsonl", losing_run())
+    for arguments in ([str(path)], ["-f", str(path)], ["--job", "gpt", str(path)]):
+        done = CliRunner().invoke(cli, ["events", *arguments])
+        assert done.exit_code == 0, done.output
+        assert done.output.count("worker m2 on host b died (SIGKILL); stage 2 taken over by m1 in 0.12 s") == 1
+        assert done.output.endswith("restarts: 0\n")
+    assert CliRunner().invoke(cli, ["events", "--json", str(path)]).output == path.read_text()
+    other = CliRunner().invoke(cli, ["events", "--job", "other", str(path)])
+    assert other.output.startswith("not finished; newest step: none")
+    path.write_text("no event\n")
+    assert isinstance(CliRunner().invoke(cli, ["events", str(path)]).exception, ProtocolError)
+
+
+def test_the_file_of_a_job_that_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.delenv("BAMBOO_LOGS", raising=False)
+    monkeypatch.chdir(tmp_path)
+    path = default_events("gpt", None)
+    assert path == str(tmp_path / "bamboo-logs" / "gpt" / "events.jsonl")
+    write(Path(path), losing_run())
+    assert "exit code 0" in CliRunner().invoke(cli, ["events", "--job", "gpt"]).output
+    missing = CliRunner().invoke(cli, ["events", "--job", "gpt2"]).exception
+    assert isinstance(missing, ConfigError) and "name the file" in str(missing)
+
+
+def test_a_folder_that_cannot_be_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The default one is done without, one that the user has named is an error."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bamboo-logs").write_text("a file")
+    assert default_events("gpt", None) is None
+    assert len(caplog.records) == 1 and "name a folder with --logs" in caplog.text
+    with pytest.raises(ConfigError, match=r"--logs .*bamboo-logs \(BAMBOO_LOGS\) cannot be written to"):
+        default_events("gpt", str(tmp_path / "bamboo-logs"))
+
+
+def test_a_narration_that_fails_is_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path / "events.jsonl", begun())
+    narration = Narration(str(path), "gpt")
+    narration.begin()
+    write(path, [lost(10, M2), at(20, events.RunFinished, 0, None, exit_code=86, run_seconds=20)])
+    narration.end()
+    told = capsys.readouterr().err
+    assert told.startswith("[bamboo] ") and "worker m2 died (SIGKILL)\n[bamboo] exit code 86 after 20 s" in told
+    assert "12:00:00" not in told, "what was there before is not told"
+    narration = Narration(str(path), "gpt")
+    narration.begin()
+    path.unlink()
+    narration.end()
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+def test_the_banner_has_no_secrets() -> None:
+    found = banner("gpt", "4 members", "http://user:secret@10.0.0.5:2379,http://10.0.0.6:2379", "/e")
+    assert found == [
+        "job gpt: 4 members, etcd at http://10.0.0.5:2379,http://10.0.0.6:2379",
+        "watch it with bamboo status --job gpt or bamboo events -f --job gpt",
+        "events: /e",
+    ]
