@@ -75,9 +75,10 @@ def test_a_rank_is_lost_under(launcher: str, tmp_path: Path, stock: list[float])
 @pytest.mark.integration
 def test_bamboo_launch_survives_the_launcher(tmp_path: Path, stock: list[float]) -> None:
     script = prepare(tmp_path, bamboo=True)
-    go, events = tmp_path / "go", ["--events", str(tmp_path / "events.jsonl"), "--check-exact", "2"]
-    command = [bamboo_command(), "launch", *events, "--", *LAUNCHERS["deepspeed"](), *script, "--slow-until", str(go)]
-    with LaunchedJob(tmp_path, command) as job:
+    go, told = tmp_path / "go", ["--job", "launched", "--check-exact", "2"]
+    command = [bamboo_command(), "launch", *told, "--", *LAUNCHERS["deepspeed"](), *script, "--slow-until", str(go)]
+    with LaunchedJob(tmp_path, command, {"BAMBOO_EVENTS": "", "BAMBOO_LOGS": ""}) as job:
+        job.events_file = tmp_path / "bamboo-logs" / "launched" / "events.jsonl"
         job.wait_for_step(3)
         # deepspeed ends all others when it sees the death of a process that it has started.
         job.launched()[0].kill()
@@ -86,6 +87,7 @@ def test_bamboo_launch_survives_the_launcher(tmp_path: Path, stock: list[float])
         go.touch()
         assert job.exit_code() == 0, job.output()[-6000:]
     assert "deepspeed has ended with" in job.output()
+    assert job.output().count("[bamboo] exit code 0 after") == 1
     assert [(e["reason"], e["detail"]) for e in job.events("member_lost")] == [("signal", "SIGKILL")]
     assert [e["exit_code"] for e in job.events("run_finished")] == [0]
     assert losses(tmp_path) == {0: stock}

@@ -26,6 +26,7 @@ from bamboo_ds.control.registry.mirror import Mirror
 from bamboo_ds.control.registry.records import LayoutRecord, MemberRecord
 from bamboo_ds.errors import ConfigError, LaunchError
 from bamboo_ds.launchers import jobs, network, slots
+from bamboo_ds.observe.events import read_events
 from bamboo_ds.processes import boot_id, started
 from bamboo_ds.store.records import KeyValue, Snapshot
 from bamboo_ds.topology import Layout
@@ -195,8 +196,23 @@ def test_status_and_stop(start: Start) -> None:
     report = job.status()
     assert [m["state"] for m in report["members"]] == [*["running"] * 3, "lost (signal SIGKILL)"]
     assert "lost (signal SIGKILL)" in done.stdout and "…" not in done.stdout, "cut without a terminal"
-    assert job.bamboo("stop").returncode == 0
-    assert job.exit_code() == 143
+    times = {"pause_seconds": 0.2, "rebuild_seconds": 0.1, "redo_seconds": 0.1}
+    passes = {"step": 12, "forwards_redone": 1, "backwards_redone": 1, "mode": "resume"}
+    unknown = {"detection_seconds": None, "plan_seconds": None}
+    for rank in (0, 1, 2):
+        job.tell(rank, f"event recovered {json.dumps({**times, **passes, **unknown})}")
+    follow = [*BAMBOO, "events", "-f", "--job", "status-test"]
+    with subprocess.Popen(follow, env=job.environment, stdout=subprocess.PIPE, text=True) as following:
+        assert following.stdout is not None
+        told = iter(following.stdout.readline, "")
+        loss = next(line for line in told if "worker m3 on host" in line)  # it is told while the job runs
+        assert loss.endswith("died (SIGKILL); stage 1 of pipeline 1 taken over by m1 in 0.20 s; 3 of 4 are left\n"), (
+            loss
+        )
+        assert job.bamboo("stop").returncode == 0
+        assert job.exit_code() == 143
+        assert "exit code 143 after" in "".join(told)
+    assert following.returncode == 0
     nothing = job.bamboo("status")
     assert nothing.returncode == 2
     assert "no job runs here" in nothing.stderr
@@ -278,23 +294,28 @@ def test_settings_of_the_script(start: Start, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import os, sys; print(os.environ['BAMBOO_HEARTBEAT_TIMEOUT'], *sys.argv[1:])")
     arguments = ["-n", "2", "--deepspeed_config", str(config), "--", "-x"]
-    done = subprocess.run(
-        [*BAMBOO, "run", "-n", "1", str(script), *arguments], capture_output=True, text=True, timeout=60, check=False
-    )
+    command = [*BAMBOO, "run", "--quiet", "-n", "1", str(script), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
+    assert "[bamboo]" not in done.stderr
     assert done.stdout == f"3.0 -n 2 --deepspeed_config {config} -- -x\n"
 
 
 @pytest.mark.integration
 def test_script_without_bamboo_runs_as_it_would_alone(tmp_path: Path) -> None:
-    """No heartbeat, no layout, no channel: nothing is expected of it but its exit code."""
+    """No heartbeat, no layout, no channel: nothing is expected of it but its exit code. Events have a place."""
     script = tmp_path / "script.py"
     script.write_text("import os; os.write(1, f'rank {os.environ[\"RANK\"]}\\n'.encode())")  # in one piece
-    done = subprocess.run(
-        [*BAMBOO, "run", "-n", "2", str(script)], capture_output=True, text=True, timeout=60, check=False
-    )
+    command = [*BAMBOO, "run", "-n", "2", "--job", "alone", str(script)]
+    env = {name: value for name, value in os.environ.items() if name != "BAMBOO_LOGS"}
+    env["PYTHONPATH"] = str(Path(__file__).parents[1])
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["rank 0", "rank 1"]
+    assert "[bamboo] job alone: 2 members on this host" in done.stderr
+    assert "[bamboo] exit code 0 after" in done.stderr
+    kinds = [event.event for event in read_events(tmp_path / "bamboo-logs" / "alone" / "events.jsonl")]
+    assert (kinds[0], kinds[-1]) == ("run_started", "run_finished")
 
 
 @pytest.mark.integration

@@ -152,6 +152,20 @@ def test_a_loss_within_a_recovery() -> None:
     ]
 
 
+def test_a_loss_whose_recovery_takes_long_is_told_before() -> None:
+    story = Story(timezone.utc)
+    told(story, begun())
+    assert not told(story, [lost(10, M2), plan(10, 3, [M0, M1, M1, M3], [None] * 4, [M2])])
+    assert not story.late(NOON + timedelta(seconds=19))
+    line = "12:00:10 worker m2 on host b died (SIGKILL); stage 2 taken over by m1; 3 of 4 are left"
+    assert [story.late(NOON + timedelta(seconds=s)) for s in (20, 30)] == [[line], []]
+    saved = at(31, events.CheckpointSaved, 3, step=3, path="/c/3", seconds=0.4, bytes=9)
+    assert told(story, [saved, *recovered(40, 3, M0, M1, M3, pause_s=25)]) == [
+        "12:00:31 checkpoint of step 3 saved in 0.40 s: /c/3",
+        "12:00:40 recovered from the loss of m2 in 25 s",
+    ]
+
+
 def test_two_at_once_are_one_line() -> None:
     both = plan(10, 3, [M0, M0, M3, M3], [None] * 4, [M1, M2])
     assert lines(lost(10, M1, "suspects", f"{M0}, {M3}"), lost(10, M2), both, *recovered(11, 3, M0, M3)) == [
@@ -342,14 +356,14 @@ def test_a_folder_that_cannot_be_made(
 
 
 def test_a_narration_that_fails_is_one_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     path = write(tmp_path / "events.jsonl", begun())
     narration = Narration(str(path), "gpt")
     narration.begin()
     write(path, [lost(10, M2), at(20, events.RunFinished, 0, None, exit_code=86, run_seconds=20)])
     narration.end()
-    told = capsys.readouterr().err
+    told = capfd.readouterr().err
     assert told.startswith("[bamboo] ") and "worker m2 died (SIGKILL)\n[bamboo] exit code 86 after 20 s" in told
     assert "12:00:00" not in told, "what was there before is not told"
     narration = Narration(str(path), "gpt")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from datetime import datetime, timezone
 from pathlib import Path
 
 import click
@@ -48,6 +49,8 @@ def events(follow: bool, job: str | None, logs: str | None, as_json: bool, file:
             # A file may hold several runs: the last one counts.
             if not found and not (follow and going):
                 break
+            for text in () if found or as_json else story.late(datetime.now(timezone.utc)):
+                click.echo(text)
             if not found:
                 time.sleep(_POLL_S)
     except KeyboardInterrupt:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import re
-import sys
 import threading
 from collections.abc import Sequence
+from datetime import datetime, timezone
 
 from ..errors import ConfigError
 from ..observe.events import EventWriter
@@ -19,6 +19,7 @@ logger = logging.getLogger("bamboo_ds.launchers")
 
 #: Where jobs' files of events are unless the user says otherwise, below the working directory.
 LOGS = "bamboo-logs"
+_STDERR = 2
 _POLL_S = 0.3
 #: Seconds that the thread gets for the last lines; a terminal that is stopped takes none.
 _LAST_S = 5.0
@@ -51,9 +52,9 @@ def banner(job: str, what: str, store: str, events: str | None) -> list[str]:
 
 def say(lines: Sequence[str]) -> None:
     """Write ``lines`` to stderr in one piece, marked, since the script writes there, too."""
-    if lines:
-        sys.stderr.write("".join(f"[bamboo] {line}\n" for line in lines))
-        sys.stderr.flush()
+    data = "".join(f"[bamboo] {line}\n" for line in lines).encode()
+    while data:  # past Python's buffer, which the process could not close while a terminal takes no more
+        data = data[os.write(_STDERR, data) :]
 
 
 class Narration:
@@ -100,3 +101,4 @@ class Narration:
         for _, event in self._tail.read():
             if event.job == self._job:
                 say(self._story.tell(event))
+        say(self._story.late(datetime.now(timezone.utc)))

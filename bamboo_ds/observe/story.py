@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from datetime import datetime, tzinfo
+from datetime import datetime, timedelta, tzinfo
 
 from .events import (
     CheckpointFailed,
@@ -37,6 +37,8 @@ from .events import (
 
 #: Roles up to which the line about the start names every owner.
 _LISTED = 8
+#: After which a loss is told without its pause.
+_LATE = timedelta(seconds=10)
 _MEMBER = re.compile(r"\bm\d+-[0-9a-f]{8}\b")
 _HOW = {
     "exit": "exited ({})",
@@ -50,15 +52,26 @@ _HOW = {
 
 @dataclass
 class _Loss:
-    """Members that were lost together; ``pauses`` are the survivors' by member, ``step`` the first one since."""
+    """Members that were lost together.
+
+    Attributes:
+        before: number of members before.
+        plan: that removes them.
+        heirs: who takes which role over.
+        recovered: of survivors, by member.
+        step: the first one since.
+        later: what has happened since, told after it.
+        told: it is told already, without the pause.
+    """
 
     members: list[MemberLost]
     before: int
     plan: PlanWritten | None = None
     heirs: list[tuple[Role, str]] = field(default_factory=list)
-    pauses: dict[str, float] = field(default_factory=dict)
+    recovered: dict[str | None, Recovered] = field(default_factory=dict)
     step: int | None = None
     later: list[str] = field(default_factory=list)
+    told: bool = False
 
 
 @dataclass
@@ -108,9 +121,18 @@ class Story:
         self.summary.add(event)
         loss = self._start.loss
         lines = self._lines(event)
-        if loss is not None and loss is self._start.loss:
+        if loss is not None and loss is self._start.loss and not loss.told:
             loss.later += lines
             return []
+        return lines
+
+    def late(self, now: datetime) -> list[str]:
+        """The lines that have waited too long by the time ``now``, without what is still missing."""
+        loss = self._start.loss
+        if loss is None or loss.told or now - loss.members[0].time < _LATE:
+            return []
+        lines = self._tell_loss()
+        self._start.loss, loss.told, loss.later = loss, True, []
         return lines
 
     def end(self) -> list[str]:
@@ -207,8 +229,8 @@ class Story:
         loss = self._start.loss
         if loss is None or loss.plan is None or event.epoch < loss.plan.epoch:
             return []
-        loss.pauses[event.member or ""] = event.pause_seconds
-        return self._tell_loss() if loss.pauses.keys() >= set(loss.plan.members) else []
+        loss.recovered[event.member] = event
+        return self._tell_loss() if loss.recovered.keys() >= set(loss.plan.members) else []
 
     def _step(self, event: Step) -> list[str]:
         now, lines = self._start, []
@@ -227,8 +249,12 @@ class Story:
         loss, self._start.loss = self._start.loss, None
         if loss is None:
             return []
+        slowest = max(loss.recovered.values(), key=lambda event: event.pause_seconds, default=None)
+        pause = "" if slowest is None else f" in {_seconds(slowest.pause_seconds)}"
+        if loss.told:
+            who = " and ".join(self._name(event.member_id) for event in loss.members)
+            return [] if slowest is None else [self._line(slowest, f"recovered from the loss of {who}{pause}")]
         parts = [" and ".join(self._how(event) for event in loss.members)]
-        pause = f" in {_seconds(max(loss.pauses.values()))}" if loss.pauses else ""
         heirs: dict[str, list[Role]] = {}
         for role, heir in loss.heirs:
             heirs.setdefault(heir, []).append(role)
