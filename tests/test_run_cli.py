@@ -353,9 +353,11 @@ def test_variables_of_options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     members = {"store": "http://10.0.0.5:2379", "job": "a/b", "events": "e", "address": "::1"}
     others = {key: members[key] for key in ("store", "job")}
     assert found == {name: members if name in ("run", "join", "launch") else others for name in found}
+    assert main.cli.commands["run"].make_context("run", ["-n", "1", __file__]).params["logs"]
     monkeypatch.setenv("BAMBOO_MEMBER", "m0-a")
     values = main.cli.commands["run"].make_context("run", ["-n", "1", __file__]).params
     assert (values["store"], values["job"], values["events"], values["address"]) == ("embedded", None, None, None)
+    assert values["logs"] is None
 
 
 def test_a_configuration_without_the_block_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -359,15 +359,18 @@ def test_a_narration_that_fails_is_one_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     path = write(tmp_path / "events.jsonl", begun())
-    narration = Narration(str(path), "gpt")
-    narration.begin()
+    narration = Narration(str(path), "gpt", False)
+    narration.begin(["the banner"])
     write(path, [lost(10, M2), at(20, events.RunFinished, 0, None, exit_code=86, run_seconds=20)])
     narration.end()
     told = capfd.readouterr().err
-    assert told.startswith("[bamboo] ") and "worker m2 died (SIGKILL)\n[bamboo] exit code 86 after 20 s" in told
+    assert (
+        told.startswith("[bamboo] the banner\n[bamboo] ")
+        and "worker m2 died (SIGKILL)\n[bamboo] exit code 86 after 20 s" in told
+    )
     assert "12:00:00" not in told, "what was there before is not told"
-    narration = Narration(str(path), "gpt")
-    narration.begin()
+    narration = Narration(str(path), "gpt", False)
+    narration.begin(["the banner"])
     path.unlink()
     narration.end()
     assert [record.levelname for record in caplog.records] == ["WARNING"]

@@ -18,7 +18,7 @@ from ..control.registry.keys import Keys
 from ..control.registry.records import StopRecord
 from ..errors import BambooError, ConfigError, LaunchError
 from ..launchers import jobs
-from ..launchers.narration import banner, default_events, say
+from ..launchers.narration import banner, default_events, marked
 from ..launchers.network import LOOPBACK
 from ..launchers.owning import EMBEDDED
 from ..launchers.run import Launcher, RunOptions
@@ -170,7 +170,8 @@ def join(
     if options["events"] is None and here is not None and here.store == location.store:
         options["events"] = here.events
     if not quiet:
-        say(banner(location.job, "a member joins", location.store, options["events"]))
+        lines = banner(location.job, "a member joins", location.store, options["events"])
+        click.echo(marked(lines), err=True, nl=False)
     start(JoinOptions(**options, store=location.store, wait_s=wait_s))
 
 

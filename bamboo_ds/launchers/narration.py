@@ -50,9 +50,13 @@ def banner(job: str, what: str, store: str, events: str | None) -> list[str]:
     return [f"job {job}: {what}, etcd at {where}", f"watch it with {watch}", *([f"events: {events}"] if events else ())]
 
 
-def say(lines: Sequence[str]) -> None:
-    """Write ``lines`` to stderr in one piece, marked, since the script writes there, too."""
-    data = "".join(f"[bamboo] {line}\n" for line in lines).encode()
+def marked(lines: Sequence[str]) -> str:
+    """The text of ``lines`` for stderr, where the script writes, too."""
+    return "".join(f"[bamboo] {line}\n" for line in lines)
+
+
+def _say(lines: Sequence[str]) -> None:
+    data = marked(lines).encode()
     while data:  # past Python's buffer, which the process could not close while a terminal takes no more
         data = data[os.write(_STDERR, data) :]
 
@@ -64,9 +68,11 @@ class Narration:
         events: the file of the job's events; what is in it by now is not told. ``None``, or one that cannot be read
             twice, such as a pipe: nothing is told.
         job: its name.
+        quiet: tell nothing at all.
     """
 
-    def __init__(self, events: str | None, job: str) -> None:
+    def __init__(self, events: str | None, job: str, quiet: bool) -> None:
+        self._quiet = quiet
         self._tail = None
         if events is not None and os.path.isfile(events):
             self._tail = EventTail(events, os.path.getsize(events))
@@ -75,10 +81,10 @@ class Narration:
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def begin(self) -> None:
-        """Start telling. The caller must not fork from here on."""
-        if self._tail is not None:
-            self._thread = threading.Thread(target=self._run, name="bamboo-story", daemon=True)
+    def begin(self, lines: Sequence[str]) -> None:
+        """Tell ``lines``, then the story. The caller must not fork from here on."""
+        if not self._quiet:
+            self._thread = threading.Thread(target=self._run, args=(lines,), name="bamboo-story", daemon=True)
             self._thread.start()
 
     def end(self) -> None:
@@ -87,18 +93,20 @@ class Narration:
         if self._thread is not None:
             self._thread.join(_LAST_S)
 
-    def _run(self) -> None:
+    def _run(self, lines: Sequence[str]) -> None:
         try:
+            _say(lines)
+            if self._tail is None:
+                return
             while not self._ended.wait(_POLL_S):
-                self._look()
-            self._look()
-            say([*self._story.end(), *self._story.summary.lines()])
+                self._look(self._tail)
+            self._look(self._tail)
+            _say([*self._story.end(), *self._story.summary.lines()])
         except Exception as error:  # whatever it is, the job goes on
             logger.warning("what happens in the job is not told any more: %s: %s", type(error).__name__, error)
 
-    def _look(self) -> None:
-        assert self._tail is not None
-        for _, event in self._tail.read():
+    def _look(self, tail: EventTail) -> None:
+        for _, event in tail.read():
             if event.job == self._job:
-                say(self._story.tell(event))
-        say(self._story.late(datetime.now(timezone.utc)))
+                _say(self._story.tell(event))
+        _say(self._story.late(datetime.now(timezone.utc)))

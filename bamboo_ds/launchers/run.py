@@ -14,7 +14,7 @@ from ..control.settings import AgentSettings, MemberOptions
 from ..errors import EXIT_FATAL_LOSS
 from ..observe.events import RunStarted
 from ..secret import JobSecret, given
-from .narration import Narration, banner, say
+from .narration import Narration, banner
 from .network import free_port
 from .owning import EMBEDDED, open_events, owned, tell_finished
 from .slots import AGENT_GRACE_S, OTHERS_S, Slots
@@ -59,7 +59,7 @@ class Launcher(Slots):
         options.check_notices()
         with ExitStack() as stack:
             events = stack.enter_context(open_events(options.events))
-            narration = Narration(None if options.quiet else options.events, options.job)
+            narration = Narration(options.events, options.job, options.quiet)
             stack.callback(narration.end)
             stack.enter_context(self._prepared({child.pid for child in psutil.Process().children()}))
             job = owned(options, options.store, lambda pid: self._watch_etcd(pid, stack))
@@ -67,12 +67,10 @@ class Launcher(Slots):
             begin = time.monotonic()
             command = list(options.command)
             emit_or_log(events, RunStarted(job=options.job, epoch=0, members=options.workers, command=command))
-            if not options.quiet:
-                say(banner(options.job, f"{options.workers} members on this host", self._urls, options.events))
             self._handle_signals()
             if self._interrupted is None:
                 self._start_all(state_file)
-            narration.begin()
+            narration.begin(banner(options.job, f"{options.workers} members on this host", self._urls, options.events))
             self._serve()
             self._loop.join_background(AGENT_GRACE_S)
             code = self._exit_code(self._await_others())

@@ -20,7 +20,7 @@ from ..errors import LaunchError
 from ..processes import die_with_parent, process_space, started
 from ..secret import ENV_SECRET_FILE, NONE, given
 from ..variables import ENV_CHECK_EXACT, ENV_CONFIG, ENV_EVENTS, ENV_JOB, ENV_LAUNCH, ENV_STORE
-from .narration import Narration, banner, say
+from .narration import Narration, banner
 from .owning import open_events, owned, tell_finished
 from .slots import AGENT_GRACE_S, Slots
 
@@ -66,18 +66,16 @@ class Wrapper(Slots):
         options = self._options
         with ExitStack() as stack:
             events = stack.enter_context(open_events(options.events))
-            narration = Narration(None if options.quiet else options.events, options.job)
+            narration = Narration(options.events, options.job, options.quiet)
             stack.callback(narration.end)
             stack.enter_context(self._prepared({child.pid for child in psutil.Process().children()}))
             job = owned(options, options.store, lambda pid: self._watch_etcd(pid, stack))
             self._urls, _ = stack.enter_context(job)
             begin = time.monotonic()
-            if not options.quiet:
-                say(banner(options.job, f"started by {options.command[0]}", self._urls, options.events))
             self._handle_signals()
             if self._interrupted is None:
                 self._start(stack)
-            narration.begin()
+            narration.begin(banner(options.job, f"started by {options.command[0]}", self._urls, options.events))
             code = self._follow()
             self._loop.join_background(AGENT_GRACE_S)
             tell_finished(events, options.job, code, begin)

@@ -263,8 +263,8 @@ class RunningJob:
         return start_bamboo([command, *options, *self.command], self.env, self.folder / f"{log}.log")
 
     def join(self, *more: str) -> Process:
-        """``bamboo join`` with the job's script and ``more`` options."""
-        options = ["--job", self.name, "--events", str(self.folder / "events.jsonl"), *more]
+        """``bamboo join`` with the job's script and ``more`` options; it finds the job's events."""
+        options = ["--job", self.name, *more]
         self.joiners.append(self._start("join", options, f"join-{len(self.joiners)}"))
         return self.joiners[-1]
 
