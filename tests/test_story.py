@@ -243,7 +243,24 @@ def test_a_fatal_loss_before_the_engines_are_built() -> None:
     fatal = at(4, events.Fatal, 1, stages=[], members=[M1], checkpoint=None)
     assert told(story, [lost(4, M1), fatal]) == [
         "12:00:04 worker m1 on host a died (SIGKILL)",
-        "12:00:04 fatal loss: the training cannot go on; newest checkpoint: none",
+        "12:00:04 fatal loss before the engines are built; newest checkpoint: none",
+    ]
+
+
+def test_a_worker_that_cannot_go_on_and_a_restart_that_fails() -> None:
+    why = {"shadows": [], "lost": [], "pipelines": 1, "owners": MEMBERS}
+    all_stages = [(0, stage) for stage in range(4)]
+    found = [
+        at(10, events.PlanWritten, 3, **why, members=MEMBERS, reason=f"{M1} cannot go on (exit: 86)"),
+        at(10, events.Fatal, 3, stages=all_stages, members=[], checkpoint=None),
+        at(20, events.Restart, 3, number=1, slots=[0, 1, 2, 3], checkpoint=None, step=2),
+        at(30, events.PlanWritten, 4, **why, members=["m0-eeeeeeee"], reason="restart 1 failed: slot 1 did not come"),
+        at(30, events.Fatal, 4, stages=all_stages, members=[], checkpoint=None),
+    ]
+    assert lines(*found) == [
+        "12:00:10 fatal loss: m1 cannot go on (exit: 86); newest checkpoint: none",
+        "12:00:20 restart 1 on slots 0, 1, 2, 3, from the beginning",
+        "12:00:30 fatal loss: restart 1 failed: slot 1 did not come; newest checkpoint: none",
     ]
 
 

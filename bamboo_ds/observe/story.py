@@ -1,4 +1,4 @@
-"""The events of a job as plain English lines for people, and a summary of its run. Pure: no I/O, no threads.
+"""The events of a job as plain English lines for people. Pure: no I/O, no threads.
 
 A loss is one line. It waits for the events that complete it, and what happens meanwhile is told after it::
 
@@ -34,6 +34,7 @@ from .events import (
     RunStarted,
     Step,
 )
+from .summary import Summary, counted, duration
 
 #: Roles up to which the line about the start names every owner.
 _LISTED = 8
@@ -117,7 +118,7 @@ class Story:
             lines = self.end()
             self._start, self._told, self.summary = _Start(), set(), Summary()
             self.summary.add(event)
-            return [*lines, self._line(event, f"job {event.job} starts with {_count(event.members, 'member')}")]
+            return [*lines, self._line(event, f"job {event.job} starts with {counted(event.members, 'member')}")]
         self.summary.add(event)
         loss = self._start.loss
         lines = self._lines(event)
@@ -167,7 +168,7 @@ class Story:
             return [*self._tell_loss(), *self._once(event, event.epoch, self._fatal(event))]
         elif isinstance(event, MembersAwaited):
             missing = _listed([self._name(member) for member in event.members])
-            text = f"all others wait for {missing}, for {_seconds(event.seconds)} so far"
+            text = f"all others wait for {missing}, for {duration(event.seconds)} so far"
             return [*self._tell_loss(), self._line(event, text)]
         else:
             found = self._remark(event)
@@ -177,20 +178,18 @@ class Story:
     def _remark(self, event: Event) -> tuple[object, str] | None:
         """What distinguishes a happening from others of its kind, and the text about it."""
         if isinstance(event, NoticeReceived):
-            left = "" if event.deadline_seconds is None else f", {_seconds(event.deadline_seconds)} before its end"
+            left = "" if event.deadline_seconds is None else f", {duration(event.deadline_seconds)} before its end"
             what = "leaves" if event.leaves else "stays"
             member = self._name(event.member or "-")
             key = event.member, event.kind, event.source, event.detail
             return key, f"{member} got a notice ({event.kind}, {event.source}: {event.detail}){left}: it {what}"
         if isinstance(event, MemberLeft):
             why = f"{event.reason}, {event.detail}"
-            text = f"{self._who(event.member_id)} has left ({why}), {_seconds(event.seconds)} after the notice"
+            text = f"{self._who(event.member_id)} has left ({why}), {duration(event.seconds)} after the notice"
             return event.member_id, text
         if isinstance(event, CheckpointSaved):
-            return (
-                event.path,
-                event.step,
-            ), f"checkpoint of step {event.step} saved in {_seconds(event.seconds)}: {event.path}"
+            text = f"checkpoint of step {event.step} saved in {duration(event.seconds)}: {event.path}"
+            return (event.path, event.step), text
         if isinstance(event, CheckpointFailed):
             return (event.path, event.step), f"checkpoint of step {event.step} failed ({event.reason}): {event.path}"
         if isinstance(event, ReplicaMismatch):
@@ -200,7 +199,7 @@ class Story:
             differs = f"{event.found} of {self._stages([event.role])} differs: {event.tensors[0]}"
             return (event.role, event.found), f"exactness check: the {differs}"
         if isinstance(event, ExactChecked):
-            compared = f"{_count(event.tensors, 'tensor')} of {_count(event.steps, 'step')}"
+            compared = f"{counted(event.tensors, 'tensor')} of {counted(event.steps, 'step')}"
             return event.step, f"exactness check: {compared} compared, no difference"
         return None
 
@@ -241,7 +240,7 @@ class Story:
             loss.step = loss.step or event.step
         if not now.stepped:
             now.stepped = True
-            lines.append(self._line(event, f"training: step {event.step} took {_seconds(event.seconds)}"))
+            lines.append(self._line(event, f"training: step {event.step} took {duration(event.seconds)}"))
         return lines
 
     def _tell_loss(self, interrupted: bool = False) -> list[str]:
@@ -250,7 +249,7 @@ class Story:
         if loss is None:
             return []
         slowest = max(loss.recovered.values(), key=lambda event: event.pause_seconds, default=None)
-        pause = "" if slowest is None else f" in {_seconds(slowest.pause_seconds)}"
+        pause = "" if slowest is None else f" in {duration(slowest.pause_seconds)}"
         if loss.told:
             who = " and ".join(self._name(event.member_id) for event in loss.members)
             return [] if slowest is None else [self._line(slowest, f"recovered from the loss of {who}{pause}")]
@@ -271,15 +270,18 @@ class Story:
         return [self._line(loss.members[0], "; ".join(parts)), *loss.later]
 
     def _how(self, event: MemberLost) -> str:
-        detail = _MEMBER.sub(lambda found: self._name(found[0]), event.detail)
+        detail = self._named(event.detail)
         if detail.isdecimal():
             detail = f"code {detail}"
         return f"worker {self._who(event.member_id)} {_HOW[event.reason].format(detail)}"
 
     def _fatal(self, event: Fatal) -> str:
-        some = self._start.plan is not None and 0 < len(event.stages) < len(self._start.plan.owners)
-        what = f"no living member holds {self._stages(event.stages)}" if some else "the training cannot go on"
-        return f"fatal loss: {what}; newest checkpoint: {event.checkpoint or 'none'}"
+        plan, newest = self._start.plan, f"; newest checkpoint: {event.checkpoint or 'none'}"
+        if not event.stages:
+            return "fatal loss before the engines are built" + newest
+        if plan is None or len(event.stages) < len(plan.owners):
+            return f"fatal loss: no living member holds {self._stages(event.stages)}{newest}"
+        return f"fatal loss: {self._named(plan.reason)}{newest}"
 
     # -- plans --------------------------------------------------------------------------------------
 
@@ -287,9 +289,9 @@ class Story:
         now, old = self._start, self._start.plan
         if old is not None and plan.epoch <= old.epoch:
             return []
+        now.plan = plan
         if old is None and not set(plan.owners) <= set(plan.members):
             return []  # a restart that has failed
-        now.plan = plan
         joined, now.joined = now.joined, []
         if old is None or (plan.pipelines is not None and old.pipelines is None):
             return [self._line(plan, self._beginning(plan))]
@@ -304,7 +306,7 @@ class Story:
             loss.heirs = [(role, after) for role, _, after in moved]
             lines = []
         else:
-            members = _count(len(plan.members), "member")
+            members = counted(len(plan.members), "member")
             lines = [self._line(plan, f"{self._who(member)} has joined: {members}") for member in joined]
             pairs: dict[tuple[str, str], list[Role]] = {}
             for role, before, after in moved:
@@ -321,8 +323,8 @@ class Story:
             there = f"all {len(plan.members)} members are there" + (f" (hosts: {hosts})" if hosts else "")
             return f"{there} and build their engines"
         size = len(plan.owners)
-        stages = _count(size // plan.pipelines, "stage")
-        parts = [f"{_count(plan.pipelines, 'pipeline')} of {stages} on {_count(len(plan.members), 'member')}"]
+        stages = counted(size // plan.pipelines, "stage")
+        parts = [f"{counted(plan.pipelines, 'pipeline')} of {stages} on {counted(len(plan.members), 'member')}"]
         if size <= _LISTED:
             held: dict[str, list[Role]] = {}
             for rank, owner in enumerate(plan.owners):
@@ -341,7 +343,7 @@ class Story:
                 now.bare_since = plan.time, "change"
         elif now.bare_since is not None:
             (since, what), now.bare_since = now.bare_since, None
-            after = _seconds(max(0.0, (plan.time - since).total_seconds()))
+            after = duration(max(0.0, (plan.time - since).total_seconds()))
             return [self._line(plan, f"all stages have replicas again {after} after the {what}")]
         return []
 
@@ -351,6 +353,10 @@ class Story:
         """``m2``, or the whole id if another member since the start was called so."""
         names, short = self._start.names, member.partition("-")[0]
         return names.setdefault(member, member if short in names.values() else short)
+
+    def _named(self, text: str) -> str:
+        """``text`` with members by their names."""
+        return _MEMBER.sub(lambda found: self._name(found[0]), text)
 
     def _who(self, member: str) -> str:
         host = self._start.hosts.get(member)
@@ -380,69 +386,9 @@ class Story:
         )
 
 
-class Summary:
-    """Counts over the events of one run of a job; every count is of distinct happenings."""
-
-    def __init__(self) -> None:
-        self._lost: set[str] = set()
-        self._joined: set[str] = set()
-        self._left: set[str] = set()
-        self._pauses: dict[int, float] = {}  # by epoch: the longest of any survivor
-        self._redone: dict[tuple[int, str | None], int] = {}
-        self._saved: set[tuple[str, int]] = set()
-        self._restarts = self._step = 0
-        self._planned = False
-        self.finished: RunFinished | None = None
-
-    def add(self, event: Event) -> None:
-        """Count ``event``."""
-        if isinstance(event, Step):
-            self._step = event.step
-        elif isinstance(event, MemberLost):
-            self._lost.add(event.member_id)
-        elif isinstance(event, MemberLeft):
-            self._left.add(event.member_id)
-        elif isinstance(event, MemberJoined) and self._planned:
-            self._joined.add(event.member_id)
-        elif isinstance(event, PlanWritten):
-            self._planned = True
-        elif isinstance(event, Recovered):
-            self._pauses[event.epoch] = max(event.pause_seconds, self._pauses.get(event.epoch, 0.0))
-            self._redone[event.epoch, event.member] = event.forwards_redone + event.backwards_redone
-        elif isinstance(event, CheckpointSaved):
-            self._saved.add((event.path, event.step))
-        elif isinstance(event, Restart):
-            self._restarts, self._planned = max(self._restarts, event.number), False
-        elif isinstance(event, RunFinished):
-            self.finished = event
-
-    def lines(self) -> list[str]:
-        """The summary, one thing a line."""
-        done = self.finished
-        ended = f"exit code {done.exit_code} after {_seconds(done.run_seconds)}" if done else "not finished"
-        lines = [f"{ended}; newest step: {self._step or 'none'}"]
-        pauses, redone = self._pauses.values(), sum(self._redone.values())
-        losses = f"losses: {len(self._lost)}"
-        if pauses:
-            longest, total = _seconds(max(pauses)), _seconds(sum(pauses))
-            losses += f"; longest pause {longest}, all pauses {total}; {_count(redone, 'pass', 'passes')} done again"
-        lines.append(losses)
-        came = f"joined: {len(self._joined)}; left: {len(self._left)}"
-        return [*lines, f"{came}; checkpoints: {len(self._saved)}; restarts: {self._restarts}"]
-
-
 def _complete(plan: PlanWritten) -> bool:
     return bool(plan.shadows) and None not in plan.shadows
 
 
-def _count(number: int, one: str, several: str | None = None) -> str:
-    return f"{number} {one if number == 1 else several or one + 's'}"
-
-
 def _listed(words: Sequence[str]) -> str:
     return " and ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else "".join(words)
-
-
-def _seconds(seconds: float) -> str:
-    """Seconds with two significant digits below ten, whole ones from there on."""
-    return f"{seconds:.0f} s" if seconds >= 9.95 else f"{seconds:.1f} s" if seconds >= 0.995 else f"{seconds:.2f} s"
