@@ -28,8 +28,8 @@ from ..version import __version__
 from .chaos import chaos
 from .checkpoints import checkpoints
 from .doctor import doctor
-from .goodput import goodput
 from .events import events
+from .goodput import goodput
 from .ledger import ledger
 from .options import (
     MemberArguments,
