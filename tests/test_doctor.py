@@ -20,10 +20,9 @@ from bamboo_ds.cli.main import cli
 from bamboo_ds.launchers.owning import EMBEDDED
 
 from .support.etcd import EtcdServer
-from .support.fixtures import etcd
 from .support.ports import free_port
 
-__all__ = ["etcd"]  # the fixture
+pytest_plugins = ["tests.support.fixtures"]
 
 HERE = Patient(EMBEDDED, None, None)
 
