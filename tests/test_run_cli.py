@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import pty
 import signal
 import socket
 import subprocess
@@ -12,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -196,13 +198,27 @@ def test_status_and_stop(start: Start) -> None:
     report = job.status()
     assert [m["state"] for m in report["members"]] == [*["running"] * 3, "lost (signal SIGKILL)"]
     assert "lost (signal SIGKILL)" in done.stdout and "…" not in done.stdout, "cut without a terminal"
+    bare = [
+        [pipeline, stage]
+        for pipeline, stage in ((0, 0), (1, 0), (0, 1), (1, 1))
+        if not _shadow(report, pipeline, stage)
+    ]
+    assert report["unshadowed"] == bare and bare and "without a shadow: (" in done.stdout
     times = {"pause_seconds": 0.2, "rebuild_seconds": 0.1, "redo_seconds": 0.1}
     passes = {"step": 12, "forwards_redone": 1, "backwards_redone": 1, "mode": "resume"}
     unknown = {"detection_seconds": None, "plan_seconds": None}
     for rank in (0, 1, 2):
         job.tell(rank, f"event recovered {json.dumps({**times, **passes, **unknown})}")
     follow = [*BAMBOO, "events", "-f", "--job", "status-test"]
-    with subprocess.Popen(follow, env=job.environment, stdout=subprocess.PIPE, text=True) as following:
+    terminal, inside = pty.openpty()
+    with (
+        subprocess.Popen(follow, env=job.environment, stdout=subprocess.PIPE, text=True) as following,
+        subprocess.Popen([*BAMBOO, "status", "-w"], env=job.environment, stdout=inside) as watching,
+    ):
+        os.close(inside)
+        shown = b""
+        while b"epoch 3" not in shown:
+            shown += os.read(terminal, 4096)
         assert following.stdout is not None
         told = iter(following.stdout.readline, "")
         loss = next(line for line in told if "worker m3 on host" in line)  # it is told while the job runs
@@ -212,10 +228,17 @@ def test_status_and_stop(start: Start) -> None:
         assert job.bamboo("stop").returncode == 0
         assert job.exit_code() == 143
         assert "exit code 143 after" in "".join(told)
-    assert following.returncode == 0
+        while b"job status-test has ended" not in shown:
+            shown += os.read(terminal, 4096)
+    os.close(terminal)
+    assert following.returncode == watching.returncode == 0
     nothing = job.bamboo("status")
     assert nothing.returncode == 2
     assert "no job runs here" in nothing.stderr
+
+
+def _shadow(report: dict[str, Any], pipeline: int, stage: int) -> bool:
+    return any([pipeline, stage] in member["shadows"] for member in report["members"])
 
 
 def test_members_whose_agents_could_not_say_goodbye_stay_in_the_status() -> None:

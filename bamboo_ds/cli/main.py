@@ -43,7 +43,7 @@ from .options import (
 )
 from .output import console
 from .plan import plan
-from .status import job_status, status_table
+from .status import job_status, status_table, watch
 
 _TIMEOUT_S = 5.0
 #: Exit code of a job that ``bamboo stop`` has ended: as if by SIGTERM.
@@ -187,9 +187,15 @@ cli.add_command(events)
 @cli.command()
 @running_job
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def status(job: str | None, store: str | None, as_json: bool) -> None:
+@click.option("-w", "--watch", "watches", is_flag=True, help="Show it every second until the job has ended, or Ctrl-C.")
+def status(job: str | None, store: str | None, as_json: bool, watches: bool) -> None:
     """Show members, roles, epoch and step of a job."""
+    if as_json and watches:
+        raise ConfigError("--watch prints no JSON: leave out --json, or --watch")
     location = jobs.locate(job, store)
+    if watches:
+        watch(location)
+        return
     report = job_status(location.job, read_job(location))
     if as_json:
         click.echo(report.model_dump_json(indent=2))

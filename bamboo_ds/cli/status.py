@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import time
+
 from pydantic import BaseModel, ConfigDict
+from rich.live import Live
 from rich.table import Table
 
+from ..control.registry.access import open_store
 from ..control.registry.keys import slot_of
 from ..control.registry.mirror import Mirror
 from ..control.registry.records import LeftRecord, MemberRecord, in_slot_order
+from ..errors import ConfigError, StoreUnavailable
+from ..launchers import jobs
 from ..topology.plan import Plan
+from .output import console
+
+_TIMEOUT_S = 5.0
+_WATCH_S = 1.0
 
 
 class MemberStatus(BaseModel):
@@ -37,7 +47,8 @@ class JobStatus(BaseModel):
     """A job at one moment.
 
     ``epoch`` is 0 before the first plan, ``step`` the newest committed one, ``global_step`` that in DeepSpeed's count,
-    ``checkpoint`` the folder of the newest complete checkpoint.
+    ``checkpoint`` the folder of the newest complete checkpoint. ``unshadowed`` are the roles without a shadow, as
+    ``[pipeline, stage]``; ``None`` where none has one (before the engines are built, or without redundancy).
     """
 
     model_config = ConfigDict(frozen=True)
@@ -47,6 +58,7 @@ class JobStatus(BaseModel):
     step: int | None
     global_step: int | None = None
     checkpoint: str | None
+    unshadowed: list[tuple[int, int]] | None = None
     members: list[MemberStatus]
 
 
@@ -87,6 +99,7 @@ def job_status(job: str, mirror: Mirror) -> JobStatus:
         step=(progress.step or None) if progress else None,
         global_step=progress.global_step if progress else None,
         checkpoint=newest.checkpoint if newest else None,
+        unshadowed=_unshadowed(plan),
         members=sorted(registered + gone, key=lambda member: (member.slot, member.id)),
     )
 
@@ -114,6 +127,12 @@ def _roles(plan: Plan | None, member: str, shadows: bool) -> list[tuple[int, int
     return [(role.pipeline, role.stage) for role in roles]
 
 
+def _unshadowed(plan: Plan | None) -> list[tuple[int, int]] | None:
+    if plan is None or plan.layout is None or not any(plan.shadows):
+        return None
+    return [(r.pipeline, r.stage) for r, shadow in zip(plan.layout.roles, plan.shadows, strict=True) if shadow is None]
+
+
 def status_table(status: JobStatus) -> Table:
     """The status for people."""
     step = "-" if status.step is None else str(status.step)
@@ -137,6 +156,8 @@ def status_table(status: JobStatus) -> Table:
     for member in status.members:
         if member.doing is not None:
             table.caption += f"\nthe worker of {member.id} {member.doing}"
+    if status.unshadowed:
+        table.caption += f"\nwithout a shadow: {_listed(status.unshadowed)}"
     if status.checkpoint is not None:
         table.caption += f"\nnewest checkpoint: {status.checkpoint}"
     return table
@@ -144,3 +165,35 @@ def status_table(status: JobStatus) -> Table:
 
 def _listed(roles: list[tuple[int, int]]) -> str:
     return " ".join(f"({pipeline},{stage})" for pipeline, stage in roles) or "-"
+
+
+def watch(location: jobs.JobLocation) -> None:
+    """Show the status every second until the job has ended, or Ctrl-C.
+
+    Raises:
+        ConfigError: there is no such job.
+        StoreError: etcd cannot be used, and the job has not ended as far as this host knows.
+    """
+    seen = False
+    with (
+        open_store(location.store, location.job, _TIMEOUT_S) as store,
+        Live(console=console(), auto_refresh=False) as live,
+    ):
+        try:
+            while True:
+                try:
+                    snapshot = store.get_prefix("")
+                except StoreUnavailable:  # that of the job ends with it
+                    if not seen or location.launcher is None or jobs.find(location.job) is not None:
+                        raise
+                    break
+                if not snapshot.entries and not seen:
+                    raise ConfigError(f"no job {location.job!r} is known at {location.store}")
+                if not snapshot.entries:
+                    break
+                seen = True
+                live.update(status_table(job_status(location.job, Mirror(snapshot))), refresh=True)
+                time.sleep(_WATCH_S)
+        except KeyboardInterrupt:
+            return
+    console().print(f"job {location.job} has ended")
