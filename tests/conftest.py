@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -58,6 +59,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return not starts, -(known.get(item.nodeid, _UNKNOWN_S) if starts else files[file]), file
 
     items.sort(key=place)
+
+
+def pytest_collection_finish() -> None:
+    """Spare the collector what has been imported: simulated jobs make much garbage beside all of torch."""
+    gc.collect()
+    gc.freeze()
 
 
 _PROCESS_EVENTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.exec", "os.system"}

@@ -272,7 +272,10 @@ def test_twice_from_a_checkpoint_with_half_of_the_members(tmp_path: Path, refere
     assert problems + consumed.problems + compare(consumed, audit(expected(8, 1, 4, 4))) == []
     assert (len(consumed.runs), consumed.steps) == (2, 9)
     spent = account(read_events(tmp_path / "events.jsonl"))
-    assert (spent.steps, spent.repeated_steps, spent.restarts, spent.losses) == (8, 1, 2, 2)
+    # Nobody may be left who tells of the last member that a restart has lost.
+    lost = {event["member_id"] for event in result.events("member_lost")}
+    assert len(lost) in (2, 3)
+    assert (spent.steps, spent.repeated_steps, spent.restarts, spent.losses) == (8, 1, 2, len(lost))
     assert spent.seconds == pytest.approx(sum(spent.categories.values()))
     assert spent.categories[Category.WAITING] > 0 and spent.categories[Category.WASTED] > 0
 
