@@ -87,7 +87,6 @@ def ended(pid: int) -> bool:
 
 def test_starts_serves_and_leaves_nothing() -> None:
     with EmbeddedEtcd() as etcd:
-        print(f"healthy after {etcd.start_seconds:.2f} s")
         pid, folder = etcd.pid, etcd.data_dir
         assert etcd.alive() and psutil.pid_exists(pid) and folder.is_dir()
         assert folder.stat().st_mode & 0o077 == 0
@@ -133,7 +132,6 @@ SECRET = JobSecret.new()
 
 def test_serves_those_who_know_the_secret() -> None:
     with EmbeddedEtcd("127.0.0.1", certificates=certificates_of(SECRET, "/bamboo/j/")) as etcd:
-        print(f"healthy and protected after {etcd.start_seconds:.2f} s")
         assert etcd.url.startswith("bamboo://127.0.0.1:")
         assert [address.ip for address in listening(etcd.pid)] == ["127.0.0.1"]
         files = [path for path in etcd.data_dir.iterdir() if path.suffix in (".pem", ".key")]

@@ -43,6 +43,8 @@ _CLOSED = (
 #: Bytes that Linux allows for the path of a socket, with the zero at its end.
 _LONGEST_PATH = 108
 _PROBE_S = 2.0
+#: Seconds within which it must be healthy.
+_START_S = 20.0
 #: Seconds before each new start of an etcd that ends by itself, until it has run for a while.
 RESTART_PAUSES_S = (0.1, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0)
 
@@ -171,25 +173,16 @@ class EmbeddedEtcd:
             by a socket in its folder. Nothing else is bound.
         certificates: of the job (:func:`~.certificates.certificates_of`), which it then demands of all clients at
             ``address``.
-        timeout_s: seconds within which it must be healthy.
     """
 
-    def __init__(
-        self,
-        address: str | None = "127.0.0.1",
-        *,
-        certificates: Certificates | None = None,
-        timeout_s: float = 20.0,
-    ) -> None:
+    def __init__(self, address: str | None = "127.0.0.1", *, certificates: Certificates | None = None) -> None:
         self.address = address
         self._certificates = certificates
-        self._timeout_s = timeout_s
         self._supervisor: subprocess.Popen[bytes] | None = None
         self._heard = b""
         self._pid = 0
         self._port = 0
         self._data_dir: Path | None = None
-        self._start_seconds = 0.0
 
     @property
     def url(self) -> str:
@@ -215,12 +208,6 @@ class EmbeddedEtcd:
         assert self._data_dir is not None
         return self._data_dir
 
-    @property
-    def start_seconds(self) -> float:
-        """Seconds from :meth:`start` to healthy."""
-        self._running()
-        return self._start_seconds
-
     def alive(self) -> bool:
         """Whether etcd runs, or is about to be started again: else its supervisor has ended."""
         return self._supervisor is not None and self._supervisor.poll() is None
@@ -229,13 +216,13 @@ class EmbeddedEtcd:
         """Start and wait until healthy; raises :class:`LaunchError` with etcd's last log lines."""
         if self._supervisor is not None:
             raise LaunchError("this embedded etcd has been started already")
-        begin = time.monotonic()
+        deadline = time.monotonic() + _START_S
         binary = find_etcd()
         # Between our choice of a free port and etcd's use of it somebody else may take it.
         attempts = 3
         for attempt in range(1, attempts + 1):
             try:
-                self._start_once(binary, begin + self._timeout_s)
+                self._start_once(binary, deadline)
                 break
             except LaunchError as error:
                 self.stop()
@@ -244,7 +231,6 @@ class EmbeddedEtcd:
             except BaseException:
                 self.stop()
                 raise
-        self._start_seconds = time.monotonic() - begin
         return self
 
     def _start_once(self, binary: Path, deadline: float) -> None:
