@@ -152,7 +152,6 @@ class Saves:
             on_complete=self._tell_complete,
             on_failed=self._tell_failed,
             timeout_s=settings.timeout_s,
-            stop_at_exit=False,
         )
         self._open = self._tentative = False
         job.find_checkpoint = self._find
