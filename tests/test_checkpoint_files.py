@@ -181,17 +181,6 @@ def test_a_writer_that_hangs(members: Callable[..., Member], monkeypatch: pytest
     assert [r.step for r in alone.complete] == [1, 3]
 
 
-def test_a_second_save_aborts_the_first(members: Callable[..., Member], monkeypatch: pytest.MonkeyPatch) -> None:
-    alone = members(0, when_busy="abort")
-    gate = Gate(monkeypatch, names(0)[0])
-    alone.save(1, layout=Layout(1, 1))
-    assert gate.reached.wait(WAIT_S)
-    alone.save(2, layout=Layout(1, 1), interrupt=gate.open.set).wait()
-    assert [r.step for r in alone.complete] == [2]
-    assert [r.step for r in alone.failed] == [1] and "superseded" in str(alone.failed[0].error)
-    assert [i.tag for i in list_checkpoints(alone.folder)] == ["step2"] and rest(alone.folder) == []
-
-
 # -- keep -----------------------------------------------------------------------------------------------------
 
 

@@ -27,7 +27,7 @@ import pytest
 from bamboo_ds.chaos.processes import listener
 from bamboo_ds.errors import ConfigError, LaunchError, StoreUnavailable
 from bamboo_ds.secret import JobSecret
-from bamboo_ds.store import embedded
+from bamboo_ds.store import embedded, supervisor
 from bamboo_ds.store.certificates import certificates_of
 from bamboo_ds.store.client import Store
 from bamboo_ds.store.connection import rpc
@@ -87,7 +87,6 @@ def ended(pid: int) -> bool:
 
 def test_starts_serves_and_leaves_nothing() -> None:
     with EmbeddedEtcd() as etcd:
-        print(f"healthy after {etcd.start_seconds:.2f} s")
         pid, folder = etcd.pid, etcd.data_dir
         assert etcd.alive() and psutil.pid_exists(pid) and folder.is_dir()
         assert folder.stat().st_mode & 0o077 == 0
@@ -133,7 +132,6 @@ SECRET = JobSecret.new()
 
 def test_serves_those_who_know_the_secret() -> None:
     with EmbeddedEtcd("127.0.0.1", certificates=certificates_of(SECRET, "/bamboo/j/")) as etcd:
-        print(f"healthy and protected after {etcd.start_seconds:.2f} s")
         assert etcd.url.startswith("bamboo://127.0.0.1:")
         assert [address.ip for address in listening(etcd.pid)] == ["127.0.0.1"]
         files = [path for path in etcd.data_dir.iterdir() if path.suffix in (".pem", ".key")]
@@ -409,6 +407,17 @@ def test_a_taken_port_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(embedded, "_free_port", port)
         with EmbeddedEtcd() as etcd:
             assert etcd.alive() and len(tries) == 2
+
+
+def test_the_socket_of_a_killed_etcd_is_in_nobodys_way(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An etcd before 3.5 does not remove it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    with socket.socket(socket.AF_UNIX) as killed:
+        killed.bind("client:1")
+    listens = "import socket; socket.socket(socket.AF_UNIX).bind('client:1')"
+    assert supervisor.Etcd(str(tmp_path)).start([sys.executable, "-c", listens]).wait(60.0) == 0
+    assert (tmp_path / "data").is_dir()
 
 
 def broken_etcd(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import atexit
+import builtins
+import contextlib
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from bamboo_ds.control.agent.command import observed
+from bamboo_ds.errors import EXIT_FATAL_LOSS, EpochChanged
+from bamboo_ds.worker.exit import ScriptExit
 
 from .support.jobs import SUPPORT, environment, run_text
 
@@ -33,6 +41,43 @@ def test_python_is_observed(before: tuple[str, ...], after: tuple[str, ...]) -> 
 )
 def test_what_is_no_script_runs_as_it_is(command: tuple[str, ...]) -> None:
     assert observed(command) == command
+
+
+def test_an_error_while_torch_makes_its_groups_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[str, bool]] = []
+    codes: list[int] = []
+    channel: Any = SimpleNamespace(exit_notice=lambda why, failed: told.append((why, failed)), close=lambda: None)
+    session: Any = None
+    monkeypatch.setattr(sys, "excepthook", lambda *_: None)
+    monkeypatch.setattr("os._exit", codes.append)
+    exit_ = ScriptExit(channel, session, lambda: None, lambda: None)
+    for error in (RuntimeError("a port is taken"), EpochChanged("a loss")):
+        with pytest.raises(RuntimeError), exit_.unhooked():
+            raise error
+        sys.excepthook(type(error), error, None)
+    assert told == [("RuntimeError: a port is taken", True), ("EpochChanged: a loss", False)]
+    assert codes == [EXIT_FATAL_LOSS]
+
+
+def test_a_thread_that_leaves_ends_no_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    for owner, name in ((sys, "exit"), (sys, "excepthook"), (builtins, "exit"), (builtins, "quit")):
+        monkeypatch.setattr(owner, name, getattr(owner, name, None), raising=False)
+    nothing: Any = None
+    seen = ScriptExit(nothing, nothing, lambda: None, lambda: None)
+    seen.watch()
+    atexit.unregister(seen._finish)
+
+    def leave() -> None:
+        with contextlib.suppress(SystemExit):
+            sys.exit(3)
+
+    thread = threading.Thread(target=leave)
+    thread.start()
+    thread.join()
+    assert seen._exit_code is None
+    with pytest.raises(SystemExit):
+        sys.exit(3)
+    assert seen._exit_code == 3
 
 
 SEEN = """

@@ -201,12 +201,11 @@ def test_lease_expiry_deletes(store: Store) -> None:
     seen = Recorder()
     watch = store.watch("members/", seen)
     lease = store.lease(2)
-    assert 0 < lease.remaining_s() <= lease.ttl_s <= 3
+    assert 0 < lease.ttl_s <= 3
     store.put("members/a", "x", lease)
     begin = time.monotonic()
     seen.wait_for("delete", "members/a")
     print(f"lease of {lease.ttl_s:g} s: key deleted after {time.monotonic() - begin:.2f} s")
-    assert lease.remaining_s() == 0
     assert not lease.refresh()
     with pytest.raises(LeaseExpired):
         store.put("members/a", "x", lease)
@@ -224,7 +223,6 @@ def test_refresh_keeps_a_lease(store: Store) -> None:
     end, pause = time.monotonic() + 1.5 * lease.ttl_s, threading.Event()
     while time.monotonic() < end:
         assert lease.refresh()
-        assert lease.remaining_s() > 0
         pause.wait(0.3)
     assert store.get("members/a") is not None
     lease.revoke()
@@ -241,7 +239,6 @@ def test_revoke_is_seen_at_once(store: Store) -> None:
     seen.wait_for("delete", "members/a")
     print(f"revoke seen by the watch after {1000 * (time.monotonic() - begin):.1f} ms")
     assert [kind for kind, _, _ in seen.seen] == ["put", "delete"]
-    assert lease.remaining_s() == 0
     watch.cancel()
 
 

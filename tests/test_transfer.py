@@ -68,9 +68,9 @@ def test_a_tree_and_a_text(server: StateServer) -> None:
     server.offer("0,1/step 7?&=%2F+ü", *split(tree))
     again = join(*get(server.url, "0,1/step 7?&=%2F+ü"))
     assert torch.equal(again["optimizer"][0]["exp_avg"], tree["optimizer"][0]["exp_avg"])  # type: ignore[index]
-    server.offer_text("status", "{}")
+    server.offer("status", "{}", ())
     assert get(server.url, "status") == ("{}", [])
-    server.offer_text("status", "[1]")
+    server.offer("status", "[1]", ())
     assert get(server.url, "status") == ("[1]", [])
 
 
@@ -81,7 +81,7 @@ def test_answers_are_made_when_asked_for(server: StateServer) -> None:
     known.append("b")
     assert get(server.url, "history/0") == ("a,b", [])
     assert get(server.url, "history/1") == ("b", [])
-    server.offer_text("history/1", "an offer goes first")
+    server.offer("history/1", "an offer goes first", ())
     assert get(server.url, "history/1") == ("an offer goes first", [])
 
 
@@ -103,7 +103,7 @@ def test_tensors_that_cannot_be_sent(server: StateServer) -> None:
 def test_several_receivers_at_once(server: StateServer) -> None:
     tensors = state()
     server.offer("k", "t", tensors)
-    fetches = [start_fetch(server.url, "k", token=TOKEN, timeout_s=20, device="cpu") for _ in range(4)]
+    fetches = [start_fetch(server.url, "k", token=TOKEN, timeout_s=20) for _ in range(4)]
     assert all(same(one.result(20)[1], tensors) for one in fetches)
     assert all(one.done() for one in fetches)
 
@@ -126,7 +126,7 @@ def test_asking_before_the_offer(server: StateServer) -> None:
     with Proxy(server.url) as proxy:
         one = start_fetch(proxy.url, "k", token=TOKEN, timeout_s=20)
         wait_for(lambda: len(proxy.asked) > 0)
-        server.offer_text("other", "")
+        server.offer("other", "", ())
         assert not one.done()
         server.offer("k", "late", [])
         assert one.result(20) == ("late", [])
@@ -276,7 +276,7 @@ def test_silent_connections_are_bounded(server: StateServer, monkeypatch: pytest
     ],
 )
 def test_requests(server: StateServer, method: str, target: str, status: int) -> None:
-    server.offer_text("k", "")
+    server.offer("k", "", ())
     connection = http.client.HTTPConnection(str(urlsplit(server.url).hostname), urlsplit(server.url).port)
     try:
         connection.request(method, target)
@@ -297,7 +297,7 @@ def test_requests(server: StateServer, method: str, target: str, status: int) ->
 
 def test_bound_to_the_address_only() -> None:
     server = StateServer("127.0.0.2", None, token=TOKEN)
-    server.offer_text("k", "here")
+    server.offer("k", "here", ())
     assert urlsplit(server.url).hostname == "127.0.0.2"
     assert get(server.url)[0] == "here"
     with pytest.raises(TransferError, match="refused"):

@@ -302,7 +302,7 @@ def test_closing_with_everything_in_flight() -> None:
     idle.close()
     server.withdraw("k")
     with pytest.raises(TransferError, match="closed") as caught:
-        server.offer_text("k", "")
+        server.offer("k", "", ())
     assert caught.value.failure == "closed"
 
 
@@ -327,7 +327,7 @@ def test_a_forked_child_keeps_nothing_open() -> None:
     """A DataLoader's worker inherits all sockets; the owner's receivers must still see its end."""
     server = StateServer("127.0.0.1", None, token=TOKEN)
     idle = socket.create_connection((str(urlsplit(server.url).hostname), urlsplit(server.url).port or 0))
-    server.offer_text("k", "")
+    server.offer("k", "", ())
     get(server.url)  # the idle connection, which came before, has been accepted
     reading, writing = os.pipe()
     with warnings.catch_warnings():

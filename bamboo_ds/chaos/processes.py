@@ -7,16 +7,15 @@ import select
 import signal
 import time
 from collections.abc import Collection, Iterable
-from pathlib import Path
-from types import TracebackType
 
 import psutil
 from typing_extensions import Self
 
 from ..control.registry.records import MemberRecord
-from ..control.variables import ENV_MEMBER
 from ..errors import BambooError
+from ..processes import status_of
 from ..store.endpoints import parse_endpoints
+from ..variables import ENV_MEMBER
 
 #: Seconds within which a signal takes effect, else something is wrong with the host.
 EFFECT_S = 5.0
@@ -73,19 +72,14 @@ class Process:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
 def state_of(pid: int) -> str | None:
     """The kernel's letter for the state of a process; ``None`` if there is none."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    return text.rpartition(")")[2].split()[0]
+    status = status_of(pid)
+    return None if status is None else status[0]
 
 
 def worker_of(record: MemberRecord) -> Process:

@@ -7,7 +7,6 @@ it has copied, in a thread, and the member that leads completes the checkpoint. 
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -27,7 +26,7 @@ from ..state.hostcopy import BufferPool, HostCopy
 from ..state.saver import CheckpointSaver
 from ..state.writer import HostFile, SaveResult
 from ..topology import Plan
-from .history import History
+from .history import Done, History
 from .records import Progress
 from .runtime import RuntimeBinding
 
@@ -152,7 +151,6 @@ class Saves:
             on_complete=self._tell_complete,
             on_failed=self._tell_failed,
             timeout_s=settings.timeout_s,
-            stop_at_exit=False,
         )
         self._open = self._tentative = False
         job.find_checkpoint = self._find
@@ -185,7 +183,7 @@ class Saves:
         binding.use(binding.local)
         binding.refresh()
         save_id, count = self.save_id(plan.epoch, progress.sequence), len(self._history)
-        this = [["save", request.noted(save_id)]]
+        this = Done("save", request.noted(save_id))
         begun = self._saver.begin(
             request.folder,
             request.tag,
@@ -198,7 +196,7 @@ class Saves:
             consumed=progress.consumed,
             lineage=plan.lineage,
             losses=lambda: self._history.losses(count),
-            history=lambda: json.dumps(self._history.first(count) + this),
+            history=lambda: self._history.first(count, this),
             interrupt=self._job.session.check,
         )
         if not begun:
@@ -303,6 +301,3 @@ def is_complete(save: dict[str, Any]) -> bool:
         return read_manifest(Path(save["folder"], save["tag"])).save_id == save["save_id"]
     except CheckpointError:
         return False
-
-
-__all__ = ["CheckpointSaver", "HostCopyEngine", "HostFile", "SaveRequest", "SaveResult", "Saves", "is_complete"]

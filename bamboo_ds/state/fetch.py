@@ -57,7 +57,6 @@ def fetch(
     timeout_s: float,
     secret: JobSecret = NONE,
     stop: threading.Event | None = None,
-    device: torch.device | str = "cpu",
 ) -> tuple[str, list[torch.Tensor]]:
     """Fetch the snapshot under ``key``; blocks. Call it from a background thread.
 
@@ -71,17 +70,15 @@ def fetch(
             never times out; the server's rate should send several chunks in this time.
         secret: the job's.
         stop: ends the fetch as soon as it is set.
-        device: of the resulting tensors. They are received in host memory and moved when all are complete.
 
     Returns:
-        The text, and the tensors with dtype and shape of the originals, each contiguous, with memory of its own.
+        The text, and the tensors with dtype and shape of the originals, each contiguous, with host memory of its own.
 
     Raises:
         TransferError: no data for ``timeout_s``, the owner withdrew the snapshot, the server refuses this member
             or speaks another version, or ``stop`` was set; its ``failure`` says which.
     """
-    permit = Pass(secret, token)
-    return _Transfer(url, key, permit, timeout_s, stop or threading.Event(), torch.device(device)).run()
+    return _Transfer(url, key, Pass(secret, token), timeout_s, stop or threading.Event()).run()
 
 
 class _Broken(Exception):
@@ -91,16 +88,14 @@ class _Broken(Exception):
 class _Transfer:
     """One call of :func:`fetch`."""
 
-    def __init__(
-        self, url: str, key: str, permit: Pass, timeout_s: float, stop: threading.Event, device: torch.device
-    ) -> None:
+    def __init__(self, url: str, key: str, permit: Pass, timeout_s: float, stop: threading.Event) -> None:
         parts = urlsplit(url)
         if parts.scheme != "http" or not parts.hostname or not parts.port:
             raise ValueError(f"expected http://address:port as the url of a state server, not {url!r}")
         self._host, self._port, self._netloc = parts.hostname, parts.port, parts.netloc
         self._url, self._key, self._timeout_s = url, key, timeout_s
         self._pass, self._nonce = permit, secrets.token_hex(16)
-        self._stop, self._device = stop, device
+        self._stop = stop
         self._incoming: _Incoming | None = None
         self._progress = time.monotonic()
         self._failures = 0
@@ -211,7 +206,7 @@ class _Transfer:
             incoming.read(response)
             self._moved()
             self._check()
-        return header.text, [tensor.to(self._device) for tensor in incoming.tensors]
+        return header.text, incoming.tensors
 
 
 class _Incoming:
@@ -345,16 +340,6 @@ class Fetch:
         self._stop.set()
 
 
-def start_fetch(
-    url: str,
-    key: str,
-    *,
-    token: str,
-    timeout_s: float,
-    secret: JobSecret = NONE,
-    device: torch.device | str = "cpu",
-) -> Fetch:
+def start_fetch(url: str, key: str, *, token: str, timeout_s: float, secret: JobSecret = NONE) -> Fetch:
     """Start :func:`fetch` in a daemon thread; the arguments are the same."""
-    return Fetch(
-        lambda stop: fetch(url, key, token=token, timeout_s=timeout_s, secret=secret, stop=stop, device=device)
-    )
+    return Fetch(lambda stop: fetch(url, key, token=token, timeout_s=timeout_s, secret=secret, stop=stop))

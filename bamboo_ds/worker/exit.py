@@ -6,6 +6,7 @@ import atexit
 import builtins
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
@@ -54,7 +55,8 @@ class ScriptExit:
         previous_exit = sys.exit
 
         def leave(status: Any = None) -> Any:
-            self._exit_code = 0 if status is None else status if isinstance(status, int) else 1
+            if threading.current_thread() is threading.main_thread():  # else it ends that thread alone
+                self._exit_code = 0 if status is None else status if isinstance(status, int) else 1
             previous_exit(status)
 
         self._hook_before, sys.excepthook = sys.excepthook, self._note_exception
@@ -69,8 +71,10 @@ class ScriptExit:
     def unhooked(self) -> Iterator[None]:
         """Takes the hook for exceptions away in the body: torch puts its own around the one that it finds."""
         sys.excepthook = self._hook_before
-        yield
-        self._hook_before, sys.excepthook = sys.excepthook, self._note_exception
+        try:
+            yield
+        finally:
+            self._hook_before, sys.excepthook = sys.excepthook, self._note_exception
 
     def note(self, error: BaseException) -> None:
         """Note what has come out of the script."""
@@ -133,12 +137,10 @@ class ScriptExit:
 
 def _is_ending(pid: int) -> bool:
     """Whether the kernel is ending the process, or has ended it; it closes connections before the parent changes."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            flags = file.read().rpartition(")")[2].split()[6]
-    except (FileNotFoundError, ProcessLookupError):
-        return True
-    return bool(int(flags) & _PF_EXITING)
+    from ..processes import status_of
+
+    status = status_of(pid)
+    return status is None or bool(int(status[6]) & _PF_EXITING)
 
 
 def exit_code_of(error: BaseException | None) -> int | None:

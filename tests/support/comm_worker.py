@@ -89,9 +89,6 @@ class Member:
         store = dist.TCPStore("127.0.0.1", port, world, rank == 0, wait_for_workers=False)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
 
-    def detach(self) -> None:
-        self.session.detach()
-
     def case(self, name: str, rank: int, world: int) -> list[Any]:
         from tests.support.comm_cases import CASES
 
