@@ -1,0 +1,214 @@
+"""An iteration as a grid of members and time: the 1F1B schedule as it was, with what a loss has made of it.
+
+A row is a member; it has a lane for every stage of which it has computed something::
+
+    m1   stage 1   F0 F1 F2 .. B0 F3 B1 ..
+         stage 2      r0 r1       |pause| F2 B0 B1 ..      taken over: redundant passes, then the owner's
+    m2   stage 2   F0 F1 .. x                              lost
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from ..errors import ConfigError
+from . import events as ev
+from .spans import PASSES, PAUSES, REDUNDANT, Kind, Span, Timeline
+
+#: What is drawn in one colour, by the kind of a span; what is not here is left blank.
+STYLES = {
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.REDUNDANT_FORWARD: "redundant forward",
+    Kind.REDUNDANT_BACKWARD: "redundant backward",
+    Kind.RECV_ACTIVATION: "wait for a message",
+    Kind.RECV_GRAD: "wait for a message",
+    Kind.RECV_REPLICA: "wait for a message",
+    Kind.RECV_PART: "wait for a message",
+    Kind.RECV_CHANGES: "wait for a message",
+    Kind.REDUCE: "reduction, gradients to shadows",
+    Kind.REDUCE_TIED: "reduction, gradients to shadows",
+    Kind.SEND_REPLICA: "reduction, gradients to shadows",
+    Kind.COMMIT: "commit",
+    Kind.STEP: "optimizer step, of replicas too",
+    Kind.STEP_REPLICA: "optimizer step, of replicas too",
+    Kind.AWAIT_PLAN: "pause: new plan",
+    Kind.REBUILD: "pause: new connections",
+    Kind.AGREE: "pause: agreement",
+    Kind.REHEARSE: "rehearsal",
+    Kind.COPY: "copy of state",
+}
+REDONE = "redone"
+LOST = "lost"
+_ACROSS = PAUSES | {Kind.COMMIT, Kind.REHEARSE, Kind.COPY}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A rectangle; seconds since the iteration's begin."""
+
+    style: str
+    begin: float
+    end: float
+    label: str = ""
+
+
+@dataclass(frozen=True)
+class Lane:
+    """What a member has done of a stage."""
+
+    role: tuple[int, int]
+    cells: tuple[Cell, ...]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A member.
+
+    Attributes:
+        across: cells of the member, over all lanes.
+        died: when it was lost, if it was.
+    """
+
+    member: str
+    lanes: tuple[Lane, ...]
+    across: tuple[Cell, ...]
+    died: float | None = None
+
+
+@dataclass(frozen=True)
+class Grid:
+    """An iteration.
+
+    Attributes:
+        seconds: from its first begin to its last end.
+        notes: what events tell of it.
+    """
+
+    step: int
+    seconds: float
+    rows: tuple[Row, ...]
+    notes: tuple[str, ...] = ()
+
+
+@dataclass
+class _Iteration:
+    """The spans of an iteration, by member; that of a step which was done twice is the last one."""
+
+    step: int
+    begin: float
+    end: float
+    spans: dict[str, list[Span]] = field(default_factory=dict)
+
+    @property
+    def paused(self) -> bool:
+        return any(span.kind in PAUSES for found in self.spans.values() for span in found)
+
+
+def chosen_steps(events: Sequence[ev.Event], timelines: Sequence[Timeline]) -> list[int]:
+    """The newest recorded iteration with a loss, and an undisturbed one before it, which comes first.
+
+    Without a loss: the newest undisturbed one.
+
+    Raises:
+        ConfigError: no iteration is recorded.
+    """
+    recorded = sorted({s.step for t in timelines for s in t.spans if s.kind is Kind.ITERATION})
+    if not recorded:
+        raise ConfigError(
+            'there is no recorded iteration beside these events: "bamboo.observe.timeline" is "off", or nothing has '
+            'happened that "losses" keeps; "all" keeps every iteration'
+        )
+    hit = {event.step for event in events if isinstance(event, ev.Recovered)}
+    losses = [step for step in recorded if step in hit and _iteration(timelines, step).paused]
+    newest = losses[-1] if losses else recorded[-1] + 1
+    calm = [step for step in recorded if step < newest and not _iteration(timelines, step).paused]
+    return [*calm[-1:], *losses[-1:]] or recorded[-1:]
+
+
+def grid_of(events: Sequence[ev.Event], timelines: Sequence[Timeline], step: int) -> Grid:
+    """The grid of iteration ``step``; raises :class:`ConfigError` if it is not recorded."""
+    found = _iteration(timelines, step)
+    died = {
+        event.member_id: event.time.timestamp() - (event.detection_seconds or 0.0)
+        for event in events
+        if isinstance(event, ev.MemberLost)
+    }
+    rows = []
+    for timeline in timelines:
+        if timeline.member in found.spans:
+            at = died.get(timeline.member)
+            lost = None if at is None or at > found.end else at - found.begin
+            rows.append(_row(timeline, found, lost))
+    return Grid(step, found.end - found.begin, tuple(rows), tuple(_notes(events, step)))
+
+
+def _iteration(timelines: Sequence[Timeline], step: int) -> _Iteration:
+    whole = [
+        (t.utc(span.begin), t.utc(span.end))
+        for t in timelines
+        for span in t.spans
+        if span.kind is Kind.ITERATION and span.step == step
+    ]
+    if not whole:
+        known = sorted({s.step for t in timelines for s in t.spans if s.kind is Kind.ITERATION})
+        told = ", ".join(map(str, known)) or "none"
+        raise ConfigError(f"--step {step}: that iteration is not recorded; these are: {told}")
+    last = max(whole)
+    # All members do an iteration at the same time; one that repeats the step comes later.
+    same = [each for each in whole if each[0] < last[1] and each[1] > last[0]]
+    found = _Iteration(step, min(b for b, _ in same), max(e for _, e in same))
+    for t in timelines:
+        spans = [
+            s
+            for s in t.spans
+            if s.step == step and t.utc(s.end) > found.begin and t.utc(s.begin) < found.end and s.kind in STYLES
+        ]
+        if spans:
+            found.spans[t.member] = spans
+            found.begin = min(found.begin, t.utc(spans[0].begin))
+    return found
+
+
+def _row(timeline: Timeline, found: _Iteration, died: float | None) -> Row:
+    spans = found.spans[timeline.member]
+    shift = timeline.offset - found.begin
+    roles = sorted({s.role for s in spans if s.role is not None and s.kind in PASSES | REDUNDANT}, key=_by_stage)
+    own = next((s.role for s in spans if s.kind in PASSES), None)
+    roles.sort(key=lambda role: role != own)  # what it had from the start first
+    lanes = tuple(
+        Lane(role, tuple(_cells((s for s in spans if s.role == role and s.kind not in _ACROSS), shift)))
+        for role in roles
+    )
+    across = _cells((s for s in spans if s.kind in _ACROSS or s.role not in roles), shift)
+    return Row(timeline.member, lanes, tuple(across), died)
+
+
+def _by_stage(role: tuple[int, int]) -> tuple[int, int]:
+    return role[1], role[0]
+
+
+def _cells(spans: Iterable[Span], shift: float) -> list[Cell]:
+    return [
+        Cell(
+            REDONE if span.redone else STYLES[span.kind],
+            span.begin + shift,
+            span.end + shift,
+            str(span.micro_batch) if span.kind in PASSES | REDUNDANT else "",
+        )
+        for span in spans
+    ]
+
+
+def _notes(events: Sequence[ev.Event], step: int) -> Iterable[str]:
+    recovered = [event for event in events if isinstance(event, ev.Recovered) and event.step == step]
+    if recovered:
+        epochs = {event.epoch for event in recovered}
+        for event in events:
+            if isinstance(event, ev.PlanWritten) and event.epoch in epochs:
+                yield event.reason
+        pause = max(event.pause_seconds for event in recovered)
+        redone = sum(event.forwards_redone for event in recovered), sum(event.backwards_redone for event in recovered)
+        yield f"pause {pause * 1000:.0f} ms"
+        yield f"redone: {redone[0]} forward, {redone[1]} backward"
