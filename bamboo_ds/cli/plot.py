@@ -102,6 +102,7 @@ def _panel(axis: Any, grid: Grid, longest: float, used: dict[str, None]) -> None
             ticks.append(place + number + 0.5)
             pipeline, stage = lane.role
             name = f"stage {stage}" if not pipeline else f"stage {stage} of pipeline {pipeline}"
+            name = f"replica of {name}" if lane.replica else name
             names.append(f"{row.member.partition('-')[0]}   {name}" if number == 0 else name)
         if not row.lanes:
             ticks.append(place + 0.5)

@@ -72,16 +72,17 @@ class JobTags:
     @contextmanager
     def iteration(self) -> Iterator[None]:
         """The body is an iteration, with the boundary after it."""
-        begin = time.monotonic()
+        begin, before = time.monotonic(), self._progress.paused
         self._since = begin if self._since is None else self._since
-        self._progress.paused = 0.0
         yield
         self._seconds, self._pause = time.monotonic() - begin, self._progress.paused
-        worked = self._seconds - self._pause
-        if self._pause and self._ordinary:
-            worked = min(worked, median(self._ordinary))  # the rest was done again
-        elif not self._pause:
+        self._progress.paused = 0.0
+        inside = self._pause - before
+        worked = self._seconds - inside
+        if not inside:
             self._ordinary.append(worked)
+        elif self._ordinary:
+            worked = min(worked, median(self._ordinary))  # the rest was done again
         self._productive += max(0.0, worked)
 
     def write(self) -> None:

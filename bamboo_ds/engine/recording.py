@@ -44,6 +44,7 @@ class Recording:
         self._losses_only = mode == "losses"
         self._begins: deque[int] = deque([0], maxlen=BEFORE + 1)  # first records of iterations
         self._open: int | None = None  # the first record that is to be kept
+        self._kept = 0, 0  # what the agent was told to keep last
         self._disturbed = False
         self._step = 0  # the iteration under way, or the last one
         if ring is not None:
@@ -65,7 +66,7 @@ class Recording:
             role, part = told.get("role") or current.role, 0
             if kind in (_FORWARD, _BACKWARD):
                 part = current.part.begin
-                redone = self._progress.redone.get(role)
+                redone = self._progress.redone.get((role, part))
                 if redone is not None and m < redone[kind == _BACKWARD]:
                     marks |= REDONE
             ring.record(kind, self._step, begin, end, (role.pipeline, role.stage), part, m, marks)
@@ -96,7 +97,8 @@ class Recording:
         yield
         ring.record(NUMBERS[Kind.ITERATION], self._step, begin, time.monotonic())
         if self._open is not None and not self._disturbed:
-            ring.keep(self._open, ring.written)
+            self._kept = self._open, ring.written
+            ring.keep(*self._kept)
             self._open = None
         self._disturbed = False
 
@@ -106,5 +108,6 @@ class Recording:
             return
         self._disturbed = True
         if self._open is None:
-            self._open = self._begins[0]
+            begin, end = self._kept
+            self._open = self._begins[0] if self._ring.done >= end else begin  # the agent has not come to it yet
             self._ring.keep(self._open, self._open)

@@ -273,22 +273,31 @@ class RecoveryProtocol:
         self.progress.redone.clear()
         if decision.mode == "commit":
             return 0, 0
-        micro_batches = self.ds.micro_batches
         for role in plan.owned_by(self.epoch.member):
             own = decision.progress[role]
             if own.reduced or role not in self.progress.taken_over:
                 continue
-            forwards_seen = backwards_seen = 0
-            if role.stage < self.epoch.layout.stages - 1:
-                seen = decision.progress[self.epoch.layout.successor(role)]
-                forwards_seen = micro_batches if seen.reduced else seen.parts[0].forwards
-                forwards += max(0, forwards_seen - own.parts[-1].forwards)
-            if role.stage > 0:
-                seen = decision.progress[self.epoch.layout.predecessor(role)]
-                backwards_seen = micro_batches if seen.reduced else seen.parts[-1].backwards
-                backwards += max(0, backwards_seen - own.parts[0].backwards)
-            self.progress.redone[role] = forwards_seen, backwards_seen
+            for index, part in enumerate(own.parts):
+                seen = self._seen(decision.progress, role, index, +1), self._seen(decision.progress, role, index, -1)
+                forwards += max(0, seen[0] - part.forwards)
+                backwards += max(0, seen[1] - part.backwards)
+                self.progress.redone[role, part.begin] = seen
         return forwards, backwards
+
+    def _seen(self, progress: Mapping[Role, RoleProgress], role: Role, index: int, step: int) -> int:
+        """Of how many passes of a part the next part or stage (``step`` 1), or the one before, has used the results."""
+        parts = progress[role].parts
+        if 0 <= index + step < len(parts):
+            beside = parts[index + step]
+        elif not 0 <= role.stage + step < self.epoch.layout.stages:
+            return 0
+        else:
+            layout = self.epoch.layout
+            other = progress[layout.successor(role) if step > 0 else layout.predecessor(role)]
+            if other.reduced:
+                return self.ds.micro_batches
+            beside = other.parts[0 if step > 0 else -1]
+        return beside.forwards if step > 0 else beside.backwards
 
 
 def _told(runtime: StageRuntime) -> tuple[PartReport, ...]:

@@ -56,10 +56,15 @@ class Cell:
 
 @dataclass(frozen=True)
 class Lane:
-    """What a member has done of a stage."""
+    """What a member has done of a stage.
+
+    Attributes:
+        replica: of which it was the shadow when the iteration began.
+    """
 
     role: tuple[int, int]
     cells: tuple[Cell, ...]
+    replica: bool = False
 
 
 @dataclass(frozen=True)
@@ -139,7 +144,7 @@ def grid_of(events: Sequence[ev.Event], timelines: Sequence[Timeline], step: int
     for timeline in timelines:
         if timeline.member in found.spans:
             at = died.get(timeline.member)
-            lost = None if at is None or at > found.end else at - found.begin
+            lost = None if at is None or at > found.end else _death(timeline, found, timelines, at) - found.begin
             rows.append(_row(timeline, found, lost))
     return Grid(step, found.end - found.begin, tuple(rows), tuple(_notes(events, step)))
 
@@ -171,18 +176,35 @@ def _iteration(timelines: Sequence[Timeline], step: int) -> _Iteration:
     return found
 
 
+def _death(timeline: Timeline, found: _Iteration, timelines: Sequence[Timeline], at: float) -> float:
+    """When the worker died, in seconds since 1970; ``at`` is when the leader told of it, less what it knows.
+
+    It was after the last thing that it did, and before the first of the others paused.
+    """
+    others = [
+        t.utc(span.begin)
+        for t in timelines
+        if t is not timeline
+        for span in found.spans.get(t.member, ())
+        if span.kind is Kind.AWAIT_PLAN
+    ]
+    last = timeline.utc(found.spans[timeline.member][-1].end)
+    return max(last, min([at, *(begin for begin in others if begin >= last)]))
+
+
 def _row(timeline: Timeline, found: _Iteration, died: float | None) -> Row:
     spans = found.spans[timeline.member]
     shift = timeline.offset - found.begin
     roles = sorted({s.role for s in spans if s.role is not None and s.kind in PASSES | REDUNDANT}, key=_by_stage)
     own = next((s.role for s in spans if s.kind in PASSES), None)
     roles.sort(key=lambda role: role != own)  # what it had from the start first
-    lanes = tuple(
-        Lane(role, tuple(_cells((s for s in spans if s.role == role and s.kind not in _ACROSS), shift)))
-        for role in roles
-    )
+    lanes = []
+    for role in roles:
+        mine = [s for s in spans if s.role == role and s.kind not in _ACROSS]
+        first = next(s for s in mine if s.kind in PASSES | REDUNDANT)
+        lanes.append(Lane(role, tuple(_cells(mine, shift)), first.kind in REDUNDANT))
     across = _cells((s for s in spans if s.kind in _ACROSS or s.role not in roles), shift)
-    return Row(timeline.member, lanes, tuple(across), died)
+    return Row(timeline.member, tuple(lanes), tuple(across), died)
 
 
 def _by_stage(role: tuple[int, int]) -> tuple[int, int]:

@@ -3,7 +3,8 @@
 The worker only stores into memory: no disk, no call into the kernel, nothing that could block. Its agent reads, and
 writes files. Where the worker is killed the agent still has what it did until then::
 
-    head      mode | written | keep_from | keep_to
+    head      mode | written | keep_from | keep_to     of the worker
+              done                                     of the agent: records before it need not be kept any more
     records   number modulo CAPACITY: number, step, kind, marks, role, part, micro-batch, begin, end
 """
 
@@ -31,7 +32,7 @@ _HEAD = struct.Struct("<QQQQ")
 _RECORDS_AT = 64
 _RECORD = struct.Struct("<IIBBhhHidd")
 _WORD = struct.Struct("<Q")
-_WRITTEN_AT, _KEEP_AT = 8, 16
+_WRITTEN_AT, _KEEP_AT, _DONE_AT = 8, 16, 32
 _KEEP = struct.Struct("<QQ")
 _NEVER = 2**64 - 1
 
@@ -133,14 +134,24 @@ class SpanRing:
         """Records so far."""
         return int(_WORD.unpack_from(self._memory, _WRITTEN_AT)[0])
 
+    @property
+    def done(self) -> int:
+        """The agent has written, or passed over, the records before this one."""
+        return int(_WORD.unpack_from(self._memory, _DONE_AT)[0])
+
     # -- the agent's side ---------------------------------------------------------------------------------
 
-    def wanted(self, done: int, ended: bool = False) -> tuple[int, int]:
-        """The records to write next (an empty range: none), those before ``done`` being written already.
+    @done.setter
+    def done(self, number: int) -> None:
+        _WORD.pack_into(self._memory, _DONE_AT, number)
+
+    def wanted(self, ended: bool = False) -> tuple[int, int]:
+        """The records to write next (an empty range: none).
 
         Args:
             ended: there are no more records to come.
         """
+        done = self.done
         mode, written, begin, end = _HEAD.unpack_from(self._memory, 0)
         if mode == MODES.index("all"):
             return done, written

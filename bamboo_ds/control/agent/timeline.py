@@ -26,7 +26,6 @@ class TimelineWriter:
 
     def __init__(self, events: str | None, job: str, member: str, rank: int) -> None:
         self._ring: SpanRing | None = None
-        self._done = 0
         if events is None:
             return
         self._file = SpanFile(path_for(events, member), job, member, rank)
@@ -48,15 +47,15 @@ class TimelineWriter:
     def write(self) -> None:
         """Write what is wanted by now."""
         if self._ring is not None:
-            self._write(*self._ring.wanted(self._done))
+            self._write(*self._ring.wanted())
 
     def end(self, lost: bool) -> None:
         """The worker has ended: write the rest, and its last iterations if it was ``lost``. Idempotent."""
         if self._ring is None:
             return
-        self._write(*self._ring.wanted(self._done, ended=True))
+        self._write(*self._ring.wanted(ended=True))
         if self._ring is not None and lost and self._ring.mode == "losses":
-            self._write(self._done, self._ring.written, _LAST_STEPS)
+            self._write(self._ring.done, self._ring.written, _LAST_STEPS)
         if self._ring is not None:
             self._stop()
 
@@ -65,7 +64,7 @@ class TimelineWriter:
         if begin >= end or self._ring is None:
             return
         spans, missed = self._ring.read(begin, end)
-        self._done = end
+        self._ring.done = end
         if last_steps is not None:
             spans = _newest(spans, last_steps)
         elif missed:
