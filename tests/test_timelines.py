@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections import defaultdict
 from datetime import datetime, timedelta, timezone
 from itertools import pairwise
 from pathlib import Path
@@ -18,9 +17,11 @@ from bamboo_ds.cli.plot import plot
 from bamboo_ds.cli.trace import trace
 from bamboo_ds.errors import ConfigError
 from bamboo_ds.observe import events as ev
-from bamboo_ds.observe.grid import chosen_steps, grid_of
+from bamboo_ds.observe.grid import Recorded
 from bamboo_ds.observe.spans import Head, Kind, Span, Timeline, path_for
 from bamboo_ds.observe.trace import chrome_trace
+
+from .support.recorded import check_rules
 
 UTC = 1_800_000_000.0
 
@@ -83,46 +84,6 @@ def a_job() -> tuple[list[ev.Event], list[Timeline]]:
     return told, [timeline_of(0, first), timeline_of(1, second)]
 
 
-def check_rules(found: dict[str, Any]) -> dict[tuple[int, int], str]:
-    """Chrome's Trace Event Format as Perfetto reads it; returns names of threads by process and thread."""
-    assert set(found) <= {"traceEvents", "displayTimeUnit", "otherData"} and found["displayTimeUnit"] in ("ms", "ns")
-    found = json.loads(json.dumps(found, allow_nan=False))
-    processes, threads = {}, {}
-    spans, opened = defaultdict(list), {}
-    for event in found["traceEvents"]:
-        assert isinstance(event["name"], str) and isinstance(event["pid"], int) and isinstance(event["tid"], int)
-        if event["ph"] == "M":
-            assert event["name"] in ("process_name", "process_sort_index", "thread_name", "thread_sort_index")
-            place = processes if event["name"].startswith("process") else threads
-            key = event["pid"] if place is processes else (event["pid"], event["tid"])
-            place.setdefault(key, {}).update(event["args"])
-            continue
-        assert event["ts"] >= 0 and event["cat"] and event["pid"] in processes
-        assert (event["pid"], event["tid"]) in threads, "threads are named before they are used"
-        if event["ph"] == "X":
-            assert event["dur"] >= 0
-            spans[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
-        elif event["ph"] == "b":
-            assert event["id"] not in opened
-            opened[event["id"]] = event
-        elif event["ph"] == "e":
-            begin = opened.pop(event["id"])
-            assert begin["ts"] <= event["ts"] and begin["cat"] == event["cat"]
-        else:
-            assert event["ph"] == "i" and event["s"] in ("g", "p", "t")
-    assert not opened
-    for track in spans.values():  # spans of a thread follow each other or contain each other
-        around: list[float] = []
-        for begin, end in track:
-            while around and around[-1] <= begin + 0.15:
-                around.pop()
-            assert not around or end <= around[-1] + 0.15
-            around.append(end)
-    for named in (*processes.values(), *threads.values()):
-        assert set(named) == {"name", "sort_index"}
-    return {place: named["name"] for place, named in threads.items()}
-
-
 def test_a_trace_has_every_span_once_on_tracks_in_order() -> None:
     told, timelines = a_job()
     found = chrome_trace(told, timelines)
@@ -177,17 +138,17 @@ def test_a_trace_of_events_alone() -> None:
 
 def test_the_iterations_that_are_drawn() -> None:
     told, timelines = a_job()
-    assert chosen_steps(told, timelines) == [1, 2]
-    assert chosen_steps([], timelines) == [1], "without a loss the newest undisturbed one"
+    assert Recorded(told, timelines).chosen() == [1, 2]
+    assert Recorded([], timelines).chosen() == [1], "without a loss the newest undisturbed one"
     with pytest.raises(ConfigError, match=r"observe\.timeline"):
-        chosen_steps(told, [])
+        Recorded(told, []).chosen()
     with pytest.raises(ConfigError, match="--step 9: that iteration is not recorded; these are: 1, 2"):
-        grid_of(told, timelines, 9)
+        Recorded(told, timelines).grid(9)
 
 
 def test_the_grid_of_a_takeover() -> None:
     told, timelines = a_job()
-    calm, hit = (grid_of(told, timelines, step) for step in (1, 2))
+    calm, hit = (Recorded(told, timelines).grid(step) for step in (1, 2))
     assert (calm.seconds, calm.notes) == (pytest.approx(1.0), ())
     assert [(row.member, [(x.role, x.replica) for x in row.lanes], row.died) for row in calm.rows] == [
         ("m0-x", [((0, 0), False), ((0, 1), True)], None),
@@ -205,10 +166,18 @@ def test_the_grid_of_a_takeover() -> None:
     assert hit.notes == ("lost m1-x (signal: SIGKILL)", "pause 350 ms", "redone: 1 forward, 0 backward")
 
 
+def test_of_several_runs_in_a_file_the_last_one_counts() -> None:
+    told, timelines = a_job()
+    later = [timeline_of(2, [Span(Kind.ITERATION, 1, 50.0, 51.0), Span(Kind.FORWARD, 1, 50.0, 50.2, (0, 0), 0, 0)])]
+    assert Recorded(told, [*timelines, *later]).chosen() == [2], "iteration 1 of the later run came after the loss"
+    assert Recorded([], [*timelines, *later]).chosen() == [1]
+    assert Recorded(told, [*timelines, *later]).grid(1).notes == ()
+
+
 def test_a_step_that_was_done_twice_is_the_last_one() -> None:
     told, timelines = a_job()
     again = timeline_of(2, [Span(Kind.ITERATION, 1, 9.0, 9.5), Span(Kind.FORWARD, 1, 9.0, 9.2, (0, 0), 0, 0)])
-    assert [row.member for row in grid_of(told, [*timelines, again], 1).rows] == ["m2-x"]
+    assert [row.member for row in Recorded(told, [*timelines, again]).grid(1).rows] == ["m2-x"]
 
 
 def saved(folder: Path) -> Path:
@@ -246,3 +215,8 @@ def test_the_command_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     for more in ([], ["--step", "2", "--title", "T"]):
         assert CliRunner().invoke(plot, [str(events), "-o", str(png), *more]).exit_code == 0
     assert drawn == [([1, 2], "job gpt"), ([2], "T")]
+    monkeypatch.setattr(picture, "draw", lambda path, grids, title: drawn.append([r.member for r in grids[0].rows]))
+    assert CliRunner().invoke(plot, [str(events), "-o", str(png), "--member", "m1"]).exit_code == 0
+    assert drawn[-1] == ["m1-x"]
+    with pytest.raises(ConfigError, match="--member m7: iteration 1 is recorded of m0-x, m1-x"):
+        CliRunner().invoke(plot, [str(events), "-o", str(png), "--member", "m7"], catch_exceptions=False)

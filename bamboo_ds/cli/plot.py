@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
 
 from ..errors import ConfigError
-from ..observe.grid import LOST, REDONE, Cell, Grid, Row, chosen_steps, grid_of
+from ..observe.grid import LOST, REDONE, Cell, Grid, Recorded, Row
 from .trace import read_job
 
 _COLOURS = {
@@ -32,6 +33,8 @@ _COLOURS = {
 _DARK = {"forward", "backward"}
 #: Inches.
 _WIDTH, _LANE, _FRAME = 13.0, 0.30, 0.95
+#: Of all lanes together: matplotlib draws no picture of more than 65,535 points.
+_TALLEST = 300.0
 _FONT = 7.5
 #: Width of a digit by the size of its font.
 _DIGIT = 0.62
@@ -40,19 +43,30 @@ _DIGIT = 0.62
 @click.command()
 @click.argument("events", metavar="EVENTS", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--step", type=click.IntRange(min=1), help="Draw this iteration alone.")
+@click.option("--member", "members", multiple=True, help="Draw this member, m2 or its whole id; may be repeated.")
 @click.option("--title", help="What is said above.  [default: the job's name]")
 @click.option(
     "-o", "--output", type=click.Path(dir_okay=False, path_type=Path), required=True, help="The PNG file to write."
 )
-def plot(events: Path, step: int | None, title: str | None, output: Path) -> None:
+def plot(events: Path, step: int | None, members: tuple[str, ...], title: str | None, output: Path) -> None:
     """Draw the schedule of an iteration: members by time, from the EVENTS of a job and the timelines beside them.
 
     Without --step: the newest iteration with a loss, below an undisturbed one before it.
     """
     told, timelines = read_job(events)
-    steps = [step] if step is not None else chosen_steps(told, timelines)
-    grids = [grid_of(told, timelines, each) for each in steps]
+    recorded = Recorded(told, timelines)
+    steps = [step] if step is not None else recorded.chosen()
+    grids = [_only(recorded.grid(each), members) for each in steps]
     draw(output, grids, f"job {timelines[0].head.job}" if title is None else title)
+
+
+def _only(grid: Grid, members: tuple[str, ...]) -> Grid:
+    """The rows of ``members``, if any are named; raises :class:`ConfigError` if there is none of them."""
+    rows = tuple(row for row in grid.rows if {row.member, row.member.partition("-")[0]} & set(members))
+    if members and not rows:
+        known = ", ".join(row.member for row in grid.rows)
+        raise ConfigError(f"--member {' --member '.join(members)}: iteration {grid.step} is recorded of {known}")
+    return replace(grid, rows=rows) if members else grid
 
 
 def draw(path: Path, grids: list[Grid], title: str) -> None:
@@ -66,7 +80,7 @@ def draw(path: Path, grids: list[Grid], title: str) -> None:
     from matplotlib.patches import Patch
 
     lanes = [sum(len(row.lanes) or 1 for row in grid.rows) + 0.35 * len(grid.rows) for grid in grids]
-    height = _LANE * sum(lanes) + _FRAME * len(grids) + 0.75
+    height = min(_LANE * sum(lanes), _TALLEST) + _FRAME * len(grids) + 0.75
     figure, axes = pyplot.subplots(
         len(grids), 1, figsize=(_WIDTH, height), sharex=True, squeeze=False, gridspec_kw={"height_ratios": lanes}
     )

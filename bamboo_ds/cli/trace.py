@@ -41,7 +41,7 @@ def trace(events: Path, output: Path) -> None:
         raise ConfigError(f"--output {output}: the trace is JSON; name it .json or .json.gz")
     told, timelines = read_job(events)
     found = chrome_trace(told, timelines)
-    data = json.dumps(found, separators=(",", ":")).encode()
+    data = json.dumps(found, separators=(",", ":"), allow_nan=False).encode()
     try:
         output.write_bytes(gzip.compress(data, mtime=0) if output.suffix == ".gz" else data)
     except OSError as error:

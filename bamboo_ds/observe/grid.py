@@ -9,6 +9,7 @@ A row is a member; it has a lane for every stage of which it has computed someth
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -111,69 +112,101 @@ class _Iteration:
         return any(span.kind in PAUSES for found in self.spans.values() for span in found)
 
 
-def chosen_steps(events: Sequence[ev.Event], timelines: Sequence[Timeline]) -> list[int]:
-    """The newest recorded iteration with a loss, and an undisturbed one before it, which comes first.
+class Recorded:
+    """The iterations of a job that its timelines have.
 
-    Without a loss: the newest undisturbed one.
-
-    Raises:
-        ConfigError: no iteration is recorded.
+    Args:
+        events: the job's.
+        timelines: what its workers have recorded.
     """
-    recorded = sorted({s.step for t in timelines for s in t.spans if s.kind is Kind.ITERATION})
-    if not recorded:
-        raise ConfigError(
-            'there is no recorded iteration beside these events: "bamboo.observe.timeline" is "off", or nothing has '
-            'happened that "losses" keeps; "all" keeps every iteration'
-        )
-    hit = {event.step for event in events if isinstance(event, ev.Recovered)}
-    losses = [step for step in recorded if step in hit and _iteration(timelines, step).paused]
-    newest = losses[-1] if losses else recorded[-1] + 1
-    calm = [step for step in recorded if step < newest and not _iteration(timelines, step).paused]
-    return [*calm[-1:], *losses[-1:]] or recorded[-1:]
 
+    def __init__(self, events: Sequence[ev.Event], timelines: Sequence[Timeline]) -> None:
+        self._events, self._timelines = events, timelines
+        self._spans: dict[int, dict[str, list[Span]]] = defaultdict(lambda: defaultdict(list))
+        whole: dict[int, list[tuple[float, float]]] = defaultdict(list)
+        for timeline in timelines:
+            for span in timeline.spans:
+                if span.kind is Kind.ITERATION:
+                    whole[span.step].append((timeline.utc(span.begin), timeline.utc(span.end)))
+                elif span.kind in STYLES:
+                    self._spans[span.step][timeline.member].append(span)
+        self._whole = {step: max(found) for step, found in whole.items()}
+        self._times = whole
 
-def grid_of(events: Sequence[ev.Event], timelines: Sequence[Timeline], step: int) -> Grid:
-    """The grid of iteration ``step``; raises :class:`ConfigError` if it is not recorded."""
-    found = _iteration(timelines, step)
-    died = {
-        event.member_id: event.time.timestamp() - (event.detection_seconds or 0.0)
-        for event in events
-        if isinstance(event, ev.MemberLost)
-    }
-    rows = []
-    for timeline in timelines:
-        if timeline.member in found.spans:
-            at = died.get(timeline.member)
-            lost = None if at is None or at > found.end else _death(timeline, found, timelines, at) - found.begin
-            rows.append(_row(timeline, found, lost))
-    return Grid(step, found.end - found.begin, tuple(rows), tuple(_notes(events, step)))
+    def chosen(self) -> list[int]:
+        """The newest iteration with a loss, and an undisturbed one before it, which comes first.
 
+        Without a loss: the newest undisturbed one. A file may hold several runs: the newest is the last one in time.
 
-def _iteration(timelines: Sequence[Timeline], step: int) -> _Iteration:
-    whole = [
-        (t.utc(span.begin), t.utc(span.end))
-        for t in timelines
-        for span in t.spans
-        if span.kind is Kind.ITERATION and span.step == step
-    ]
-    if not whole:
-        known = sorted({s.step for t in timelines for s in t.spans if s.kind is Kind.ITERATION})
-        told = ", ".join(map(str, known)) or "none"
-        raise ConfigError(f"--step {step}: that iteration is not recorded; these are: {told}")
-    last = max(whole)
-    # All members do an iteration at the same time; one that repeats the step comes later.
-    same = [each for each in whole if each[0] < last[1] and each[1] > last[0]]
-    found = _Iteration(step, min(b for b, _ in same), max(e for _, e in same))
-    for t in timelines:
-        spans = [
-            s
-            for s in t.spans
-            if s.step == step and t.utc(s.end) > found.begin and t.utc(s.begin) < found.end and s.kind in STYLES
+        Raises:
+            ConfigError: no iteration is recorded.
+        """
+        if not self._whole:
+            raise ConfigError(
+                'there is no recorded iteration beside these events: "bamboo.observe.timeline" is "off", or nothing '
+                'has happened that "losses" keeps; "all" keeps every iteration'
+            )
+        newest_first = [
+            self._iteration(step) for step in sorted(self._whole, key=self._whole.__getitem__, reverse=True)
         ]
-        if spans:
-            found.spans[t.member] = spans
-            found.begin = min(found.begin, t.utc(spans[0].begin))
-    return found
+        hit = next((n for n, each in enumerate(newest_first) if each.paused and self._recoveries(each)), None)
+        before = newest_first if hit is None else newest_first[hit + 1 :]
+        calm = [each.step for each in before if not each.paused][:1]
+        return [*calm, *([] if hit is None else [newest_first[hit].step])] or [newest_first[0].step]
+
+    def grid(self, step: int) -> Grid:
+        """The grid of iteration ``step``; raises :class:`ConfigError` if it is not recorded."""
+        if step not in self._whole:
+            known = ", ".join(map(str, sorted(self._whole))) or "none"
+            raise ConfigError(f"--step {step}: that iteration is not recorded; these are: {known}")
+        found = self._iteration(step)
+        died = {
+            event.member_id: event.time.timestamp() - (event.detection_seconds or 0.0)
+            for event in self._events
+            if isinstance(event, ev.MemberLost)
+        }
+        rows = []
+        for timeline in self._timelines:
+            if timeline.member in found.spans:
+                at = died.get(timeline.member)
+                lost = None if at is None or at > found.end else _death(timeline, found, self._timelines, at)
+                rows.append(_row(timeline, found, None if lost is None else lost - found.begin))
+        return Grid(step, found.end - found.begin, tuple(rows), tuple(self._notes(found)))
+
+    def _iteration(self, step: int) -> _Iteration:
+        last = self._whole[step]
+        # All members do an iteration at the same time; one that repeats the step comes later.
+        same = [each for each in self._times[step] if each[0] < last[1] and each[1] > last[0]]
+        found = _Iteration(step, min(b for b, _ in same), max(e for _, e in same))
+        for t in self._timelines:
+            spans = [
+                s
+                for s in self._spans[step].get(t.member, ())
+                if t.utc(s.end) > found.begin and t.utc(s.begin) < found.end
+            ]
+            if spans:
+                found.spans[t.member] = spans
+                found.begin = min(found.begin, t.utc(spans[0].begin))
+        return found
+
+    def _recoveries(self, found: _Iteration) -> list[ev.Recovered]:
+        """Of its members, in it."""
+        told = [event for event in self._events if isinstance(event, ev.Recovered) and event.member in found.spans]
+        return [event for event in told if event.step == found.step]
+
+    def _notes(self, found: _Iteration) -> Iterable[str]:
+        recovered = self._recoveries(found)
+        if not recovered:
+            return
+        epochs = {event.epoch for event in recovered}
+        plans = [event for event in self._events if isinstance(event, ev.PlanWritten) and event.epoch in epochs]
+        for plan in plans:
+            if plan.lost and found.spans.keys() & set(plan.members):  # not of another run in the file
+                yield plan.reason
+        pause = max(event.pause_seconds for event in recovered)
+        redone = sum(event.forwards_redone for event in recovered), sum(event.backwards_redone for event in recovered)
+        yield f"pause {pause * 1000:.0f} ms"
+        yield f"redone: {redone[0]} forward, {redone[1]} backward"
 
 
 def _death(timeline: Timeline, found: _Iteration, timelines: Sequence[Timeline], at: float) -> float:
@@ -221,16 +254,3 @@ def _cells(spans: Iterable[Span], shift: float) -> list[Cell]:
         )
         for span in spans
     ]
-
-
-def _notes(events: Sequence[ev.Event], step: int) -> Iterable[str]:
-    recovered = [event for event in events if isinstance(event, ev.Recovered) and event.step == step]
-    if recovered:
-        epochs = {event.epoch for event in recovered}
-        for event in events:
-            if isinstance(event, ev.PlanWritten) and event.epoch in epochs:
-                yield event.reason
-        pause = max(event.pause_seconds for event in recovered)
-        redone = sum(event.forwards_redone for event in recovered), sum(event.backwards_redone for event in recovered)
-        yield f"pause {pause * 1000:.0f} ms"
-        yield f"redone: {redone[0]} forward, {redone[1]} backward"

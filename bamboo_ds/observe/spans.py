@@ -107,7 +107,7 @@ class Span:
         """One line, without the newline."""
         pipeline, stage = self.role or (None, None)
         marks = "r" * self.redone + "c" * self.cut
-        times = round(self.begin, 6), round(self.end - self.begin, 6)
+        times = round(self.begin, 7), round(self.end - self.begin, 7)
         values = [self.step, self.kind.value, pipeline, stage, self.part, self.micro_batch, *times, marks]
         return json.dumps(values, separators=(",", ":"))
 

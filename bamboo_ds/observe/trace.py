@@ -10,6 +10,7 @@ their stages threads; times are microseconds since the first event or span.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -66,7 +67,7 @@ def _longest(event: ev.Event) -> float:
 
 
 class _Trace:
-    """Collects the events of a trace.
+    """Collects the events of a trace. Times of its methods are seconds since its zero.
 
     Args:
         origin: seconds since 1970 that are its zero.
@@ -80,6 +81,7 @@ class _Trace:
         self._about: list[dict[str, Any]] = []
         self._ids = itertools.count(1)
         self._pipelines = 1
+        self._ends: dict[tuple[int, int], float] = {}
         self._name_process(_JOB, "job")
 
     # -- what there is ------------------------------------------------------------------------------------
@@ -93,12 +95,13 @@ class _Trace:
 
     def event(self, event: ev.Event) -> None:
         """Add what an event tells."""
-        now = event.time.timestamp()
+        now = event.time.timestamp() - self._origin
         match event:
             case ev.Step():
-                told = {"loss": event.loss, "redundant forwards": f"{event.frc_done} of {event.frc_total}"}
+                loss = event.loss if event.loss is None or math.isfinite(event.loss) else str(event.loss)
+                told = {"loss": loss, "redundant forwards": f"{event.frc_done} of {event.frc_total}"}
                 name, told = f"step {event.step}", {"epoch": event.epoch, **told}
-                self._complete(_JOB, _STEPS, name, now - event.seconds, now, told)
+                self._complete(_JOB, _STEPS, name, *self._next(_JOB, _STEPS, now - event.seconds, now), told)
             case ev.PlanWritten():
                 self._pipelines = event.pipelines or self._pipelines
                 self._instant(f"plan {event.epoch}", now, reason=event.reason, owners=event.owners)
@@ -113,7 +116,8 @@ class _Trace:
             case ev.Reconfigured() if event.member is not None:
                 told = {"step": event.step, "epoch": event.epoch, "previous": event.previous}
                 pid = self.member(event.member)
-                self._complete(pid, _RECOVERIES, "change of plan", now - event.pause_seconds, now, told)
+                times = self._next(pid, _RECOVERIES, now - event.pause_seconds, now)
+                self._complete(pid, _RECOVERIES, "change of plan", *times, told)
             case ev.ReplicaBuilt() if event.member is not None:
                 told = {"bytes": event.bytes, "step": event.step}
                 name = f"copy of stage {event.role[1]} (pipeline {event.role[0]})"
@@ -132,7 +136,7 @@ class _Trace:
 
     def spans(self, timeline: Timeline) -> None:
         """Add what a worker has recorded."""
-        pid = self.member(timeline.member, timeline.head.host)
+        pid, shift = self.member(timeline.member, timeline.head.host), timeline.offset - self._origin
         for span in timeline.spans:
             told: dict[str, Any] = {"step": span.step}
             if span.micro_batch is not None:
@@ -141,7 +145,7 @@ class _Trace:
                 told["first block"] = span.part
             if span.cut:
                 told["cut"] = "by a loss"
-            begin, end = timeline.utc(span.begin), timeline.utc(span.end)
+            begin, end = span.begin + shift, span.end + shift
             self._complete(pid, self._track(pid, span), _title(span), begin, end, told, _category(span))
 
     def result(self) -> dict[str, Any]:
@@ -154,15 +158,26 @@ class _Trace:
     def _recovered(self, event: ev.Recovered, member: str, now: float) -> None:
         """The parts of a recovery, one after the other; those that are not known are part of the whole alone."""
         pid, agreed = self.member(member), now - event.redo_seconds
-        rebuilt = agreed - event.rebuild_seconds
-        begin = agreed - event.pause_seconds - (event.detection_seconds or 0.0)
+        noticed, rebuilt = agreed - event.pause_seconds, agreed - event.rebuild_seconds
+        begin, now = self._next(pid, _RECOVERIES, noticed - (event.detection_seconds or 0.0), now)
         redone = {"forwards redone": event.forwards_redone, "backwards redone": event.backwards_redone}
         told = {"step": event.step, "epoch": event.epoch, "mode": event.mode, **redone}
         self._complete(pid, _RECOVERIES, "recovery", begin, now, told)
-        parts = [("detection", begin, agreed - event.pause_seconds)] if event.detection_seconds else []
-        parts += [("plan", agreed - event.pause_seconds, rebuilt), ("rebuild", rebuilt, agreed)]
-        for name, first, last in [*parts, ("redone and remaining work", agreed, now)]:
-            self._complete(pid, _RECOVERIES, name, first, max(first, last), {})
+        names = "detection", "plan", "rebuild", "redone and remaining work"
+        borders = [min(max(at, begin), now) for at in (begin, noticed, rebuilt, agreed, now)]
+        for name, (first, last) in zip(names, itertools.pairwise(borders), strict=True):
+            if last > first:
+                self._complete(pid, _RECOVERIES, name, first, last, {})
+
+    def _next(self, pid: int, tid: int, begin: float, end: float) -> tuple[float, float]:
+        """The times of the next span of a thread, which begins no earlier than the last one has ended.
+
+        Events have the time at which an agent wrote them, a moment after their durations ended: by that spans that
+        follow each other could overlap, which threads cannot have.
+        """
+        begin = max(begin, self._ends.get((pid, tid), begin))
+        self._ends[pid, tid] = end = max(begin, end)
+        return begin, end
 
     def _track(self, pid: int, span: Span) -> int:
         if span.kind is Kind.ITERATION:
@@ -188,9 +203,6 @@ class _Trace:
     def _meta(self, what: str, pid: int, tid: int, **values: Any) -> None:
         self._about.append({"ph": "M", "name": what, "pid": pid, "tid": tid, "args": values})
 
-    def _micros(self, seconds: float) -> float:
-        return round((seconds - self._origin) * 1e6, 1)
-
     def _complete(
         self,
         pid: int,
@@ -202,21 +214,25 @@ class _Trace:
         category: str = "event",
     ) -> None:
         place = {"pid": pid, "tid": self._thread(pid, tid)}
-        first = self._micros(begin)
-        times = {"ts": first, "dur": round(self._micros(end) - first, 1)}
+        first = _micros(begin)
+        times = {"ts": first, "dur": round(_micros(end) - first, 1)}
         self._found.append({"ph": "X", "name": name, "cat": category, **place, **times, "args": told})
 
     def _overlapping(self, pid: int, tid: int, name: str, begin: float, end: float, told: dict[str, Any]) -> None:
         what = {"name": name, "cat": _NAMES.get(tid, "") if pid != _JOB else _JOB_NAMES[tid], "id": next(self._ids)}
         place = {"pid": pid, "tid": self._thread(pid, tid)}
-        self._found.append({"ph": "b", **what, **place, "ts": self._micros(begin), "args": told})
-        self._found.append({"ph": "e", **what, **place, "ts": self._micros(end)})
+        self._found.append({"ph": "b", **what, **place, "ts": _micros(begin), "args": told})
+        self._found.append({"ph": "e", **what, **place, "ts": _micros(end)})
 
     def _instant(self, name: str, at: float, member: str | None = None, **told: Any) -> None:
         """A line across the job's own tracks, and across those of ``member``."""
         for pid, tid in [(_JOB, _CHANGES), *([] if member is None else [(self.member(member), _MEMBER)])]:
-            place = {"pid": pid, "tid": self._thread(pid, tid), "ts": self._micros(at), "s": "p"}
+            place = {"pid": pid, "tid": self._thread(pid, tid), "ts": _micros(at), "s": "p"}
             self._found.append({"ph": "i", "name": name, "cat": "event", **place, "args": told})
+
+
+def _micros(seconds: float) -> float:
+    return round(seconds * 1e6, 1)
 
 
 def _title(span: Span) -> str:

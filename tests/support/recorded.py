@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import json
+from collections import Counter, defaultdict
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from bamboo_ds.observe.events import Event, Recovered, read_events
 from bamboo_ds.observe.spans import Kind, Span, Timeline, read_timelines
+from bamboo_ds.observe.trace import chrome_trace
 
-#: Microseconds to which files are written.
-_ROUNDING = 2e-6
+#: Seconds that a time in a file may be off.
+_ROUNDING = 1e-6
 _FORWARDS = (Kind.FORWARD, Kind.REDUNDANT_FORWARD)
 _BACKWARDS = (Kind.BACKWARD, Kind.REDUNDANT_BACKWARD)
 
@@ -24,6 +27,8 @@ def check_recorded(path: Path, micro_batches: int, steps: set[int]) -> list[Time
     events, timelines = list(read_events(path)), read_timelines(path)
     for timeline in timelines:
         _check_main_thread(timeline)
+    for found in ([], timelines):
+        check_rules(chrome_trace(events, found))
     whole = {step: _of_step(timelines, step) for step in steps}
     for step, members in whole.items():
         assert members, f"iteration {step} is not recorded"
@@ -84,3 +89,43 @@ def _before_pause(timeline: Timeline, kind: Kind, role: tuple[int, int], step: i
     spans = [span for span in timeline.spans if span.step == step]
     pauses = [span.begin for span in spans if span.kind is Kind.AWAIT_PLAN]
     return sum(s.kind is kind and s.role == role and s.end <= min(pauses, default=s.end) for s in spans)
+
+
+def check_rules(found: dict[str, Any]) -> dict[tuple[int, int], str]:
+    """Chrome's Trace Event Format as Perfetto reads it; returns names of threads by process and thread."""
+    assert set(found) <= {"traceEvents", "displayTimeUnit", "otherData"} and found["displayTimeUnit"] in ("ms", "ns")
+    found = json.loads(json.dumps(found, allow_nan=False))
+    processes, threads = {}, {}
+    spans, opened = defaultdict(list), {}
+    for event in found["traceEvents"]:
+        assert isinstance(event["name"], str) and isinstance(event["pid"], int) and isinstance(event["tid"], int)
+        if event["ph"] == "M":
+            assert event["name"] in ("process_name", "process_sort_index", "thread_name", "thread_sort_index")
+            place = processes if event["name"].startswith("process") else threads
+            key = event["pid"] if place is processes else (event["pid"], event["tid"])
+            place.setdefault(key, {}).update(event["args"])
+            continue
+        assert event["ts"] >= 0 and event["cat"] and event["pid"] in processes
+        assert (event["pid"], event["tid"]) in threads, "threads are named before they are used"
+        if event["ph"] == "X":
+            assert event["dur"] >= 0
+            spans[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
+        elif event["ph"] == "b":
+            assert event["id"] not in opened
+            opened[event["id"]] = event
+        elif event["ph"] == "e":
+            begin = opened.pop(event["id"])
+            assert begin["ts"] <= event["ts"] and begin["cat"] == event["cat"]
+        else:
+            assert event["ph"] == "i" and event["s"] in ("g", "p", "t")
+    assert not opened
+    for track in spans.values():  # spans of a thread follow each other or contain each other
+        around: list[float] = []
+        for begin, end in track:
+            while around and around[-1] <= begin + 0.6:
+                around.pop()
+            assert not around or end <= around[-1] + 0.6
+            around.append(end)
+    for named in (*processes.values(), *threads.values()):
+        assert set(named) == {"name", "sort_index"}
+    return {place: named["name"] for place, named in threads.items()}
