@@ -249,6 +249,12 @@ class ObserveConfig(_Block):
         description="folder on a file system that all members share, for a ledger of the batches that committed steps"
         " have consumed, see `bamboo ledger`; `null`: none",
     )
+    timeline: Literal["losses", "all", "off"] = Field(
+        "losses",
+        description="which instructions of workers are kept beside the events, for `bamboo trace` and `bamboo plot`: "
+        "`losses`: those of some iterations around each loss and each change of plan; `all`; `off`: none. See "
+        "[Timelines](../guides/timelines.md)",
+    )
 
 
 SourceName = Literal["aws", "gcp", "azure", "file", "http"]

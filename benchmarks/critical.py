@@ -6,23 +6,23 @@ from collections import defaultdict
 from statistics import median
 
 from common import Job
-from timeline import Span, named, own_passes, spans
+from timeline import of_kind, spans
 
-#: (pass that produces, instruction that receives, distance to the source, pass that consumes)
-_EDGES = {"ForwardPass": ("RecvActivation", -1), "BackwardPass": ("RecvGrad", +1)}
+from bamboo_ds.observe.spans import REDUNDANT, Kind, Span
+
+#: For each pass the instruction that receives what it needs, and the distance to the source.
+_EDGES = {Kind.FORWARD: (Kind.RECV_ACTIVATION, -1), Kind.BACKWARD: (Kind.RECV_GRAD, +1)}
 
 
 class _Stage:
     """Own passes of a stage in order, and the receives that belong to them."""
 
     def __init__(self, found: list[Span]) -> None:
-        self.redundant = named(found, "Redundant")
-        self.passes = sorted(
-            own_passes(found, "ForwardPass") + own_passes(found, "BackwardPass"), key=lambda s: s.begin
-        )
-        self.by_kind = {kind: own_passes(found, kind) for kind in _EDGES}
-        self.receives = {kind: named(found, receive) for kind, (receive, _) in _EDGES.items()}
-        self.iteration = named(found, "Iteration")[0]
+        self.redundant = of_kind(found, *REDUNDANT)
+        self.passes = sorted(of_kind(found, *_EDGES), key=lambda s: s.begin)
+        self.by_kind = {kind: of_kind(found, kind) for kind in _EDGES}
+        self.receives = {kind: of_kind(found, receive) for kind, (receive, _) in _EDGES.items()}
+        self.iteration = of_kind(found, Kind.ITERATION)[0]
 
 
 def critical_path(ranks: dict[int, list[Span]]) -> dict[str, float]:
@@ -38,7 +38,7 @@ def critical_path(ranks: dict[int, list[Span]]) -> dict[str, float]:
     while True:
         parts["passes"] += (current.end - current.begin) * 1000
         parts["number of passes"] += 1
-        kind = current.name
+        kind = current.kind
         number, place = stage.by_kind[kind].index(current), stage.passes.index(current)
         before = stage.passes[place - 1].end if place else stage.iteration.begin
         source = rank + _EDGES[kind][1]

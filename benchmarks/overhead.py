@@ -38,14 +38,19 @@ from timeline import breakdown_table, latency_lines
 WARM_UP = 3
 TITLE = "Iteration time against stock DeepSpeed (EMULATED devices)"
 CAPTION = (
-    "emulated: layers hold their device without using the CPU; against: ratio to the other checkout; FRC: share of "
+    "emulated: layers hold their device without using the CPU; against: ratio to the other checkout, or to the mode "
+    "without timeline; FRC: share of "
     "redundant forwards that ran, room: share for which the idle time before a stage's last backward is long enough"
 )
 
 
 @dataclass(frozen=True)
 class Mode:
-    """A setting of ``bamboo.redundancy``; ``limit`` is the ratio to reach at P=8, M=16; ``checkout`` a version."""
+    """A setting of ``bamboo.redundancy``; ``limit`` is the ratio to reach at P=8, M=16; ``checkout`` a version.
+
+    Attributes:
+        timeline: ``observe.timeline``; ``None``: its default.
+    """
 
     name: str
     mode: str
@@ -53,6 +58,7 @@ class Mode:
     limit: float | None = None
     coverage: float | None = None
     checkout: Path | None = None
+    timeline: str | None = None
 
     def of(self, checkout: Path | None) -> Mode:
         """The same in another version of the project."""
@@ -63,7 +69,13 @@ class Mode:
     @property
     def block(self) -> dict[str, Any]:
         """The ``"bamboo"`` block."""
-        return {"redundancy": {"mode": self.mode, "placement": self.placement}}
+        observe = {} if self.timeline is None else {"observe": {"timeline": self.timeline}}
+        return {"redundancy": {"mode": self.mode, "placement": self.placement}, **observe}
+
+    def recorded(self, timeline: str) -> Mode:
+        """The same with ``observe.timeline``."""
+        name = f"{self.name} without timeline" if timeline == "off" else self.name
+        return replace(self, name=name, timeline=timeline)
 
 
 MODES = (
@@ -79,7 +91,7 @@ MODES = (
 class Figures:
     """One mode at one (stages, micro-batches); seconds are medians over runs of medians over iterations.
 
-    ``against`` is the ratio to the same mode in another version of the project.
+    ``against`` is the ratio to the same mode in another version of the project, or without a timeline.
     """
 
     stages: int
@@ -122,11 +134,12 @@ class Runner:
         training, label = self.training, mode.name if mode else "stock"
         name = f"{self._stages}-{self._micro_batches}-{training.name}-{label.replace(' ', '-')}"
         folder = fresh(self._out / "jobs" / name)
-        config = write_config(folder, self._micro_batches, mode.block if mode else None, **training.config)
+        block = (mode.recorded("all") if trace else mode).block if mode else None
+        config = write_config(folder, self._micro_batches, block, **training.config)
         arguments = ["--deepspeed_config", str(config), "--out", str(folder), "--stages", str(self._stages)]
         arguments += ["--steps", str(self._steps)]
         arguments += ["--forward-s", str(self.hold[0]), "--backward-s", str(self.hold[1])]
-        arguments += [*self._sizes, *training.arguments, *(["--trace"] if trace else [])]
+        arguments += [*self._sizes, *training.arguments, *(["--trace"] if trace and not mode else [])]
         workers, script, timeout_s = self._stages * training.pipelines, WORKERS / "emulated.py", self._timeout_s()
         if mode:
             job = run_bamboo(folder, workers, script, arguments, timeout_s, checkout=mode.checkout)
@@ -190,7 +203,8 @@ def compare(runner: Runner, stages: int, micro_batches: int, modes: list[Mode], 
             )
         )
     for row in rows:
-        other = next((each for each in rows if each.mode.startswith(f"{row.mode} in ")), None)
+        others = f"{row.mode} in ", f"{row.mode} without timeline"
+        other = next((each for each in rows if each.mode.startswith(others)), None)
         if other is not None:
             row.against = median(mine / theirs for mine, theirs in zip(row.ratios, other.ratios, strict=True))
     return rows
@@ -277,6 +291,11 @@ def plot(rows: list[Figures], path: Path) -> None:
     type=click.Path(exists=True, file_okay=False, path_type=Path),
     help="Another checkout of the project; its runs alternate with this one's, and a column has the ratios.",
 )
+@click.option(
+    "--timeline",
+    type=click.Choice(["losses", "all"]),
+    help="Record that in every mode; runs without a timeline alternate, and a column has the ratios.",
+)
 @click.option("--quick", is_flag=True, help="One repetition of four iterations, M = 2P only.")
 @click.option("--trace", is_flag=True, help="Instead: one run each, with where every stage spends its time.")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("out"), show_default=True)
@@ -292,6 +311,7 @@ def main(
     parameters: int,
     boundary_mb: float,
     against: Path | None,
+    timeline: str | None,
     quick: bool,
     trace: bool,
     out: Path,
@@ -299,7 +319,11 @@ def main(
     """Measure the overhead of redundancy without failures, on EMULATED devices."""
     if quick:
         repetitions, iterations, factors = 1, 4, (2,)
+    if timeline and against:
+        raise click.UsageError("--timeline and --against share a column: give one of them")
     modes = [m.of(version) for m in MODES if not wanted or m.name in wanted for version in versions(against)]
+    if timeline:
+        modes = [mode.recorded(kind) for mode in modes for kind in (timeline, "off")]
     sizes = (
         () if not (parameters or boundary_mb) else ("--parameters", str(parameters), "--boundary-mb", str(boundary_mb))
     )

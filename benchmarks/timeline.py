@@ -4,50 +4,42 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
 from statistics import median
 
 from common import Job, percentile
 from rich.table import Table
 
-#: Column of each kind of instruction.
+from bamboo_ds.observe.spans import REDUNDANT, Kind, Span, read_timelines
+
+#: Column of each kind of span.
 _COLUMNS = {
-    "ForwardPass": "forward",
-    "BackwardPass": "backward",
-    "Redundant": "redundant",
-    "RecvActivation": "wait act",
-    "RecvGrad": "wait grad",
-    "SendActivation": "send",
-    "SendGrad": "send",
-    "LoadMicroBatch": "load",
-    "SendReplica": "send repl",
-    "RecvReplica": "wait repl",
-    "ReduceGrads": "reduce",
-    "ReduceTiedGrads": "reduce",
-    "Commit": "commit",
-    "OptimizerStep": "step",
-    "StepReplica": "step repl",
-    "Iteration": "iteration",
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.REDUNDANT_FORWARD: "redundant",
+    Kind.REDUNDANT_BACKWARD: "redundant",
+    Kind.RECV_ACTIVATION: "wait act",
+    Kind.RECV_GRAD: "wait grad",
+    Kind.SEND_ACTIVATION: "send",
+    Kind.SEND_GRAD: "send",
+    Kind.LOAD: "load",
+    Kind.SEND_REPLICA: "send repl",
+    Kind.RECV_REPLICA: "wait repl",
+    Kind.REDUCE: "reduce",
+    Kind.REDUCE_TIED: "reduce",
+    Kind.COMMIT: "commit",
+    Kind.STEP: "step",
+    Kind.STEP_REPLICA: "step repl",
+    Kind.ITERATION: "iteration",
 }
 
 
-@dataclass(frozen=True)
-class Span:
-    """One instruction of one stage; times on the host's monotonic clock, in seconds."""
-
-    name: str
-    begin: float
-    end: float
-
-
 def spans(job: Job, warm_up: int) -> Iterator[dict[int, list[Span]]]:
-    """Spans by rank in the order of their ends, for every counted iteration."""
-    results = job.results()
+    """Spans by rank in the order of their begins, for every counted iteration."""
     steps: dict[int, dict[int, list[Span]]] = defaultdict(lambda: defaultdict(list))
-    for rank, result in results.items():
-        for step, name, _, begin, end in result["trace"]:
-            if step >= warm_up:
-                steps[step][rank].append(Span(name, begin, end))
+    for timeline in read_timelines(job.folder / "events.jsonl"):
+        for span in timeline.spans:
+            if span.step > warm_up:
+                steps[span.step][timeline.head.rank].append(span)
     for _, ranks in sorted(steps.items()):
         yield ranks
 
@@ -55,16 +47,15 @@ def spans(job: Job, warm_up: int) -> Iterator[dict[int, list[Span]]]:
 def breakdown_table(title: str, job: Job, warm_up: int) -> Table:
     """Median over iterations of the milliseconds per kind of instruction, by stage.
 
-    Redundant passes are timed by themselves. ``rest`` is what no instruction accounts for; CPU is that of the whole
-    process from its start on.
+    ``rest`` is what no instruction accounts for.
     """
     sums: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for ranks in spans(job, warm_up):
         for rank, found in ranks.items():
             parts: dict[str, float] = defaultdict(float)
             for span in found:
-                if span.name in _COLUMNS:
-                    parts[_COLUMNS[span.name]] += (span.end - span.begin) * 1000
+                if span.kind in _COLUMNS:
+                    parts[_COLUMNS[span.kind]] += (span.end - span.begin) * 1000
             parts["rest"] = 2 * parts["iteration"] - sum(parts.values())
             for name, value in parts.items():
                 sums[rank][name].append(value)
@@ -78,9 +69,9 @@ def breakdown_table(title: str, job: Job, warm_up: int) -> Table:
     return table
 
 
-def named(found: list[Span], name: str) -> list[Span]:
-    """Spans of one kind."""
-    return [span for span in found if span.name == name]
+def of_kind(found: list[Span], *kinds: Kind) -> list[Span]:
+    """Spans of some kinds."""
+    return [span for span in found if span.kind in kinds]
 
 
 def latency_lines(job: Job, warm_up: int) -> list[str]:
@@ -96,19 +87,17 @@ def latency_lines(job: Job, warm_up: int) -> list[str]:
     for ranks in spans(job, warm_up):
         iterations += 1
         for rank, found in ranks.items():
-            redundant = named(found, "Redundant")
-            for name in ("ForwardPass", "BackwardPass"):
-                passes[name] += [span.end - span.begin for span in named(found, name)]
+            redundant = of_kind(found, *REDUNDANT)
+            for kind in (Kind.FORWARD, Kind.BACKWARD):
+                passes[kind.value] += [span.end - span.begin for span in of_kind(found, kind)]
             for produced, received, source in (
-                ("ForwardPass", "RecvActivation", rank - 1),
-                ("BackwardPass", "RecvGrad", rank + 1),
+                (Kind.FORWARD, Kind.RECV_ACTIVATION, rank - 1),
+                (Kind.BACKWARD, Kind.RECV_GRAD, rank + 1),
             ):
-                made = named(ranks[source], produced) if source in ranks else []
-                if produced == "ForwardPass" and source in ranks:
-                    made = own_passes(ranks[source], produced)
-                for origin, receive in zip(made, named(found, received), strict=False):
+                made = of_kind(ranks[source], produced) if source in ranks else []
+                for origin, receive in zip(made, of_kind(found, received), strict=False):
                     if receive.begin < origin.end:
-                        latency[received].append(receive.end - origin.end)
+                        latency[received.value].append(receive.end - origin.end)
                     running = [r for r in redundant if r.begin < origin.end < r.end]
                     if running:
                         late.append(running[0].end - origin.end)
@@ -123,9 +112,3 @@ def latency_lines(job: Job, warm_up: int) -> list[str]:
             f"{1000 * sum(late) / iterations:.1f} ms in all, worst {1000 * max(late):.1f} ms"
         )
     return lines
-
-
-def own_passes(found: list[Span], name: str) -> list[Span]:
-    """Passes of the stage itself, without those inside redundant passes."""
-    redundant = named(found, "Redundant")
-    return [s for s in named(found, name) if not any(r.begin <= s.begin and s.end <= r.end for r in redundant)]

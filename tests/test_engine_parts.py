@@ -22,7 +22,7 @@ from bamboo_ds.engine.records import Progress
 from bamboo_ds.engine.recovery import RecoveryProtocol
 from bamboo_ds.engine.runtime import StageRuntime
 from bamboo_ds.errors import FatalLoss
-from bamboo_ds.schedule import Decision, RoleProgress
+from bamboo_ds.schedule import Decision, PartProgress, RoleProgress
 from bamboo_ds.topology import Layout, Plan, Role, initial_plan, takeover, with_redundancy
 
 STAGES = 4
@@ -202,7 +202,13 @@ def test_passes_that_a_takeover_repeats() -> None:
     assert found._redone(after, Decision(0, "resume", progress=progress)) == (1, 2)
     progress[Role(0, 2)] = RoleProgress(reduced=True)
     assert found._redone(after, Decision(0, "resume", progress=progress)) == (MICRO_BATCHES - 3, 2)
+    assert found.progress.redone == {(Role(0, 1), 0): (MICRO_BATCHES, 2)}
     assert found._redone(after, Decision(0, "commit", progress=progress)) == (0, 0)
+    assert not found.progress.redone
+    # Of a stage in two parts the lost member has computed the first one: the second one has seen of that, too.
+    progress |= {Role(0, 1): RoleProgress(rear=PartProgress(1, 4, 2)), Role(0, 2): RoleProgress(4, 3)}
+    assert found._redone(after, Decision(0, "resume", progress=progress)) == (4, 2)
+    assert found.progress.redone == {(Role(0, 1), 0): (4, 2), (Role(0, 1), 1): (4, 0)}
 
 
 # -- boundaries ---------------------------------------------------------------------------------------------

@@ -37,12 +37,13 @@ def config(folder: Path, bamboo: dict[str, Any] | None, **more: Any) -> Path:
     )
 
 
-def told(folder: Path) -> dict[str, list[list[str]]]:
-    """What the monitors have written, without the headers that every writer begins with."""
+def told(folder: Path, own: bool = False) -> dict[str, list[list[str]]]:
+    """What the monitors have written, without the headers that every writer begins with: DeepSpeed's tags, or ours."""
     found = {}
     for file in (folder / "monitor" / "job").iterdir():
-        with open(file) as lines:
-            found[file.name] = [row for row in csv.reader(lines) if row[0] != "step"]
+        if file.name.startswith("bamboo_") is own:
+            with open(file) as lines:
+                found[file.name] = [row for row in csv.reader(lines) if row[0] != "step"]
     return found
 
 
@@ -79,6 +80,13 @@ def test_surface(tmp_path: Path, stock: Result, faults: list[dict[str, Any]]) ->
     assert differences(stock.roles(), result.roles()) == []
     assert told(tmp_path) == told(stock.out)
     assert printed(result) == printed(stock)
+    tags = {name.removeprefix("bamboo_").removesuffix(".csv"): rows for name, rows in told(tmp_path, own=True).items()}
+    assert set(tags) == {"goodput", "members", "unshadowed_stages", "step_seconds", "pause_seconds"}
+    members = [float(value) for _, value in tags["members"]]
+    assert len(members) == 10 and members == sorted(members, reverse=True) and members[-1] == 4 - len(faults)
+    pauses = [float(value) for _, value in tags["pause_seconds"]]
+    assert pauses[0] == 0 and (pauses[2] > 0) is (pauses[6] > 0) is bool(faults)
+    assert all(0 < float(value) <= 1 for _, value in tags["goodput"])
 
 
 CURRICULUM = {

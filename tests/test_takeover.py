@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from .support.recorded import check_recorded
 from .support.surviving import STEPS, Reference, fault, survive
 
 pytestmark = pytest.mark.integration
@@ -57,7 +58,12 @@ def test_loss_at_every_instruction(
         # After the first takeover the second victim has neither a shadow nor a replica at these places.
         faults[1]["at"] = "ReduceGrads" if at == "SendReplica" else "OptimizerStep"
         faults[1]["step"] = 2
-    told = [line for line in survive(tmp_path, reference, faults).output.splitlines() if line.startswith("[bamboo] ")]
+    result = survive(tmp_path, reference, faults)
+    timelines = check_recorded(tmp_path / "events.jsonl", 6, steps={fault["step"] + 1 for fault in faults})
+    for each in faults:
+        (victim,) = (found for found in timelines if found.head.rank == each["rank"])
+        assert victim.spans[-1].step == each["step"] + 1, "what a killed worker did last is recorded, too"
+    told = [line for line in result.output.splitlines() if line.startswith("[bamboo] ")]
     for rank in victims:
         (line,) = (line for line in told if f"worker m{rank} on host " in line)
         assert "died (SIGKILL); stage " in line and f"{4 - 1 - victims.index(rank)} of " in line, line

@@ -43,7 +43,9 @@ from .options import (
 )
 from .output import console
 from .plan import plan
+from .plot import plot
 from .status import job_status, status_table, watch
+from .trace import trace
 
 _TIMEOUT_S = 5.0
 #: Exit code of a job that ``bamboo stop`` has ended: as if by SIGTERM.
@@ -182,6 +184,8 @@ cli.add_command(doctor)
 cli.add_command(ledger)
 cli.add_command(goodput)
 cli.add_command(events)
+cli.add_command(trace)
+cli.add_command(plot)
 
 
 @cli.command()

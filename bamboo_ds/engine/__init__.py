@@ -28,6 +28,7 @@ The engine itself (:mod:`.pipeline_engine`) is what scripts and DeepSpeed see. I
         committing   the all-reduce that is the commit  commit
         steps        optimizer steps                    answers, schedulers
         exactness    the check of the first steps       tracing
+        recording    what the main thread does          (bamboo_ds.observe.ring)
 
 What parts share is in :mod:`.records`: ``CurrentEpoch``, what holds for an epoch (plan, lanes, transport), and
 ``Progress``, how far the job is and what is known of the operation under way. All parts belong to the main thread.

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ..errors import EpochChanged
+from ..observe.spans import Kind
 from ..schedule import RoleProgress
 from ..state.publish import check_tag
 from ..topology import Role
@@ -24,6 +25,7 @@ from .history import History
 from .kept import save_kept
 from .loading import Loader
 from .operation import Outcome
+from .recording import Recording
 from .records import CurrentEpoch, Progress
 from .replay import Replay
 from .runtime import RuntimeBinding
@@ -54,6 +56,7 @@ class Checkpoints:
     loader: Loader
     saves: Saves
     history: History
+    recording: Recording
     asynchronous: bool
     _request: SaveRequest = field(init=False)
     _attempt: int = field(default=0, init=False)
@@ -106,10 +109,11 @@ class Checkpoints:
     def run(self, progress: Mapping[Role, RoleProgress] | None) -> None:
         plan, saves = self.epoch.plan, self.saves
         self._attempt, self._complete = plan.epoch, False
-        self._left_out = not saves.collect(self._request, plan, self.binding, self.progress)
-        if not (self.asynchronous or self._left_out):
-            saves.write_and_wait()
-            self._complete = saves.completed == saves.save_id(self._attempt, self.progress.sequence)
+        with self.recording.span(Kind.SAVE):
+            self._left_out = not saves.collect(self._request, plan, self.binding, self.progress)
+            if not (self.asynchronous or self._left_out):
+                saves.write_and_wait()
+                self._complete = saves.completed == saves.save_id(self._attempt, self.progress.sequence)
         self.commit()
 
     def commit(self) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ..observe.spans import Kind
 from ..schedule import RoleProgress
 from ..state import Tree
 from ..topology import Role
@@ -25,6 +26,7 @@ from .lanes import Stream
 from .layers import copied
 from .operation import Outcome
 from .passes import Passes
+from .recording import Recording
 from .records import CurrentEpoch, Progress
 from .replay import Replay
 from .replication import Replication
@@ -52,6 +54,7 @@ class Evaluation:
     saves: Saves
     history: History
     beats: Beats
+    recording: Recording
     report_iterators: Callable[[], None]
     _micro_batches: int = field(default=0, init=False)
     _reduce: str | None = field(default=None, init=False)
@@ -124,7 +127,8 @@ class Evaluation:
                 self.supply.draw_ahead(self._micro_batches)
                 for m in range(self._micro_batches):
                     for runtime in self.binding.owned():
-                        self._forward(runtime.role, m)
+                        with self.recording.span(Kind.EVALUATE, runtime.role, m):
+                            self._forward(runtime.role, m)
                         self.beats.beat()
         finally:
             self.progress.evaluating = False

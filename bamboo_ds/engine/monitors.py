@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from deepspeed.monitor.monitor import MonitorMaster
 
 from .answers import ignore
+from .deepspeed_adapter import DeepSpeedAdapter
+from .records import CurrentEpoch, Progress
 
 if TYPE_CHECKING:
     from ..comm.session import Session
@@ -45,3 +51,51 @@ class Monitors:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._master, name)
+
+
+#: Undisturbed iterations whose median duration is taken for that of an ordinary one.
+_ORDINARY = 9
+
+
+class JobTags:
+    """What members, pauses and goodput are like, for DeepSpeed's monitors.
+
+    All members keep account, so that the next one that speaks goes on with what it has seen itself.
+    """
+
+    def __init__(self, ds: DeepSpeedAdapter, epoch: CurrentEpoch, progress: Progress) -> None:
+        self._ds, self._epoch, self._progress = ds, epoch, progress
+        self._since: float | None = None
+        self._productive = self._seconds = self._pause = 0.0
+        self._ordinary: deque[float] = deque(maxlen=_ORDINARY)
+
+    @contextmanager
+    def iteration(self) -> Iterator[None]:
+        """The body is an iteration, with the boundary after it."""
+        begin, before = time.monotonic(), self._progress.paused
+        self._since = begin if self._since is None else self._since
+        yield
+        self._seconds, self._pause = time.monotonic() - begin, self._progress.paused
+        self._progress.paused = 0.0
+        inside = self._pause - before
+        worked = self._seconds - inside
+        if not inside:
+            self._ordinary.append(worked)
+        elif self._ordinary:
+            worked = min(worked, median(self._ordinary))  # the rest was done again
+        self._productive += max(0.0, worked)
+
+    def write(self) -> None:
+        """Hand the values to the monitors, which write them on the member that speaks for the job."""
+        monitor = self._ds.monitor
+        if not monitor.enabled or self._since is None:
+            return
+        plan = self._epoch.plan
+        values = {
+            "goodput": self._productive / (time.monotonic() - self._since),
+            "members": len(plan.members),
+            "unshadowed_stages": sum(shadow is None for shadow in plan.shadows),
+            "step_seconds": self._seconds,
+            "pause_seconds": self._pause,
+        }
+        monitor.write_events([(f"bamboo/{name}", value, self._ds.global_samples) for name, value in values.items()])

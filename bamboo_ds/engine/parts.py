@@ -36,8 +36,9 @@ from .joining import Joining
 from .layers import Layers
 from .loading import Loader
 from .mismatches import Mismatches
-from .monitors import Monitors
+from .monitors import JobTags, Monitors
 from .passes import Passes
+from .recording import Recording
 from .records import CurrentEpoch, Progress
 from .recovery import RecoveryProtocol
 from .reduction import Reduction
@@ -92,6 +93,7 @@ class Parts:
         self.progress = progress = Progress(torch.initial_seed())
         history, batches, idle = History(layout.slices), Batches(layout.slices), IdleTimes()
         beats, generators = Beats(job, progress), RoleGenerators(ds, layout, progress, history)
+        recording = Recording(ds, binding, progress, channel.spans, settings.observe.timeline)
         self.accounts = accounts = Accounts(settings.observe.ledger, session.member)
         brought = ds.client_lr_scheduler is not None and ds.lr_scheduler is not None
         pristine = Pristine(ds.lr_scheduler, ds.basic_optimizer) if brought else None
@@ -123,7 +125,7 @@ class Parts:
         self.boundaries = boundaries = Boundaries(ds, binding, epoch, progress, idle, retains)
         self.division = division = Division(ds, binding, epoch, progress, boundaries, reduction)
         self.redundant = redundant = RedundantPasses(
-            ds, redundancy, mode, binding, epoch, progress, batches, passes, boundaries, idle, checks
+            ds, redundancy, mode, binding, epoch, progress, batches, passes, boundaries, idle, checks, recording
         )
         self.commits = commits = Commits(ds, binding, epoch, progress, batches, accounts, saves, checks)
         verify_every = redundancy.verify_every if mode.replicas else 0
@@ -140,7 +142,7 @@ class Parts:
         self.recovery = recovery = RecoveryProtocol(
             *(ds, binding, epoch, progress, reduction.tied_stages, builder, boundaries, replication),
             *(commits, copies, supply, saves, history, collectives, joining, checks),
-            announcements,
+            *(announcements, recording),
         )
         self.takeover = takeover = Takeover(
             binding, epoch, progress, recovery, replication, checks, collectives, beats, announcements
@@ -157,15 +159,16 @@ class Parts:
         # What the script calls.
         self.training = Training(
             *(ds, redundancy, mode, binding, epoch, progress, supply, replay, takeover, division, redundant),
-            *(commits, steps, replication, copies, checks, saves, history, beats),
+            *(commits, steps, replication, copies, checks, saves, history, beats, recording),
+            JobTags(ds, epoch, progress),
         )
         self.evaluation = Evaluation(
             *(ds, binding, epoch, progress, supply, replay, takeover, passes, replication, commits, copies, saves),
-            *(history, beats, report),
+            *(history, beats, recording, report),
         )
         self.checkpoints = Checkpoints(
             *(ds, groups, binding, epoch, progress, replay, takeover, commits, copies, loader, saves, history),
-            settings.checkpoint.asynchronous,
+            *(recording, settings.checkpoint.asynchronous),
         )
         self.end = End(epoch, progress, commits, saves)
         ds.monitor = Monitors(ds.monitor, ds.global_rank, session, lambda: not joining.active and epoch.leads)

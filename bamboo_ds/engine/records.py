@@ -105,9 +105,12 @@ class Progress:
         consumed: micro-batches of each pipeline that committed iterations have used.
         vector: sum of the last commit all-reduce.
         committed: the same, decoded, of the current iteration.
+        paused: seconds for which this member entered other plans since the last iteration.
         entered: everything that the current operation's commit needs of this member is there.
         resumed: the current operation was interrupted, and goes on from what there was.
         evaluating: an evaluation runs.
+        redone: of parts (by their first block) of roles taken over in the current operation: how many forward and
+            backward passes others have used the results of.
         taken_over: roles that are this member's since the last operation ended, after a loss or a planned change alike.
         recovery: the last recovery, until it is reported.
         pending: what a recovery has decided, for the operation under way or the next one.
@@ -123,9 +126,11 @@ class Progress:
     consumed: int = 0
     vector: tuple[float, ...] | None = None
     committed: Committed | None = None
+    paused: float = 0.0
     entered: bool = False
     resumed: bool = False
     evaluating: bool = False
+    redone: dict[tuple[Role, int], tuple[int, int]] = field(default_factory=dict)
     taken_over: set[Role] = field(default_factory=set)
     recovery: Recovery | None = None
     pending: Decision | None = None
@@ -142,6 +147,7 @@ class Progress:
     def end_operation(self) -> None:
         """The operation under way is finished."""
         self.entered = False
+        self.redone.clear()
         self.taken_over.clear()
         self.sequence += 1
 

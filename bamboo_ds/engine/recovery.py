@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from ..comm.script import ScriptCollectives
 from ..errors import FatalLoss
+from ..observe.spans import Kind
 from ..schedule import Decision, RoleProgress
 from ..topology import Plan, Role
 from ..worker import plan_changes as plan_change
@@ -23,6 +24,7 @@ from .handshake import MemberReport, PartReport, Reports, RoleReport, ScriptRepo
 from .history import History
 from .joining import Joining
 from .operation import Operation
+from .recording import Recording
 from .records import CurrentEpoch, Progress, Recovery
 from .replication import Replication
 from .runtime import RuntimeBinding, StageRuntime
@@ -61,6 +63,7 @@ class RecoveryProtocol:
     joining: Joining
     checks: ExactChecks
     announcements: Announcements
+    recording: Recording
     operation: Operation | None = field(default=None, init=False)
     agreed: tuple[str, ...] = field(default=(), init=False)
 
@@ -78,23 +81,27 @@ class RecoveryProtocol:
             Evicted: this member was taken for lost.
         """
         begin = time.monotonic()
+        self.recording.disturbed()
         self.epoch.session.abort("recovery")
         before = self.progress.recovery
         noticed = min(self.epoch.job.lost_at or begin, begin, *([before.noticed] if before is not None else []))
-        plan = self.epoch.job.next_plan(self.epoch.session.epoch)
+        with self.recording.span(Kind.AWAIT_PLAN):
+            plan = self.epoch.job.next_plan(self.epoch.session.epoch)
         planned = time.monotonic()
         logger.info("recovering to epoch %d: lost %s", plan.epoch, ", ".join(plan.lost))
-        self.boundaries.forget()
-        self.announcements.listen()
-        self.enter(plan)
-        logger.info("entered epoch %d", plan.epoch)
-        self.take_over_roles(plan)
-        self.saves.follow(plan)
-        told = self.epoch.transport.exchange(self.report().to_json())
-        reports = {member: MemberReport.from_json(text) for member, text in told.items()}
-        decision = self._decide(plan, reports)
-        logger.info("agreed to %s operation %d", decision.mode, decision.step)
-        self._prepare(plan, reports, decision)
+        with self.recording.span(Kind.REBUILD):
+            self.boundaries.forget()
+            self.announcements.listen()
+            self.enter(plan)
+            logger.info("entered epoch %d", plan.epoch)
+            self.take_over_roles(plan)
+            self.saves.follow(plan)
+        with self.recording.span(Kind.AGREE):
+            told = self.epoch.transport.exchange(self.report().to_json())
+            reports = {member: MemberReport.from_json(text) for member, text in told.items()}
+            decision = self._decide(plan, reports)
+            logger.info("agreed to %s operation %d", decision.mode, decision.step)
+            self._prepare(plan, reports, decision)
         self.epoch.job.lost_at = None
         redone = self._redone(plan, decision)
         seconds = planned - noticed, time.monotonic() - planned
@@ -263,22 +270,34 @@ class RecoveryProtocol:
     def _redone(self, plan: Plan, decision: Decision) -> tuple[int, int]:
         """Passes of roles taken over that their lost owners may have done already and that are done again here."""
         forwards = backwards = 0
+        self.progress.redone.clear()
         if decision.mode == "commit":
             return 0, 0
-        micro_batches = self.ds.micro_batches
         for role in plan.owned_by(self.epoch.member):
             own = decision.progress[role]
             if own.reduced or role not in self.progress.taken_over:
                 continue
-            if role.stage < self.epoch.layout.stages - 1:
-                seen = decision.progress[self.epoch.layout.successor(role)]
-                used = micro_batches if seen.reduced else seen.parts[0].forwards
-                forwards += max(0, used - own.parts[-1].forwards)
-            if role.stage > 0:
-                seen = decision.progress[self.epoch.layout.predecessor(role)]
-                used = micro_batches if seen.reduced else seen.parts[-1].backwards
-                backwards += max(0, used - own.parts[0].backwards)
+            for index, part in enumerate(own.parts):
+                seen = self._seen(decision.progress, role, index, +1), self._seen(decision.progress, role, index, -1)
+                forwards += max(0, seen[0] - part.forwards)
+                backwards += max(0, seen[1] - part.backwards)
+                self.progress.redone[role, part.begin] = seen
         return forwards, backwards
+
+    def _seen(self, progress: Mapping[Role, RoleProgress], role: Role, index: int, step: int) -> int:
+        """Of how many passes of a part the next part or stage (``step`` 1), or the one before, has used the results."""
+        parts = progress[role].parts
+        if 0 <= index + step < len(parts):
+            beside = parts[index + step]
+        elif not 0 <= role.stage + step < self.epoch.layout.stages:
+            return 0
+        else:
+            layout = self.epoch.layout
+            other = progress[layout.successor(role) if step > 0 else layout.predecessor(role)]
+            if other.reduced:
+                return self.ds.micro_batches
+            beside = other.parts[0 if step > 0 else -1]
+        return beside.forwards if step > 0 else beside.backwards
 
 
 def _told(runtime: StageRuntime) -> tuple[PartReport, ...]:

@@ -11,6 +11,7 @@ import torch
 
 from ..comm.transport import Payload
 from ..config import RedundancyConfig, RedundancyMode
+from ..observe.spans import Kind
 from ..topology import Role
 from .boundaries import Boundaries, as_leaves
 from .bubbles import IdleTimes
@@ -20,6 +21,7 @@ from .exactness import ExactChecks
 from .lanes import Stream, assists
 from .passes import Passes
 from .recomputing import counting_saved_bytes, default_budget, release_cache
+from .recording import Recording
 from .records import CurrentEpoch, Progress
 from .runtime import RuntimeBinding, StageRuntime
 
@@ -41,6 +43,7 @@ class RedundantPasses:
     boundaries: Boundaries
     idle: IdleTimes
     checks: ExactChecks
+    recording: Recording
     #: Bytes that redundant forwards may keep; ``None``: any number.
     _budget: float | None = field(default=None, init=False)
     _exhausted: bool = field(default=False, init=False)
@@ -126,9 +129,12 @@ class RedundantPasses:
 
     def run(self, replica: StageRuntime, kind: str) -> None:
         """Run a redundant pass. If it exhausts the device's memory there are none any more in this iteration."""
-        before = self.binding.current
+        before, forward = self.binding.current, kind == "forward"
+        m = replica.part.forwards if forward else replica.part.backwards
+        told = Kind.REDUNDANT_FORWARD if forward else Kind.REDUNDANT_BACKWARD
         try:
-            self._run(replica, kind)
+            with self.recording.span(told, replica.role, m):
+                self._run(replica, kind)
         except torch.OutOfMemoryError as error:
             self._exhausted = True
             dropped, reason = replica.part.forwards, str(error).splitlines()[0]

@@ -158,11 +158,13 @@ class Takeover:
         if not (self.recover_between("at a boundary") and undisturbed):
             return
         self.progress.recovery = None
+        pause = time.monotonic() - begin
+        self.progress.paused += pause
         self.epoch.channel.event(
             "reconfigured",
             epoch=self.epoch.plan.epoch,
             step=self.progress.steps,
-            pause_seconds=time.monotonic() - begin,
+            pause_seconds=pause,
             previous=before.epoch,
         )
 
@@ -171,6 +173,7 @@ class Takeover:
         assert recovery is not None
         self.progress.recovery = None
         pause = recovery.planned + recovery.rebuilt
+        self.progress.paused += pause
         self.epoch.channel.event(
             "recovered",
             epoch=self.epoch.plan.epoch,

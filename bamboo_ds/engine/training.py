@@ -12,6 +12,7 @@ import torch
 
 from ..config import RedundancyConfig, RedundancyMode
 from ..errors import EpochChanged, ReplicaMismatch
+from ..observe.spans import Kind
 from ..schedule import Commit, Program, RoleProgress, commit_program, member_program
 from ..supported import check_schedule
 from ..topology import Role
@@ -23,8 +24,10 @@ from .deepspeed_adapter import DeepSpeedAdapter
 from .division import Division
 from .exactness import ExactChecks
 from .history import History
+from .monitors import JobTags
 from .operation import Outcome
 from .recomputing import end_iteration
+from .recording import Recording
 from .records import CurrentEpoch, Progress
 from .redundant import RedundantPasses
 from .replay import Replay
@@ -62,6 +65,8 @@ class Training:
     saves: Saves
     history: History
     beats: Beats
+    recording: Recording
+    tags: JobTags
     _begin: float = field(default=0.0, init=False)
 
     watched = takes_steps = goes_on = True
@@ -73,7 +78,9 @@ class Training:
             return self._replay(done, data_iter)
         rank = self.ds.global_rank
         try:
-            return self.ds.train_batch(data_iter)
+            mean = self.ds.train_batch(data_iter)
+            self.tags.write()
+            return mean
         finally:
             self.ds.global_rank = rank
 
@@ -85,7 +92,8 @@ class Training:
         self.progress.position = SchedulerPosition.of(self.binding.local)
         self.supply.use_training()
         self.checks.begin_iteration()
-        self.takeover.run(self)
+        with self.recording.iteration(), self.tags.iteration():
+            self.takeover.run(self)
         # What DeepSpeed prints and gives to monitors now is the word of the member that speaks for the job.
         self.ds.global_rank = 0 if self.epoch.leads else -1
 
@@ -176,9 +184,10 @@ class Training:
     def _execute(self, program: Program, until_commit: bool) -> None:
         for instruction in program:
             commits = type(instruction) is Commit
-            if commits:
-                self.checks.rehearse()
-            self.ds.execute(instruction)
+            if commits and self.checks.on:
+                with self.recording.span(Kind.REHEARSE):
+                    self.checks.rehearse()
+            self.recording.execute(instruction)
             self.beats.beat()
             if until_commit and commits:
                 return
@@ -211,7 +220,8 @@ class Training:
         # One that was lent has computed with what differs.
         lasting = [r for r in mismatches if self.replication.mismatches.note(r, step) or self.epoch.plan.lending(r)]
         try:
-            self.copies.copy_state(role for role in mismatches if role not in lasting)
+            with self.recording.span(Kind.COPY):
+                self.copies.copy_state(role for role in mismatches if role not in lasting)
         except EpochChanged as error:
             # The next operation recovers; it refuses to take a role over from an invalid replica.
             logger.warning("replicas of %s were not mended: %s", mismatches, error)

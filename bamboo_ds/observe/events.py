@@ -182,10 +182,14 @@ class Recovered(EventBase):
         ge=0, description="from the agreement to the end of the interrupted operation: redone and remaining work"
     )
     forwards_redone: int = Field(
-        ge=0, description="forward passes computed again here, as far as the neighbours had used their results"
+        ge=0,
+        description="forward passes computed again here, as far as the neighbours had used their results; of a divided "
+        "stage those of each part",
     )
     backwards_redone: int = Field(
-        ge=0, description="backward passes computed again here, as far as the neighbours had used their results"
+        ge=0,
+        description="backward passes computed again here, as far as the neighbours had used their results; of a "
+        "divided stage those of each part",
     )
     mode: str = Field(
         description="`resume`: the operation was finished from its progress; `commit`: only its commit was repeated"

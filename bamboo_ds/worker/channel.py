@@ -25,6 +25,7 @@ from ..control.registry.records import (
 from ..control.wire import LineSocket
 from ..errors import EpochChanged, Isolated
 from ..forking import only_here
+from ..observe.ring import SpanRing
 from ..secret import NONE, JobSecret, taken
 from ..topology.block_costs import BlockSeconds
 from ..topology.plan import Plan
@@ -70,6 +71,7 @@ class WorkerChannel:
         ahead: by how much DeepSpeed's count of steps exceeds the job's.
         activity: what heartbeats tell of the main thread.
         contact: the newest word of etcd, see :mod:`bamboo_ds.control.fencing`.
+        spans: memory for the timeline; ``None``: the agent writes none.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class WorkerChannel:
         restart_from: str | None = None,
         secret: JobSecret = NONE,
         overrides: Mapping[str, Any] = MappingProxyType({}),
+        spans: SpanRing | None = None,
     ) -> None:
         self.member = member
         self.job = job
@@ -96,6 +99,7 @@ class WorkerChannel:
         self.restart_from = restart_from
         self.secret = secret
         self.overrides = overrides
+        self.spans = spans
         self.ahead = 0
         self.heartbeat_timeout_s = heartbeat_timeout_s
         self._interval = min(_LONGEST_HEARTBEAT_INTERVAL_S, 0.25 * heartbeat_timeout_s)
@@ -142,6 +146,7 @@ class WorkerChannel:
             restart_from=os.environ.get(ENV_RESTART_FROM),
             secret=taken(os.environ),
             overrides=json.loads(os.environ.pop(ENV_OVERRIDES, "{}")),
+            spans=SpanRing.inherited(os.environ),
         )
         _inherited = (os.getpid(), channel)
         return channel

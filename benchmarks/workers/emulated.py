@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -95,26 +96,44 @@ def batches(size: int, boundary_bytes: int) -> Iterator[tuple[torch.Tensor, torc
         yield x, x
 
 
-class Trace:
-    """Begin and end of every instruction, on the clock ``time.monotonic``, which the host's processes share."""
+class StockTrace:
+    """What stock DeepSpeed's engine does, as bamboo's records what it does itself (``observe.timeline``)."""
 
-    def __init__(self, engine: Any) -> None:
-        self.rows: list[tuple[int, str, int | None, float, float]] = []
+    def __init__(self, engine: Any, folder: Path, rank: int) -> None:
+        from bamboo_ds.observe.spans import Kind, Span, SpanFile, path_for  # not there in some other checkouts
+
+        self._kind, self._span = Kind, Span
+        member = f"stock{rank}"
+        self._file = SpanFile(path_for(folder / "events.jsonl", member), "stock", member, rank)
+        self.spans: list[Any] = []
         self.step = 0
         handlers = {kind: self._timed(kind.__name__, call) for kind, call in engine._INSTRUCTION_MAP.items()}
         type(engine)._INSTRUCTION_MAP = handlers
-        if hasattr(engine, "_parts"):
-            redundant = type(engine._parts.redundant)
-            redundant.run = self._timed("Redundant", redundant.run)
 
     def _timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        kind = self._kind(name)
+
         def run(*arguments: Any, **keywords: Any) -> Any:
             begin = time.monotonic()
             result = call(*arguments, **keywords)
-            self.rows.append((self.step, name, keywords.get("buffer_id"), begin, time.monotonic()))
+            m = keywords.get("buffer_id")
+            self.spans.append(self._span(kind, self.step, begin, time.monotonic(), micro_batch=m))
             return result
 
         return run
+
+    @contextmanager
+    def iteration(self) -> Iterator[None]:
+        """The body is an iteration."""
+        self.step += 1
+        begin = time.monotonic()
+        yield
+        self.spans.append(self._span(self._kind.ITERATION, self.step, begin, time.monotonic()))
+
+    def save(self) -> None:
+        """Write all spans."""
+        self._file.write(self.spans)
+        self._file.close()
 
 
 def ended(file: Path, step: int) -> bool:
@@ -139,7 +158,7 @@ def main() -> None:
         "--boundary-mb", type=float, default=0.0, help="size of boundary tensors; 0: as small as can be"
     )
     parser.add_argument("--tied", action="store_true", help="the first and the last stage share their weights")
-    parser.add_argument("--trace", action="store_true")
+    parser.add_argument("--trace", action="store_true", help="of stock DeepSpeed; bamboo records by itself")
     parser.add_argument("--out", type=Path, required=True)
     arguments = deepspeed.add_config_arguments(parser).parse_args()
     torch.set_num_threads(1)
@@ -162,21 +181,19 @@ def main() -> None:
     ends = engine.is_first_stage() or engine.is_last_stage()
     boundary = int(arguments.boundary_mb * 10**6)
     data = batches(engine.train_micro_batch_size_per_gpu(), boundary) if ends else None
-    trace = Trace(engine) if arguments.trace else None
+    rank = torch.distributed.get_rank()
+    trace = StockTrace(engine, arguments.out, rank) if arguments.trace else None
     seconds = []
-    for step in range(arguments.steps):
-        if trace:
-            trace.step = step
+    for _ in range(arguments.steps):
         begin = time.perf_counter()
-        engine.train_batch(data_iter=data)
+        with trace.iteration() if trace else nullcontext():
+            engine.train_batch(data_iter=data)
         seconds.append(time.perf_counter() - begin)
-        if trace:
-            end = time.monotonic()
-            trace.rows.append((step, "Iteration", None, end - seconds[-1], end))
         if arguments.stop_file and ended(arguments.stop_file, engine.global_steps):
             break
-    rank = torch.distributed.get_rank()
-    result = {"seconds": seconds, "trace": trace.rows if trace else None, "cpu_seconds": time.process_time()}
+    if trace:
+        trace.save()
+    result = {"seconds": seconds, "cpu_seconds": time.process_time()}
     (arguments.out / f"result-{rank}.json").write_text(json.dumps(result))
 
 

@@ -45,8 +45,10 @@ from bamboo_ds.engine.history import History
 from bamboo_ds.engine.joining import Joining
 from bamboo_ds.engine.layers import Layers
 from bamboo_ds.engine.mismatches import Mismatches
+from bamboo_ds.engine.monitors import JobTags
 from bamboo_ds.engine.passes import Passes
 from bamboo_ds.engine.pipeline_engine import BambooPipelineEngine
+from bamboo_ds.engine.recording import Recording
 from bamboo_ds.engine.records import CurrentEpoch, Progress
 from bamboo_ds.engine.recovery import RecoveryProtocol
 from bamboo_ds.engine.reduction import Reduction
@@ -157,6 +159,7 @@ class Member:
         random = Random(world.random.random())
         history, batches, idle = History(), Batches(), DrawnIdleTimes(random)
         beats, generators = Beats(self.job, progress), RoleGenerators(ds, layout, progress, history)
+        recording = Recording(ds, binding, progress, None, "off")
         accounts = Accounts(str(spec.ledger) if spec.ledger else None, name)
         accounts.begin("run", accounts.folder)
         saves: Any = Saves()
@@ -182,7 +185,7 @@ class Member:
         self.boundaries = Boundaries(ds, binding, epoch, progress, idle, True)
         self.division = Division(ds, binding, epoch, progress, self.boundaries, reduction)
         self.redundant = RedundantPasses(
-            ds, settings, mode, binding, epoch, progress, batches, self.passes, self.boundaries, idle, checks
+            ds, settings, mode, binding, epoch, progress, batches, self.passes, self.boundaries, idle, checks, recording
         )
         self.reduction = reduction
         self.commits = Commits(ds, binding, epoch, progress, batches, accounts, saves, checks)
@@ -195,7 +198,7 @@ class Member:
         self.recovery = RecoveryProtocol(
             *(ds, binding, epoch, progress, tied, builder, self.boundaries, self.replication),
             *(self.commits, self.copies, supply, saves, history, collectives, joining, checks),
-            announcements,
+            *(announcements, recording),
         )
         self.takeover = Takeover(
             binding, epoch, progress, self.recovery, self.replication, checks, collectives, beats, announcements
@@ -206,15 +209,16 @@ class Member:
         self.training = Training(
             *(ds, settings, mode, binding, epoch, progress, supply, replay, self.takeover, self.division),
             self.redundant,
-            *(self.commits, self.steps, self.replication, self.copies, checks, saves, history, beats),
+            *(self.commits, self.steps, self.replication, self.copies, checks, saves, history, beats, recording),
+            JobTags(ds, epoch, progress),
         )
         self.evaluation = Evaluation(
             *(ds, binding, epoch, progress, supply, replay, self.takeover, self.passes, self.replication),
-            *(self.commits, self.copies, saves, history, beats, lambda: None),
+            *(self.commits, self.copies, saves, history, beats, recording, lambda: None),
         )
         self.checkpoints = Checkpoints(
             *(ds, groups, binding, epoch, progress, replay, self.takeover, self.commits, self.copies),
-            *(None, saves, history, True),  # type: ignore[arg-type]
+            *(None, saves, history, recording, True),  # type: ignore[arg-type]
         )
         self.script = ScriptCalls(
             *(binding, epoch, progress, builder, self.copies, replay, self.takeover, collectives, announcements)

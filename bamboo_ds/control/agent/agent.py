@@ -33,6 +33,7 @@ from .data_workers import DataWorkers
 from .leaving import Leaving
 from .mailbox import Mailbox
 from .slot import EndWorker, Slot, State
+from .timeline import TimelineWriter
 from .watchdog import Watchdog
 from .worker_process import WorkerProcess
 
@@ -74,7 +75,9 @@ class Agent:
         self._exit_notice: ExitNotice | None = None
         self._leaving = Leaving(settings, self._id, self._events)
         self._mailbox.take_signals(self._note_signal)
-        self._worker = WorkerProcess(observed(settings.command), worker_environment(settings, self._id))
+        self._timeline = TimelineWriter(settings.events, settings.job, self._id, settings.rank)
+        environment = {**worker_environment(settings, self._id), **self._timeline.environment}
+        self._worker = WorkerProcess(observed(settings.command), environment, self._timeline.fds)
         logs.set_context(member=self._id)
 
     def run(self) -> LeftRecord:
@@ -89,6 +92,7 @@ class Agent:
             selector.register(self._mailbox, selectors.EVENT_READ, "mail")
             died = self._watch(selector)
         departure = self._announce(self._departure(self._worker.reap(), died))
+        self._timeline.end(lost=departure.outcome not in ("finished", "left"))
         self._worker.close()
         if departure.outcome == "left" and self._leaving.notice is not None:
             self._leaving.report(self._slot.epoch)
@@ -282,6 +286,7 @@ class Agent:
             self._coordinator.write(message.key, message)
         elif isinstance(message, Heartbeat):
             self._worker.heard()
+            self._timeline.write()
             self._leaving.note_step(message)
             if self._watchdog.stuck(message):
                 self._worker.kill(signal.SIGKILL)

@@ -7,7 +7,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from ...errors import LaunchError
 from ...processes import die_with_parent
@@ -38,8 +38,8 @@ class WorkerProcess:
             the worker closed the channel, when none is expected.
     """
 
-    def __init__(self, argv: Sequence[str], env: Mapping[str, str]) -> None:
-        """Spawn ``argv``; raises :class:`LaunchError` if it cannot be executed."""
+    def __init__(self, argv: Sequence[str], env: Mapping[str, str], fds: Collection[int] = ()) -> None:
+        """Spawn ``argv``, which inherits ``fds``; raises :class:`LaunchError` if it cannot be executed."""
         ours, theirs = socket.socketpair()
         agent_pid = os.getpid()
         with theirs:
@@ -49,7 +49,7 @@ class WorkerProcess:
                     argv,
                     env={**env, ENV_FD: str(theirs.fileno())},
                     stdin=subprocess.DEVNULL,
-                    pass_fds=[theirs.fileno()],
+                    pass_fds=[theirs.fileno(), *fds],
                     preexec_fn=lambda: _begin_worker(agent_pid),
                 )
             except OSError as error:
