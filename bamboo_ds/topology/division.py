@@ -23,7 +23,7 @@ from .plan import Lent, Plan
 
 #: How many roles get other shadows for the sake of speed, how many shadows are tried for each, and how many in all,
 #: times the number of members.
-_ATTEMPTS, _OPTIONS, _TRIALS = 8, 3, 4096
+_ATTEMPTS, _OPTIONS, _TRIALS = 8, 3, 8192
 
 #: A division that is no faster has to lend less than this share of what is lent.
 _LESS = 0.7
@@ -46,7 +46,7 @@ def _settled(graph: Graph, lent: Sequence[Lent], min_gain: float) -> Division:
     best.improve()
     # Those that lend the same are equal to the last bit, however they were found.
     best = Division(graph, best.lent())
-    if any(each.rank not in graph.ways or each.cut not in graph.ways[each.rank].cuts for each in lent):
+    if any(each.rank not in graph.ways or each.cut not in graph.ways[each.rank][0].cuts for each in lent):
         return best
     now = Division(graph, lent)
     gains = best.slowest < now.slowest * (1 - min_gain) * (1 - SLACK)
@@ -54,80 +54,92 @@ def _settled(graph: Graph, lent: Sequence[Lent], min_gain: float) -> Division:
     return best if gains or (as_good and best.work < now.work * _LESS) else now
 
 
-def with_division(previous: Plan, target: Plan, roster: Roster, costs: Costs, policy: Policy, holders: Holders) -> Plan:
-    """``target``, in which shadows compute parts of stages.
-
-    Where its shadows do not let all members have about as much to do, some of the slowest member's roles get others: a
-    copy of a stage for an iteration that is shorter by ``policy.min_gain``.
+class Divider:
+    """Divides the stages of what the planner makes of one plan.
 
     Args:
         previous: the plan before; what it lends stays where it can.
-        target: with owners and shadows for ``roster``.
         roster: the members.
         costs: of the stages.
         policy: the user's wishes.
-        holders: valid copies by rank.
     """
 
-    if not any(previous.cuts):
-        return replace(target, lent=())
-    best = _Search(previous, target, roster, costs, policy, holders).best()
-    return replace(target, shadows=tuple(best.shadows), lent=best.lent())
+    def __init__(self, previous: Plan, roster: Roster, costs: Costs, policy: Policy) -> None:
+        self._previous, self._roster, self._costs, self._policy = previous, roster, costs, policy
+        #: By owners and shadows: the planner asks about the same ones several times.
+        self._known: dict[tuple[tuple[str, ...], tuple[str | None, ...]], Division] = {}
 
+    def divided(self, target: Plan, holders: Holders) -> Plan:
+        """``target``, in which shadows compute parts of stages.
 
-class _Search:
-    """The search for shadows that let all members have about as much to do; see :func:`with_division`."""
+        Where its shadows do not let all members have about as much to do, some of the slowest member's roles get
+        others: a copy of a stage for an iteration that is shorter by ``policy.min_gain``.
 
-    def __init__(
-        self, previous: Plan, target: Plan, roster: Roster, costs: Costs, policy: Policy, holders: Holders
-    ) -> None:
-        self._previous, self._target, self._roster = previous, target, roster
-        self._policy, self._holders = policy, holders
-        self._ground = Ground(target, costs, previous.cuts)
-        self._stages: dict[str, list[int]] = {member: [] for member in target.members}
-        for rank, owner in enumerate(target.owners):
-            self._stages[owner].append(rank // self._ground.pipelines)
+        Args:
+            target: with owners and shadows for all members.
+            holders: valid copies by rank.
+        """
+        if not any(self._previous.cuts):
+            return replace(target, lent=())
+        ground = Ground(target, self._costs, self._previous.cuts)
+        best = self._settled(ground, target.shadows)
+        if self._policy.divides:
+            if not best.even:
+                # Shadows that serve the division better than nearer ones would stay: copies back and forth help nobody.
+                other = self._settled(ground, _as_before(self._previous, target, self._roster, holders))
+                if self._gains(other, best):
+                    best = other
+            best = self._with_other_shadows(ground, best, holders)
+        return replace(target, shadows=tuple(best.shadows), lent=best.lent())
 
-    def best(self) -> Division:
-        """The best division that is found."""
-        best = self._settled(self._target.shadows)
-        if not self._policy.divides:
-            return best
-        if not best.even:
-            # Shadows that serve the division better than nearer ones would stay: copies back and forth help nobody.
-            other = self._settled(_as_before(self._previous, self._target, self._roster, self._holders))
-            if other.slowest <= best.slowest * (1 - self._policy.min_gain) * (1 + SLACK):
-                best = other
-        trials = max(1, _TRIALS // len(self._target.members))
+    def _gains(self, other: Division, best: Division) -> bool:
+        return other.slowest <= best.slowest * (1 - self._policy.min_gain) * (1 + SLACK)
+
+    def _settled(self, ground: Ground, shadows: Sequence[str | None]) -> Division:
+        key = ground.owners, tuple(shadows)
+        if key not in self._known:
+            lent = still_lent(self._previous, ground.owners, shadows)
+            self._known[key] = _settled(Graph(ground, shadows), lent, self._policy.min_gain)
+        return self._known[key]
+
+    def _with_other_shadows(self, ground: Ground, best: Division, holders: Holders) -> Division:
+        """``best``, or what gains over it with other shadows: for one role at a time, which slows nobody down.
+
+        Where several members are about as slow, a change that relieves one gains nothing before all are relieved.
+        """
+        now, trials = best, max(_OPTIONS, _TRIALS // len(ground.members))
+        each = max(_OPTIONS, trials // _ATTEMPTS)
         for _ in range(_ATTEMPTS):
-            options = [] if best.even else self._options(best)[:trials]
-            if not options:
-                break
+            options = [] if now.even else self._options(ground, now, holders, min(trials, each))
             trials -= len(options)
-            found = min((self._settled(each) for each in options), key=lambda each: (each.slowest, each.work))
-            if found.slowest > best.slowest * (1 - self._policy.min_gain) * (1 - SLACK):
+            tried = [self._settled(ground, shadows) for shadows in options]
+            found = min(tried, key=lambda division: division.rating, default=now)
+            if not found.better_than(now):
                 break
-            best = found
+            now = found
+            best = now if self._gains(now, best) else best
         return best
 
-    def _settled(self, shadows: Sequence[str | None]) -> Division:
-        lent = still_lent(self._previous, self._target.owners, shadows)
-        return _settled(Graph(self._ground, shadows), lent, self._policy.min_gain)
+    def _options(self, ground: Ground, now: Division, holders: Holders, count: int) -> list[list[str | None]]:
+        """The shadows of ``now``, but another one for a role of the slowest member: the ``count`` most promising ones.
 
-    def _options(self, best: Division) -> list[list[str | None]]:
-        """The shadows of ``best``, but another one for a role of the slowest member."""
-        (slowest,) = best.loads.at_least(best.slowest, 1)
-        idlest, loads, options = best.loads.ascending, best.loads.by_member, []
-        for rank, owner in enumerate(self._target.owners):
-            stage = rank // self._ground.pipelines
-            if owner != slowest or not self._previous.cuts[stage]:
+        That is who holds it already, then who has least to do, then whose stages have their passes at about that time.
+        """
+        (slowest,) = now.loads.at_least(now.slowest, 1)
+        stages: dict[str, list[int]] = {member: [] for member in ground.members}
+        for rank, owner in enumerate(ground.owners):
+            stages[owner].append(rank // ground.pipelines)
+        loads, options = now.loads.by_member, []
+        for rank, owner in enumerate(ground.owners):
+            stage = rank // ground.pipelines
+            if owner != slowest or not ground.ways[stage]:
                 continue
-            able = [m for m in idlest if m != best.shadows[rank] and self._roster.apart(owner, m)]
-            held = self._holders.get(rank, ())
-            # Who holds it already, then who has least to do, then whose stages have their passes at about that time.
-            able = nsmallest(_OPTIONS, able, key=lambda m: (m not in held, loads[m], _distance(self._stages[m], stage)))
-            options += [_with(best.shadows, rank, member) for member in able]
-        return options
+            held = holders.get(rank, ())
+            able = [m for m in now.loads.ascending if m != now.shadows[rank] and self._roster.apart(owner, m)]
+            rated = ((m not in held, loads[m], _distance(stages[m], stage), self._roster.order[m]) for m in able)
+            options += [(rating, rank) for rating in nsmallest(_OPTIONS, rated)]
+        usable = self._roster.usable
+        return [_with(now.shadows, rank, usable[order].id) for (*_, order), rank in nsmallest(count, options)]
 
 
 def _distance(stages: Sequence[int], stage: int) -> int:

@@ -11,9 +11,10 @@ which the stage may be divided::
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
+from math import inf
 
 from .block_costs import BlockCosts
 from .costs import Costs, block_seconds
@@ -93,19 +94,20 @@ class Graph:
         shadows: by rank.
 
     Attributes:
-        ways: by rank of these roles.
+        ways: by rank of these roles how they may be divided, first from the side that is next to what the shadow has.
         beside: by member the ranks of those that it owns or shadows, in order.
     """
 
     def __init__(self, ground: Ground, shadows: Sequence[str | None]) -> None:
         self.ground, self.shadows = ground, shadows
-        self.ways: dict[int, Way] = {}
+        self.ways: dict[int, tuple[Way, Way]] = {}
         self.beside: dict[str, list[int]] = {member: [] for member in ground.members}
         for rank, (owner, shadow) in enumerate(zip(ground.owners, shadows, strict=True)):
             ways = ground.ways[rank // ground.pipelines]
             if ways and shadow in self.beside and owner in self.beside:
                 assert shadow is not None
-                self.ways[rank] = ways[self._side(rank, owner, shadow)]
+                side = self._side(rank, owner, shadow)
+                self.ways[rank] = (ways[side], ways["rear" if side == "front" else "front"])
                 self.beside[owner].append(rank)
                 self.beside[shadow].append(rank)
 
@@ -139,11 +141,10 @@ class Division:
 
     def __init__(self, graph: Graph, lent: Sequence[Lent] = ()) -> None:
         self._ground, self._graph = graph.ground, graph
-        self._ways, self._steps = graph.ways, dict.fromkeys(graph.ways, 0)
+        self._ways, self._steps = {rank: ways[0] for rank, ways in graph.ways.items()}, dict.fromkeys(graph.ways, 0)
         given = {each.rank: each for each in lent if each.rank in graph.ways}
-        if given:
-            ways = {rank: self._ground.ways[rank // self._ground.pipelines][each.side] for rank, each in given.items()}
-            self._ways = {**graph.ways, **ways}
+        for rank, each in given.items():
+            self._ways[rank] = self._ground.ways[rank // self._ground.pipelines][each.side]
         loads, slow = dict.fromkeys(self._ground.members, 0.0), self._ground.slow
         for rank, owner in enumerate(self._ground.owners):
             if owner in loads:
@@ -172,8 +173,37 @@ class Division:
         slow = self._ground.slow
         loads = self.loads.by_member.items()
         even = sum(load / slow[member] for member, load in loads) / sum(1 / each for each in slow.values())
-        step = min((way.step for way in set(self._ways.values())), default=0.0)
+        step = min((way.step for ways in set(self._graph.ways.values()) for way in ways), default=0.0)
         return self.slowest - even < step * min(slow.values()) * (1 - SLACK)
+
+    def better_than(self, other: Division) -> bool:
+        """Whether the slowest member is faster than in ``other``, or as fast with fewer that are about as slow."""
+        if self.slowest < other.slowest * (1 - _WORTH):
+            return True
+        return self.slowest <= other.slowest * (1 + SLACK) and self._tied < other._tied
+
+    @property
+    def rating(self) -> tuple[float, int, int, float]:
+        """Of several divisions the one with the smallest is the best: its slowest member, their number, spans, work."""
+        return round(self.slowest, 9), self._tied, self._spans, self.work
+
+    @property
+    def _tied(self) -> int:
+        """Number of members that are about as slow as the slowest."""
+        return len(self.loads.at_least(self.slowest * (1 - _WORTH), len(self._ground.members)))
+
+    @property
+    def _spans(self) -> int:
+        """Number of spans: what a member computes of successive stages of a pipeline is one."""
+        owners, count = self._ground.owners, 0
+        for pipeline in range(self._ground.pipelines):
+            parts: list[str | None] = []
+            for rank in range(pipeline, len(owners), self._ground.pipelines):
+                lent = [self.shadows[rank]] if self._steps.get(rank) else []
+                rear = bool(lent) and self._ways[rank].side == "rear"
+                parts += [owners[rank], *lent] if rear else [*lent, owners[rank]]
+            count += sum(1 for _ in groupby(parts))
+        return count
 
     @property
     def shadows(self) -> Sequence[str | None]:
@@ -194,43 +224,92 @@ class Division:
             return
         relieved = True
         while relieved:
-            full: set[str] = set()
+            offered: dict[str, float] = {}
             # One of several that are about as slow may have to be relieved before it can take something from another.
             slowest = self.loads.at_least(self.slowest * (1 - _WORTH), _TIED)
-            relieved = any(self._relieve(member, full) for member in slowest)
+            relieved = any(self._relieve(member, offered) for member in slowest)
 
-    def _move(self, rank: int, steps: int) -> None:
-        shares, slow = self._ways[rank].shares, self._ground.slow
-        moved = shares[steps] - shares[self._steps[rank]]
-        self._steps[rank] = steps
+    def _relieve(self, slowest: str, offered: dict[str, float]) -> bool:
+        """Move one step of work from ``slowest`` along the shortest chain of members that can bear it.
+
+        Args:
+            slowest: the member.
+            offered: by member the least that it was offered in vain; what is offered now is added.
+        """
+        loads, slow = self.loads.by_member, self._ground.slow
+        limit = loads[slowest] * (1 - _WORTH)
+        queue = deque([_Link(slowest)])
+        offered[slowest] = 0.0
+        while queue:
+            link = queue.popleft()
+            member = link.member
+            if link.before is not None and loads[member] + link.coming < limit:
+                for each in link.chain:
+                    self._move(each)
+                return True
+            for rank in self._graph.beside[member]:
+                for way, steps in self._next(rank, member):
+                    other = self._other(rank, member)
+                    given = abs(way.shares[steps] - self._ways[rank].shares[self._steps[rank]])
+                    coming = given * slow[other]
+                    if coming >= offered.get(other, inf) * (1 - SLACK) or link.passes(other):
+                        continue
+                    if loads[member] + link.coming - given * slow[member] < limit or member == slowest:
+                        offered[other] = coming
+                        queue.append(_Link(other, coming, link, rank, way, steps))
+        return False
+
+    def _next(self, rank: int, member: str) -> list[tuple[Way, int]]:
+        """How one step of a role may go from ``member`` to the other one that holds it: each the way, and its step."""
+        way, steps = self._ways[rank], self._steps[rank]
+        if member != self._ground.owners[rank]:
+            return [(way, steps - 1)] if steps else []
+        if not steps:  # from either side
+            return [(each, 1) for each in self._graph.ways[rank]]
+        return [(way, steps + 1)] if steps + 1 < len(way.shares) else []
+
+    def _other(self, rank: int, member: str) -> str:
+        owner = self._ground.owners[rank]
+        return str(self.shadows[rank]) if member == owner else owner
+
+    def _move(self, link: _Link) -> None:
+        rank, slow = link.rank, self._ground.slow
+        assert link.way is not None
+        moved = link.way.shares[link.steps] - self._ways[rank].shares[self._steps[rank]]
+        self._ways[rank], self._steps[rank] = link.way, link.steps
         owner, shadow = self._ground.owners[rank], str(self.shadows[rank])
         self.loads.add(owner, -moved * slow[owner])
         self.loads.add(shadow, moved * slow[shadow])
 
-    def _relieve(self, slowest: str, full: set[str]) -> bool:
-        """Move one step of work from ``slowest`` along the shortest chain of members that can bear it.
 
-        None of ``full`` can; those that were tried in vain are added.
-        """
-        loads, slow = self.loads.by_member, self._ground.slow
-        limit = loads[slowest] * (1 - _WORTH)
-        queue = deque([(slowest, 0.0)])
-        reached: dict[str, tuple[str, int, int] | None] = {slowest: None}
-        while queue:
-            member, coming = queue.popleft()
-            if member != slowest and loads[member] + coming < limit:
-                while (step := reached[member]) is not None:
-                    member, rank, steps = step
-                    self._move(rank, steps)
-                return True
-            for rank in self._graph.beside[member]:
-                owner, shadow, shares = self._ground.owners[rank], str(self.shadows[rank]), self._ways[rank].shares
-                other, steps = (shadow, self._steps[rank] + 1) if member == owner else (owner, self._steps[rank] - 1)
-                if other in reached or other in full or not 0 <= steps < len(shares):
-                    continue
-                given = abs(shares[steps] - shares[self._steps[rank]])
-                if loads[member] + coming - given * slow[member] < limit or member == slowest:
-                    reached[other] = (member, rank, steps)
-                    queue.append((other, given * slow[other]))
-        full.update(reached)
-        return False
+@dataclass(frozen=True, eq=False)
+class _Link:
+    """A member in a chain along which work is passed on, and what it gets.
+
+    Attributes:
+        member: the member.
+        coming: what it would get to do, in seconds.
+        before: the one that it gets it from; ``None`` for the first one.
+        rank: of the role that it is of.
+        way: how that is divided.
+        steps: the step that it is divided by then.
+    """
+
+    member: str
+    coming: float = 0.0
+    before: _Link | None = None
+    rank: int = -1
+    way: Way | None = None
+    steps: int = 0
+
+    @property
+    def chain(self) -> Iterator[_Link]:
+        """This one and those before it, but the first."""
+        link = self
+        while link.before is not None:
+            yield link
+            link = link.before
+
+    def passes(self, member: str) -> bool:
+        """Whether ``member`` is in the chain, at whose begin it cannot be."""
+        return any(member == link.member for link in self.chain)
