@@ -23,6 +23,7 @@ from bamboo_ds.topology import (
     explain,
     initial_plan,
     predicted_s,
+    undivided,
 )
 from bamboo_ds.topology.planner import plan as best_plan
 from bamboo_ds.topology.planner import takeover, with_redundancy
@@ -111,6 +112,11 @@ def test_nothing_is_divided_before_workers_have_told_where() -> None:
     plan = takeover(job(1, 4, 3), {"m2"})
     members = candidates([m for m in plan.members], 4, {})
     assert settled(plan, members).lent
+    assert not undivided(plan)
+    assert undivided(replace(plan, cuts=((1, 2), None, (), None))) == [
+        "computed whole: stage 1, 3, as its owner has not found out yet where it may be divided",
+        "computed whole: stage 2, as there is no place in it where one tensor goes on",
+    ]
     assert not settled(replace(plan, cuts=()), members).lent
     assert not settled(replace(plan, cuts=(None,) * 4), members).lent
     assert not settled(replace(plan, cuts=((),) * 4), members).lent
