@@ -212,8 +212,8 @@ class TopologyConfig(_Block):
         ge=0,
         lt=1,
         description="share of the iteration time that must be won before a stage moves, or is divided otherwise, for "
-        "speed; the time is taken to be that of the member with most to do. Stages count as equal where they move, and "
-        "by what has been measured of their blocks (`topology.blocks`) where they are divided",
+        "speed; the time is taken to be that of the member with most to do. Stages count as equal until their blocks "
+        "have been measured (`topology.blocks`)",
     )
 
 

@@ -93,10 +93,10 @@ class Shape:
         return [self.ends if layer in (0, count - 1) else 1.0 for layer in range(count)]
 
     @property
-    def even_s(self) -> float:
-        """Time of an iteration if all stages took equally long [model]."""
-        turns = self.micro_batches + self.stages - 1
-        return turns * (self.forward_s + self.backward_s) * sum(self.costs) / self.stages
+    def even(self) -> Shape:
+        """The same work in layers that take equally long."""
+        mean = sum(self.costs) / len(self.costs)
+        return replace(self, forward_s=self.forward_s * mean, backward_s=self.backward_s * mean, ends=1.0)
 
     @property
     def size(self) -> int:
@@ -188,11 +188,20 @@ class Run:
         self._joiners: list[subprocess.Popen[bytes]] = []
         self.rows: list[Figures] = []
 
-    def measure(self, members: list[int], straggler: float, seed: int) -> None:
+    def measure(self, members: list[int], straggler: float, seed: int, even_s: float | None = None) -> float:
         """Bring the job to each number of ``members`` in turn, and measure it there.
 
         Before that, if ``straggler`` is not 1, measure it with one member that takes so many times as long, and once
         more without.
+
+        Args:
+            members: numbers of members.
+            straggler: how many times as long one takes for a while.
+            seed: of who is lost.
+            even_s: time of the full job if its layers were equal; ``None``: they are.
+
+        Returns:
+            Seconds of an iteration of the full job.
         """
         shape, folder = self.shape, self._folder
         topology = {"blocks": self._blocks if self._blocks == "auto" else int(self._blocks)}
@@ -207,10 +216,10 @@ class Run:
             watcher = Watcher(Job(folder), process)
             try:
                 watcher.step(6 if shape.ends == 1 else 12)
-                full = self._seconds(watcher, shape.size)
-                if shape.ends != 1:
-                    full, seconds = shape.even_s, full
-                    self._add(full, shape.size, seconds, _settled(watcher))
+                full = measured = self._seconds(watcher, shape.size)
+                if even_s is not None:
+                    full = even_s
+                    self._add(full, shape.size, measured, _settled(watcher))
                 if straggler != 1:
                     self._measure_straggler(watcher, full, straggler, chosen)
                 for count in members:
@@ -236,6 +245,7 @@ class Run:
                         joiner.wait(30)
         if code:
             raise JobFailed(f"{folder}: exit code {code}\n{Job(folder).log()[-3000:]}")
+        return measured
 
     def _measure_straggler(self, watcher: Watcher, full: float, times: float, chosen: random.Random) -> None:
         """One member takes so many times as long for a while."""
@@ -305,8 +315,7 @@ class Run:
         shape, factor = self.shape, max((slow or {}).values(), default=1.0)
         speeds = count - 1 + 1 / factor
         efficiency = full * shape.size / (speeds * seconds)
-        best = replace(shape, ends=1.0).best_s(shape.size) if shape.ends == 1 else shape.even_s
-        best *= shape.size / (speeds * shape.best_s(count, slow))
+        best = shape.even.best_s(shape.size) * shape.size / (speeds * shape.best_s(count, slow))
         row = Figures(
             *(shape.pipelines, shape.stages, shape.layers, shape.micro_batches, self._blocks, count, seconds),
             *(efficiency, best, full / seconds, factor, shape.ends, settling),
@@ -418,8 +427,11 @@ def main(
     out = out.resolve()
     rows: list[Figures] = []
     for each in blocks:
-        run = Run(shape, each, out / "jobs" / f"degraded-{pipelines}-{stages}-{micro_batches}-{each}", iterations)
-        run.measure(list(members), straggler, seed)
+        folder, even_s = out / "jobs" / f"degraded-{pipelines}-{stages}-{micro_batches}-{each}", None
+        if ends != 1:
+            even_s = Run(shape.even, each, folder.with_name(f"{folder.name}-even"), iterations).measure([], 1.0, seed)
+        run = Run(shape, each, folder, iterations)
+        run.measure(list(members), straggler, seed, even_s)
         rows += run.rows
     console.print(table(rows))
     content = {"title": TITLE, "emulated": True, "seed": seed, "forward_ms": forward_ms, "backward_ms": backward_ms}

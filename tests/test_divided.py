@@ -81,9 +81,10 @@ def test_passes_of_some_blocks() -> None:
         pass
 
 
-def looked_at(stage: Stage, inputs: Any) -> tuple[int, ...]:
+def looked_at(stage: Stage, inputs: Any) -> tuple[int, ...] | None:
     blocks = StageBlocks(stage, len(stage.forward_funcs))
     search = CutSearch(blocks)
+    assert search.found() in (None, ()), "there was no pass"
     with blocks.computing(0, blocks.count, lambda block: None, search.note):
         outputs = stage(inputs)
     found = outputs if torch.is_tensor(outputs) else outputs[0]
@@ -96,6 +97,7 @@ def looked_at(stage: Stage, inputs: Any) -> tuple[int, ...]:
 def test_where_stages_can_be_divided() -> None:
     x, linear = torch.randn(3, 2, requires_grad=True), nn.Linear(2, 2)
     assert looked_at(Stage(nn.Linear(2, 2), torch.tanh, nn.Linear(2, 2)), x) == (1, 2)
+    assert CutSearch(StageBlocks(Stage(torch.tanh, torch.tanh), 2)).found() is None
     # Weights, or what a layer keeps, on both sides; what is no tensor; several gradients; none.
     assert looked_at(Stage(linear, nn.Linear(2, 2), linear, nn.Linear(2, 2)), x) == (3,)
     assert looked_at(Stage(torch.tanh, lambda y: (y, "text"), lambda pair: pair[0]), x) == (1,)

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from bamboo_ds.cli.plan import plan as command
 from bamboo_ds.control.registry.access import open_store
 from bamboo_ds.control.registry.keys import Keys
-from bamboo_ds.control.registry.records import LayoutRecord, MemberRecord, WorkerState
+from bamboo_ds.control.registry.records import JobRecord, LayoutRecord, MemberRecord, WorkerState
 from bamboo_ds.errors import ConfigError
 from bamboo_ds.topology import Layout, Plan, initial_plan, takeover, with_redundancy
 
@@ -87,6 +87,18 @@ def test_a_running_job(keys: Keyspace) -> None:
     grown = report(*keys.arguments)
     assert grown["members"] == ["a", "b", "d", "e"] and next_owners(grown) == ["a", "b", "e", "d"]
     assert (grown["slowest"], grown["next_slowest"]) == (2, 1)
+    # What an iteration takes is told by workers, what a change has to win by the job's settings.
+    keys.put(Keys.worker("a"), WorkerState(id="a", epoch=keys.plan.epoch, iteration_s=0.4))
+    expected = report(*keys.arguments)
+    assert (expected["iteration_s"], expected["next_iteration_s"]) == (0.4, 0.2)
+    assert "an iteration takes 0.4 s, and is expected to take 0.2 s" in expected["reasons"]
+    keys.put(Keys.SPEC, JobRecord(job=keys.job, world_size=4, min_gain=0.6))
+    calm = report(*keys.arguments)
+    assert next_owners(calm) == ["a", "b", "b", "d"]
+    assert "another plan would be 50.0% faster: topology.min_gain asks for 60.0%" in calm["reasons"]
+    assert next_owners(report(*keys.arguments, "--min-gain", "0.1")) == next_owners(grown)
+    keys.put(Keys.SPEC, JobRecord(job=keys.job, world_size=4, standby_replicas=True))
+    assert report(*keys.arguments) == expected  # nobody stands by
     # A copy that a learner reports complete is not made again.
     members = {"members": (*keys.plan.members, "e"), "homes": (*keys.plan.homes, 0)}
     copying: Plan = replace(keys.plan, **members, learners=((2, "e"), (3, "b")))
@@ -165,11 +177,17 @@ def test_refusals(arguments: list[str], message: str) -> None:
         bamboo_plan(*arguments)
 
 
+#: Why stages are computed whole, by what is said of them.
+WHOLE = {"topology.blocks": (), "tensor slices": ("--slices", "2", "--blocks", "3", "--members", "2")}
+
+
 def test_stages_are_divided() -> None:
     """Of a job that does not exist, where members are fewer than stages."""
     imagined = ("--stages", "8", "--members", "7", "--blocks", "3")
     found = report(*imagined)
     assert (round(found["slowest"], 3), round(found["next_slowest"], 3)) == (2, 1.333)
     assert all(0 <= part["begin"] < part["end"] <= part["blocks"] == 3 for part in found["parts"])
+    reasons = {name: report("--stages", "2", "--members", "2", *more)["reasons"] for name, more in WHOLE.items()}
+    assert all(any(name in line and "whole" in line for line in lines) for name, lines in reasons.items()), reasons
     told = bamboo_plan(*imagined, "--explain")
     assert "of 3 blocks)" in told and "so that the slowest member gets less to do" in told

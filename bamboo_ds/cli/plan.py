@@ -9,8 +9,10 @@ import click
 from pydantic import BaseModel, ConfigDict
 from rich.table import Table
 
-from ..control.leader.boundary import as_told, ready_copies
+from ..control.leader.boundary import as_told, policy_of, ready_copies
+from ..control.registry.keys import Keys
 from ..control.registry.mirror import Mirror
+from ..control.registry.records import JobRecord
 from ..errors import ConfigError
 from ..launchers import jobs
 from ..topology import (
@@ -25,12 +27,16 @@ from ..topology import (
     moves,
     predicted_s,
     takeover,
+    undivided,
     with_redundancy,
 )
+from ..topology.board import Holders
 from ..topology.planner import plan as next_plan
 from .options import read_job, running_job
 from .output import console
 
+#: Share of a time that is worth telling.
+_VISIBLE = 0.001
 _GIVEN = click.core.ParameterSource.COMMANDLINE
 
 
@@ -81,8 +87,11 @@ class PlanReport(BaseModel):
         members: members of the next plan.
         lost: members whose loss is taken over first.
         unheld: (pipeline, stage) of roles whose state nobody has: a fatal loss.
-        slowest: relative time of the slowest member per micro-batch, in seconds or in stages of equal cost.
+        slowest: time of the slowest member, in the unit that the reasons tell: seconds, or stages of equal cost.
         next_slowest: the same in the next plan.
+        iteration_s: what an iteration of the job takes; ``None`` where that is not known.
+        next_iteration_s: what one is expected to take under the next plan: as much longer or shorter as the slowest
+            member.
         parts: what shadows compute in the next plan.
         reasons: one sentence per change, and per rule that cannot be met.
     """
@@ -96,6 +105,8 @@ class PlanReport(BaseModel):
     unheld: list[tuple[int, int]]
     slowest: float
     next_slowest: float
+    iteration_s: float | None
+    next_iteration_s: float | None
     roles: list[RoleReport]
     parts: list[PartReport]
     moves: list[MoveReport]
@@ -110,13 +121,17 @@ class Situation:
         plan: the plan in force.
         members: registered members, also those that are to be lost.
         ready: ranks that learners hold completely, by member.
+        policy: what the job's settings want.
+        job: its name; ``None`` for one that does not exist.
+        iteration_s: what an iteration takes; 0 where that is not known.
     """
 
     plan: Plan
     members: tuple[Candidate, ...]
     ready: dict[str, tuple[int, ...]]
-    redundant: bool = True
+    policy: Policy
     job: str | None = None
+    iteration_s: float = 0.0
 
 
 @click.command("plan")
@@ -138,8 +153,8 @@ class Situation:
 @click.option("--leave", multiple=True, metavar="MEMBER", help="What if this one were to leave; may be repeated.")
 @click.option("--seconds", metavar="S,S,..", help="Time of each stage per micro-batch.  [default: equal]")
 @click.option("--bytes", "sizes", metavar="B,B,..", help="Size of each stage's state.  [default: equal]")
-@click.option("--min-gain", type=float, default=Policy.min_gain, show_default=True, help="As in the job's settings.")
-@click.option("--standby-replicas", is_flag=True, help="As in the job's settings.")
+@click.option("--min-gain", type=float, help="Share that a change has to win.  [default: the job's setting, or 0.05]")
+@click.option("--standby-replicas", is_flag=True, help="As if the job's standby.replicas were true.")
 @click.option("--explain", "explained", is_flag=True, help="Say why.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def plan(
@@ -154,7 +169,7 @@ def plan(
     leave: tuple[str, ...],
     seconds: str | None,
     sizes: str | None,
-    min_gain: float,
+    min_gain: float | None,
     standby_replicas: bool,
     explained: bool,
     as_json: bool,
@@ -175,8 +190,11 @@ def plan(
         layout = Layout((pipelines or 1) * count, stages, slices=count, blocks=divided)
         situation = imagined(layout, _parse_members(groups))
     costs = Costs(_numbers("--seconds", seconds, float), _numbers("--bytes", sizes, int))
-    divides = bool(situation.plan.world.blocks)
-    policy = Policy(situation.redundant, divides, standby_replicas or divides, min_gain=min_gain)
+    policy = replace(
+        situation.policy,
+        min_gain=situation.policy.min_gain if min_gain is None else min_gain,
+        standby_replicas=standby_replicas or situation.policy.standby_replicas,
+    )
     report = plan_report(situation, costs, policy, lose, leave)
     if as_json:
         click.echo(report.model_dump_json(indent=2))
@@ -208,6 +226,13 @@ def plan_report(
     current = takeover(now, lost, holders_of(now, situation.ready), situation.members) if lost else now
     holders = holders_of(current, situation.ready)
     target = next_plan(current, members, costs, policy, holders)
+    before, after = predicted_s(now, costs), predicted_s(target, costs)
+    iteration_s = situation.iteration_s or None
+    next_s = iteration_s * after / before if iteration_s and before else None
+    reasons = _takeover_reasons(now, current, lost) + explain(current, target, members, costs, holders)
+    if iteration_s and next_s:
+        reasons.append(f"an iteration takes {iteration_s:.3g} s, and is expected to take {next_s:.3g} s")
+    reasons += _not_worth(current, target, members, costs, policy, holders) + undivided(target)
     shadows = now.shadows or (None,) * len(now.owners)
     return PlanReport(
         job=situation.job,
@@ -216,7 +241,9 @@ def plan_report(
         lost=lost,
         unheld=[_place(target.world, rank) for rank in current.unheld],
         slowest=predicted_s(current, costs),
-        next_slowest=predicted_s(target, costs),
+        next_slowest=after,
+        iteration_s=iteration_s,
+        next_iteration_s=next_s,
         roles=[
             RoleReport(
                 pipeline=role.pipeline,
@@ -249,8 +276,21 @@ def plan_report(
             )
             for move in moves(current, target, holders, costs)
         ],
-        reasons=_takeover_reasons(now, current, lost) + explain(current, target, members, costs, holders),
+        reasons=reasons,
     )
+
+
+def _not_worth(
+    current: Plan, target: Plan, members: Sequence[Candidate], costs: Costs, policy: Policy, holders: Holders
+) -> list[str]:
+    """What could be won besides, and why it is not."""
+    wish, now = (
+        predicted_s(each, costs)
+        for each in (next_plan(current, members, costs, replace(policy, min_gain=0), holders), target)
+    )
+    if now == 0 or wish > now * (1 - _VISIBLE):
+        return []
+    return [f"another plan would be {1 - wish / now:.1%} faster: topology.min_gain asks for {policy.min_gain:.1%}"]
 
 
 def _takeover_reasons(now: Plan, current: Plan, lost: Sequence[str]) -> list[str]:
@@ -320,8 +360,11 @@ def observed(job: str, mirror: Mirror) -> Situation:
         for r in registered
     )
     redundant = any(report.redundant for report in mirror.reports.values())
+    spec = mirror.get(Keys.SPEC, JobRecord) or JobRecord(job=job, world_size=len(members))
+    policy = policy_of(current.world, redundant, spec.min_gain, spec.standby_replicas)
     current = as_told(mirror.workers, current)
-    return Situation(current, members, ready_copies(mirror.workers, current), redundant, job)
+    iteration_s = max((mirror.workers[m].iteration_s for m in current.members if m in mirror.workers), default=0.0)
+    return Situation(current, members, ready_copies(mirror.workers, current), policy, job, iteration_s)
 
 
 # -- a job that does not exist --------------------------------------------------------------------------
@@ -337,7 +380,7 @@ def imagined(layout: Layout, members: Sequence[Candidate]) -> Situation:
     for slot in range(len(members), layout.size):
         everybody.append(Candidate(f"m{slot}", slot, f"gone{slot}", home=slot))
     present = everybody[: layout.size]
-    policy = Policy(divides=bool(layout.blocks))
+    policy = policy_of(layout, True, Policy.min_gain, False)
     current = with_redundancy(initial_plan([m.id for m in present]), layout, True, present)
     current = replace(current, cuts=tuple(tuple(range(1, count)) for count in layout.blocks))
     while len(present) > max(len(members), 1):
@@ -345,7 +388,7 @@ def imagined(layout: Layout, members: Sequence[Candidate]) -> Situation:
         current = takeover(current, [gone.id])
         if len(present) > len(members):
             current = next_plan(current, present, policy=policy)
-    return Situation(current, tuple(members), {})
+    return Situation(current, tuple(members), {}, policy)
 
 
 def _parse_members(groups: Sequence[str]) -> list[Candidate]:

@@ -240,14 +240,19 @@ class CutSearch:
         yield
         self._draws |= any(not torch.equal(*both) for both in zip(before, _states(device), strict=True))
 
-    def found(self) -> tuple[int, ...]:
-        """The blocks before which the stage can be divided."""
+    def found(self) -> tuple[int, ...] | None:
+        """The blocks before which the stage can be divided; ``None`` if no pass has shown that.
+
+        A member that takes a stage over at the end of an iteration has nothing to compute of it any more.
+        """
         module: Any = self._stage.module
         kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
         scripts = [hook for kind in kinds for hook in getattr(module, kind, {}).values()]
         foreign = any(not str(getattr(hook, "__module__", "")).startswith("deepspeed.") for hook in scripts)
         if self._draws or foreign or not self._stage.apart():
             return ()
+        if self._stage.count > 1 and not self._passed:
+            return None
         # Where it goes in, and a gradient comes back.
         fit = {block for block, facts in self._passed.items() if len(facts) > 1 and all(facts)}
         return tuple(sorted(fit - self._stage.joined()))

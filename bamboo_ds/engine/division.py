@@ -76,7 +76,8 @@ class Division:
         found = False
         for runtime in self.binding.owned():
             if runtime.search is not None:
-                runtime.cuts, runtime.search, found = runtime.search.found(), None, True
+                runtime.cuts, runtime.search = runtime.search.found(), None
+                found |= runtime.cuts is not None
         return found
 
     # -- what scripts have changed ------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from .block_costs import BlockCosts, BlockSeconds, settled
 from .costs import Candidate, Costs, Policy, predicted_s
 from .division import divided
-from .explain import explain
+from .explain import explain, undivided
 from .moves import Move, holders_of, learners_for, moves
 from .plan import Lent, Plan, Side, part_hosts
 from .planner import initial_plan, takeover, with_redundancy
@@ -36,5 +36,6 @@ __all__ = [
     "predicted_s",
     "settled",
     "takeover",
+    "undivided",
     "with_redundancy",
 ]

@@ -30,6 +30,23 @@ def explain(
     return _Explanation(previous, new, Roster(members), costs or Costs(), holders).lines()
 
 
+def undivided(plan: Plan) -> list[str]:
+    """Which stages of ``plan`` are computed whole in any case, and why."""
+    layout = plan.world
+    if layout.slices > 1:
+        return ["all stages are computed whole: with tensor slices they cannot be divided"]
+    if not layout.blocks:
+        return ["all stages are computed whole: they are not cut into blocks (topology.blocks)"]
+    cuts = plan.cuts or (None,) * layout.stages
+    several = [stage for stage, blocks in enumerate(layout.blocks) if blocks > 1]
+    found = [
+        ("it is of one block", [stage for stage in range(layout.stages) if stage not in several]),
+        ("its owner has not found out yet where it may be divided", [s for s in several if cuts[s] is None]),
+        ("there is no place in it where one tensor goes on", [s for s in several if cuts[s] == ()]),
+    ]
+    return [f"computed whole: stage {', '.join(map(str, stages))}, as {reason}" for reason, stages in found if stages]
+
+
 class _Explanation:
     def __init__(self, previous: Plan, new: Plan, roster: Roster, costs: Costs, holders: Holders | None) -> None:
         self._previous, self._new, self._roster, self._costs = previous, new, roster, costs

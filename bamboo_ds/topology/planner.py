@@ -30,9 +30,10 @@ from dataclasses import replace
 
 from ..errors import ConfigError
 from .board import Holders
-from .costs import Candidate, Costs, Policy, Roster, known
-from .division import still_lent, with_division
+from .costs import Candidate, Costs, Policy, Roster, known, predicted_s
+from .division import Divider, still_lent
 from .moves import holders_of, learners_for
+from .partition import SLACK
 from .placement import place_owners
 from .plan import Plan
 from .roles import Layout
@@ -230,20 +231,24 @@ def plan(
             parts.append(plan(part, mine, costs, policy, held) if mine else given_up(part))
         return merged(previous, parts, roster.everyone.values())
 
+    divider = Divider(previous, roster, costs, policy)
+
     # Copies that are under way count as made, lest the target depend on how far they are: wanted is one that is still
-    # the target when its own copies are made.
+    # the target when its own copies are made, or that needs just those that are under way.
+    under_way = frozenset(previous.learners)
+
     def kept(learners: frozenset[tuple[int, str]]) -> Plan | None:
         for _ in range(_ATTEMPTS):
-            target = _target(previous, roster, costs, policy, _promised(learners, previous, roster, holders))
+            target = _target(previous, roster, costs, policy, _promised(learners, previous, roster, holders), divider)
             before, learners = learners, frozenset(learners_for(previous, target))
-            if learners == before:
+            if learners == before or (learners and learners == under_way):
                 return target
         return None
 
-    target = kept(frozenset(previous.learners))
+    target = kept(under_way)
     if target is None:
         # What owners and shadows hold does not depend on copies at all. Its copies may lead to a target that lasts.
-        settled = _target(previous, roster, costs, policy, _settled(previous, holders))
+        settled = _target(previous, roster, costs, policy, _settled(previous, holders), divider)
         target = kept(frozenset(learners_for(previous, settled))) or settled
     nobody = (rank for rank in range(previous.world.size) if roster.everyone.keys().isdisjoint(holders.get(rank, ())))
     return replace(target, unheld=tuple(nobody))
@@ -265,22 +270,40 @@ def _settled(previous: Plan, holders: Holders) -> Holders:
     return {rank: [member for member in holders.get(rank, ()) if member in pair] for rank, pair in named}
 
 
-def _target(previous: Plan, roster: Roster, costs: Costs, policy: Policy, holders: Holders) -> Plan:
-    """What the rules make of ``previous`` if ``holders`` hold copies."""
+def _target(previous: Plan, roster: Roster, costs: Costs, policy: Policy, holders: Holders, divider: Divider) -> Plan:
+    """What the rules make of ``previous`` if ``holders`` hold copies.
+
+    Owners share the stages by number, as their state lies evenly then, and shadows divide the work. Where that leaves a
+    member too much to do, as some stages take longer than others and cannot be divided, they share them by time.
+    """
+
+    def completed(owners: tuple[str, ...]) -> Plan:
+        shadows: tuple[str | None, ...] = (None,) * len(owners)
+        if policy.redundant:
+            shadows = place_shadows(previous, owners, roster, costs, holders, policy)
+        target = replace(
+            previous,
+            epoch=previous.epoch + 1,
+            owners=owners,
+            members=tuple(member.id for member in roster.usable),
+            store_host=previous.store_host if previous.store_host in roster.order else owners[0],
+            shadows=shadows,
+            lost=(),
+            learners=(),
+            homes=tuple(member.home for member in roster.usable),
+            immediate=False,
+        )
+        return divider.divided(target, holders) if previous.cuts else target
+
     owners = place_owners(previous, roster, costs, holders, policy.min_gain, policy.redundant)
-    shadows: tuple[str | None, ...] = (None,) * len(owners)
-    if policy.redundant:
-        shadows = place_shadows(previous, owners, roster, costs, holders, policy)
-    target = replace(
-        previous,
-        epoch=previous.epoch + 1,
-        owners=owners,
-        members=tuple(member.id for member in roster.usable),
-        store_host=previous.store_host if previous.store_host in roster.order else owners[0],
-        shadows=shadows,
-        lost=(),
-        learners=(),
-        homes=tuple(member.home for member in roster.usable),
-        immediate=False,
-    )
-    return with_division(previous, target, roster, costs, policy, holders) if previous.cuts else target
+    if previous.costs is None or costs.seconds:
+        return completed(owners)
+    timed = replace(costs, seconds=tuple(sum(blocks) for blocks in previous.costs.seconds))
+    others = place_owners(previous, roster, timed, holders, policy.min_gain, policy.redundant)
+    if others == owners:
+        return completed(owners)
+    # The ones with fewer changes, unless the others are worth them.
+    choices = sorted((owners, others), key=lambda each: sum(map(str.__ne__, each, previous.owners)))
+    few, many = map(completed, choices)
+    gains = predicted_s(many, costs) <= predicted_s(few, costs) * (1 - policy.min_gain) * (1 + SLACK)
+    return many if gains else few

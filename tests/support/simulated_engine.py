@@ -8,7 +8,7 @@ of a pipeline share if that is wanted.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,13 +21,14 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from bamboo_ds.config import RedundancyConfig, RedundancyMode
-from bamboo_ds.control.leader.boundary import next_change, ready_copies
+from bamboo_ds.control.leader.boundary import next_change, policy_of, ready_copies
 from bamboo_ds.control.leader.restarts import fatal_plan
 from bamboo_ds.control.leader.view import View
 from bamboo_ds.control.registry.records import LayoutRecord, MemberRecord, WorkerState
 from bamboo_ds.engine.accounts import Accounts
 from bamboo_ds.engine.announcements import Announcements
 from bamboo_ds.engine.beats import Beats
+from bamboo_ds.engine.block_times import BlockTimes
 from bamboo_ds.engine.boundaries import Boundaries
 from bamboo_ds.engine.building import StageBuilder
 from bamboo_ds.engine.checkpointing import Checkpoints, End
@@ -79,7 +80,16 @@ from bamboo_ds.topology import (
 
 from .simulated_deepspeed import CLIPPING, WIDTH, Shards, SimulatedDeepSpeed, Stage
 from .simulated_network import Killed, Network, Turns
-from .simulated_worker import DrawnBlockTimes, DrawnIdleTimes, Group, Job, Saves, Session, Snapshots
+from .simulated_worker import (
+    DrawnBlockTimes,
+    DrawnIdleTimes,
+    Group,
+    Job,
+    Saves,
+    Session,
+    Snapshots,
+    StragglersBlockTimes,
+)
 
 
 class _Engine(nn.Module):
@@ -180,7 +190,9 @@ class Member:
         checks.begin(spec.checked)
         self.joining = joining = Joining(self.job, binding, progress, history, saves, accounts, checks)
         slices = SlicedPasses(ds, groups, binding)
-        times = DrawnBlockTimes(layout, spec.iterations, random)
+        times: BlockTimes = DrawnBlockTimes(layout, spec.iterations, random)
+        if spec.straggler is not None:
+            times = StragglersBlockTimes(layout, range(3, spec.iterations - 8) if name == spec.straggler else range(0))
         self.passes = Passes(ds, layout, binding, progress, batches, accounts, slices, generators, idle, checks, times)
         self.boundaries = Boundaries(ds, binding, epoch, progress, idle, True)
         self.division = Division(ds, binding, epoch, progress, self.boundaries, reduction)
@@ -347,10 +359,12 @@ class Spec:
         heals: stages get new replicas, and roles move, while the job goes on.
         leaves: a member leaves.
         joiners: so many members come in the place of lost ones.
+        grows: so many more members come when all losses are over.
         evaluates: an evaluation comes before each iteration, and at the end.
         saves: a checkpoint comes after each iteration.
         changes: what scripts change between iterations: learning rates, or weights.
         checked: how many first steps are checked for exactness.
+        straggler: a member that is slow for some iterations. Without one, what members measure is drawn.
     """
 
     pipelines: int = 1
@@ -368,10 +382,12 @@ class Spec:
     heals: bool = False
     leaves: bool = False
     joiners: int = 0
+    grows: int = 0
     evaluates: bool = False
     saves: bool = False
     changes: Literal["rates", "weights", "weights once"] | None = None
     checked: int = 0
+    straggler: str | None = None
 
     @property
     def operations(self) -> int:
@@ -381,10 +397,14 @@ class Spec:
 
 @dataclass(frozen=True)
 class Cut:
-    """Who is killed when: before what the member does as number ``event``, counted from the loss before it."""
+    """Who is killed when: before what the member does as number ``event``, counted from the loss before it.
+
+    With a condition ``when``, it is counted from when that first holds.
+    """
 
     member: str
     event: int
+    when: Callable[[World], bool] | None = None
 
 
 @dataclass(eq=False)
@@ -400,7 +420,9 @@ class World:
     Attributes:
         done: of every member what it has done, and after how many iterations, since the last loss.
         killed: losses that have happened.
+        taken_over: plans that were made after losses.
         healed: plans that were made to heal.
+        replaced: the plan that the last one of them has replaced.
         leaving: a member that has been told to leave.
     """
 
@@ -411,7 +433,9 @@ class World:
     done: dict[str, list[tuple[int, str]]] = field(default_factory=dict, init=False)
     killed: list[str] = field(default_factory=list, init=False)
     switched: bool = field(default=False, init=False)
+    taken_over: list[Plan] = field(default_factory=list, init=False)
     healed: list[Plan] = field(default_factory=list, init=False)
+    replaced: Plan = field(init=False)
     leaving: str | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -427,6 +451,7 @@ class World:
         self.members = {name: Member(self, name, rank, self.plan) for rank, name in enumerate(names)}
         self.done = {name: [] for name in names}
         self.states: dict[str, WorkerState] = {}
+        self._due = False
         self._planned: tuple[int, tuple[WorkerState, ...]] | None = None
         self._change: Plan | None = None
         self._records = {
@@ -451,9 +476,16 @@ class World:
         if member.started and member.progress.sequence < self.spec.operations:
             self.done[name].append((member.progress.steps, what))
             cut = self.cuts[len(self.killed)] if len(self.killed) < len(self.cuts) else None
-            if cut == Cut(name, len(self.done[name]) - 1):
+            if cut is not None and cut.when is not None and not self._due and cut.when(self):
+                self._due = True
+                for done in self.done.values():
+                    done.clear()
+                self.done[name].append((member.progress.steps, what))
+            waits = cut is None or (cut.when is not None and not self._due)
+            if cut is not None and not waits and (cut.member, cut.event) == (name, len(self.done[name]) - 1):
                 self.network.kill(name)
                 self.killed.append(name)
+                self._due = False
                 for done in self.done.values():
                     done.clear()
                 raise Killed
@@ -495,11 +527,8 @@ class World:
             return found  # the job ends
         if any(member.fatal for member in self.survivors()):
             return [*found, self._plan_end]
-        if (
-            started
-            and len(self.members) < self.layout.size + min(self.spec.joiners, len(self.killed))
-            and not self.over()
-        ):
+        coming = min(self.spec.joiners, len(self.killed)) + self.spec.grows * (len(self.killed) == len(self.cuts))
+        if started and len(self.members) < self.layout.size + coming and not self.over():
             found.append(self._join)
         if self.network.dead.intersection(self.plan.members):
             found.append(self._plan_losses)
@@ -518,15 +547,15 @@ class World:
             gone = {name for name, member in self.members.items() if member.left} | self.network.dead
             living = {name: record for name, record in self._records.items() if name not in gone}
             view = View(self.layout.size, self.plan, living, self._records, reports=self._reports, workers=self.states)
-            found = next_change(view, self.plan, Policy(redundant=True, near_shadows=True))
+            found = next_change(view, self.plan, policy_of(self.layout, True, Policy.min_gain, False))
             self._change = None if found is None else found.plan
         return self._change
 
     def _join(self) -> None:
-        """A member begins to run the script in the place of one that is lost."""
+        """A member begins to run the script, in the place of one that is lost as long as there is one."""
         number = len(self.members) - self.layout.size
         name, slot = f"j{number}", len(self.members)
-        home = self._records[self.killed[number]].home
+        home = self._records[self.killed[number]].home if number < len(self.killed) else number % self.layout.size
         record = MemberRecord(
             id=name, slot=slot, host=name, address="h", pid=1, agent_pid=2, incarnation="x", home=home, joiner=True
         )
@@ -556,12 +585,13 @@ class World:
 
     def _heal(self) -> None:
         assert self._change is not None
-        self.plan = self._change
+        self.replaced, self.plan = self.plan, self._change
         self.healed.append(self.plan)
 
     def _plan_losses(self) -> None:
         holders = holders_of(self.plan, ready_copies(self.states, self.plan))
         self.plan = takeover(self.plan, self.network.dead, holders)
+        self.taken_over.append(self.plan)
         assert self.plan.unheld or not self.starves(), "nobody is left with the batches"
 
     def _plan_end(self) -> None:

@@ -237,6 +237,24 @@ class DrawnBlockTimes(BlockTimes):
         return self._told
 
 
+class StragglersBlockTimes(BlockTimes):
+    """Times of a member all of whose blocks take three times as long from some iteration on, until another one."""
+
+    def __init__(self, layout: Layout, slow: range) -> None:
+        super().__init__(False)
+        self._layout, self._slow, self._done = layout, slow, 0
+
+    def end_iteration(self, seconds: float) -> bool:
+        self._done += 1
+        before, now = (3 if done in self._slow else 1 for done in (self._done - 1, self._done))
+        blocks = [(stage, block) for stage, count in enumerate(self._layout.blocks) for block in range(count)]
+        self._told = tuple(BlockSeconds(*block, 1, now) for block in blocks)
+        return self._done == 1 or before != now
+
+    def told(self) -> tuple[BlockSeconds, ...]:
+        return self._told
+
+
 class Snapshots:
     """What a member offers to others, as :class:`bamboo_ds.engine.construction.Snapshots` does."""
 

@@ -56,6 +56,8 @@ def make_coordinator(
             world_size=settings.world_size,
             pipelines=settings.pipelines,
             command=settings.command,
+            min_gain=settings.bamboo.topology.min_gain,
+            standby_replicas=settings.bamboo.standby.replicas,
         )
         coordinator.write(Keys.SPEC, spec)
     return coordinator

@@ -12,12 +12,38 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ...topology import Candidate, Costs, Plan, Policy, divided, explain, holders_of, learners_for, moves, settled
+from ...topology import (
+    Candidate,
+    Costs,
+    Layout,
+    Plan,
+    Policy,
+    divided,
+    explain,
+    holders_of,
+    learners_for,
+    moves,
+    settled,
+)
 from ...topology.planner import plan as best_plan
 from ..registry.records import WorkerState, in_slot_order
 from .actions import WritePlan
 from .departures import feeding, going, handover, needed, waits
 from .view import View
+
+
+def policy_of(layout: Layout, redundant: bool, min_gain: float, standby_replicas: bool) -> Policy:
+    """What a job wants of the planner.
+
+    Args:
+        layout: the logical world.
+        redundant: whether roles have replicas.
+        min_gain: ``bamboo.topology.min_gain``.
+        standby_replicas: ``bamboo.standby.replicas``.
+    """
+    # Who holds a stage can compute a part of it.
+    divides = bool(layout.blocks)
+    return Policy(redundant, divides, standby_replicas or divides, near_shadows=True, min_gain=min_gain)
 
 
 def ready_copies(workers: Mapping[str, WorkerState], plan: Plan) -> dict[str, tuple[int, ...]]:

@@ -10,12 +10,12 @@ from dataclasses import replace
 
 from ...config import BambooConfig
 from ...errors import EXIT_FATAL_LOSS
-from ...topology import Policy, ends, holders_of, hungry
+from ...topology import ends, holders_of, hungry
 from ...topology.plan import Plan
 from ...topology.planner import initial_plan, takeover, with_redundancy
 from ..registry.records import LayoutRecord, LeftRecord, in_slot_order
 from .actions import Action, Feed, Loss, StopJob, Wait, WritePlan
-from .boundary import as_told, next_change, ready_copies
+from .boundary import as_told, next_change, policy_of, ready_copies
 from .departures import vanished, wanted_feeder
 from .failures import hopeless
 from .restarts import RestartLimits, Restarts, fatal_plan
@@ -96,24 +96,16 @@ class Decider:
             if any(report.iterators for report in view.reports.values()):
                 for pipeline in hungry(plan):
                     return _fed(view, plan, pipeline)
-            change = next_change(view, plan, self._policy(view, plan))
+            redundant = any(report.redundant for report in view.reports.values())
+            settings = self._settings
+            policy = policy_of(plan.world, redundant, settings.topology.min_gain, settings.standby.replicas)
+            change = next_change(view, plan, policy)
             if change is not None:
                 return change
             rank = wanted_feeder(view, plan)
             if rank is not None:
                 return Feed(rank)
         return action
-
-    def _policy(self, view: View, plan: Plan) -> Policy:
-        redundant = any(report.redundant for report in view.reports.values())
-        return Policy(
-            redundant=redundant,
-            # Who holds a stage can compute a part of it.
-            divides=bool(plan.world.blocks),
-            standby_replicas=self._settings.standby.replicas or bool(plan.world.blocks),
-            near_shadows=True,
-            min_gain=self._settings.topology.min_gain,
-        )
 
     def _settle_layout(self, view: View, plan: Plan) -> Action | None:
         """Give the roles their shadows once every engine has reported the same layout."""

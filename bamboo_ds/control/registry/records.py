@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 from typing_extensions import Self
 
+from ...config import StandbyConfig, TopologyConfig
 from ...processes import boot_id
 from ...topology.block_costs import BlockSeconds
 from ...topology.roles import Layout
@@ -67,12 +68,19 @@ class PeerAddress(BaseModel):
 
 
 class JobRecord(Record):
-    """``spec``: what ``bamboo run`` was asked for."""
+    """``spec``: what ``bamboo run`` was asked for.
+
+    Attributes:
+        min_gain: ``bamboo.topology.min_gain``, and standby_replicas: ``bamboo.standby.replicas``. The leader plans by
+            its own settings; these tell others.
+    """
 
     job: str
     world_size: int
     pipelines: int | None = None
     command: tuple[str, ...] = ()
+    min_gain: float = TopologyConfig().min_gain
+    standby_replicas: bool = StandbyConfig().replicas
 
 
 class MemberRecord(Record):
