@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import stat
+import struct
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -61,7 +62,7 @@ def test_the_newest_spans_stay_and_the_others_are_counted() -> None:
     ring = ring_of()
     fill(ring, 20)
     spans, missed = ring.read(0, 20)
-    assert (numbers(spans), missed) == (list(range(12, 20)), 12)
+    assert (numbers(spans), missed) == (list(range(13, 20)), 13), "the next one takes the place of number 12"
     ring.close()
 
 
@@ -273,7 +274,7 @@ def test_a_failure_to_write_is_told_once(tmp_path: Path, caplog: pytest.LogCaptu
 
 
 def test_spans_that_came_too_fast_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    ring = SpanRing.create(4)
+    ring = SpanRing.create(5)
     writer = TimelineWriter(str(tmp_path / "events.jsonl"), "gpt", "m1-ab", 1)
     writer.end(lost=False)
     writer._ring = ring
@@ -283,6 +284,26 @@ def test_spans_that_came_too_fast_are_counted(tmp_path: Path, caplog: pytest.Log
         writer.write()
     assert written(tmp_path) == [3, 4, 5, 6] and "lacks 3 spans" in caplog.text
     writer.end(lost=False)
+
+
+def test_much_is_written_in_parts(tmp_path: Path) -> None:
+    writer, worker = writer_of(tmp_path, "all")
+    fill(worker, 5000)
+    for count in (2000, 4000, 5000):
+        writer.write()
+        assert written(tmp_path) == list(range(count))
+    writer.end(lost=False)
+    worker.close()
+
+
+def test_a_span_that_is_being_stored_is_not_read() -> None:
+    ring = ring_of()
+    fill(ring, 16)
+    record = ring._raw(8)
+    struct.Struct("<IIBBhhHid").pack_into(ring._memory, 64, 8, 1, 0, 0, 0, 0, 0, 0, 999.0)  # of the 17th, cut short
+    assert ring._raw(8)[:2] == record[:2] and ring._raw(8) != record
+    assert numbers(ring.read(8, 16)[0]) == list(range(9, 16))
+    ring.close()
 
 
 # -- files --------------------------------------------------------------------------------------------------

@@ -91,10 +91,11 @@ class JobTags:
         if not monitor.enabled or self._since is None:
             return
         plan = self._epoch.plan
+        shadows = plan.shadows or (None,) * len(plan.owners)
         values = {
             "goodput": self._productive / (time.monotonic() - self._since),
             "members": len(plan.members),
-            "unshadowed_stages": sum(shadow is None for shadow in plan.shadows),
+            "unshadowed_stages": shadows.count(None),
             "step_seconds": self._seconds,
             "pause_seconds": self._pause,
         }

@@ -6,6 +6,9 @@ writes files. Where the worker is killed the agent still has what it did until t
     head      mode | written | keep_from | keep_to     of the worker
               done                                     of the agent: records before it need not be kept any more
     records   number modulo CAPACITY: number, step, kind, marks, role, part, micro-batch, begin, end
+
+Each word of the head is stored and loaded whole. A record may be read while it is stored: it counts only if its number
+is right before and after it was read, and the worker has not come round to it meanwhile.
 """
 
 from __future__ import annotations
@@ -28,12 +31,10 @@ _KINDS = tuple(Kind)
 NUMBERS = {kind: number for number, kind in enumerate(_KINDS)}
 REDONE, CUT = 1, 2
 _NONE = -1
-_HEAD = struct.Struct("<QQQQ")
 _RECORDS_AT = 64
 _RECORD = struct.Struct("<IIBBhhHidd")
-_WORD = struct.Struct("<Q")
-_WRITTEN_AT, _KEEP_AT, _DONE_AT = 8, 16, 32
-_KEEP = struct.Struct("<QQ")
+#: Words of the head.
+_MODE, _WRITTEN, _KEEP_FROM, _KEEP_TO, _DONE = range(5)
 _NEVER = 2**64 - 1
 
 
@@ -48,6 +49,7 @@ class SpanRing:
     def __init__(self, fd: int, capacity: int = CAPACITY) -> None:
         self.fd, self._capacity = fd, capacity
         self._memory = mmap.mmap(fd, _RECORDS_AT + capacity * _RECORD.size)
+        self._head = memoryview(self._memory)[:_RECORDS_AT].cast("Q")
         self._next = self.written
 
     @classmethod
@@ -60,7 +62,7 @@ class SpanRing:
         except BaseException:
             os.close(fd)
             raise
-        ring._memory[: _HEAD.size] = _HEAD.pack(0, 0, _NEVER, _NEVER)
+        ring._head[_KEEP_FROM] = ring._head[_KEEP_TO] = _NEVER
         return ring
 
     @classmethod
@@ -76,6 +78,7 @@ class SpanRing:
 
     def close(self) -> None:
         """Give the memory back. Idempotent."""
+        self._head.release()
         self._memory.close()
         if self.fd != _NONE:
             os.close(self.fd)
@@ -85,7 +88,7 @@ class SpanRing:
 
     def switch(self, mode: str) -> None:
         """Say which spans are wanted, one of :data:`MODES`."""
-        _WORD.pack_into(self._memory, 0, MODES.index(mode))
+        self._head[_MODE] = MODES.index(mode)
 
     def record(
         self,
@@ -116,34 +119,37 @@ class SpanRing:
             end,
         )
         self._next = number + 1
-        _WORD.pack_into(self._memory, _WRITTEN_AT, number + 1)
+        self._head[_WRITTEN] = number + 1
 
     def keep(self, begin: int, end: int) -> None:
         """Records ``begin`` to ``end`` are wanted; if these are equal, all from there on, but not yet."""
-        _KEEP.pack_into(self._memory, _KEEP_AT, begin, end)
+        # A reader between the two finds an end before the begin: nothing.
+        self._head[_KEEP_TO] = 0
+        self._head[_KEEP_FROM] = begin
+        self._head[_KEEP_TO] = end
 
     # -- both sides ---------------------------------------------------------------------------------------
 
     @property
     def mode(self) -> str:
         """Which spans are wanted."""
-        return MODES[_WORD.unpack_from(self._memory, 0)[0]]
+        return MODES[self._head[_MODE]]
 
     @property
     def written(self) -> int:
         """Records so far."""
-        return int(_WORD.unpack_from(self._memory, _WRITTEN_AT)[0])
+        return self._head[_WRITTEN]
 
     @property
     def done(self) -> int:
         """The agent has written, or passed over, the records before this one."""
-        return int(_WORD.unpack_from(self._memory, _DONE_AT)[0])
+        return self._head[_DONE]
 
     # -- the agent's side ---------------------------------------------------------------------------------
 
     @done.setter
     def done(self, number: int) -> None:
-        _WORD.pack_into(self._memory, _DONE_AT, number)
+        self._head[_DONE] = number
 
     def wanted(self, ended: bool = False) -> tuple[int, int]:
         """The records to write next (an empty range: none).
@@ -152,21 +158,26 @@ class SpanRing:
             ended: there are no more records to come.
         """
         done = self.done
-        mode, written, begin, end = _HEAD.unpack_from(self._memory, 0)
-        if mode == MODES.index("all"):
-            return done, written
-        if mode == MODES.index("off") or begin == _NEVER:
+        begin, end = self._head[_KEEP_FROM], self._head[_KEEP_TO]
+        if self.mode == "all":
+            return done, self.written
+        if self.mode == "off" or begin == _NEVER:
             return done, done
         if begin == end and ended:
-            end = written
+            end = self.written
         return max(done, begin), max(done, end)
 
     def read(self, begin: int, end: int) -> tuple[list[Span], int]:
         """Records ``begin`` to ``end``, and how many of them are missing since newer ones have taken their place."""
-        first = max(begin, self.written - self._capacity)
-        data = {number: self._raw(number) for number in range(first, end)}
-        oldest = self.written - self._capacity  # the worker may have gone on
-        spans = [_span(raw) for number, raw in data.items() if number >= oldest and raw[0] == number & 0xFFFFFFFF]
+        # The record after the newest one may be under way: it takes the oldest one's place.
+        first = max(begin, self.written - self._capacity + 1)
+        data = {number: (self._raw(number), self._raw(number)[0]) for number in range(first, end)}
+        oldest = self.written - self._capacity + 1  # the worker may have gone on
+        spans = [
+            _span(raw)
+            for number, (raw, again) in data.items()
+            if number >= oldest and raw[0] == again == number & 0xFFFFFFFF
+        ]
         return spans, max(0, end - begin) - len(spans)
 
     def _raw(self, number: int) -> tuple[int | float, ...]:

@@ -216,12 +216,13 @@ def read_timelines(events: str | Path) -> list[Timeline]:
         ProtocolError: a line is none of a timeline; a last line that is cut short is passed over.
     """
     events = Path(events)
-    pattern = str(events.with_name(f"{glob.escape(events.stem)}.*{_SUFFIX}"))
+    start = str(events.with_name(f"{events.stem}."))
+    files = glob.glob(f"{glob.escape(start)}*{_SUFFIX}") + glob.glob(f"{glob.escape(start)}*{_SUFFIX}{_OLDER}")
+    # A name with a dot is that of another file of events. The older of two files comes first.
+    mine = [file for file in files if "." not in file[len(start) :].partition(_SUFFIX)[0]]
     found: dict[str, Timeline] = {}
     clocks: dict[str, float] = {}
-    for path in (file for base in sorted(glob.glob(pattern)) for file in (f"{base}{_OLDER}", base)):
-        if not os.path.exists(path):
-            continue
+    for path in sorted(mine, key=lambda file: (file.removesuffix(_OLDER), not file.endswith(_OLDER))):
         for part in _read(path):
             # One scale for a kernel, whose UTC may have been set meanwhile.
             offset = clocks.setdefault(part.head.boot, part.offset)

@@ -10,6 +10,8 @@ from ...observe.spans import Span, SpanFile, path_for
 
 logger = logging.getLogger("bamboo_ds.control.agent")
 
+#: Spans that are written at once: the agent must not be kept from its worker.
+_AT_ONCE = 2000
 #: Of a worker that is lost the spans of so many iterations are kept.
 _LAST_STEPS = 3
 
@@ -31,7 +33,7 @@ class TimelineWriter:
         self._file = SpanFile(path_for(events, member), job, member, rank)
         try:
             self._ring = SpanRing.create()
-        except OSError as error:
+        except (OSError, AttributeError) as error:  # some builds of Python lack memfd_create
             self._tell(error)
 
     @property
@@ -45,9 +47,10 @@ class TimelineWriter:
         return {} if self._ring is None else {ENV_FD: str(self._ring.fd)}
 
     def write(self) -> None:
-        """Write what is wanted by now."""
+        """Write what is wanted by now, or the first part of it."""
         if self._ring is not None:
-            self._write(*self._ring.wanted())
+            begin, end = self._ring.wanted()
+            self._write(begin, min(end, begin + _AT_ONCE))
 
     def end(self, lost: bool) -> None:
         """The worker has ended: write the rest, and its last iterations if it was ``lost``. Idempotent."""
@@ -81,7 +84,7 @@ class TimelineWriter:
         self._ring = None
         self._file.close()
 
-    def _tell(self, error: OSError) -> None:
+    def _tell(self, error: Exception) -> None:
         logger.warning("there is no timeline of this member from now on: %s", error)
 
 
