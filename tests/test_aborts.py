@@ -127,7 +127,7 @@ def test_those_that_end_are_waited_for(worker: Worker) -> None:
 def test_a_plan_that_cannot_be_followed_ends_no_heartbeat(
     worker: Worker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refuse(plan: Plan, address: str) -> int:
+    def refuse(plan: Plan) -> int:
         raise OSError(24, "Too many open files")
 
     monkeypatch.setattr(worker.job.session, "host_store", refuse)

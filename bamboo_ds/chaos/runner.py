@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
-from ..control.registry.records import MemberRecord
 from ..processes import reap_adopted
 from .faults import GIVEN_UP, HIT_ELSEWHERE, Fault, FaultRecord, Kind
 from .injections import Impossible, Injection, Kill, Notify, Obey, Partition, Raise, Stop
@@ -31,6 +30,8 @@ _LINGER_S = 30.0
 _STEPS_BETWEEN_FAILURES = 5
 #: Seconds from SIGTERM to SIGKILL for a joiner that is given up.
 _GRACE_S = 5.0
+#: The same for all others at the end.
+_END_S = 10.0
 _FAILURES = (Kind.EXCEPTION, Kind.EXIT)
 _CHOSEN: dict[Kind, type[Injection]] = {
     Kind.KILL: Kill,
@@ -165,14 +166,13 @@ class Runner:
             self._view.look(_LOOK_S)
         return self._ended()
 
-    def close(self, end_joiners: Literal["all", "waiting"] = "all", grace_s: float = 10.0) -> list[int]:
+    def close(self, end_joiners: Literal["all", "waiting"] = "all") -> list[int]:
         """Continue what is stopped, end joiners; returns process ids of those that go on. Idempotent.
 
         The job is over if all are to end: they get a while to do so by themselves; those that did not are ``overdue``.
 
         Args:
             end_joiners: ``waiting``: only those that have not been admitted.
-            grace_s: seconds from SIGTERM to SIGKILL.
         """
         situation = self._view.look()
         for injection, planned_s, seen in self._active:
@@ -188,7 +188,7 @@ class Runner:
             # One that was still on its way does not learn of the end before it has looked for the job in vain.
             if join.account.confirmed and not join.ended(deadline - time.monotonic()):
                 self.overdue += join.account.pids
-            join.end(grace_s)
+            join.end(_END_S)
         return [join.process.pid for join in self._joins if join.alive and join.process is not None]
 
     # -- time ---------------------------------------------------------------------------------------------
@@ -400,8 +400,3 @@ class Runner:
         if self._living(situation) + self._coming(situation) < self._options.keep:
             now_s = time.monotonic() - self._begin
             self._inject(self._join(Fault(-1, now_s, Kind.JOIN)), now_s, situation)
-
-
-def slots_of(members: Mapping[str, MemberRecord]) -> list[int]:
-    """Slots of the registered members, in order."""
-    return sorted(record.slot for record in members.values())

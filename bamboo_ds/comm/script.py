@@ -37,8 +37,6 @@ from .work import NO_TIMEOUT
 
 #: Where the main thread is: in the engine, in the script, or in a script whose calls are replayed.
 ThreadContext = Literal["engine", "script", "replay"]
-#: Its former name.
-Place = ThreadContext
 
 #: Packages whose frames are not the script's.
 _LIBRARIES = ("bamboo_ds", "torch", "deepspeed")

@@ -30,7 +30,7 @@ CLOSE_S = 2.0
 class Session:
     """The data plane of one process. Create exactly one.
 
-    States: *detached* (initially, and after :meth:`detach`), *attached* to an epoch, *aborted*.
+    States: *detached* (initially: collectives are no-ops that succeed), *attached* to an epoch, *aborted*.
 
     Args:
         member: id of this member, as it occurs in plans.
@@ -141,8 +141,8 @@ class Session:
         return True
 
     # -- epochs ------------------------------------------------------------------------------------------
-    def host_store(self, plan: Plan, address: str | None = None) -> int:
-        """Create the store of ``plan``'s epoch, bound to ``address`` (default: ours) only. From any thread.
+    def host_store(self, plan: Plan) -> int:
+        """Create the store of ``plan``'s epoch, bound to our address only. From any thread.
 
         Called by the worker that ``plan.store_host`` names, before it attaches. The server lives until
         the epoch after the next one is hosted or attached, or until :meth:`close`. Calling it again for
@@ -156,9 +156,8 @@ class Session:
             if hosted is not None:
                 return hosted.port
             self._drop_stores(plan.epoch)
-            server = self._hosted[plan.epoch] = Server(
-                address or self.address, plan.epoch, self._secret, self.member, plan.members
-            )
+            server = Server(self.address, plan.epoch, self._secret, self.member, plan.members)
+            self._hosted[plan.epoch] = server
             return server.port
 
     def _drop_stores(self, epoch: int) -> None:
@@ -218,15 +217,6 @@ class Session:
             if target is None or target.number > self._ended:
                 return
         target.abort(reason)
-
-    def detach(self) -> None:
-        """Leave the epoch; collectives become no-ops that succeed (for building an engine without peers)."""
-        with self._lock:
-            self._attachment.detached = True
-            epoch = self._epoch
-        if epoch is not None:
-            epoch.abort("detached")
-            self._leave(epoch)
 
     def _leave(self, epoch: Epoch) -> None:
         if epoch not in self._left:
@@ -315,14 +305,13 @@ class Session:
         return self._logical_groups[identity]
 
 
-def init_process_group(session: Session, rank: int, world_size: int, timeout: timedelta | None = None) -> None:
+def init_process_group(session: Session, rank: int, world_size: int) -> None:
     """Initialise torch.distributed's default group on the backend ``bamboo``.
 
     Args:
         session: attached, or detached for collectives that do nothing.
         rank: this process's logical rank.
         world_size: number of logical ranks (roles).
-        timeout: default timeout of the groups; default: the session's.
     """
     register()
     dist.init_process_group(
@@ -330,5 +319,5 @@ def init_process_group(session: Session, rank: int, world_size: int, timeout: ti
         store=session._attachment.torch_store,
         rank=rank,
         world_size=world_size,
-        timeout=timeout or session.timeout,
+        timeout=session.timeout,
     )

@@ -22,6 +22,7 @@ _SYN_SENT = 2
 #: Open files. No more: there are programs that close, at their start, as many as they might have.
 _DESCRIPTORS = 1 << 16
 _TCP_TABLES = ("/proc/self/net/tcp", "/proc/self/net/tcp6")
+_BACKLOG = 4096
 
 
 def endpoint(name: tuple[object, ...]) -> Endpoint:
@@ -162,13 +163,13 @@ def allow_descriptors() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def listen(host: str, backlog: int = 4096) -> socket.socket:
+def listen(host: str) -> socket.socket:
     """A socket listening on a free port of ``host`` and of no other interface."""
     family, name = resolve(host, 0)
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.bind(name)
-        listener.listen(backlog)
+        listener.listen(_BACKLOG)
     except OSError:
         listener.close()
         raise

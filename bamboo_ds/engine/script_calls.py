@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from ..comm.script import Lacking, Place, ScriptCollectives
+from ..comm.script import Lacking, ScriptCollectives, ThreadContext
 from ..errors import UnsupportedError
 from .announcements import Announcements
 from .building import StageBuilder
@@ -153,7 +153,7 @@ class ScriptCalls:
 
     # -- the script's collectives -------------------------------------------------------------------------
 
-    def place(self) -> Place:
+    def place(self) -> ThreadContext:
         """Where the main thread is."""
         if self._depth or self.replay.resuming.checkpoint is not None:
             return "engine"

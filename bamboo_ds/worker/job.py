@@ -119,7 +119,7 @@ class Job:
         if not self.channel.joiner:
             self.enter(self.channel.wait_plan(0, self._start_timeout_s))
         with self.exit.unhooked():
-            init_process_group(self.session, self.channel.rank, self.channel.world_size, self.session.timeout)
+            init_process_group(self.session, self.channel.rank, self.channel.world_size)
 
     def enter(self, plan: Plan) -> None:
         """Attach to ``plan``'s epoch.
@@ -158,7 +158,7 @@ class Job:
 
     def _host_store(self, plan: Plan) -> None:
         if plan.store_host == self.channel.member and not plan.unheld:
-            port = self.session.host_store(plan, self.channel.address)
+            port = self.session.host_store(plan)
             self.channel.publish_store(plan.epoch, self.channel.address, port)
 
     def _store_of(self, plan: Plan) -> tuple[str, int]:

@@ -89,9 +89,6 @@ class Member:
         store = dist.TCPStore("127.0.0.1", port, world, rank == 0, wait_for_workers=False)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
 
-    def detach(self) -> None:
-        self.session.detach()
-
     def case(self, name: str, rank: int, world: int) -> list[Any]:
         from tests.support.comm_cases import CASES
 
@@ -354,11 +351,12 @@ class Cluster:
 
 
 @contextlib.contextmanager
-def cluster(size: int, world: bool = True) -> Iterator[Cluster]:
-    """A cluster in epoch 1, with torch.distributed initialised if ``world``; closed cleanly at the end."""
+def cluster(size: int, world: bool = True, attached: bool = True) -> Iterator[Cluster]:
+    """A cluster, in epoch 1 if ``attached``, with torch.distributed initialised if ``world``; closed at the end."""
     made = Cluster(size)
     try:
-        made.attach()
+        if attached:
+            made.attach()
         if world:
             made.everybody("init", lambda index: (index, size))
         yield made
