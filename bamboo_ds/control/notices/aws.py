@@ -38,15 +38,13 @@ class AwsSource:
 
     Args:
         base_url: URL of the service, without a path.
-        token_ttl_s: life of the session token in seconds; a new one is fetched when the service refuses it.
     """
 
     name = "aws"
 
-    def __init__(self, base_url: str = AWS_URL, *, token_ttl_s: int = _TOKEN_TTL_S) -> None:
+    def __init__(self, base_url: str = AWS_URL) -> None:
         self.where = base_url
-        self._token_ttl_s = token_ttl_s
-        self._token: str | None = None
+        self._token: str | None = None  # a new one is fetched when the service refuses it
 
     async def poll(self, session: aiohttp.ClientSession) -> Notice | None:
         """See :class:`~.notice.NoticeSource`."""
@@ -81,7 +79,7 @@ class AwsSource:
         return await self._get(session, path)
 
     async def _fetch_token(self, session: aiohttp.ClientSession) -> str:
-        headers = {"X-aws-ec2-metadata-token-ttl-seconds": str(self._token_ttl_s)}
+        headers = {"X-aws-ec2-metadata-token-ttl-seconds": str(_TOKEN_TTL_S)}
         answer = (await request(session, "PUT", self.where + _TOKEN, headers=headers)).expect(200)
         token = answer.text
         if not token.isascii() or not token.isprintable() or not token:

@@ -28,7 +28,7 @@ _PREEMPTION_S = 30.0
 #: The shortest time between a maintenance event's notice and its begin, in seconds; with GPUs it is longer.
 _MAINTENANCE_S = 60.0
 #: Seconds that the server is asked to hold an answer back for.
-_WAIT_S = 10.0
+_WAIT_S = 10
 
 _MEANINGS: dict[str, dict[str, Notice | None]] = {
     _PREEMPTED: {
@@ -50,19 +50,17 @@ _MEANINGS: dict[str, dict[str, Notice | None]] = {
 class GcpSource:
     """Asks the metadata server of a Compute Engine instance.
 
-    The first :meth:`poll` returns at once, later ones when something has changed or after ``wait_s``
+    The first :meth:`poll` returns at once, later ones when something has changed or after ``_WAIT_S``
     seconds. A server that does not offer that (no ``ETag``, or 400) is asked plainly.
 
     Args:
         base_url: URL of the server, without a path.
-        wait_s: seconds that the server is asked to hold an answer back for.
     """
 
     name = "gcp"
 
-    def __init__(self, base_url: str = GCP_URL, *, wait_s: float = _WAIT_S) -> None:
+    def __init__(self, base_url: str = GCP_URL) -> None:
         self.where = base_url
-        self._wait_s = max(1, round(wait_s))
         self._can_wait = True
         self._etags: dict[str, str] = {}
         self._notices: dict[str, Notice | None] = {}
@@ -116,6 +114,6 @@ class GcpSource:
         url = f"{self.where}/computeMetadata/v1/instance/{key}"
         if not waiting:
             return await request(session, "GET", url, headers=_FLAVOR)
-        change = {"wait_for_change": "true", "last_etag": self._etags[key], "timeout_sec": str(self._wait_s)}
-        timeout_s = self._wait_s + ANSWER_TIMEOUT_S
+        change = {"wait_for_change": "true", "last_etag": self._etags[key], "timeout_sec": str(_WAIT_S)}
+        timeout_s = _WAIT_S + ANSWER_TIMEOUT_S
         return await request(session, "GET", url, headers=_FLAVOR, params=change, timeout_s=timeout_s)
