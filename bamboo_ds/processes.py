@@ -57,11 +57,16 @@ def started(pid: int) -> int | None:
 
     With the process id this names a process for good.
     """
+    status = status_of(pid)
+    return None if status is None else int(status[19])
+
+
+def status_of(pid: int) -> list[str] | None:
+    """What the kernel tells of process ``pid``, from its state on (proc_pid_stat(5)); ``None`` if there is none."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    return int(stat.rpartition(")")[2].split()[19])
 
 
 def _prctl(option: int, value: int) -> None:

@@ -7,7 +7,6 @@ import select
 import signal
 import time
 from collections.abc import Collection, Iterable
-from pathlib import Path
 from types import TracebackType
 
 import psutil
@@ -16,6 +15,7 @@ from typing_extensions import Self
 from ..control.registry.records import MemberRecord
 from ..control.variables import ENV_MEMBER
 from ..errors import BambooError
+from ..processes import status_of
 from ..store.endpoints import parse_endpoints
 
 #: Seconds within which a signal takes effect, else something is wrong with the host.
@@ -81,11 +81,8 @@ class Process:
 
 def state_of(pid: int) -> str | None:
     """The kernel's letter for the state of a process; ``None`` if there is none."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    return text.rpartition(")")[2].split()[0]
+    status = status_of(pid)
+    return None if status is None else status[0]
 
 
 def worker_of(record: MemberRecord) -> Process:

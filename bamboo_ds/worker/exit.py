@@ -133,12 +133,10 @@ class ScriptExit:
 
 def _is_ending(pid: int) -> bool:
     """Whether the kernel is ending the process, or has ended it; it closes connections before the parent changes."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            flags = file.read().rpartition(")")[2].split()[6]
-    except (FileNotFoundError, ProcessLookupError):
-        return True
-    return bool(int(flags) & _PF_EXITING)
+    from ..processes import status_of
+
+    status = status_of(pid)
+    return status is None or bool(int(status[6]) & _PF_EXITING)
 
 
 def exit_code_of(error: BaseException | None) -> int | None:
