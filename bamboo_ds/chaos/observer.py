@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import queue
-from types import TracebackType
 
 from tenacity import Retrying, retry_if_result, stop_after_delay, wait_fixed
 from typing_extensions import Self
@@ -100,7 +99,5 @@ class Observer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

@@ -7,7 +7,6 @@ import select
 import signal
 import time
 from collections.abc import Collection, Iterable
-from types import TracebackType
 
 import psutil
 from typing_extensions import Self
@@ -73,9 +72,7 @@ class Process:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
