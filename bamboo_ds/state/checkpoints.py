@@ -273,9 +273,9 @@ def list_checkpoints(folder: Path | str, checksums: bool = False) -> list[Checkp
     """
     root = Path(folder)
     try:
-        latest = _read_text(root / "latest")
+        latest = tag_in(root / "latest")
         if (root / MANIFEST).is_file():
-            return _infos(root.parent, root, _read_text(root.parent / "latest"), checksums)
+            return _infos(root.parent, root, tag_in(root.parent / "latest"), checksums)
         infos = [i for path in _candidates(root, MAX_DEPTH) for i in _infos(root, path, latest, checksums)]
         infos += [_unfinished(path) for path in hidden(root, PARTIAL)]
     except OSError as error:
@@ -307,7 +307,7 @@ def hidden(folder: Path, kind: str, job: str | None = None) -> list[Path]:
         return sorted(Path(entry.path) for entry in entries if entry.name.startswith(prefix))
 
 
-def _infos(folder: Path, path: Path, latest: str | None, checksums: bool) -> list[CheckpointInfo]:
+def _infos(folder: Path, path: Path, latest: str, checksums: bool) -> list[CheckpointInfo]:
     """Information about one checkpoint; nothing if it was removed while it was read."""
     try:
         info = _info(folder, path, latest, checksums)
@@ -318,7 +318,7 @@ def _infos(folder: Path, path: Path, latest: str | None, checksums: bool) -> lis
     return [info] if path.exists() else []
 
 
-def _info(folder: Path, path: Path, latest: str | None, checksums: bool) -> CheckpointInfo:
+def _info(folder: Path, path: Path, latest: str, checksums: bool) -> CheckpointInfo:
     tag = path.relative_to(folder).as_posix()
     if not (path / MANIFEST).exists():
         size = sum(os.stat(path / name).st_size for name in _files(path))
@@ -415,8 +415,9 @@ def _files(root: Path) -> Iterator[str]:
             yield Path(folder, name).relative_to(root).as_posix()
 
 
-def _read_text(path: Path) -> str | None:
+def tag_in(file: Path) -> str:
+    """The tag in ``file``, which DeepSpeed calls ``latest``; empty if there is no such file."""
     try:
-        return path.read_text().strip()
+        return file.read_text().strip()
     except (FileNotFoundError, NotADirectoryError):
-        return None
+        return ""

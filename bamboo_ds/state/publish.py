@@ -37,6 +37,7 @@ from .checkpoints import (
     hidden,
     list_checkpoints,
     read_manifest,
+    tag_in,
 )
 
 logger = logging.getLogger("bamboo_ds")
@@ -246,7 +247,7 @@ def point_latest(folder: Path, tag: str) -> bool:
     """
     file, named = folder / "latest", tag
     read_manifest(folder / tag)
-    if _is_newer(folder, _tag_in(file), tag):
+    if _is_newer(folder, tag_in(file), tag):
         return False  # this member was slow, and is no longer the one that leads
     fresh = folder / f"{NEW}{secrets.token_hex(4)}-latest"
     write_atomically(fresh, tag)
@@ -255,7 +256,7 @@ def point_latest(folder: Path, tag: str) -> bool:
             os.link(fresh, file)
         while file.exists() and _exchange(fresh, file):
             # The one that leads may have written since this member looked: then its tag is put back.
-            before = _tag_in(fresh)
+            before = tag_in(fresh)
             if not _is_newer(folder, before, named):
                 break
             named = before
@@ -265,14 +266,6 @@ def point_latest(folder: Path, tag: str) -> bool:
         fresh.unlink(missing_ok=True)
     sync_folder(folder)
     return named == tag
-
-
-def _tag_in(file: Path) -> str:
-    """The tag in ``file``; empty if there is no such file."""
-    try:
-        return file.read_text().strip()
-    except FileNotFoundError:
-        return ""
 
 
 def _is_newer(folder: Path, one: str, other: str) -> bool:
