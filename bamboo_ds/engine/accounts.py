@@ -12,7 +12,6 @@ done that before. When an iteration commits, the lines of all iterations before 
 from __future__ import annotations
 
 import os
-import zlib
 from dataclasses import dataclass
 
 import torch
@@ -22,16 +21,14 @@ from ..comm.transport import Payload
 from ..observe.ledger import LedgerLine, LedgerWriter
 from ..topology import Plan, Role
 from .data import Dataset
+from .tracing import checksum
 
 
 def payload_checksum(payload: Payload) -> int:
     """CRC-32 over shapes, types and contents; whether a single tensor is in a tuple makes no difference."""
     value = 0
     for tensor in () if payload is None else (payload,) if torch.is_tensor(payload) else payload:
-        value = zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), value)
-        if tensor.numel():
-            flat = tensor.detach().cpu().contiguous().reshape(-1)
-            value = zlib.crc32(flat.view(torch.uint8).numpy().data, value)
+        value = checksum(tensor, value)
     return value
 
 

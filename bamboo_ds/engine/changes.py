@@ -87,7 +87,7 @@ class Weights:
         self._parameters = {name: (p, _count(p)) for name, p in layers.parameters.items()}
         self._buffers = {name: (buffer, _count(buffer)) for name, buffer in layers.buffers().items()}
         self._numbers = layers.numbers()
-        self._extra = {path: _bits(state) for path, state in layers.extra().items()}
+        self._extra = {path: bits(state) for path, state in layers.extra().items()}
         self._gradients = {name: _version(p.grad) for name, p in layers.parameters.items()}
 
     def changed(self) -> list[str]:
@@ -99,7 +99,7 @@ class Weights:
             if tensor is None or buffers.get(name) is not tensor or _count(tensor) != count:
                 tensors.append(name)
         numbers = newer(self._layers.numbers(), self._numbers)
-        extra = [path for path, state in self._layers.extra().items() if _bits(state) != self._extra.get(path)]
+        extra = [path for path, state in self._layers.extra().items() if bits(state) != self._extra.get(path)]
         return [
             *tensors,
             *(f"{layer}.{name}" for layer, names in numbers.items() for name in names),
@@ -146,7 +146,8 @@ def _count(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _bits(state: Tree) -> tuple[str, list[int]]:
+def bits(state: Tree) -> tuple[str, list[int]]:
+    """Equal for trees that are the same to the last bit."""
     text, tensors = split(state)
     return text, [checksum(tensor) for tensor in tensors]
 

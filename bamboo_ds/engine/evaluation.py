@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from ..schedule import RoleProgress
-from ..state import Tree, split
+from ..state import Tree
 from ..topology import Role
 from .beats import Beats
+from .changes import bits
 from .commit import mean_over_copies
 from .committing import Commits
 from .copies import Copies
@@ -31,7 +32,6 @@ from .runtime import RuntimeBinding
 from .saving import Saves
 from .supply import BatchSupply
 from .takeover import Takeover
-from .tracing import checksum
 
 
 @dataclass(eq=False)
@@ -143,7 +143,8 @@ class Evaluation:
     def _replicate_layers(self) -> None:
         for runtime in self.binding.owned():
             layers = runtime.layers.capture()
-            self.replication.send_layers(runtime.role, layers if differ(layers, self._before[runtime.role]) else None)
+            same = bits(layers) == bits(self._before[runtime.role])
+            self.replication.send_layers(runtime.role, None if same else layers)
         plan, member = self.epoch.plan, self.epoch.member
         for role in (*plan.shadowed_by(member), *plan.learned_by(member)):
             layers = self.replication.receive_layers(role)
@@ -203,9 +204,3 @@ class Evaluation:
             runtime.module.train()
         self.copies.advance(stepped=False)
         self.saves.poll()
-
-
-def differ(mine: Tree, theirs: Tree) -> bool:
-    """Whether two captures of layers are not the same to the last bit."""
-    (text, tensors), (other, others) = split(mine), split(theirs)
-    return text != other or list(map(checksum, tensors)) != list(map(checksum, others))

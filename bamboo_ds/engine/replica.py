@@ -19,6 +19,7 @@ from .rebinding import Rebinding
 from .rng import left_alone
 from .runtime import StageRuntime
 from .schedulers import Pristine, bases_of, load_state
+from .tracing import content_checksum
 
 
 def build_stage_module(module: Any, stage: int, device: torch.device) -> Any:
@@ -187,11 +188,7 @@ def restore(runtime: StageRuntime, state: Tree, pristine: Pristine | None) -> No
 
 def checksums(runtime: StageRuntime) -> list[int]:
     """CRC-32 of each parameter, buffer and tensor of the optimizer's state, in a fixed order."""
-    values = []
-    for tensor in runtime.tensors():
-        flat = tensor.detach().cpu().contiguous().reshape(-1)
-        values.append(zlib.crc32(flat.view(torch.uint8).numpy().data) if flat.numel() else 0)
-    return values
+    return [content_checksum(tensor) for tensor in runtime.tensors()]
 
 
 def combined(values: Sequence[int]) -> int:

@@ -117,10 +117,14 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
         yield from tensors_in(list(value.values()))
 
 
-def checksum(tensor: torch.Tensor) -> int:
-    """CRC-32 of shape, type and contents."""
-    value = zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-    if tensor.numel():
-        flat = tensor.detach().cpu().contiguous().reshape(-1)
-        value = zlib.crc32(flat.view(torch.uint8).numpy().data, value)
-    return value
+def checksum(tensor: torch.Tensor, value: int = 0) -> int:
+    """CRC-32 of shape, type and contents, going on from ``value``."""
+    return content_checksum(tensor, zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), value))
+
+
+def content_checksum(tensor: torch.Tensor, value: int = 0) -> int:
+    """The same of the contents alone."""
+    if not tensor.numel():
+        return value
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return zlib.crc32(flat.view(torch.uint8).numpy().data, value)
