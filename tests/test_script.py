@@ -5,10 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from bamboo_ds.control.agent.command import observed
+from bamboo_ds.errors import EXIT_FATAL_LOSS, EpochChanged
+from bamboo_ds.worker.exit import ScriptExit
 
 from .support.jobs import SUPPORT, environment, run_text
 
@@ -33,6 +37,22 @@ def test_python_is_observed(before: tuple[str, ...], after: tuple[str, ...]) -> 
 )
 def test_what_is_no_script_runs_as_it_is(command: tuple[str, ...]) -> None:
     assert observed(command) == command
+
+
+def test_an_error_while_torch_makes_its_groups_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[str, bool]] = []
+    codes: list[int] = []
+    channel: Any = SimpleNamespace(exit_notice=lambda why, failed: told.append((why, failed)), close=lambda: None)
+    session: Any = None
+    monkeypatch.setattr(sys, "excepthook", lambda *_: None)
+    monkeypatch.setattr("os._exit", codes.append)
+    exit_ = ScriptExit(channel, session, lambda: None, lambda: None)
+    for error in (RuntimeError("a port is taken"), EpochChanged("a loss")):
+        with pytest.raises(RuntimeError), exit_.unhooked():
+            raise error
+        sys.excepthook(type(error), error, None)
+    assert told == [("RuntimeError: a port is taken", True), ("EpochChanged: a loss", False)]
+    assert codes == [EXIT_FATAL_LOSS]
 
 
 SEEN = """

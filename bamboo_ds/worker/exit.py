@@ -69,8 +69,10 @@ class ScriptExit:
     def unhooked(self) -> Iterator[None]:
         """Takes the hook for exceptions away in the body: torch puts its own around the one that it finds."""
         sys.excepthook = self._hook_before
-        yield
-        self._hook_before, sys.excepthook = sys.excepthook, self._note_exception
+        try:
+            yield
+        finally:
+            self._hook_before, sys.excepthook = sys.excepthook, self._note_exception
 
     def note(self, error: BaseException) -> None:
         """Note what has come out of the script."""
