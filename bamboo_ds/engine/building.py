@@ -66,16 +66,15 @@ class StageBuilder:
 
     def build(self, role: Role, state: Any) -> StageRuntime:
         """A runtime for ``role`` with ``state``; not yet one of this member's."""
-        before, local = self.binding.current, self.binding.local
+        local = self.binding.local
         self.binding.refresh()
         if role == local.role:
             self.restore(local, state)
             return local
         runtime = self._empty(role)
-        self.binding.use(runtime)
-        with torch.enable_grad():  # scripts evaluate without, and optimizers hook into the graph
+        # Scripts evaluate without gradients, and optimizers hook into the graph.
+        with self.binding.bound(runtime), torch.enable_grad():
             self._make_stage(runtime, state)
-        self.binding.use(before)
         runtime.begin_iteration()
         return runtime
 

@@ -7,15 +7,14 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-import torch
-
 from ..errors import TransferError
-from ..state import Tree, join, split
+from ..state import Tree
 from ..topology import Plan, Role
 from .block_times import BlockTimes
 from .building import StageBuilder
 from .changes import Adjustable
 from .construction import Construction, KeptLayers, KeptSettings, Snapshots, begin_fetch, snapshot_key
+from .data import as_message, from_message
 from .handshake import Reports
 from .records import CurrentEpoch, Progress
 from .replica import capture
@@ -52,15 +51,12 @@ class Copies:
         for role in roles:
             lanes = self.epoch.lanes.states(role)
             if lanes and self.epoch.owns(role):
-                text, tensors = split(capture(runtimes[role]))
-                header = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+                message = as_message(capture(runtimes[role]))
                 for lane in lanes:
-                    transport.send(lane, self.progress.sequence, (header, *tensors))
+                    transport.send(lane, self.progress.sequence, message)
         for role in roles:
             if self.epoch.shadows(role) or role in self.epoch.plan.learned_by(member):
-                payload = transport.recv(self.epoch.lanes.state(role, member), self.progress.sequence)
-                assert isinstance(payload, tuple)
-                state = join(bytes(payload[0].tolist()).decode(), payload[1:])
+                state = from_message(transport.recv(self.epoch.lanes.state(role, member), self.progress.sequence))
                 construction = self.constructions.get(role)
                 if construction is not None:
                     construction.fetch.cancel()

@@ -360,8 +360,10 @@ class RuntimeBinding:
         """``runtime`` is bound in the body, and what was bound before it afterwards."""
         before = self.current
         self.use(runtime)
-        yield
-        self.use(before)
+        try:
+            yield
+        finally:  # also where an optimizer raises: a script may go on to save what it has
+            self.use(before)
 
     def owned(self) -> list[StageRuntime]:
         """Runtimes that this member owns, by (stage, pipeline)."""
