@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from bamboo_ds.config import BambooConfig
+from bamboo_ds.config import BambooConfig, NoticesConfig
 from bamboo_ds.control.agent.command import worker_environment
-from bamboo_ds.control.notices import Notice, NoticesConfig, NoticeSource, NoticeWatcher, build_sources
+from bamboo_ds.control.notices import Notice, NoticeSource, NoticeWatcher, build_sources
 from bamboo_ds.control.notices.aws import AwsSource
 from bamboo_ds.control.notices.azure import AzureSource
 from bamboo_ds.control.notices.gcp import GcpSource
@@ -213,7 +213,8 @@ def test_wrong_uses_are_refused() -> None:
 def test_aiohttp_is_loaded_only_by_a_watcher_with_sources() -> None:
     code = (
         "import sys\n"
-        "from bamboo_ds.control.notices import NoticesConfig, NoticeWatcher, build_sources\n"
+        "from bamboo_ds.config import NoticesConfig\n"
+        "from bamboo_ds.control.notices import NoticeWatcher, build_sources\n"
         "config = NoticesConfig(sources=['aws', 'gcp', 'azure', 'file', 'http'], file='/f', url='http://h/')\n"
         "assert len(build_sources(config, {})) == 5\n"
         "watcher = NoticeWatcher([], print)\n"

@@ -302,6 +302,3 @@ def is_complete(save: dict[str, Any]) -> bool:
         return read_manifest(Path(save["folder"], save["tag"])).save_id == save["save_id"]
     except CheckpointError:
         return False
-
-
-__all__ = ["CheckpointSaver", "HostCopyEngine", "HostFile", "SaveRequest", "SaveResult", "Saves", "is_complete"]

@@ -37,7 +37,6 @@ from .checkpoints import (
     LOSSES,
     MANIFEST,
     SAVE,
-    CheckpointError,
     FileRecord,
     Manifest,
     PartRecord,
@@ -425,6 +424,3 @@ def _complete(save: Save, manifest: Manifest, control: Control) -> Path:
 
 def _listed(ranks: set[int]) -> str:
     return ", ".join(map(str, sorted(ranks)))
-
-
-__all__ = ["CheckpointError", "Control", "HostFile", "Save", "SaveAborted", "SaveFailed", "perform"]

@@ -8,7 +8,8 @@ import torch
 from deepspeed.pipe import LayerSpec, PipelineModule
 from torch import nn
 
-from bamboo_ds.engine.saving import CheckpointSaver, HostCopyEngine
+from bamboo_ds.engine.saving import HostCopyEngine
+from bamboo_ds.state.saver import CheckpointSaver
 from bamboo_ds.topology import Layout
 
 out = Path(sys.argv[1])

@@ -5,9 +5,8 @@ The package costs nothing until a :class:`NoticeWatcher` with sources is started
 
 from __future__ import annotations
 
-from ...config import NoticesConfig
 from .build import build_sources
-from .notice import Notice, NoticeKind, NoticeSource
+from .notice import Notice, NoticeSource
 from .watcher import NoticeWatcher
 
-__all__ = ["Notice", "NoticeKind", "NoticeSource", "NoticeWatcher", "NoticesConfig", "build_sources"]
+__all__ = ["Notice", "NoticeSource", "NoticeWatcher", "build_sources"]
