@@ -9,13 +9,11 @@ from typing import Any
 
 from .config import BLOCK, BambooConfig, bamboo_config, config_path_from_argv, load_config
 from .errors import ConfigError
-from .variables import ENV_CONFIG, ENV_LAUNCH, ENV_MEMBER
+from .variables import ENV_CONFIG, ENV_FD, ENV_LAUNCH, ENV_MEMBER
 from .worker import HOW_TO_START
 
 #: Default of DeepSpeed and torch for operations of a process group.
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
-#: ``control.variables.ENV_FD``; looked at without importing the module, which a stock job has no use for.
-_CHANNEL_VARIABLE = "BAMBOO_CHANNEL_FD"
 
 #: This process has its job.
 _begun = False
@@ -54,7 +52,7 @@ def before_init_distributed(timeout: timedelta | None = None, config: Any = None
         from .supported import check_config
 
         check_config(loaded)
-    if _CHANNEL_VARIABLE not in os.environ:
+    if ENV_FD not in os.environ:
         _become_supervisor(settings, timeout or _DEFAULT_TIMEOUT)
         return
     import torch.distributed
@@ -75,7 +73,7 @@ def before_init_distributed(timeout: timedelta | None = None, config: Any = None
 
 def _is_ours() -> bool:
     """Whether ``bamboo run`` or ``bamboo launch`` has started this process."""
-    return _CHANNEL_VARIABLE in os.environ or ENV_LAUNCH in os.environ
+    return ENV_FD in os.environ or ENV_LAUNCH in os.environ
 
 
 def _become_supervisor(settings: BambooConfig | None, timeout: timedelta) -> None:

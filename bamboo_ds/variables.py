@@ -1,4 +1,4 @@
-"""Variables that ``bamboo launch`` and users set for the processes of a job: see the README. Standard library alone."""
+"""Names of the environment variables of a job's processes. Standard library alone."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Mapping
 
 from .errors import ConfigError
 
+# Users and ``bamboo launch`` set these, see ``docs/guides/launchers.md``.
+#: etcd's URLs, separated by commas; the option ``--store`` of commands comes before it.
 ENV_STORE = "BAMBOO_STORE"
 ENV_JOB = "BAMBOO_JOB"
 ENV_ADDRESS = "BAMBOO_ADDRESS"
@@ -17,8 +19,20 @@ ENV_LAUNCH = "BAMBOO_LAUNCH"
 ENV_CONFIG = "BAMBOO_CONFIG"
 #: How many steps are checked, in place of ``redundancy.check_exact``; every worker that is told has it.
 ENV_CHECK_EXACT = "BAMBOO_CHECK_EXACT"
-#: Set in every worker: who has it is none of another launcher's processes.
+
+# An agent sets these, and some of the above, for its worker.
+#: Who has it is none of another launcher's processes.
 ENV_MEMBER = "BAMBOO_MEMBER"
+#: The worker's end of the channel.
+ENV_FD = "BAMBOO_CHANNEL_FD"
+ENV_HEARTBEAT_TIMEOUT = "BAMBOO_HEARTBEAT_TIMEOUT"
+ENV_JOINER = "BAMBOO_JOINER"
+#: Number of the job's restart that the worker belongs to; not set before the first one.
+ENV_RESTARTS = "BAMBOO_RESTART_COUNT"
+#: Folder of the checkpoint that a restart goes on from, if there is one.
+ENV_RESTART_FROM = "BAMBOO_RESTART_FROM"
+#: Settings that the command line gives in place of those of the script's block: JSON, values by path.
+ENV_OVERRIDES = "BAMBOO_OVERRIDES"
 
 
 def checked_steps(environ: Mapping[str, str]) -> int | None:

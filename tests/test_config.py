@@ -30,9 +30,9 @@ from bamboo_ds.control.agent.command import worker_environment
 from bamboo_ds.control.settings import AgentSettings, MemberOptions, parse_arguments
 from bamboo_ds.errors import ConfigError, UnsupportedError
 from bamboo_ds.hooks import patch_engine
-from bamboo_ds.launch import _CHANNEL_VARIABLE, before_init_distributed
+from bamboo_ds.launch import before_init_distributed
 from bamboo_ds.supported import check_config, check_schedule
-from bamboo_ds.variables import ENV_LAUNCH
+from bamboo_ds.variables import ENV_FD, ENV_LAUNCH
 from bamboo_ds.worker.job import Job
 
 from .support.docs import settings_markdown
@@ -158,14 +158,14 @@ def test_what_cannot_be_read_is_left_to_deepspeed(
     if contents is not None:
         path.write_bytes(contents if isinstance(contents, bytes) else contents.encode())
     monkeypatch.setattr(sys, "argv", ["train.py", "--deepspeed_config", str(path)])
-    for name in (_CHANNEL_VARIABLE, ENV_LAUNCH):
+    for name in (ENV_FD, ENV_LAUNCH):
         monkeypatch.delenv(name, raising=False)
     before_init_distributed()
     with pytest.raises(ConfigError, match="ds_config"):
         before_init_distributed(config=path)
     with pytest.raises(ConfigError, match="ds_config"):
         block_of(None, sys.argv)
-    for name in (_CHANNEL_VARIABLE, ENV_LAUNCH):
+    for name in (ENV_FD, ENV_LAUNCH):
         with monkeypatch.context() as started:
             started.setenv(name, "x")
             with pytest.raises(ConfigError, match="ds_config"):

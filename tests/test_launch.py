@@ -18,9 +18,9 @@ import pytest
 
 from bamboo_ds.control.messages import ExitNotice, Message, PlanPush, parse_to_agent
 from bamboo_ds.control.registry.records import StoreRecord
-from bamboo_ds.control.variables import ENV_ADDRESS, ENV_FD, ENV_JOB, ENV_JOINER, ENV_MEMBER
 from bamboo_ds.errors import EXIT_FATAL_LOSS
 from bamboo_ds.topology import Layout, Plan
+from bamboo_ds.variables import ENV_ADDRESS, ENV_FD, ENV_JOB, ENV_JOINER, ENV_MEMBER
 
 pytestmark = pytest.mark.integration
 

@@ -17,13 +17,13 @@ import psutil
 from rich.console import Console
 
 from ..config import BLOCK, config_path_from_argv, load_config
-from ..control.registry.access import ENV_STORE
 from ..control.registry.records import JobRecord
 from ..control.settings import AgentSettings, parse_arguments
 from ..errors import ConfigError, LaunchError
 from ..launchers.jobs import JobLocation
 from ..observe.events import read_events
 from ..processes import adopt_orphans, end_descendants
+from ..variables import ENV_STORE
 from . import report
 from .faults import WEIGHTS, Fault, FaultRecord, Kind
 from .joiners import JoinCommand

@@ -12,10 +12,10 @@ import psutil
 from typing_extensions import Self
 
 from ..control.registry.records import MemberRecord
-from ..control.variables import ENV_MEMBER
 from ..errors import BambooError
 from ..processes import status_of
 from ..store.endpoints import parse_endpoints
+from ..variables import ENV_MEMBER
 
 #: Seconds within which a signal takes effect, else something is wrong with the host.
 EFFECT_S = 5.0

@@ -17,8 +17,9 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from ..config import BambooConfig, NoticesConfig, paths_by_name
 from ..secret import ENV_SECRET, ENV_SECRET_FILE, NONE, JobSecret, handed
+from ..variables import ENV_STORE
 from .notices import build_sources
-from .registry.access import ENV_NOTICES, ENV_STORE
+from .registry.access import ENV_NOTICES
 
 #: What is not on a command line, which everybody can read; so are ``block.notices``, which may have a password.
 _IN_THE_ENVIRONMENT = ("store", "secret")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-#: etcd's URLs, separated by commas; the option ``--store`` of commands comes before it.
-ENV_STORE = "BAMBOO_STORE"
+from ..variables import ENV_STORE
+
 #: Name and password to authenticate with, and PEM files for TLS; all optional.
 ENV_USER = "BAMBOO_STORE_USER"
 ENV_PASSWORD = "BAMBOO_STORE_PASSWORD"

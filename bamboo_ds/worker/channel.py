@@ -22,7 +22,14 @@ from ..control.registry.records import (
     WorkerRecord,
     WorkerState,
 )
-from ..control.variables import (
+from ..control.wire import LineSocket
+from ..errors import EpochChanged, Isolated
+from ..forking import only_here
+from ..secret import NONE, JobSecret, taken
+from ..topology.block_costs import BlockSeconds
+from ..topology.plan import Plan
+from ..topology.roles import Layout
+from ..variables import (
     ENV_ADDRESS,
     ENV_FD,
     ENV_HEARTBEAT_TIMEOUT,
@@ -32,13 +39,6 @@ from ..control.variables import (
     ENV_OVERRIDES,
     ENV_RESTART_FROM,
 )
-from ..control.wire import LineSocket
-from ..errors import EpochChanged, Isolated
-from ..forking import only_here
-from ..secret import NONE, JobSecret, taken
-from ..topology.block_costs import BlockSeconds
-from ..topology.plan import Plan
-from ..topology.roles import Layout
 from .activity import Activity
 from .stalls import Stalls
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from bamboo_ds.chaos.situation import Situation
 from bamboo_ds.control.registry.records import MemberRecord
-from bamboo_ds.control.variables import ENV_MEMBER
 from bamboo_ds.topology import Candidate, Layout, Plan, initial_plan, with_redundancy
+from bamboo_ds.variables import ENV_MEMBER
 
 #: An agent: starts a worker that dies with it, tells its process id, waits.
 AGENT = """

@@ -9,9 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ...secret import ENV_SECRET
-from ..registry.access import without_access
-from ..settings import AgentSettings
-from ..variables import (
+from ...variables import (
     ENV_ADDRESS,
     ENV_CHECK_EXACT,
     ENV_HEARTBEAT_TIMEOUT,
@@ -22,6 +20,8 @@ from ..variables import (
     ENV_RESTART_FROM,
     ENV_RESTARTS,
 )
+from ..registry.access import without_access
+from ..settings import AgentSettings
 
 #: This one has a variable of its own, which users may set, too.
 CHECK_EXACT = "redundancy.check_exact"

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 
 from ...errors import LaunchError
 from ...processes import die_with_parent
+from ...variables import ENV_FD
 from ..messages import Message
 from ..registry.records import WorkerRecord
-from ..variables import ENV_FD
 from ..wire import LineSocket
 
 #: Seconds after SIGKILL until a worker counts as dead that does not end: a driver or a file system holds it.

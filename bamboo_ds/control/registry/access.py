@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING
 from ...errors import ConfigError
 from ...secret import ENV_SECRET_FILE, SETTING, JobSecret, file_of, find
 from ...store.endpoints import Endpoint
-from ...store.variables import ENV_CA, ENV_CERT, ENV_KEY, ENV_PASSWORD, ENV_STORE, ENV_USER
+from ...store.variables import ENV_CA, ENV_CERT, ENV_KEY, ENV_PASSWORD, ENV_USER
+from ...variables import ENV_STORE
 from .keys import namespace
 
 if TYPE_CHECKING:
     from ...store import EmbeddedEtcd, KeyValue, Store
-
-__all__ = ["ENV_NOTICES", "ENV_STORE", "check_secret", "open_store", "without_access"]
 
 logger = logging.getLogger("bamboo_ds.control.access")
 
