@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 from ..errors import EpochChanged
 from .epoch import Epoch
+from .keyvalue import TorchStore
 from .script import ScriptCollectives, ThreadContext
-from .stores import EpochStore
 
 #: Answers a collective: the logical ranks of the group, torch's name of the operation, its arguments.
 Answer = Callable[[tuple[int, ...], str, tuple[Any, ...]], None]
@@ -67,6 +67,22 @@ class SliceGroup:
     def key(self) -> str:
         """Key of the group, equal on all of its members whatever handles they use."""
         return group_key(slices_name(self.ranks), self.ranks)
+
+
+class EpochStore(TorchStore):
+    """The store of the epoch that is current, as ``current`` tells. Its keys do not outlive the epoch.
+
+    Every call raises ``EpochChanged`` when the epoch is aborted, also while it waits.
+    """
+
+    def __init__(self, current: Callable[[], Epoch]) -> None:
+        super().__init__(None, "torch/")
+        self._current = current
+
+    def call(self, operation: str, timeout: timedelta | None = None, **fields: Any) -> Any:
+        epoch = self._current()
+        with epoch.life.calling("using the store", epoch.plan.store_host):
+            return epoch.store("").call(operation, timeout, **fields)
 
 
 class Attachment:

@@ -13,15 +13,13 @@ from functools import partial
 
 from ..secret import NONE, JobSecret
 from ..topology import Plan
-from .attachment import Answer, Attachment, publish, slices_name
+from .attachment import Answer, Attachment, publish
 from .backend import BambooProcessGroup, register, register_handle
 from .c10d import dist
 from .epoch import Epoch
 from .keyvalue import Server
 from .naming import NAME
 from .script import ScriptCollectives
-
-__all__ = ["Answer", "Session", "init_process_group", "slices_name"]
 
 #: Seconds that the end of a session waits for gloo to let go of its threads.
 CLOSE_S = 2.0

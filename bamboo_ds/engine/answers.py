@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-from ..comm.session import Answer
+from ..comm.attachment import Answer
 from ..errors import ProtocolError, UnsupportedError
 from ..topology import Layout
 from ..topology.roles import groups_like

@@ -5,7 +5,8 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from ..comm.session import Answer, Session, slices_name
+from ..comm.attachment import Answer, slices_name
+from ..comm.session import Session
 from ..topology import Layout, Role
 from .tied import ties
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..comm.session import Answer
+from ..comm.attachment import Answer
 from ..errors import ProtocolError
 from ..topology import Layout
 from .answers import Answers, Refusal, stepping_alone
