@@ -80,7 +80,6 @@ class Kill(Injection):
     """SIGKILL of workers, of agents, or of all processes of a host."""
 
     def begin(self) -> None:
-        """See :class:`Injection`."""
         with contextlib.ExitStack() as held:
             # All of them are at hand before the first one dies.
             workers = [held.enter_context(worker_of(record)) for record in self._records]
@@ -111,7 +110,6 @@ class Stop(Injection):
         self._held: list[Process] = []
 
     def begin(self) -> None:
-        """See :class:`Injection`."""
         assert self.fault.seconds is not None
         with contextlib.ExitStack() as held:
             for record in self._records:
@@ -135,7 +133,6 @@ class Stop(Injection):
             self.account.detail = f"processes {running} were not stopped"
 
     def done(self, situation: Situation) -> bool:
-        """See :class:`Injection`."""
         if time.monotonic() < (self.due or 0.0) and not all(process.dead() for process in self._held):
             return False
         self.undo()
@@ -180,7 +177,6 @@ class Raise(Injection):
         self._raised = 0
 
     def begin(self) -> None:
-        """See :class:`Injection`."""
         self._worker = worker_of(self._records[0])
         self.account.pids = [self._worker.pid]
         self.began = time.monotonic()
@@ -191,7 +187,6 @@ class Raise(Injection):
             raise
 
     def done(self, situation: Situation) -> bool:
-        """See :class:`Injection`."""
         if self._worker is None:
             return True
         self.account.confirmed = self._worker.dead()
@@ -228,7 +223,6 @@ class Obey(Injection):
     _order: Order | None = None
 
     def begin(self) -> None:
-        """See :class:`Injection`."""
         with worker_of(self._records[0]) as worker:
             self.account.pids = [worker.pid]
             self.began = time.monotonic()
@@ -242,7 +236,6 @@ class Obey(Injection):
         self.undo()
 
     def done(self, situation: Situation) -> bool:
-        """See :class:`Injection`."""
         if self._order is None:
             return True
         if time.monotonic() < (self.due or 0.0):
@@ -271,7 +264,6 @@ class Notify(Injection):
         self._admitted = False
 
     def begin(self) -> None:
-        """See :class:`Injection`."""
         record = self._records[0]
         if self._template is None:
             raise Impossible('the job\'s configuration has no "bamboo.notices.file": its agents watch no file')
@@ -286,7 +278,6 @@ class Notify(Injection):
         self._path = path
 
     def done(self, situation: Situation) -> bool:
-        """See :class:`Injection`."""
         member = self._records[0].id
         admitted = situation.plan is not None and member in situation.plan.members
         dropped, self._admitted = self._admitted and not admitted, admitted
@@ -312,7 +303,6 @@ class Partition(Injection):
     """A member cut off from the others."""
 
     def begin(self) -> None:
-        """See :class:`Injection`."""
         raise Impossible(
             "all members of this host share one network: only members in network namespaces of their own can be cut off"
         )

@@ -78,7 +78,6 @@ class Join(Injection):
         self.member: str | None = None
 
     def begin(self) -> None:
-        """See :class:`~.injections.Injection`."""
         arguments = self._command.arguments()
         self.began = time.monotonic()
         self.due = self.began + JOIN_S
@@ -100,7 +99,6 @@ class Join(Injection):
         return next((record for record in situation.members.values() if record.agent_pid == pid), None)
 
     def done(self, situation: Situation) -> bool:
-        """See :class:`~.injections.Injection`."""
         assert self.process is not None
         record = self.record(situation)
         if record is not None and self.member is None:

@@ -277,7 +277,7 @@ class Client:
 
 
 class TorchStore(dist.Store):  # type: ignore[misc]
-    """A :class:`Client` as torch's groups want it. Keep a reference: torch's C++ side keeps none.
+    """A :class:`Client` as torch's groups want it, see ``torch.distributed.Store``. Keep a reference: C++ keeps none.
 
     Waiting in vain raises ``RuntimeError``, a connection that ended ``DistNetworkError``.
     """
@@ -302,7 +302,6 @@ class TorchStore(dist.Store):  # type: ignore[misc]
         return [self._prefix + key for key in keys]
 
     def set(self, key: str, value: str | bytes) -> None:
-        """See ``torch.distributed.Store``."""
         self.call("set", key=self._prefix + key, value=_characters(value))
 
     def get(self, key: str) -> bytes:
@@ -310,24 +309,19 @@ class TorchStore(dist.Store):  # type: ignore[misc]
         return self.multi_get([key])[0]
 
     def add(self, key: str, value: int) -> int:
-        """See ``torch.distributed.Store``."""
         return int(self.call("add", key=self._prefix + key, value=value))
 
     def check(self, keys: list[str]) -> bool:
-        """See ``torch.distributed.Store``."""
         return bool(self.call("check", keys=self._prefixed(keys)))
 
     def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
-        """See ``torch.distributed.Store``."""
         expected, value = _characters(expected_value), _characters(desired_value)
         return str(self.call("compare_set", key=self._prefix + key, expected=expected, value=value)).encode("latin-1")
 
     def delete_key(self, key: str) -> bool:
-        """See ``torch.distributed.Store``."""
         return bool(self.call("delete", key=self._prefix + key))
 
     def num_keys(self) -> int:
-        """See ``torch.distributed.Store``."""
         return int(self.call("count"))
 
     # The names by which torch's C++ side looks for them.
@@ -335,7 +329,6 @@ class TorchStore(dist.Store):  # type: ignore[misc]
     getNumKeys = num_keys
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """See ``torch.distributed.Store``."""
         self.multi_get(keys, timeout)
 
     def multi_get(self, keys: list[str], timeout: timedelta | None = None) -> list[bytes]:

@@ -47,7 +47,6 @@ class AwsSource:
         self._token: str | None = None  # a new one is fetched when the service refuses it
 
     async def poll(self, session: aiohttp.ClientSession) -> Notice | None:
-        """See :class:`~.notice.NoticeSource`."""
         answer = (await self._get(session, _ACTION)).expect(200, 404)
         if answer.status == 200:
             found = answer.parse(_InstanceAction)

@@ -92,7 +92,6 @@ class AzureSource:
         self._events: dict[str, _Event] = {}
 
     async def poll(self, session: aiohttp.ClientSession) -> Notice | None:
-        """See :class:`~.notice.NoticeSource`."""
         if self._machine is None:
             self._machine = await self._fetch_name(session)
         answer = await request(

@@ -66,7 +66,6 @@ class GcpSource:
         self._notices: dict[str, Notice | None] = {}
 
     async def poll(self, session: aiohttp.ClientSession) -> Notice | None:
-        """See :class:`~.notice.NoticeSource`."""
         waiting = self._can_wait and len(self._etags) == len(_KEYS)
         tasks = [asyncio.create_task(self._read(session, key, waiting)) for key in _KEYS]
         try:

@@ -56,7 +56,6 @@ class FileSource:
         self.where = path
 
     async def poll(self, session: aiohttp.ClientSession) -> Notice | None:
-        """See :class:`~.notice.NoticeSource`."""
         # In a thread: a file system may hang.
         found = await asyncio.to_thread(self._read)
         if found is None:
@@ -104,7 +103,6 @@ class HttpSource:
         self.where = url
 
     async def poll(self, session: aiohttp.ClientSession) -> Notice | None:
-        """See :class:`~.notice.NoticeSource`."""
         answer = (await request(session, "GET", self.where)).expect(200, 204, 404)
         if answer.status != 200:
             return None
