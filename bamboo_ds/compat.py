@@ -1,4 +1,4 @@
-"""Where versions of DeepSpeed (0.16 to 0.19) and torch (2.6 to 2.13) differ in what bamboo_ds needs of them."""
+"""Where versions of DeepSpeed (0.16 to 0.19) and torch (2.6 to 2.15) differ in what bamboo_ds needs of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Agents that die: known at once to whoever shares a kernel with them, instead of when their leases run out."""
+"""Same-host failure detector: reports a dead agent at once instead of when its lease runs out."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ class Leader:
         self._told_last = False
         self._written = 0  # newest epoch written here; the mirror may still lag behind it
         self._assigned = 0  # the same for restarts
-        self._pruned = 0  # newest epoch in which keys were removed that nobody needs any more
+        self._pruned = 0  # newest epoch in which stale keys were removed
         self._told: str | None = None
         self._stopped = False
         self._attempts: list[_Attempt] = []

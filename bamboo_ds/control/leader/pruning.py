@@ -1,4 +1,4 @@
-"""Keys of a job that nobody needs any more, so that a job may lose members for as long as it likes. Pure."""
+"""Garbage-collects stale keys so that a long job does not grow the store. Pure."""
 
 from __future__ import annotations
 
