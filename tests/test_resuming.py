@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import tempfile
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from bamboo_ds.engine.history import Done, History
 from bamboo_ds.engine.resuming import Resuming
 from bamboo_ds.generations import is_over
 from bamboo_ds.state import publish
@@ -121,3 +123,18 @@ def test_what_a_later_start_loads_from_earlier_ones_change_no_more(folder: Path)
     with unwritable(folder):
         assert not load(1)  # nor can anybody else write there
     assert load(1)
+
+
+def test_a_long_history_holds_no_heartbeat_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is written of it at once is one operation: a single call of json's holds the interpreter's lock."""
+    history, other = History(), History()
+    history.add_iteration([[0.1, 2.0], [float("inf"), 1e-9]], skipped=True)
+    saved = Done("save", {"folder": "/c", "tag": "one", "save_id": None})
+    whole = [["train", {"losses": [[0.1, 2.0], [float("inf"), 1e-9]], "skipped": True}], ["save", saved.data]]
+    expected = json.dumps(whole)
+    written, dumps = [], json.dumps
+    monkeypatch.setattr(json, "dumps", lambda value: written.append(value) or dumps(value))
+    assert history.first(1, saved) == expected and written == whole
+    history.add("save", saved.data)
+    assert history.answer(History.key(0)) == expected and history.answer(History.key(2)) == "[]"
+    assert other.extend(expected) == 2 and [other[0], other[1]] == [history[0], saved]

@@ -60,8 +60,7 @@ class History:
 
     def answer(self, key: str) -> str:
         """The answer to :meth:`key`; callable from any thread."""
-        done = self._done[int(key.removeprefix(self.PREFIX)) :]
-        return json.dumps([[each.kind, each.data] for each in done])
+        return _as_text(self._done[int(key.removeprefix(self.PREFIX)) :])
 
     def extend(self, answer: str) -> int:
         """Take over what another member has answered; returns how much that was."""
@@ -69,9 +68,9 @@ class History:
         self._done += new
         return len(new)
 
-    def first(self, count: int) -> list[list[Any]]:
-        """The first ``count`` operations, as JSON values; callable from any thread."""
-        return [[each.kind, each.data] for each in self._done[:count]]
+    def first(self, count: int, *more: Done) -> str:
+        """The first ``count`` operations, and ``more``, as :meth:`extend` takes them; callable from any thread."""
+        return _as_text([*self._done[:count], *more])
 
     def losses(self, count: int) -> list[float]:
         """Mean loss of the global batch of every iteration among the first ``count`` operations; from any thread."""
@@ -90,3 +89,12 @@ class History:
         """Numbers of the saves into ``folder``, the newest first."""
         found = [i for i, done in enumerate(self._done) if done.kind == "save" and done.data["folder"] == folder]
         return found[::-1]
+
+
+def _as_text(done: Sequence[Done]) -> str:
+    """A JSON list.
+
+    Made of one operation at a time: in one call the history of a long job would hold the interpreter's lock for
+    seconds, and no heartbeat would go out.
+    """
+    return f"[{', '.join(json.dumps([each.kind, each.data]) for each in done)}]"

@@ -7,7 +7,6 @@ it has copied, in a thread, and the member that leads completes the checkpoint. 
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -27,7 +26,7 @@ from ..state.hostcopy import BufferPool, HostCopy
 from ..state.saver import CheckpointSaver
 from ..state.writer import HostFile, SaveResult
 from ..topology import Plan
-from .history import History
+from .history import Done, History
 from .records import Progress
 from .runtime import RuntimeBinding
 
@@ -184,7 +183,7 @@ class Saves:
         binding.use(binding.local)
         binding.refresh()
         save_id, count = self.save_id(plan.epoch, progress.sequence), len(self._history)
-        this = [["save", request.noted(save_id)]]
+        this = Done("save", request.noted(save_id))
         begun = self._saver.begin(
             request.folder,
             request.tag,
@@ -197,7 +196,7 @@ class Saves:
             consumed=progress.consumed,
             lineage=plan.lineage,
             losses=lambda: self._history.losses(count),
-            history=lambda: json.dumps(self._history.first(count) + this),
+            history=lambda: self._history.first(count, this),
             interrupt=self._job.session.check,
         )
         if not begun:
