@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
+import builtins
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -53,6 +56,22 @@ def test_an_error_while_torch_makes_its_groups_is_told(monkeypatch: pytest.Monke
         sys.excepthook(type(error), error, None)
     assert told == [("RuntimeError: a port is taken", True), ("EpochChanged: a loss", False)]
     assert codes == [EXIT_FATAL_LOSS]
+
+
+def test_a_thread_that_leaves_ends_no_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    for owner, name in ((sys, "exit"), (sys, "excepthook"), (builtins, "exit"), (builtins, "quit")):
+        monkeypatch.setattr(owner, name, getattr(owner, name, None), raising=False)
+    nothing: Any = None
+    seen = ScriptExit(nothing, nothing, lambda: None, lambda: None)
+    seen.watch()
+    atexit.unregister(seen._finish)
+    thread = threading.Thread(target=lambda: sys.exit(3))
+    thread.start()
+    thread.join()
+    assert seen._exit_code is None
+    with pytest.raises(SystemExit):
+        sys.exit(3)
+    assert seen._exit_code == 3
 
 
 SEEN = """

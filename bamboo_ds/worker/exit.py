@@ -6,6 +6,7 @@ import atexit
 import builtins
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
@@ -54,7 +55,8 @@ class ScriptExit:
         previous_exit = sys.exit
 
         def leave(status: Any = None) -> Any:
-            self._exit_code = 0 if status is None else status if isinstance(status, int) else 1
+            if threading.current_thread() is threading.main_thread():  # else it ends that thread alone
+                self._exit_code = 0 if status is None else status if isinstance(status, int) else 1
             previous_exit(status)
 
         self._hook_before, sys.excepthook = sys.excepthook, self._note_exception
