@@ -72,8 +72,7 @@ class Collective:
         if self.shape == "barrier":
             return getattr(arguments[-1], "device", None)
         some = arguments[1 if self.shape in ("allgather", "gather") else 0]
-        found: torch.device = (some if isinstance(some, torch.Tensor) else some[0]).device
-        return found
+        return (some if isinstance(some, torch.Tensor) else some[0]).device
 
     def written(self, arguments: Sequence[Any]) -> list[torch.Tensor]:
         """The tensors that it writes."""

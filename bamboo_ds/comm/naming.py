@@ -36,8 +36,7 @@ def naming_what_scripts_know(original: Callable[..., str]) -> Callable[..., str]
             return name
         asked = (group or registry._get_default_group()).asked
         kind = asked if asked is not None else kind_for(torch.device("cuda"))
-        found: str = dist.Backend.NCCL if kind == NCCL else dist.Backend.GLOO
-        return found
+        return dist.Backend.NCCL if kind == NCCL else dist.Backend.GLOO
 
     return get_backend
 

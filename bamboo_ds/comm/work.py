@@ -167,8 +167,7 @@ class BambooWork(dist.Work):  # type: ignore[misc]
         """The operation's tensors."""
         if self._inner is None:
             raise self._life.ended(self._operation)
-        result: list[torch.Tensor] = self._inner.result()
-        return result
+        return self._inner.result()
 
     def source_rank(self) -> int:
         """Group rank of the sender, of a completed receive."""

@@ -24,8 +24,7 @@ class _Of(Generic[_T]):
         self._name = self._name or name
 
     def __get__(self, adapter: DeepSpeedAdapter, owner: type) -> _T:
-        value: _T = getattr(adapter.engine, self._name)
-        return value
+        return getattr(adapter.engine, self._name)
 
     def __set__(self, adapter: DeepSpeedAdapter, value: _T) -> None:
         setattr(adapter.engine, self._name, value)
@@ -113,8 +112,7 @@ class DeepSpeedAdapter:
 
     def gradients(self) -> list[torch.Tensor]:
         """Gradients of the trainable parameters, as DeepSpeed reduces them."""
-        found: list[torch.Tensor] = self.engine._get_gradients_for_reduction()[0]
-        return found
+        return self.engine._get_gradients_for_reduction()[0]
 
     def scales(self, pipelines: int) -> tuple[float, float]:
         """What DeepSpeed multiplies gradients by, before and after they are summed over ``pipelines``."""

@@ -297,8 +297,7 @@ class HalfOptimizer(StageOptimizer):
         """Compute the norms that the step will."""
 
     def groups(self) -> list[list[torch.nn.Parameter]]:
-        found: list[list[torch.nn.Parameter]] = self.wrapper.fp16_groups
-        return found
+        return self.wrapper.fp16_groups
 
     def _scaler(self) -> dict[str, Any]:
         config = loss_scaler(self.wrapper)

@@ -47,13 +47,11 @@ class Bf16Optimizer(ShardedOptimizer):
     """``BF16_Optimizer``: gradients add up in flat buffers; one norm, of all parameters on every pipeline."""
 
     def groups(self) -> list[list[torch.nn.Parameter]]:
-        found: list[list[torch.nn.Parameter]] = self.wrapper.bf16_groups
-        return found
+        return self.wrapper.bf16_groups
 
     @property
     def _partitions(self) -> list[Tensors]:
-        found: list[Tensors] = self.wrapper.bf16_partitioned_groups
-        return found
+        return self.wrapper.bf16_partitioned_groups
 
     def local(self) -> Tensors:
         return list(self.wrapper.get_grads_for_reduction()[0])
@@ -152,13 +150,11 @@ class ZeroOptimizer(ShardedOptimizer):
         return self._checks or self.wrapper.dtype != torch.bfloat16
 
     def groups(self) -> list[list[torch.nn.Parameter]]:
-        found: list[list[torch.nn.Parameter]] = self.wrapper.round_robin_bit16_groups
-        return found
+        return self.wrapper.round_robin_bit16_groups
 
     @property
     def _partitions(self) -> list[Tensors]:
-        found: list[Tensors] = self.wrapper.parallel_partitioned_bit16_groups
-        return found
+        return self.wrapper.parallel_partitioned_bit16_groups
 
     def local(self) -> Tensors:
         found = []

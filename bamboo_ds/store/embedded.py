@@ -315,8 +315,7 @@ class EmbeddedEtcd:
                     return {}
                 self._heard += piece
         line, _, self._heard = self._heard.partition(b"\n")
-        message: dict[str, Any] = json.loads(line)
-        return message
+        return json.loads(line)
 
     def _running(self) -> subprocess.Popen[bytes]:
         if self._supervisor is None:
