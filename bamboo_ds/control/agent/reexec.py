@@ -49,13 +49,10 @@ def reexecute(settings: AgentSettings) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED_SIGNALS)
-    for fd in _open_descriptors():
-        _pass_on(fd, fd == settings.result_fd)
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        if fd >= _FIRST_PRIVATE_FD:
+            _pass_on(fd, fd == settings.result_fd)
     os.execve(sys.executable, arguments, settings.environment())
-
-
-def _open_descriptors() -> list[int]:
-    return [fd for fd in map(int, os.listdir("/proc/self/fd")) if fd >= _FIRST_PRIVATE_FD]
 
 
 def _pass_on(fd: int, inheritable: bool) -> None:
