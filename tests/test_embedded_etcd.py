@@ -27,7 +27,7 @@ import pytest
 from bamboo_ds.chaos.processes import listener
 from bamboo_ds.errors import ConfigError, LaunchError, StoreUnavailable
 from bamboo_ds.secret import JobSecret
-from bamboo_ds.store import embedded
+from bamboo_ds.store import embedded, supervisor
 from bamboo_ds.store.certificates import certificates_of
 from bamboo_ds.store.client import Store
 from bamboo_ds.store.connection import rpc
@@ -407,6 +407,17 @@ def test_a_taken_port_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(embedded, "_free_port", port)
         with EmbeddedEtcd() as etcd:
             assert etcd.alive() and len(tries) == 2
+
+
+def test_the_socket_of_a_killed_etcd_is_in_nobodys_way(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An etcd before 3.5 does not remove it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    with socket.socket(socket.AF_UNIX) as killed:
+        killed.bind("client:1")
+    listens = "import socket; socket.socket(socket.AF_UNIX).bind('client:1')"
+    assert supervisor.Etcd(str(tmp_path)).start([sys.executable, "-c", listens]).wait(60.0) == 0
+    assert (tmp_path / "data").is_dir()
 
 
 def broken_etcd(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

@@ -17,6 +17,7 @@ import math
 import os
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -54,6 +55,9 @@ class Etcd:
 
     def start(self, command: Sequence[str]) -> subprocess.Popen[bytes]:
         """Start it with ``command``, on the data that there is; raises ``OSError``."""
+        for entry in os.scandir(self.folder):
+            if stat.S_ISSOCK(entry.stat(follow_symlinks=False).st_mode):
+                os.unlink(entry.path)  # of one that was killed; before 3.5 the next could not listen there
         with open(self._log, "wb") as output:
             self.process = subprocess.Popen(
                 [part.replace("{data}", os.path.join(self.folder, "data")) for part in command],
