@@ -452,7 +452,7 @@ def alone(member: Member) -> list[Any]:
 
 
 def test_detached_collectives_succeed_without_peers() -> None:
-    with cluster(1, world=False) as made:
+    with cluster(1, world=False, attached=False) as made:
         made[0].run("init", 1, 4)
         assert made[0].run("call", alone)[-1] == 4
 

@@ -351,11 +351,12 @@ class Cluster:
 
 
 @contextlib.contextmanager
-def cluster(size: int, world: bool = True) -> Iterator[Cluster]:
-    """A cluster in epoch 1, with torch.distributed initialised if ``world``; closed cleanly at the end."""
+def cluster(size: int, world: bool = True, attached: bool = True) -> Iterator[Cluster]:
+    """A cluster, in epoch 1 if ``attached``, with torch.distributed initialised if ``world``; closed at the end."""
     made = Cluster(size)
     try:
-        made.attach()
+        if attached:
+            made.attach()
         if world:
             made.everybody("init", lambda index: (index, size))
         yield made
