@@ -281,7 +281,7 @@ class _Targets:
     def __init__(self, previous: Plan, roster: Roster, costs: Costs, policy: Policy) -> None:
         self._previous, self._roster, self._costs, self._policy = previous, roster, costs, policy
         self._divider = Divider(previous, roster, costs, policy)
-        #: What stages cost where owners are placed, as long as it is not settled all that may be meant.
+        #: Costs that owners may be placed by; one, once that is settled.
         self._placing = [costs]
         if previous.costs is not None and not costs.seconds:
             self._placing.append(replace(costs, seconds=tuple(sum(blocks) for blocks in previous.costs.seconds)))
@@ -289,7 +289,7 @@ class _Targets:
     def given(self, holders: Holders) -> Plan:
         """The target if ``holders`` hold copies."""
         previous, policy = self._previous, self._policy
-        placed = {}
+        placed: dict[tuple[str, ...], Costs] = {}
         for costs in self._placing:
             owners = place_owners(previous, self._roster, costs, holders, policy.min_gain, policy.redundant)
             placed.setdefault(owners, costs)
