@@ -20,8 +20,12 @@ from bamboo_ds.topology import (
     Plan,
     Policy,
     Role,
+    divided,
     explain,
+    holders_of,
     initial_plan,
+    learners_for,
+    moves,
     predicted_s,
     undivided,
 )
@@ -53,8 +57,12 @@ def settled(plan: Plan, members: list[Candidate]) -> Plan:
 @settings(deadline=None, max_examples=60)
 @given(st.integers(1, 3), st.integers(2, 6), st.integers(2, 5), st.integers(0, 2**32))
 def test_plans_come_to_rest(pipelines: int, stages: int, blocks: int, seed: int) -> None:
-    """After any losses and joins; nobody has more to do than with whole stages."""
+    """After any losses and joins, whatever blocks cost; nobody has more to do than with whole stages."""
     random, plan = Random(seed), job(pipelines, stages, blocks)
+    if random.random() < 0.6:
+        seconds = tuple(tuple(random.choice((1.0, 1.0, 4.0)) for _ in range(blocks)) for _ in range(stages))
+        slow = tuple((member, 3.0) for member in plan.members if random.random() < 0.2)
+        plan = replace(plan, costs=BlockCosts(seconds, slow))
     alive = list(plan.members)
     hosts = {m: m if random.random() < 0.6 else f"h{random.randrange(4)}" for m in (*alive, *"abcde")}
     for joiner in "abcde":
@@ -71,6 +79,68 @@ def test_plans_come_to_rest(pipelines: int, stages: int, blocks: int, seed: int)
         assert predicted_s(plan, Costs()) <= predicted_s(whole, Costs()) * (1 + 1e-9)
         for lent in plan.lent:
             assert plan.shadows[lent.rank] in plan.members and 0 < lent.cut < blocks
+
+
+@pytest.mark.parametrize("seed", [*range(3), 12, 621])
+def test_copies_lead_to_rest(seed: int) -> None:
+    """The target stays while its copies are made one by one, or changes once; then it is entered, and stays.
+
+    So it goes whatever blocks cost and however slow members are. Two seeds are of courses that went round in circles.
+    """
+    random = Random(seed)
+    pipelines, stages = random.choice([(1, random.randint(2, 8)), (2, random.randint(2, 5)), (3, random.randint(2, 4))])
+    blocks = random.randint(2, 5)
+    plan = job(pipelines, stages, blocks)
+    alive, size, joined = list(plan.members), plan.world.size, plan.world.size
+    true = [
+        [random.choice([1, 1, 1, 4]) if seed % 3 else random.uniform(1, 3) for _ in range(blocks)]
+        for _ in range(stages)
+    ]
+    for _ in range(4):
+        slow = tuple((member, 3.0) for member in sorted(alive) if random.random() < 0.1)
+        noisy = tuple(tuple(float(f"{x / 100 * random.uniform(0.97, 1.03):.3g}") for x in each) for each in true)
+        plan = replace(plan, costs=BlockCosts(noisy, slow))
+        if random.random() < 0.6 and len(alive) > 1:
+            lost = random.choice(alive)
+            after = takeover(plan, {lost})
+            if after.unheld:
+                return
+            plan = after
+            alive.remove(lost)
+        else:
+            alive.append(f"m{joined}")
+            joined += 1
+        members = [Candidate(m, int(m[1:]), m, home=int(m[1:]) % size) for m in alive]
+        plan, targets = copied(plan, members, random)
+        assert targets <= 4
+        again = best_plan(plan, members, policy=POLICY)
+        assert (again.owners, again.shadows, again.lent) == (plan.owners, plan.shadows, plan.lent)
+
+
+def copied(plan: Plan, members: list[Candidate], random: Random) -> tuple[Plan, int]:
+    """The plan at rest, when all copies have been made that it takes; also how many different targets that were."""
+    ready: dict[str, list[int]] = {}
+    targets = set()
+    for _ in range(60):
+        holders = holders_of(plan, ready)
+        target = best_plan(plan, members, policy=POLICY, holders=holders)
+        targets.add((target.owners, target.shadows))
+        if not moves(plan, target, holders):
+            if (target.owners, target.shadows, target.lent) == (plan.owners, plan.shadows, plan.lent):
+                return replace(target, learners=()), len(targets)
+            plan, ready = target, {}
+            continue
+        learners = tuple(sorted(learners_for(plan, target)))
+        if learners != plan.learners:
+            lent = divided(plan, Costs(), plan.cuts, POLICY.min_gain)
+            names, homes = tuple(m.id for m in members), tuple(m.home for m in members)
+            plan = replace(
+                plan, epoch=plan.epoch + 1, members=names, homes=homes, learners=learners, lent=lent, lost=()
+            )
+            ready = {m: [rank for rank in ranks if (rank, m) in learners] for m, ranks in ready.items()}
+        rank, learner = random.choice([(rank, m) for rank, m in learners if rank not in ready.get(m, ())])
+        ready.setdefault(learner, []).append(rank)
+    raise AssertionError(f"it does not come to rest: {plan}")
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,10 @@ from .plan import Lent, Plan
 
 #: How many roles get other shadows for the sake of speed, how many shadows are tried for each, and how many in all,
 #: times the number of members.
-_ATTEMPTS, _OPTIONS, _TRIALS = 8, 3, 8192
+_ATTEMPTS, _OPTIONS, _TRIALS = 8, 3, 6144
+
+#: So many members with least to do are considered.
+_IDLEST = 128
 
 #: A division that is no faster has to lend less than this share of what is lent.
 _LESS = 0.7
@@ -129,13 +132,13 @@ class Divider:
         stages: dict[str, list[int]] = {member: [] for member in ground.members}
         for rank, owner in enumerate(ground.owners):
             stages[owner].append(rank // ground.pipelines)
-        loads, options = now.loads.by_member, []
+        loads, idlest, options = now.loads.by_member, now.loads.ascending[:_IDLEST], []
         for rank, owner in enumerate(ground.owners):
             stage = rank // ground.pipelines
             if owner != slowest or not ground.ways[stage]:
                 continue
-            held = holders.get(rank, ())
-            able = [m for m in now.loads.ascending if m != now.shadows[rank] and self._roster.apart(owner, m)]
+            held = [member for member in holders.get(rank, ()) if member in loads]
+            able = [m for m in {*held, *idlest} if m != now.shadows[rank] and self._roster.apart(owner, m)]
             rated = ((m not in held, loads[m], _distance(stages[m], stage), self._roster.order[m]) for m in able)
             options += [(rating, rank) for rating in nsmallest(_OPTIONS, rated)]
         usable = self._roster.usable

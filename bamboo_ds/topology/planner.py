@@ -231,7 +231,7 @@ def plan(
             parts.append(plan(part, mine, costs, policy, held) if mine else given_up(part))
         return merged(previous, parts, roster.everyone.values())
 
-    divider = Divider(previous, roster, costs, policy)
+    targets = _Targets(previous, roster, costs, policy)
 
     # Copies that are under way count as made, lest the target depend on how far they are: wanted is one that is still
     # the target when its own copies are made, or that needs just those that are under way.
@@ -239,7 +239,7 @@ def plan(
 
     def kept(learners: frozenset[tuple[int, str]]) -> Plan | None:
         for _ in range(_ATTEMPTS):
-            target = _target(previous, roster, costs, policy, _promised(learners, previous, roster, holders), divider)
+            target = targets.given(_promised(learners, previous, roster, holders))
             before, learners = learners, frozenset(learners_for(previous, target))
             if learners == before or (learners and learners == under_way):
                 return target
@@ -248,7 +248,7 @@ def plan(
     target = kept(under_way)
     if target is None:
         # What owners and shadows hold does not depend on copies at all. Its copies may lead to a target that lasts.
-        settled = _target(previous, roster, costs, policy, _settled(previous, holders), divider)
+        settled = targets.given(_settled(previous, holders))
         target = kept(frozenset(learners_for(previous, settled))) or settled
     nobody = (rank for rank in range(previous.world.size) if roster.everyone.keys().isdisjoint(holders.get(rank, ())))
     return replace(target, unheld=tuple(nobody))
@@ -270,17 +270,48 @@ def _settled(previous: Plan, holders: Holders) -> Holders:
     return {rank: [member for member in holders.get(rank, ()) if member in pair] for rank, pair in named}
 
 
-def _target(previous: Plan, roster: Roster, costs: Costs, policy: Policy, holders: Holders, divider: Divider) -> Plan:
-    """What the rules make of ``previous`` if ``holders`` hold copies.
+class _Targets:
+    """What the rules make of ``previous``, by who holds copies.
 
     Owners share the stages by number, as their state lies evenly then, and shadows divide the work. Where that leaves a
-    member too much to do, as some stages take longer than others and cannot be divided, they share them by time.
+    member too much to do, as some stages take longer than others and cannot be divided enough, they share them by time:
+    whether they do is settled with the first target.
     """
 
-    def completed(owners: tuple[str, ...]) -> Plan:
+    def __init__(self, previous: Plan, roster: Roster, costs: Costs, policy: Policy) -> None:
+        self._previous, self._roster, self._costs, self._policy = previous, roster, costs, policy
+        self._divider = Divider(previous, roster, costs, policy)
+        #: Costs that owners may be placed by; one, once that is settled.
+        self._placing = [costs]
+        if previous.costs is not None and not costs.seconds:
+            self._placing.append(replace(costs, seconds=tuple(sum(blocks) for blocks in previous.costs.seconds)))
+
+    def given(self, holders: Holders) -> Plan:
+        """The target if ``holders`` hold copies."""
+        previous, policy = self._previous, self._policy
+        placed: dict[tuple[str, ...], Costs] = {}
+        for costs in self._placing:
+            owners = place_owners(previous, self._roster, costs, holders, policy.min_gain, policy.redundant)
+            placed.setdefault(owners, costs)
+        # The target whose copies are under way, or with fewer changes, unless the other one is worth it.
+        target, *others = sorted((self._completed(owners, holders) for owners in placed), key=self._changes)
+        for other in others:
+            limit = predicted_s(target, self._costs) * (1 - policy.min_gain) * (1 + SLACK)
+            target = other if predicted_s(other, self._costs) <= limit else target
+        self._placing = [placed[target.owners]]
+        return target
+
+    def _changes(self, target: Plan) -> tuple[bool, int]:
+        under_way = sorted(self._previous.learners)
+        others = bool(under_way) and sorted(learners_for(self._previous, target)) != under_way
+        return others, sum(map(str.__ne__, target.owners, self._previous.owners))
+
+    def _completed(self, owners: tuple[str, ...], holders: Holders) -> Plan:
+        """The target in which the roles have these owners."""
+        previous, roster = self._previous, self._roster
         shadows: tuple[str | None, ...] = (None,) * len(owners)
-        if policy.redundant:
-            shadows = place_shadows(previous, owners, roster, costs, holders, policy)
+        if self._policy.redundant:
+            shadows = place_shadows(previous, owners, roster, self._costs, holders, self._policy)
         target = replace(
             previous,
             epoch=previous.epoch + 1,
@@ -293,17 +324,4 @@ def _target(previous: Plan, roster: Roster, costs: Costs, policy: Policy, holder
             homes=tuple(member.home for member in roster.usable),
             immediate=False,
         )
-        return divider.divided(target, holders) if previous.cuts else target
-
-    owners = place_owners(previous, roster, costs, holders, policy.min_gain, policy.redundant)
-    if previous.costs is None or costs.seconds:
-        return completed(owners)
-    timed = replace(costs, seconds=tuple(sum(blocks) for blocks in previous.costs.seconds))
-    others = place_owners(previous, roster, timed, holders, policy.min_gain, policy.redundant)
-    if others == owners:
-        return completed(owners)
-    # The ones with fewer changes, unless the others are worth them.
-    choices = sorted((owners, others), key=lambda each: sum(map(str.__ne__, each, previous.owners)))
-    few, many = map(completed, choices)
-    gains = predicted_s(many, costs) <= predicted_s(few, costs) * (1 - policy.min_gain) * (1 + SLACK)
-    return many if gains else few
+        return self._divider.divided(target, holders) if previous.cuts else target
