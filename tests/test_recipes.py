@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from bamboo_ds.control.settings import MemberOptions
 from bamboo_ds.errors import EXIT_EVICTED, EXIT_LEFT, EXIT_OVER
 from bamboo_ds.secret import JobSecret
 
+from .support.compare import differences
 from .support.etcd import EtcdServer
 from .support.jobs import TRAIN, Result, slow_until, write_config
 from .support.members import MembersJob
@@ -294,3 +297,38 @@ def test_members_of_the_unit_start_a_job_join_it_and_leave_on_notice(tmp_path: P
     (started,) = result.events("run_started")
     assert started["members"] == 2 and started["command"][-len(script) :] == script
     assert not result.events("restart") and not result.events("member_lost") and not result.events("fatal")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.integration
+def test_all_members_vanish_at_once(tmp_path: Path, reference: Reference) -> None:
+    """With nobody left who could say anything, two others start the job again from its newest checkpoint."""
+    go = tmp_path / "go"
+    told = {"recovery": {"min_members": 2}, "membership": {"lease_ttl_s": 4, "fence_s": 8}}
+    told["checkpoint"] = {"asynchronous": False}
+    script = [str(TRAIN), "--deepspeed_config", str(write_config(tmp_path, told, 4)), "--out", str(tmp_path)]
+    script += ["--stages", "2", "--save-every", "2", *slow_until(go)]
+    with EtcdServer(tmp_path) as etcd, MembersJob(tmp_path, "gpt", {}) as job:
+        arguments = ["join", "--start", "2", "--store", etcd.url, "--job", "gpt", *script]
+        first = [job.member(arguments), job.member(arguments)]
+        saved = lambda: job.events("checkpoint_saved")  # noqa: E731
+        job.wait_for("a checkpoint", lambda: bool(saved()), PATIENCE_S)
+        wait_steps(job, 2)
+        for member in first:
+            os.killpg(member.pid, signal.SIGKILL)
+        assert [member.wait(30) for member in first] == [-signal.SIGKILL] * 2
+        del job.joiners[:]
+        log = len(saved())
+        second = [job.member(arguments)]
+        job.wait_for("it waits", lambda: "1 of bamboo.recovery.min_members = 2 are there" in job.output(), PATIENCE_S)
+        second.append(job.member(arguments))
+        job.wait_for("it has started again", lambda: len(saved()) > log, PATIENCE_S)
+        go.touch()
+        result = job.finish()
+        assert [member.returncode for member in second] == [0, 0], result.output[-4000:]
+    plain = reference(2, 1, 4, *result.length)
+    (restart,) = result.events("restart")
+    assert restart["checkpoint"] == saved()[log - 1]["path"] and restart["number"] == 1
+    for dump in result.ranks().values():
+        assert dump["losses"] == plain.ranks()[0]["losses"][-len(dump["losses"]) :]
+    assert differences(plain.roles(), result.roles()) == []
