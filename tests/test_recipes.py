@@ -10,6 +10,7 @@ import os
 import re
 import signal
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,10 @@ import yaml
 
 from bamboo_ds.cli.main import cli
 from bamboo_ds.config import BambooConfig, ObserveConfig, parse_block
+from bamboo_ds.control.once import put_once
+from bamboo_ds.control.registry.access import open_store
+from bamboo_ds.control.registry.keys import Keys
+from bamboo_ds.control.registry.records import StopRecord
 from bamboo_ds.control.settings import MemberOptions
 from bamboo_ds.errors import EXIT_EVICTED, EXIT_LEFT, EXIT_OVER
 from bamboo_ds.secret import JobSecret
@@ -39,7 +44,7 @@ CHART = ("helm/Chart.yaml", "helm/values.yaml", "helm/values.schema.json")
 TEMPLATES = ("helm/templates/members.yaml", "helm/templates/etcd.yaml", "helm/templates/monitoring.yaml")
 #: What wrong usage ends with; see `bamboo join --help`.
 EXIT_USAGE = 2
-PORT = 9180
+PORT = 9400
 
 
 def objects() -> dict[tuple[str, str], Any]:
@@ -162,6 +167,9 @@ def test_kubernetes_objects_fit_together() -> None:
     environ = {each["name"]: each for each in member["env"]}
     used = {found for word in member["command"] + member["args"] for found in re.findall(r"\$\((\w+)\)", word)}
     assert used == {"NODE", "ZONE"} < environ.keys()
+    names = list(environ)
+    assert environ["BAMBOO_EVENTS"]["value"] == "/checkpoints/$(BAMBOO_JOB).jsonl"
+    assert names.index("BAMBOO_JOB") < names.index("BAMBOO_EVENTS"), "only what stands before is expanded"
     assert environ["BAMBOO_STORE"]["value"] == "http://gpt-etcd:2379"
     options = cli.commands["join"].make_context("join", [*member["command"][2:], *member["args"]]).params
     assert options["start"] == job["parallelism"] == found["PodDisruptionBudget", "gpt"]["spec"]["minAvailable"] + 1
@@ -184,7 +192,7 @@ def test_pods_that_end_mean_what_the_codes_say() -> None:
 
 
 def test_service_monitor() -> None:
-    """As the CRD of Prometheus' operator has it: this machine cannot have that in an unprivileged test."""
+    """Its names are those of others; `make real` checks it by the models of Prometheus' operator."""
     found = objects()
     monitor, service = found["ServiceMonitor", "gpt"], found["Service", "gpt-metrics"]
     assert monitor["apiVersion"] == "monitoring.coreos.com/v1"
@@ -196,7 +204,9 @@ def test_service_monitor() -> None:
     (endpoint,) = monitor["spec"]["endpoints"]
     assert endpoint["port"] in {port["name"] for port in service["spec"]["ports"]}
     assert endpoint["path"] == "/metrics"
-    assert set(endpoint["authorization"]["credentials"]) == {"name", "key"}
+    assert endpoint["authorization"]["credentials"] == {"name": "gpt-1-metrics", "key": "token"}
+    (label,) = endpoint["relabelings"]
+    assert label["targetLabel"] == "bamboo_job", "the label by which rules and dashboard tell jobs apart"
 
 
 def test_chart_and_manifest_have_the_same_objects() -> None:
@@ -255,13 +265,17 @@ def test_unit() -> None:
 
 @pytest.mark.integration
 def test_members_of_the_unit_start_a_job_join_it_and_leave_on_notice(tmp_path: Path, reference: Reference) -> None:
-    """The unit's own command line, with its variables. Two start the job; a third joins, and leaves by AWS's notice."""
+    """The unit's own command line, with its variables. Two start the job; a third joins, and leaves by AWS's notice.
+
+    Others come with another number of members, or too late.
+    """
     unit, go, secret = Unit(UNIT), tmp_path / "go", JobSecret.new()
     told = configurations()["ds_config.json"]["bamboo"]
     told = {**told, "recovery": {"min_members": 2}, "notices": {**told["notices"], "poll_s": 0.1}}
     script = [str(TRAIN), "--deepspeed_config", str(write_config(tmp_path, told, 4)), "--out", str(tmp_path)]
     script += ["--stages", "2", *slow_until(go)]
-    with EtcdServer(tmp_path) as etcd, NoticedAws(3) as aws:
+    etcd = EtcdServer(tmp_path)
+    with ExitStack() as stack, NoticedAws(3) as aws:
         environ = environment_file(ENVIRONMENT) | {
             "BAMBOO_STORE": etcd.url,
             "BAMBOO_JOB_SECRET": secret.text,
@@ -274,11 +288,14 @@ def test_members_of_the_unit_start_a_job_join_it_and_leave_on_notice(tmp_path: P
         name = environ["BAMBOO_JOB"]
         with MembersJob(tmp_path, name, environ) as job:
             job.member(arguments)
+            job.wait_for("etcd is waited for", lambda: f"{etcd.url} does not answer yet" in job.output(), PATIENCE_S)
+            stack.enter_context(etcd)
             job.wait_for("one waits", lambda: "1 of --start = 2 are there" in job.output(), PATIENCE_S)
             ((only, _),) = [(each.state, each.slot) for each in registered(etcd.url, name, secret)]
             assert only == "waiting" and not job.events()
             job.member(arguments)
             wait_steps(job, 2)
+            other = job.member(unit.command("ExecStart", "0", environ | {"MEMBERS": "3"})[1:])
             third = job.member(arguments)
             job.wait_for("it is admitted", lambda: len(job.events("member_joined")) == 3, PATIENCE_S)
             assert {each.zone for each in registered(etcd.url, name, secret)} == {"us-east-1a"}
@@ -288,9 +305,14 @@ def test_members_of_the_unit_start_a_job_join_it_and_leave_on_notice(tmp_path: P
             assert third.returncode == EXIT_LEFT, job.output()[-4000:]
             go.touch()
             result = job.finish()
-            assert [each.returncode for each in job.joiners] == [0, 0, EXIT_LEFT], result.output[-4000:]
+            codes = [each.returncode for each in job.joiners]
+            assert codes == [0, 0, EXIT_USAGE, EXIT_LEFT], result.output[-4000:]
+            assert other.returncode == EXIT_USAGE and "--start 3: job 'gpt-1'" in result.output
             late = job.member(arguments)
             assert late.wait(60) == 0 and "has finished: there is nothing to join" in job.output()
+            with open_store(etcd.url, name, 10.0, secret) as store:
+                put_once(store, Keys.STOP, StopRecord(code=3, reason="the script failed", by="m0").to_json())
+            assert job.member(arguments).wait(60) == EXIT_OVER and "has ended (the script failed)" in job.output()
     assert_exact(result, reference(2, 1, 4, *result.length))
     (left,) = result.events("member_left")
     assert left["detail"].startswith("aws: ")

@@ -8,7 +8,14 @@ import os
 import sys
 from dataclasses import dataclass
 
-from tenacity import Retrying, retry_if_result, stop_after_delay, wait_fixed
+from tenacity import (
+    RetryCallState,
+    Retrying,
+    retry_if_exception_type,
+    retry_if_result,
+    stop_after_delay,
+    wait_fixed,
+)
 
 from ..control.leader.restarts import unstarted_plan
 from ..control.once import put_once
@@ -18,12 +25,13 @@ from ..control.registry.mirror import Mirror
 from ..control.registry.records import JobRecord
 from ..control.registry.vacancies import find_vacancy, is_over
 from ..control.settings import AgentSettings, MemberOptions
-from ..errors import ConfigError, JobOver, LaunchError
+from ..errors import ConfigError, JobOver, LaunchError, StoreUnavailable
 from ..secret import WITHOUT_SECRET
 from ..store import Store
 
 logger = logging.getLogger("bamboo_ds.launchers")
 
+#: For an answer of etcd.
 _TIMEOUT_S = 10.0
 _POLL_S = 0.2
 
@@ -57,6 +65,7 @@ def prepare(options: JoinOptions) -> AgentSettings:
         raise ConfigError("--start needs restarts: set bamboo.recovery.max_restarts to more than 0")
     with open_store(options.store, options.job, _TIMEOUT_S, options.secret) as store:
         if options.start is not None:
+            _await_etcd(store, options)
             _begin(store, options, options.start)
         mirror = _started(store, options)
         plan = mirror.plan
@@ -76,6 +85,29 @@ def prepare(options: JoinOptions) -> AgentSettings:
         parent_pid=os.getppid(),
         guest=True,
     )
+
+
+def _await_etcd(store: Store, options: JoinOptions) -> None:
+    """Wait until etcd answers, which may be started together with the members.
+
+    Raises:
+        StoreUnavailable: it has not within ``wait_s``.
+    """
+
+    def tell(state: RetryCallState) -> None:
+        if state.attempt_number == 1:
+            logger.warning(
+                "etcd at %s does not answer yet; it is waited for, up to %g s", options.store, options.wait_s
+            )
+
+    waiting = Retrying(
+        retry=retry_if_exception_type(StoreUnavailable),
+        stop=stop_after_delay(options.wait_s),
+        wait=wait_fixed(_POLL_S),
+        before_sleep=tell,
+        reraise=True,
+    )
+    waiting(store.ping)
 
 
 def _begin(store: Store, options: JoinOptions, members: int) -> None:
