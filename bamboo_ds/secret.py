@@ -27,6 +27,11 @@ ENV_SECRET_FILE = "BAMBOO_SECRET_FILE"
 SETTING = f"{ENV_SECRET_FILE} (or {ENV_SECRET})"
 #: Bytes of a tag.
 TAG = 32
+#: What those warn of who start a job that has none.
+WITHOUT_SECRET = (
+    "this job has no secret: whoever reaches a port of its members can take part in it. Unless its network is its own, "
+    f"give every host the same {SETTING}"
+)
 _SHORTEST = 32  # characters
 _MAKE = "make one with: (umask 077; head -c 32 /dev/urandom | base64 > FILE)"
 

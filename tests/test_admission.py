@@ -9,11 +9,11 @@ import pytest
 from bamboo_ds.control.agent.admission import over_for
 from bamboo_ds.control.registry.keys import Keys
 from bamboo_ds.control.registry.mirror import Mirror
-from bamboo_ds.control.registry.records import LeftRecord, MemberRecord, Record, WorkerState
-from bamboo_ds.control.registry.vacancies import choose_home
+from bamboo_ds.control.registry.records import LeftRecord, MemberRecord, Record, StopRecord, WorkerState
+from bamboo_ds.control.registry.vacancies import choose_home, is_over
 from bamboo_ds.store.records import KeyValue, Snapshot
 from bamboo_ds.topology import Layout, Plan
-from bamboo_ds.topology.planner import initial_plan, with_redundancy
+from bamboo_ds.topology.planner import initial_plan, takeover, with_redundancy
 
 PLAN = with_redundancy(initial_plan(["a", "b"]), Layout(1, 2), True)
 #: It lists two joiners, whom nobody follows any more: the job ends.
@@ -69,3 +69,19 @@ def test_newcomers_come_to_the_ends_of_pipelines_first() -> None:
     assert choose_home(plan, [1, 2, 3, 4, 5, 7]) == 0
     assert choose_home(plan, [1, 7, 0, 2, 2, 3, 3, 4, 4, 5, 5]) == 6
     assert choose_home(plan, [1, 7, 0, 0, 6, 2, 3, 4, 5]) == 1
+
+
+def test_a_job_that_has_lost_all_members_is_not_over() -> None:
+    """Members that come then start it again."""
+
+    def over(plan: Plan, *records: tuple[str, Record]) -> bool:
+        entry = KeyValue(Keys.PLAN, plan.to_json(), 1, 1)
+        there = {key: KeyValue(key, record.to_json(), 1, 1) for key, record in records}
+        return is_over(Mirror(Snapshot({**there, Keys.PLAN: entry}, 1)))
+
+    assert over(PLAN, left("a"), left("b"))
+    assert not over(PLAN, left("a"), left("b", "lost"))
+    gone = takeover(PLAN, {"a", "b"})
+    assert gone.unheld and not gone.members
+    assert not over(gone, left("a", "lost"))
+    assert over(gone, (Keys.STOP, StopRecord(code=3, reason="the script failed", by="a")))

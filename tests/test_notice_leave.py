@@ -575,7 +575,7 @@ def test_signals(tmp_path: Path, reference: Reference) -> None:
         admitted = job.events("member_joined")[-1]["epoch"]
         job.wait_for("both take part", lambda: job.events("step")[-1]["epoch"] >= admitted)
         os.kill(one.pid, signal.SIGTERM)
-        assert one.wait(30) == 0
+        assert one.wait(30) == EXIT_LEFT
         (left,) = job.events("member_left")
         assert left["detail"] == "signal: SIGTERM"
         below = psutil.Process(job.process.pid).children(recursive=True)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from bamboo_ds.control.leader.actions import Assign, StopJob, Wait, WritePlan
 from bamboo_ds.control.leader.decisions import Decider
-from bamboo_ds.control.leader.restarts import RestartLimits, assign, fatal_plan
+from bamboo_ds.control.leader.restarts import RestartLimits, assign, fatal_plan, unstarted_plan
 from bamboo_ds.control.leader.view import View
 from bamboo_ds.control.registry.records import LeftRecord, MemberRecord, ProgressRecord, RestartRecord, WorkerState
 from bamboo_ds.observe.audit import audit, compare
@@ -149,6 +149,47 @@ def test_with_too_few_members_it_waits_and_says_so() -> None:
     assert isinstance(action, Wait) and "2 of bamboo.recovery.min_members = 3" in str(action.reason)
     action = decider(min_members=3).decide(after_the_loss(members=waiting(2, 3, 7)), 0.0)
     assert isinstance(action, Assign) and set(action.record.ranks) == {2, 3, 7}
+
+
+UNSTARTED_PLAN = unstarted_plan(4, 120.0)
+
+
+def not_started(*slots: int, **more: Any) -> View:
+    """Nothing has been there before; these wait."""
+    return replace(View(world_size=4, plan=UNSTARTED_PLAN, members=waiting(*slots)), **more)
+
+
+def test_the_first_start_waits_for_all_members_and_is_no_restart() -> None:
+    one = decider(min_members=1)
+    told = one.decide(not_started(0, 1, 5), 0.0)
+    assert isinstance(told, Wait) and told.reason == "3 of --start = 4 are there"
+    action = one.decide(not_started(0, 1, 5, 6, 7), 0.0)
+    assert isinstance(action, Assign), "with nobody to wait for it begins at once; the fifth joins what runs"
+    record = action.record
+    assert (record.generation, record.after_epoch, record.checkpoint, record.failures) == (0, 0, None, 0)
+    assert record.ranks == {0: (0,), 1: (1,), 5: (2,), 6: (3,)}
+    slots = {0: 0, 1: 1, 2: 5, 3: 6}
+    workers = {f"r{rank}": member(f"r{rank}", slot, home=rank, generation=0) for rank, slot in slots.items()}
+    first = one.decide(not_started(members=workers, restart=record), 1.0)
+    assert isinstance(first, WritePlan)
+    plan = first.plan
+    assert (plan.epoch, plan.members, plan.unheld, plan.generation) == (1, ("r0", "r1", "r2", "r3"), (), 0)
+    assert (plan.origin, plan.fence_s) == (UNSTARTED_PLAN.origin, 120.0) and plan.origin
+
+
+def test_a_loss_before_the_first_plan_makes_all_wait_again_for_all() -> None:
+    one = decider(min_members=1)
+    action = one.decide(not_started(0, 1, 2, 3), 0.0)
+    assert isinstance(action, Assign)
+    workers = {f"r{rank}": member(f"r{rank}", rank, home=rank, generation=0) for rank in (0, 1, 2)}
+    lost = {"r3": left("r3", 3, "lost", generation=0)}
+    failed = one.decide(not_started(members=workers, left=lost, restart=action.record), 1.0)
+    assert isinstance(failed, WritePlan) and failed.plan.epoch == 1 and failed.plan.unheld
+    again = View(world_size=4, plan=failed.plan, members=waiting(0, 1, 2), restart=action.record)
+    told = one.decide(again, 30.0)
+    assert isinstance(told, Wait) and told.reason == "3 of --start = 4 are there"
+    second = one.decide(replace(again, members=waiting(0, 1, 2, 9)), 30.0)
+    assert isinstance(second, Assign) and (second.record.generation, second.record.failures) == (1, 1)
 
 
 def test_restarts_that_lead_nowhere_end_the_job() -> None:

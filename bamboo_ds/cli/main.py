@@ -16,7 +16,7 @@ from ..control.once import put_once
 from ..control.registry.access import check_secret, open_store
 from ..control.registry.keys import Keys
 from ..control.registry.records import StopRecord
-from ..errors import BambooError, ConfigError, LaunchError
+from ..errors import EXIT_OVER, BambooError, ConfigError, JobOver, LaunchError
 from ..launchers import jobs
 from ..launchers.narration import banner, default_events, marked
 from ..launchers.network import LOOPBACK
@@ -60,6 +60,18 @@ Exit codes:
   130  Ctrl-C
   143  stopped (bamboo stop, SIGTERM)
   any other: that of the first worker whose script failed
+"""
+
+
+_JOIN_EXIT_CODES = """
+\b
+Exit codes:
+  0    the job has finished
+  2    wrong usage or configuration
+  87   the job has evicted this member, which found no way back
+  88   this member has left on notice
+  89   the job has ended otherwise before this member came
+  any other: as those of bamboo run, but of this worker
 """
 
 
@@ -139,8 +151,14 @@ def launch_command(
     sys.exit(Wrapper(LaunchOptions(**options.member_options(), store=store, config=config, quiet=quiet)).run())
 
 
-@cli.command(context_settings={"allow_interspersed_args": False})
+@cli.command(context_settings={"allow_interspersed_args": False}, epilog=_JOIN_EXIT_CODES)
 @running_job
+@click.option(
+    "--start",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="If nobody has started the job, the first N members that come this way do.",
+)
 @click.option("--host", help="Failure domain of this slot.  [default: the host's name]")
 @click.option("--zone", default="", help="Availability zone of this host, for the placement of replicas.")
 @click.option(
@@ -151,6 +169,7 @@ def join(
     member: MemberArguments,
     store: str | None,
     job: str | None,
+    start: int | None,
     host: str | None,
     zone: str,
     wait_s: float,
@@ -162,7 +181,7 @@ def join(
     the stages that the plan gives to it. This command ends with the worker.
     """
     from ..launchers.join import JoinOptions
-    from ..launchers.join import join as start
+    from ..launchers.join import join as become_member
     from ..launchers.network import address_towards
 
     location = jobs.locate(job, store)
@@ -174,7 +193,7 @@ def join(
     if not quiet:
         lines = banner(location.job, "a member joins", location.store, options["events"])
         click.echo(marked(lines), err=True, nl=False)
-    start(JoinOptions(**options, store=location.store, wait_s=wait_s))
+    become_member(JoinOptions(**options, store=location.store, wait_s=wait_s, start=start))
 
 
 cli.add_command(plan)
@@ -266,6 +285,9 @@ def main() -> None:
     except ConfigError as error:
         click.echo(f"bamboo: {error}", err=True)
         sys.exit(2)
+    except JobOver as over:
+        click.echo(f"bamboo: {over}", err=True)
+        sys.exit(0 if over.finished else EXIT_OVER)
     except BambooError as error:
         click.echo(f"bamboo: {error}", err=True)
         sys.exit(1)

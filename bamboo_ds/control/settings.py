@@ -103,7 +103,7 @@ class AgentSettings(MemberOptions):
         guest: nobody watches this agent: it is no launcher's and no other agent's child.
         rejoins: how many times it has rejoined, lately.
         generation: the restart (0: the first start) that the worker is part of from the beginning; ``None`` with a
-            ``home``: it joins what is running.
+            ``home``: it joins what is running. Of one that waits: the newest that it takes no part in.
         waiting: there is no worker yet: the job is about to be started again.
         after_epoch: plans up to this one are over.
         restart_from: folder of the checkpoint that the job goes on from.

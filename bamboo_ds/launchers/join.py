@@ -1,22 +1,37 @@
-"""``bamboo join``: one more slot for a job that is running."""
+"""``bamboo join``: one more slot for a job that is running, or one of the first of a job that begins."""
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import sys
 from dataclasses import dataclass
 
-from tenacity import Retrying, retry_if_result, stop_after_delay, wait_fixed
+from tenacity import (
+    RetryCallState,
+    Retrying,
+    retry_if_exception_type,
+    retry_if_result,
+    stop_after_delay,
+    wait_fixed,
+)
 
+from ..control.leader.restarts import unstarted_plan
+from ..control.once import put_once
 from ..control.registry.access import check_secret, open_store
 from ..control.registry.keys import Keys
 from ..control.registry.mirror import Mirror
+from ..control.registry.records import JobRecord
 from ..control.registry.vacancies import find_vacancy, is_over
 from ..control.settings import AgentSettings, MemberOptions
-from ..errors import ConfigError, LaunchError
+from ..errors import ConfigError, JobOver, LaunchError, StoreUnavailable
+from ..secret import WITHOUT_SECRET
 from ..store import Store
 
+logger = logging.getLogger("bamboo_ds.launchers")
+
+#: For an answer of etcd.
 _TIMEOUT_S = 10.0
 _POLL_S = 0.2
 
@@ -28,26 +43,40 @@ class JoinOptions(MemberOptions):
     Attributes:
         store: URLs of etcd.
         wait_s: seconds to wait until the job has built its engines.
+        start: how many members start the job, if nobody has started it; ``None``: it runs already.
     """
 
     store: str
     wait_s: float
+    start: int | None = None
 
 
 def prepare(options: JoinOptions) -> AgentSettings:
     """The settings of an agent that joins the job, with a slot of its own.
 
     Raises:
-        ConfigError: there is no such job, or the sources of notices are wrong.
-        LaunchError: it has not built its engines within ``wait_s``, or has ended.
+        ConfigError: there is no such job, it was started with another number of members, or the sources of notices
+            are wrong.
+        JobOver: it has ended.
+        LaunchError: it has not built its engines within ``wait_s``.
     """
     options.check_notices()
+    if options.start is not None and not options.bamboo.recovery.max_restarts:
+        raise ConfigError("--start needs restarts: set bamboo.recovery.max_restarts to more than 0")
     with open_store(options.store, options.job, _TIMEOUT_S, options.secret) as store:
+        if options.start is not None:
+            _await_etcd(store, options)
+            _begin(store, options, options.start)
         mirror = _started(store, options)
         plan = mirror.plan
         assert plan is not None
+        if options.start not in (None, len(plan.owners)):
+            raise ConfigError(
+                f"--start {options.start}: job {options.job!r} at {options.store} was started with {len(plan.owners)} "
+                "members, which does not change; take that number, or another name for a new job"
+            )
         if plan.unheld and not options.bamboo.recovery.max_restarts:
-            raise LaunchError(f"job {options.job!r} has ended by a fatal loss: there is nothing to join")
+            raise JobOver(f"job {options.job!r} has ended by a fatal loss: there is nothing to join", finished=False)
         vacancy = find_vacancy(store, mirror, plan)
     return AgentSettings(
         **options.member_options(),
@@ -56,6 +85,45 @@ def prepare(options: JoinOptions) -> AgentSettings:
         parent_pid=os.getppid(),
         guest=True,
     )
+
+
+def _await_etcd(store: Store, options: JoinOptions) -> None:
+    """Wait until etcd answers, which may be started together with the members.
+
+    Raises:
+        StoreUnavailable: it has not within ``wait_s``.
+    """
+
+    def tell(state: RetryCallState) -> None:
+        if state.attempt_number == 1:
+            logger.warning(
+                "etcd at %s does not answer yet; it is waited for, up to %g s", options.store, options.wait_s
+            )
+
+    waiting = Retrying(
+        retry=retry_if_exception_type(StoreUnavailable),
+        stop=stop_after_delay(options.wait_s),
+        wait=wait_fixed(_POLL_S),
+        before_sleep=tell,
+        reraise=True,
+    )
+    waiting(store.ping)
+
+
+def _begin(store: Store, options: JoinOptions, members: int) -> None:
+    """Unless somebody has started the job, make it one that begins when so many ``members`` have come.
+
+    Several may do this at once. The plan is first, since members that come later go by it.
+    """
+    snapshot = store.get_prefix("")
+    check_secret(snapshot.entries.values(), options.job, options.secret)
+    if snapshot.entries.keys() - {Keys.PLAN}:
+        return
+    if not options.secret:
+        logger.warning(WITHOUT_SECRET)
+    put_once(store, Keys.PLAN, unstarted_plan(members, options.bamboo.fence_s).to_json(), given={Keys.SPEC: 0})
+    spec = JobRecord(job=options.job, world_size=members, command=options.command)
+    put_once(store, Keys.SPEC, spec.to_json())
 
 
 def _started(store: Store, options: JoinOptions) -> Mirror:
@@ -71,7 +139,8 @@ def _started(store: Store, options: JoinOptions) -> Mirror:
         if Keys.SPEC not in snapshot.entries and not options.wait_s:
             raise ConfigError(f"no job {options.job!r} is known at {options.store}; check --store and --job")
         if is_over(mirror):
-            raise LaunchError(f"job {options.job!r} has ended: there is nothing to join")
+            what = "has finished" if mirror.stop is None else f"has ended ({mirror.stop.reason})"
+            raise JobOver(f"job {options.job!r} {what}: there is nothing to join", finished=mirror.stop is None)
         return mirror
 
     started = Retrying(

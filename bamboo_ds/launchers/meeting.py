@@ -13,7 +13,7 @@ from typing import Any
 from ..control.registry.access import embedded_etcd
 from ..control.registry.claims import claim
 from ..errors import BambooError, LaunchError
-from ..secret import NONE, SETTING, JobSecret, find, keep, split
+from ..secret import NONE, SETTING, WITHOUT_SECRET, JobSecret, find, keep, split
 from ..store import EmbeddedEtcd
 from ..variables import ENV_ADDRESS, ENV_JOB, ENV_LAUNCH, ENV_STORE
 from . import jobs
@@ -42,11 +42,7 @@ class Decision:
             jobs.check_free(job)
         secret = self._own or (JobSecret.new() if self._me.local else NONE)
         if not secret:
-            logger.warning(
-                "this job has no secret: whoever reaches a port of its members can take part in it. Unless its network "
-                "is its own, give every host the same %s",
-                SETTING,
-            )
+            logger.warning(WITHOUT_SECRET)
         if store is None:
             here = self._me.local and not os.environ.get(ENV_ADDRESS)
             self.etcd = embedded_etcd("localhost" if here else address(self._me), job, secret).start()

@@ -12,6 +12,8 @@ from .block_costs import BlockCosts
 from .roles import Layout, Role
 
 SCHEMA = 3
+#: Generation of a job whose workers have not been started yet.
+UNSTARTED = -1
 
 #: Which part of a stage: its first blocks or its last ones.
 Side = Literal["front", "rear"]
@@ -58,7 +60,7 @@ class Plan:
         immediate: whether workers break off what they do to enter this epoch, as after a loss. Otherwise they
             switch together at the next boundary between two operations.
         origin: names the job, from its first plan on: that one's nonce.
-        generation: the restart (0: the first start) whose workers these are.
+        generation: the restart (0: the first start) whose workers these are; :data:`UNSTARTED`: there are none yet.
         fence_s: see ``bamboo.membership.fence_s``; settled by the first plan, so that all go by the same number.
         nonce: drawn for every attempt to write a plan, so that its writer recognises it.
         schema: version of this record.

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
@@ -36,14 +36,42 @@ class Tool:
         folders = [folder for folder in os.environ["PATH"].split(os.pathsep) if Path(folder) != own]
         return shutil.which(self.program, path=os.pathsep.join([*folders, "/usr/sbin", "/sbin"]))
 
+    @property
+    def cure(self) -> str:
+        """What installs it."""
+        return f"apt-get install {self.package}"
+
     def number(self) -> str:
         """Its version, as it tells it."""
         path = self.path()
         if path is None:
-            return f"missing: apt-get install {self.package}"
+            return f"missing: {self.cure}"
         done = subprocess.run([path, *self.version], capture_output=True, text=True, check=False, timeout=30)
         found = re.search(r"\d+(\.\d+)+\w*", done.stdout + done.stderr)
         return found.group() if found else "unknown"
+
+
+@dataclass(frozen=True)
+class Checker(Tool):
+    """A package of PyPI that ``make real`` installs in an environment of its own; the program is its interpreter."""
+
+    program: str = "python"
+
+    def path(self) -> str | None:
+        """The interpreter."""
+        path = Path(sys.prefix, "recipes", "bin", self.program)
+        return str(path) if path.exists() else None
+
+    @property
+    def cure(self) -> str:
+        """What installs it."""
+        return "make real"
+
+    def number(self) -> str:
+        """Its version."""
+        program = f"from importlib.metadata import version; print(version({self.package!r}))"
+        told = replace(self, version=("-c", program))
+        return Tool.number(told)
 
 
 TOOLS = {
@@ -54,6 +82,11 @@ TOOLS = {
     "etcd": Tool("etcd-server", "etcd"),
     "etcdctl": Tool("etcd-client", "etcdctl", ("version",)),
     "openssl": Tool("openssl", "openssl", ("version",)),
+    "systemd": Tool("systemd", "systemd-analyze"),
+    "kubernetes-validate": Checker("kubernetes-validate"),
+    "prometheus-operator": Checker("cloudcoil.models.prometheus_operator"),
+    "helm-python-sdk": Checker("helm-python-sdk"),
+    "SkyPilot": Checker("skypilot"),
 }
 #: How each test ended.
 _OUTCOMES: dict[str, str] = {}
@@ -78,9 +111,8 @@ def _tools(item: pytest.Item) -> list[str]:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     missing = [TOOLS[name] for name in _tools(item) if TOOLS[name].path() is None]
     if missing:
-        programs = ", ".join(tool.program for tool in missing)
-        packages = " ".join(tool.package for tool in missing)
-        pytest.fail(f"{programs} missing: apt-get install {packages}", pytrace=False)
+        packages = ", ".join(tool.package for tool in missing)
+        pytest.fail(f"{packages} missing: {'; '.join(sorted({tool.cure for tool in missing}))}", pytrace=False)
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

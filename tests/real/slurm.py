@@ -20,7 +20,7 @@ SlurmctldPort={port}
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge
+AuthInfo=socket={folder}/munge,cred_expire=30
 CredType=cred/munge
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool-%n
@@ -39,7 +39,11 @@ MpiDefault=none
 ReturnToService=2
 SlurmdParameters=config_overrides
 {nodes}
-PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+SlurmctldParameters=preempt_send_user_signal
+PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=60
+PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=2 PreemptMode=OFF
 """
 
 
@@ -110,7 +114,7 @@ class Slurm:
     def _ready(self) -> bool:
         for server in self._servers:
             assert server.poll() is None, f"{server.args} has ended: {self.said()}"
-        states = self.call("sinfo", "--noheader", "--Node", "--format=%T", check=False).split()
+        states = self.call("sinfo", "--noheader", "--partition=all", "--Node", "--format=%T", check=False).split()
         return states == ["idle"] * self._hosts
 
     def said(self) -> str:

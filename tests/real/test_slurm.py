@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from bamboo_ds.store.embedded import EmbeddedEtcd
+
 from ..support.jobs import TRAIN, Result, bamboo_command, slow_until, write_config
+from ..support.recipes import CLUSTER
 from ..support.watching import PATIENCE_S, assert_exact, wait_lost, wait_steps, wait_whole
 from .machines import Machines, RealJob
 from .slurm import Slurm
@@ -92,3 +96,63 @@ def test_a_loss_while_engines_are_built(tmp_path: Path, reference: Reference, ma
     assert result.exit_code == 0, result.output[-6000:]
     assert [event["reason"] for event in result.events("member_lost")] == ["signal"]
     assert_exact(result, reference(2, 1, MICRO_BATCHES, *ARGUMENTS, *result.length))
+
+
+def submitted(folder: Path, machines: Machines, slurm: Slurm, recipe: str, *options: str, **told: str) -> RealJob:
+    """The job of a recipe's script; the process is that of ``sbatch``, which waits for its end."""
+    config = write_config(folder, BLOCK, MICRO_BATCHES)
+    words = [str(TRAIN), "--deepspeed_config", str(config), "--out", str(folder), "--stages", str(STAGES)]
+    words += [*ARGUMENTS, *slow_until(folder / "go")]
+    secret = folder / "job.secret"
+    secret.touch(0o600)
+    secret.write_text(os.urandom(32).hex())
+    told |= {"BAMBOO_SECRET_FILE": str(secret), "BAMBOO_EVENTS": str(folder / "events.jsonl")}
+    command = ["sbatch", "--wait", *options, str(CLUSTER / "slurm" / recipe), *words]
+    return RealJob(folder, command, words, "gpt", machines, slurm.variables | told)
+
+
+def test_the_array_of_the_recipe(tmp_path: Path, reference: Reference, machines: Machines, slurm: Slurm) -> None:
+    """sbatch, an array of 4 members on 2 nodes: one is preempted, the worker of one killed; both come back."""
+    options = ("--array=1-4", "--cpus-per-task=2")
+    with (
+        EmbeddedEtcd(machines.outside) as etcd,
+        submitted(tmp_path, machines, slurm, "members.sbatch", *options, BAMBOO_STORE=etcd.url) as job,
+    ):
+        wait_whole(job, 4)
+        assert {event["host"] for event in job.events("member_joined")} == {machines.hostname(host) for host in (0, 1)}
+        wait_steps(job, 2)
+        slurm.call("sbatch", "--partition=urgent", "--cpus-per-task=2", "--output=/dev/null", "--wrap=true")
+        job.wait_for("it has left", lambda: len(job.events("member_left")) == 1, PATIENCE_S)
+        job.wait_for("it is there again", lambda: len(job.events("member_joined")) == 5, PATIENCE_S)
+        wait_whole(job, 4)
+        wait_steps(job, 2)
+        job.strike(next(iter(job.workers().values())))
+        wait_lost(job, 1)
+        job.wait_for("it is there again", lambda: len(job.events("member_joined")) == 6, PATIENCE_S)
+        wait_whole(job, 4)
+        (tmp_path / "go").touch()
+        result = job.finish()
+    assert result.exit_code == 0, result.output[-6000:]
+    assert_exact(result, reference(STAGES, 1, MICRO_BATCHES, *ARGUMENTS, *result.length))
+    assert len(result.ranks()) + len(result.joined()) == 4 and len(result.joined()) == 2
+    (left,) = result.events("member_left")
+    assert left["detail"] == "signal: SIGUSR1"
+    assert [event["detail"] for event in result.events("member_lost")] == ["SIGKILL"]
+    assert [event["members"] for event in result.events("run_started")] == [4]
+
+
+def test_the_allocation_of_the_recipe(tmp_path: Path, reference: Reference, machines: Machines, slurm: Slurm) -> None:
+    """sbatch, one allocation of 2 nodes x 2 with `bamboo launch` and srun in it: a worker is killed."""
+    options = ("--ntasks-per-node=2",)
+    with submitted(tmp_path, machines, slurm, "allocation.sbatch", *options) as job:
+        wait_whole(job, 4)
+        wait_steps(job, 2)
+        job.strike(job.workers()[1])
+        wait_lost(job, 1)
+        wait_whole(job, 3)
+        wait_steps(job, 2)
+        (tmp_path / "go").touch()
+        result = job.finish()
+    assert result.exit_code == 0, result.output[-6000:]
+    assert_exact(result, reference(STAGES, 1, MICRO_BATCHES, *ARGUMENTS, *result.length))
+    assert set(result.ranks()) == {0, 2, 3}

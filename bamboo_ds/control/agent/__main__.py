@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ...errors import ConfigError, LaunchError
+from ...errors import EXIT_EVICTED, EXIT_LEFT, ConfigError, LaunchError
 from ...observe import logs
 from ...processes import adopt_orphans, die_with_parent
 from ...secret import forget
@@ -19,6 +19,9 @@ from .agent import Agent
 from .reexec import reexecute
 
 logger = logging.getLogger("bamboo_ds.control.agent")
+
+#: Exit codes of guests whose job goes on without them. Who keeps them running must tell that from a job that is over.
+_GONE = {"left": EXIT_LEFT, "evicted": EXIT_EVICTED}
 
 
 def _serve(settings: AgentSettings) -> LeftRecord:
@@ -37,7 +40,7 @@ def _serve(settings: AgentSettings) -> LeftRecord:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run an agent; returns the exit code of its worker, 128 + n for signal n."""
+    """Run an agent; returns the exit code of its worker, 128 + n for signal n; see also :data:`_GONE`."""
     settings = parse_arguments(sys.argv[1:] if argv is None else argv)
     logs.configure()
     if not settings.guest:
@@ -55,6 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             logger.info("the launcher is gone and hears no results any more")
     if settings.state_file is not None and os.getppid() != settings.parent_pid:
         forget(settings.job, Path(settings.state_file), settings.parent_pid)  # the launcher cannot do it any more
+    if settings.guest and departure.outcome in _GONE:
+        return _GONE[departure.outcome]
     return departure.code
 
 

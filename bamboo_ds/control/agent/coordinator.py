@@ -17,7 +17,7 @@ from functools import partial
 
 from ...errors import LeaseExpired, PlanForged, StoreError, StoreUnavailable
 from ...store import Lease, Store, WatchEvent
-from ...topology.plan import Plan
+from ...topology.plan import UNSTARTED, Plan
 from ..fencing import now as fence_clock
 from ..leader.leader import Leader
 from ..messages import Contact
@@ -123,7 +123,7 @@ class Coordinator:
         self._mirror: Mirror | None = None
         self._last: Mirror | None = None  # the newest one that could be read
         self._pushed_epoch = self._after_epoch = after_epoch
-        self._told_restart = 0
+        self._told_restart = UNSTARTED
         self._waits = record.state == "waiting"
         self._told_undisturbed = False
         self._evicted = False

@@ -281,7 +281,7 @@ class Slot:
     def note_plan_without(self, plan: Plan) -> None:
         """The job has started without this slot, which rejoins it; a plan that is fatal, too, changes nothing."""
         if self.state is State.WAITING and not plan.unheld and plan.layout is not None:
-            logger.info("the job has started again without slot %d, which joins it", self._settings.slot)
+            logger.info("the job has started without slot %d, which joins it", self._settings.slot)
             self._go(State.REJOINING)
 
     def end(self) -> None:

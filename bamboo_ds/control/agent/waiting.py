@@ -13,6 +13,7 @@ from functools import partial
 
 from ...observe import logs
 from ...observe.events import EventWriter
+from ...topology.plan import UNSTARTED
 from ..registry.keys import new_member_id
 from ..registry.records import LeftRecord
 from ..settings import AgentSettings
@@ -46,7 +47,8 @@ class WaitingAgent:
     def run(self) -> LeftRecord | None:
         """Wait; returns how the member has ended, ``None`` if it goes on."""
         self._mailbox.take_signals(self._slot.note_signal)
-        logger.warning("slot %d waits until the job starts again", self._settings.slot)
+        again = "" if self._settings.generation == UNSTARTED else " again"
+        logger.warning("slot %d waits until the job starts%s", self._settings.slot, again)
         with EventWriter(self._settings.events) as events:
             coordinator = make_coordinator(self._settings, self._id, os.getpid(), events, self.callbacks())
             coordinator.start()
@@ -62,7 +64,7 @@ class WaitingAgent:
         if self._slot.state is State.REJOINING:
             Rejoin(self._settings, self._id, self._slot).find(self._mailbox)
         if self._slot.next is None:
-            self._slot.depart("evicted", "exit", "the job has started again without this member", 0)
+            self._slot.depart("evicted", "exit", "the job has started without this member", 0)
         return self._slot.departure
 
     @property

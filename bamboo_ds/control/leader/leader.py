@@ -13,9 +13,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...observe.events import Event, EventWriter, Fatal, MemberJoined, MemberLost, PlanWritten, Restart, Takeover
+from ...observe.events import (
+    Event,
+    EventWriter,
+    Fatal,
+    MemberJoined,
+    MemberLost,
+    PlanWritten,
+    Restart,
+    RunStarted,
+    Takeover,
+)
 from ...store import Lease, Store
-from ...topology.plan import Plan
+from ...topology.plan import UNSTARTED, Plan
 from ..once import is_genuine, put_once
 from ..registry.keys import Keys
 from ..registry.mirror import Mirror
@@ -89,7 +99,7 @@ class Leader:
         self._deadlines = Deadlines()
         self._told_last = False
         self._written = 0  # newest epoch written here; the mirror may still lag behind it
-        self._assigned = 0  # the same for restarts
+        self._assigned = UNSTARTED  # the same for restarts
         self._pruned = 0  # newest epoch in which stale keys were removed
         self._told: str | None = None
         self._stopped = False
@@ -117,7 +127,7 @@ class Leader:
             return None  # the watch tells who won
         plan = mirror.plan
         lagging = (plan is not None and plan.epoch < self._written) or (plan is None and self._written > 0)
-        generation = mirror.restart.generation if mirror.restart else 0
+        generation = mirror.restart.generation if mirror.restart else UNSTARTED
         if leader != self._member or lagging or generation < self._assigned or self._stopped:
             return None
         if mirror.plan_forged and plan is not None:
@@ -203,6 +213,9 @@ class Leader:
             return
         self._assigned = record.generation
         slots = sorted(record.ranks)
+        if record.generation == 0:
+            self._emit(RunStarted, 0, members=self._world_size, command=list(self._settings.command))
+            return
         logger.warning(
             "restart %d on slots %s, from %s", record.generation, slots, record.checkpoint or "the beginning"
         )

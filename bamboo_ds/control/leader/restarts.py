@@ -5,6 +5,9 @@ way back and for as many as the job needs, and says who starts which workers: on
 where there are too few. When all are registered it writes their first plan, as at the job's first start. Workers
 beyond the first of a member give their roles away as soon as the job runs. A loss on the way is one more fatal loss.
 
+The first start of a job whose members come one by one (``bamboo join --start N``) is such a start as well, number 0,
+after a plan in which nobody has ever held anything: :func:`unstarted_plan`. It waits for N members.
+
 Workers that nobody has seen end may train on where etcd is out of their reach. A restart waits until they commit
 nothing any more: :mod:`bamboo_ds.control.fencing`.
 """
@@ -12,12 +15,14 @@ nothing any more: :mod:`bamboo_ds.control.fencing`.
 from __future__ import annotations
 
 import math
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ...config import RecoveryConfig
 from ...errors import EXIT_FATAL_LOSS
 from ...topology import Plan
+from ...topology.plan import UNSTARTED
 from ...topology.planner import initial_plan
 from ..fencing import restart_wait_s
 from ..registry.records import MemberRecord, RestartRecord, in_slot_order
@@ -59,6 +64,22 @@ def fatal_plan(plan: Plan, members: Sequence[str], lost: Sequence[str] = ()) -> 
     )
 
 
+def unstarted_plan(world_size: int, fence_s: float | None) -> Plan:
+    """The first plan of a job that waits for its members: of none, and with every role lost."""
+    nonce = secrets.token_hex(8)
+    return Plan(
+        epoch=0,
+        owners=("",) * world_size,
+        members=(),
+        store_host="",
+        unheld=tuple(range(world_size)),
+        origin=nonce,
+        generation=UNSTARTED,
+        fence_s=fence_s,
+        nonce=nonce,
+    )
+
+
 class Restarts:
     """Decides for one leader; remembers only since when it has waited for what."""
 
@@ -96,11 +117,14 @@ class Restarts:
         if failures >= self._settings.max_restarts:
             why = f"it was started again {failures} times in a row without getting beyond step {step}"
             return StopJob(EXIT_FATAL_LOSS, why)
-        if len(waiting) < self._settings.min_members:
-            return Wait(None, f"{len(waiting)} of bamboo.recovery.min_members = {self._settings.min_members} are there")
+        wanted, setting = self._settings.min_members, "bamboo.recovery.min_members"
+        if plan.generation == UNSTARTED:
+            wanted, setting = view.world_size, "--start"
+        if len(waiting) < wanted:
+            return Wait(None, f"{len(waiting)} of {setting} = {wanted} are there")
         newest = max(view.progress.values(), key=lambda p: (p.checkpoint is not None, p.step), default=None)
         record = RestartRecord(
-            generation=1 if previous is None else previous.generation + 1,
+            generation=(plan if previous is None else previous).generation + 1,
             after_epoch=plan.epoch,
             ranks=assign(waiting, view.world_size),
             checkpoint=newest.checkpoint if newest else None,

@@ -122,7 +122,7 @@ class RestartRecord(Record):
     """``restart``: who starts which workers after a fatal loss.
 
     Attributes:
-        generation: number of the restart, from 1 on.
+        generation: number of the restart, from 1 on; 0: the first start of a job whose members have come one by one.
         after_epoch: the epoch that was fatal.
         ranks: the ranks whose workers each slot starts.
         extra: numbers of the slots of the second and further workers of a member, by rank.

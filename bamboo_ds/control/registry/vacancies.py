@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from ...store import Store
 from ...topology import Plan, ends
+from ...topology.plan import UNSTARTED
 from .keys import Keys
 from .mirror import Mirror
 from .records import JobRecord
@@ -45,7 +46,7 @@ def choose_home(plan: Plan, homes: Iterable[int]) -> int:
 class Vacancy:
     """What a member that joins gets; the names are those of :class:`~bamboo_ds.control.settings.AgentSettings`.
 
-    It joins what is running, or waits for the restart of a job that had a fatal loss.
+    It joins what is running, or waits for the start of a job that had a fatal loss, or was not started yet.
     """
 
     slot: int
@@ -73,12 +74,13 @@ def find_vacancy(
     waiting = [record.home for record in mirror.members.values() if record.id not in plan.members]
     taken = [record.slot for record in Mirror(store.get_prefix(Keys.MEMBERS)).members.values()]
     kept = own_slot if fatal else None
+    free = 0 if plan.generation == UNSTARTED else max([size - 1, *taken]) + 1
     return Vacancy(
-        slot=claim_slot(store, max([size - 1, *taken]) + 1) if kept is None else kept,
+        slot=claim_slot(store, free) if kept is None else kept,
         home=None if fatal else choose_home(plan, [*plan.homes, *waiting]),
         waiting=fatal,
         after_epoch=plan.epoch if fatal else 0,
-        generation=None if not fatal else newest.generation if newest else 0,
+        generation=None if not fatal else (newest or plan).generation,
         world_size=size,
         pipelines=spec.pipelines if spec else None,
     )
@@ -95,5 +97,7 @@ def claim_slot(store: Store, first: int) -> int:
 def is_over(mirror: Mirror) -> bool:
     """Whether the job has ended: on request, by a failure, or because its members have finished."""
     plan, left = mirror.plan, mirror.left
-    done = plan is not None and all(m in left and left[m].outcome == "finished" for m in plan.members)
+    # After the loss of all members, or before the first start, a plan has none.
+    members = plan.members if plan else ()
+    done = bool(members) and all(m in left and left[m].outcome == "finished" for m in members)
     return mirror.stop is not None or done

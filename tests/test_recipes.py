@@ -1,0 +1,356 @@
+"""The recipes for clusters: every file is checked for what this machine can tell without the cluster.
+
+``tests/real/test_recipes.py`` has their tools' own checks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from bamboo_ds.cli.main import cli
+from bamboo_ds.config import BambooConfig, ObserveConfig, parse_block
+from bamboo_ds.control.once import put_once
+from bamboo_ds.control.registry.access import open_store
+from bamboo_ds.control.registry.keys import Keys
+from bamboo_ds.control.registry.records import StopRecord
+from bamboo_ds.control.settings import MemberOptions
+from bamboo_ds.errors import EXIT_EVICTED, EXIT_LEFT, EXIT_OVER
+from bamboo_ds.secret import JobSecret
+
+from .support.compare import differences
+from .support.etcd import EtcdServer
+from .support.jobs import TRAIN, Result, slow_until, write_config
+from .support.members import MembersJob
+from .support.recipes import CLUSTER, Unit, by_kind, commands, documents, environment_file, files, text, variables_of
+from .support.watching import PATIENCE_S, assert_exact, registered, wait_steps
+from .test_notice_leave import NoticedAws
+
+Reference = Callable[..., Result]
+
+MANIFEST, UNIT, ENVIRONMENT = "kubernetes/gpt.yaml", "systemd/bamboo@.service", "systemd/job.env"
+SCRIPTS = ("slurm/members.sbatch", "slurm/allocation.sbatch")
+TASKS = ("skypilot/etcd.yaml", "skypilot/member.yaml")
+CHART = ("helm/Chart.yaml", "helm/values.yaml", "helm/values.schema.json")
+TEMPLATES = ("helm/templates/members.yaml", "helm/templates/etcd.yaml", "helm/templates/monitoring.yaml")
+#: What wrong usage ends with; see `bamboo join --help`.
+EXIT_USAGE = 2
+PORT = 9400
+
+
+def objects() -> dict[tuple[str, str], Any]:
+    return by_kind(documents(MANIFEST))
+
+
+def container(kind: str, name: str) -> Any:
+    """The only one of a workload's pods."""
+    (found,) = objects()[kind, name]["spec"]["template"]["spec"]["containers"]
+    return found
+
+
+def lines() -> dict[str, list[list[str]]]:
+    """All commands of ``bamboo`` in the recipes, by file."""
+    member = container("Job", "gpt-1")
+    written = member["command"] + member["args"]
+    environ = environment_file(ENVIRONMENT)
+    unit = Unit(UNIT).command("ExecStart", "0", environ)
+    return {
+        **{name: commands(text(name)) for name in SCRIPTS},
+        TASKS[1]: commands(documents(TASKS[1])[0]["run"]),
+        MANIFEST: [written],
+        UNIT: [[Path(unit[0]).name, *unit[1:]]],
+    }
+
+
+def configurations() -> dict[str, dict[str, Any]]:
+    """DeepSpeed's configurations in the recipes."""
+    return {
+        "ds_config.json": json.loads(text("ds_config.json")),
+        MANIFEST: json.loads(objects()["ConfigMap", "gpt"]["data"]["ds_config.json"]),
+        "helm/values.yaml": documents("helm/values.yaml")[0]["config"],
+    }
+
+
+def block(config: dict[str, Any]) -> BambooConfig:
+    found = dict(config["bamboo"])
+    if "http" not in ObserveConfig.model_fields and "observe" in found:
+        found["observe"] = {name: value for name, value in found["observe"].items() if name != "http"}
+    return parse_block(found)
+
+
+def test_every_file_has_a_check() -> None:
+    assert files() == {"ds_config.json", MANIFEST, UNIT, ENVIRONMENT, *SCRIPTS, *TASKS, *CHART, *TEMPLATES}
+
+
+@pytest.mark.parametrize("name", [*SCRIPTS, TASKS[1], MANIFEST, UNIT])
+def test_commands_are_understood(name: str) -> None:
+    """By the parser of the command itself, values included; all members start the same number."""
+    found = lines()[name]
+    assert len(found) == 1
+    for _, command, *arguments in found:
+        params = cli.commands[command].make_context(command, arguments).params
+        if command == "join":
+            assert params["start"] and params["wait_s"] == 3600 and params["grace_s"] > 5
+            assert params["script"] in ("train.py", "1"), "the script is not where options end"
+
+
+def test_a_wrong_command_would_be_found() -> None:
+    (words,) = commands('until srun bamboo join --strat "$N" $(x y) \\\n  "$@"; do')
+    assert words == ["bamboo", "join", "--strat", "1", "1", "1"]
+    with pytest.raises(Exception, match="No such option '--strat'"):
+        cli.commands["join"].make_context("join", words[2:])
+
+
+def test_variables_exist() -> None:
+    package = "".join(path.read_text() for path in (CLUSTER.parents[1] / "bamboo_ds").rglob("*.py"))
+    named = set().union(*(variables_of(text(name)) for name in files()))
+    assert named >= {"BAMBOO_STORE", "BAMBOO_JOB", "BAMBOO_JOB_SECRET", "BAMBOO_SECRET_FILE"}
+    assert not {name for name in named if f'"{name}"' not in package}
+
+
+@pytest.mark.parametrize("name", ["ds_config.json", MANIFEST, "helm/values.yaml"])
+def test_blocks_are_valid(name: str) -> None:
+    """A restart waits for as many members as there are GPUs for workers: NCCL refuses two workers on one."""
+    config = configurations()[name]
+    options = MemberOptions.from_block(block(config), job="gpt-1", command=("train.py",))
+    options.check_notices()
+    assert options.bamboo.recovery.min_members == 8
+    assert options.bamboo.recovery.max_restarts, "bamboo join --start needs restarts"
+
+
+def test_no_secret_is_on_a_command_line() -> None:
+    for found in lines().values():
+        assert not any("secret" in word.lower() for words in found for word in words)
+    for name in files():
+        assert not re.search(r"(?i)(secret|password|token)\w*[=:] *[\"']?[A-Za-z0-9+/]{20}", text(name)), name
+
+
+# -- Kubernetes -----------------------------------------------------------------------------------------
+
+
+def test_kubernetes_objects_fit_together() -> None:
+    """Selectors select, names and ports are those of others, and numbers agree."""
+    found = objects()
+    job, pod = found["Job", "gpt-1"]["spec"], found["Job", "gpt-1"]["spec"]["template"]
+    etcd, member = found["StatefulSet", "gpt-etcd"]["spec"], container("Job", "gpt-1")
+    labels = {"member": pod["metadata"]["labels"], "etcd": etcd["template"]["metadata"]["labels"]}
+    assert len(set(map(str, labels.values()))) == 2
+
+    def selects(selector: dict[str, str]) -> set[str]:
+        return {name for name, each in labels.items() if selector.items() <= each.items()}
+
+    assert (
+        selects(found["Service", "gpt-etcd"]["spec"]["selector"])
+        == {"etcd"}
+        == selects(etcd["selector"]["matchLabels"])
+    )
+    assert selects(found["Service", "gpt-metrics"]["spec"]["selector"]) == {"member"}
+    assert selects(found["PodDisruptionBudget", "gpt"]["spec"]["selector"]["matchLabels"]) == {"member"}
+    for name, who in (("gpt", "member"), ("gpt-etcd", "etcd")):
+        policy = found["NetworkPolicy", name]["spec"]
+        assert selects(policy["podSelector"]["matchLabels"]) == {who}
+        peers = [peer["podSelector"]["matchLabels"] for peer in policy["ingress"][0]["from"]]
+        assert [selects(peer) for peer in peers] == [{"member"}], "of pods only members may come"
+    (spread,) = pod["spec"]["topologySpreadConstraints"]
+    assert selects(spread["labelSelector"]["matchLabels"]) == {"member"}
+    assert etcd["serviceName"] == "gpt-etcd"
+
+    environ = {each["name"]: each for each in member["env"]}
+    used = {found for word in member["command"] + member["args"] for found in re.findall(r"\$\((\w+)\)", word)}
+    assert used == {"NODE", "ZONE"} < environ.keys()
+    names = list(environ)
+    assert environ["BAMBOO_EVENTS"]["value"] == "/checkpoints/$(BAMBOO_JOB).jsonl"
+    assert names.index("BAMBOO_JOB") < names.index("BAMBOO_EVENTS"), "only what stands before is expanded"
+    assert environ["BAMBOO_STORE"]["value"] == "http://gpt-etcd:2379"
+    options = cli.commands["join"].make_context("join", [*member["command"][2:], *member["args"]]).params
+    assert options["start"] == job["parallelism"] == found["PodDisruptionBudget", "gpt"]["spec"]["minAvailable"] + 1
+    assert options["grace_s"] < pod["spec"]["terminationGracePeriodSeconds"] - 10
+    volumes = {each["name"] for each in pod["spec"]["volumes"]}
+    assert {each["name"] for each in member["volumeMounts"]} == volumes
+    config = options["arguments"][options["arguments"].index("--deepspeed_config") + 1]
+    assert config == "/etc/bamboo/ds_config.json"
+    (port,) = member["ports"]
+    assert configurations()[MANIFEST]["bamboo"]["observe"]["http"].endswith(f":{PORT}")
+    assert (port["containerPort"], found["Service", "gpt-metrics"]["spec"]["ports"][0]["port"]) == (PORT, PORT)
+
+
+def test_pods_that_end_mean_what_the_codes_say() -> None:
+    """A job that is over, or set up wrongly, fails; a member that leaves on notice is replaced and does not count."""
+    rules = objects()["Job", "gpt-1"]["spec"]["podFailurePolicy"]["rules"]
+    codes = {rule["action"]: rule["onExitCodes"]["values"] for rule in rules if "onExitCodes" in rule}
+    assert codes == {"FailJob": [EXIT_USAGE, EXIT_OVER], "Ignore": [EXIT_LEFT]}
+    assert "completions" not in objects()["Job", "gpt-1"]["spec"], "one member that has finished is the job's end"
+
+
+def test_service_monitor() -> None:
+    """Its names are those of others; `make real` checks it by the models of Prometheus' operator."""
+    found = objects()
+    monitor, service = found["ServiceMonitor", "gpt"], found["Service", "gpt-metrics"]
+    assert monitor["apiVersion"] == "monitoring.coreos.com/v1"
+    assert monitor["spec"]["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
+    assert (
+        not monitor["spec"]["selector"]["matchLabels"].items()
+        <= found["Service", "gpt-etcd"]["metadata"]["labels"].items()
+    )
+    (endpoint,) = monitor["spec"]["endpoints"]
+    assert endpoint["port"] in {port["name"] for port in service["spec"]["ports"]}
+    assert endpoint["path"] == "/metrics"
+    assert endpoint["authorization"]["credentials"] == {"name": "gpt-1-metrics", "key": "token"}
+    (label,) = endpoint["relabelings"]
+    assert label["targetLabel"] == "bamboo_job", "the label by which rules and dashboard tell jobs apart"
+
+
+def test_chart_and_manifest_have_the_same_objects() -> None:
+    """By kind; `make real` renders the chart and compares all of them."""
+    templates = "".join(text(name) for name in TEMPLATES)
+    assert sorted(re.findall(r"^kind: (\w+)", templates, re.MULTILINE)) == sorted(kind for kind, _ in objects())
+    values = documents("helm/values.yaml")[0]
+    named = {name.partition(".")[0] for name in re.findall(r"\.Values\.([\w.]+)", templates)}
+    assert named == set(values) == set(json.loads(text("helm/values.schema.json"))["properties"]) - {"global"}
+    assert yaml.safe_load(text("helm/Chart.yaml"))["apiVersion"] == "v2"
+
+
+# -- SkyPilot, Slurm ------------------------------------------------------------------------------------
+
+
+def test_tasks_of_skypilot() -> None:
+    etcd, member = documents(TASKS[0])[0], documents(TASKS[1])[0]
+    assert (etcd["resources"]["use_spot"], member["resources"]["use_spot"]) == (False, True)
+    assert etcd["resources"]["infra"] == member["resources"]["infra"], "not in one network"
+    assert not any("ports" in task["resources"] for task in (etcd, member)), "open to the internet"
+    assert {EXIT_LEFT, EXIT_EVICTED} < set(member["resources"]["job_recovery"]["recover_on_exit_codes"])
+    used = set(re.findall(r"\$(\w+)", member["run"]))
+    assert used == set(member["envs"])
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_scripts_of_slurm(name: str) -> None:
+    first, *rest = text(name).splitlines()
+    assert first == "#!/bin/bash"
+    options = [line.removeprefix("#SBATCH ") for line in rest if line.startswith("#SBATCH")]
+    assert "--signal=USR1@120" in options
+    kept = {"slurm/members.sbatch": {"--requeue", "--array=1-8"}, "slurm/allocation.sbatch": {"--no-kill"}}
+    assert kept[name] <= set(options)
+    assert '"$@"' in text(name), "the script and its arguments are those of sbatch"
+
+
+# -- systemd --------------------------------------------------------------------------------------------
+
+
+def test_unit() -> None:
+    """Its variables are in its files; only the member gets SIGTERM, and has time for what it says it needs."""
+    unit = Unit(UNIT)
+    environ = environment_file(ENVIRONMENT)
+    assert set(re.findall(r"\$\{?(\w+)", unit.one("ExecStart"))) <= environ.keys()
+    assert environ["BAMBOO_JOB_SECRET"] == "", "an example has none"
+    arguments = unit.command("ExecStart", "0", environ)[2:]
+    options = cli.commands["join"].make_context("join", arguments).params
+    assert unit.one("KillMode") == "mixed"
+    assert float(unit.one("TimeoutStopSec")) > options["grace_s"] + 10
+    assert unit.one("RestartPreventExitStatus") == f"{EXIT_USAGE} {EXIT_LEFT} {EXIT_OVER}"
+    assert unit.one("SuccessExitStatus") == str(EXIT_LEFT)
+    zone = unit.settings["Service"]["EnvironmentFile"][1].removeprefix("-").replace("%i", "0")
+    assert zone in " ".join(unit.command("ExecStartPre", "0", {}))
+    assert zone == f"/run/{unit.one('RuntimeDirectory')}/zone.env".replace("%i", "0")
+
+
+@pytest.mark.integration
+def test_members_of_the_unit_start_a_job_join_it_and_leave_on_notice(tmp_path: Path, reference: Reference) -> None:
+    """The unit's own command line, with its variables. Two start the job; a third joins, and leaves by AWS's notice.
+
+    Others come with another number of members, or too late.
+    """
+    unit, go, secret = Unit(UNIT), tmp_path / "go", JobSecret.new()
+    told = configurations()["ds_config.json"]["bamboo"]
+    told = {**told, "recovery": {"min_members": 2}, "notices": {**told["notices"], "poll_s": 0.1}}
+    script = [str(TRAIN), "--deepspeed_config", str(write_config(tmp_path, told, 4)), "--out", str(tmp_path)]
+    script += ["--stages", "2", *slow_until(go)]
+    etcd = EtcdServer(tmp_path)
+    with ExitStack() as stack, NoticedAws(3) as aws:
+        environ = environment_file(ENVIRONMENT) | {
+            "BAMBOO_STORE": etcd.url,
+            "BAMBOO_JOB_SECRET": secret.text,
+            "BAMBOO_AWS_METADATA_URL": f"{aws.url}/{{slot}}",
+            "MEMBERS": "2",
+            "ZONE": "us-east-1a",
+            "COMMAND": " ".join(script),
+        }
+        arguments = unit.command("ExecStart", "0", environ)[1:]
+        name = environ["BAMBOO_JOB"]
+        with MembersJob(tmp_path, name, environ) as job:
+            job.member(arguments)
+            job.wait_for("etcd is waited for", lambda: f"{etcd.url} does not answer yet" in job.output(), PATIENCE_S)
+            stack.enter_context(etcd)
+            job.wait_for("one waits", lambda: "1 of --start = 2 are there" in job.output(), PATIENCE_S)
+            ((only, _),) = [(each.state, each.slot) for each in registered(etcd.url, name, secret)]
+            assert only == "waiting" and not job.events()
+            job.member(arguments)
+            wait_steps(job, 2)
+            other = job.member(unit.command("ExecStart", "0", environ | {"MEMBERS": "3"})[1:])
+            third = job.member(arguments)
+            job.wait_for("it is admitted", lambda: len(job.events("member_joined")) == 3, PATIENCE_S)
+            assert {each.zone for each in registered(etcd.url, name, secret)} == {"us-east-1a"}
+            wait_steps(job, 2)
+            aws.change(action={"action": "terminate", "time": "2099-01-01T00:00:00Z"}, noticed=frozenset([2]))
+            job.wait_for("it has left", lambda: third.poll() is not None, PATIENCE_S)
+            assert third.returncode == EXIT_LEFT, job.output()[-4000:]
+            go.touch()
+            result = job.finish()
+            codes = [each.returncode for each in job.joiners]
+            assert codes == [0, 0, EXIT_USAGE, EXIT_LEFT], result.output[-4000:]
+            assert other.returncode == EXIT_USAGE and "--start 3: job 'gpt-1'" in result.output
+            late = job.member(arguments)
+            assert late.wait(60) == 0 and "has finished: there is nothing to join" in job.output()
+            with open_store(etcd.url, name, 10.0, secret) as store:
+                put_once(store, Keys.STOP, StopRecord(code=3, reason="the script failed", by="m0").to_json())
+            assert job.member(arguments).wait(60) == EXIT_OVER and "has ended (the script failed)" in job.output()
+    assert_exact(result, reference(2, 1, 4, *result.length))
+    (left,) = result.events("member_left")
+    assert left["detail"].startswith("aws: ")
+    (started,) = result.events("run_started")
+    assert started["members"] == 2 and started["command"][-len(script) :] == script
+    assert not result.events("restart") and not result.events("member_lost") and not result.events("fatal")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.integration
+def test_all_members_vanish_at_once(tmp_path: Path, reference: Reference) -> None:
+    """With nobody left who could say anything, two others start the job again from its newest checkpoint."""
+    go = tmp_path / "go"
+    told = {"recovery": {"min_members": 2}, "membership": {"lease_ttl_s": 4, "fence_s": 8}}
+    told["checkpoint"] = {"asynchronous": False}
+    script = [str(TRAIN), "--deepspeed_config", str(write_config(tmp_path, told, 4)), "--out", str(tmp_path)]
+    script += ["--stages", "2", "--save-every", "2", *slow_until(go)]
+    with EtcdServer(tmp_path) as etcd, MembersJob(tmp_path, "gpt", {}) as job:
+        arguments = ["join", "--start", "2", "--store", etcd.url, "--job", "gpt", *script]
+        first = [job.member(arguments), job.member(arguments)]
+        saved = lambda: job.events("checkpoint_saved")  # noqa: E731
+        job.wait_for("a checkpoint", lambda: bool(saved()), PATIENCE_S)
+        wait_steps(job, 2)
+        for member in first:
+            os.killpg(member.pid, signal.SIGKILL)
+        assert [member.wait(30) for member in first] == [-signal.SIGKILL] * 2
+        del job.joiners[:]
+        log = len(saved())
+        second = [job.member(arguments)]
+        job.wait_for("it waits", lambda: "1 of bamboo.recovery.min_members = 2 are there" in job.output(), PATIENCE_S)
+        second.append(job.member(arguments))
+        job.wait_for("it has started again", lambda: len(saved()) > log, PATIENCE_S)
+        go.touch()
+        result = job.finish()
+        assert [member.returncode for member in second] == [0, 0], result.output[-4000:]
+    plain = reference(2, 1, 4, *result.length)
+    (restart,) = result.events("restart")
+    assert restart["checkpoint"] == saved()[log - 1]["path"] and restart["number"] == 1
+    for dump in result.ranks().values():
+        assert dump["losses"] == plain.ranks()[0]["losses"][-len(dump["losses"]) :]
+    assert differences(plain.roles(), result.roles()) == []
