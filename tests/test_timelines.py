@@ -17,7 +17,7 @@ from bamboo_ds.cli.plot import plot
 from bamboo_ds.cli.trace import trace
 from bamboo_ds.errors import ConfigError
 from bamboo_ds.observe import events as ev
-from bamboo_ds.observe.grid import Recorded
+from bamboo_ds.observe.iterations import Recorded
 from bamboo_ds.observe.spans import Head, Kind, Span, Timeline, path_for
 from bamboo_ds.observe.trace import chrome_trace
 

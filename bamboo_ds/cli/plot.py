@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from ..errors import ConfigError
-from ..observe.grid import LOST, REDONE, Cell, Grid, Recorded, Row
+from ..observe.iterations import LOST, REDONE, Cell, Grid, Recorded, Row
 from .trace import read_job
 
 _COLOURS = {
