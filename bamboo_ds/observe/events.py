@@ -232,6 +232,9 @@ class Step(EventBase):
     seconds: float = Field(ge=0, description="duration of the iteration")
     frc_done: int = Field(ge=0, description="redundant forward passes that fitted into idle time")
     frc_total: int = Field(ge=0, description="redundant forward passes that would cover every micro-batch")
+    samples: int | None = Field(
+        default=None, ge=0, description="samples of the global batch; null where it is not known"
+    )
 
 
 class CollectiveIncomplete(EventBase):
