@@ -5,9 +5,13 @@ from __future__ import annotations
 import os
 
 
+#: Prefix of the keys of all jobs.
+ROOT = "/bamboo/"
+
+
 def namespace(job: str) -> str:
     """Prefix of all keys of ``job``."""
-    return f"/bamboo/{job}/"
+    return f"{ROOT}{job}/"
 
 
 class Keys:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, field_validator
 from typing_extensions import Self
 
 from ...processes import boot_id
@@ -67,12 +67,13 @@ class PeerAddress(BaseModel):
 
 
 class JobRecord(Record):
-    """``spec``: what ``bamboo run`` was asked for."""
+    """``spec``: what ``bamboo run`` was asked for, and when it was written, in UTC."""
 
     job: str
     world_size: int
     pipelines: int | None = None
     command: tuple[str, ...] = ()
+    since: AwareDatetime | None = None
 
 
 class MemberRecord(Record):
