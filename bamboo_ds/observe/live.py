@@ -13,37 +13,36 @@ An event costs time in proportion to the members of the job at most. Memory is b
 from __future__ import annotations
 
 from collections import Counter, deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from statistics import median
 
 from . import events as ev
 from .grid import Grid
+from .incidents import Incidents
+from .running import RunningAccountant
 from .series import Series
 from .story import Story
 from .view import (
     CHECKPOINTS,
     GONE,
     LINES,
-    LOSSES,
     MOVES,
     PLANS,
     POINTS,
     RECENT,
+    Accounted,
     CheckpointView,
     Coverage,
     JobState,
     KnownMember,
     LiveView,
     LossDetail,
-    LossView,
-    LostMember,
     MemberView,
     Overview,
     Pace,
     PlanView,
     StoryLine,
-    SurvivorView,
     Totals,
 )
 
@@ -62,19 +61,6 @@ class _Member:
     gone: str | None = None
 
 
-@dataclass
-class _Loss:
-    """A loss while it is completed."""
-
-    view: LossView
-    waits_for: frozenset[str] = frozenset()
-    survivors: dict[str, SurvivorView] = field(default_factory=dict)
-
-    def note(self, **fields: object) -> None:
-        """Replace fields of the view."""
-        self.view = self.view.model_copy(update=fields)
-
-
 class _Run:
     """What is known since the job was started."""
 
@@ -91,18 +77,16 @@ class _Run:
         self.number: int | None = None  # its number, since the workers were started
         self.steps: deque[ev.Step] = deque(maxlen=_NEWEST)
         self.history, self.recent = Series(POINTS), Series(RECENT, newest=True)
-        self.losses: deque[_Loss] = deque(maxlen=LOSSES)
-        self.lost: set[str] = set()
-        self.bare: _Loss | None = None  # the loss since which some role has no replica
+        self.incidents = Incidents()
+        self.accountant = RunningAccountant()
+        self.accounted: tuple[float, Accounted] | None = None  # when, in time of events, and how
         self.plans: deque[PlanView] = deque(maxlen=PLANS)
         self.checkpoints: deque[CheckpointView] = deque(maxlen=CHECKPOINTS)
         self.checkpoint: CheckpointView | None = None
         self.saved: set[tuple[str, int]] = set()
         self.totals: Counter[str] = Counter()
-        self.reasons: Counter[str] = Counter()
         self.sources: Counter[str] = Counter()
         self.samples: int | None = None
-        self.pauses = 0.0
         self.story = Story(timezone.utc, "%Y-%m-%dT%H:%M:%S+00:00")
         self.lines: deque[StoryLine] = deque(maxlen=LINES)
 
@@ -131,6 +115,7 @@ class LiveJob:
         now, at = self._now, event.time.timestamp()
         now.newest = at if now.newest is None else max(now.newest, at)
         self._told(now.story.tell(event))
+        now.accountant.add(event)
         match event:
             case ev.RunStarted():
                 now.started = event
@@ -139,7 +124,7 @@ class LiveJob:
             case ev.MemberJoined():
                 self._join(event, at)
             case ev.MemberLost():
-                self._lose(event, at)
+                self._lose(event)
             case ev.MemberLeft():
                 now.totals["left"] += 1
                 self._depart(event.member_id, f"left ({event.reason}, {event.detail})")
@@ -151,7 +136,8 @@ class LiveJob:
             case ev.PlanWritten():
                 self._plan(event, at)
             case ev.Recovered():
-                self._recover(event, at)
+                now.awaited = False
+                now.incidents.recover(event, now.story.name(event.member or "-"))
             case ev.Reconfigured():
                 now.awaited = False
             case ev.MembersAwaited():
@@ -162,8 +148,7 @@ class LiveJob:
                 self._save(event, at)
             case ev.Fatal():
                 now.fatal = True
-                if now.losses:
-                    now.losses[-1].note(fatal=True)
+                now.incidents.end(fatal=True)
             case ev.Restart():
                 self._restart(event)
 
@@ -179,7 +164,6 @@ class LiveJob:
     def _join(self, event: ev.MemberJoined, at: float) -> None:
         now = self._now
         now.members[event.member_id] = _Member(event.host, event.rank, at)
-        now.lost.discard(event.member_id)
         now.totals["joined"] += bool(now.plans)
         self._changes += 1
 
@@ -191,27 +175,12 @@ class LiveJob:
             now.members.pop(now.gone.popleft(), None)
         self._changes += 1
 
-    def _lose(self, event: ev.MemberLost, at: float) -> None:
+    def _lose(self, event: ev.MemberLost) -> None:
         now = self._now
-        if event.member_id in now.lost:
-            return
-        now.lost.add(event.member_id)
-        now.reasons[event.reason] += 1
-        now.totals["losses"] += 1
-        known = now.members.get(event.member_id)
-        lost = LostMember(
-            id=event.member_id,
-            name=now.story.name(event.member_id),
-            host=known.host if known else None,
-            **event.model_dump(include={"reason", "detail", "detection_seconds"}),
-        )
-        if now.losses and now.losses[-1].view.epoch is None:
-            now.losses[-1].note(members=(*now.losses[-1].view.members, lost))
-        else:
-            now.totals["incidents"] += 1
-            view = LossView(number=now.totals["incidents"], time=at, members=(lost,), before=len(now.grid.members))
-            now.losses.append(_Loss(view))
-        self._depart(event.member_id, f"lost ({event.reason} {event.detail})")
+        known = now.members.get(event.member_id, _Member())
+        name = now.story.name(event.member_id)
+        if now.incidents.lose(event, name, known.host, len(now.grid.members)):
+            self._depart(event.member_id, f"lost ({event.reason} {event.detail})")
 
     def _plan(self, event: ev.PlanWritten, at: float) -> None:
         now, old, new = self._now, self._now.grid, Grid.of_event(event)
@@ -219,17 +188,8 @@ class LiveJob:
             return
         kind = "start" if old.pipelines is None else "change"
         moved = new.moved(old) if kind == "change" else []
-        loss = now.losses[-1] if now.losses and now.losses[-1].view.epoch is None else None
-        if event.lost and loss is not None:
+        if now.incidents.follow(event, new, moved):
             kind = "loss"
-            loss.waits_for = frozenset(new.members)
-            loss.note(epoch=event.epoch, left=len(new.members), moved=tuple(moved[:MOVES]), moved_count=len(moved))
-            now.totals["takeovers"] += len(moved)
-        if not new.complete:
-            now.bare = now.bare or loss
-        elif now.bare is not None:
-            now.bare.note(replicas_back_seconds=max(0.0, at - now.bare.view.time))
-            now.bare = None
         now.redundant |= new.redundant
         bare = new.unshadowed(now.redundant)
         now.plans.append(
@@ -250,37 +210,12 @@ class LiveJob:
         now.grid, now.epoch, now.restarting = new, event.epoch, False
         self._changes += 1
 
-    def _recover(self, event: ev.Recovered, at: float) -> None:
-        now = self._now
-        now.awaited = False
-        now.totals["passes_redone"] += event.forwards_redone + event.backwards_redone
-        loss = now.losses[-1] if now.losses else None
-        if loss is None or event.member is None or (loss.view.epoch or 0) > event.epoch:
-            return
-        told = event.model_dump(include=SurvivorView.model_fields.keys() - {"id", "name", "time"})
-        survivor = SurvivorView(id=event.member, name=now.story.name(event.member), time=at, **told)
-        loss.survivors[event.member] = survivor
-        seen, before = loss.view, loss.view.pause_seconds or 0.0
-        longest = {
-            name: max(filter(None, (getattr(seen, name), getattr(survivor, name))), default=getattr(survivor, name))
-            for name in ("detection_seconds", "plan_seconds", "rebuild_seconds", "pause_seconds", "redo_seconds")
-        }
-        loss.note(
-            **longest,
-            epoch=seen.epoch or event.epoch,
-            step=event.step,
-            survivors=len(loss.survivors),
-            forwards_redone=seen.forwards_redone + event.forwards_redone,
-            backwards_redone=seen.backwards_redone + event.backwards_redone,
-            recovered=seen.recovered or (bool(loss.waits_for) and loss.survivors.keys() >= loss.waits_for),
-        )
-        now.pauses += max(0.0, event.pause_seconds - before)
-
     def _step(self, event: ev.Step, at: float) -> None:
         now = self._now
         number, now.number = now.number, event.step
         now.awaited = now.fatal = False
         now.step = event
+        now.incidents.step(event)
         if number == event.step:  # emitted twice
             return
         committed = 1 if number is None or event.step < number else event.step - number
@@ -290,11 +225,6 @@ class LiveJob:
         now.steps.append(event)
         for series in (now.history, now.recent):
             series.add(event.step, at, event.loss, event.seconds)
-        loss = now.losses[-1] if now.losses else None
-        if loss is not None and loss.view.epoch is not None and event.epoch >= loss.view.epoch:
-            later = loss.view.step is not None and event.step > loss.view.step
-            if not loss.view.recovered:
-                loss.note(step=loss.view.step or event.step, recovered=later)
 
     def _save(self, event: ev.CheckpointSaved | ev.CheckpointFailed, at: float) -> None:
         now = self._now
@@ -319,18 +249,15 @@ class LiveJob:
         for member in now.grid.members:
             if now.members.get(member, _Member()).gone is None:
                 self._depart(member, "restarted")
-        now.grid, now.bare = Grid(), None
+        now.incidents.end()
+        now.grid = Grid()
         self._changes += 1
 
     # -- the view -----------------------------------------------------------------------------------
 
     def loss(self, number: int) -> LossDetail | None:
         """The loss of that number with all that its survivors have told; ``None`` if it is no longer, or not, known."""
-        for loss in self._now.losses:
-            if loss.view.number == number:
-                survivors = sorted(loss.survivors.values(), key=lambda each: -each.pause_seconds)
-                return LossDetail(loss=loss.view, survivors=tuple(survivors))
-        return None
+        return self._now.incidents.detail(number)
 
     def view(self, overview: Overview | None = None) -> LiveView:
         """The job now.
@@ -369,10 +296,11 @@ class LiveJob:
             roles=grid.roles,
             unshadowed=grid.unshadowed(now.redundant),
             members=self._members(grid, overview),
-            losses=tuple(loss.view for loss in now.losses),
+            losses=now.incidents.views,
             plans=tuple(now.plans),
             checkpoints=tuple(now.checkpoints),
             checkpoint=now.checkpoint,
+            account=self._account(),
             coverage=self._coverage(),
             totals=self.totals,
             story=tuple(now.lines),
@@ -382,14 +310,35 @@ class LiveJob:
     def totals(self) -> Totals:
         """Counts since the job was started."""
         now = self._now
-        counts = {name: count for name, count in now.totals.items() if name in Totals.model_fields}
+        incidents = now.incidents
         return Totals(
-            **counts,
+            **now.totals,
             samples=now.samples,
-            losses_by_reason=dict(now.reasons),
+            losses=sum(incidents.reasons.values()),
+            losses_by_reason=dict(incidents.reasons),
             notices_by_source=dict(now.sources),
-            pause_seconds=now.pauses,
+            takeovers=incidents.takeovers,
+            pause_seconds=incidents.pause_seconds,
+            passes_redone=incidents.passes_redone,
         )
+
+    def _account(self) -> Accounted | None:
+        """Made anew every second of a small job, more rarely for many members: adding up takes its time."""
+        now = self._now
+        if now.newest is None:
+            return None
+        every = max(1.0, len(now.grid.members) / 50.0)
+        if now.accounted is None or now.finished is not None or now.newest - now.accounted[0] >= every:
+            sums = now.accountant.snapshot()
+            found = Accounted(
+                member_seconds=sums.seconds,
+                wall_seconds=sums.wall_seconds,
+                goodput=sums.goodput,
+                categories={category.value: seconds for category, seconds in sums.categories.items()},
+                repeated_steps=sums.repeated_steps,
+            )
+            now.accounted = now.newest, found
+        return now.accounted[1]
 
     def _state(self, grid: Grid, step: int | None) -> JobState:
         now = self._now
@@ -401,7 +350,7 @@ class LiveJob:
             return "waiting"
         if grid.pipelines is None:
             return "building" if grid.members else "starting"
-        if now.losses and not now.losses[-1].view.recovered:
+        if now.incidents.recovering:
             return "recovering"
         return "building" if step is None else "training"
 
