@@ -30,6 +30,7 @@ from .checkpoints import checkpoints
 from .doctor import doctor
 from .events import events
 from .goodput import goodput
+from .jobs import jobs as list_jobs
 from .ledger import ledger
 from .options import (
     MemberArguments,
@@ -182,6 +183,7 @@ cli.add_command(doctor)
 cli.add_command(ledger)
 cli.add_command(goodput)
 cli.add_command(events)
+cli.add_command(list_jobs)
 
 
 @cli.command()

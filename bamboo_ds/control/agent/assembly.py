@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable
+from datetime import datetime, timezone
 
 from ...observe.events import EventWriter
 from ...processes import process_space, started
@@ -56,6 +57,7 @@ def make_coordinator(
             world_size=settings.world_size,
             pipelines=settings.pipelines,
             command=settings.command,
+            since=datetime.now(timezone.utc),
         )
         coordinator.write(Keys.SPEC, spec)
     return coordinator
