@@ -45,6 +45,7 @@ from .options import (
 from .output import console
 from .plan import plan
 from .status import job_status, status_table, watch
+from .top import top
 
 _TIMEOUT_S = 5.0
 #: Exit code of a job that ``bamboo stop`` has ended: as if by SIGTERM.
@@ -184,6 +185,7 @@ cli.add_command(ledger)
 cli.add_command(goodput)
 cli.add_command(events)
 cli.add_command(list_jobs)
+cli.add_command(top)
 
 
 @cli.command()

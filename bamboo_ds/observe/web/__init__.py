@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from functools import cache
-from pathlib import Path
+from importlib.resources import files
 
-_FOLDER = Path(__file__).parent
 #: Parts of the script, in the order in which they stand in the page.
 SCRIPTS = ("base", "view", "grid", "members", "charts", "losses", "lists", "link")
 
 
-def page(nonce: str) -> str:
-    """The page, whose style and script carry ``nonce`` for a Content-Security-Policy."""
-    return _whole().replace("{{nonce}}", nonce)
-
-
 @cache
-def _whole() -> str:
-    script = "\n".join((_FOLDER / f"{name}.js").read_text() for name in SCRIPTS)
-    text = (_FOLDER / "page.html").read_text().replace("{{style}}", f"\n{(_FOLDER / 'page.css').read_text()}")
-    return text.replace("{{script}}", f'\n"use strict";\n\n{script}')
+def page() -> str:
+    """The page. ``{{nonce}}`` stands for what its style and its script carry for a Content-Security-Policy."""
+    folder = files(__name__)
+    style = folder.joinpath("page.css").read_text(encoding="utf-8")
+    script = "\n".join(folder.joinpath(f"{name}.js").read_text(encoding="utf-8") for name in SCRIPTS)
+    text = folder.joinpath("page.html").read_text(encoding="utf-8")
+    return text.replace("{{style}}", f"\n{style}").replace("{{script}}", f'\n"use strict";\n\n{script}')

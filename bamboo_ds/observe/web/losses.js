@@ -101,11 +101,10 @@ function toggleLoss(number) {
 
 async function fetchLoss(number) {
   try {
-    const answer = await fetch(`api/losses/${number}`, { cache: "no-store" });
-    if (!answer.ok) throw new Error(`${answer.status} ${answer.statusText}`);
-    if (open.has(number)) open.set(number, await answer.json());
+    const detail = await api(`losses/${number}`);
+    if (open.has(number)) open.set(number, detail);
   } catch (error) {
-    if (open.has(number)) open.set(number, { error: error.message });
+    if (open.has(number)) open.set(number, { error: problem(error) });
   }
   redraw();
 }
