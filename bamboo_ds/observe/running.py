@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from . import events as ev
 from .goodput import Accountant, Totals
@@ -47,17 +48,23 @@ class RunningAccountant(Accountant):
         self._first: float | None = None  # begin of the first life, and end of the last one that is settled
         self._ended: float | None = None
 
-    def report(self) -> ev.Any:
+    def report(self) -> Any:
         raise NotImplementedError("what is settled is in no life: see snapshot()")
 
-    def snapshot(self) -> Totals:
-        """What the members' time was spent on until the newest event."""
+    @property
+    def last_step(self) -> float | None:
+        """When the newest step ended: until then nothing is open but what a restart, or a finished copy, may change."""
+        return self._steps[-1].end if self._steps else None
+
+    def snapshot(self, until: float | None = None) -> Totals:
+        """What the members' time was spent on until the newest event, or until :attr:`last_step`."""
         marks = [(life, life.mark()) for life in self._lives]
         self._end(self._now)
         self._complete()
-        sums = _sum(self._lives)
-        seconds = self._settled_seconds + sum(life.seconds for life in self._lives)
-        ends = [life.end for life in self._lives if life.end is not None]
+        sums = _sum(self._lives, until)
+        ends = [life.end if until is None else min(life.end, until) for life in self._lives if life.end is not None]
+        seconds = sum(max(0.0, end - life.begin) for life, end in zip(self._lives, ends, strict=True))
+        seconds += self._settled_seconds
         ends += [] if self._ended is None else [self._ended]
         for life, mark in marks:
             life.rewind(mark)
@@ -104,7 +111,7 @@ class RunningAccountant(Accountant):
         for old in [each for each in self._plans if each < epoch]:
             del self._plans[old]
 
-    def _note_steps(self, steps: list[ev.Any], seconds: float) -> None:
+    def _note_steps(self, steps: list[Any], seconds: float) -> None:
         counted = [step for step in steps if not step.undone]
         count = sum(step.count for step in counted)
         self._counted += count

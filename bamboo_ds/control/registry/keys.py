@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 
-
 #: Prefix of the keys of all jobs.
 ROOT = "/bamboo/"
 
@@ -32,6 +31,8 @@ class Keys:
     PROGRESS = "progress/"
     SLOTS = "slots/"
     NOTICES = "notices/"
+    LEAVE = "leave/"
+    WEB = "web"
 
     @classmethod
     def member(cls, member: str) -> str:
@@ -47,6 +48,11 @@ class Keys:
     def notice(cls, member: str) -> str:
         """Key of a :class:`~.records.NoticeRecord`."""
         return f"{cls.NOTICES}{member}"
+
+    @classmethod
+    def leave(cls, member: str) -> str:
+        """Key of a :class:`~.records.LeaveRecord`."""
+        return f"{cls.LEAVE}{member}"
 
     @classmethod
     def report(cls, member: str) -> str:

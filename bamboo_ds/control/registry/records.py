@@ -151,6 +151,25 @@ class NoticeRecord(Record):
     iteration_s: float | None = None
 
 
+class LeaveRecord(Record):
+    """``leave/<id>``: somebody asks the member to leave; its agent takes that for a notice.
+
+    Attributes:
+        source, detail: who, see :class:`~bamboo_ds.control.notices.Notice`.
+    """
+
+    id: str
+    source: str
+    detail: str
+
+
+class WebRecord(Record):
+    """``web``, under the leader's lease: where the job's page is served."""
+
+    id: str
+    url: str
+
+
 class LeftRecord(Record):
     """``left/<id>``: written by a member's agent just before it revokes the lease.
 

@@ -1,7 +1,7 @@
 """The web page, the metrics and the API of a job, served by the agent of the member that leads.
 
 =============================  ======================================================================================
-``GET /``                      the page (``bamboo_ds/observe/web/page.html``, its ``{{nonce}}`` replaced); without a
+``GET /``                      the page (:mod:`bamboo_ds.observe.web`, its ``{{nonce}}`` replaced); without a
                                cookie or a token the form to log in
 ``GET /api/view``              :class:`~bamboo_ds.observe.view.LiveView` as JSON
 ``GET /api/stream``            server-sent events. The data of each is a JSON object with *some* of the view's fields:
@@ -18,7 +18,7 @@
 =============================  ======================================================================================
 
 All but ``/healthz`` and ``/login`` need ``Authorization: Bearer TOKEN`` or the cookie: 401 without. Errors are JSON,
-``{"error": "..."}``. Requests that change something need the header, or the cookie and an ``Origin`` that is this server.
+``{"error": "..."}``. Requests that change something need the header, or the cookie and this server as ``Origin``.
 
 The token is derived from the job's secret and does not lead back to it: this is plain HTTP.
 """
