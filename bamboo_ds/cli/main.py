@@ -46,6 +46,7 @@ from .output import console
 from .plan import plan
 from .status import job_status, status_table, watch
 from .top import top
+from .web import web
 
 _TIMEOUT_S = 5.0
 #: Exit code of a job that ``bamboo stop`` has ended: as if by SIGTERM.
@@ -186,6 +187,7 @@ cli.add_command(goodput)
 cli.add_command(events)
 cli.add_command(list_jobs)
 cli.add_command(top)
+cli.add_command(web)
 
 
 @cli.command()
