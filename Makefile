@@ -65,7 +65,7 @@ exhaustive: install
 	$(BIN)/python -m pytest -m exhaustive
 
 # Jobs on the tools that users have, as Debian has them, with real hosts that are lost. Needs root, and
-# apt-get install iproute2 openssh-server pdsh slurm-wlm munge etcd-server etcd-client openssl
+# apt-get install iproute2 openssh-server pdsh slurm-wlm munge etcd-server etcd-client openssl prometheus
 real: install
 	$(BIN)/python -m pytest -m real tests/real
 

@@ -276,7 +276,7 @@ class LiveJob:
         newest, count = step.step if step else None, step.global_step if step else None
         if told.step is not None and (newest is None or told.step > newest):
             newest, count = told.step, told.global_step
-        return LiveView(
+        return LiveView.model_construct(  # not checked, and not copied: parts stay the same objects
             job=self.job,
             state=self._state(grid, newest),
             time=now.newest,
@@ -332,12 +332,12 @@ class LiveJob:
         )
 
     def _account(self) -> Accounted | None:
-        """Made anew every second of a small job, more rarely for many members: adding up takes its time."""
+        """Made anew with every event of a small job, more rarely for many members: adding up takes its time."""
         now = self._now
         if now.newest is None:
             return None
-        every = max(1.0, len(now.grid.members) / 50.0)
-        if now.accounted is None or now.finished is not None or now.newest - now.accounted[0] >= every:
+        every = len(now.grid.members) / 50.0 if len(now.grid.members) > 64 else 0.0
+        if now.accounted is None or now.finished is not None or 0.0 < now.newest - now.accounted[0] >= every:
             sums = now.accountant.snapshot()
             found = Accounted(
                 member_seconds=sums.seconds,

@@ -84,10 +84,11 @@ class RunningAccountant(Accountant):
     def _step(self, event: ev.Step, now: float) -> None:
         super()._step(event, now)
         if len(self._steps) >= 2 * _UNSETTLED:
-            self._settle(self._steps[-_UNSETTLED].begin)
+            # By their emitters' clocks a step may end a little after the next one begins.
+            self._settle(max(self._steps[-_UNSETTLED].begin, *(step.end for step in self._steps[:-_UNSETTLED])))
 
     def _settle(self, until: float) -> None:
-        """Add up what is before ``until``, the begin of a step, and forget it."""
+        """Add up what is before ``until``, between two steps, and forget it."""
         epoch, since = self._entered
         if since < until:
             self._idle(until)
@@ -108,6 +109,7 @@ class RunningAccountant(Accountant):
             self._settled_seconds += life.seconds
             self._ended = max(filter(None, (self._ended, life.end)), default=life.end)
         self._lives = [life for life in self._lives if id(life) not in over]
+        self._members = {member: life for member, life in self._members.items() if id(life) not in over}
         for old in [each for each in self._plans if each < epoch]:
             del self._plans[old]
 

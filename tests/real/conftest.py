@@ -54,6 +54,7 @@ TOOLS = {
     "etcd": Tool("etcd-server", "etcd"),
     "etcdctl": Tool("etcd-client", "etcdctl", ("version",)),
     "openssl": Tool("openssl", "openssl", ("version",)),
+    "promtool": Tool("prometheus", "promtool"),
 }
 #: How each test ended.
 _OUTCOMES: dict[str, str] = {}
