@@ -152,8 +152,9 @@ def test_what_is_told_twice_counts_once() -> None:
 
 
 def used(text: str) -> set[str]:
-    """Names of metrics in an expression, without what Prometheus adds to those of histograms."""
-    return {re.sub(r"_(bucket|count|sum)$", "", name) for name in re.findall(r"\bbamboo_[a-z_]+\b(?!=)", text)}
+    """Names of metrics in an expression, without what Prometheus adds to those of histograms; not those of labels."""
+    names = re.findall(r"(?<![$\w])bamboo_[a-z_]+\b(?!=)", text)
+    return {re.sub(r"_(bucket|count|sum)$", "", name) for name in names}
 
 
 def rules() -> list[dict[str, Any]]:
