@@ -6,7 +6,7 @@ from functools import cache
 from importlib.resources import files
 
 #: Parts of the script, in the order in which they stand in the page.
-SCRIPTS = ("base", "view", "grid", "members", "charts", "losses", "lists", "link")
+SCRIPTS = ("base", "view", "grid", "members", "chosen", "charts", "losses", "lists", "link")
 
 
 @cache

@@ -6,9 +6,10 @@ function el(tag, attributes, ...children) {
   const node = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes ?? {})) {
     if (typeof value === "function") node.addEventListener(name, value);
-    else if (value !== null && value !== undefined && value !== false) node.setAttribute(name, value === true ? "" : value);
+    else if (value !== null && value !== undefined && value !== false)
+      node.setAttribute(name, value === true ? "" : value);
   }
-  node.append(...children.flat().filter((child) => child !== null && child !== undefined));
+  node.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined));
   return node;
 }
 
@@ -21,15 +22,18 @@ function svg(tag, attributes, text) {
 
 function say(node, text, tone) {
   if (node.textContent !== text) node.textContent = text;
-  if (tone !== undefined) for (const each of ["good", "warn", "bad", "note"]) node.classList.toggle(each, each === tone);
+  if (tone !== undefined)
+    for (const each of ["good", "warn", "bad", "note"]) node.classList.toggle(each, each === tone);
 }
 
 // The children of `parent` become those of `items`, in order: one node per key, updated only where its item has changed.
 function sync(parent, items, key, make, update) {
-  const known = (parent.known ??= new Map()), left = new Set(known.keys());
+  const known = (parent.known ??= new Map()),
+    left = new Set(known.keys());
   let at = parent.firstElementChild;
   for (const item of items) {
-    const name = key(item), now = JSON.stringify(item);
+    const name = key(item),
+      now = JSON.stringify(item);
     let node = known.get(name);
     if (node === undefined) known.set(name, (node = make(item)));
     left.delete(name);
@@ -49,12 +53,13 @@ function once(node, what, draw) {
   const now = JSON.stringify(what);
   if (node.shown === now) return;
   node.shown = now;
-  node.replaceChildren(...[draw()].flat().filter((child) => child !== null && child !== undefined));
+  node.replaceChildren(...[draw()].flat(Infinity).filter((child) => child !== null && child !== undefined));
 }
 
 // ---- words ---------------------------------------------------------------------------------------------------------
 
-const number = (value, digits = 0) => value.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
+const number = (value, digits = 0) =>
+  (value + 0).toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
 const counted = (count, one, several = one + "s") => `${number(count)} ${count === 1 ? one : several}`;
 const percent = (share) => `${number(100 * share, 1)} %`;
 const clock = (time) => new Date(1000 * time).toLocaleTimeString("en-GB");
@@ -78,17 +83,28 @@ function bytes(size) {
 
 // state of the job: sign, tone, words
 const JOB = {
-  starting: ["○", "note", "starting"], building: ["◐", "note", "building its engines"], training: ["▶", "good", "training"],
-  recovering: ["↻", "bad", "recovering"], waiting: ["…", "warn", "waiting for members"],
-  restarting: ["↻", "warn", "restarting from a checkpoint"], ended: ["■", "note", "ended"],
+  starting: ["○", "note", "starting"],
+  building: ["◐", "note", "building its engines"],
+  training: ["▶", "good", "training"],
+  recovering: ["↻", "bad", "recovering"],
+  waiting: ["…", "warn", "waiting for members"],
+  restarting: ["↻", "warn", "restarting from a checkpoint"],
+  ended: ["■", "note", "ended"],
 };
 // state of a role: sign, words
 const ROLE = {
-  shadowed: ["✓", "shadowed"], copying: ["◐", "replica is being copied"], unshadowed: ["!", "no replica"], lost: ["×", "lost"],
+  shadowed: ["✓", "shadowed"],
+  copying: ["◐", "replica is being copied"],
+  unshadowed: ["!", "no replica"],
+  lost: ["×", "lost"],
 };
 const HOW = {
-  exit: (d) => `exited (${/^\d+$/.test(d) ? `code ${d}` : d})`, signal: (d) => `died (${d})`, heartbeat: (d) => `stopped its heartbeat (${d})`,
-  hang: (d) => `made no progress (${d})`, lease: (d) => `fell silent (its lease ${d})`, suspects: (d) => `is out of reach of ${d}`,
+  exit: (d) => `exited (${/^\d+$/.test(d) ? `code ${d}` : d})`,
+  signal: (d) => `died (${d})`,
+  heartbeat: (d) => `stopped its heartbeat (${d})`,
+  hang: (d) => `made no progress (${d})`,
+  lease: (d) => `fell silent (its lease ${d})`,
+  suspects: (d) => `is out of reach of ${d}`,
 };
 const how = (member) => (HOW[member.reason] ?? ((d) => `${member.reason} (${d})`))(member.detail);
 const where = (member) => (member.host ? ` on host ${member.host}` : "");

@@ -25,7 +25,11 @@ function take(fields) {
 }
 
 async function api(path, options) {
-  const answer = await fetch(`api/${path}`, { cache: "no-store", signal: AbortSignal.timeout(1000 * ANSWER_S), ...options });
+  const answer = await fetch(`api/${path}`, {
+    cache: "no-store",
+    signal: AbortSignal.timeout(1000 * ANSWER_S),
+    ...options,
+  });
   if (answer.status === 401) location.assign("login");
   const body = await answer.json().catch(() => ({}));
   if (!answer.ok) throw new Error(body.error ?? `${answer.status} ${answer.statusText}`);
@@ -34,7 +38,10 @@ async function api(path, options) {
   return body;
 }
 
-const problem = (error) => ({ TypeError: "it cannot be reached", TimeoutError: "it does not answer", AbortError: "it does not answer" })[error.name] ?? error.message;
+const problem = (error) =>
+  ({ TypeError: "it cannot be reached", TimeoutError: "it does not answer", AbortError: "it does not answer" })[
+    error.name
+  ] ?? error.message;
 
 async function connect() {
   clearTimeout(link.timer);
@@ -79,11 +86,13 @@ async function check() {
 
 // Says what there is to say about the connection and the job as a whole.
 function tell() {
-  const ended = view !== null && view.ended !== null, stale = link.trouble !== null && !ended;
-  const age = link.heard ? (performance.now() - link.heard) / 1000 : 0;
+  const ended = view !== null && view.ended !== null,
+    stale = link.trouble !== null && !ended;
+  const silent = link.heard ? (performance.now() - link.heard) / 1000 : 0;
   document.body.classList.toggle("stale", stale && view !== null);
-  say($("freshness"), view === null || ended ? "" : stale ? `as of ${duration(age)} ago` : "● live");
-  const box = $("banner"), action = $("banner-do");
+  say($("freshness"), view === null || ended ? "" : stale ? `as of ${duration(silent)} ago` : "● live");
+  const box = $("banner"),
+    action = $("banner-do");
   const banner = (tone, text, label) => {
     box.className = tone;
     box.hidden = false;
@@ -97,8 +106,16 @@ function tell() {
     banner(view.exit_code === 0 ? "good" : "bad", `The job has ended${code}${ran}. This is its last state.`);
   } else if (stale) {
     const wait = Math.ceil(Math.max(0, (link.again - performance.now()) / 1000));
-    const what = view === null ? "" : ` What is below is ${duration(age)} old. If another member leads by now, bamboo web --job ${view.job} prints where its page is.`;
-    banner("warn", `No word from the job's leader: ${link.trouble}.${what} ${link.again && wait ? `Next try in ${wait} s.` : "Trying …"}`, "Try now");
+    const next = link.again && wait ? `Next try in ${wait} s.` : "Trying …";
+    const over = view !== null && (view.stopping || view.members.some((member) => member.state === "finished"));
+    const what =
+      view === null
+        ? ""
+        : over
+          ? ` It was about to end: bamboo events --job ${view.job} tells how.`
+          : ` Another member may lead by now: bamboo web --job ${view.job} prints where its page is.`;
+    const age = view === null ? "" : ` What is below is ${duration(silent)} old.`;
+    banner("warn", `No word from the job's leader: ${link.trouble}.${age}${what} ${next}`, "Try now");
   } else if (view === null) banner("note", "Connecting …");
   else box.hidden = true;
 }
@@ -130,8 +147,15 @@ function askToLeave(member) {
 }
 
 $("stop").addEventListener("click", () => {
-  const saved = view.checkpoint ? `its newest checkpoint, of step ${number(view.checkpoint.step)}` : "the beginning, as it has no checkpoint";
-  ask(`Stop ${view.job}?`, `All workers are ended. If the job is started again it goes on from ${saved}.`, "Stop the job", "stop");
+  const saved = view.checkpoint
+    ? `its newest checkpoint, of step ${number(view.checkpoint.step)}`
+    : "the beginning, as it has no checkpoint";
+  ask(
+    `Stop ${view.job}?`,
+    `All workers are ended. If the job is started again it goes on from ${saved}.`,
+    "Stop the job",
+    "stop",
+  );
 });
 $("ask-no").addEventListener("click", () => $("ask").close());
 $("ask-yes").addEventListener("click", async () => {
