@@ -46,8 +46,7 @@ def test_a_frame() -> None:
     assert max(map(len, lines)) <= 80
     assert lines[0].startswith("job gpt-demo   ▶ training   epoch 8   for ")
     assert "step 167, 2.0 s ago" in text and "losses 2" in text and "checkpoint of step 131" in text
-    stages = next(line for line in lines if line.startswith("m0"))
-    assert stages.split("  ") == ["m0/m3", "", "m0/(m3)", "m3/(m0) [2/6]", "m3/(m0)"] or stages, stages
+    assert next(line for line in lines if line.startswith("m0/")).split() == ["m0/m3", "m0/(m3)", "m3/(m0)", "m3/(m0)"]
     assert "next loss: that of any member would be fatal (back to the checkpoint of step 131)" in text.replace(
         "\n", " "
     )
@@ -72,7 +71,7 @@ def test_a_thousand_members_are_summed_up() -> None:
     assert "stage 1 of pipeline 72: unshadowed, owner m72" in text
     assert "1022 members on 128 hosts in 4 zones" in text
     assert "stages' worth of work: 1020 with 1, 2 with 2" in text
-    assert "m72 on node-009, zone-a: running, load 2.00" in text
+    assert "m72 on node-009, us-east-1a: running, load 2.00" in text
     assert "next loss: that of one of 4 members would be fatal (back to the beginning)" in text
 
 
@@ -168,7 +167,7 @@ def test_the_table_of_jobs() -> None:
     ]
     out = io.StringIO()
     Console(file=out, width=120, color_system=None).print(jobs_table(rows))
-    told = [line.split() for line in out.getvalue().splitlines()]
+    told = [line.split() for line in out.getvalue().splitlines() if "gpt" in line]
     local = f"{noon.astimezone():%Y-%m-%d %H:%M:%S}".split()
-    assert [part for part in told[3] if part != "│"] == ["gpt", *local, "4", "12", "1", "http://e:2379", "/x/[b]y"]
+    assert [part for part in told[0] if part != "│"] == ["gpt", *local, "4", "12", "1", "http://e:2379", "/x/[b]y"]
     assert "mute: etcd does not answer" in out.getvalue()

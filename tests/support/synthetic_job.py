@@ -154,16 +154,23 @@ class SyntheticJob:
         self._emit(ev.NoticeReceived, 0.1, member=self.owners[rank], **told)
         return self
 
+    def until_now(self) -> SyntheticJob:
+        """Shift all times, so that the newest event has just happened."""
+        shift = datetime.now(timezone.utc) - self._now
+        self._now += shift
+        self.events = [event.model_copy(update={"time": event.time + shift}) for event in self.events]
+        return self
+
     def finish(self, code: int = 0) -> SyntheticJob:
         """The end."""
-        self._emit(ev.RunFinished, 0.5, exit_code=code, run_seconds=(self._now - BEGIN).total_seconds())
+        self._emit(ev.RunFinished, 0.5, exit_code=code, run_seconds=(self._now - self.events[0].time).total_seconds())
         return self
 
     def overview(self) -> Overview:
         """What etcd would tell of the members."""
         slots = {member: int(member[1:].partition("-")[0]) for member in self.members}
         known = [
-            KnownMember(member, slot, "running", self.host(slot), f"zone-{'abcd'[slot // (HOST * ZONE) % 4]}")
+            KnownMember(member, slot, "running", self.host(slot), f"us-east-1{'abcd'[slot // (HOST * ZONE) % 4]}")
             for member, slot in slots.items()
         ]
         plan = Plan(
