@@ -359,6 +359,8 @@ class Coordinator:
             self._callbacks.on_leave(leave)
         self._attend_neighbours(mirror)
         if self._evicted:
+            if self._display is not None:
+                self._display.close(0.0)
             return None
         if self._keeper.lease is None:
             # The mirror may be older than the outage that cost the lease.

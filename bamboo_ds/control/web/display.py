@@ -60,6 +60,7 @@ class Display:
         self._server: WebServer | None = None
         self._exporter: Exporter | None = None
         self._try_at = 0.0
+        self._failures = 0
         self._told: str | None = None
         self._seen: tuple[int, int] | None = None
         self._shown_at = 0.0
@@ -137,9 +138,13 @@ class Display:
         try:
             self._server = WebServer(feed, Access(secret, job), job, host or self._settings.address, port, change)
         except OSError as error:
-            self._warn(f'cannot serve the page of the job at "bamboo.observe.http" = {address!r}, trying on: {error}')
+            self._failures += 1
+            if self._failures > 1:  # who led before may need a moment to learn that it does not any more
+                self._warn(
+                    f'cannot serve the page of the job at "bamboo.observe.http" = {address!r}, trying on: {error}'
+                )
             return
-        self._told = None
+        self._failures, self._told = 0, None
         logger.info("serving the page of the job at %s; bamboo web --job %s prints the token", self._server.url, job)
 
     def _export(self, feed: Feed) -> None:
