@@ -375,10 +375,10 @@ class Coordinator:
             if self._state_due:
                 self._renew(self._keeper.lease)
             wakes = [self._health.reply(mirror, plan)]
-            if self._display is not None:
-                wakes.append(self._display.follow(mirror, self._keeper.lease))
             if not self._resigned:
                 wakes.append(self._leader.step(mirror, self._keeper.lease, self._keeper.trusted_from))
+            if self._display is not None:
+                wakes.append(self._display.follow(mirror, self._keeper.lease))
         except LeaseExpired:
             self._keeper.lease = None
             return self._clock()

@@ -1,20 +1,20 @@
 """Serves the page of a job while its member leads, on behalf of the coordinator.
 
-Nothing in here delays or ends anything else: what goes wrong is logged and tried again.
+Nothing in here delays or ends anything else: what takes time is done by other threads, some time after the member has
+begun to lead, when it has a loss to handle; what goes wrong is logged and tried again.
 """
 
 from __future__ import annotations
 
 import logging
 import queue
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
-from ...addresses import split_address
 from ...errors import LeaseExpired, StoreError, StoreUnavailable
-from ...secret import SETTING
 from ...store import Lease, Store
 from ..once import put_once
 from ..registry.keys import Keys
@@ -24,15 +24,12 @@ from ..registry.records import LeaveRecord, StopRecord, WebRecord
 from ..settings import AgentSettings
 
 if TYPE_CHECKING:
-    from .exporter import Exporter
-    from .feed import Feed
-    from .server import WebServer
+    from .site import Site
 
 logger = logging.getLogger("bamboo_ds.control.web")
 
-#: Seconds between two attempts to listen, and between two overviews of what etcd has.
-_RETRY_S = 2.0
-_OVERVIEW_S = 0.5
+#: Seconds that a member has led before it serves, between two attempts to listen, and between two overviews of etcd.
+_CALM_S, _RETRY_S, _OVERVIEW_S = 0.5, 2.0, 0.5
 #: Exit code of a job that was ended on request: as if by SIGTERM.
 STOPPED = 143
 
@@ -54,12 +51,10 @@ class Display:
         self, settings: AgentSettings, member: str, store: Store, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._settings, self._member, self._store, self._clock = settings, member, store, clock
-        self._observe = settings.bamboo.observe
         self.wake: Callable[[], None] = lambda: None
-        self._feed: Feed | None = None
-        self._server: WebServer | None = None
-        self._exporter: Exporter | None = None
-        self._try_at = 0.0
+        self._site: Site | None = None
+        self._opening: Future[tuple[Site, OSError | None]] | None = None
+        self._try_at: float | None = None  # ``None``: the member does not lead
         self._failures = 0
         self._told: str | None = None
         self._seen: tuple[int, int] | None = None
@@ -87,72 +82,77 @@ class Display:
 
     def close(self, timeout_s: float) -> None:
         """Serve no more; wait up to ``timeout_s`` seconds for that. Idempotent."""
-        server, self._server = self._server, None
-        exporter, self._exporter = self._exporter, None
-        self._feed = None
-        if server is not None:
-            server.close(timeout_s)
-        if exporter is not None:
-            exporter.close(timeout_s)
+        site, self._site = self._site, None
+        opening, self._opening = self._opening, None
+        self._try_at = self._seen = None
+        if opening is not None:
+            opening.add_done_callback(_abandon)
+        elif site is not None:
+            site.close(timeout_s)
         while not self._asked.empty():
             self._asked.get()[2].set_exception(StoreUnavailable("this member does not lead any more"))
 
     # -- serving --------------------------------------------------------------------------------------
 
     def _show(self, mirror: Mirror, lease: Lease) -> float | None:
-        from .feed import Feed
-
         now = self._clock()
-        if self._feed is None:
-            self._feed = Feed(self._settings.job, self._settings.events)
-            self._seen, self._try_at = None, now
-            self._export(self._feed)
+        if self._try_at is None:
+            self._try_at = now + _CALM_S
+        if self._opening is not None and self._opening.done():
+            self._note_opened(self._opening)
+        wanted = self._site is None or (self._site.url is None and self._settings.bamboo.observe.http is not None)
         wakes = []
-        seen = id(mirror), mirror.changes
-        if seen != self._seen and now >= self._shown_at + _OVERVIEW_S:
-            self._seen, self._shown_at = seen, now
-            self._feed.know(overview(mirror))
-        elif seen != self._seen:
-            wakes.append(self._shown_at + _OVERVIEW_S)
-        if self._observe.http is not None:
-            if self._server is None and now >= self._try_at:
-                self._try_at = now + _RETRY_S
-                self._serve(self._feed, self._observe.http)
-            if self._server is None:
-                wakes.append(self._try_at)
+        if wanted and self._opening is None:
+            if now >= self._try_at:
+                self._open()
             else:
-                self._announce(self._server.url, mirror, lease)
-                self._carry_out(mirror)
+                wakes.append(self._try_at)
+        if self._site is not None:
+            seen = id(mirror), mirror.changes
+            if seen != self._seen and now >= self._shown_at + _OVERVIEW_S:
+                self._seen, self._shown_at = seen, now
+                self._site.feed.know(overview(mirror))
+            elif seen != self._seen:
+                wakes.append(self._shown_at + _OVERVIEW_S)
+            if self._site.url is not None:
+                self._announce(self._site.url, mirror, lease)
+        self._carry_out(mirror)
         return min(wakes, default=None)
 
-    def _serve(self, feed: Feed, address: str) -> None:
-        from .access import Access
-        from .server import WebServer
+    def _open(self) -> None:
+        opening: Future[tuple[Site, OSError | None]] = Future()
+        self._opening, site = opening, self._site
+        change = self._ask if self._settings.bamboo.observe.control else None
 
-        host, port = split_address(address)
-        secret, job = self._settings.secret, self._settings.job
-        if not secret:
-            self._warn(f'"bamboo.observe.http" has no effect: the job has no secret to tell users by; set {SETTING}')
-            return
-        change = self._ask if self._observe.control else None
-        try:
-            self._server = WebServer(feed, Access(secret, job), job, host or self._settings.address, port, change)
-        except OSError as error:
+        def run() -> None:
+            try:
+                from .site import Site
+
+                found = site or Site(self._settings, change)
+                try:
+                    found.listen()
+                except OSError as error:
+                    opening.set_result((found, error))
+                else:
+                    opening.set_result((found, None))
+            except Exception as error:
+                opening.set_exception(error)
+            self.wake()
+
+        threading.Thread(target=run, name="bamboo-web-start", daemon=True).start()
+
+    def _note_opened(self, opening: Future[tuple[Site, OSError | None]]) -> None:
+        self._opening, self._try_at = None, self._clock() + _RETRY_S
+        self._site, error = opening.result()
+        if error is not None:
             self._failures += 1
             if self._failures > 1:  # who led before may need a moment to learn that it does not any more
-                self._warn(
-                    f'cannot serve the page of the job at "bamboo.observe.http" = {address!r}, trying on: {error}'
-                )
+                self._warn(str(error))
             return
         self._failures, self._told = 0, None
-        logger.info("serving the page of the job at %s; bamboo web --job %s prints the token", self._server.url, job)
-
-    def _export(self, feed: Feed) -> None:
-        if self._observe.otlp is None:
-            return
-        from .exporter import Exporter
-
-        self._exporter = Exporter(feed, self._settings.job, self._observe.otlp)
+        if self._site.url is not None:
+            job = self._settings.job
+            logger.info("serving the page of the job at %s; bamboo web --job %s has the token", self._site.url, job)
 
     def _announce(self, url: str, mirror: Mirror, lease: Lease) -> None:
         """Let other commands find the page."""
@@ -194,3 +194,9 @@ class Display:
         else:
             record = LeaveRecord(id=member, source="web", detail="the job's page")
             put_once(self._store, Keys.leave(member), record.to_json())
+
+
+def _abandon(opening: Future[tuple[Site, OSError | None]]) -> None:
+    """What was being opened is not wanted any more."""
+    if opening.exception() is None:
+        opening.result()[0].close(0.0)

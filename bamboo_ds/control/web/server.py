@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qs
 
 from ...errors import BambooError
 from ...forking import only_here
@@ -227,8 +228,12 @@ class WebServer:
 
         if (request.content_length or 0) > _LARGEST_FORM:
             return self._error(413, "too large")
-        form = await asyncio.wait_for(request.post(), _STALL_S)
-        if not self._access.knows(str(form.get("token", "")).strip()):
+        try:
+            body = await asyncio.wait_for(request.read(), _STALL_S)
+        except asyncio.TimeoutError:
+            return self._error(408, "the form did not come")
+        token = parse_qs(body.decode(errors="replace")).get("token", [""])[0]
+        if not self._access.knows(token.strip()):
             return self._form(401, wrong=True)
         return web.Response(status=303, headers={**_HEADERS, "Location": "/", "Set-Cookie": self._access.cookie()})
 
