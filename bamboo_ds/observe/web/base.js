@@ -1,4 +1,4 @@
-// ---- elements ------------------------------------------------------------------------------------------------------
+// ---- elements ----
 
 const $ = (id) => document.getElementById(id);
 
@@ -56,7 +56,7 @@ function once(node, what, draw) {
   node.replaceChildren(...[draw()].flat(Infinity).filter((child) => child !== null && child !== undefined));
 }
 
-// ---- words ---------------------------------------------------------------------------------------------------------
+// ---- words ----
 
 const number = (value, digits = 0) =>
   (value + 0).toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });

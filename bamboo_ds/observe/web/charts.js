@@ -1,4 +1,4 @@
-// ---- charts ----------------------------------------------------------------------------------------------------------
+// ---- charts ----
 
 // Steps between ticks: the smallest of them that leaves at most `most` of them in `span`.
 const STEPS_S = [

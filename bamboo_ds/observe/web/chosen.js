@@ -1,4 +1,4 @@
-// ---- the next loss, and what is chosen -------------------------------------------------------------------------------
+// ---- the next loss, and what is chosen ----
 
 function drawNext() {
   const present = view.members.filter((member) => member.present && member.roles.length),

@@ -1,4 +1,4 @@
-// ---- stages x pipelines ----------------------------------------------------------------------------------------------
+// ---- stages x pipelines ----
 
 const FEW = 64; // roles up to which a cell has room for words
 const grid = { layout: "", cells: [], at: 0 };

@@ -1,4 +1,4 @@
-// ---- the connection --------------------------------------------------------------------------------------------------
+// ---- the connection ----
 
 const RETRY_S = [1, 2, 4, 8, 15, 30];
 const SILENT_S = 20; // of a stream after which the server is asked whether it is still there
@@ -126,7 +126,7 @@ setInterval(() => {
   if (view !== null && !document.hidden) drawTiles(); // ages
 }, 1000);
 
-// ---- orders, where the server takes them -----------------------------------------------------------------------------
+// ---- orders, where the server takes them ----
 
 let order = "";
 
@@ -163,6 +163,7 @@ $("ask-yes").addEventListener("click", async () => {
   try {
     await api(order, { method: "POST", signal: AbortSignal.timeout(15000) });
     $("ask").close();
+    if (order === "stop") take({ stopping: "asked for on this page" }); // its server may not live to say so
   } catch (error) {
     say($("ask-error"), `That was not done: ${problem(error)}.`);
     $("ask-yes").disabled = false;

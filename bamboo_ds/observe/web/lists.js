@@ -1,4 +1,4 @@
-// ---- time, plans, story ----------------------------------------------------------------------------------------------
+// ---- time, plans, story ----
 
 const TIME = [
   ["productive", "productive", "var(--green)"],
@@ -84,10 +84,24 @@ function drawPlans() {
         ...moved,
       ].filter(Boolean);
       const [sign, tone] = kinds[plan.kind];
+      const [why, ...whys] = named(plan.reason).split("; ");
+      const first = why + (whys.length ? "; …" : "");
       node.replaceChildren(
         el("td", {}, el("span", { class: tone, "aria-hidden": "true" }, `${sign} `), number(plan.epoch)),
         el("td", { class: "soft" }, clock(plan.time)),
-        el("td", {}, plan.reason, el("div", { class: "soft small" }, said.join(" · "))),
+        el(
+          "td",
+          {},
+          whys.length
+            ? el(
+                "details",
+                {},
+                el("summary", {}, first),
+                whys.map((each) => el("div", {}, each)),
+              )
+            : first,
+          el("div", { class: "soft small" }, said.join(" · ")),
+        ),
       );
     },
   );
@@ -109,7 +123,7 @@ function drawStory() {
   );
 }
 
-// ---- hints -----------------------------------------------------------------------------------------------------------
+// ---- hints ----
 
 function hint(event) {
   const node = event.target.closest?.("button, text"),

@@ -1,4 +1,4 @@
-// ---- losses and recoveries -------------------------------------------------------------------------------------------
+// ---- losses and recoveries ----
 
 const open = new Map(); // number of a loss: its LossDetail, null until that has come, or an error
 const PHASES = [

@@ -1,4 +1,4 @@
-// ---- what is shown -------------------------------------------------------------------------------------------------
+// ---- what is shown ----
 
 let view = null; // the newest LiveView
 let names = new Map(); // of members, by id
@@ -8,6 +8,7 @@ let skew = 0; // seconds that the server's clock is ahead
 let control = false; // whether the server takes orders
 
 const name = (id) => names.get(id) ?? id.split("-")[0];
+const named = (text) => text.replace(/\bm\d+-[0-9a-f]{8}\b/g, name); // members by their names
 const now = () => Date.now() / 1000 + skew;
 const role = ([pipeline, stage]) => (view.pipelines > 1 ? `stage ${stage} of pipeline ${pipeline}` : `stage ${stage}`);
 const roles = (several) =>
