@@ -283,6 +283,8 @@ def test_steps_that_a_restart_repeats_are_taken_back(kept: int, monkeypatch: pyt
     accountant = RunningAccountant()
     for event in job.events:
         accountant.add(event)
+        if isinstance(event, ev.Restart):  # it says itself how many steps are lost
+            assert (accountant.snapshot().steps, accountant.snapshot().repeated_steps) == (kept, 100 - kept)
     whole, found = account(job.events), accountant.snapshot()
     assert (found.steps, found.repeated_steps) == (whole.steps, whole.repeated_steps) == (150, 100 - kept)
     # Of a stretch that is taken back in part its mean counts.
