@@ -147,7 +147,7 @@ def test_where_the_events_are_others_etcd_tells() -> None:
     assert (view.state, view.time, view.losses) == ("training", None, ())
     assert [member.state for member in view.members] == ["running"] * len(told.members)
     whole = fold(made.events, told)
-    assert whole.members[0].leader and whole.members[0].zone == "zone-a"
+    assert whole.members[0].leader and whole.members[0].zone == told.members[0].zone
     assert [(role.owner, role.shadow) for role in whole.roles] == [(role.owner, role.shadow) for role in view.roles]
     assert sum(member.load or 0.0 for member in whole.members) == pytest.approx(4.0)
     assert any(role.state == "copying" for role in whole.roles)
@@ -247,7 +247,7 @@ def test_memory_is_bounded() -> None:
     assert len(view.history.step) <= POINTS and len(view.recent.step) == RECENT
     assert (len(view.losses), len(view.plans)) == (LOSSES, PLANS)
     assert view.totals.losses == 1100
-    assert (sizes[1] - sizes[0]) / 990 < 1000, sizes
+    assert (sizes[1] - sizes[0]) / 990 < 1500, sizes
 
 
 @pytest.mark.parametrize("unsettled", [64, 8])

@@ -97,8 +97,8 @@ class Life:
 
     @property
     def state(self) -> tuple[object, ...]:
-        """Lives of equal states are cut equally."""
-        return self.begin, self.since, self.end, self.dropped, *self._labels
+        """Lives of equal states are cut equally, from :attr:`since` on."""
+        return self.since == self.begin, self.since, self.end, self.dropped, *self._labels
 
     def mark(self) -> tuple[float | None, int]:
         """What :meth:`rewind` goes back to."""

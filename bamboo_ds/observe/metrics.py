@@ -53,7 +53,7 @@ class _Histogram:
 class Metrics(Collector):
     """Folds events beside a :class:`~.live.LiveJob`, whose views it completes.
 
-    Call :meth:`add` with each event that the job gets, and :meth:`show` before :meth:`collect`.
+    Call :meth:`add` with each event that the job gets, and :meth:`show` before :meth:`collect`, with no event between.
     """
 
     def __init__(self, job: LiveJob) -> None:
@@ -95,8 +95,6 @@ class Metrics(Collector):
     def show(self, view: LiveView) -> None:
         """What :meth:`collect` tells from now on."""
         self._view = view
-        for category, seconds in self._job.badput().items():
-            self._badput[category] = max(seconds, self._badput.get(category, 0.0))
 
     def collect(self) -> Iterable[Metric]:
         """All families, with a sample for each value that their labels may have."""
@@ -149,6 +147,8 @@ class Metrics(Collector):
             yield GaugeMetricFamily("bamboo_goodput_ratio", share, value=view.account.goodput)
         other = "Member-seconds that were not productive, up to the newest step, by what they were spent on."
         badput = CounterMetricFamily("bamboo_badput_seconds", other, labels=["type"])
+        for category, seconds in self._job.badput().items():  # only here: it takes its time with many members
+            self._badput[category] = max(seconds, self._badput.get(category, 0.0))
         yield _counted(badput, sorted(self._badput), self._badput)
 
 

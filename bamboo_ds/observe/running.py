@@ -12,7 +12,7 @@ from .goodput import Accountant, Totals
 from .lives import Category, Life
 
 #: Newest steps that are not settled: what is learnt later may still say otherwise of them.
-_UNSETTLED = 64
+_UNSETTLED = 32
 #: Stretches of as many settled steps that a restart can still undo, the newest ones.
 _STRETCHES = 1024
 
@@ -36,7 +36,7 @@ class _Stretch:
 class RunningAccountant(Accountant):
     """An accountant whose memory is bounded by the members, and that tells the sums at any time.
 
-    A restart from a checkpoint that is older than the newest 65,000 steps leaves those before them productive.
+    A restart from a checkpoint that is older than the newest 32,000 steps leaves those before them productive.
     """
 
     def __init__(self) -> None:

@@ -43,18 +43,19 @@ def gone(mirror: Mirror) -> list[KnownMember]:
     present, left, known, plan = mirror.members.keys(), mirror.left, mirror.known, mirror.plan
     # Those whose agents could not say goodbye. What they have reported is still there.
     silent = mirror.reports.keys() - present - left.keys()
-    states = {member: ending_of(record) for member, record in left.items() if member not in present}
-    states.update({member: "silent" if plan and member in plan.members else "lost" for member in silent})
+    states = {member: (record.slot, ending_of(record)) for member, record in left.items() if member not in present}
+    for member in silent:
+        states[member] = slot_of(member), "silent" if plan and member in plan.members else "lost"
     return [
         KnownMember(
             id=member,
-            slot=slot_of(member),
+            slot=slot,
             state=state,
             host=known[member].host if member in known else None,
             zone=known[member].zone if member in known else "",
             registered=False,
         )
-        for member, state in sorted(states.items(), key=lambda pair: (slot_of(pair[0]), pair[0]))
+        for member, (slot, state) in sorted(states.items(), key=lambda pair: (pair[1][0], pair[0]))
     ]
 
 
