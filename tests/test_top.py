@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Iterator
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -12,15 +13,18 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from bamboo_ds.cli import jobs as list_jobs
+from bamboo_ds.cli import top as top_command
 from bamboo_ds.cli.jobs import JobReport, jobs_table, losses
 from bamboo_ds.cli.main import cli
 from bamboo_ds.cli.top import LiveSource
 from bamboo_ds.cli.top_view import frame
+from bamboo_ds.control.registry.mirror import Mirror
 from bamboo_ds.errors import ConfigError, StoreUnavailable
 from bamboo_ds.launchers import jobs
 from bamboo_ds.observe.events import EventWriter
 from bamboo_ds.observe.live import LiveJob
 from bamboo_ds.observe.view import LiveView, Overview
+from bamboo_ds.store.records import Snapshot
 
 from .support.synthetic_job import SyntheticJob, four
 
@@ -102,6 +106,15 @@ def write(job: SyntheticJob, path: Path) -> None:
             writer.emit(event)
 
 
+def test_nothing_is_cut_of_figures_and_stages() -> None:
+    """Figures take more lines; stages that do not fit beside each other are counted."""
+    view = view_of(SyntheticJob("long", 1, 12).train(3))
+    narrow, wide = shown(view, 60), shown(view, 160)
+    assert "88% of redundant passes ahead" in " ".join(narrow) and not any("…" in line for line in narrow[:6])
+    assert "1 pipeline of 12 stages: 12 shadowed" in narrow
+    assert any("stage 0" in line and "stage 11" in line for line in wide)
+
+
 def test_events_are_followed(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     job = SyntheticJob("followed", 1, 2).train(2)
@@ -116,6 +129,23 @@ def test_events_are_followed(tmp_path: Path) -> None:
     path.unlink()
     with pytest.raises(ConfigError, match=r"cannot read the events.*--events"):
         source.view(None)
+
+
+@pytest.mark.parametrize(("ends", "told"), [(True, True), (False, False)])
+def test_it_ends_with_the_job_or_by_ctrl_c(monkeypatch: pytest.MonkeyPatch, ends: bool, told: bool) -> None:
+    def snapshots(_: jobs.JobLocation) -> Iterator[Mirror]:
+        yield Mirror(Snapshot({}, 1))
+        if not ends:
+            raise KeyboardInterrupt
+
+    terminal = Console(file=io.StringIO(), force_terminal=True, width=80, height=24)
+    monkeypatch.setattr(top_command, "snapshots", snapshots)
+    monkeypatch.setattr(top_command, "console", lambda: terminal)
+    done = CliRunner().invoke(cli, ["top", "--job", "gpt", "--store", "http://127.0.0.1:1"])
+    assert done.exit_code == 0, done.output
+    out = terminal.file
+    assert isinstance(out, io.StringIO)
+    assert "job gpt" in out.getvalue() and ("job gpt has ended" in out.getvalue()) == told
 
 
 def test_no_job(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -193,7 +193,6 @@ def test_the_server_goes_and_comes_back(browser: Browser, tmp_path: Path) -> Non
     job = SyntheticJob("away", 1, 2).train(2)
     with served(job, tmp_path) as found:
         browser.log_in(found.server.url, found.token)
-        browser.script("setInterval = null")
         port = int(found.server.url.rpartition(":")[2])
         assert browser.complaints() == []
     browser.until("that is said", lambda: "No word from the job's leader" in browser.text("#banner"))
