@@ -108,7 +108,7 @@ def test_log_in_and_out(served: Served) -> None:
     status, headers, page = ask(served.url, "/login", None, "POST", "token=wrong", **form)
     assert status == 401 and "Set-Cookie" not in headers and b"not the token" in page
     status, headers, _ = ask(served.url, "/login", None, "POST", f"token={TOKEN}", **form)
-    assert (status, headers["Location"]) == (303, "/")
+    assert (status, headers["Location"]) == (303, "./")
     cookie, *attributes = headers["Set-Cookie"].split("; ")
     assert set(attributes) == {"Path=/", "HttpOnly", "SameSite=Strict"}
     assert TOKEN not in cookie
@@ -404,6 +404,14 @@ def test_a_failure_of_any_kind_is_no_failure_of_the_job(
         lead(shown, lambda: len(failed) > 2)
         shown.close(5.0)
     assert caplog.text.count("a test says so") == 2
+
+
+def test_all_addresses_are_told_as_the_one_that_others_know() -> None:
+    store = StoreDouble()
+    shown = display("0.0.0.0:0", store)
+    lead(shown, lambda: store.written)
+    assert re.fullmatch(r"http://127\.0\.0\.1:\d+", WebRecord.from_json(store.written[Keys.WEB]).url)
+    shown.close(5.0)
 
 
 def test_one_that_leads_for_a_moment_only_leaves_nothing() -> None:

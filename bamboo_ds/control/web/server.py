@@ -235,14 +235,14 @@ class WebServer:
         token = parse_qs(body.decode(errors="replace")).get("token", [""])[0]
         if not self._access.knows(token.strip()):
             return self._form(401, wrong=True)
-        return web.Response(status=303, headers={**_HEADERS, "Location": "/", "Set-Cookie": self._access.cookie()})
+        return web.Response(status=303, headers={**_HEADERS, "Location": "./", "Set-Cookie": self._access.cookie()})
 
     async def _do(self, path: str) -> web.StreamResponse:
         from aiohttp import web
 
         if path == "/logout":
             forget = self._access.cookie(forget=True)
-            return web.Response(status=303, headers={**_HEADERS, "Location": "/login", "Set-Cookie": forget})
+            return web.Response(status=303, headers={**_HEADERS, "Location": "login", "Set-Cookie": forget})
         member = path[len("/api/leave/") :] if path.startswith("/api/leave/") else ""
         if path != "/api/stop" and not member:
             return self._error(404, "there is nothing here")

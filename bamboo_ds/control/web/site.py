@@ -15,7 +15,7 @@ class Site:
 
     Attributes:
         feed: what is known of the job.
-        url: where it listens; ``None`` before :meth:`listen`, or where no page is wanted.
+        url: ``None`` before :meth:`listen`, or where no page is wanted.
     """
 
     def __init__(self, settings: AgentSettings, change: Change | None) -> None:
@@ -31,8 +31,11 @@ class Site:
 
     @property
     def url(self) -> str | None:
-        """Where it listens."""
-        return self._server.url if self._server is not None and self._server.alive else None
+        """Where it listens; of all addresses that which other members know."""
+        if self._server is None or not self._server.alive:
+            return None
+        own = f"//[{self._settings.address}]:" if ":" in self._settings.address else f"//{self._settings.address}:"
+        return self._server.url.replace("//0.0.0.0:", own).replace("//[::]:", own)
 
     def listen(self) -> None:
         """Serve the page, if one is wanted. Idempotent.
