@@ -68,7 +68,8 @@ exhaustive: install
 	$(BIN)/python -m pytest -m exhaustive
 
 # Jobs on the tools that users have, as Debian has them, with real hosts that are lost. Needs root, and
-# apt-get install iproute2 openssh-server pdsh slurm-wlm munge etcd-server etcd-client openssl systemd
+# apt-get install iproute2 openssh-server pdsh slurm-wlm munge etcd-server etcd-client openssl systemd prometheus
+# The page's tests also need chromium, chromium-driver and the extra [browser], and are skipped without them.
 real: install $(RECIPES)/.installed
 	$(BIN)/python -m pytest -m real tests/real
 

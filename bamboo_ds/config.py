@@ -7,13 +7,15 @@ nearest known key named, so that a typing error never silently turns a safeguard
 from __future__ import annotations
 
 import difflib
+import importlib.util
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any, Literal, get_args, get_origin
-from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, ValidationInfo, field_validator
 
+from .addresses import check_url as check_url
+from .addresses import split_address
 from .deepspeed_config import config_path_from_argv as config_path_from_argv
 from .deepspeed_config import load_config as load_config
 from .errors import ConfigError
@@ -249,6 +251,20 @@ class ObserveConfig(_Block):
         description="folder on a file system that all members share, for a ledger of the batches that committed steps"
         " have consumed, see `bamboo ledger`; `null`: none",
     )
+    http: str | None = Field(
+        None,
+        description="`HOST:PORT` at which the member that leads serves the [page and metrics]"
+        "(../guides/observing.md) of the job, and nowhere else; without `HOST` at its own address, which suits several "
+        "hosts; port 0: any. `null`: no page",
+    )
+    control: bool = Field(
+        False, description="whether who may see that page may also end the job from there, and ask members to leave"
+    )
+    otlp: str | None = Field(
+        None,
+        description="URL of an OpenTelemetry collector (OTLP over HTTP, such as `http://host:4318`) that gets the same "
+        "metrics, and the events as logs; needs the extra `otel`. `null`: none",
+    )
     timeline: Literal["losses", "all", "off"] = Field(
         "losses",
         description="which instructions of workers are kept beside the events, for `bamboo trace` and `bamboo plot`: "
@@ -256,20 +272,20 @@ class ObserveConfig(_Block):
         "[Timelines](../guides/timelines.md)",
     )
 
+    @field_validator("http")
+    @classmethod
+    def _is_an_address(cls, value: str | None) -> str | None:
+        if value is not None:
+            split_address(value)
+        return value
+
+    @field_validator("otlp")
+    @classmethod
+    def _is_a_url(cls, value: str | None) -> str | None:
+        return None if value is None else check_url(value)
+
 
 SourceName = Literal["aws", "gcp", "azure", "file", "http"]
-
-
-def check_url(url: str) -> str:
-    """``url`` without a slash at its end; raises ``ValueError`` with the cure unless it is HTTP(S) with a host."""
-    try:
-        parts = urlsplit(url)
-        port_is_one = parts.port is None or parts.port > 0
-    except ValueError as error:
-        raise ValueError(f"{url!r} is not a URL: {error}") from error
-    if parts.scheme not in ("http", "https") or not parts.hostname or not port_is_one:
-        raise ValueError(f"{url!r} is not a URL like http://host:port/path")
-    return url.rstrip("/")
 
 
 class NoticesConfig(_Block):
@@ -353,6 +369,8 @@ class BambooConfig(_Block):
     def check(self) -> None:
         """Raise :class:`ConfigError` if two settings contradict each other."""
         self.redundancy.steps_to_check()
+        if self.observe.otlp is not None and importlib.util.find_spec("opentelemetry") is None:
+            raise ConfigError('bamboo.observe.otlp needs OpenTelemetry: pip install "bamboo_ds[otel]", or remove it')
         ttl = self.membership.lease_ttl_s
         if self.fence_s is not None and self.fence_s < 2 * ttl:
             raise ConfigError(

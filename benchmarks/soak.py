@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean
@@ -33,6 +33,7 @@ from common import (
     run_stock,
     write_config,
 )
+from scrape import Scraper, free_address
 
 from bamboo_ds.chaos.faults import Kind
 from bamboo_ds.chaos.observer import Observer
@@ -185,13 +186,15 @@ def growth_problems(before: Usage, after: Usage) -> list[str]:
 
 
 def disturbed(folder: Path, steps: int, hold_s: float, batch: int, blocks: int, faults: int, rate: float, seed: int,
-              more: list[str]) -> tuple[dict[str, Any], list[str]]:  # fmt: skip
+              more: list[str], address: str | None) -> tuple[dict[str, Any], list[str]]:  # fmt: skip
     """The job with its faults; returns what was measured and what is wrong."""
-    block = {
+    block: dict[str, Any] = {
         "notices": {"sources": ["file"], "file": str(folder / "notice-{slot}"), "poll_s": 0.25},
         "recovery": {"on_exception": "takeover"},
         "topology": {"blocks": blocks},
     }
+    if address is not None:
+        block["observe"] = {"http": address}
     config = write_config(folder, MICRO_BATCHES, block, train_micro_batch_size_per_gpu=batch)
     until, name = folder / "done", f"soak-{os.getpid()}"
     script = [
@@ -215,7 +218,12 @@ def disturbed(folder: Path, steps: int, hold_s: float, batch: int, blocks: int, 
     measured: dict[str, Any] = {}
     with bamboo_job(folder, STAGES * PIPELINES, Path("-m"), ["bamboo_ds.chaos.victim", *arguments], name) as process:
         wait_for_job(name, process, folder)
-        with Observer(jobs.choose(name).store, name, PATIENCE_S) as observer, chaos(folder, name, options) as runner:
+        scraper = None if address is None else Scraper(address, name, folder / "events.jsonl")
+        with (
+            Observer(jobs.choose(name).store, name, PATIENCE_S) as observer,
+            chaos(folder, name, options) as runner,
+            nullcontext() if scraper is None else scraper.running(),
+        ):
             quiet(observer, MEMBERS, "the standbys did not join")
             before = usage(observer, process.pid, runner.pid)
             while faults_done(folder) < faults and runner.poll() is None and process.poll() is None:
@@ -225,6 +233,9 @@ def disturbed(folder: Path, steps: int, hold_s: float, batch: int, blocks: int, 
                 after = usage(observer, process.pid, runner.pid)
                 measured["usage"] = {"before": asdict(before), "after": asdict(after)}
                 problems += growth_problems(before, after)
+                if scraper is not None:
+                    problems += scraper.compare()
+                    measured["scrapes"] = {"done": scraper.done, "refused": scraper.refused}
             until.touch()
             code = runner.wait(PATIENCE_S + steps)
         measured["exit_code"] = process.wait(PATIENCE_S)
@@ -260,17 +271,19 @@ def wait_for_job(name: str, process: subprocess.Popen[bytes], folder: Path) -> N
     show_default=True,
     help="Layers of a stage, which may be divided at each of them.",
 )
+@click.option("--scrape", is_flag=True, help="Scrape the job's metrics meanwhile, and compare them with its events.")
 @click.option("--quick", is_flag=True, help="Twenty faults.")
 @click.option("--option", "more", multiple=True, help="For bamboo chaos, such as --option=--weight --option=kill=1.")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("out"), show_default=True)
-def main(faults: int, rate: float, seed: int, steps: int | None, hold_s: float, blocks: int, quick: bool,
-         more: tuple[str, ...], out: Path) -> None:  # fmt: skip
+def main(faults: int, rate: float, seed: int, steps: int | None, hold_s: float, blocks: int, scrape: bool,
+         quick: bool, more: tuple[str, ...], out: Path) -> None:  # fmt: skip
     """Do hundreds of seeded faults to one job and check that it bears them."""
     out, faults, batch = out.resolve(), 20 if quick else faults, 2
     steps = steps or 100 + 20 * faults
     folder = fresh(out / "jobs" / "soak")
     begin = time.monotonic()
-    measured, problems = disturbed(folder, steps, hold_s, batch, blocks, faults, rate, seed, list(more))
+    address = free_address() if scrape else None
+    measured, problems = disturbed(folder, steps, hold_s, batch, blocks, faults, rate, seed, list(more), address)
     console.print(f"[dim]{time.monotonic() - begin:.0f} s[/dim]")
     if measured["exit_code"] == 0:
         problems += compare(out, folder, steps, batch, blocks, measured)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +23,8 @@ from bamboo_ds.control.registry.keys import Keys
 from bamboo_ds.control.registry.records import MemberRecord
 
 from .support.control import Job, start
+from .support.page import ask, gone_back, scraped, seen, value
+from .support.ports import free_port
 
 __all__ = ["start"]  # the fixture
 
@@ -153,14 +156,54 @@ def gone(job: Job) -> set[int]:
     return {rank for rank in range(job.world) if job.member(rank) in lost}
 
 
-def test_dead_agent_is_noticed_without_waiting_for_its_lease(start: Start) -> None:
-    job = start(3, "--lease-ttl-s", "60").run()
+def test_dead_agent_is_noticed_without_waiting_for_its_lease(start: Start, tmp_path: Path) -> None:
+    """It led, and served the job's page: the next one that leads does so at the same address."""
+    url, config, token_file = f"http://127.0.0.1:{free_port()}", tmp_path / "ds.json", tmp_path / "token"
+    observe = {"http": url.partition("//")[2], "control": True}
+    config.write_text(json.dumps({"bamboo": {"observe": observe}}))
+    job = start(3, "--lease-ttl-s", "60", "--config", str(config)).run()
+    step = {"step": 1, "loss": 1.5, "seconds": 0.25, "frc_done": 3, "frc_total": 4, "samples": 8}
+    job.tell(0, f"event step {json.dumps(step)}")
+    job.wait_quietly(lambda: served(url) and job.events("step"))
+    told = job.bamboo("web", "--token-file", str(token_file))
+    assert told.returncode == 0 and f"page:    {url}/\n" in told.stdout, told.stderr
+    token = token_file.read_text()
+    assert token not in told.stdout and token_file.stat().st_mode & 0o777 == 0o600
+    assert ask(url, "/metrics")[0] == ask(url, "/metrics", token[::-1])[0] == 401
+    before = scraped(url, token)
+    assert value(before, "bamboo_samples_total") == 8 and value(before, "bamboo_step_seconds_sum") == 0.25
+    assert (value(before, "bamboo_members", state="running"), value(before, "bamboo_epoch")) == (3, 2)
     victim = leader_of(job)
+    assert [member["slot"] for member in seen(url, token)["members"] if member["leader"]] == [victim]
     worker = psutil.Process(job.worker(victim))
     job.kill(job.agent(victim))
     assert job.wait_epoch(3, victim)["lost"] == [job.member(victim)]
     job.wait_quietly(lambda: not worker.is_running())  # and its parent, the launcher now, has collected it
+    job.wait_quietly(lambda: served(url) and job.events("member_lost"))
+    after = scraped(url, token)
+    assert not gone_back(before, after)
+    (lost,) = job.events("member_lost")
+    assert value(after, "bamboo_losses_total", reason=lost["reason"]) == 1
+    assert (value(after, "bamboo_members", state="running"), value(after, "bamboo_epoch")) == (2, 3)
+    view = seen(url, token)
+    assert view["losses"][0]["members"][0]["id"] == job.member(victim)
+    leader = next(member["slot"] for member in view["members"] if member["leader"])
+    assert leader != victim
+    other = ({0, 1, 2} - {victim, leader}).pop()
+    assert ask(url, f"/api/leave/{job.member(other)}", token, "POST")[0] == 200
+    job.wait_quietly(lambda: job.events("notice"))
+    assert [(event["member"], event["source"]) for event in job.events("notice")] == [(job.member(other), "web")]
     job.finish(victim)
+    assert not served(url)
+    assert token not in job.output()
+
+
+def served(url: str) -> bool:
+    """Whether somebody listens."""
+    try:
+        return ask(url, "/healthz")[0] == 200
+    except ConnectionError:
+        return False
 
 
 def test_silent_node_loses_its_lease_and_stops_when_it_wakes(start: Start) -> None:

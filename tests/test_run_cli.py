@@ -210,15 +210,22 @@ def test_status_and_stop(start: Start) -> None:
     for rank in (0, 1, 2):
         job.tell(rank, f"event recovered {json.dumps({**times, **passes, **unknown})}")
     follow = [*BAMBOO, "events", "-f", "--job", "status-test"]
-    terminal, inside = pty.openpty()
+    (terminal, inside), (terminal_top, inside_top) = pty.openpty(), pty.openpty()
     with (
         subprocess.Popen(follow, env=job.environment, stdout=subprocess.PIPE, text=True) as following,
         subprocess.Popen([*BAMBOO, "status", "-w"], env=job.environment, stdout=inside) as watching,
+        subprocess.Popen([*BAMBOO, "top"], env=job.environment, stdout=inside_top) as top,
     ):
         os.close(inside)
-        shown = b""
+        os.close(inside_top)
+        shown = shown_top = b""
         while b"epoch 3" not in shown:
             shown += os.read(terminal, 4096)
+        while b"losses 1" not in shown_top:
+            shown_top += os.read(terminal_top, 4096)
+        (listed,) = json.loads(job.bamboo("jobs", "--json").stdout)
+        assert (listed["job"], listed["members"], listed["step"], listed["losses"]) == ("status-test", 3, 12, 1)
+        assert listed["events"] == str(job.events_file) and listed["problem"] is None
         assert following.stdout is not None
         told = iter(following.stdout.readline, "")
         loss = next(line for line in told if "worker m3 on host" in line)  # it is told while the job runs
@@ -230,8 +237,11 @@ def test_status_and_stop(start: Start) -> None:
         assert "exit code 143 after" in "".join(told)
         while b"job status-test has ended" not in shown:
             shown += os.read(terminal, 4096)
-    os.close(terminal)
-    assert following.returncode == watching.returncode == 0
+        while b"job status-test has ended" not in shown_top:
+            shown_top += os.read(terminal_top, 4096)
+    for each in (terminal, terminal_top):
+        os.close(each)
+    assert following.returncode == watching.returncode == top.returncode == 0
     nothing = job.bamboo("status")
     assert nothing.returncode == 2
     assert "no job runs here" in nothing.stderr
@@ -260,6 +270,8 @@ def test_shared_etcd(start: Start, tmp_path: Path) -> None:
         again = job.bamboo("run", "-n", "1", "--store", etcd.url, "--job", "shared", __file__)
         assert again.returncode == 1
         assert "runs already" in again.stderr
+        (listed,) = json.loads(job.bamboo("jobs", "--store", etcd.url, "--json").stdout)
+        assert (listed["job"], listed["members"], listed["problem"]) == ("shared", 2, None) and listed["since"]
         done = job.bamboo("stop", "--store", etcd.url, "--job", "shared")
         assert done.returncode == 0, done.stderr
         assert job.exit_code() == 143

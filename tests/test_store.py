@@ -70,6 +70,14 @@ def test_prefix_is_a_snapshot_of_the_namespace_only(etcd: EtcdServer, store: Sto
         assert other.get("members/x") is not None
 
 
+def test_folders_of_a_namespace(store: Store) -> None:
+    """Each once, however many keys it has; one name may be the beginning of another."""
+    assert store.folders() == []
+    for key in ("b/plan", "b/members/x", "a/plan", "a-b/plan", "a.c/plan", "alone", "z"):
+        store.put(key, "x" * 100)
+    assert sorted(store.folders()) == ["a", "a-b", "a.c", "b"]
+
+
 def test_compare_and_swap(store: Store) -> None:
     assert store.create("plan", "1")
     assert not store.create("plan", "1")

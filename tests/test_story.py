@@ -400,3 +400,7 @@ def test_the_banner_has_no_secrets() -> None:
         "watch it with bamboo status --job gpt or bamboo events -f --job gpt",
         "events: /e",
     ]
+    (line,) = set(banner("gpt", "4 members", "http://10.0.0.5:2379", "/e", "127.0.0.1:9400")) - set(
+        banner("gpt", "4 members", "http://10.0.0.5:2379", "/e")
+    )
+    assert line == "page at 127.0.0.1:9400; bamboo web --job gpt tells its URL and token"

@@ -30,6 +30,7 @@ from .checkpoints import checkpoints
 from .doctor import doctor
 from .events import events
 from .goodput import goodput
+from .jobs import jobs as list_jobs
 from .ledger import ledger
 from .options import (
     MemberArguments,
@@ -45,7 +46,9 @@ from .output import console
 from .plan import plan
 from .plot import plot
 from .status import job_status, status_table, watch
+from .top import top
 from .trace import trace
+from .web import web
 
 _TIMEOUT_S = 5.0
 #: Exit code of a job that ``bamboo stop`` has ended: as if by SIGTERM.
@@ -205,6 +208,9 @@ cli.add_command(goodput)
 cli.add_command(events)
 cli.add_command(trace)
 cli.add_command(plot)
+cli.add_command(list_jobs)
+cli.add_command(top)
+cli.add_command(web)
 
 
 @cli.command()

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 
 from pydantic import BaseModel, ConfigDict
 from rich.live import Live
 from rich.table import Table
 
 from ..control.registry.access import open_store
-from ..control.registry.keys import slot_of
 from ..control.registry.mirror import Mirror
-from ..control.registry.records import LeftRecord, MemberRecord, in_slot_order
+from ..control.registry.overview import gone, state_of
+from ..control.registry.records import in_slot_order
 from ..errors import ConfigError, StoreUnavailable
 from ..launchers import jobs
 from ..topology.plan import Plan
-from .output import console
+from .output import console, printable
 
 _TIMEOUT_S = 5.0
 _WATCH_S = 1.0
@@ -69,7 +70,7 @@ def job_status(job: str, mirror: Mirror) -> JobStatus:
         MemberStatus(
             id=member.id,
             slot=member.slot,
-            state=_state(member, plan),
+            state=state_of(member, plan),
             host=member.host,
             address=member.address,
             pid=member.pid,
@@ -81,15 +82,7 @@ def job_status(job: str, mirror: Mirror) -> JobStatus:
         )
         for member in in_slot_order(mirror.members.values())
     ]
-    known = {member.id for member in registered}
-    departures = [left for left in mirror.left.values() if left.id not in known]
-    gone = [MemberStatus(id=left.id, slot=left.slot, state=_ending(left)) for left in departures]
-    # Those whose agents could not say goodbye. What they have reported is still there.
-    silent = mirror.reports.keys() - known - mirror.left.keys()
-    gone += [
-        MemberStatus(id=member, slot=slot_of(member), state="silent" if plan and member in plan.members else "lost")
-        for member in silent
-    ]
+    departed = [MemberStatus(id=each.id, slot=each.slot, state=each.state) for each in gone(mirror)]
     progress = max(mirror.progress.values(), key=lambda record: record.step, default=None)
     checkpoints = [record for record in mirror.progress.values() if record.checkpoint]
     newest = max(checkpoints, key=lambda record: record.step, default=None)
@@ -100,24 +93,8 @@ def job_status(job: str, mirror: Mirror) -> JobStatus:
         global_step=progress.global_step if progress else None,
         checkpoint=newest.checkpoint if newest else None,
         unshadowed=_unshadowed(plan),
-        members=sorted(registered + gone, key=lambda member: (member.slot, member.id)),
+        members=sorted(registered + departed, key=lambda member: (member.slot, member.id)),
     )
-
-
-def _state(member: MemberRecord, plan: Plan | None) -> str:
-    if member.state != "running":
-        return member.state
-    if plan is None:
-        return "starting"
-    if member.id not in plan.members:
-        return "evicted"
-    return "running" if plan.layout else "building"
-
-
-def _ending(left: LeftRecord) -> str:
-    if left.outcome == "finished":
-        return left.outcome
-    return f"left ({left.detail})" if left.outcome == "left" else f"{left.outcome} ({left.reason} {left.detail})"
 
 
 def _roles(plan: Plan | None, member: str, shadows: bool) -> list[tuple[int, int]]:
@@ -145,8 +122,8 @@ def status_table(status: JobStatus) -> Table:
         table.add_row(
             str(member.slot),
             member.id + (" *" if member.leader else ""),
-            member.state,
-            member.host or "-",
+            printable(member.state),
+            printable(member.host or "-"),
             str(member.pid or "-"),
             str(member.agent_pid or "-"),
             _listed(member.roles),
@@ -167,33 +144,37 @@ def _listed(roles: list[tuple[int, int]]) -> str:
     return " ".join(f"({pipeline},{stage})" for pipeline, stage in roles) or "-"
 
 
-def watch(location: jobs.JobLocation) -> None:
-    """Show the status every second until the job has ended, or Ctrl-C.
+def snapshots(location: jobs.JobLocation) -> Iterator[Mirror]:
+    """The keys of a job every second until it has ended.
 
     Raises:
         ConfigError: there is no such job.
         StoreError: etcd cannot be used, and the job has not ended as far as this host knows.
     """
     seen = False
-    with (
-        open_store(location.store, location.job, _TIMEOUT_S) as store,
-        Live(console=console(), auto_refresh=False) as live,
-    ):
+    with open_store(location.store, location.job, _TIMEOUT_S) as store:
+        while True:
+            try:
+                snapshot = store.get_prefix("")
+            except StoreUnavailable:  # that of the job ends with it
+                if not seen or location.launcher is None or jobs.find(location.job) is not None:
+                    raise
+                return
+            if not snapshot.entries and not seen:
+                raise ConfigError(f"no job {location.job!r} is known at {location.store}")
+            if not snapshot.entries:
+                return
+            seen = True
+            yield Mirror(snapshot)
+            time.sleep(_WATCH_S)
+
+
+def watch(location: jobs.JobLocation) -> None:
+    """Show the status every second until the job has ended, or Ctrl-C; raises as :func:`snapshots`."""
+    with Live(console=console(), auto_refresh=False) as live:
         try:
-            while True:
-                try:
-                    snapshot = store.get_prefix("")
-                except StoreUnavailable:  # that of the job ends with it
-                    if not seen or location.launcher is None or jobs.find(location.job) is not None:
-                        raise
-                    break
-                if not snapshot.entries and not seen:
-                    raise ConfigError(f"no job {location.job!r} is known at {location.store}")
-                if not snapshot.entries:
-                    break
-                seen = True
-                live.update(status_table(job_status(location.job, Mirror(snapshot))), refresh=True)
-                time.sleep(_WATCH_S)
+            for mirror in snapshots(location):
+                live.update(status_table(job_status(location.job, mirror)), refresh=True)
         except KeyboardInterrupt:
             return
     console().print(f"job {location.job} has ended")

@@ -205,6 +205,7 @@ class Training:
             seconds=time.monotonic() - self._begin,
             frc_done=agreed.redundant,
             frc_total=shadowed * self.ds.micro_batches,
+            samples=self.ds.train_batch_size(),
         )
 
     # -- replicas that differ -----------------------------------------------------------------------------

@@ -43,11 +43,18 @@ def default_events(job: str, logs: str | None) -> str | None:
     return path
 
 
-def banner(job: str, what: str, store: str, events: str | None) -> list[str]:
-    """The lines about a job that begins, or that a member joins; ``what`` takes part, ``store`` is where etcd is."""
+def banner(job: str, what: str, store: str, events: str | None, page: str | None = None) -> list[str]:
+    """The lines about a job that begins, or that a member joins; ``what`` takes part, ``store`` is where etcd is.
+
+    Args:
+        page: the address of its page, as ``bamboo.observe.http`` names it.
+    """
     where = re.sub(r"//[^/@]*@", "//", store)  # what is before the @ is a secret
     watch = f"bamboo status --job {job}" + (f" or bamboo events -f --job {job}" if events else "")
-    return [f"job {job}: {what}, etcd at {where}", f"watch it with {watch}", *([f"events: {events}"] if events else ())]
+    lines = [f"job {job}: {what}, etcd at {where}", f"watch it with {watch}"]
+    if page is not None:
+        lines.append(f"page at {page}; bamboo web --job {job} tells its URL and token")
+    return [*lines, *([f"events: {events}"] if events else ())]
 
 
 def marked(lines: Sequence[str]) -> str:

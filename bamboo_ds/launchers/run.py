@@ -70,7 +70,8 @@ class Launcher(Slots):
             self._handle_signals()
             if self._interrupted is None:
                 self._start_all(state_file)
-            narration.begin(banner(options.job, f"{options.workers} members on this host", self._urls, options.events))
+            members, page = f"{options.workers} members on this host", options.bamboo.observe.http
+            narration.begin(banner(options.job, members, self._urls, options.events, page))
             self._serve()
             self._loop.join_background(AGENT_GRACE_S)
             code = self._exit_code(self._await_others())

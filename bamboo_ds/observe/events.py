@@ -116,7 +116,7 @@ class NoticeReceived(EventBase):
         description="what is announced: the cloud takes the node away, it has become likely that it will, the host is "
         "serviced, the member is asked to leave"
     )
-    source: str = Field(description="origin of the notice: `aws`, `gcp`, `azure`, `file`, `http` or `signal`")
+    source: str = Field(description="origin of the notice: `aws`, `gcp`, `azure`, `file`, `http`, `signal` or `web`")
     deadline_seconds: float | None = Field(ge=0, description="until the node vanishes; null where unknown")
     detail: str = Field(description="text of the source")
     leaves: bool = Field(
@@ -236,6 +236,9 @@ class Step(EventBase):
     seconds: float = Field(ge=0, description="duration of the iteration")
     frc_done: int = Field(ge=0, description="redundant forward passes that fitted into idle time")
     frc_total: int = Field(ge=0, description="redundant forward passes that would cover every micro-batch")
+    samples: int | None = Field(
+        default=None, ge=0, description="samples of the global batch; null where it is not known"
+    )
 
 
 class CollectiveIncomplete(EventBase):

@@ -30,12 +30,17 @@ class Account(BaseModel):
     categories: dict[Category, float] = Field(description="seconds of each category")
 
 
-class Report(Account):
-    """The account of a job; its seconds are member-seconds."""
+class Totals(Account):
+    """The account of all members together; its seconds are member-seconds."""
 
     wall_seconds: float = Field(description="from the begin of the first member to the end of the last one")
     steps: int = Field(description="committed steps, each once")
     repeated_steps: int = Field(description="committed steps that were done again from a checkpoint")
+
+
+class Report(Totals):
+    """The account of a job."""
+
     steps_per_second: float | None = Field(description="steps by wall_seconds")
     losses: int
     leaves: int
@@ -111,7 +116,7 @@ class _Recovery:
         self.life.label(agreed + redone, self.end, Rank.RECOVERY, after)
 
 
-class _Accountant:
+class Accountant:
     """Takes events in order, then adds up."""
 
     def __init__(self) -> None:
@@ -171,7 +176,7 @@ class _Accountant:
                 for life in self._of([event.member]):
                     life.label(now - event.pause_seconds, now, Rank.RECOVERY, Category.RECONFIGURATION)
             case ev.ReplicaBuilt():
-                self._built += [(life, now - event.seconds, now) for life in self._of([event.member])]
+                self._build(event, now)
             case ev.MembersAwaited():
                 plan = self._plans.get(event.epoch)
                 for life in self._of(set(plan.members).difference(event.members) if plan else ()):
@@ -235,6 +240,9 @@ class _Accountant:
             category = Category.REDUNDANCY if life.member in plan.shadows else Category.STANDBY
             life.label(since, now, Rank.IDLE, category)
 
+    def _build(self, event: ev.ReplicaBuilt, now: float) -> None:
+        self._built += [(life, now - event.seconds, now) for life in self._of([event.member])]
+
     # -- the job ------------------------------------------------------------------------------------------
 
     def _step(self, event: ev.Step, now: float) -> None:
@@ -266,12 +274,13 @@ class _Accountant:
             recovery.step = self._last if recovery.told.step == event.step else recovery.step
         self._lost, self._open = [], []
 
-    def _undo(self, key: int) -> None:
-        """A job that has loaded a checkpoint repeats its steps from ``key`` on."""
+    def _undo(self, key: int) -> bool:
+        """A job that has loaded a checkpoint repeats its steps from ``key`` on. Whether that is all of them."""
         for step in reversed(self._steps):
             if step.run != self._run or (step.key < key and not step.undone):
-                break
+                return False
             step.undone = True
+        return True
 
     def _save(self, copied: float) -> None:
         """A checkpoint was copied to host memory until ``copied``: training was held since the step before."""
@@ -292,10 +301,13 @@ class _Accountant:
     def _restart(self, event: ev.Restart, now: float) -> None:
         kept = 0 if event.checkpoint is None else self._saved.get(event.checkpoint)
         if kept is not None:  # else the first step that is repeated tells
-            for step in self._steps:
-                step.undone |= step.run == self._run and step.number > kept
+            self._undo_after(kept)
         self._end(now)
         self._begin(now)
+
+    def _undo_after(self, number: int) -> None:
+        for step in self._steps:
+            step.undone |= step.run == self._run and step.number > number
 
     def _end(self, now: float) -> None:
         self._idle(now)
@@ -304,16 +316,23 @@ class _Accountant:
                 life.label(self._stopped, now, Rank.STOPPED, Category.WAITING)
             life.close(now if life.dropped is None else life.dropped)
 
+    def _complete(self, until: float | None = None) -> None:
+        """Label what is known only in hindsight, up to ``until``."""
+        for step in self._steps:
+            if until is None or step.end <= until:
+                for life in step.lives:
+                    life.label(step.begin, step.end, Rank.STEP, step.category)
+        for recovery in self._recoveries:
+            if until is None or recovery.end <= until:
+                recovery.label()
+        for life, begin, end in self._built:
+            if until is None or end <= until:
+                life.refine(begin, end, Category.STANDBY, Category.RECONFIGURATION)
+
     def report(self) -> Report:
         """Add up; no event can be taken afterwards."""
         self._end(self._now)
-        for step in self._steps:
-            for life in step.lives:
-                life.label(step.begin, step.end, Rank.STEP, step.category)
-        for recovery in self._recoveries:
-            recovery.label()
-        for life, begin, end in self._built:
-            life.refine(begin, end, Category.STANDBY, Category.RECONFIGURATION)
+        self._complete()
         lives: dict[str, list[Life]] = {}
         for life in self._lives:
             lives.setdefault(life.member, []).append(life)
@@ -346,7 +365,7 @@ def _account(lives: Collection[Life], intervals: Collection[Interval]) -> Accoun
 
 def account(events: Iterable[ev.Event]) -> Report:
     """Account for every second of every member of the job, or of jobs one after the other, that ``events`` tell of."""
-    accountant = _Accountant()
+    accountant = Accountant()
     for event in events:
         accountant.add(event)
     return accountant.report()

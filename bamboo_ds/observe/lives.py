@@ -67,13 +67,18 @@ class Life:
     Attributes:
         end: ``None`` while it goes on.
         dropped: since when plans do without the member.
+        since: begin of the part that is not settled.
     """
 
     member: str
     begin: float
     end: float | None = None
     dropped: float | None = None
+    since: float = field(init=False)
     _labels: list[tuple[float, float, Rank, Category]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.since = self.begin
 
     def label(self, begin: float, end: float, rank: Rank, category: Category) -> None:
         """Claim ``[begin, end)``; without effect if that is empty."""
@@ -88,7 +93,31 @@ class Life:
     def close(self, end: float) -> None:
         """End the life, if it goes on."""
         if self.end is None:
-            self.end = max(self.begin, end)
+            self.end = max(self.since, end)
+
+    @property
+    def state(self) -> tuple[object, ...]:
+        """Lives of equal states are cut equally, from :attr:`since` on."""
+        return self.since == self.begin, self.since, self.end, self.dropped, *self._labels
+
+    def mark(self) -> tuple[float | None, int]:
+        """What :meth:`rewind` goes back to."""
+        return self.end, len(self._labels)
+
+    def rewind(self, mark: tuple[float | None, int]) -> None:
+        """Forget what was said of the life since :meth:`mark`."""
+        self.end = mark[0]
+        del self._labels[mark[1] :]
+
+    @property
+    def started(self) -> bool:
+        """Whether the member is known to have got beyond its start."""
+        return self.since > self.begin or any(category in _STARTED for *_, category in self._labels)
+
+    def settle(self, until: float) -> None:
+        """Forget what is before ``until``: it is accounted for, and later labels do not reach back beyond it."""
+        self.since = max(self.since, until if self.end is None else min(until, self.end))
+        self._labels = [label for label in self._labels if label[1] > self.since]
 
     @property
     def seconds(self) -> float:
@@ -96,20 +125,28 @@ class Life:
         assert self.end is not None
         return self.end - self.begin
 
-    def cut(self) -> list[Interval]:
-        """Intervals from begin to end, in order. The life must have ended."""
-        assert self.end is not None
-        ready = min((begin for begin, _, _, category in self._labels if category in _STARTED), default=self.end)
+    def cut(self, until: float | None = None) -> list[Interval]:
+        """Intervals from :attr:`since` to ``until``, by default to the end, in order. The life must have ended by then.
+
+        Where it was settled before, the member has started.
+        """
+        last = self.end if until is None else until if self.end is None else min(until, self.end)
+        assert last is not None
+        if last <= self.since:
+            return []
+        ready = min((begin for begin, _, _, category in self._labels if category in _STARTED), default=last)
+        if self.since > self.begin:
+            ready = self.since
         labels = [*self._labels, (self.begin, ready, Rank.START, Category.INITIALIZATION)]
         if self.dropped is not None:
-            labels.append((self.dropped, self.end, Rank.GAP, Category.RECONFIGURATION))
+            labels.append((self.dropped, last, Rank.GAP, Category.RECONFIGURATION))
         coming: deque[tuple[float, int, int, float, Category]] = deque()  # by begin, then the greater one first
         for at, (begin, end, rank, category) in enumerate(labels):
-            begin, end = max(begin, self.begin), min(end, self.end)
+            begin, end = max(begin, self.since), min(end, last)
             if begin < end:
                 coming.append((begin, -rank, -at, end, category))
         coming = deque(sorted(coming))
-        bounds = sorted({self.begin, self.end, *(label[0] for label in coming), *(label[3] for label in coming)})
+        bounds = sorted({self.since, last, *(label[0] for label in coming), *(label[3] for label in coming)})
         valid: list[tuple[int, int, float, Category]] = []
         found: list[Interval] = []
         for begin, end in pairwise(bounds):

@@ -103,10 +103,11 @@ class Story:
 
     Args:
         zone: of the times; ``None``: the local one.
+        form: of the times, as of :meth:`datetime.datetime.strftime`; a blank and the text follow.
     """
 
-    def __init__(self, zone: tzinfo | None = None) -> None:
-        self._zone = zone
+    def __init__(self, zone: tzinfo | None = None, form: str = "%H:%M:%S") -> None:
+        self._zone, self._form = zone, form
         self._start = _Start()
         self._told: set[object] = set()
         #: Of all events since the job was started.
@@ -141,7 +142,7 @@ class Story:
         return self._tell_loss()
 
     def _line(self, event: Event, text: str) -> str:
-        return f"{event.time.astimezone(self._zone):%H:%M:%S} {text}"
+        return f"{event.time.astimezone(self._zone).strftime(self._form)} {text}"
 
     def _lines(self, event: Event) -> list[str]:
         now = self._start
@@ -167,7 +168,7 @@ class Story:
         elif isinstance(event, Fatal):
             return [*self._tell_loss(), *self._once(event, event.epoch, self._fatal(event))]
         elif isinstance(event, MembersAwaited):
-            missing = _listed([self._name(member) for member in event.members])
+            missing = _listed([self.name(member) for member in event.members])
             text = f"all others wait for {missing}, for {duration(event.seconds)} so far"
             return [*self._tell_loss(), self._line(event, text)]
         else:
@@ -180,7 +181,7 @@ class Story:
         if isinstance(event, NoticeReceived):
             left = "" if event.deadline_seconds is None else f", {duration(event.deadline_seconds)} before its end"
             what = "leaves" if event.leaves else "stays"
-            member = self._name(event.member or "-")
+            member = self.name(event.member or "-")
             key = event.member, event.kind, event.source, event.detail
             return key, f"{member} got a notice ({event.kind}, {event.source}: {event.detail}){left}: it {what}"
         if isinstance(event, MemberLeft):
@@ -251,14 +252,14 @@ class Story:
         slowest = max(loss.recovered.values(), key=lambda event: event.pause_seconds, default=None)
         pause = "" if slowest is None else f" in {duration(slowest.pause_seconds)}"
         if loss.told:
-            who = " and ".join(self._name(event.member_id) for event in loss.members)
+            who = " and ".join(self.name(event.member_id) for event in loss.members)
             return [] if slowest is None else [self._line(slowest, f"recovered from the loss of {who}{pause}")]
         parts = [" and ".join(self._how(event) for event in loss.members)]
         heirs: dict[str, list[Role]] = {}
         for role, heir in loss.heirs:
             heirs.setdefault(heir, []).append(role)
         if heirs:
-            taken = [f"{self._stages(roles)} taken over by {self._name(heir)}" for heir, roles in heirs.items()]
+            taken = [f"{self._stages(roles)} taken over by {self.name(heir)}" for heir, roles in heirs.items()]
             parts.append(", ".join(taken) + pause)
         elif pause:
             parts.append(f"no stage moved, recovered{pause}")
@@ -312,7 +313,7 @@ class Story:
             for role, before, after in moved:
                 pairs.setdefault((before, after), []).append(role)
             lines += [
-                self._line(plan, f"{self._stages(roles)} handed over from {self._name(before)} to {self._name(after)}")
+                self._line(plan, f"{self._stages(roles)} handed over from {self.name(before)} to {self.name(after)}")
                 for (before, after), roles in pairs.items()
             ]
         return lines + self._redundancy(plan, old)
@@ -329,7 +330,7 @@ class Story:
             held: dict[str, list[Role]] = {}
             for rank, owner in enumerate(plan.owners):
                 held.setdefault(owner, []).append(self._role(rank))
-            parts.append(", ".join(f"{self._name(owner)} owns {self._stages(roles)}" for owner, roles in held.items()))
+            parts.append(", ".join(f"{self.name(owner)} owns {self._stages(roles)}" for owner, roles in held.items()))
         parts.append("every stage has a replica" if _complete(plan) else "not every stage has a replica")
         return "; ".join(parts)
 
@@ -349,18 +350,18 @@ class Story:
 
     # -- words --------------------------------------------------------------------------------------
 
-    def _name(self, member: str) -> str:
+    def name(self, member: str) -> str:
         """``m2``, or the whole id if another member since the start was called so."""
         names, short = self._start.names, member.partition("-")[0]
         return names.setdefault(member, member if short in names.values() else short)
 
     def _named(self, text: str) -> str:
         """``text`` with members by their names."""
-        return _MEMBER.sub(lambda found: self._name(found[0]), text)
+        return _MEMBER.sub(lambda found: self.name(found[0]), text)
 
     def _who(self, member: str) -> str:
         host = self._start.hosts.get(member)
-        return self._name(member) + (f" on host {host}" if host else "")
+        return self.name(member) + (f" on host {host}" if host else "")
 
     def _role(self, rank: int) -> Role:
         pipelines = self._pipelines

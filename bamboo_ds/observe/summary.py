@@ -24,7 +24,8 @@ class Summary:
         self._joined: set[str] = set()
         self._left: set[str] = set()
         self._pauses: dict[int, float] = {}  # by epoch: the longest of any survivor
-        self._redone: dict[tuple[int, str | None], int] = {}
+        self._redone = 0
+        self._recovered: tuple[int, set[str | None]] = 0, set()  # the newest epoch, and who has told of it
         self._saved: set[tuple[str, int]] = set()
         self._restarts = self._step = 0
         self._planned = False
@@ -44,7 +45,11 @@ class Summary:
             self._planned = True
         elif isinstance(event, Recovered):
             self._pauses[event.epoch] = max(event.pause_seconds, self._pauses.get(event.epoch, 0.0))
-            self._redone[event.epoch, event.member] = event.forwards_redone + event.backwards_redone
+            if event.epoch > self._recovered[0]:
+                self._recovered = event.epoch, set()
+            if event.member not in self._recovered[1]:
+                self._redone += event.forwards_redone + event.backwards_redone
+                self._recovered[1].add(event.member)
         elif isinstance(event, CheckpointSaved):
             self._saved.add((event.path, event.step))
         elif isinstance(event, Restart):
@@ -57,7 +62,7 @@ class Summary:
         done = self.finished
         ended = f"exit code {done.exit_code} after {duration(done.run_seconds)}" if done else "not finished"
         lines = [f"{ended}; newest step: {self._step or 'none'}"]
-        pauses, redone = self._pauses.values(), sum(self._redone.values())
+        pauses, redone = self._pauses.values(), self._redone
         losses = f"losses: {len(self._lost)}"
         if pauses:
             longest, total = duration(max(pauses)), duration(sum(pauses))

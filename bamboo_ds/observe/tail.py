@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
+from ..errors import ProtocolError
 from .events import Event, parse_line
 
 
@@ -13,14 +15,19 @@ class EventTail:
     Args:
         path: the file; it need not exist before the first :meth:`read`.
         begin: bytes to pass over, which end with a line.
+        skip: is told of a line that is no event, which is passed over; by default that is an error.
     """
 
-    def __init__(self, path: Path | str, begin: int = 0) -> None:
+    def __init__(self, path: Path | str, begin: int = 0, skip: Callable[[ProtocolError], None] | None = None) -> None:
         self.path = path
         self._offset, self._number = begin, 0
+        self._skip = skip
 
-    def read(self) -> list[tuple[bytes, Event]]:
+    def read(self, limit: int = -1) -> list[tuple[bytes, Event]]:
         """The lines since the last call, with their events.
+
+        Args:
+            limit: bytes to read at most, more than a line has; what remains is left for the next call.
 
         Raises:
             OSError: the file cannot be read.
@@ -28,10 +35,16 @@ class EventTail:
         """
         with open(self.path, "rb") as file:
             file.seek(self._offset)
-            complete = file.read().rpartition(b"\n")[:2]
+            complete = file.read(limit).rpartition(b"\n")[:2]
         found = []
         for line in b"".join(complete).splitlines(keepends=True):
+            try:
+                found.append((line, parse_line(self.path, self._number + 1, line)))
+            except ProtocolError as error:
+                if self._skip is None:
+                    self._number += 1
+                    raise
+                self._skip(error)
             self._number += 1
-            found.append((line, parse_line(self.path, self._number, line)))
             self._offset += len(line)
         return found

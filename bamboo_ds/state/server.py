@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hmac
 import logging
 import socket
@@ -20,6 +19,7 @@ import torch
 from ..errors import TransferError
 from ..forking import only_here
 from ..secret import NONE, JobSecret
+from .serving import BACKLOG, abort, serve
 from .transfer import CHUNK_BYTES, NONCE, PATH, PROOF, Pass, Snapshot, Withdrawn
 
 if TYPE_CHECKING:
@@ -33,10 +33,6 @@ _LONGEST_WAIT_S = 5.0
 _STALL_S = 60.0
 #: How many withdrawn keys are remembered.
 _REMEMBERED = 4096
-_BACKLOG = 128
-#: Connections that have proven nothing; one more, and the oldest has to go.
-_STRANGERS = 32
-_CLOSING_TICK_S = 0.02
 
 
 class TokenBucket:
@@ -106,7 +102,7 @@ class StateServer:
         self._end = asyncio.Event()
 
         family, _, _, _, name = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
-        self._socket = only_here(socket.create_server((str(name[0]), 0), family=family, backlog=_BACKLOG))
+        self._socket = only_here(socket.create_server((str(name[0]), 0), family=family, backlog=BACKLOG))
         host, port = self._socket.getsockname()[:2]
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         started: Future[asyncio.AbstractEventLoop] = Future()
@@ -186,53 +182,15 @@ class StateServer:
                 started.set_exception(error)
 
     async def _serve(self, started: Future[asyncio.AbstractEventLoop]) -> None:
-        from aiohttp import web
-
-        # A receiver that hangs up must not leave its request waiting here.
-        # Its logger would show headers, and with them what proves, of requests that it cannot parse.
-        silent = logging.Logger("silent", logging.CRITICAL + 1)
-        proven = self._proven
-
-        class Bounded(web.Server):
-            """Lets strangers hold no more than so many connections open."""
-
-            def connection_made(self, handler: Any, transport: asyncio.Transport) -> None:
-                super().connection_made(handler, transport)
-                strangers = [each.transport for each in self.connections if each not in proven]
-                for one in strangers[:-_STRANGERS]:  # the oldest
-                    if one is not None:
-                        _abort(one)
-
-            def connection_lost(self, handler: Any, exc: BaseException | None = None) -> None:
-                proven.discard(handler)
-                super().connection_lost(handler, exc)
-
-        server = Bounded(self._handle, handler_cancellation=True, access_log=None, logger=silent)
-        runner = web.ServerRunner(server, shutdown_timeout=0.1)
-        await runner.setup()
-        await web.SockSite(runner, self._socket, backlog=_BACKLOG).start()
-        started.set_result(asyncio.get_running_loop())
-        await self._end.wait()
-        # asyncio loses connections that it is accepting while its server closes: let them arrive first.
-        asyncio.get_running_loop().remove_reader(self._socket)
-        with contextlib.suppress(OSError):  # a copy in a forked child must not go on accepting
-            self._socket.shutdown(socket.SHUT_RDWR)
-        while (tasks := asyncio.all_tasks() - {asyncio.current_task()}) or server.connections:
-            for connection in server.connections:
-                if connection.transport is not None:
-                    _abort(connection.transport)
-            if tasks:
-                await asyncio.wait(tasks, timeout=_CLOSING_TICK_S)
-            else:
-                await asyncio.sleep(0)
-        await runner.cleanup()
+        loop = asyncio.get_running_loop()
+        await serve(self._handle, self._socket, self._proven, lambda: started.set_result(loop), self._end)
 
     def _notice(self, previous: Snapshot | None) -> None:
         self._change.set()
         self._change = asyncio.Event()
         for transport, snapshot in list(self._streams.items()):
             if snapshot is previous:
-                _abort(transport)
+                abort(transport)
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         try:
@@ -298,7 +256,7 @@ class StateServer:
         response.content_length = snapshot.bytes_from(first)
         loop = asyncio.get_running_loop()
         self._streams[transport] = snapshot
-        stall = loop.call_later(_STALL_S, _abort, transport)
+        stall = loop.call_later(_STALL_S, abort, transport)
         try:
             await response.prepare(request)
             await response.write(snapshot.head)
@@ -306,13 +264,13 @@ class StateServer:
                 stall.cancel()
                 if self._bucket is not None:
                     await asyncio.sleep(self._bucket.reserve(snapshot.size(number)))
-                stall = loop.call_later(_STALL_S, _abort, transport)
+                stall = loop.call_later(_STALL_S, abort, transport)
                 data, checksum = snapshot.read(number)
                 await response.write(data)
                 await response.write(checksum)
             await response.write_eof()
         except Withdrawn:
-            _abort(transport)
+            abort(transport)
             raise ConnectionResetError("withdrawn") from None
         finally:
             stall.cancel()
@@ -325,10 +283,3 @@ def _forget_locals(error: BaseException | None) -> None:
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__context__
-
-
-def _abort(transport: asyncio.Transport) -> None:
-    """End a connection at once, also where a forked child holds a copy of its socket."""
-    with contextlib.suppress(OSError):  # it has ended already
-        transport.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
-    transport.abort()

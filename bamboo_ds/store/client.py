@@ -97,6 +97,21 @@ class Store:
         """All keys that start with ``prefix`` at one revision (linearizable)."""
         return self._keys.snapshot(self._connection.call(_range, self._keys.range_request(prefix)).message)
 
+    def folders(self) -> list[str]:
+        """What the namespace's keys begin with up to their first slash, each once, by one small request for each."""
+        found: list[str] = []
+        bounds = self._keys.bounds("")
+        while True:
+            request = rpc.RangeRequest(**bounds, limit=1, keys_only=True)
+            response = self._connection.call(_range, request).message
+            if not response.kvs:
+                return found
+            name, slash, _ = self._keys.key_value(response.kvs[0]).key.partition("/")
+            if slash:
+                found.append(name)
+            after = self._keys.bounds(name + slash)["range_end"] if slash else response.kvs[0].key + b"\0"
+            bounds = {"key": after, "range_end": bounds["range_end"]}
+
     def put(self, key: str, value: str, lease: Lease | None = None) -> int:
         """Set ``key``; returns the revision. Raises :class:`LeaseExpired` if ``lease`` is gone."""
         request = self._put_request(key, value, lease)

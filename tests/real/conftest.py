@@ -87,6 +87,7 @@ TOOLS = {
     "prometheus-operator": Checker("cloudcoil.models.prometheus_operator"),
     "helm-python-sdk": Checker("helm-python-sdk"),
     "SkyPilot": Checker("skypilot"),
+    "promtool": Tool("prometheus", "promtool"),
 }
 #: How each test ended.
 _OUTCOMES: dict[str, str] = {}

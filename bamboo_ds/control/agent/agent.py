@@ -122,6 +122,9 @@ class Agent:
             on_store=self.on_store,
             on_peers=self.on_peers,
             on_stop=lambda stop: self._mailbox.post(lambda: self._obey(self._slot.note_stop(stop))),
+            on_leave=lambda record: self._mailbox.post(
+                partial(self._note_notice, Notice("leave", record.source, record.detail, None))
+            ),
             on_error=lambda error: self._mailbox.post(lambda: self._obey(self._slot.note_error(error))),
             on_ended=lambda: self._mailbox.post(self._coordinator_ended.set),
             on_contact=self._worker.send,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable
+from datetime import datetime, timezone
 
 from ...observe.events import EventWriter
 from ...processes import process_space, started
@@ -16,6 +17,7 @@ from ..registry.access import open_store
 from ..registry.keys import Keys
 from ..registry.records import JobRecord, MemberRecord
 from ..settings import AgentSettings
+from ..web.display import Display
 from .coordinator import Callbacks, Coordinator
 
 _STORE_TIMEOUT_S = 2.0
@@ -40,6 +42,8 @@ def make_coordinator(
     """
     record = member_record(settings, member, pid)
     store = open_store(settings.store, settings.job, _STORE_TIMEOUT_S, settings.secret)
+    observe = settings.bamboo.observe
+    shows = observe.http is not None or observe.otlp is not None
     coordinator = Coordinator(
         store,
         Leader(store, events, settings, member, on_feed),
@@ -49,6 +53,7 @@ def make_coordinator(
         last_heartbeat=last_heartbeat,
         after_epoch=settings.after_epoch,
         outage_s=outage_s(settings),
+        display=Display(settings, member, store) if shows else None,
     )
     if settings.slot == 0 and settings.home is None and not settings.waiting:
         spec = JobRecord(
@@ -58,6 +63,7 @@ def make_coordinator(
             command=settings.command,
             min_gain=settings.bamboo.topology.min_gain,
             standby_replicas=settings.bamboo.standby.replicas,
+            since=datetime.now(timezone.utc),
         )
         coordinator.write(Keys.SPEC, spec)
     return coordinator

@@ -25,6 +25,7 @@ from ..once import is_genuine, put_once
 from ..registry.keys import Keys
 from ..registry.mirror import Mirror
 from ..registry.records import (
+    LeaveRecord,
     LeftRecord,
     MemberRecord,
     PeerAddress,
@@ -34,6 +35,7 @@ from ..registry.records import (
     StoreRecord,
     TimingRecord,
 )
+from ..web.display import Display
 from .admission import over_for, peers
 from .health import HealthReplies
 from .lease import LeaseKeeper
@@ -43,6 +45,8 @@ logger = logging.getLogger("bamboo_ds.control.coordinator")
 
 _RETRY_S = 0.1
 _REFUSED_RETRY_S = 1.0
+#: Seconds that the web server gets to end.
+_DISPLAY_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,7 @@ class Callbacks:
         on_peers: where a member that waits to be admitted can learn what the job has done; again when it changes.
         on_stop: the job is to end.
         on_restart: workers are to be started again.
+        on_leave: somebody asks the member to leave.
         on_contact: etcd has just said what its newest plan is; on the thread of the lease.
         on_error: the coordinator has ended by this error; the member cannot be kept.
         on_ended: the coordinator has ended, after the departure or by an error; always the last call.
@@ -67,6 +72,7 @@ class Callbacks:
     on_error: Callable[[BaseException], None]
     on_ended: Callable[[], None]
     on_restart: Callable[[RestartRecord], None] = lambda record: None
+    on_leave: Callable[[LeaveRecord], None] = lambda record: None
     on_contact: Callable[[Contact], None] = lambda contact: None
 
 
@@ -83,6 +89,7 @@ class Coordinator:
             thread.
         after_epoch: plans up to this one are none of the member's business.
         outage_s: seconds without etcd after which a member gives up that does not take part.
+        display: shows the job to users while the member leads.
         clock, fence_clock: monotonic seconds, and those of :func:`bamboo_ds.control.fencing.now`.
     """
 
@@ -97,6 +104,7 @@ class Coordinator:
         last_heartbeat: Callable[[], float | None],
         after_epoch: int = 0,
         outage_s: float = math.inf,
+        display: Display | None = None,
         clock: Callable[[], float] = time.monotonic,
         fence_clock: Callable[[], float] = fence_clock,
     ) -> None:
@@ -105,10 +113,13 @@ class Coordinator:
         self._leader = leader
         self._record = record
         self._outage_s = outage_s
+        self._display = display
         self._callbacks = callbacks
         self._health = HealthReplies(store, record.id, last_heartbeat, clock)
         # No SimpleQueue: before Python 3.11 its `get` waits for ever if its timeout passes at the wrong moment.
         self._inbox: queue.Queue[Callable[[], None]] = queue.Queue()
+        if display is not None:
+            display.wake = lambda: self._inbox.put(lambda: None)
         self._pending: dict[str, Record] = {}
         self._dead: dict[str, tuple[MemberRecord, float]] = {}  # members whose agents have died, and when
         self._neighbours: Neighbours | None = None
@@ -129,7 +140,7 @@ class Coordinator:
         self._evicted = False
         self._admitted = not record.joiner
         self._peers: tuple[PeerAddress, ...] = ()
-        self._stop_told = False
+        self._stop_told = self._asked_to_leave = False
         self._resigned = self._connected = False
         self._leaving = self._state_due = False
         #: Its worker has failed when the job went on without this member already.
@@ -212,6 +223,8 @@ class Coordinator:
             self._ending.set()
             if self._neighbours is not None:
                 self._neighbours.close()
+            if self._display is not None:
+                self._display.close(_DISPLAY_S)
             self._store.close()
             self._callbacks.on_ended()
 
@@ -341,8 +354,13 @@ class Coordinator:
         if stop is not None and not self._stop_told:
             self._stop_told = True
             self._callbacks.on_stop(stop)
+        if not self._asked_to_leave and (leave := mirror.get(Keys.leave(self._record.id), LeaveRecord)) is not None:
+            self._asked_to_leave = True
+            self._callbacks.on_leave(leave)
         self._attend_neighbours(mirror)
         if self._evicted:
+            if self._display is not None:
+                self._display.close(0.0)
             return None
         if self._keeper.lease is None:
             # The mirror may be older than the outage that cost the lease.
@@ -359,6 +377,8 @@ class Coordinator:
             wakes = [self._health.reply(mirror, plan)]
             if not self._resigned:
                 wakes.append(self._leader.step(mirror, self._keeper.lease, self._keeper.trusted_from))
+            if self._display is not None:
+                wakes.append(self._display.follow(mirror, self._keeper.lease))
         except LeaseExpired:
             self._keeper.lease = None
             return self._clock()

@@ -19,6 +19,7 @@ _OF_MEMBERS = (
     Keys.HEALTH,
     Keys.PROGRESS,
     Keys.NOTICES,
+    Keys.LEAVE,
 )
 
 

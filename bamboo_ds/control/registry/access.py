@@ -8,11 +8,11 @@ from collections.abc import Collection, MutableMapping
 from typing import TYPE_CHECKING
 
 from ...errors import ConfigError
-from ...secret import ENV_SECRET_FILE, SETTING, JobSecret, file_of, find
-from ...store.endpoints import Endpoint
+from ...secret import ENV_SECRET_FILE, NONE, SETTING, JobSecret, file_of, find
+from ...store.endpoints import OWN, Endpoint
 from ...store.variables import ENV_CA, ENV_CERT, ENV_KEY, ENV_PASSWORD, ENV_USER
 from ...variables import ENV_STORE
-from .keys import namespace
+from .keys import ROOT, namespace
 
 if TYPE_CHECKING:
     from ...store import EmbeddedEtcd, KeyValue, Store
@@ -29,14 +29,28 @@ def open_store(urls: str, job: str, timeout_s: float, secret: JobSecret | None =
     Args:
         secret: the job's; ``None``: the one that this process finds.
     """
+    return _open(urls, namespace(job), timeout_s, find(job) if secret is None else secret)
+
+
+def jobs_in(urls: str, timeout_s: float) -> list[str]:
+    """Names of the jobs that an etcd has keys of; raises as :class:`~bamboo_ds.store.Store` does. Loads gRPC.
+
+    Raises:
+        ConfigError: also where the etcd is that of one job, which nobody lists without knowing it.
+    """
+    if OWN in urls:
+        raise ConfigError(f"{urls} is the etcd of a single job: name it with --job in bamboo status or bamboo top")
+    with _open(urls, ROOT, timeout_s, NONE) as store:
+        return store.folders()
+
+
+def _open(urls: str, prefix: str, timeout_s: float, secret: JobSecret) -> Store:
     from ...store import Store, TlsFiles
 
-    if secret is None:
-        secret = find(job)
     files = [os.environ.get(name) for name in (ENV_CA, ENV_CERT, ENV_KEY)]
     return Store(
         urls.split(","),
-        namespace=namespace(job),
+        namespace=prefix,
         tls=TlsFiles(*files) if any(files) else None,
         user=os.environ.get(ENV_USER),
         password=os.environ.get(ENV_PASSWORD),

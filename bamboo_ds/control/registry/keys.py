@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 
+#: Prefix of the keys of all jobs.
+ROOT = "/bamboo/"
+
 
 def namespace(job: str) -> str:
     """Prefix of all keys of ``job``."""
-    return f"/bamboo/{job}/"
+    return f"{ROOT}{job}/"
 
 
 class Keys:
@@ -28,6 +31,8 @@ class Keys:
     PROGRESS = "progress/"
     SLOTS = "slots/"
     NOTICES = "notices/"
+    LEAVE = "leave/"
+    WEB = "web"
 
     @classmethod
     def member(cls, member: str) -> str:
@@ -43,6 +48,11 @@ class Keys:
     def notice(cls, member: str) -> str:
         """Key of a :class:`~.records.NoticeRecord`."""
         return f"{cls.NOTICES}{member}"
+
+    @classmethod
+    def leave(cls, member: str) -> str:
+        """Key of a :class:`~.records.LeaveRecord`."""
+        return f"{cls.LEAVE}{member}"
 
     @classmethod
     def report(cls, member: str) -> str:

@@ -64,10 +64,13 @@ class Mirror:
         self._plan: tuple[int, Plan] | None = None if before is None or before._plan is None else (0, before._plan[1])
         self._plan_forged = False
         self._nonces: dict[int, str] = {}
+        #: Counts what :meth:`apply` has taken over.
+        self.changes = 0
         self._note_plan()
 
     def apply(self, event: WatchEvent) -> None:
         """Take one change over."""
+        self.changes += 1
         if event.kind == "put":
             self._entries[event.key] = event.kv
         else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, field_validator
 from typing_extensions import Self
 
 from ...config import StandbyConfig, TopologyConfig
@@ -73,6 +73,7 @@ class JobRecord(Record):
     Attributes:
         min_gain: ``bamboo.topology.min_gain``, and standby_replicas: ``bamboo.standby.replicas``. The leader plans by
             its own settings; these tell others.
+        since: when it was written, in UTC.
     """
 
     job: str
@@ -81,6 +82,7 @@ class JobRecord(Record):
     command: tuple[str, ...] = ()
     min_gain: float = TopologyConfig().min_gain
     standby_replicas: bool = StandbyConfig().replicas
+    since: AwareDatetime | None = None
 
 
 class MemberRecord(Record):
@@ -156,6 +158,25 @@ class NoticeRecord(Record):
     detail: str
     deadline_s: float | None = None
     iteration_s: float | None = None
+
+
+class LeaveRecord(Record):
+    """``leave/<id>``: somebody asks the member to leave; its agent takes that for a notice.
+
+    Attributes:
+        source, detail: who, see :class:`~bamboo_ds.control.notices.Notice`.
+    """
+
+    id: str
+    source: str
+    detail: str
+
+
+class WebRecord(Record):
+    """``web``, under the leader's lease: where the job's page is served."""
+
+    id: str
+    url: str
 
 
 class LeftRecord(Record):

@@ -1,0 +1,96 @@
+"""``bamboo top``: a job in the terminal while it runs."""
+
+from __future__ import annotations
+
+import os
+import time
+from datetime import datetime, timezone
+
+import click
+from rich.live import Live
+
+from ..control.registry.mirror import Mirror
+from ..control.registry.overview import overview
+from ..errors import ConfigError
+from ..launchers import jobs
+from ..observe.live import LiveJob
+from ..observe.tail import EventTail
+from ..observe.view import LiveView
+from .options import read_job, running_job, variable_option
+from .output import console
+from .status import snapshots
+from .top_view import frame
+
+
+class LiveSource:
+    """What is known of a job here: its keys in etcd, and its events if this host has them.
+
+    Args:
+        events: the file of its events; ``None``: none are here.
+    """
+
+    def __init__(self, job: str, events: str | None) -> None:
+        self._live = LiveJob(job)
+        self._tail = None if events is None else EventTail(events)
+
+    def view(self, mirror: Mirror | None) -> LiveView:
+        """The job now; ``None``: etcd has nothing of it any more.
+
+        Raises:
+            ConfigError: the file of events cannot be read.
+            ProtocolError: a line of it is no event.
+        """
+        if self._tail is not None:
+            try:
+                for _, event in self._tail.read():
+                    self._live.add(event)
+            except OSError as error:
+                raise ConfigError(f"cannot read the events in {self._tail.path}: {error}; see --events") from error
+        self._live.late(datetime.now(timezone.utc))
+        return self._live.view(None if mirror is None else overview(mirror))
+
+
+@click.command("top")
+@running_job
+@variable_option(
+    "--events",
+    type=click.Path(exists=True, dir_okay=False),
+    help="File of its events.  [default: where the launcher on this host writes them]",
+)
+@click.option("--once", is_flag=True, help="Print it once. So it is where there is no terminal.")
+@click.option("--json", "as_json", is_flag=True, help="Print it once, as JSON.")
+def top(job: str | None, store: str | None, events: str | None, once: bool, as_json: bool) -> None:
+    """Show a job live: stages with owners, shadows and loads, speed, goodput, losses, and what the next loss would do.
+
+    It ends with the job, or by Ctrl-C. Without the job's events on this host it shows what etcd tells.
+    """
+    location = jobs.locate(job, store)
+    source = LiveSource(location.job, events or _events_here(location))
+    out = console()
+    if once or as_json or not out.is_terminal:
+        view = source.view(read_job(location))
+        if as_json:
+            click.echo(view.model_dump_json(indent=2))
+        else:
+            out.print(frame(view, time.time(), min(out.width, _WIDEST), None))
+        return
+    try:
+        with Live(console=out, auto_refresh=False, screen=True) as live:
+            for mirror in snapshots(location):
+                live.update(frame(source.view(mirror), time.time(), out.width, out.height), refresh=True)
+    except KeyboardInterrupt:
+        return
+    out.print(frame(source.view(None), time.time(), out.width, None))
+    out.print(f"job {location.job} has ended")
+
+
+#: Columns of what is no terminal.
+_WIDEST = 160
+
+
+def _events_here(location: jobs.JobLocation) -> str | None:
+    """The file that the job's launcher on this host writes to, if it is that of the job in question."""
+    file = jobs.find(location.job)
+    if file is None or file.events is None or file.store != location.store:
+        return None
+    return file.events if os.path.isfile(file.events) else None

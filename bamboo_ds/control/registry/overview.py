@@ -1,0 +1,77 @@
+"""What etcd tells of a job, for those who show it."""
+
+from __future__ import annotations
+
+from ...observe.view import KnownMember, Overview
+from ...topology.plan import Plan
+from .keys import slot_of
+from .mirror import Mirror
+from .records import LeftRecord, MemberRecord, in_slot_order
+
+
+def overview(mirror: Mirror) -> Overview:
+    """The job as its keys have it."""
+    plan, progress = mirror.plan, mirror.progress
+    members = [
+        KnownMember(
+            id=member.id,
+            slot=member.slot,
+            state=state_of(member, plan),
+            host=member.host,
+            zone=member.zone,
+            doing=progress[member.id].doing if member.id in progress else None,
+            home=member.home,
+        )
+        for member in in_slot_order(mirror.members.values())
+    ]
+    newest = max(progress.values(), key=lambda record: record.step, default=None)
+    saved = max((record for record in progress.values() if record.checkpoint), key=lambda r: r.step, default=None)
+    stop = mirror.stop
+    return Overview(
+        leader=mirror.leader,
+        members=(*members, *gone(mirror)),
+        plan=plan,
+        step=(newest.step or None) if newest else None,
+        global_step=newest.global_step if newest else None,
+        checkpoint=saved.checkpoint if saved else None,
+        stopping=stop.reason if stop else None,
+    )
+
+
+def gone(mirror: Mirror) -> list[KnownMember]:
+    """Members that are not registered, and of which something is left."""
+    present, left, known, plan = mirror.members.keys(), mirror.left, mirror.known, mirror.plan
+    # Those whose agents could not say goodbye. What they have reported is still there.
+    silent = mirror.reports.keys() - present - left.keys()
+    states = {member: (record.slot, ending_of(record)) for member, record in left.items() if member not in present}
+    for member in silent:
+        states[member] = slot_of(member), "silent" if plan and member in plan.members else "lost"
+    return [
+        KnownMember(
+            id=member,
+            slot=slot,
+            state=state,
+            host=known[member].host if member in known else None,
+            zone=known[member].zone if member in known else "",
+            registered=False,
+        )
+        for member, (slot, state) in sorted(states.items(), key=lambda pair: (pair[1][0], pair[0]))
+    ]
+
+
+def state_of(member: MemberRecord, plan: Plan | None) -> str:
+    """What a registered member does, in a word."""
+    if member.state != "running":
+        return member.state
+    if plan is None:
+        return "starting"
+    if member.id not in plan.members:
+        return "evicted"
+    return "running" if plan.layout else "building"
+
+
+def ending_of(left: LeftRecord) -> str:
+    """How a member went."""
+    if left.outcome == "finished":
+        return left.outcome
+    return f"left ({left.detail})" if left.outcome == "left" else f"{left.outcome} ({left.reason} {left.detail})"

@@ -1,0 +1,202 @@
+"""Serves the page of a job while its member leads, on behalf of the coordinator.
+
+Nothing in here delays or ends anything else: what takes time is done by other threads, some time after the member has
+begun to lead, when it has a loss to handle; what goes wrong is logged and tried again.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TYPE_CHECKING
+
+from ...errors import LeaseExpired, StoreError, StoreUnavailable
+from ...store import Lease, Store
+from ..once import put_once
+from ..registry.keys import Keys
+from ..registry.mirror import Mirror
+from ..registry.overview import overview
+from ..registry.records import LeaveRecord, StopRecord, WebRecord
+from ..settings import AgentSettings
+
+if TYPE_CHECKING:
+    from .site import Site
+
+logger = logging.getLogger("bamboo_ds.control.web")
+
+#: Seconds that a member has led before it serves, between two attempts to listen, and between two overviews of etcd.
+_CALM_S, _RETRY_S, _OVERVIEW_S = 0.5, 2.0, 0.5
+#: Exit code of a job that was ended on request: as if by SIGTERM.
+STOPPED = 143
+
+
+class Display:
+    """The web server of one member, and its exporter. Not thread-safe: everything is called by the coordinator.
+
+    Args:
+        settings: the agent's.
+        member: its member.
+        store: where requests of users go.
+        clock: monotonic seconds.
+
+    Attributes:
+        wake: called from other threads, has the coordinator call :meth:`follow` soon.
+    """
+
+    def __init__(
+        self, settings: AgentSettings, member: str, store: Store, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._settings, self._member, self._store, self._clock = settings, member, store, clock
+        self.wake: Callable[[], None] = lambda: None
+        self._site: Site | None = None
+        self._opening: Future[tuple[Site, OSError | None]] | None = None
+        self._try_at: float | None = None  # ``None``: the member does not lead
+        self._failures = 0
+        self._told: str | None = None
+        self._seen: tuple[int, int] | None = None
+        self._shown_at = 0.0
+        self._asked: queue.SimpleQueue[tuple[str, str, Future[None]]] = queue.SimpleQueue()
+
+    def follow(self, mirror: Mirror, lease: Lease) -> float | None:
+        """Serve if this member leads; returns the monotonic time at which to call again at the latest.
+
+        Raises:
+            LeaseExpired: the member has to register anew.
+        """
+        if mirror.leader != self._member:
+            self.close(0.0)
+            return None
+        try:
+            return self._show(mirror, lease)
+        except LeaseExpired:
+            raise
+        except StoreError as error:
+            logger.debug("what the page has to do with etcd fails: %s", error)
+        except Exception as error:
+            self._warn(f"the page and the metrics of the job are not served: {error!r}")
+        return self._clock() + _RETRY_S
+
+    def close(self, timeout_s: float) -> None:
+        """Serve no more; wait up to ``timeout_s`` seconds for that. Idempotent."""
+        site, self._site = self._site, None
+        opening, self._opening = self._opening, None
+        self._try_at = self._seen = None
+        if opening is not None:
+            opening.add_done_callback(_abandon)
+        elif site is not None:
+            site.close(timeout_s)
+        while not self._asked.empty():
+            self._asked.get()[2].set_exception(StoreUnavailable("this member does not lead any more"))
+
+    # -- serving --------------------------------------------------------------------------------------
+
+    def _show(self, mirror: Mirror, lease: Lease) -> float | None:
+        now = self._clock()
+        if self._try_at is None:
+            self._try_at = now + _CALM_S
+        if self._opening is not None and self._opening.done():
+            self._note_opened(self._opening)
+        wanted = self._site is None or (self._site.url is None and self._settings.bamboo.observe.http is not None)
+        wakes = []
+        if wanted and self._opening is None:
+            if now >= self._try_at:
+                self._open()
+            else:
+                wakes.append(self._try_at)
+        if self._site is not None:
+            seen = id(mirror), mirror.changes
+            if seen != self._seen and now >= self._shown_at + _OVERVIEW_S:
+                self._seen, self._shown_at = seen, now
+                self._site.feed.know(overview(mirror))
+            elif seen != self._seen:
+                wakes.append(self._shown_at + _OVERVIEW_S)
+            if self._site.url is not None:
+                self._announce(self._site.url, mirror, lease)
+        self._carry_out(mirror)
+        return min(wakes, default=None)
+
+    def _open(self) -> None:
+        opening: Future[tuple[Site, OSError | None]] = Future()
+        self._opening, site = opening, self._site
+        change = self._ask if self._settings.bamboo.observe.control else None
+
+        def run() -> None:
+            try:
+                from .site import Site
+
+                found = site or Site(self._settings, change)
+                try:
+                    found.listen()
+                except OSError as error:
+                    opening.set_result((found, error))
+                else:
+                    opening.set_result((found, None))
+            except Exception as error:
+                opening.set_exception(error)
+            self.wake()
+
+        threading.Thread(target=run, name="bamboo-web-start", daemon=True).start()
+
+    def _note_opened(self, opening: Future[tuple[Site, OSError | None]]) -> None:
+        self._opening, self._try_at = None, self._clock() + _RETRY_S
+        self._site, error = opening.result()
+        if error is not None:
+            self._failures += 1
+            if self._failures > 1:  # who led before may need a moment to learn that it does not any more
+                self._warn(str(error))
+            return
+        self._failures, self._told = 0, None
+        if self._site.url is not None:
+            job = self._settings.job
+            logger.info("serving the page of the job at %s; bamboo web --job %s has the token", self._site.url, job)
+
+    def _announce(self, url: str, mirror: Mirror, lease: Lease) -> None:
+        """Let other commands find the page."""
+        record = WebRecord(id=self._member, url=url)
+        if mirror.get(Keys.WEB, WebRecord) != record:
+            self._store.put(Keys.WEB, record.to_json(), lease)
+
+    def _warn(self, what: str) -> None:
+        """Say it once, until it has gone well."""
+        if what != self._told:
+            logger.warning("%s", what)
+        self._told = what
+
+    # -- what users ask for ---------------------------------------------------------------------------
+
+    def _ask(self, what: str, member: str) -> Future[None]:
+        """Called by the web server's thread: carried out by the coordinator's."""
+        done: Future[None] = Future()
+        self._asked.put((what, member, done))
+        self.wake()
+        return done
+
+    def _carry_out(self, mirror: Mirror) -> None:
+        while not self._asked.empty():
+            what, member, done = self._asked.get()
+            try:
+                self._do(what, member, mirror)
+            except (LookupError, StoreError) as error:
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+
+    def _do(self, what: str, member: str, mirror: Mirror) -> None:
+        if what == "stop":
+            logger.warning("the job is to end: somebody has asked for it on the job's page")
+            put_once(self._store, Keys.STOP, StopRecord(code=STOPPED, reason="the job's page", by="").to_json())
+        elif member not in mirror.members:
+            raise LookupError(f"there is no member {member!r}")
+        else:
+            record = LeaveRecord(id=member, source="web", detail="the job's page")
+            put_once(self._store, Keys.leave(member), record.to_json())
+
+
+def _abandon(opening: Future[tuple[Site, OSError | None]]) -> None:
+    """What was being opened is not wanted any more."""
+    if opening.exception() is None:
+        opening.result()[0].close(0.0)

@@ -1,0 +1,312 @@
+"""What a live display shows of a job at one moment: the models of :class:`LiveView`.
+
+Conventions: a time is in seconds since 1970 (UTC), a duration in seconds, a role is ``[pipeline, stage]``, a member is
+named by its id. ``None`` is "not known" or "does not apply". Every tuple is bounded by a number that is given here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from ..topology.plan import Plan
+from .events import Role
+
+#: Bounds of what a view lists; the newest ones are kept.
+POINTS, RECENT, LOSSES, PLANS, CHECKPOINTS, LINES, MOVES, GONE = 512, 256, 64, 64, 32, 200, 32, 64
+
+JobState = Literal["starting", "building", "training", "recovering", "waiting", "restarting", "ended"]
+RoleState = Literal["shadowed", "copying", "unshadowed", "lost"]
+
+
+# -- what is passed in besides events -------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class KnownMember:
+    """A member as etcd has it; ``state`` is one of those of ``bamboo status``."""
+
+    id: str
+    slot: int
+    state: str
+    host: str | None = None
+    zone: str = ""
+    doing: str | None = None
+    home: int | None = None
+    registered: bool = True
+
+
+@dataclass(frozen=True)
+class Overview:
+    """What etcd tells of a job at one moment.
+
+    Attributes:
+        members: registered ones, and those that are gone of which keys are left, in the order of their slots.
+        stopping: why the job is being ended.
+    """
+
+    leader: str | None = None
+    members: tuple[KnownMember, ...] = ()
+    plan: Plan | None = None
+    step: int | None = None
+    global_step: int | None = None
+    checkpoint: str | None = None
+    stopping: str | None = None
+
+
+# -- the view -------------------------------------------------------------------------------------------
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Pace(_Part):
+    """How fast the job is, over the newest (at most 64) committed steps."""
+
+    seconds: float | None = Field(None, description="duration of the newest iteration")
+    median_seconds: float | None = None
+    steps_per_second: float | None = None
+    samples_per_second: float | None = Field(None, description="None where the size of the global batch is not known")
+
+
+class History(_Part):
+    """Committed steps over time, in columns. A point stands for ``stride`` steps (the last of fewer)."""
+
+    stride: int = Field(1, description="steps that a point stands for")
+    step: tuple[int, ...] = Field((), description="newest step of the point; goes back at a restart")
+    time: tuple[float, ...] = Field((), description="when that was committed")
+    loss: tuple[float | None, ...] = Field((), description="mean loss; None where not computed, or not finite")
+    seconds: tuple[float, ...] = Field((), description="mean duration of the iterations")
+    slowest: tuple[float, ...] = Field((), description="longest of them")
+
+
+class RoleView(_Part):
+    """One stage of one pipeline."""
+
+    rank: int
+    pipeline: int
+    stage: int
+    owner: str
+    shadow: str | None
+    copying: tuple[str, ...] = Field((), description="members that are making a copy of its state")
+    state: RoleState = Field(
+        description="`shadowed`: a replica is complete; `copying`: one is being made, there is none; `unshadowed`: "
+        "neither; `lost`: no member that lives holds the state (fatal)"
+    )
+    lent: tuple[int, int] | None = Field(
+        None, description="blocks of the stage that the shadow computes: the first, and the first one behind them"
+    )
+    blocks: int | None = Field(None, description="blocks that the stage has")
+
+
+class Heir(_Part):
+    """A role and who takes it over."""
+
+    role: Role
+    heir: str
+
+
+class MemberView(_Part):
+    """One member; of those that are gone the newest 64."""
+
+    id: str
+    name: str = Field(description="as the story calls it: `m2` for `m2-e373aeb4`, unless another one was called so")
+    slot: int
+    host: str | None = None
+    zone: str | None = None
+    state: str = Field(
+        description="starting, building, running, leaving, waiting, evicted, silent; of gone ones `lost (signal "
+        "SIGKILL)`, `left (…)`, `finished` and the like"
+    )
+    present: bool = Field(description="registered in etcd, or, where etcd is not asked, a member of the newest plan")
+    leader: bool = False
+    home: int | None = Field(None, description="rank that its script runs as")
+    doing: str | None = Field(None, description="what its worker does that takes long outside of training")
+    notice: str | None = Field(None, description="newest notice that it has got")
+    joined: float | None = None
+    roles: tuple[Role, ...] = Field((), description="that it owns")
+    shadows: tuple[Role, ...] = Field((), description="of which it holds the replica")
+    copies: tuple[Role, ...] = Field((), description="of whose state it is making a copy")
+    load: float | None = Field(
+        None, description="stages' worth of work that it computes, parts of divided ones included; None before a layout"
+    )
+    heirs: tuple[Heir, ...] = Field((), description="if it were lost now: who would take over what it owns")
+    fatal: tuple[Role, ...] = Field(
+        (), description="if it were lost now: roles without another holder; one makes the loss fatal (a restart)"
+    )
+
+
+class LostMember(_Part):
+    """A member that was lost, and how that was noticed; see the event ``member_lost``."""
+
+    id: str
+    name: str
+    host: str | None
+    reason: str
+    detail: str
+    detection_seconds: float | None
+
+
+class Moved(_Part):
+    """A role that changed its owner."""
+
+    role: Role
+    before: str
+    after: str
+
+
+class LossView(_Part):
+    """Members that were lost together, and the recovery. ``*_seconds`` are the longest of any survivor so far."""
+
+    number: int = Field(description="of the losses since the job was started, from 1 on; see `LiveJob.loss`")
+    time: float
+    members: tuple[LostMember, ...]
+    epoch: int | None = Field(None, description="of the plan that removes them; None before it is written")
+    step: int | None = Field(None, description="that was interrupted")
+    before: int = Field(description="members before the loss")
+    left: int | None = Field(None, description="members after it")
+    moved: tuple[Moved, ...] = Field((), description="the first 32 of the roles that were taken over")
+    moved_count: int = 0
+    fatal: bool = False
+    survivors: int = Field(0, description="that have told of their recovery")
+    recovered: bool = Field(False, description="all survivors have told, or a later step is committed")
+    detection_seconds: float | None = None
+    plan_seconds: float | None = None
+    rebuild_seconds: float | None = None
+    pause_seconds: float | None = None
+    redo_seconds: float | None = None
+    forwards_redone: int = Field(0, description="forward passes computed again, of all survivors together")
+    backwards_redone: int = 0
+    replicas_back_seconds: float | None = Field(None, description="from the loss until every stage had a replica again")
+
+
+class SurvivorView(_Part):
+    """How one survivor recovered from a loss; see the event ``recovered``."""
+
+    id: str
+    name: str
+    time: float
+    mode: str
+    pause_seconds: float
+    detection_seconds: float | None
+    plan_seconds: float | None
+    rebuild_seconds: float
+    redo_seconds: float
+    forwards_redone: int
+    backwards_redone: int
+
+
+class LossDetail(_Part):
+    """A loss with each of its survivors, slowest first."""
+
+    loss: LossView
+    survivors: tuple[SurvivorView, ...]
+
+
+class PlanView(_Part):
+    """A plan that was written."""
+
+    epoch: int
+    time: float
+    kind: Literal["start", "loss", "change"]
+    reason: str
+    members: int
+    joined: tuple[str, ...] = ()
+    gone: tuple[str, ...] = ()
+    moved: tuple[Moved, ...] = Field((), description="the first 32 of the roles that changed their owner")
+    moved_count: int = 0
+    unshadowed: int | None = Field(None, description="roles without a shadow; None before redundancy, and without it")
+    lent: int = Field(0, description="roles of which shadows compute a part")
+
+
+class CheckpointView(_Part):
+    """A checkpoint, or the attempt to write one."""
+
+    time: float
+    step: int
+    global_step: int | None
+    path: str
+    seconds: float | None = None
+    bytes: int | None = None
+    failed: str | None = Field(None, description="what went wrong")
+
+
+class Accounted(_Part):
+    """Where the members' time went so far; ``docs/reference/goodput.md`` defines the categories."""
+
+    member_seconds: float
+    wall_seconds: float
+    goodput: float | None = Field(description="productive share of the member-seconds")
+    categories: dict[str, float] = Field(description="member-seconds by category, `productive` among them")
+    repeated_steps: int = Field(description="that were done again from a checkpoint")
+
+
+class Totals(_Part):
+    """Counts since the job was started."""
+
+    steps: int = Field(0, description="committed steps, repeated ones each time")
+    samples: int | None = Field(None, description="in them; None while no event has told the size of a batch")
+    losses: int = 0
+    losses_by_reason: dict[str, int] = {}
+    notices_by_source: dict[str, int] = {}
+    joined: int = Field(0, description="members that came after the first plan")
+    left: int = 0
+    restarts: int = 0
+    takeovers: int = Field(0, description="roles taken over after losses")
+    pause_seconds: float = Field(0.0, description="of all losses; of each the longest of any survivor")
+    passes_redone: int = 0
+    checkpoints: int = 0
+    checkpoints_failed: int = 0
+
+
+class Coverage(_Part):
+    """Redundant forward passes that were done ahead of a loss, over the newest (at most 64) steps."""
+
+    done: int = 0
+    total: int = 0
+    ratio: float | None = Field(None, description="done / total; None where none are to be done")
+
+
+class StoryLine(_Part):
+    """One plain English line about what happened."""
+
+    time: float
+    text: str
+
+
+class LiveView(_Part):
+    """A job at one moment. JSON: ``model_dump(mode="json")``; numbers that are not finite are null."""
+
+    job: str
+    state: JobState
+    time: float | None = Field(None, description="of the newest event")
+    started: float | None = None
+    ended: float | None = None
+    exit_code: int | None = None
+    stopping: str | None = Field(None, description="why the job is being ended")
+    command: tuple[str, ...] = ()
+    epoch: int = Field(0, description="0 before the first plan")
+    step: int | None = Field(None, description="newest committed step")
+    global_step: int | None = Field(None, description="the same as DeepSpeed counts")
+    last_step_time: float | None = None
+    pace: Pace = Pace()
+    history: History = Field(History(), description="all steps, at most 512 points")
+    recent: History = Field(History(), description="the newest 256 steps, one point each")
+    pipelines: int | None = None
+    stages: int | None = None
+    roles: tuple[RoleView, ...] = Field((), description="by rank, which is stage * pipelines + pipeline")
+    unshadowed: tuple[Role, ...] | None = Field(
+        None, description="roles without a replica; None before engines are built, and in a job without redundancy"
+    )
+    members: tuple[MemberView, ...] = Field((), description="present ones in the order of their slots, then gone ones")
+    losses: tuple[LossView, ...] = Field((), description="the newest 64, oldest first")
+    plans: tuple[PlanView, ...] = Field((), description="the newest 64, oldest first")
+    checkpoints: tuple[CheckpointView, ...] = Field((), description="the newest 32, oldest first")
+    checkpoint: CheckpointView | None = Field(None, description="the newest complete one")
+    account: Accounted | None = None
+    coverage: Coverage = Coverage()
+    totals: Totals = Totals()
+    story: tuple[StoryLine, ...] = Field((), description="the newest 200, oldest first")

@@ -1,0 +1,324 @@
+"""The live model: what it says of a recorded job, of one that never was, and that it stays small and quick."""
+
+from __future__ import annotations
+
+import sys
+import time
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bamboo_ds.errors import ProtocolError
+from bamboo_ds.observe import events as ev
+from bamboo_ds.observe import running
+from bamboo_ds.observe.events import Event, read_events
+from bamboo_ds.observe.goodput import account
+from bamboo_ds.observe.grid import Grid
+from bamboo_ds.observe.live import LiveJob
+from bamboo_ds.observe.lives import Category
+from bamboo_ds.observe.running import RunningAccountant
+from bamboo_ds.observe.series import Series
+from bamboo_ds.observe.tail import EventTail
+from bamboo_ds.observe.view import LOSSES, PLANS, POINTS, RECENT, LiveView, Overview
+from bamboo_ds.topology.plan import Plan
+from bamboo_ds.topology.planner import takeover
+from bamboo_ds.topology.roles import Layout
+
+from .support.synthetic_job import SyntheticJob, four, thousand
+from .test_goodput import Written
+
+RECORDED = Path(__file__).parent / "support" / "recorded_job.jsonl"
+START = datetime(2026, 1, 1, tzinfo=timezone.utc)
+
+
+def recorded() -> list[Event]:
+    """A job of four members: one is lost in step 10, another one joins; three checkpoints."""
+    return list(read_events(RECORDED))
+
+
+def fold(events: list[Event], overview: Overview | None = None) -> LiveView:
+    job = LiveJob(events[0].job)
+    for event in events:
+        job.add(event)
+    return job.view(overview)
+
+
+def test_a_recorded_job() -> None:
+    events = recorded()
+    view = fold(events)
+    assert (view.state, view.exit_code, view.epoch, view.step) == ("ended", 0, 6, 25)
+    assert (view.pipelines, view.stages, view.unshadowed) == (1, 4, ())
+    assert {role.state for role in view.roles} == {"shadowed"}
+    assert [role.owner[:2] for role in view.roles] == ["m0", "m1", "m2", "m4"]
+    assert [(each.name, each.state, each.present) for each in view.members] == [
+        *((name, "running", True) for name in ("m0", "m1", "m2", "m4")),
+        ("m3", "lost (signal SIGKILL)", False),
+    ]
+    (loss,) = view.losses
+    assert ([each.name for each in loss.members], loss.step, loss.before, loss.left) == (["m3"], 10, 4, 3)
+    assert [(each.role, each.before[:2], each.after[:2]) for each in loss.moved] == [((0, 3), "m3", "m2")]
+    told = [event for event in events if isinstance(event, ev.Recovered)]
+    assert (loss.survivors, loss.recovered, loss.fatal) == (3, True, False)
+    assert loss.pause_seconds == max(event.pause_seconds for event in told)
+    assert loss.replicas_back_seconds == pytest.approx(1.547, abs=0.01)
+    assert [plan.kind for plan in view.plans] == ["start", "start", "loss", "change", "change", "change"]
+    assert [plan.unshadowed for plan in view.plans] == [None, 0, 2, 2, 2, 0]
+    assert [(plan.joined[0][:2] if plan.joined else None) for plan in view.plans[2:]] == [None, None, "m4", None]
+    assert [each.step for each in view.checkpoints] == [7, 14, 21]
+    assert view.checkpoint == view.checkpoints[-1]
+    totals = view.totals
+    assert (totals.steps, totals.samples, totals.losses_by_reason) == (25, 25 * 24, {"signal": 1})
+    assert (totals.joined, totals.takeovers, totals.checkpoints) == (1, 1, 3)
+    assert view.history.step == tuple(range(1, 26)) and view.history == view.recent
+    assert view.history.loss[0] == pytest.approx(3.593264)
+    assert any("died (SIGKILL); stage 3 taken over by m2 in 0.07 s" in line.text for line in view.story)
+    report = account(events)
+    assert view.account is not None and view.account.goodput == pytest.approx(report.goodput)
+    assert view.account.categories == pytest.approx({each.value: s for each, s in report.categories.items()})
+    assert LiveView.model_validate_json(view.model_dump_json()) == view
+
+
+def test_each_survivor_of_a_loss() -> None:
+    job = LiveJob("recorded")
+    for event in recorded():
+        job.add(event)
+    detail = job.loss(1)
+    assert detail is not None and detail.loss == job.view().losses[0]
+    pauses = [each.pause_seconds for each in detail.survivors]
+    assert sorted(each.name for each in detail.survivors) == ["m0", "m1", "m2"]
+    assert pauses == sorted(pauses, reverse=True) and pauses[0] == detail.loss.pause_seconds
+    assert job.loss(2) is None
+
+
+def test_the_state_of_the_job() -> None:
+    """After each event of the recorded job."""
+    job, states = LiveJob("recorded"), []
+    for event in recorded():
+        job.add(event)
+        state = job.view().state
+        if not states or states[-1] != state:
+            states.append(state)
+    assert states == ["starting", "building", "training", "recovering", "training", "ended"]
+
+
+def test_a_fatal_loss_and_a_restart() -> None:
+    job = Written()
+    job.start("a", "b")
+    job.plan(5, 2, ["a", "b"], ["a", "b"], ["b", "a"], pipelines=1)
+    job.steps(1, 2, 5, epoch=2)
+    job.lose(10, "a")
+    job.lose(10, "b")
+    live, states = LiveJob("gpt"), []
+    job.add(ev.Fatal, 10.1, 2, stages=[(0, 0)], members=["a", "b"], checkpoint="/c/2")
+    job.add(ev.Restart, 12, 2, number=1, slots=[0, 1], checkpoint="/c/2", step=2)
+    job.add(ev.MemberJoined, 14, 3, member_id="c", host="h", rank=0)
+    job.plan(14, 3, ["c"], ["c", "c"])
+    job.plan(15, 4, ["c"], ["c", "c"], pipelines=1)
+    job.step(17, 3, epoch=4)
+    for event in job.events:
+        live.add(event)
+        states.append((event.event, live.view().state))
+    assert states[-6:] == [
+        ("fatal", "waiting"),
+        ("restart", "restarting"),
+        ("member_joined", "restarting"),
+        ("plan", "building"),
+        ("plan", "training"),  # it has steps already
+        ("step", "training"),
+    ]
+    view = live.view()
+    assert [(loss.fatal, len(loss.members)) for loss in view.losses] == [(True, 2)]
+    assert view.totals.restarts == 1 and view.unshadowed == ((0, 0), (0, 1)), "the job has had replicas"
+
+
+def test_another_start_in_the_file_begins_anew() -> None:
+    first, second = recorded(), four("recorded").events
+    assert fold([*first, *second]) == fold(second)
+    assert fold([*first, *four("another").events]) == fold(first)
+
+
+def test_where_the_events_are_others_etcd_tells() -> None:
+    made = four()
+    told = made.overview()
+    view = LiveJob("gpt-demo").view(told)
+    assert (view.step, view.epoch, view.pipelines) == (told.step, told.plan.epoch if told.plan else 0, 1)
+    assert (view.state, view.time, view.losses) == ("training", None, ())
+    assert [member.state for member in view.members] == ["running"] * len(told.members)
+    whole = fold(made.events, told)
+    assert whole.members[0].leader and whole.members[0].zone == told.members[0].zone
+    assert [(role.owner, role.shadow) for role in whole.roles] == [(role.owner, role.shadow) for role in view.roles]
+    assert sum(member.load or 0.0 for member in whole.members) == pytest.approx(4.0)
+    assert any(role.state == "copying" for role in whole.roles)
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+@pytest.mark.parametrize("slices", [1, 2])
+def test_the_predicted_effect_of_a_loss_is_the_planners(sharded: bool, slices: int) -> None:
+    layout = Layout(4, 3, sharded=sharded, slices=slices)
+    owners = tuple(f"m{rank % 7}-a" for rank in range(12))
+    shadows = tuple(f"m{(rank + 1) % 7}-a" if rank % 3 else None for rank in range(12))
+    members = tuple(f"m{slot}-a" for slot in range(7))
+    plan = Plan(1, owners, members, members[0], layout, shadows)
+    duties = Grid.of_plan(plan).duties
+    for member in members:
+        after = takeover(plan, [member])
+        fatal = [(layout.role(rank).pipeline, layout.role(rank).stage) for rank in after.unheld]
+        assert duties[member].fatal == fatal
+        assert {each.role for each in duties[member].heirs} == {
+            (role.pipeline, role.stage) for role in plan.owned_by(member)
+        } - set(fatal)
+        for each in duties[member].heirs:
+            rank = each.role[1] * 4 + each.role[0]
+            if shadows[rank] is not None:
+                assert each.heir == after.owners[rank] == shadows[rank]
+
+
+def test_a_line_that_is_no_event_is_passed_over(tmp_path: Path) -> None:
+    path, faults = tmp_path / "events.jsonl", list[ProtocolError]()
+    lines = RECORDED.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines[:3], b"rubbish\n", *lines[3:6], lines[6][:40]]))
+    tail = EventTail(path, skip=faults.append)
+    assert [event for _, event in tail.read()] == recorded()[:6]
+    assert len(faults) == 1 and f"{path}:4:" in str(faults[0])
+    with open(path, "ab") as file:
+        file.write(lines[6][40:])
+    assert [event for _, event in tail.read()] == recorded()[6:7]
+    with pytest.raises(ProtocolError, match=":4:"):
+        EventTail(path).read()
+
+
+def test_a_file_is_read_in_pieces() -> None:
+    tail, found = EventTail(RECORDED), list[Event]()
+    while some := tail.read(limit=2048):
+        assert sum(len(line) for line, _ in some) <= 2048
+        found += [event for _, event in some]
+    assert found == recorded()
+
+
+# -- bounds ---------------------------------------------------------------------------------------------
+
+
+def test_a_series_keeps_means_and_the_longest() -> None:
+    series = Series(8)
+    for step in range(1, 101):
+        series.add(step, float(step), None if step == 1 else float(step), 5.0 if step == 50 else 1.0)
+    found = series.history()
+    assert len(found.step) <= 8 and found.stride == 16 and found.step[0] == 16 and found.step[-1] == 100
+    assert found.loss[0] == pytest.approx(sum(range(2, 17)) / 15)
+    assert max(found.slowest) == 5.0 and sum(seconds > 1.0 for seconds in found.seconds) == 1
+    newest = Series(8, newest=True)
+    for step in range(1, 101):
+        newest.add(step, float(step), float("nan"), 1.0)
+    assert newest.history().step == tuple(range(93, 101)) and newest.history().loss == (None,) * 8
+
+
+def endless(rounds: int) -> SyntheticJob:
+    made = SyntheticJob("endless", 1, 4)
+    for number in range(rounds):
+        made.train(9).lose(number % 4).train(1).heal().join(4 + number).save()
+        made.owners[number % 4] = made.members[-1]
+        made._plan("moved")
+    return made
+
+
+def size(thing: Any, seen: set[int]) -> int:
+    """Bytes of what hangs on ``thing``, enums, types and what was seen apart."""
+    if id(thing) in seen or isinstance(thing, type | Category):
+        return 0
+    seen.add(id(thing))
+    total = sys.getsizeof(thing)
+    parts = [*thing.keys(), *thing.values()] if isinstance(thing, dict) else []
+    parts += list(thing) if isinstance(thing, list | tuple | set | frozenset) or hasattr(thing, "maxlen") else []
+    parts += list(vars(thing).values()) if hasattr(thing, "__dict__") else []
+    return total + sum(size(part, seen) for part in parts)
+
+
+def test_memory_is_bounded() -> None:
+    """A loss leaves no more behind than the names of who was lost and who came, and the path of a checkpoint."""
+    sizes, made = [], endless(300)
+    job = LiveJob("endless")
+    for number, event in enumerate(made.events):
+        job.add(event)
+        if number in (len(made.events) // 3, len(made.events) - 1):
+            view = job.view()
+            sizes.append(size(job, set()))
+    assert len(view.history.step) <= POINTS and len(view.recent.step) == RECENT
+    assert (len(view.losses), len(view.plans)) == (LOSSES, PLANS)
+    assert view.totals.losses == 300
+    assert (sizes[1] - sizes[0]) / 200 < 1500, sizes
+
+
+@pytest.mark.parametrize("unsettled", [64, 8])
+def test_the_running_account_is_the_account(unsettled: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running, "_UNSETTLED", unsettled)
+    for events in (recorded(), endless(40).events, four().events):
+        accountant = RunningAccountant()
+        for number, event in enumerate(events):
+            accountant.add(event)
+            if number % 97 == 0:
+                accountant.snapshot()
+        whole, found = account(events), accountant.snapshot()
+        assert found.seconds == pytest.approx(whole.seconds, abs=1e-6)
+        assert (found.steps, found.repeated_steps) == (whole.steps, whole.repeated_steps)
+        assert found.wall_seconds == pytest.approx(whole.wall_seconds)
+        assert found.categories == pytest.approx(whole.categories, abs=1e-6)
+
+
+@pytest.mark.parametrize("kept", [90, 37])
+def test_steps_that_a_restart_repeats_are_taken_back(kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running, "_UNSETTLED", 8)
+    job = Written()
+    job.start("a", "b")
+    job.steps(1, kept, 5)
+    job.add(ev.CheckpointSaved, 5 + 2 * kept, step=kept, path="/c", seconds=0.0, bytes=1)
+    job.steps(kept + 1, 100, 5 + 2 * kept)
+    job.lose(205, "a")
+    job.add(ev.Fatal, 205.1, 1, stages=[(0, 0)], members=["a"], checkpoint="/c")
+    job.add(ev.Restart, 206, 1, number=1, slots=[0, 1], checkpoint="/c", step=100)
+    job.join(208, 2, "c", "d")
+    job.plan(208, 2, ["c", "d"], ["c", "d"])
+    job.steps(kept + 1, 150, 209, epoch=2)
+    accountant = RunningAccountant()
+    for event in job.events:
+        accountant.add(event)
+        if isinstance(event, ev.Restart):  # it says itself how many steps are lost
+            assert (accountant.snapshot().steps, accountant.snapshot().repeated_steps) == (kept, 100 - kept)
+    whole, found = account(job.events), accountant.snapshot()
+    assert (found.steps, found.repeated_steps) == (whole.steps, whole.repeated_steps) == (150, 100 - kept)
+    # Of a stretch that is taken back in part its mean counts.
+    assert found.categories == pytest.approx(whole.categories, abs=2.0)
+    assert found.categories[Category.WASTED] > 0
+
+
+def test_badput_does_not_go_back() -> None:
+    job, before = LiveJob("recorded"), dict[str, float]()
+    for event in recorded():
+        job.add(event)
+        now = job.badput()
+        # What was seen as rest may turn out to have been a copy that is complete now, or a checkpoint.
+        kept = {each: seconds for each, seconds in before.items() if each not in ("standby", "other")}
+        assert all(now[each] >= seconds - 1e-9 for each, seconds in kept.items()), (event, before, now)
+        before = now
+    assert before["detection_and_agreement"] > 0 and before["initialization"] > 0
+
+
+def test_a_thousand_members_cost_little() -> None:
+    """Of an event hardly more than of four members; of a view what its size costs. The bounds are generous."""
+    made = thousand()
+    events, told = made.events, made.overview()
+    job = LiveJob("gpt-1024")
+    begin = time.process_time()
+    for event in events:
+        job.add(event)
+    per_event = (time.process_time() - begin) / len(events)
+    view = job.view(told)
+    begin = time.process_time()
+    for _ in range(10):
+        job.add(events[-1].model_copy(update={"time": events[-1].time + timedelta(seconds=0.01)}))
+        again = job.view(told)
+    assert (time.process_time() - begin) / 10 < 0.1
+    assert per_event < 0.01, per_event
+    assert again.members is view.members and again.roles is view.roles, "made again although nothing has changed"
+    assert len(view.model_dump_json()) < 1_500_000

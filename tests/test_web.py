@@ -1,0 +1,461 @@
+"""The web server of a job: who is let in, what it answers, and that it ends and does no harm."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from bamboo_ds.addresses import split_address
+from bamboo_ds.config import bamboo_config
+from bamboo_ds.control.registry.keys import Keys
+from bamboo_ds.control.registry.mirror import Mirror
+from bamboo_ds.control.registry.overview import overview
+from bamboo_ds.control.registry.records import LeaderRecord, LeaveRecord, MemberRecord, StopRecord, WebRecord
+from bamboo_ds.control.settings import AgentSettings
+from bamboo_ds.control.web.access import Access, token_of
+from bamboo_ds.control.web.display import Display
+from bamboo_ds.control.web.feed import Feed
+from bamboo_ds.control.web.server import WebServer
+from bamboo_ds.errors import ConfigError, StoreUnavailable
+from bamboo_ds.observe.events import EventWriter, read_events
+from bamboo_ds.secret import NONE, JobSecret
+from bamboo_ds.store.records import KeyValue, Snapshot
+from bamboo_ds.topology.planner import initial_plan
+
+from .support.leaks import no_leaks
+from .support.page import ask, scraped, seen, streamed, value
+from .support.patience import Patience
+
+RECORDED = Path(__file__).parent / "support" / "recorded_job.jsonl"
+SECRET = JobSecret("x" * 40)
+TOKEN = token_of(SECRET, "recorded")
+
+
+class Served:
+    """A server of the recorded job."""
+
+    def __init__(self, events: str | None = str(RECORDED)) -> None:
+        self.asked: list[tuple[str, str]] = []
+        self.fails: Exception | None = None
+        self.feed = Feed("recorded", events)
+        self.access = Access(SECRET, "recorded")
+        self.server = WebServer(self.feed, self.access, "recorded", "127.0.0.1", 0, self._change)
+        self.url = self.server.url
+
+    def _change(self, what: str, member: str) -> Future[None]:
+        self.asked.append((what, member))
+        done: Future[None] = Future()
+        done.set_exception(self.fails) if self.fails else done.set_result(None)
+        return done
+
+    def close(self) -> None:
+        assert self.server.close(10.0)
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    found = Served()
+    yield found
+    found.close()
+
+
+def wait(ready: Callable[[], Any], what: str) -> None:
+    patience, pause = Patience(20.0), threading.Event()
+    while not ready():
+        assert not patience.over(), what
+        pause.wait(0.02)
+
+
+# -- who is let in ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["/", "/api/view", "/api/stream", "/api/losses/1", "/metrics", "/nothing"])
+@pytest.mark.parametrize("token", [None, "", "x" * 64, TOKEN[:-1], SECRET.text, TOKEN.upper() + " "])
+def test_strangers_see_nothing(served: Served, path: str, token: str | None) -> None:
+    status, headers, body = ask(served.url, path, token)
+    assert status == 401 and headers["WWW-Authenticate"] == "Bearer"
+    assert b"m0-6e12dfd6" not in body and b"train.py" not in body
+    assert ask(served.url, path, token, "POST")[0] == 401
+
+
+def test_the_token_does_not_lead_to_the_secret_and_is_of_one_job() -> None:
+    assert re.fullmatch("[0-9a-f]{64}", TOKEN)
+    assert TOKEN not in (token_of(SECRET, "other"), token_of(JobSecret("y" * 40), "recorded"), SECRET.text)
+    assert SECRET.text not in TOKEN and TOKEN not in Access(SECRET, "recorded").cookie()
+
+
+def test_health_is_for_everybody(served: Served) -> None:
+    assert ask(served.url, "/healthz")[::2] == (200, b"ok\n")
+    assert ask(served.url, "/healthz", method="HEAD")[::2] == (200, b"")
+
+
+def test_log_in_and_out(served: Served) -> None:
+    form = {"Content_Type": "application/x-www-form-urlencoded"}
+    status, _, page = ask(served.url, "/login")
+    assert status == 200 and b'type="password"' in page and b"{{" not in page
+    status, headers, page = ask(served.url, "/login", None, "POST", "token=wrong", **form)
+    assert status == 401 and "Set-Cookie" not in headers and b"not the token" in page
+    status, headers, _ = ask(served.url, "/login", None, "POST", f"token={TOKEN}", **form)
+    assert (status, headers["Location"]) == (303, "./")
+    cookie, *attributes = headers["Set-Cookie"].split("; ")
+    assert set(attributes) == {"Path=/", "HttpOnly", "SameSite=Strict"}
+    assert TOKEN not in cookie
+    status, headers, page = ask(served.url, "/", Cookie=cookie)
+    assert status == 200 and b"<script" in page
+    assert json.loads(ask(served.url, "/api/view", Cookie=cookie)[2])["job"] == "recorded"
+    own = {"Cookie": cookie, "Origin": served.url}
+    status, headers, _ = ask(served.url, "/logout", None, "POST", **own)
+    assert status == 303 and "Max-Age=0" in headers["Set-Cookie"]
+    assert ask(served.url, "/login", None, "POST", "token=" + "x" * 5000, **form)[0] == 413
+    # A cookie of another job, whose page is at another port of this host, is left alone.
+    other = Access(SECRET, "other").cookie().partition("=")[0]
+    assert other != cookie.partition("=")[0]
+
+
+def test_answers_that_no_page_of_others_can_use(served: Served) -> None:
+    for path, token in (("/", TOKEN), ("/", None), ("/api/view", TOKEN), ("/metrics", TOKEN), ("/healthz", None)):
+        _, headers, body = ask(served.url, path, token)
+        assert headers["X-Frame-Options"] == "DENY" and headers["X-Content-Type-Options"] == "nosniff"
+        assert headers["Cache-Control"] == "no-store" and headers["Referrer-Policy"] == "no-referrer"
+        assert "Access-Control-Allow-Origin" not in headers
+        if path == "/":
+            policy = headers["Content-Security-Policy"]
+            nonce = re.search("script-src 'nonce-([^']+)'", policy)
+            assert nonce is not None and "default-src 'none'" in policy and "unsafe" not in policy
+            tags = re.findall(rb"<(?:script|style)[^>]*>", body)
+            assert tags and all(f'nonce="{nonce[1]}"'.encode() in tag for tag in tags)
+            assert not re.search(rb"""\son[a-z]+=["']|\sstyle=["']|(src|href)=["'](?!data:|#)""", body)
+    first, second = (ask(served.url, "/", TOKEN)[1]["Content-Security-Policy"] for _ in range(2))
+    assert first != second
+
+
+def test_changes_need_more_than_a_cookie(served: Served) -> None:
+    cookie = served.access.cookie().partition(";")[0]
+    for origin in (None, "null", "http://evil.example", served.url.replace("127.0.0.1", "localhost"), "file://"):
+        headers = {"Cookie": cookie} | ({} if origin is None else {"Origin": origin})
+        assert ask(served.url, "/api/stop", None, "POST", **headers)[0] == 403, origin
+    assert served.asked == []
+    assert ask(served.url, "/api/stop", TOKEN)[0] == 404, "GET changes nothing"
+    assert ask(served.url, "/api/stop", None, "POST", Cookie=cookie, Origin=served.url)[0] == 200
+    assert ask(served.url, "/api/leave/m0-a", TOKEN, "POST")[0] == 200
+    assert ask(served.url, "/api/other", TOKEN, "POST")[0] == 404
+    assert served.asked == [("stop", ""), ("leave", "m0-a")]
+    served.fails = StoreUnavailable("etcd is away")
+    status, _, body = ask(served.url, "/api/stop", TOKEN, "POST")
+    assert status == 503 and json.loads(body) == {"error": "etcd is away"}
+    served.fails = LookupError("there is no member 'x'")
+    assert ask(served.url, "/api/leave/x", TOKEN, "POST")[0] == 404
+    assert json.loads(ask(served.url, "/api/controls", TOKEN)[2]) == {"control": True}
+
+
+def test_a_page_that_only_shows() -> None:
+    server = WebServer(Feed("recorded", None), Access(SECRET, "recorded"), "recorded", "127.0.0.1", 0, None)
+    try:
+        status, _, body = ask(server.url, "/api/stop", TOKEN, "POST")
+        assert status == 403 and "bamboo.observe.control" in json.loads(body)["error"]
+        assert json.loads(ask(server.url, "/api/controls", TOKEN)[2]) == {"control": False}
+    finally:
+        assert server.close(10.0)
+
+
+def test_nothing_secret_is_logged(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    with socket.create_connection(("127.0.0.1", urlsplit(served.url).port or 0)) as line:
+        line.sendall(f"GET / HTTP/1.1\r\nAuthorization: Bearer {TOKEN}\r\n bad header\x00\r\n\r\n".encode())
+        assert b" 400 " in line.recv(4096)
+    ask(served.url, "/metrics", TOKEN)
+    assert TOKEN not in caplog.text and SECRET.text not in caplog.text
+
+
+def test_strangers_cannot_keep_others_out(served: Served) -> None:
+    port = urlsplit(served.url).port or 0
+    lines = [socket.create_connection(("127.0.0.1", port)) for _ in range(60)]
+    try:
+        assert seen(served.url, TOKEN)["job"] == "recorded"
+        gone = 0
+        for line in lines:
+            line.settimeout(0.0)
+            with contextlib.suppress(BlockingIOError):
+                gone += line.recv(1) == b""
+        assert gone >= 60 - 33
+    finally:
+        for line in lines:
+            line.close()
+
+
+# -- what it answers --------------------------------------------------------------------------------------
+
+
+def test_the_view_a_loss_and_the_metrics(served: Served) -> None:
+    view = seen(served.url, TOKEN)
+    assert (view["step"], view["state"], len(view["members"]), len(view["losses"])) == (25, "ended", 5, 1)
+    detail = json.loads(ask(served.url, "/api/losses/1", TOKEN)[2])
+    assert detail["loss"] == view["losses"][0] and len(detail["survivors"]) == 3
+    for number in ("2", "x", "-1", ""):
+        assert ask(served.url, f"/api/losses/{number}", TOKEN)[0] == 404
+    assert value(scraped(served.url, TOKEN), "bamboo_steps_committed_total") == 25
+    kind = ask(served.url, "/metrics", TOKEN, Accept="application/openmetrics-text; version=1.0.0")[1]["Content-Type"]
+    assert kind.startswith("application/openmetrics-text")
+
+
+def test_the_stream_sends_what_has_changed(tmp_path: Path) -> None:
+    lines = RECORDED.read_bytes().splitlines(keepends=True)
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(b"".join(lines[:9]))
+    with no_leaks():
+        served = Served(str(path))
+        stream = iter(streamed(served.url, TOKEN))
+        view: dict[str, Any] = {}
+        while view.get("step") != 2:
+            view |= next(stream)
+        with open(path, "ab") as file:
+            file.writelines(lines[9:])
+        patches = []
+        while view["step"] != 25 or view["state"] != "ended":
+            patches.append(next(stream))
+            view |= patches[-1]
+        assert all("job" not in patch and "command" not in patch for patch in patches)
+        assert view == seen(served.url, TOKEN)
+        begin = time.monotonic()
+        served.close()
+        assert list(stream) == [] and time.monotonic() - begin < 5.0
+
+
+def test_watchers_are_bounded(monkeypatch: pytest.MonkeyPatch, served: Served) -> None:
+    monkeypatch.setattr("bamboo_ds.control.web.server._STREAMS", 1)
+    stream = iter(streamed(served.url, TOKEN))
+    next(stream)
+    assert ask(served.url, "/api/stream", TOKEN)[0] == 503
+    stream.close()  # type: ignore[attr-defined]
+    wait(lambda: served.server._streams == 0, "the server sees that the client is gone")
+
+
+def test_a_stream_is_alive(monkeypatch: pytest.MonkeyPatch, served: Served) -> None:
+    monkeypatch.setattr("bamboo_ds.control.web.server._HEARTBEAT_S", 0.05)
+    with socket.create_connection(("127.0.0.1", urlsplit(served.url).port or 0), timeout=10.0) as line:
+        line.sendall(f"GET /api/stream HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n\r\n".encode())
+        got = b""
+        while b": alive\n\n" not in got:
+            got += line.recv(1 << 16)
+
+
+def test_a_file_that_is_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What etcd tells is shown all the same, and a warning says it once."""
+    feed = Feed("recorded", str(tmp_path / "missing.jsonl"))
+    feed.know(overview(mirror()))
+    feed.refresh()
+    feed.refresh()
+    view = json.loads(feed.view()[1])
+    assert [member["id"] for member in view["members"]] == ["a"]
+    assert caplog.text.count("missing.jsonl") == 1
+
+
+def test_only_new_events_are_passed_on(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(RECORDED.read_bytes())
+    feed, told = Feed("recorded", str(path)), list[str]()
+    feed.on_event = lambda event: told.append(event.event)
+    feed.refresh()
+    event = next(read_events(RECORDED))
+    with EventWriter(path) as events:
+        now = feed._since
+        events.emit(event.model_copy(update={"time": now}))
+        events.emit(event.model_copy(update={"time": now, "job": "another"}))
+    feed.refresh()
+    assert told == ["run_started"]
+
+
+# -- while a member leads -----------------------------------------------------------------------------------
+
+
+def mirror(leader: str = "a", **more: str) -> Mirror:
+    fields = {"slot": 0, "host": "h", "address": "x", "pid": 1, "agent_pid": 2, "incarnation": "a"}
+    keys = {
+        Keys.PLAN: initial_plan(["a"]).to_json(),
+        Keys.LEADER: LeaderRecord(id=leader).to_json(),
+        Keys.member("a"): MemberRecord.model_validate({"id": "a", **fields}).to_json(),
+        **more,
+    }
+    return Mirror(Snapshot({key: KeyValue(key, text, 1, 1) for key, text in keys.items()}, 1))
+
+
+class StoreDouble:
+    """Keeps what is written."""
+
+    def __init__(self) -> None:
+        self.written: dict[str, str] = {}
+
+    def put(self, key: str, text: str, lease: object = None) -> None:
+        self.written[key] = text
+
+    def compare_and_swap(self, key: str, revision: int, text: str, **more: object) -> bool:
+        self.written[key] = text
+        return True
+
+
+def display(address: str, store: StoreDouble, secret: JobSecret = SECRET, **observe: Any) -> Display:
+    block = bamboo_config({"bamboo": {"observe": {"http": address, **observe}}})
+    assert block is not None
+    settings = AgentSettings(
+        job="recorded", slot=0, world_size=1, store="x", parent_pid=1, command=("x",), secret=secret, block=block
+    )
+    return Display(settings, "a", store)  # type: ignore[arg-type]
+
+
+def lead(shown: Display, ready: Callable[[], Any]) -> None:
+    """What the coordinator does, until ``ready``."""
+    lease: Any = None
+    wake = threading.Event()
+    shown.wake = wake.set
+    patience = Patience(20.0)
+    while not ready():
+        assert not patience.over()
+        again = shown.follow(mirror(), lease)
+        wake.wait(0.05 if again is None else max(0.0, min(0.05, again - shown._clock())))
+        wake.clear()
+
+
+def test_it_serves_while_its_member_leads() -> None:
+    store: Any = StoreDouble()
+    lease: Any = None
+    with no_leaks():
+        shown = display("127.0.0.1:0", store, control=True)
+        assert shown.follow(mirror("b"), lease) is None and not store.written
+        begin = time.monotonic()
+        lead(shown, lambda: Keys.WEB in store.written)
+        assert time.monotonic() - begin >= 0.5, "a member that begins to lead has a loss to handle first"
+        record = WebRecord.from_json(store.written[Keys.WEB])
+        assert record.id == "a" and seen(record.url, TOKEN)["members"][0]["id"] == "a"
+        woken = threading.Event()
+        shown.wake = woken.set
+        answers: list[int] = []
+        for path in ("/api/leave/b", "/api/leave/a", "/api/stop"):
+            asking = threading.Thread(
+                target=lambda path=path: answers.append(ask(record.url, path, TOKEN, "POST")[0])  # type: ignore[misc]
+            )
+            asking.start()
+            assert woken.wait(10.0)
+            woken.clear()
+            shown.follow(mirror(), lease)
+            asking.join()
+        assert answers == [404, 200, 200]
+        assert LeaveRecord.from_json(store.written[Keys.leave("a")]).source == "web"
+        assert StopRecord.from_json(store.written[Keys.STOP]).code == 143
+        shown.follow(mirror("b"), lease)  # it leads no more
+        wait(lambda: not answers_at(record.url), "the server has ended")
+        shown.close(5.0)
+
+
+def answers_at(url: str) -> bool:
+    try:
+        return ask(url, "/healthz")[0] == 200
+    except OSError:
+        return False
+
+
+def test_a_port_in_use_is_told_once_and_tried_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("bamboo_ds.control.web.display._RETRY_S", 0.05)
+    store = StoreDouble()
+    with no_leaks():
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            port = taken.getsockname()[1]
+            shown = display(f"127.0.0.1:{port}", store)
+            lead(shown, lambda: shown._failures > 3)
+            assert caplog.text.count("cannot serve the page") == 1 and f"127.0.0.1:{port}" in caplog.text
+            assert not store.written
+        lead(shown, lambda: store.written)
+        assert WebRecord.from_json(store.written[Keys.WEB]).url == f"http://127.0.0.1:{port}"
+        shown.close(5.0)
+
+
+def test_a_failure_of_any_kind_is_no_failure_of_the_job(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    failed = []
+
+    def fail(*_: object) -> None:
+        failed.append(1)
+        raise RuntimeError("a test says so")
+
+    monkeypatch.setattr("bamboo_ds.control.web.display._RETRY_S", 0.05)
+    monkeypatch.setattr("bamboo_ds.control.web.site.Site.__init__", fail)
+    shown = display("127.0.0.1:0", StoreDouble())
+    lead(shown, lambda: len(failed) > 2)
+    shown.close(5.0)
+    monkeypatch.undo()
+    monkeypatch.setattr("bamboo_ds.control.web.feed.Feed.know", fail)
+    failed.clear()
+    with no_leaks():
+        shown = display("127.0.0.1:0", StoreDouble())
+        lead(shown, lambda: len(failed) > 2)
+        shown.close(5.0)
+    assert caplog.text.count("a test says so") == 2
+
+
+def test_all_addresses_are_told_as_the_one_that_others_know() -> None:
+    store = StoreDouble()
+    shown = display("0.0.0.0:0", store)
+    lead(shown, lambda: store.written)
+    assert re.fullmatch(r"http://127\.0\.0\.1:\d+", WebRecord.from_json(store.written[Keys.WEB]).url)
+    shown.close(5.0)
+
+
+def test_one_that_leads_for_a_moment_only_leaves_nothing() -> None:
+    store, lease = StoreDouble(), None
+    with no_leaks():
+        shown = display("127.0.0.1:0", store)
+        lead(shown, lambda: shown._opening is not None)
+        shown.follow(mirror("b"), lease)  # type: ignore[arg-type]
+        assert not store.written
+
+
+def test_a_job_without_a_secret_serves_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("bamboo_ds.control.web.display._RETRY_S", 0.05)
+    store = StoreDouble()
+    shown = display("127.0.0.1:0", store, NONE)
+    lead(shown, lambda: shown._failures > 2)
+    assert caplog.text.count("has no secret") == 1 and not store.written
+    shown.close(5.0)
+
+
+# -- settings -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [("127.0.0.1:9400", ("127.0.0.1", 9400)), (":0", ("", 0)), ("[::1]:80", ("::1", 80)), ("host.a:1", ("host.a", 1))],
+)
+def test_addresses(text: str, address: tuple[str, int]) -> None:
+    assert split_address(text) == address
+
+
+@pytest.mark.parametrize("text", ["", "9400", "host", "host:", "host:x", "host:65536", "::1:80", "http://a:1", "a b:1"])
+def test_addresses_that_are_none(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"observe\.http.*127\.0\.0\.1:9400"):
+        bamboo_config({"bamboo": {"observe": {"http": text}}})
+
+
+def test_a_collector_that_is_no_url_and_one_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"observe\.otlp"):
+        bamboo_config({"bamboo": {"observe": {"otlp": "collector:4318"}}})
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    block = bamboo_config({"bamboo": {"observe": {"otlp": "http://collector:4318/"}}})
+    assert block is not None and block.observe.otlp == "http://collector:4318"
+    with pytest.raises(ConfigError, match=r"bamboo_ds\[otel\]"):
+        block.check()
