@@ -28,10 +28,12 @@ class JoinOptions(MemberOptions):
     Attributes:
         store: URLs of etcd.
         wait_s: seconds to wait until the job has built its engines.
+        quiet: whether the course of the member is not told.
     """
 
     store: str
     wait_s: float
+    quiet: bool
 
 
 def prepare(options: JoinOptions) -> AgentSettings:
@@ -55,6 +57,7 @@ def prepare(options: JoinOptions) -> AgentSettings:
         store=options.store,
         parent_pid=os.getppid(),
         guest=True,
+        tells=not options.quiet,
     )
 
 

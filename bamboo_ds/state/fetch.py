@@ -58,6 +58,7 @@ def fetch(
     secret: JobSecret = NONE,
     stop: threading.Event | None = None,
     device: torch.device | str = "cpu",
+    note: Callable[[float], object] = lambda share: None,
 ) -> tuple[str, list[torch.Tensor]]:
     """Fetch the snapshot under ``key``; blocks. Call it from a background thread.
 
@@ -72,6 +73,7 @@ def fetch(
         secret: the job's.
         stop: ends the fetch as soon as it is set.
         device: of the resulting tensors. They are received in host memory and moved when all are complete.
+        note: told which part of the snapshot has arrived, from 0 to 1.
 
     Returns:
         The text, and the tensors with dtype and shape of the originals, each contiguous, with memory of its own.
@@ -81,7 +83,7 @@ def fetch(
             or speaks another version, or ``stop`` was set; its ``failure`` says which.
     """
     permit = Pass(secret, token)
-    return _Transfer(url, key, permit, timeout_s, stop or threading.Event(), torch.device(device)).run()
+    return _Transfer(url, key, permit, timeout_s, stop or threading.Event(), torch.device(device), note).run()
 
 
 class _Broken(Exception):
@@ -92,7 +94,14 @@ class _Transfer:
     """One call of :func:`fetch`."""
 
     def __init__(
-        self, url: str, key: str, permit: Pass, timeout_s: float, stop: threading.Event, device: torch.device
+        self,
+        url: str,
+        key: str,
+        permit: Pass,
+        timeout_s: float,
+        stop: threading.Event,
+        device: torch.device,
+        note: Callable[[float], object],
     ) -> None:
         parts = urlsplit(url)
         if parts.scheme != "http" or not parts.hostname or not parts.port:
@@ -100,7 +109,7 @@ class _Transfer:
         self._host, self._port, self._netloc = parts.hostname, parts.port, parts.netloc
         self._url, self._key, self._timeout_s = url, key, timeout_s
         self._pass, self._nonce = permit, secrets.token_hex(16)
-        self._stop, self._device = stop, device
+        self._stop, self._device, self._note = stop, device, note
         self._incoming: _Incoming | None = None
         self._progress = time.monotonic()
         self._failures = 0
@@ -209,6 +218,7 @@ class _Transfer:
         incoming = self._incoming
         while incoming.verified < len(incoming.chunks):
             incoming.read(response)
+            self._note(incoming.verified / len(incoming.chunks))
             self._moved()
             self._check()
         return header.text, [tensor.to(self._device) for tensor in incoming.tensors]
@@ -312,19 +322,29 @@ class _Line(io.RawIOBase):
 
 
 class Fetch:
-    """A :func:`fetch` in a thread of its own; see :func:`start_fetch`."""
+    """A :func:`fetch` in a thread of its own; see :func:`start_fetch`.
 
-    def __init__(self, run: Callable[[threading.Event], tuple[str, list[torch.Tensor]]]) -> None:
+    Attributes:
+        share: of the snapshot that has arrived, from 0 to 1.
+    """
+
+    def __init__(
+        self, run: Callable[[threading.Event, Callable[[float], None]], tuple[str, list[torch.Tensor]]]
+    ) -> None:
+        self.share = 0.0
         self._stop = threading.Event()
         self._outcome: tuple[str, list[torch.Tensor]] | BaseException | None = None
         self._thread = threading.Thread(target=self._run, args=(run,), name="bamboo-state-fetch", daemon=True)
         self._thread.start()
 
-    def _run(self, run: Callable[[threading.Event], tuple[str, list[torch.Tensor]]]) -> None:
+    def _run(self, run: Callable[[threading.Event, Callable[[float], None]], tuple[str, list[torch.Tensor]]]) -> None:
         try:
-            self._outcome = run(self._stop)
+            self._outcome = run(self._stop, self._note)
         except BaseException as error:
             self._outcome = error  # result() raises it
+
+    def _note(self, share: float) -> None:
+        self.share = share
 
     def done(self) -> bool:
         """Whether :meth:`result` returns, or raises, at once."""
@@ -356,5 +376,7 @@ def start_fetch(
 ) -> Fetch:
     """Start :func:`fetch` in a daemon thread; the arguments are the same."""
     return Fetch(
-        lambda stop: fetch(url, key, token=token, timeout_s=timeout_s, secret=secret, stop=stop, device=device)
+        lambda stop, note: fetch(
+            url, key, token=token, timeout_s=timeout_s, secret=secret, stop=stop, device=device, note=note
+        )
     )
