@@ -13,6 +13,7 @@ ENV_JOB = "BAMBOO_JOB"
 ENV_ADDRESS = "BAMBOO_ADDRESS"
 ENV_EVENTS = "BAMBOO_EVENTS"
 ENV_LOGS = "BAMBOO_LOGS"
+ENV_TEE = "BAMBOO_TEE"
 #: ``bamboo launch`` itself: its process id, when it began, and the space of process ids, with blanks between.
 ENV_LAUNCH = "BAMBOO_LAUNCH"
 #: The configuration whose block counts, where the script's is not on its command line.

@@ -206,7 +206,8 @@ def bamboo_job(
     command = [sys.executable, "-m", "bamboo_ds.cli.main", "run", "-n", str(workers)]
     command += ["--events", str(folder / "events.jsonl")] + (["--job", job] if job else [])
     command += [*options, str(script), *arguments]
-    env = {**environment(), **(variables or {}), **({} if checkout is None else package_of(checkout))}
+    logs = {"BAMBOO_LOGS": str(folder / "logs")}
+    env = {**environment(), **logs, **(variables or {}), **({} if checkout is None else package_of(checkout))}
     with open(folder / "log.txt", "wb") as log:
         process = subprocess.Popen(
             command,

@@ -162,6 +162,9 @@ def test_a_standby_takes_over(tmp_path: Path, reference: Reference) -> None:
     assert any(e["member"] == standby for e in result.events("replica_verified"))
     assert not result.events("replica_mismatch")
     assert len(set(job.plan()["owners"])) == 2
+    told = [line for line in (tmp_path / "join-0.log").read_text().splitlines() if line.startswith("[bamboo]")]
+    assert any(f" {standby} has joined the job and " in line for line in told), told
+    assert told[-1].endswith(f" {standby} has ended: finished (exit 0)"), told
 
 
 def test_join_a_job_with_checkpoints(tmp_path: Path, reference: Reference) -> None:

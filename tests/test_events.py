@@ -26,6 +26,17 @@ SAMPLES: list[events.Event] = [
     events.RunFinished(job="gpt", epoch=0, exit_code=0, run_seconds=12.5),
     events.MemberJoined(**COMMON, member_id="m1", host="h", rank=1),
     events.MemberLost(**COMMON, member_id="m1", reason="signal", detail="SIGKILL", detection_seconds=0.031),
+    events.MemberFailed(
+        **COMMON,
+        member_id="m1",
+        host="b",
+        rank=1,
+        exit_code=3,
+        reason="exit",
+        detail="3",
+        error="RuntimeError: shapes",
+        log="/logs/gpt/worker-1.log",
+    ),
     events.NoticeReceived(
         **COMMON, kind="preempt", source="aws", deadline_seconds=119.5, detail="spot instance-action", leaves=True
     ),

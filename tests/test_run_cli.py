@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import io
+import fcntl
 import json
 import os
 import pty
 import signal
 import socket
+import struct
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -48,13 +50,25 @@ def test_failing_script_ends_the_job_with_its_code(start: Start) -> None:
     assert job.exit_code() == 3
     assert not job.events("takeover")
     assert job.events("run_finished")[0]["exit_code"] == 3
+    (failed,) = job.events("member_failed")
+    assert (failed["member_id"], failed["rank"], failed["detail"], failed["exit_code"]) == (job.member(1), 1, "3", 3)
+    host = socket.gethostname()
+    assert f"first failure: worker {job.member(1)}, rank 1 on host {host}, exited (code 3)" in job.output()
 
 
 def test_exception_in_a_script_ends_the_job(start: Start) -> None:
     job = start(2).run()
     job.tell(0, "raise")
     assert job.exit_code() == 1
-    assert "RuntimeError: a test says so" in job.output()
+    shown = job.output()
+    assert shown.index('    raise RuntimeError("a test says so")\nRuntimeError: a test says so\n')
+    assert f"[bamboo] its output: {logs_of(job) / 'worker-0.log'}\n" in shown
+    assert shown.endswith("[bamboo]   | RuntimeError: a test says so\n"), "with where that was, at the end"
+
+
+def logs_of(job: Job) -> Path:
+    """Where the logs of ``job`` are."""
+    return Path(os.environ["BAMBOO_LOGS"], job.events("run_started")[0]["job"])
 
 
 def test_all_killed_is_a_fatal_loss(start: Start) -> None:
@@ -95,7 +109,8 @@ def test_killed_launcher_leaves_nothing(start: Start) -> None:
     job = start(3).run()
     job.tell(0, "child")
     job.tell(1, "deaf")
-    job.wait(lambda: job.find("child") and job.find("deaf"), "a child and a deaf worker")
+    job.tell(1, "print some words")
+    job.wait(lambda: job.find("child") and job.find("printed"), "a child and a deaf worker that has printed")
     job.remember()
     # The launcher, etcd with its supervisor, agents, workers, the child.
     assert len(job.seen) >= 1 + 2 + 3 + 3 + 1
@@ -104,6 +119,11 @@ def test_killed_launcher_leaves_nothing(start: Start) -> None:
     wait_gone(job, 10.0)
     job.process.wait()
     job.wait_quietly(lambda: not job.files_left(), 10.0)
+    logs = logs_of(job)
+    assert {path.name for path in logs.iterdir()} == {f"{who}-{i}.log" for who in ("worker", "agent") for i in range(3)}
+    assert {path.stat().st_mode & 0o777 for path in logs.iterdir()} == {0o600}
+    assert logs.stat().st_mode & 0o777 == 0o700
+    assert (logs / "worker-1.log").read_text().endswith(" some words\n")
 
 
 def test_sighup_stays_ignored(start: Start) -> None:
@@ -209,9 +229,16 @@ def test_status_and_stop(start: Start) -> None:
     unknown = {"detection_seconds": None, "plan_seconds": None}
     for rank in (0, 1, 2):
         job.tell(rank, f"event recovered {json.dumps({**times, **passes, **unknown})}")
+    job.tell(0, "print some words")
     follow = [*BAMBOO, "events", "-f", "--job", "status-test"]
     (terminal, inside), (terminal_top, inside_top) = pty.openpty(), pty.openpty()
     with (
+        subprocess.Popen(
+            [*BAMBOO, "logs", "-f", "--member", "m0", "--agents"],
+            env=job.environment,
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as reading,
         subprocess.Popen(follow, env=job.environment, stdout=subprocess.PIPE, text=True) as following,
         subprocess.Popen([*BAMBOO, "status", "-w"], env=job.environment, stdout=inside) as watching,
         subprocess.Popen([*BAMBOO, "top"], env=job.environment, stdout=inside_top) as top,
@@ -232,8 +259,12 @@ def test_status_and_stop(start: Start) -> None:
         assert loss.endswith("died (SIGKILL); stage 1 of pipeline 1 taken over by m1 in 0.20 s; 3 of 4 are left\n"), (
             loss
         )
+        assert reading.stdout is not None
+        logs = iter(reading.stdout.readline, "")
+        assert any(line.startswith("[0] ") and line.endswith(" some words\n") for line in logs), "while the job runs"
         assert job.bamboo("stop").returncode == 0
         assert job.exit_code() == 143
+        assert all(line.startswith(("[0] ", "[agent 0] ")) for line in logs)
         assert "exit code 143 after" in "".join(told)
         while b"job status-test has ended" not in shown:
             shown += os.read(terminal, 4096)
@@ -241,7 +272,7 @@ def test_status_and_stop(start: Start) -> None:
             shown_top += os.read(terminal_top, 4096)
     for each in (terminal, terminal_top):
         os.close(each)
-    assert following.returncode == watching.returncode == top.returncode == 0
+    assert following.returncode == watching.returncode == top.returncode == reading.returncode == 0
     nothing = job.bamboo("status")
     assert nothing.returncode == 2
     assert "no job runs here" in nothing.stderr
@@ -303,37 +334,27 @@ def test_prefixed_output(start: Start) -> None:
     job.wait(lambda: job.find("printed"), "the worker has printed")
     job.finish()
     assert "[1] some words\n" in job.output()
-
-
-def test_progress_bars_do_not_pile_up_in_prefixed_output() -> None:
-    reading, writing = os.pipe()
-    target = io.BytesIO()
-    with open(reading, "rb", 0) as source, open(writing, "wb", 0) as worker:
-        output = slots._Output(3, source, target)
-        for percent in range(100):
-            worker.write(b"\r%3d%% " % percent + b"#" * 1000)
-            assert output.copy()
-        assert len(output._rest) < 2000 and not target.getvalue()
-        worker.write(b"\rdone\r\nnext\n")
-        assert output.copy() and target.getvalue() == b"[3] done\r\n[3] next\n"
-        for _ in range(3):
-            worker.write(b"x" * 30_000)
-            assert output.copy()
-        assert not output._rest and target.getvalue().endswith(b"[3] " + b"x" * 90_000 + b"\n")
+    assert (logs_of(job) / "worker-1.log").read_text().endswith(" some words\n")
 
 
 def test_settings_of_the_script(start: Start, tmp_path: Path) -> None:
-    """The script's own DeepSpeed configuration sets TTL and timeouts; its arguments reach it untouched."""
+    """The script's own DeepSpeed configuration sets TTL and timeouts; its arguments and its terminal are untouched."""
     config = tmp_path / "ds.json"
     config.write_text(json.dumps({"bamboo": {"membership": {"lease_ttl_s": 7, "heartbeat_timeout_s": 3}}}))
     script = tmp_path / "script.py"
-    script.write_text("import os, sys; print(os.environ['BAMBOO_HEARTBEAT_TIMEOUT'], *sys.argv[1:])")
+    words = "os.environ['BAMBOO_HEARTBEAT_TIMEOUT'], os.isatty(1), os.isatty(2), os.get_terminal_size().columns"
+    script.write_text(f"import os, sys; print({words}, *sys.argv[1:])")
     arguments = ["-n", "2", "--deepspeed_config", str(config), "--", "-x"]
     command = [*BAMBOO, "run", "--quiet", "-n", "1", str(script), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    terminal, inside = pty.openpty()
+    fcntl.ioctl(inside, termios.TIOCSWINSZ, struct.pack("4H", 40, 132, 0, 0))
+    done = subprocess.run(command, stdout=inside, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     assert "[bamboo]" not in done.stderr
-    assert done.stdout == f"3.0 -n 2 --deepspeed_config {config} -- -x\n"
+    shown = f"3.0 True False 132 -n 2 --deepspeed_config {config} -- -x\r\n".encode()
+    assert os.read(terminal, 4096) == shown, "a terminal stays one"
+    os.close(inside)
+    os.close(terminal)
 
 
 @pytest.mark.integration

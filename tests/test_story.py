@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -11,8 +12,12 @@ import pytest
 from click.testing import CliRunner
 
 from bamboo_ds.cli.main import cli
+from bamboo_ds.config import parse_block
+from bamboo_ds.control.settings import MemberOptions
 from bamboo_ds.errors import ConfigError, ProtocolError
-from bamboo_ds.launchers.narration import Narration, banner, default_events
+from bamboo_ds.launchers.folders import folder_of, with_logs
+from bamboo_ds.launchers.narration import Narration, banner
+from bamboo_ds.launchers.screen import Screen
 from bamboo_ds.observe import events
 from bamboo_ds.observe.events import Event, EventWriter
 from bamboo_ds.observe.story import Story
@@ -340,7 +345,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         done = CliRunner().invoke(cli, ["events", *arguments])
         assert done.exit_code == 0, done.output
         assert done.output.count("worker m2 on host b died (SIGKILL); stage 2 taken over by m1 in 0.12 s") == 1
-        assert done.output.endswith("restarts: 0\n")
+        assert re.search(r"restarts: 0\ngoodput: \d+% of the member-seconds\n$", done.output)
     assert CliRunner().invoke(cli, ["events", "--json", str(path)]).output == path.read_text()
     other = CliRunner().invoke(cli, ["events", "--job", "other", str(path)])
     assert other.output.startswith("not finished; newest step: none")
@@ -352,9 +357,17 @@ def test_the_file_of_a_job_that_has_ended(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.delenv("BAMBOO_LOGS", raising=False)
     monkeypatch.chdir(tmp_path)
-    path = default_events("gpt", None)
-    assert path == str(tmp_path / "bamboo-logs" / "gpt" / "events.jsonl")
-    write(Path(path), losing_run())
+    found = with_logs({"job": "gpt", "logs": None, "events": None}, None, default=True)
+    folder = tmp_path / "bamboo-logs" / "gpt"
+    assert found == {"job": "gpt", "logs": str(folder), "events": str(folder / "events.jsonl")}
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert with_logs({**found, "events": "/e"}, "other") == {
+        **found,
+        "logs": str(tmp_path / "other/gpt"),
+        "events": "/e",
+    }
+    assert with_logs(found, None) == found
+    write(folder / "events.jsonl", losing_run())
     assert "exit code 0" in CliRunner().invoke(cli, ["events", "--job", "gpt"]).output
     missing = CliRunner().invoke(cli, ["events", "--job", "gpt2"]).exception
     assert isinstance(missing, ConfigError) and "name the file" in str(missing)
@@ -366,18 +379,21 @@ def test_a_folder_that_cannot_be_made(
     """The default one is done without, one that the user has named is an error."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bamboo-logs").write_text("a file")
-    assert default_events("gpt", None) is None
+    none = {"job": "gpt", "logs": None, "events": None}
+    assert with_logs(none, None, default=True) == none
     assert len(caplog.records) == 1 and "name a folder with --logs" in caplog.text
     with pytest.raises(ConfigError, match=r"--logs .*bamboo-logs \(BAMBOO_LOGS\) cannot be written to"):
-        default_events("gpt", str(tmp_path / "bamboo-logs"))
+        folder_of("gpt", str(tmp_path / "bamboo-logs"))
 
 
 def test_a_narration_that_fails_is_one_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     path = write(tmp_path / "events.jsonl", begun())
-    narration = Narration(str(path), "gpt", False)
-    narration.begin(["the banner"])
+    options = MemberOptions(job="gpt", command=(), events=str(path))
+    narration = Narration(options, Screen(alone=False), False)
+    narration.leave()  # there is no etcd
+    narration.begin(["the banner"], "")
     write(path, [lost(10, M2), at(20, events.RunFinished, 0, None, exit_code=86, run_seconds=20)])
     narration.end()
     told = capfd.readouterr().err
@@ -386,21 +402,82 @@ def test_a_narration_that_fails_is_one_warning(
         and "worker m2 died (SIGKILL)\n[bamboo] exit code 86 after 20 s" in told
     )
     assert "12:00:00" not in told, "what was there before is not told"
-    narration = Narration(str(path), "gpt", False)
-    narration.begin(["the banner"])
+    options = MemberOptions(job="gpt", command=(), events=str(path))
+    narration = Narration(options, Screen(alone=False), False)
+    narration.leave()  # there is no etcd
+    narration.begin(["the banner"], "")
     path.unlink()
     narration.end()
     assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
 def test_the_banner_has_no_secrets() -> None:
-    found = banner("gpt", "4 members", "http://user:secret@10.0.0.5:2379,http://10.0.0.6:2379", "/e")
-    assert found == [
+    urls = "http://user:secret@10.0.0.5:2379,http://10.0.0.6:2379"
+    assert banner(MemberOptions(job="gpt", command=(), events="/e", logs="/l/gpt"), "4 members", urls) == [
         "job gpt: 4 members, etcd at http://10.0.0.5:2379,http://10.0.0.6:2379",
-        "watch it with bamboo status --job gpt or bamboo events -f --job gpt",
+        "watch it with bamboo status --job gpt or bamboo events -f --job gpt or bamboo logs -f --job gpt",
         "events: /e",
+        "logs: /l/gpt",
     ]
-    (line,) = set(banner("gpt", "4 members", "http://10.0.0.5:2379", "/e", "127.0.0.1:9400")) - set(
-        banner("gpt", "4 members", "http://10.0.0.5:2379", "/e")
+    everything = banner(MemberOptions(job="gpt", command=(), events="/l/gpt/e", logs="/l/gpt"), "4 members", urls)
+    assert everything[2:] == ["logs: /l/gpt"]
+    assert banner(MemberOptions(job="gpt", command=()), "", "")[1:] == ["watch it with bamboo status --job gpt"]
+    shown = parse_block({"observe": {"http": "127.0.0.1:9400"}})
+    assert banner(MemberOptions(job="gpt", command=(), block=shown), "", "")[-1] == (
+        "page at 127.0.0.1:9400; bamboo web --job gpt tells its URL and token"
     )
-    assert line == "page at 127.0.0.1:9400; bamboo web --job gpt tells its URL and token"
+
+
+# -- what has failed -----------------------------------------------------------------------------------
+
+
+def failed(seconds: float, member: str, code: int, log: str | None = None) -> Event:
+    how = {"reason": "exit", "detail": str(code), "exit_code": code, "error": "RuntimeError: a test says so"}
+    return at(seconds, events.MemberFailed, 2, member, member_id=member, host="b", rank=int(member[1]), **how, log=log)
+
+
+def finished(seconds: float, code: int) -> Event:
+    return at(seconds, events.RunFinished, 0, None, exit_code=code, run_seconds=seconds)
+
+
+def test_the_first_failure_is_that_of_the_exit_code(tmp_path: Path) -> None:
+    log = tmp_path / "worker-3.log"
+    log.write_text("".join(f"2026-05-04 12:00:00.000 line {i}\n" for i in range(30)))
+    path = write(tmp_path / "events.jsonl", [*begun(), failed(9, M2, 4), failed(9, M3, 3, str(log)), finished(10, 3)])
+    done = CliRunner().invoke(cli, ["events", str(path)])
+    assert "worker m3 on host b exited (code 3), RuntimeError: a test says so: the job ends\n" in done.output
+    told = done.output.splitlines()
+    first = next(i for i, line in enumerate(told) if line.startswith("first failure"))
+    assert told[first:] == [
+        f"first failure: worker {M3}, rank 3 on host b, exited (code 3): RuntimeError: a test says so",
+        f"its output: {log}",
+        *(f"  | line {i}" for i in range(10, 30)),
+    ]
+
+
+def test_the_first_failure_of_a_fatal_loss() -> None:
+    story = Story(timezone.utc)
+    fatal = at(10, events.Fatal, 3, stages=[(0, 1), (0, 2)], members=[M1, M2], checkpoint=None)
+    told(story, [*begun(), lost(9, M0), lost(10, M1), lost(10, M2), fatal, finished(11, 86)])
+    failure = story.summary.failure
+    assert failure is not None and failure.text == f"worker {M1}, rank 1 on host a, died (SIGKILL)"
+    for code in (0, 130):
+        told(story, [*begun(), lost(9, M0), finished(11, code)])
+        assert story.summary.failure is None
+
+
+def test_members_are_looked_at_while_something_takes_long() -> None:
+    story = Story(timezone.utc)
+    seen = []
+    new = "m4-eeeeeeee"
+    for found in (
+        begun()[:-2],
+        begun()[-2:],
+        joined(10, new),
+        [plan(10, 3, MEMBERS, [M3, M0, M1, M2], members=[*MEMBERS, new])],
+        [lost(11, M2), plan(11, 4, [M0, M1, M1, M3], [M3, M0, None, None], [M2], members=[M0, M1, M3, new])],
+        [*recovered(12, 4, M0, M1, M3, new), plan(13, 5, [M0, M1, new, M3], [M3, M0, M1, new])],
+    ):
+        told(story, found)
+        seen.append(story.unsettled)
+    assert seen == [True, False, True, False, True, False]

@@ -105,7 +105,7 @@ def test_several_receivers_at_once(server: StateServer) -> None:
     server.offer("k", "t", tensors)
     fetches = [start_fetch(server.url, "k", token=TOKEN, timeout_s=20) for _ in range(4)]
     assert all(same(one.result(20)[1], tensors) for one in fetches)
-    assert all(one.done() for one in fetches)
+    assert all(one.done() and one.share == 1.0 for one in fetches)
 
 
 @given(st.lists(st.integers(0, 20), max_size=12), st.integers(1, 9))

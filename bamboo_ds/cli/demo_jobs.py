@@ -193,6 +193,6 @@ def start_bamboo(
     job: DemoJob, name: str, world: int, script: Path, arguments: Sequence[str], env: Mapping[str, str], events: Path
 ) -> None:
     """The same script under ``bamboo run``."""
-    options = ["run", "--quiet", "-n", str(world), "--job", name, "--events", str(events)]
+    options = ["run", "--quiet", "-n", str(world), "--job", name, "--events", str(events), "--logs", str(events.parent)]
     argv = [sys.executable, "-m", "bamboo_ds.cli.main", *options, str(script), *arguments]
     job.start(argv, env, script.parent)

@@ -62,7 +62,7 @@ class Patient:
 
     store: str
     address: str | None
-    config: Path | None
+    config: Path | str | None
 
 
 Check = Callable[[Patient], Iterator[Finding]]

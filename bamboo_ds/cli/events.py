@@ -11,7 +11,8 @@ import click
 
 from ..errors import ConfigError
 from ..launchers import jobs
-from ..launchers.narration import LOGS
+from ..launchers.folders import EVENTS, LOGS
+from ..observe.ending import Ending
 from ..observe.events import RunFinished, RunStarted
 from ..observe.story import Story
 from ..observe.tail import EventTail
@@ -32,7 +33,7 @@ def events(follow: bool, job: str | None, logs: str | None, as_json: bool, file:
     The events come from FILE, else from where the launcher on this host writes them.
     """
     path = file or _file_of(job, logs)
-    tail, story, going = EventTail(path), Story(), True
+    tail, story, going, offset, begin = EventTail(path), Story(), True, 0, 0
     try:
         while True:
             try:
@@ -40,8 +41,10 @@ def events(follow: bool, job: str | None, logs: str | None, as_json: bool, file:
             except OSError as error:
                 raise ConfigError(f"cannot read the events in {path}: {error}") from error
             for line, event in found:
+                at, offset = offset, offset + len(line)
                 if job not in (None, event.job):
                     continue
+                begin = at if isinstance(event, RunStarted) else begin
                 going = isinstance(event, RunStarted) or (going and not isinstance(event, RunFinished))
                 told = [line.decode().rstrip("\n")] if as_json else story.tell(event)
                 for text in told:
@@ -56,7 +59,7 @@ def events(follow: bool, job: str | None, logs: str | None, as_json: bool, file:
     except KeyboardInterrupt:
         click.echo()
     if not as_json:
-        for text in [*story.end(), *story.summary.lines()]:
+        for text in [*story.end(), *Ending(path, begin, job).lines(story.summary)]:
             click.echo(text)
 
 
@@ -68,7 +71,7 @@ def _file_of(job: str | None, logs: str | None) -> str:
             raise ConfigError(f"job {running.job!r} writes no events on this host: start it with --events FILE")
         return running.events
     assert job is not None
-    path = Path(logs or LOGS, jobs.check_name(job), "events.jsonl")
+    path = Path(logs or LOGS, jobs.check_name(job), EVENTS)
     if not path.is_file():
         raise ConfigError(f"no job {job!r} runs here, and there is no {os.path.abspath(path)}: name the file")
     return str(path)

@@ -18,10 +18,12 @@ from ..control.registry.keys import Keys
 from ..control.registry.records import StopRecord
 from ..errors import EXIT_OVER, BambooError, ConfigError, JobOver, LaunchError
 from ..launchers import jobs
-from ..launchers.narration import banner, default_events, marked
+from ..launchers.folders import with_logs
+from ..launchers.narration import banner
 from ..launchers.network import LOOPBACK
 from ..launchers.owning import EMBEDDED
 from ..launchers.run import Launcher, RunOptions
+from ..launchers.screen import Screen
 from ..observe import logs
 from ..secret import find
 from ..version import __version__
@@ -32,6 +34,7 @@ from .events import events
 from .goodput import goodput
 from .jobs import jobs as list_jobs
 from .ledger import ledger
+from .logs import logs_command
 from .options import (
     MemberArguments,
     block_of,
@@ -94,22 +97,31 @@ def cli() -> None:
     type=click.IntRange(min=1),
     help="Treat the slots as if they were on so many hosts, to try what their loss does.",
 )
+@click.option(
+    "--dry-run",
+    is_flag=True,
+    help="Start no job: run SCRIPT alone up to deepspeed.initialize, and print problems, plan and memory.",
+)
 @member_arguments
 def run(
     member: MemberArguments,
     workers: int,
     pipelines: int | None,
     job: str | None,
-    logs: str | None,
     check_exact: int | None,
+    dry_run: bool,
     **options: Any,
 ) -> None:
     """Run SCRIPT with ARGUMENTS on N local workers that survive the loss of any of them."""
     if pipelines is not None and workers % pipelines:
         raise ConfigError(f"--pipelines {pipelines} does not divide -n {workers}")
     members = member.options(job or jobs.random_name(), LOOPBACK, check_exact=check_exact)
-    if members["events"] is None:
-        members["events"] = default_events(members["job"], logs)
+    if dry_run:
+        from .dry_run import tell
+
+        given = RunOptions(**members, workers=workers, pipelines=pipelines, **options)
+        sys.exit(tell(given, member.config))
+    members = with_logs(members, member.logs, default=True)
     sys.exit(Launcher(RunOptions(**members, workers=workers, pipelines=pipelines, **options)).run())
 
 
@@ -124,6 +136,7 @@ def launch_command(
     address: str,
     logs: str | None,
     events: str | None,
+    tee: bool,
     check_exact: int | None,
     quiet: bool,
     config: str | None,
@@ -139,19 +152,19 @@ def launch_command(
     if shutil.which(command[0]) is None:
         raise ConfigError(f"there is no command {command[0]!r}")
     block, job = block_of(config, command), jobs.check_name(job or jobs.random_name())
-    if events is None and (logs is not None or (store == EMBEDDED and address == LOOPBACK)):
-        # Without --logs only where no rank can be on another host, which may not have the folder.
-        events = default_events(job, logs)
     options = LaunchOptions.from_block(
         block,
         job=job,
         address=address,
         command=command,
         events=None if events is None else os.path.abspath(events),
+        tee=tee,
         grace_s=grace_s,
         check_exact=check_exact,
     )
-    sys.exit(Wrapper(LaunchOptions(**options.member_options(), store=store, config=config, quiet=quiet)).run())
+    # Without --logs only where no rank can be on another host, which may not have the folder.
+    members = with_logs(options.member_options(), logs, default=store == EMBEDDED and address == LOOPBACK)
+    sys.exit(Wrapper(LaunchOptions(**members, store=store, config=config, quiet=quiet)).run())
 
 
 @cli.command(context_settings={"allow_interspersed_args": False}, epilog=_JOIN_EXIT_CODES)
@@ -191,12 +204,14 @@ def join(
     address = member.address or address_towards(location.store)
     options = {**member.options(location.job, address, zone, host), "secret": find(location.job)}
     here = jobs.find(location.job)
-    if options["events"] is None and here is not None and here.store == location.store:
-        options["events"] = here.events
+    if here is not None and here.store == location.store:
+        options = {**options, "logs": here.logs, "events": options["events"] or here.events}
+    joins = JoinOptions(
+        **with_logs(options, member.logs), store=location.store, wait_s=wait_s, start=start, quiet=quiet
+    )
     if not quiet:
-        lines = banner(location.job, "a member joins", location.store, options["events"])
-        click.echo(marked(lines), err=True, nl=False)
-    become_member(JoinOptions(**options, store=location.store, wait_s=wait_s, start=start))
+        Screen(alone=False).say(banner(joins, "a member joins", location.store))
+    become_member(joins)
 
 
 cli.add_command(plan)
@@ -211,6 +226,7 @@ cli.add_command(plot)
 cli.add_command(list_jobs)
 cli.add_command(top)
 cli.add_command(web)
+cli.add_command(logs_command)
 
 
 @cli.command()

@@ -24,7 +24,17 @@ from ..errors import ConfigError
 from ..launchers import jobs
 from ..launchers.network import LOOPBACK
 from ..launchers.owning import EMBEDDED
-from ..variables import ENV_ADDRESS, ENV_CHECK_EXACT, ENV_EVENTS, ENV_JOB, ENV_LAUNCH, ENV_LOGS, ENV_MEMBER, ENV_STORE
+from ..variables import (
+    ENV_ADDRESS,
+    ENV_CHECK_EXACT,
+    ENV_EVENTS,
+    ENV_JOB,
+    ENV_LAUNCH,
+    ENV_LOGS,
+    ENV_MEMBER,
+    ENV_STORE,
+    ENV_TEE,
+)
 
 _TIMEOUT_S = 5.0
 
@@ -45,6 +55,7 @@ _VARIABLES = {
     "--address": ENV_ADDRESS,
     "--events": ENV_EVENTS,
     "--logs": ENV_LOGS,
+    "--tee/--no-tee": ENV_TEE,
     "--check-exact": ENV_CHECK_EXACT,
 }
 
@@ -70,11 +81,6 @@ new_job = together(
     variable_option("--store", default=EMBEDDED, show_default=True, help="URLs of etcd, separated by commas."),
     variable_option("--job", help="Name of the job.  [default: random]"),
     variable_option(
-        "--logs",
-        type=click.Path(file_okay=False),
-        help="Folder for events, as JOB/events.jsonl, unless --events names a file.  [default: bamboo-logs]",
-    ),
-    variable_option(
         "--check-exact",
         type=click.IntRange(min=0),
         metavar="N",
@@ -89,7 +95,22 @@ running_job = together(
 )
 #: What commands have that start processes of a job.
 started = together(
-    variable_option("--events", type=click.Path(dir_okay=False), help="File to append events to, as JSON lines."),
+    variable_option(
+        "--events",
+        type=click.Path(dir_okay=False),
+        help="File to append events to, as JSON lines.  [default: JOB/events.jsonl in the folder of --logs]",
+    ),
+    variable_option(
+        "--logs",
+        type=click.Path(file_okay=False),
+        help="Folder for logs; each job has a folder of its name there, with its events, and a file for each worker "
+        "and agent.  [default: bamboo-logs; of bamboo join: that of the job, if its launcher is on this host]",
+    ),
+    variable_option(
+        "--tee/--no-tee",
+        default=True,
+        help="Copy what workers write into files of that folder.  [default: tee]",
+    ),
     click.option("--quiet", is_flag=True, help="Say nothing about the course of the job."),
     click.option("--config", type=click.Path(exists=True, dir_okay=False), help="DeepSpeed configuration to read."),
     click.option(
@@ -113,6 +134,8 @@ class MemberArguments:
 
     address: str | None
     events: str | None
+    logs: str | None
+    tee: bool
     config: str | None
     lease_ttl_s: float | None
     heartbeat_timeout_s: float | None
@@ -143,6 +166,7 @@ class MemberArguments:
             zone=zone,
             host=host,
             events=None if self.events is None else os.path.abspath(self.events),
+            tee=self.tee,
             lease_ttl_s=self.lease_ttl_s,
             heartbeat_timeout_s=self.heartbeat_timeout_s,
             settle_ms=self.settle_ms,

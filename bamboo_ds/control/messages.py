@@ -41,7 +41,8 @@ class Heartbeat(Message):
         computing: the worker is in the middle of an instruction and waits for nobody.
         hang_after_s: seconds without a new beat while computing after which it hangs, as far as it can tell from
             its own times; ``None`` while it cannot.
-        doing: what it does that takes long outside of instructions, such as compiling an extension; ``None``: nothing.
+        doing: what it does that takes long outside of instructions, such as compiling an extension or replaying what
+            the job has done, and how far it is; ``None``: nothing.
     """
 
     type: Literal["heartbeat"] = "heartbeat"

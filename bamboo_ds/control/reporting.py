@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
+import socket
 from collections.abc import Callable
 
 from pydantic import ValidationError
 
-from ..observe.events import Event, EventWriter, parse_event
+from ..observe.events import Event, EventWriter, MemberFailed, parse_event
 from .messages import EventReport
-from .registry.records import TimingRecord
+from .registry.records import LeftRecord, TimingRecord
+from .settings import AgentSettings
 
 logger = logging.getLogger("bamboo_ds.control.reporting")
 
@@ -21,6 +23,26 @@ def emit_or_log(events: EventWriter, event: Event) -> None:
         events.emit(event)
     except OSError as error:
         logger.error("cannot write the event %s: %s", event.event, error)
+
+
+def tell_failure(
+    events: EventWriter, settings: AgentSettings, epoch: int, departure: LeftRecord, error: str | None, log: str | None
+) -> None:
+    """Write that the worker of an agent with ``settings`` has failed; ``log``: where its output is."""
+    event = MemberFailed(
+        job=settings.job,
+        member=departure.id,
+        epoch=epoch,
+        member_id=departure.id,
+        host=settings.host or socket.gethostname(),
+        rank=settings.rank,
+        exit_code=departure.code,
+        reason=departure.reason,
+        detail=departure.detail,
+        error=error,
+        log=log,
+    )
+    emit_or_log(events, event)
 
 
 def forward(

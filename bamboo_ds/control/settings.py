@@ -36,6 +36,8 @@ class MemberOptions:
         zone: failure zone, for the planner.
         host: the failure domain, if it is another one than the machine by its name.
         events: file to append events to.
+        logs: folder of the job's logs; ``None``: there is none on this host.
+        tee: what workers write goes into files of that folder, too.
         grace_s: seconds between SIGTERM and SIGKILL for a worker.
         secret: the job's.
         block: the ``"bamboo"`` block of the configuration that the command line names.
@@ -49,6 +51,8 @@ class MemberOptions:
     zone: str = ""
     host: str | None = None
     events: str | None = None
+    logs: str | None = None
+    tee: bool = True
     grace_s: float = 5.0
     secret: JobSecret = NONE
     block: BambooConfig = field(default_factory=BambooConfig)
@@ -108,6 +112,9 @@ class AgentSettings(MemberOptions):
         after_epoch: plans up to this one are over.
         restart_from: folder of the checkpoint that the job goes on from.
         extra: further workers to start, as ``rank:slot`` separated by commas.
+        screen: what the launcher, which shows the output of agents, shows it on; see
+            :class:`~bamboo_ds.control.agent.output.Screens`. ``None``: the agent's own output is shown as it is.
+        tells: it tells in the terminal what becomes of its member.
         launched: another launcher has placed the slot: what that says of the host (``LOCAL_RANK``, ``MASTER_ADDR``, …)
             holds for the worker.
     """
@@ -129,6 +136,8 @@ class AgentSettings(MemberOptions):
     restart_from: str | None = None
     extra: str | None = None
     rejoins: int = 0
+    screen: str | None = None
+    tells: bool = False
     launched: bool = False
 
     @property

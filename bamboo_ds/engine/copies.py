@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from ..errors import TransferError
 from ..state import Tree
-from ..topology import Plan, Role
+from ..topology import Layout, Plan, Role
 from .block_times import BlockTimes
 from .building import StageBuilder
 from .changes import Adjustable
@@ -80,6 +80,11 @@ class Copies:
         for construction in self.constructions.values():
             construction.kept.append(KeptSettings(self.progress.sequence, changed))
 
+    def tell(self) -> str:
+        """How far the replicas under construction are, for people; callable from any thread."""
+        parts = [f"{_name(c.role, self.epoch.layout)} ({c.fetch.share:.0%})" for c in list(self.constructions.values())]
+        return f"copies {', '.join(parts) or 'nothing more'}"
+
     # -- in the background --------------------------------------------------------------------------------
 
     def begin(self, plan: Plan, reports: Reports, step: int) -> None:
@@ -103,6 +108,7 @@ class Copies:
             if builder == self.epoch.member:
                 source = snapshot_key(plan.epoch, rank), reports[plan.owners[rank]].place
                 self.constructions[role] = Construction(role, source, begin_fetch(*source, self.epoch.channel.secret))
+                self.epoch.channel.activity.telling["copies"] = self.tell
 
     def drop_incoming(self) -> None:
         """What this iteration's reductions have given is void."""
@@ -117,6 +123,7 @@ class Copies:
             if runtime is not None and runtime is not self.binding.local:
                 runtime.optimizer.release()
         self.constructions.clear()
+        self.epoch.channel.activity.telling.pop("copies", None)
 
     def advance(self, stepped: bool) -> None:
         """At a boundary: offer the snapshots that are due, catch up with those that have arrived.
@@ -186,6 +193,8 @@ class Copies:
         self.binding.runtimes[role] = runtime
         runtime.owned, runtime.valid, runtime.stale = False, True, self.epoch.layout.sharded
         del self.constructions[role]
+        if not self.constructions:
+            self.epoch.channel.activity.telling.pop("copies", None)
         logger.info("the replica of role %s is complete", role)
         self.epoch.channel.event(
             "replica_built",
@@ -214,3 +223,7 @@ class Copies:
         """End."""
         self.cancel()
         self.snapshots.close()
+
+
+def _name(role: Role, layout: Layout) -> str:
+    return f"stage {role.stage}" + (f" of pipeline {role.pipeline}" if layout.pipelines > 1 else "")

@@ -38,6 +38,8 @@ class History:
     def __init__(self, slices: int = 1) -> None:
         self._slices = slices
         self._done: list[Done] = []
+        #: Number of iterations among them.
+        self.steps = 0
 
     def __len__(self) -> int:
         return len(self._done)
@@ -48,6 +50,7 @@ class History:
     def add(self, kind: Kind, data: Any) -> None:
         """Note an operation."""
         self._done.append(Done(kind, data))
+        self.steps += kind == "train"
 
     def add_iteration(self, losses: Sequence[Sequence[float]], skipped: bool) -> None:
         """Note an iteration: its losses by pipeline, and whether the optimizers left out their step."""
@@ -66,6 +69,7 @@ class History:
         """Take over what another member has answered; returns how much that was."""
         new = [Done(kind, data) for kind, data in json.loads(answer)]
         self._done += new
+        self.steps += sum(done.kind == "train" for done in new)
         return len(new)
 
     def first(self, count: int, *more: Done) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,7 @@ class Replay:
 
     Attributes:
         position: operations of the script that were replayed.
+        steps: iterations among them.
     """
 
     job: Job
@@ -43,6 +45,16 @@ class Replay:
     takeover: Takeover
     report_layout: Callable[[], None]
     position: int = field(default=0, init=False)
+    steps: int = field(default=0, init=False)
+    _begun: float | None = field(default=None, init=False)
+
+    def tell(self) -> str:
+        """How far this is, for people; callable from any thread."""
+        steps, total, begun = self.steps, self.history.steps, self._begun
+        left = ""
+        if steps and begun is not None:
+            left = f", about {(total - steps) * (time.monotonic() - begun) / steps:.0f} s"
+        return f"replays step {steps} of {total}{left}"
 
     @property
     def under_way(self) -> bool:
@@ -62,6 +74,16 @@ class Replay:
         return data
 
     def _recorded(self, kind: Kind) -> Any:
+        if self.job.replaying and self._begun is None:
+            self._begun = time.monotonic()
+            self.job.channel.activity.telling["replay"] = self.tell
+        try:
+            return self._next(kind)
+        finally:
+            if not self.job.replaying:
+                self.job.channel.activity.telling.pop("replay", None)
+
+    def _next(self, kind: Kind) -> Any:
         while self.job.replaying:
             if self.position < len(self.history):
                 done = self.history[self.position]
@@ -71,6 +93,7 @@ class Replay:
                         "run the same script with the same arguments"
                     )
                 self.position += 1
+                self.steps += kind == "train"
                 return done.data
             if self.joining.target is not None:
                 if self.position < self.joining.target:
@@ -130,6 +153,7 @@ class Replay:
             logger.info("checkpoint %s was replaced or removed while it was loaded", save["tag"])
             return None
         self.position = number + 1
+        self.steps = sum(self.history[i].kind == "train" for i in range(self.position))
         return result
 
     def _load_own(self) -> Any:
@@ -140,4 +164,5 @@ class Replay:
         with self.loader.own_checkpoint():
             result = self.loader.load(*self.resuming.checkpoint, position)
         self.resuming.checkpoint, self.job.replaying = None, False
+        self.job.channel.activity.telling.pop("replay", None)
         return result

@@ -38,6 +38,7 @@ class JobFile(BaseModel):
         pid: process id of the launcher.
         foreign: it is not the launcher of all members, so that its end is not the job's.
         events: path of the file that the job's events are in, if any.
+        logs: folder of the job's logs, if any.
         started: when the launcher's process began, in clock ticks since the boot ``boot``; with the pid it names the
             process for good, also when the system's clock is set.
     """
@@ -51,6 +52,7 @@ class JobFile(BaseModel):
     boot: str
     foreign: bool = False
     events: str | None = None
+    logs: str | None = None
 
     @property
     def path(self) -> Path:
@@ -87,11 +89,14 @@ class JobFile(BaseModel):
         file_of(self.job).unlink(missing_ok=True)
 
 
-def this_process(job: str, store: str, foreign: bool = False, events: str | None = None) -> JobFile:
-    """The file of a job whose launcher is this process; ``foreign`` and ``events``: see :class:`JobFile`."""
+def this_process(
+    job: str, store: str, foreign: bool = False, events: str | None = None, logs: str | None = None
+) -> JobFile:
+    """The file of a job whose launcher is this process; for the others see :class:`JobFile`."""
     pid, since = os.getpid(), started(os.getpid())
     assert since is not None
-    return JobFile(job=job, store=store, pid=pid, started=since, boot=boot_id(), foreign=foreign, events=events)
+    own = {"pid": pid, "started": since, "boot": boot_id()}
+    return JobFile(job=job, store=store, **own, foreign=foreign, events=events, logs=logs)
 
 
 def running() -> list[JobFile]:

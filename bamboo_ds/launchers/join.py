@@ -44,11 +44,13 @@ class JoinOptions(MemberOptions):
         store: URLs of etcd.
         wait_s: seconds to wait until the job has built its engines.
         start: how many members start the job, if nobody has started it; ``None``: it runs already.
+        quiet: whether the course of the member is not told.
     """
 
     store: str
     wait_s: float
     start: int | None = None
+    quiet: bool = False
 
 
 def prepare(options: JoinOptions) -> AgentSettings:
@@ -84,6 +86,7 @@ def prepare(options: JoinOptions) -> AgentSettings:
         store=options.store,
         parent_pid=os.getppid(),
         guest=True,
+        tells=not options.quiet,
     )
 
 

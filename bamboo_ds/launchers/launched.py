@@ -20,8 +20,9 @@ from ..control.settings import AgentSettings, MemberOptions
 from ..errors import ConfigError
 from ..processes import process_space, started
 from ..secret import JobSecret, given
-from ..variables import ENV_EVENTS, ENV_LAUNCH, checked_steps
+from ..variables import ENV_EVENTS, ENV_LAUNCH, ENV_LOGS, ENV_TEE, checked_steps
 from . import jobs
+from .folders import EVENTS, folder_of
 from .meeting import Decision, Meeting, address
 from .ranks import Launched
 from .supervisor import SupervisorSettings, supervisor_command
@@ -78,12 +79,16 @@ def _supervisor(
     etcd: int | None,
 ) -> tuple[list[str], dict[str, str]]:
     """The command of the rank supervisor, and its environment."""
+    job = jobs.check_name(shared["job"])
+    logs = folder_of(job, os.environ.get(ENV_LOGS))
     options = MemberOptions.from_block(
         block,
-        job=jobs.check_name(shared["job"]),
+        job=job,
         address=address(me),
         command=command,
-        events=os.environ.get(ENV_EVENTS),
+        events=os.environ.get(ENV_EVENTS) or (os.path.join(logs, EVENTS) if logs else None),
+        logs=logs,
+        tee=os.environ.get(ENV_TEE, "1") != "0",
         secret=secret,
         check_exact=checked_steps(os.environ),
     )

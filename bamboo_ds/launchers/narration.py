@@ -6,114 +6,139 @@ import logging
 import os
 import re
 import threading
+import time
 from collections.abc import Sequence
 from datetime import datetime, timezone
 
-from ..errors import ConfigError
-from ..observe.events import EventWriter
+from ..control.registry.access import open_store
+from ..control.registry.mirror import Mirror
+from ..control.settings import MemberOptions
+from ..errors import BambooError
+from ..observe.ending import Ending
 from ..observe.story import Story
 from ..observe.tail import EventTail
-from ..variables import ENV_LOGS
+from ..store import Store
+from .progress import Sparse, progress
+from .screen import Screen
 
 logger = logging.getLogger("bamboo_ds.launchers")
 
-#: Where jobs' files of events are unless the user says otherwise, below the working directory.
-LOGS = "bamboo-logs"
-_STDERR = 2
 _POLL_S = 0.3
+#: Seconds between two looks at what members are doing.
+_LOOK_S = 1.0
+_STORE_TIMEOUT_S = 2.0
 #: Seconds that the thread gets for the last lines; a terminal that is stopped takes none.
 _LAST_S = 5.0
 
 
-def default_events(job: str, logs: str | None) -> str | None:
-    """The file for the events of ``job`` in the folder ``logs``; ``None``, with a warning, if the default cannot be.
-
-    Raises:
-        ConfigError: the user has named a folder that cannot be written to.
-    """
-    path = os.path.abspath(os.path.join(logs or LOGS, job, "events.jsonl"))
-    try:
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        EventWriter(path).close()
-    except OSError as error:
-        if logs is not None:
-            raise ConfigError(f"--logs {logs} ({ENV_LOGS}) cannot be written to ({error}): name another one") from error
-        logger.warning("the job writes no events: %s; name a folder with --logs", error)
-        return None
-    return path
-
-
-def banner(job: str, what: str, store: str, events: str | None, page: str | None = None) -> list[str]:
-    """The lines about a job that begins, or that a member joins; ``what`` takes part, ``store`` is where etcd is.
-
-    Args:
-        page: the address of its page, as ``bamboo.observe.http`` names it.
-    """
+def banner(options: MemberOptions, what: str, store: str) -> list[str]:
+    """The lines about a job that begins, or that a member joins; ``what`` takes part, ``store`` is where etcd is."""
     where = re.sub(r"//[^/@]*@", "//", store)  # what is before the @ is a secret
-    watch = f"bamboo status --job {job}" + (f" or bamboo events -f --job {job}" if events else "")
-    lines = [f"job {job}: {what}, etcd at {where}", f"watch it with {watch}"]
+    job, events, logs, page = options.job, options.events, options.logs, options.bamboo.observe.http
+    ways = [
+        f"bamboo status --job {job}",
+        *([f"bamboo events -f --job {job}"] if events else ()),
+        *([f"bamboo logs -f --job {job}"] if logs else ()),
+    ]
+    lines = [f"job {job}: {what}, etcd at {where}", f"watch it with {' or '.join(ways)}"]
     if page is not None:
         lines.append(f"page at {page}; bamboo web --job {job} tells its URL and token")
-    return [*lines, *([f"events: {events}"] if events else ())]
-
-
-def marked(lines: Sequence[str]) -> str:
-    """The text of ``lines`` for stderr, where the script writes, too."""
-    return "".join(f"[bamboo] {line}\n" for line in lines)
-
-
-def _say(lines: Sequence[str]) -> None:
-    data = marked(lines).encode()
-    while data:  # past Python's buffer, which the process could not close while a terminal takes no more
-        data = data[os.write(_STDERR, data) :]
+    if events and (logs is None or os.path.dirname(events) != logs):
+        lines.append(f"events: {events}")
+    return [*lines, f"logs: {logs}"] if logs else lines
 
 
 class Narration:
     """Tells the story of a job in a thread, so that neither a slow terminal nor a failure here delays the job.
 
     Args:
-        events: the file of the job's events; what is in it by now is not told. ``None``, or one that cannot be read
-            twice, such as a pipe: nothing is told.
-        job: its name.
+        options: of the job's members. What is in its file of events by now is not told. Without one, or with one that
+            cannot be read twice, such as a pipe, only the beginning is told.
+        screen: where it is told.
         quiet: tell nothing at all.
     """
 
-    def __init__(self, events: str | None, job: str, quiet: bool) -> None:
-        self._quiet = quiet
+    def __init__(self, options: MemberOptions, screen: Screen, quiet: bool) -> None:
+        self._options, self._screen, self._quiet = options, screen, quiet
         self._tail = None
+        events = options.events
         if events is not None and os.path.isfile(events):
-            self._tail = EventTail(events, os.path.getsize(events))
-        self._job = job
+            begin = os.path.getsize(events)
+            self._tail, self._ending = EventTail(events, begin), Ending(events, begin, options.job)
         self._story = Story()
-        self._ended = threading.Event()
+        self._leaving, self._ended = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
 
-    def begin(self, lines: Sequence[str]) -> None:
-        """Tell ``lines``, then the story. The caller must not fork from here on."""
+    def begin(self, lines: Sequence[str], store: str) -> None:
+        """Tell ``lines``, then the story; ``store``: URLs of etcd. The caller must not fork from here on."""
         if not self._quiet:
-            self._thread = threading.Thread(target=self._run, args=(lines,), name="bamboo-story", daemon=True)
+            self._thread = threading.Thread(target=self._run, args=(lines, store), name="bamboo-story", daemon=True)
             self._thread.start()
+
+    def leave(self) -> None:
+        """etcd is about to end, perhaps: ask it nothing from here on."""
+        self._leaving.set()
 
     def end(self) -> None:
         """Tell the rest, and the summary. Nothing happens if :meth:`begin` was not called."""
+        self._leaving.set()
         self._ended.set()
         if self._thread is not None:
             self._thread.join(_LAST_S)
 
-    def _run(self, lines: Sequence[str]) -> None:
+    def _run(self, lines: Sequence[str], store: str) -> None:
         try:
-            _say(lines)
+            self._screen.say(lines)
             if self._tail is None:
                 return
+            members = Members(self._options, store, self._screen)
             while not self._ended.wait(_POLL_S):
                 self._look(self._tail)
+                members.look(self._story.unsettled and not self._leaving.is_set(), time.monotonic())
+            members.look(False, time.monotonic())
             self._look(self._tail)
-            _say([*self._story.end(), *self._story.summary.lines()])
+            self._screen.say([*self._story.end(), *self._ending.lines(self._story.summary)])
         except Exception as error:  # whatever it is, the job goes on
             logger.warning("what happens in the job is not told any more: %s: %s", type(error).__name__, error)
 
     def _look(self, tail: EventTail) -> None:
         for _, event in tail.read():
-            if event.job == self._job:
-                _say(self._story.tell(event))
-        _say(self._story.late(datetime.now(timezone.utc)))
+            if event.job == self._options.job:
+                self._screen.say(self._story.tell(event))
+        self._screen.say(self._story.late(datetime.now(timezone.utc)))
+
+
+class Members:
+    """Tells how far members are, as etcd has it: in the status of a terminal, else by a line now and then."""
+
+    def __init__(self, options: MemberOptions, urls: str, screen: Screen) -> None:
+        self._options, self._urls, self._screen = options, urls, screen
+        self._store: Store | None = None
+        self._sparse = Sparse(time.monotonic())
+        self._due = 0.0
+
+    def look(self, wanted: bool, now: float) -> None:
+        """Ask etcd if it is time, and tell; not ``wanted``: nothing is told any more."""
+        if not wanted:
+            self._tell(None, now)
+            if self._store is not None:
+                self._store.close()
+                self._store = None
+            return
+        if now < self._due:
+            return
+        self._due = now + _LOOK_S
+        try:
+            if self._store is None:
+                options = self._options
+                self._store = open_store(self._urls, options.job, _STORE_TIMEOUT_S, options.secret or None)
+            line = progress(Mirror(self._store.get_prefix("")))
+        except BambooError as error:
+            logger.info("etcd does not tell what members are doing: %s", error)
+            line = None
+        self._tell(line, now)
+
+    def _tell(self, line: str | None, now: float) -> None:
+        self._screen.status(line)
+        if self._sparse.due(line, now) and line is not None and not self._screen.live:
+            self._screen.say([line])

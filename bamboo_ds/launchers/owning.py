@@ -53,7 +53,7 @@ def owned(options: MemberOptions, store: str, watch_etcd: Callable[[int], None])
             store = etcd.url
         else:
             stack.enter_context(claimed(store, options.job))
-        state = jobs.this_process(options.job, store, events=options.events)
+        state = jobs.this_process(options.job, store, events=options.events, logs=options.logs)
         state.write()
         stack.callback(state.remove)
         keep(options.job, options.secret)

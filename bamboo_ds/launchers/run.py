@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import psutil
 
+from ..control.agent.output import Screens
 from ..control.reporting import emit_or_log
 from ..control.settings import AgentSettings, MemberOptions
 from ..errors import EXIT_FATAL_LOSS
@@ -40,13 +41,20 @@ class RunOptions(MemberOptions):
     emulate_hosts: int | None
     quiet: bool
 
+    def host_of(self, slot: int) -> str | None:
+        """The host that ``slot`` is said to be on; ``None``: the one that it is on."""
+        if self.emulate_hosts is None:
+            return None
+        return f"emulated-{slot * self.emulate_hosts // self.workers}"
+
 
 class Launcher(Slots):
     """Runs one job. Use it once, in the main thread."""
 
     def __init__(self, options: RunOptions) -> None:
         options = replace(options, secret=given(os.environ) or JobSecret.new())
-        super().__init__(options, range(options.workers), options.prefix_output)
+        tees = options.tee and options.logs is not None
+        super().__init__(options, range(options.workers), tees or options.prefix_output, options.prefix_output)
         self._options = options
 
     def run(self) -> int:
@@ -59,7 +67,7 @@ class Launcher(Slots):
         options.check_notices()
         with ExitStack() as stack:
             events = stack.enter_context(open_events(options.events))
-            narration = Narration(options.events, options.job, options.quiet)
+            narration = Narration(options, self._screen, options.quiet)
             stack.callback(narration.end)
             stack.enter_context(self._prepared({child.pid for child in psutil.Process().children()}))
             job = owned(options, options.store, lambda pid: self._watch_etcd(pid, stack))
@@ -70,9 +78,9 @@ class Launcher(Slots):
             self._handle_signals()
             if self._interrupted is None:
                 self._start_all(state_file)
-            members, page = f"{options.workers} members on this host", options.bamboo.observe.http
-            narration.begin(banner(options.job, members, self._urls, options.events, page))
+            narration.begin(banner(options, f"{options.workers} members on this host", self._urls), self._urls)
             self._serve()
+            narration.leave()
             self._loop.join_background(AGENT_GRACE_S)
             code = self._exit_code(self._await_others())
             tell_finished(events, options.job, code, begin)
@@ -81,10 +89,10 @@ class Launcher(Slots):
     def _start_all(self, state_file: str) -> None:
         options = self._options
         port = free_port(options.address)
+        screens = Screens() if options.prefix_output else Screens.own()
         for slot in range(options.workers):
             member = options.member_options()
-            if options.emulate_hosts is not None:
-                member["host"] = f"emulated-{slot * options.emulate_hosts // options.workers}"
+            member["host"] = options.host_of(slot) or member["host"]
             settings = AgentSettings(
                 **member,
                 slot=slot,
@@ -95,6 +103,7 @@ class Launcher(Slots):
                 pipelines=options.pipelines,
                 state_file=state_file,
                 generation=0,
+                screen=screens.to_argument() if self._shows else None,
             )
             self._spawn(settings)
 

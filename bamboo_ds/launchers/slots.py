@@ -21,10 +21,13 @@ from ..control.registry.mirror import Mirror
 from ..control.registry.records import LeftRecord
 from ..control.settings import AgentSettings, MemberOptions
 from ..errors import LaunchError, StoreError
+from ..observe import logs
 from ..processes import adopt_orphans, end_descendants, reap_adopted
 from ..secret import JobSecret
 from . import joined
+from .display import Display
 from .loop import Loop
+from .screen import Screen
 
 logger = logging.getLogger("bamboo_ds.launchers")
 
@@ -39,16 +42,18 @@ STORE_TIMEOUT_S = 10.0
 _TELL_S = 2.0
 #: Seconds beyond the workers' grace that members of other slots get when the job is ended.
 OTHERS_S = 5.0
-#: Bytes of a line of output without an end that are held back.
-_LONGEST_LINE = 1 << 16
+#: Seconds that a terminal which takes nothing gets for the last output of agents, once the job was told to end.
+_LAST_S = 1.0
 
 
 class _Agent:
     """An agent process and what it tells."""
 
-    def __init__(self, settings: AgentSettings, prefix_output: bool) -> None:
+    def __init__(self, settings: AgentSettings, shows: bool) -> None:
         read_end, write_end = os.pipe()
-        output = subprocess.PIPE if prefix_output else None
+        output = error = subprocess.PIPE if shows else None
+        if shows and os.path.samestat(os.fstat(1), os.fstat(2)):
+            error = subprocess.STDOUT  # so that the order stays
         # Until the agent handles it, a request to leave would kill it.
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
         try:
@@ -60,7 +65,7 @@ class _Agent:
                 env=settings.environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
-                stderr=output,
+                stderr=error,
                 pass_fds=[write_end],
                 start_new_session=True,  # Ctrl-C is for the launcher, which ends the others in order
             )
@@ -85,37 +90,6 @@ class _Agent:
             self.departure = LeftRecord.from_json(line)
 
 
-class _Output:
-    """Copies one stream of an agent line by line, each with the slot in front."""
-
-    def __init__(self, slot: int, source: BinaryIO, target: BinaryIO) -> None:
-        self.source = source
-        self._prefix = f"[{slot}] ".encode()
-        self._target = target
-        self._rest = b""
-        os.set_blocking(source.fileno(), False)
-
-    def copy(self) -> bool:
-        """Copy what has arrived; false at the end."""
-        try:
-            data = os.read(self.source.fileno(), 1 << 16)
-        except BlockingIOError:
-            return True
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        lines = [_shown(line) for line in lines]
-        self._rest = _shown(self._rest)
-        if self._rest and (not data or len(self._rest) > _LONGEST_LINE):
-            lines, self._rest = [*lines, self._rest], b""
-        self._target.write(b"".join(self._prefix + line + b"\n" for line in lines))
-        self._target.flush()
-        return bool(data)
-
-
-def _shown(line: bytes) -> bytes:
-    """What a terminal shows of ``line``: progress bars write over themselves, from the beginning of the line."""
-    return line[line.rfind(b"\r", 0, -1) + 1 :]
-
-
 class Slots:
     """Agents of some slots on this host, and the main loop of the process that is their parent.
 
@@ -124,14 +98,19 @@ class Slots:
     Args:
         options: of every member.
         own: numbers of the slots.
-        prefix_output: whether each line of output begins with its slot.
+        shows: whether this process shows the output of agents; else they write where it does.
+        prefix_output: whether each line of that begins with its slot.
     """
 
-    def __init__(self, options: MemberOptions, own: Collection[int], prefix_output: bool = False) -> None:
+    def __init__(
+        self, options: MemberOptions, own: Collection[int], shows: bool = False, prefix_output: bool = False
+    ) -> None:
         self._common = options
         self._slots = own
-        self._prefix_output = prefix_output
         self._loop = Loop()
+        self._shows = shows
+        self._screen = Screen(alone=shows)
+        self._display = Display(self._screen, prefix_output, self._loop.wake)
         self._agents: dict[int, _Agent] = {}  # by slot; the running ones
         self._departures: list[LeftRecord] = []
         self._interrupted: int | None = None
@@ -149,6 +128,9 @@ class Slots:
         """Be the parent of orphans, and handle signals; at the end no child is left but those in ``spare``."""
         adopt_orphans()
         with ExitStack() as stack:
+            if self._screen.live:
+                logs.show_by(self._screen)
+                stack.callback(logs.show_by, None)
             stack.callback(end_descendants, spare)
             stack.enter_context(self._loop.running())
             yield
@@ -225,7 +207,7 @@ class Slots:
 
     def _spawn(self, settings: AgentSettings) -> None:
         """Start the agent of one slot."""
-        agent = _Agent(settings, self._prefix_output)
+        agent = _Agent(settings, self._shows)
         self._agents[agent.slot] = agent
 
         def ended() -> None:
@@ -235,23 +217,14 @@ class Slots:
             self._judge(agent)
 
         self._loop.when_readable(agent.pidfd, ended)
-        for source, target in (
-            (agent.process.stdout, sys.stdout.buffer),
-            (agent.process.stderr, sys.stderr.buffer),
-        ):
+        for source, target in ((agent.process.stdout, 1), (agent.process.stderr, 2)):
             if source is not None:
-                self._copy_output(_Output(agent.slot, source, target))  # type: ignore[arg-type]
-
-    def _copy_output(self, output: _Output) -> None:
-        def copy() -> None:
-            if not output.copy():
-                self._loop.forget(output.source)
-                output.source.close()
-
-        self._loop.when_readable(output.source, copy)
+                with source:
+                    self._display.add(agent.slot, os.dup(source.fileno()), target)
 
     def _serve(self) -> None:
-        """Until all agents are gone."""
+        """Until all agents are gone, and what they have written is shown."""
+        self._display.start()
         while self._agents:
             self._attend(None if self._kill_at is None else max(0.0, self._kill_at - time.monotonic()))
             if self._kill_at is not None and time.monotonic() >= self._kill_at:
@@ -260,6 +233,9 @@ class Slots:
                     self._signal_agents(signal.SIGKILL)  # the kernel ends their workers with them
                 else:
                     self._stop()
+        last_at = time.monotonic() + _LAST_S
+        while self._display.alive and (self._interrupted is None or time.monotonic() < last_at):
+            self._attend(_LAST_S)
 
     def _attend(self, timeout_s: float | None) -> None:
         """Handle what happens within ``timeout_s`` seconds, if anything."""

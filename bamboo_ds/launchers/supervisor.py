@@ -112,7 +112,7 @@ class RankSupervisor(Slots):
     def _own_job(self, stack: ExitStack) -> str:
         """Let other commands find the job; returns the path of the file that says where."""
         events = self._agent.events and os.path.abspath(self._agent.events)
-        state = jobs.this_process(self._agent.job, self._urls, foreign=True, events=events)
+        state = jobs.this_process(self._agent.job, self._urls, foreign=True, events=events, logs=self._agent.logs)
         state.write()
         stack.callback(state.remove)
         return str(state.path)

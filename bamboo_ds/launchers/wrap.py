@@ -19,7 +19,7 @@ from ..control.settings import MemberOptions
 from ..errors import LaunchError
 from ..processes import die_with_parent, process_space, started
 from ..secret import ENV_SECRET_FILE, NONE, given
-from ..variables import ENV_CHECK_EXACT, ENV_CONFIG, ENV_EVENTS, ENV_JOB, ENV_LAUNCH, ENV_STORE
+from ..variables import ENV_CHECK_EXACT, ENV_CONFIG, ENV_EVENTS, ENV_JOB, ENV_LAUNCH, ENV_LOGS, ENV_STORE, ENV_TEE
 from .narration import Narration, banner
 from .owning import open_events, owned, tell_finished
 from .slots import AGENT_GRACE_S, Slots
@@ -66,7 +66,7 @@ class Wrapper(Slots):
         options = self._options
         with ExitStack() as stack:
             events = stack.enter_context(open_events(options.events))
-            narration = Narration(options.events, options.job, options.quiet)
+            narration = Narration(options, self._screen, options.quiet)
             stack.callback(narration.end)
             stack.enter_context(self._prepared({child.pid for child in psutil.Process().children()}))
             job = owned(options, options.store, lambda pid: self._watch_etcd(pid, stack))
@@ -75,8 +75,9 @@ class Wrapper(Slots):
             self._handle_signals()
             if self._interrupted is None:
                 self._start(stack)
-            narration.begin(banner(options.job, f"started by {options.command[0]}", self._urls, options.events))
+            narration.begin(banner(options, f"started by {options.command[0]}", self._urls), self._urls)
             code = self._follow()
+            narration.leave()
             self._loop.join_background(AGENT_GRACE_S)
             tell_finished(events, options.job, code, begin)
             return code
@@ -105,6 +106,9 @@ class Wrapper(Slots):
         }
         if options.events is not None:
             told[ENV_EVENTS] = options.events
+        if options.logs is not None:
+            told[ENV_LOGS] = os.path.dirname(options.logs)
+            told[ENV_TEE] = str(int(options.tee))
         if CHECK_EXACT in options.overrides:
             told[ENV_CHECK_EXACT] = str(options.overrides[CHECK_EXACT])
         if options.config is not None:

@@ -9,65 +9,14 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
-from datetime import datetime, timezone
 from pathlib import Path
 from types import TracebackType
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    TypeAdapter,
-    ValidationError,
-    field_serializer,
-    field_validator,
-)
+from pydantic import Field, TypeAdapter, ValidationError
 
 from ..errors import ProtocolError
-
-SCHEMA = 1
-
-Role = tuple[int, int]
-"""A role as ``[pipeline, stage]``."""
-
-
-_GLOBAL_STEP: Any = Field(
-    default=None, description="`step` as DeepSpeed counts, from a loaded checkpoint on; null where unknown"
-)
-
-
-class EventBase(BaseModel):
-    """What every event carries. Unknown fields are refused when reading."""
-
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, populate_by_name=True, ser_json_inf_nan="strings", allow_inf_nan=True
-    )
-
-    schema_: Literal[1] = Field(default=1, alias="schema", description="version of this table")
-    event: str = Field(description="the kind")
-    job: str = Field(description="name of the job")
-    time: datetime = Field(
-        default_factory=lambda: datetime.now(timezone.utc),
-        description="when emitted: UTC, ISO 8601, microseconds, Z",
-    )
-    member: str | None = Field(default=None, description="member that emitted it; null for the launcher")
-    epoch: int = Field(ge=0, description="epoch that the emitter was in; 0 before the first plan")
-
-    @field_validator("time")
-    @classmethod
-    def _utc(cls, value: datetime) -> datetime:
-        if value.tzinfo is None:
-            raise ValueError("time needs a zone: end it with Z")
-        return value.astimezone(timezone.utc)
-
-    @field_serializer("time")
-    def _zulu(self, value: datetime) -> str:
-        return value.isoformat(timespec="microseconds").replace("+00:00", "Z")
-
-    def to_json(self) -> str:
-        """One line of JSON, without the newline."""
-        return self.model_dump_json(by_alias=True)
+from .event_base import GLOBAL_STEP, SCHEMA, EventBase, Role
 
 
 class RunStarted(EventBase):
@@ -106,6 +55,20 @@ class MemberLost(EventBase):
     )
     detail: str = Field(description="exit code, name of the signal, or names of the accusers")
     detection_seconds: float | None = Field(ge=0, description="from the fault to its notice; null where unknown")
+
+
+class MemberFailed(EventBase):
+    """The script of a worker has failed, which ends the job."""
+
+    event: Literal["member_failed"] = "member_failed"
+    member_id: str = Field(description="the member whose worker it was")
+    host: str = Field(description="its host")
+    rank: int = Field(description="RANK of the worker")
+    exit_code: int = Field(description="the job's exit code for it")
+    reason: Literal["exit", "signal", "heartbeat", "hang"] = Field(description="how the worker ended")
+    detail: str = Field(description="exit code or name of the signal")
+    error: str | None = Field(description="what it has told of its failure; null where it could not")
+    log: str | None = Field(description="path on its host of the file with its output; null where there is none")
 
 
 class NoticeReceived(EventBase):
@@ -166,7 +129,7 @@ class Recovered(EventBase):
 
     event: Literal["recovered"] = "recovered"
     step: int = Field(ge=0, description="step that was interrupted")
-    global_step: int | None = _GLOBAL_STEP
+    global_step: int | None = GLOBAL_STEP
     pause_seconds: float = Field(
         ge=0,
         description="from the notice of the loss to the agreement on how to go on; passes are computed again after it",
@@ -201,7 +164,7 @@ class Reconfigured(EventBase):
 
     event: Literal["reconfigured"] = "reconfigured"
     step: int = Field(ge=0, description="steps committed so far")
-    global_step: int | None = _GLOBAL_STEP
+    global_step: int | None = GLOBAL_STEP
     pause_seconds: float = Field(ge=0, description="from the boundary to the new epoch")
     previous: int = Field(ge=0, description="epoch that it left")
 
@@ -220,7 +183,7 @@ class ReplicaBuilt(EventBase):
 
     event: Literal["replica_built"] = "replica_built"
     step: int = Field(ge=0, description="last step contained in the copy")
-    global_step: int | None = _GLOBAL_STEP
+    global_step: int | None = GLOBAL_STEP
     role: Role = Field(description="the role, [pipeline, stage]")
     seconds: float = Field(ge=0, description="since the copy was begun")
     bytes: int = Field(ge=0, description="size of the state")
@@ -231,7 +194,7 @@ class Step(EventBase):
 
     event: Literal["step"] = "step"
     step: int = Field(ge=0, description="number of the step; twice, or missing, where its emitter is lost just then")
-    global_step: int | None = _GLOBAL_STEP
+    global_step: int | None = GLOBAL_STEP
     loss: float | None = Field(description="mean loss of the global batch; null where not computed")
     seconds: float = Field(ge=0, description="duration of the iteration")
     frc_done: int = Field(ge=0, description="redundant forward passes that fitted into idle time")
@@ -246,7 +209,7 @@ class CollectiveIncomplete(EventBase):
 
     event: Literal["collective_incomplete"] = "collective_incomplete"
     step: int = Field(ge=0, description="steps committed so far")
-    global_step: int | None = _GLOBAL_STEP
+    global_step: int | None = GLOBAL_STEP
     operation: str = Field(description="the collective, as torch's backends call it")
     ranks: list[int] = Field(description="ranks of its group")
     lost_ranks: list[int] = Field(description="those that no process runs as")
@@ -259,7 +222,7 @@ class RedundancyExhausted(EventBase):
 
     event: Literal["redundancy_exhausted"] = "redundancy_exhausted"
     step: int = Field(ge=0, description="steps committed so far")
-    global_step: int | None = _GLOBAL_STEP
+    global_step: int | None = GLOBAL_STEP
     role: Role = Field(description="the role whose pass it was, [pipeline, stage]")
     dropped: int = Field(
         ge=0, description="redundant forward passes of the role that were dropped to free their memory"
@@ -272,7 +235,7 @@ class ReplicaVerified(EventBase):
 
     event: Literal["replica_verified"] = "replica_verified"
     step: int = Field(ge=0, description="last step contained in the replica")
-    global_step: int | None = _GLOBAL_STEP
+    global_step: int | None = GLOBAL_STEP
     role: Role = Field(description="the role, [pipeline, stage]")
     checksum: str = Field(description="checksum of parameters and optimizer state")
 
@@ -282,7 +245,7 @@ class ReplicaMismatch(EventBase):
 
     event: Literal["replica_mismatch"] = "replica_mismatch"
     step: int = Field(ge=0, description="last step contained in the replica")
-    global_step: int | None = _GLOBAL_STEP
+    global_step: int | None = GLOBAL_STEP
     role: Role = Field(description="the role, [pipeline, stage]")
     expected: str = Field(description="the owner's checksum")
     found: str = Field(description="the replica's checksum")
@@ -294,7 +257,7 @@ class ExactMismatch(EventBase):
 
     event: Literal["exact_mismatch"] = "exact_mismatch"
     step: int = Field(ge=0, description="steps committed when the difference was found")
-    global_step: int | None = _GLOBAL_STEP
+    global_step: int | None = GLOBAL_STEP
     role: Role = Field(description="the role, [pipeline, stage]")
     found: Literal["rehearsal", "replica"] = Field(
         description="what was compared: a rehearsed iteration, or the replica after a step"
@@ -307,7 +270,7 @@ class ExactChecked(EventBase):
 
     event: Literal["exact_checked"] = "exact_checked"
     step: int = Field(ge=0, description="steps committed so far")
-    global_step: int | None = _GLOBAL_STEP
+    global_step: int | None = GLOBAL_STEP
     steps: int = Field(ge=1, description="steps that were checked; those that a loss has hit are not")
     stages: int = Field(ge=0, description="roles whose takeover was rehearsed in each of them")
     tensors: int = Field(ge=0, description="tensors and numbers that were compared, bit for bit")
@@ -319,7 +282,7 @@ class CheckpointSaved(EventBase):
 
     event: Literal["checkpoint_saved"] = "checkpoint_saved"
     step: int = Field(ge=0, description="last step contained in the checkpoint")
-    global_step: int | None = _GLOBAL_STEP
+    global_step: int | None = GLOBAL_STEP
     path: str = Field(description="its folder")
     seconds: float = Field(ge=0, description="from the end of the copy to host memory to the complete checkpoint")
     bytes: int = Field(ge=0, description="size of all of its files")
@@ -330,7 +293,7 @@ class CheckpointFailed(EventBase):
 
     event: Literal["checkpoint_failed"] = "checkpoint_failed"
     step: int = Field(ge=0, description="last step that it would have contained")
-    global_step: int | None = _GLOBAL_STEP
+    global_step: int | None = GLOBAL_STEP
     path: str = Field(description="the folder that it would have got")
     reason: str = Field(description="what went wrong")
 
@@ -354,7 +317,7 @@ class Restart(EventBase):
     slots: list[int] = Field(description="slots whose members take part")
     checkpoint: str | None = Field(description="newest checkpoint that members had reported; null: from the beginning")
     step: int = Field(ge=0, description="newest committed step that members had reported")
-    global_step: int | None = _GLOBAL_STEP
+    global_step: int | None = GLOBAL_STEP
 
 
 Event = (
@@ -362,6 +325,7 @@ Event = (
     | RunFinished
     | MemberJoined
     | MemberLost
+    | MemberFailed
     | NoticeReceived
     | MemberLeft
     | PlanWritten

@@ -8,6 +8,7 @@ from functools import cached_property
 
 from ..topology.plan import Plan
 from . import events as ev
+from .event_base import Role
 from .view import Heir, Moved, RoleState, RoleView
 
 
@@ -15,12 +16,12 @@ from .view import Heir, Moved, RoleState, RoleView
 class Duties:
     """What a member has to do, and who would take it over."""
 
-    roles: list[ev.Role] = field(default_factory=list)
-    shadows: list[ev.Role] = field(default_factory=list)
-    copies: list[ev.Role] = field(default_factory=list)
+    roles: list[Role] = field(default_factory=list)
+    shadows: list[Role] = field(default_factory=list)
+    copies: list[Role] = field(default_factory=list)
     load: float | None = 0.0
     heirs: list[Heir] = field(default_factory=list)
-    fatal: list[ev.Role] = field(default_factory=list)
+    fatal: list[Role] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ class Grid:
         """Whether every role has one."""
         return bool(self.shadows) and None not in self.shadows
 
-    def role(self, rank: int) -> ev.Role:
+    def role(self, rank: int) -> Role:
         """The role of a rank, in the one pipeline of a job whose pipelines are not known."""
         pipelines = self.pipelines or 1
         return rank % pipelines, rank // pipelines
@@ -107,7 +108,7 @@ class Grid:
             if old != new and new in alive
         ]
 
-    def unshadowed(self, redundant: bool = False) -> tuple[ev.Role, ...] | None:
+    def unshadowed(self, redundant: bool = False) -> tuple[Role, ...] | None:
         """Roles without a shadow; ``None`` where none has one, unless the job is known to be ``redundant``."""
         if self.pipelines is None or not (redundant or self.redundant):
             return None

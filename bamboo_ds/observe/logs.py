@@ -7,13 +7,23 @@ import os
 import sys
 import threading
 from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 from ..errors import ConfigError
+from .logfiles import TIME_FORMAT, LogFile
 
 LOGGER = "bamboo_ds"
 LEVEL_VARIABLE = "BAMBOO_LOG_LEVEL"
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 _FORMAT = "%(asctime)s.%(msecs)03d %(levelname).1s bamboo [%(member)s %(role)s e%(epoch)s] %(name)s: %(message)s"
+
+
+class Stream(Protocol):
+    """What a log is written to."""
+
+    def write(self, text: str) -> object: ...
+
+    def flush(self) -> object: ...
 
 
 @dataclass(frozen=True)
@@ -63,15 +73,39 @@ def configure(default_level: int = logging.WARNING) -> logging.Logger:
     with _lock:
         if any(getattr(handler, "_bamboo", False) for handler in logger.handlers):
             return logger
-        handler = logging.StreamHandler(sys.stderr)
-        handler._bamboo = True  # type: ignore[attr-defined]
-        handler.setFormatter(logging.Formatter(_FORMAT, datefmt="%H:%M:%S"))
-        handler.addFilter(_ContextFilter())
-        logger.addHandler(handler)
+        _add(logging.StreamHandler(sys.stderr), "%H:%M:%S")
         logger.setLevel(level)
         # DeepSpeed and user scripts put handlers on the root logger: one line must not appear twice.
         logger.propagate = False
     return logger
+
+
+def _add(handler: logging.StreamHandler[Any], times: str) -> logging.StreamHandler[Any]:
+    handler._bamboo = True  # type: ignore[attr-defined]
+    handler.setFormatter(logging.Formatter(_FORMAT, datefmt=times))
+    handler.addFilter(_ContextFilter())
+    logging.getLogger(LOGGER).addHandler(handler)
+    return handler
+
+
+def to_file(stream: Stream) -> None:
+    """Send the package's log, from INFO on, to ``stream``, too. Call it after :func:`configure`."""
+    logger = logging.getLogger(LOGGER)
+    with _lock:
+        for handler in logger.handlers:
+            handler.setLevel(max(handler.level, logger.level))
+        logger.setLevel(min(logger.level, logging.INFO))
+        _add(logging.StreamHandler(stream), TIME_FORMAT)
+
+
+def show_by(stream: Stream | None) -> None:
+    """Have what goes to stderr written by ``stream``, or, with ``None``, to stderr again."""
+    with _lock:
+        for handler in logging.getLogger(LOGGER).handlers:
+            if not (isinstance(handler, logging.StreamHandler) and getattr(handler, "_bamboo", False)):
+                continue
+            if not isinstance(handler.stream, LogFile):
+                handler.setStream(sys.stderr if stream is None else stream)
 
 
 def level_from_environment(default_level: int = logging.WARNING) -> int:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, tzinfo
 
+from .event_base import Role
 from .events import (
     CheckpointFailed,
     CheckpointSaved,
@@ -20,6 +21,7 @@ from .events import (
     ExactChecked,
     ExactMismatch,
     Fatal,
+    MemberFailed,
     MemberJoined,
     MemberLeft,
     MemberLost,
@@ -29,26 +31,17 @@ from .events import (
     Recovered,
     ReplicaMismatch,
     Restart,
-    Role,
     RunFinished,
     RunStarted,
     Step,
 )
-from .summary import Summary, counted, duration
+from .summary import Summary, counted, duration, how
 
 #: Roles up to which the line about the start names every owner.
 _LISTED = 8
 #: After which a loss is told without its pause.
 _LATE = timedelta(seconds=10)
 _MEMBER = re.compile(r"\bm\d+-[0-9a-f]{8}\b")
-_HOW = {
-    "exit": "exited ({})",
-    "signal": "died ({})",
-    "heartbeat": "stopped its heartbeat ({})",
-    "hang": "made no progress ({})",
-    "lease": "fell silent (its lease {})",
-    "suspects": "is out of reach of {}",
-}
 
 
 @dataclass
@@ -141,6 +134,13 @@ class Story:
         """The lines that waited for events which do not come any more."""
         return self._tell_loss()
 
+    @property
+    def unsettled(self) -> bool:
+        """Whether members are likely to be at something that takes long."""
+        now = self._start
+        whole = now.plan is None or not now.plan.shadows or _complete(now.plan)
+        return not now.stepped or bool(now.joined) or now.loss is not None or not whole
+
     def _line(self, event: Event, text: str) -> str:
         return f"{event.time.astimezone(self._zone).strftime(self._form)} {text}"
 
@@ -188,6 +188,10 @@ class Story:
             why = f"{event.reason}, {event.detail}"
             text = f"{self._who(event.member_id)} has left ({why}), {duration(event.seconds)} after the notice"
             return event.member_id, text
+        if isinstance(event, MemberFailed):
+            why = "" if event.error is None else f", {event.error}"
+            what = f"worker {self._who(event.member_id)} {how(event.reason, event.detail)}{why}"
+            return event.member_id, f"{what}: the job ends"
         if isinstance(event, CheckpointSaved):
             text = f"checkpoint of step {event.step} saved in {duration(event.seconds)}: {event.path}"
             return (event.path, event.step), text
@@ -271,10 +275,7 @@ class Story:
         return [self._line(loss.members[0], "; ".join(parts)), *loss.later]
 
     def _how(self, event: MemberLost) -> str:
-        detail = self._named(event.detail)
-        if detail.isdecimal():
-            detail = f"code {detail}"
-        return f"worker {self._who(event.member_id)} {_HOW[event.reason].format(detail)}"
+        return f"worker {self._who(event.member_id)} {how(event.reason, self._named(event.detail))}"
 
     def _fatal(self, event: Fatal) -> str:
         plan, newest = self._start.plan, f"; newest checkpoint: {event.checkpoint or 'none'}"

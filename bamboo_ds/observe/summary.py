@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from ..errors import EXIT_FATAL_LOSS
 from .events import (
     CheckpointSaved,
     Event,
+    Fatal,
+    MemberFailed,
     MemberJoined,
     MemberLeft,
     MemberLost,
@@ -15,12 +20,30 @@ from .events import (
     Step,
 )
 
+#: How a worker ended, by reason, with what is known of it.
+HOW = {
+    "exit": "exited ({})",
+    "signal": "died ({})",
+    "heartbeat": "stopped its heartbeat ({})",
+    "hang": "made no progress ({})",
+    "lease": "fell silent (its lease {})",
+    "suspects": "is out of reach of {}",
+}
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What has ended a job; ``log``: path of the output of the worker, if that is known."""
+
+    text: str
+    log: str | None
+
 
 class Summary:
     """Counts over the events of one run of a job; every count is of distinct happenings."""
 
     def __init__(self) -> None:
-        self._lost: set[str] = set()
+        self._lost: dict[str, MemberLost] = {}
         self._joined: set[str] = set()
         self._left: set[str] = set()
         self._pauses: dict[int, float] = {}  # by epoch: the longest of any survivor
@@ -29,6 +52,9 @@ class Summary:
         self._saved: set[tuple[str, int]] = set()
         self._restarts = self._step = 0
         self._planned = False
+        self._failed: list[MemberFailed] = []
+        self._fatal: Fatal | None = None
+        self._places: dict[str, tuple[int, str]] = {}  # RANK and host, by member
         self.finished: RunFinished | None = None
 
     def add(self, event: Event) -> None:
@@ -36,11 +62,17 @@ class Summary:
         if isinstance(event, Step):
             self._step = event.step
         elif isinstance(event, MemberLost):
-            self._lost.add(event.member_id)
+            self._lost.setdefault(event.member_id, event)
+        elif isinstance(event, MemberFailed):
+            self._failed.append(event)
+        elif isinstance(event, Fatal):
+            self._fatal = event
         elif isinstance(event, MemberLeft):
             self._left.add(event.member_id)
-        elif isinstance(event, MemberJoined) and self._planned:
-            self._joined.add(event.member_id)
+        elif isinstance(event, MemberJoined):
+            self._places[event.member_id] = event.rank, event.host
+            if self._planned:
+                self._joined.add(event.member_id)
         elif isinstance(event, PlanWritten):
             self._planned = True
         elif isinstance(event, Recovered):
@@ -53,9 +85,28 @@ class Summary:
         elif isinstance(event, CheckpointSaved):
             self._saved.add((event.path, event.step))
         elif isinstance(event, Restart):
-            self._restarts, self._planned = max(self._restarts, event.number), False
+            self._restarts, self._planned, self._fatal = max(self._restarts, event.number), False, None
         elif isinstance(event, RunFinished):
             self.finished = event
+
+    @property
+    def failure(self) -> Failure | None:
+        """What has ended the job, if it has failed."""
+        if self.finished is None or self.finished.exit_code == 0:
+            return None
+        code = self.finished.exit_code
+        failed = next((event for event in self._failed if event.exit_code == code), None)
+        if failed is not None:
+            why = "" if failed.error is None else f": {failed.error}"
+            place = failed.rank, failed.host
+            return Failure(f"{_who(failed.member_id, place)} {how(failed.reason, failed.detail)}{why}", failed.log)
+        if code != EXIT_FATAL_LOSS or self._fatal is None:
+            return None
+        lost = next((self._lost[member] for member in self._fatal.members if member in self._lost), None)
+        if lost is None:
+            return None
+        who = _who(lost.member_id, self._places.get(lost.member_id))
+        return Failure(f"{who} {how(lost.reason, lost.detail)}", None)
 
     def lines(self) -> list[str]:
         """The summary, one thing a line."""
@@ -70,6 +121,15 @@ class Summary:
         lines.append(losses)
         came = f"joined: {len(self._joined)}; left: {len(self._left)}"
         return [*lines, f"{came}; checkpoints: {len(self._saved)}; restarts: {self._restarts}"]
+
+
+def _who(member: str, place: tuple[int, str] | None) -> str:
+    return f"worker {member}" + ("" if place is None else f", rank {place[0]} on host {place[1]},")
+
+
+def how(reason: str, detail: str) -> str:
+    """How a worker has ended, as a verb with what is known of it."""
+    return HOW[reason].format(f"code {detail}" if detail.isdecimal() else detail)
 
 
 def counted(number: int, one: str, several: str | None = None) -> str:

@@ -12,7 +12,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from ..topology.plan import Plan
-from .events import Role
+from .event_base import Role
 
 #: Bounds of what a view lists; the newest ones are kept.
 POINTS, RECENT, LOSSES, PLANS, CHECKPOINTS, LINES, MOVES, GONE = 512, 256, 64, 64, 32, 200, 32, 64

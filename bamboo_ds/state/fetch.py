@@ -57,6 +57,7 @@ def fetch(
     timeout_s: float,
     secret: JobSecret = NONE,
     stop: threading.Event | None = None,
+    note: Callable[[float], object] = lambda share: None,
 ) -> tuple[str, list[torch.Tensor]]:
     """Fetch the snapshot under ``key``; blocks. Call it from a background thread.
 
@@ -70,6 +71,7 @@ def fetch(
             never times out; the server's rate should send several chunks in this time.
         secret: the job's.
         stop: ends the fetch as soon as it is set.
+        note: told which part of the snapshot has arrived, from 0 to 1.
 
     Returns:
         The text, and the tensors with dtype and shape of the originals, each contiguous, with host memory of its own.
@@ -78,7 +80,8 @@ def fetch(
         TransferError: no data for ``timeout_s``, the owner withdrew the snapshot, the server refuses this member
             or speaks another version, or ``stop`` was set; its ``failure`` says which.
     """
-    return _Transfer(url, key, Pass(secret, token), timeout_s, stop or threading.Event()).run()
+    permit = Pass(secret, token)
+    return _Transfer(url, key, permit, timeout_s, stop or threading.Event(), note).run()
 
 
 class _Broken(Exception):
@@ -88,14 +91,22 @@ class _Broken(Exception):
 class _Transfer:
     """One call of :func:`fetch`."""
 
-    def __init__(self, url: str, key: str, permit: Pass, timeout_s: float, stop: threading.Event) -> None:
+    def __init__(
+        self,
+        url: str,
+        key: str,
+        permit: Pass,
+        timeout_s: float,
+        stop: threading.Event,
+        note: Callable[[float], object],
+    ) -> None:
         parts = urlsplit(url)
         if parts.scheme != "http" or not parts.hostname or not parts.port:
             raise ValueError(f"expected http://address:port as the url of a state server, not {url!r}")
         self._host, self._port, self._netloc = parts.hostname, parts.port, parts.netloc
         self._url, self._key, self._timeout_s = url, key, timeout_s
         self._pass, self._nonce = permit, secrets.token_hex(16)
-        self._stop = stop
+        self._stop, self._note = stop, note
         self._incoming: _Incoming | None = None
         self._progress = time.monotonic()
         self._failures = 0
@@ -204,6 +215,7 @@ class _Transfer:
         incoming = self._incoming
         while incoming.verified < len(incoming.chunks):
             incoming.read(response)
+            self._note(incoming.verified / len(incoming.chunks))
             self._moved()
             self._check()
         return header.text, incoming.tensors
@@ -307,19 +319,29 @@ class _Line(io.RawIOBase):
 
 
 class Fetch:
-    """A :func:`fetch` in a thread of its own; see :func:`start_fetch`."""
+    """A :func:`fetch` in a thread of its own; see :func:`start_fetch`.
 
-    def __init__(self, run: Callable[[threading.Event], tuple[str, list[torch.Tensor]]]) -> None:
+    Attributes:
+        share: of the snapshot that has arrived, from 0 to 1.
+    """
+
+    def __init__(
+        self, run: Callable[[threading.Event, Callable[[float], None]], tuple[str, list[torch.Tensor]]]
+    ) -> None:
+        self.share = 0.0
         self._stop = threading.Event()
         self._outcome: tuple[str, list[torch.Tensor]] | BaseException | None = None
         self._thread = threading.Thread(target=self._run, args=(run,), name="bamboo-state-fetch", daemon=True)
         self._thread.start()
 
-    def _run(self, run: Callable[[threading.Event], tuple[str, list[torch.Tensor]]]) -> None:
+    def _run(self, run: Callable[[threading.Event, Callable[[float], None]], tuple[str, list[torch.Tensor]]]) -> None:
         try:
-            self._outcome = run(self._stop)
+            self._outcome = run(self._stop, self._note)
         except BaseException as error:
             self._outcome = error  # result() raises it
+
+    def _note(self, share: float) -> None:
+        self.share = share
 
     def done(self) -> bool:
         """Whether :meth:`result` returns, or raises, at once."""
@@ -342,4 +364,6 @@ class Fetch:
 
 def start_fetch(url: str, key: str, *, token: str, timeout_s: float, secret: JobSecret = NONE) -> Fetch:
     """Start :func:`fetch` in a daemon thread; the arguments are the same."""
-    return Fetch(lambda stop: fetch(url, key, token=token, timeout_s=timeout_s, secret=secret, stop=stop))
+    return Fetch(
+        lambda stop, note: fetch(url, key, token=token, timeout_s=timeout_s, secret=secret, stop=stop, note=note)
+    )

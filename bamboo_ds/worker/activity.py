@@ -17,6 +17,8 @@ class Activity:
         hang_after_s: see :class:`~bamboo_ds.control.messages.Heartbeat`.
         doing: tells what else it does that may take long, for people; ``None``: nothing.
         told: what was said of that.
+        telling: by name, what tells how far something is that the main thread, or a thread in the background, is at;
+            called often, from another thread.
     """
 
     def __init__(self) -> None:
@@ -27,6 +29,12 @@ class Activity:
         self.hang_after_s: float | None = None
         self.doing: Callable[[], str] | None = None
         self.told: str | None = None
+        self.telling: dict[str, Callable[[], str]] = {}
+
+    def words(self) -> str | None:
+        """What takes long at this moment, for people; ``None``: nothing."""
+        parts = [] if self.told is None else [self.told]
+        return "; ".join([*parts, *(tell() for tell in list(self.telling.values()))]) or None
 
     @contextmanager
     def at_work(self) -> Iterator[None]:

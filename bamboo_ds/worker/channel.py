@@ -322,7 +322,7 @@ class WorkerChannel:
                 "beats": activity.beats,
                 "computing": computing,
                 "hang_after_s": activity.hang_after_s,
-                "doing": activity.told,
+                "doing": activity.words(),
             }
         )
 

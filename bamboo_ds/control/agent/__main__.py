@@ -16,6 +16,7 @@ from ...secret import forget
 from ..registry.records import LeftRecord
 from ..settings import AgentSettings, parse_arguments
 from .agent import Agent
+from .output import log_to_file
 from .reexec import reexecute
 
 logger = logging.getLogger("bamboo_ds.control.agent")
@@ -43,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run an agent; returns the exit code of its worker, 128 + n for signal n; see also :data:`_GONE`."""
     settings = parse_arguments(sys.argv[1:] if argv is None else argv)
     logs.configure()
+    log_to_file(settings)
     if not settings.guest:
         die_with_parent(signal.SIGTERM, settings.parent_pid)
     adopt_orphans()

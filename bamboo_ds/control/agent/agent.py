@@ -26,13 +26,15 @@ from ..messages import EventReport, ExitNotice, Heartbeat, Peers, PlanPush, pars
 from ..notices import Notice
 from ..registry.keys import Keys, new_member_id
 from ..registry.records import LeftRecord, PeerAddress, ProgressRecord, StopRecord, StoreRecord, WorkerRecord
-from ..reporting import forward
+from ..reporting import forward, tell_failure
 from ..settings import AgentSettings
 from .command import observed, worker_environment
 from .data_workers import DataWorkers
 from .leaving import Leaving
 from .mailbox import Mailbox
+from .output import WorkerOutput
 from .slot import EndWorker, Slot, State
+from .telling import Telling
 from .timeline import TimelineWriter
 from .watchdog import Watchdog
 from .worker_process import WorkerProcess
@@ -75,10 +77,15 @@ class Agent:
         self._exit_notice: ExitNotice | None = None
         self._leaving = Leaving(settings, self._id, self._events)
         self._mailbox.take_signals(self._note_signal)
+        self._output = WorkerOutput(settings)
         self._timeline = TimelineWriter(settings.events, settings.job, self._id, settings.rank)
         environment = {**worker_environment(settings, self._id), **self._timeline.environment}
-        self._worker = WorkerProcess(observed(settings.command), environment, self._timeline.fds)
+        self._worker = WorkerProcess(
+            observed(settings.command), environment, self._output.stdout, self._output.stderr, self._timeline.fds
+        )
         logs.set_context(member=self._id)
+        self._output.start(self._id, self._worker.pid)
+        self._telling = Telling(self._id, self._output.say) if settings.tells else None
 
     def run(self) -> LeftRecord:
         """Serve until the worker has ended and etcd knows; returns how it ended."""
@@ -98,6 +105,9 @@ class Agent:
             self._leaving.report(self._slot.epoch)
         self._await_data_workers(departure)
         end_descendants()
+        if self._telling is not None:
+            self._telling.note_end(departure)
+        self._output.close(self._mailbox.handle_all, lambda: self._slot.terminated)
         self._leaving.close(abandoned=departure.outcome == "left" and self._coordinator.last_of_host)
         self._coordinator.close(timeout_s=0.0 if self._slot.terminated else 1.0)
         self._mailbox.handle_all()
@@ -253,6 +263,8 @@ class Agent:
 
     def _note_plan(self, plan: Plan) -> None:
         logs.set_context(epoch=plan.epoch)
+        if self._telling is not None:
+            self._telling.note_plan(plan)
         self._obey(self._slot.note_plan(plan))
 
     def _obey(self, order: EndWorker | None) -> None:
@@ -291,6 +303,8 @@ class Agent:
             self._worker.heard()
             self._timeline.write()
             self._leaving.note_step(message)
+            if self._telling is not None:
+                self._telling.note_doing(message.doing)
             if self._watchdog.stuck(message):
                 self._worker.kill(signal.SIGKILL)
             before = self._progress
@@ -333,6 +347,9 @@ class Agent:
         while self._worker.wire.poll(0.0, writing=False) and self._read_channel():
             continue  # what the worker wrote before its death
         self._write_progress()
+        if departure.outcome == "failed":
+            error = self._exit_notice.reason if self._exit_notice else None
+            tell_failure(self._events, self._settings, self._slot.epoch, departure, error, self._output.path)
         self._coordinator.leave(departure, self._stop_of(departure))
         begin = time.monotonic()
         while not self._coordinator_ended.is_set():

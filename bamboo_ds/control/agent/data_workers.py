@@ -41,7 +41,14 @@ class DataWorkers:
 
     def _start(self, settings: AgentSettings) -> None:
         settings = dataclasses.replace(
-            settings, feeder=True, guest=False, parent_pid=os.getpid(), result_fd=None, state_file=None, extra=None
+            settings,
+            feeder=True,
+            guest=False,
+            tells=False,
+            parent_pid=os.getpid(),
+            result_fd=None,
+            state_file=None,
+            extra=None,
         )
         command = [sys.executable, "-m", "bamboo_ds.control.agent", *settings.to_arguments()]
         # It ends with us, at the latest by `end_descendants`.

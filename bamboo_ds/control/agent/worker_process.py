@@ -38,8 +38,20 @@ class WorkerProcess:
             the worker closed the channel, when none is expected.
     """
 
-    def __init__(self, argv: Sequence[str], env: Mapping[str, str], fds: Collection[int] = ()) -> None:
-        """Spawn ``argv``, which inherits ``fds``; raises :class:`LaunchError` if it cannot be executed."""
+    def __init__(
+        self,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        stdout: int | None = None,
+        stderr: int | None = None,
+        fds: Collection[int] = (),
+    ) -> None:
+        """Spawn ``argv``; raises :class:`LaunchError` if it cannot be executed.
+
+        Args:
+            stdout, stderr: its output; ``None``: that of this process.
+            fds: what it inherits besides.
+        """
         ours, theirs = socket.socketpair()
         agent_pid = os.getpid()
         with theirs:
@@ -49,6 +61,8 @@ class WorkerProcess:
                     argv,
                     env={**env, ENV_FD: str(theirs.fileno())},
                     stdin=subprocess.DEVNULL,
+                    stdout=stdout,
+                    stderr=stderr,
                     pass_fds=[theirs.fileno(), *fds],
                     preexec_fn=lambda: _begin_worker(agent_pid),
                 )

@@ -1,0 +1,208 @@
+"""Runs a script up to ``deepspeed.initialize``, alone and without communication, and tells what it has built.
+
+``python -m bamboo_ds.cli.building RESULT SCRIPT ARGUMENTS``, or ``-m MODULE`` for ``SCRIPT``; ``RANK``, ``WORLD_SIZE``
+and so on are set as for a worker of rank 0. torch's process groups are fake: collectives do nothing. The layers of the
+``PipelineModule`` are built on torch's meta device, where tensors have shapes and no memory.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ..processes import die_with_parent
+
+
+@dataclass(frozen=True)
+class Built:
+    """What a script has built.
+
+    Attributes:
+        problem: why a job would end here; ``None``: nothing was found.
+        unknown: why the rest is not known; ``None``: it is.
+        pipelines, stages, slices: of the topology.
+        layers, parameters: of every stage; parameters are trainable ones, of one slice.
+        optimizer: name of its class or of the configuration; ``None``: there is none.
+        precision: ``fp32``, ``fp16`` or ``bf16``.
+        zero: stage of ZeRO.
+        fp32_gradients: whether bf16 accumulates gradients in fp32.
+    """
+
+    problem: str | None = None
+    unknown: str | None = None
+    pipelines: int = 1
+    stages: int = 1
+    slices: int = 1
+    layers: tuple[int, ...] = ()
+    parameters: tuple[int, ...] = ()
+    optimizer: str | None = None
+    precision: str = "fp32"
+    zero: int = 0
+    fp32_gradients: bool = True
+
+
+class _NoMeta(Exception):
+    """A layer cannot be built without memory."""
+
+
+def main() -> None:
+    """Run the script; ends the process where the script would build its engine."""
+    die_with_parent(signal.SIGKILL, os.getppid())
+    result = Path(sys.argv[1])
+
+    def end(built: Built) -> NoReturn:
+        result.write_text(json.dumps(asdict(built)))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+    _stand_in(end)
+    from ..control import script
+
+    script.main(sys.argv[2:])
+
+
+def _stand_in(end: Callable[[Built], NoReturn]) -> None:
+    import deepspeed
+    import deepspeed.comm.comm
+    import torch.distributed
+    from deepspeed.runtime.pipe.module import PipelineModule
+
+    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]  # compiles
+    original: Any = deepspeed.comm.comm.init_distributed
+    original = getattr(original, "__wrapped__", original)  # without what makes a worker of this process
+    begin_groups: Any = torch.distributed.init_process_group
+
+    def init_process_group(*_: Any, **__: Any) -> None:
+        fake: Any = importlib.import_module("torch.testing._internal.distributed.fake_pg")
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        begin_groups("fake", rank=rank, world_size=size, store=fake.FakeStore())
+
+    def init_distributed(*args: Any, **kwargs: Any) -> None:
+        if not torch.distributed.is_initialized():
+            init_process_group()
+        original(*args, **kwargs)
+
+    torch.distributed.init_process_group = init_process_group
+    for module in (deepspeed, deepspeed.comm, deepspeed.comm.comm):
+        module.init_distributed = init_distributed
+    package: Any = sys.modules["bamboo_ds"]
+    package.init_distributed = lambda config, **kwargs: init_distributed(**kwargs)
+    build = PipelineModule.__init__
+
+    def build_without_memory(self: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            with _meta(PipelineModule):
+                build(self, *args, **kwargs)
+        except _NoMeta as error:
+            end(Built(unknown=str(error)))
+
+    PipelineModule.__init__ = build_without_memory
+
+    def initialize(
+        args: Any = None, model: Any = None, optimizer: Any = None, config: Any = None, **others: Any
+    ) -> NoReturn:
+        config = config or others.get("config_params") or getattr(args, "deepspeed_config", None)
+        end(_built(model, optimizer, config))
+
+    deepspeed.initialize = initialize
+
+
+@contextmanager
+def _meta(module: Any) -> Iterator[None]:
+    """In the body layers are built on the meta device, and stay there."""
+    import torch
+    from deepspeed.runtime.pipe.module import LayerSpec
+
+    build = LayerSpec.build
+
+    def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return build(self, *args, **kwargs)
+        except (NotImplementedError, RuntimeError) as error:
+            if "meta" not in str(error).lower():
+                raise
+            raise _NoMeta(f"{self.typename.__name__} cannot be built on torch's meta device: {error}") from error
+
+    before = {name: module.__dict__.get(name) for name in ("to", "_synchronize_tied_weights")}
+    module.to = lambda self, *_, **__: self
+    module._synchronize_tied_weights = lambda self: None
+    LayerSpec.build = checked
+    try:
+        with torch.device("meta"):
+            yield
+    finally:
+        LayerSpec.build = build
+        for name, method in before.items():
+            if method is None:
+                delattr(module, name)
+            else:
+                setattr(module, name, method)
+
+
+def _built(model: Any, optimizer: Any, source: Any) -> Built:
+    from deepspeed.runtime.pipe.module import PipelineModule
+
+    from ..config import load_config
+    from ..errors import BambooError
+    from ..supported import check_config, check_schedule, layout_of
+
+    if not isinstance(model, PipelineModule):
+        return Built(problem="the model is no deepspeed.pipe.PipelineModule: build it as one")
+    try:
+        config = load_config(source) if source is not None else {}
+        check_config(config)
+        check_schedule()
+        layout = layout_of(model)
+    except BambooError as error:
+        return Built(problem=str(error))
+    parts: Any = model.parts
+    with _meta(PipelineModule):
+        stages = [model._layer_specs[parts[stage] : parts[stage + 1]] for stage in range(layout.stages)]
+        try:
+            parameters = tuple(_parameters(specs) for specs in stages)
+        except _NoMeta as error:
+            return Built(unknown=str(error))
+    named = (config.get("optimizer") or {}).get("type")
+    precision = next((name for name in ("fp16", "bf16") if (config.get(name) or {}).get("enabled")), "fp32")
+    accumulated = (config.get("data_types") or {}).get("grad_accum_dtype")
+    return Built(
+        pipelines=layout.pipelines // layout.slices,
+        stages=layout.stages,
+        slices=layout.slices,
+        layers=tuple(len(specs) for specs in stages),
+        parameters=parameters,
+        optimizer=named if optimizer is None else type(optimizer).__name__,
+        precision=precision,
+        zero=int((config.get("zero_optimization") or {}).get("stage", 0)),
+        fp32_gradients=accumulated in (None, "fp32"),
+    )
+
+
+def _parameters(specs: list[Any]) -> int:
+    """Trainable parameters of a stage; those that it has tied to each other count once."""
+    import torch
+    from deepspeed.runtime.pipe.module import LayerSpec, TiedLayerSpec
+
+    count, keys = 0, set()
+    for spec in specs:
+        if isinstance(spec, TiedLayerSpec):
+            if spec.key in keys:
+                continue
+            keys.add(spec.key)
+        layer = spec.build() if isinstance(spec, LayerSpec) else spec
+        if isinstance(layer, torch.nn.Module):
+            count += sum(each.numel() for each in layer.parameters() if each.requires_grad)
+    return count
+
+
+if __name__ == "__main__":
+    main()

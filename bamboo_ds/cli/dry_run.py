@@ -1,0 +1,185 @@
+"""``bamboo run --dry-run``: what a job would be, without starting it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import click
+from rich.table import Table
+
+from ..config import config_path_from_argv
+from ..launchers.network import LOOPBACK
+from ..launchers.run import RunOptions
+from ..observe.summary import counted
+from ..topology import Candidate, Layout, initial_plan, with_redundancy
+from ..topology.memory import StateBytes, member_bytes
+from .building import Built
+from .doctor import Finding, Patient, examine
+from .output import console
+
+_MIB, _GIB = 1 << 20, 1 << 30
+#: Seconds that the script gets to come to ``deepspeed.initialize``.
+_TIMEOUT_S = 300.0
+#: Lines of a script's output that are told when it has failed.
+_LINES = 15
+
+
+def tell(options: RunOptions, config: str | None) -> int:
+    """Print what the job of ``options`` would be; returns the exit code, 1 if there is a problem.
+
+    Args:
+        config: of the command line.
+
+    Raises:
+        ConfigError: the sources of notices are wrong.
+    """
+    options.check_notices()
+    script = options.command[2:]  # without the interpreter
+    # The default one serves a job of this host alone, wherever its etcd is.
+    address = None if options.address == LOOPBACK else options.address
+    configuration = config or config_path_from_argv(script)
+    findings = list(examine(Patient(options.store, address, configuration)))
+    built = _build(options, script)
+    if built.problem is not None:
+        findings.append(Finding("script", "problem", built.problem))
+    elif built.unknown is not None:
+        findings.append(Finding("script", "warning", built.unknown))
+    _tell_findings(findings)
+    if built.problem is None:
+        _tell_plan(options, built)
+    return int(any(finding.state == "problem" for finding in findings))
+
+
+def _tell_findings(findings: Sequence[Finding]) -> None:
+    wrong = [each for each in findings if each.state != "ok"]
+    click.echo(f"{len(findings) - len(wrong)} checks of bamboo doctor are well" + (", but:" if wrong else ""))
+    for each in wrong:
+        click.echo(f"{each.state}: {each.check}: {each.found}" + (f"; {each.cure}" if each.cure else ""))
+
+
+def _tell_plan(options: RunOptions, built: Built) -> None:
+    workers = options.workers
+    size = counted(workers, "member")
+    if built.unknown is not None and options.pipelines is None:
+        click.echo(f"plan: {size}; how many stages there are only the script knows")
+        return
+    pipelines = built.pipelines if built.unknown is None else options.pipelines or 1
+    stages = built.stages if built.unknown is None else workers // pipelines
+    layout = Layout(pipelines * built.slices, stages, slices=built.slices)
+    here = socket.gethostname()
+    members = [
+        Candidate(f"m{slot}", slot, options.host_of(slot) or here, options.zone, slot) for slot in range(workers)
+    ]
+    redundancy = options.bamboo.redundancy
+    plan = with_redundancy(initial_plan([m.id for m in members]), layout, redundancy.mode.replicas, members)
+    state = StateBytes(
+        precision=built.precision,  # type: ignore[arg-type]
+        optimizer=built.optimizer,
+        zero=built.zero == 1,
+        pipelines=pipelines,
+        fp32_gradients=built.fp32_gradients,
+        eager_backwards=redundancy.mode.eager_backward,
+    )
+    sliced = f" of {built.slices} slices" if built.slices > 1 else ""
+    shape = f"{counted(pipelines, 'pipeline')} of {counted(stages, 'stage')}{sliced}"
+    click.echo(f"plan: {shape} on {size}, redundancy {redundancy.mode.value}")
+    table = Table(box=None)
+    for column in ("member", "host", "owns", "shadows"):
+        table.add_column(column)
+    known = bool(built.parameters)
+    for column in ("parameters", "own state", "replicas", "sum") if known else ():
+        table.add_column(column, justify="right")
+    costs = member_bytes(plan, built.parameters, state) if known else {}
+    for member in members:
+        owned, shadowed = plan.owned_by(member.id), plan.shadowed_by(member.id)
+        row = [member.id, member.host, _listed(owned), _listed(shadowed)]
+        if known:
+            own, replicas = costs[member.id]
+            count = sum(built.parameters[role.stage] for role in owned)
+            row += [f"{count:,}", *map(_size, (own, replicas, own + replicas))]
+        table.add_row(*row)
+    console().print(table)
+    if known:
+        optimizer = built.optimizer or "no optimizer that is known"
+        taken = "" if state.known else ", taken for one like Adam"
+        kind = f"{state.precision}, {optimizer}{taken}{', ZeRO-1' if state.zero else ''}"
+        each = f"{state.owner:g} bytes per parameter of an own stage, {state.shadow:g} of a replica"
+        click.echo(f"state: {each} ({kind}); what passes keep comes on top")
+    else:
+        click.echo("memory: unknown, as the parameters of the stages are")
+
+
+def _size(count: float) -> str:
+    return f"{count / _GIB:.2f} GiB" if count >= _GIB else f"{count / _MIB:.1f} MiB"
+
+
+def _listed(roles: Sequence[object]) -> str:
+    return " ".join(map(str, roles)) or "-"
+
+
+def _build(options: RunOptions, script: Sequence[str]) -> Built:
+    """Run the script up to ``deepspeed.initialize``, in a process of its own."""
+    with tempfile.TemporaryDirectory(prefix="bamboo-dry-run-") as folder:
+        result, output = Path(folder, "result"), Path(folder, "output")
+        with open(output, "wb") as file:
+            process = subprocess.Popen(
+                [sys.executable, "-u", "-m", "bamboo_ds.cli.building", str(result), *script],
+                env={**os.environ, **_environment(options)},
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            try:
+                code = process.wait(_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                return Built(unknown=f"the script has not come to deepspeed.initialize within {_TIMEOUT_S:.0f} s")
+            finally:
+                _end(process)
+        if result.exists():
+            found = json.loads(result.read_text())
+            return replace(
+                Built(), **{**found, "layers": tuple(found["layers"]), "parameters": tuple(found["parameters"])}
+            )
+        if code == 0:
+            return Built(unknown="the script ends without a call of deepspeed.initialize")
+        last = output.read_text(errors="replace").splitlines()[-_LINES:]
+        return Built(problem="\n  | ".join([f"the script ends with code {code} before deepspeed.initialize", *last]))
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End the script, and what it has started in its session."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return  # nothing of it is left
+    finally:
+        process.wait()
+
+
+def _environment(options: RunOptions) -> dict[str, str]:
+    """What a worker of rank 0 is told."""
+    size = str(options.workers)
+    told = {
+        "RANK": "0",
+        "WORLD_SIZE": size,
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": size,
+        "LOCAL_SIZE": size,
+        "CROSS_RANK": "0",
+        "CROSS_SIZE": "1",
+        "MASTER_ADDR": options.address,
+        "MASTER_PORT": "29500",
+    }
+    if options.pipelines is not None:
+        told["BAMBOO_PIPELINES"] = str(options.pipelines)
+    return told if "OMP_NUM_THREADS" in os.environ else {**told, "OMP_NUM_THREADS": "1"}

@@ -1,0 +1,51 @@
+"""What every event has in common."""
+
+from __future__ import annotations
+
+from datetime import datetime, timezone
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_serializer, field_validator
+
+SCHEMA = 1
+
+Role = tuple[int, int]
+"""A role as ``[pipeline, stage]``."""
+
+
+GLOBAL_STEP: Any = Field(
+    default=None, description="`step` as DeepSpeed counts, from a loaded checkpoint on; null where unknown"
+)
+
+
+class EventBase(BaseModel):
+    """What every event carries. Unknown fields are refused when reading."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, populate_by_name=True, ser_json_inf_nan="strings", allow_inf_nan=True
+    )
+
+    schema_: Literal[1] = Field(default=1, alias="schema", description="version of this table")
+    event: str = Field(description="the kind")
+    job: str = Field(description="name of the job")
+    time: datetime = Field(
+        default_factory=lambda: datetime.now(timezone.utc),
+        description="when emitted: UTC, ISO 8601, microseconds, Z",
+    )
+    member: str | None = Field(default=None, description="member that emitted it; null for the launcher")
+    epoch: int = Field(ge=0, description="epoch that the emitter was in; 0 before the first plan")
+
+    @field_validator("time")
+    @classmethod
+    def _utc(cls, value: datetime) -> datetime:
+        if value.tzinfo is None:
+            raise ValueError("time needs a zone: end it with Z")
+        return value.astimezone(timezone.utc)
+
+    @field_serializer("time")
+    def _zulu(self, value: datetime) -> str:
+        return value.isoformat(timespec="microseconds").replace("+00:00", "Z")
+
+    def to_json(self) -> str:
+        """One line of JSON, without the newline."""
+        return self.model_dump_json(by_alias=True)

@@ -1,0 +1,183 @@
+"""``bamboo run --dry-run``: what a script builds, and what is told of it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from bamboo_ds.cli import dry_run
+from bamboo_ds.cli.building import Built
+from bamboo_ds.cli.doctor import Finding
+from bamboo_ds.cli.main import cli
+from bamboo_ds.topology import Candidate, Layout, initial_plan, with_redundancy
+from bamboo_ds.topology.memory import StateBytes, member_bytes
+
+from .support.processes import start
+
+SCRIPT = """
+import sys
+import deepspeed, torch
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from torch import nn
+
+class Big(nn.Linear):
+    def __init__(self):
+        super().__init__(1_000_000, 1_000_000)  # 4 TB, if there were memory for it
+        self.bias.requires_grad_(False)
+
+what = sys.argv[1]
+deepspeed.init_distributed()
+layers = [TiedLayerSpec("ends", nn.Linear, 10, 20), LayerSpec(Big), nn.ReLU(), nn.Linear(20, 5)]
+layers += [TiedLayerSpec("ends", nn.Linear, 10, 20), TiedLayerSpec("ends", nn.Linear, 10, 20)]
+if what == "picky":
+    class Picky(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rates = [x.item() for x in torch.linspace(0, 1, 3)]
+    layers[2] = LayerSpec(Picky)
+net = PipelineModule(layers, num_stages=int(sys.argv[2]), partition_method="uniform")
+if what == "early":
+    sys.exit()
+if what == "raises":
+    raise RuntimeError("a test says so")
+arguments = {"config": {"train_batch_size": 8, "bamboo": {}, "bf16": {"enabled": True}}}
+if what == "refused":
+    arguments["config"]["sparse_gradients"] = True
+deepspeed.initialize(model=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), **arguments)
+print("goes on")
+"""
+
+
+def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str, workers: int = 4) -> Built:
+    """What the script builds with ``arguments``, in a process of the fork server."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+
+    def popen(command: list[str], env: dict[str, str], stdout: Any, **_: Any) -> Any:
+        command.remove("-u")
+        return start(command, {**env, "PYTHONPATH": str(Path(__file__).parents[1])}, stdout.fileno())
+
+    monkeypatch.setattr(dry_run, "subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": popen}))
+    options: Any = type("Options", (), {"workers": workers, "pipelines": None, "address": "127.0.0.1"})
+    found = dry_run._build(options, [str(script), *arguments])
+    monkeypatch.undo()
+    return found
+
+
+@pytest.mark.integration
+def test_what_a_script_builds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    built = build(tmp_path, monkeypatch, "all", "2")
+    assert built == Built(
+        pipelines=2,
+        stages=2,
+        layers=(3, 3),
+        parameters=(220 + 10**12, 105 + 220),  # frozen ones cost nothing, those tied within a stage count once
+        optimizer="SGD",
+        precision="bf16",
+    )
+
+
+@pytest.mark.integration
+def test_problems_and_what_cannot_be_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for arguments, attribute, words in (
+        (("all", "3"), "problem", r"num_stages \(3\) must divide distributed world size \(4\)"),
+        (("refused", "2"), "problem", r'"sparse_gradients": set it to false'),
+        (
+            ("raises", "2"),
+            "problem",
+            r"ends with code 1 before deepspeed\.initialize\n(.*\n)*  \| .*RuntimeError: a test",
+        ),
+        (("picky", "2"), "unknown", r"^Picky cannot be built on torch's meta device: "),
+        (("early", "2"), "unknown", r"^the script ends without a call of deepspeed\.initialize$"),
+    ):
+        found = build(tmp_path, monkeypatch, *arguments)
+        assert re.search(words, getattr(found, attribute) or ""), (arguments, found)
+        assert not found.stages > 1
+
+
+def test_what_would_become_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    built = Built(stages=2, layers=(3, 3), parameters=(1 << 30, 3 << 30), optimizer="Adam")
+    findings = [Finding("etcd", "ok", "there"), Finding("disk", "warning", "little", "make room")]
+    monkeypatch.setattr(dry_run, "examine", lambda patient: findings)
+    monkeypatch.setattr(dry_run, "_build", lambda options, script: built)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("BAMBOO_LOGS")
+
+    def run(*options: str) -> tuple[int, list[str]]:
+        done = CliRunner().invoke(cli, ["run", "--dry-run", "-n", "2", *options, __file__])
+        return done.exit_code, [re.sub(r" +", " ", line.strip()) for line in done.output.splitlines()]
+
+    code, told = run("--emulate-hosts", "2")
+    assert code == 0 and told == [
+        "1 checks of bamboo doctor are well, but:",
+        "warning: disk: little; make room",
+        "plan: 1 pipeline of 2 stages on 2 members, redundancy eager-frc-lazy-brc",
+        "member host owns shadows parameters own state replicas sum",
+        "m0 emulated-0 (0,0) (0,1) 1,073,741,824 16.00 GiB 48.00 GiB 64.00 GiB",
+        "m1 emulated-1 (0,1) (0,0) 3,221,225,472 48.00 GiB 16.00 GiB 64.00 GiB",
+        "state: 16 bytes per parameter of an own stage, 16 of a replica (fp32, Adam); what passes keep comes on top",
+    ]
+    built = Built(unknown="a test says so")
+    assert run()[1][2:] == [
+        "warning: script: a test says so",
+        "plan: 2 members; how many stages there are only the script knows",
+    ]
+    code, told = run("--pipelines", "1")
+    assert code == 0 and told[3] == "plan: 1 pipeline of 2 stages on 2 members, redundancy eager-frc-lazy-brc"
+    assert told[-1] == "memory: unknown, as the parameters of the stages are"
+    built = Built(problem="a test says so")
+    assert run() == (1, [*told[:2], "problem: script: a test says so"])
+    assert not list(tmp_path.iterdir()), "nothing was begun"
+
+
+@pytest.mark.integration
+def test_a_script_that_does_not_come_to_its_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is ended with what it has started."""
+    monkeypatch.setattr(dry_run, "_TIMEOUT_S", 0.0)
+    popen = subprocess.Popen
+    begun: list[Any] = []
+
+    def sleeping(command: list[str], **settings: Any) -> Any:
+        begun.append(popen([sys.executable, "-c", "input()"], **{**settings, "stdin": subprocess.PIPE}))
+        return begun[-1]
+
+    monkeypatch.setattr(dry_run.subprocess, "Popen", sleeping)
+    options: Any = type("Options", (), {"workers": 1, "pipelines": None, "address": "127.0.0.1"})
+    assert dry_run._build(options, ["x.py"]).unknown == "the script has not come to deepspeed.initialize within 0 s"
+    begun[0].stdin.close()
+    assert begun[0].returncode == -9
+
+
+def test_bytes_per_parameter_are_the_measured_ones() -> None:
+    """Those of ``docs/benchmarks.md``: of all members, by parameters of one pipeline."""
+    figures = (Path(__file__).parents[1] / "docs" / "benchmarks.md").read_text()
+    for words, state in (
+        ("fp32 Adam | stock and `none` {} bytes, with replicas {} bytes", StateBytes("fp32", "Adam")),
+        ("fp16: stock {} bytes, with replicas {}", StateBytes("fp16", "Adam")),
+        ("bf16 with fp32 gradients: {}, {}", StateBytes("bf16", "Adam")),
+        (
+            "stock {} bytes (both pipelines together), with replicas {}",
+            StateBytes("bf16", "Adam", zero=True, pipelines=2),
+        ),
+    ):
+        count = state.pipelines
+        own, whole = state.owner * count, (state.owner + state.shadow) * count
+        assert words.format(f"{own:g}", f"{whole:g}") in figures, words
+    assert StateBytes("bf16", "Adam", fp32_gradients=False).owner == 16
+    assert [StateBytes("fp32", name).known for name in ("FusedAdam", "Mine", None)] == [True, False, False]
+    assert StateBytes("fp32", "Lion").owner == 12 and StateBytes("fp32", "Mine").owner == 16
+
+
+def test_bytes_of_members() -> None:
+    members = [Candidate(f"m{slot}", slot, f"h{slot}", home=slot) for slot in range(2)]
+    plan = with_redundancy(initial_plan(["m0", "m1"]), Layout(1, 2), True, members)
+    assert member_bytes(plan, (10, 100), StateBytes()) == {"m0": (160.0, 1600.0), "m1": (1600.0, 160.0)}
+    bare = with_redundancy(initial_plan(["m0", "m1"]), Layout(1, 2), False, members)
+    assert member_bytes(bare, (10, 100), StateBytes())["m0"] == (160.0, 0.0)

@@ -1,0 +1,404 @@
+"""What workers write: the way to the terminal, folding, the line of status, and how far members are."""
+
+from __future__ import annotations
+
+import io
+import os
+import pty
+import re
+import select
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from bamboo_ds.control.agent import output
+from bamboo_ds.control.agent.output import Screens, WorkerOutput
+from bamboo_ds.control.agent.telling import Telling
+from bamboo_ds.control.registry.keys import Keys
+from bamboo_ds.control.registry.mirror import Mirror
+from bamboo_ds.control.registry.records import LayoutRecord, LeftRecord, MemberRecord, ProgressRecord
+from bamboo_ds.control.settings import AgentSettings
+from bamboo_ds.engine import replay
+from bamboo_ds.engine.history import History
+from bamboo_ds.engine.replay import Replay
+from bamboo_ds.launchers import screen
+from bamboo_ds.launchers.display import Display, Folding
+from bamboo_ds.launchers.progress import Sparse, progress
+from bamboo_ds.launchers.screen import Screen
+from bamboo_ds.observe.logfiles import worker_log
+from bamboo_ds.store.records import KeyValue, Snapshot
+from bamboo_ds.topology import Layout
+from bamboo_ds.topology.planner import initial_plan, with_redundancy
+from bamboo_ds.worker.activity import Activity
+
+#: Other work may take the processors.
+DEADLINE_S = 40.0
+
+# -- from the worker to its agent's output --------------------------------------------------------------------
+
+
+class Relay:
+    """A worker's output, whose agent writes to ``shown``: ends of pipes for standard output and error."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, terminals: tuple[bool, bool] = (False, False)):
+        self.shown, ends = zip(os.pipe(), os.pipe(), strict=True)
+        opened = output._Target.__init__
+        monkeypatch.setattr(output._Target, "__init__", lambda own, fd: opened(own, ends[fd - 1]))
+        monkeypatch.setattr(output.os.path, "samestat", lambda a, b: False)
+        screens = Screens(terminals, (40, 132)).to_argument()
+        settings = AgentSettings(
+            job="j",
+            command=(),
+            slot=1,
+            world_size=2,
+            store="",
+            parent_pid=os.getpid(),
+            logs=str(folder),
+            screen=screens,
+        )
+        self.output = WorkerOutput(settings)
+        assert self.output.stdout is not None and self.output.stderr is not None
+        self.worker = os.dup(self.output.stdout), os.dup(self.output.stderr)
+        self.output.start("m1-a", 7)
+        for fd in ends:
+            os.close(fd)
+        self.file = worker_log(folder, 1)
+
+    def read(self, stream: int, count: int) -> bytes:
+        data = b""
+        while len(data) < count:
+            assert select.select([self.shown[stream]], [], [], DEADLINE_S)[0]
+            data += os.read(self.shown[stream], count - len(data))
+        return data
+
+    def close(self) -> None:
+        for fd in self.worker:
+            os.close(fd)
+        self.output.close(lambda: None, lambda: False)
+        for fd in self.shown:
+            os.close(fd)
+
+    def lines(self) -> list[str]:
+        return [line[24:] for line in self.file.read_text(errors="replace").splitlines()]
+
+
+def test_output_is_copied_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    relay = Relay(tmp_path, monkeypatch)
+    os.write(relay.worker[0], b"no end yet")
+    assert relay.read(0, 10) == b"no end yet", "at once"
+    os.write(relay.worker[1], b"\x00\xff\r\nan error\n")
+    assert relay.read(1, 13) == b"\x00\xff\r\nan error\n"
+    os.write(relay.worker[0], b", now\n")
+    assert relay.read(0, 6) == b", now\n"
+    relay.output.say("of the agent\n")
+    assert relay.read(1, 13) == b"of the agent\n"
+    relay.close()
+    whole = ["[bamboo] worker of m1-a, process 7", "\x00\ufffd", "an error", "no end yet, now"]
+    assert relay.lines() == whole, "without the agent's own lines"
+
+
+def test_a_terminal_stays_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    relay = Relay(tmp_path, monkeypatch, terminals=(True, False))
+    assert os.isatty(relay.worker[0]) and not os.isatty(relay.worker[1])
+    assert os.get_terminal_size(relay.worker[0]) == (132, 40)
+    os.write(relay.worker[0], b"a\tb\n\x1b[31mred\x1b[0m")
+    assert relay.read(0, 16) == b"a\tb\n\x1b[31mred\x1b[0m", "not changed by the terminal"
+    relay.close()
+    assert relay.lines()[1:] == ["a\tb", "\x1b[31mred\x1b[0m"]
+
+
+def fill(relay: Relay, until: Callable[[int], bool]) -> int:
+    """Write as a worker until ``until``, told the bytes so far; returns their number."""
+    os.set_blocking(relay.worker[0], False)
+    done, line = 0, b"x" * 999 + b"\n"
+    while not until(done):
+        try:
+            done += os.write(relay.worker[0], line)
+        except BlockingIOError:
+            select.select([], [relay.worker[0]], [], 0.05)
+    return done
+
+
+def test_a_stopped_launcher_does_not_stop_the_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody reads what is to be shown: the worker waits, unless it is because the launcher is stopped."""
+    stopped = threading.Event()
+    monkeypatch.setattr(output, "_is_stopped", lambda pid: stopped.is_set())
+    monkeypatch.setattr(output, "_MOST_WAITING", 100_000)
+    monkeypatch.setattr(output, "_LOOK_S", 0.02)
+    relay = Relay(tmp_path, monkeypatch)
+    seen = [0, 0]
+
+    def stands(done: int) -> bool:  # nothing was taken in ten attempts
+        seen[:] = [done, seen[1] + 1 if done == seen[0] else 0]
+        return seen[1] > 10
+
+    count = fill(relay, stands)
+    assert 100_000 < count < 2 << 20
+    stopped.set()
+    count += fill(relay, lambda done: done > 3 << 20)
+    os.set_blocking(relay.worker[0], True)
+    stopped.clear()
+    shown = [b""]
+
+    def show() -> None:
+        while data := os.read(relay.shown[0], 1 << 16):
+            shown[0] += data
+
+    reader = threading.Thread(target=show)
+    reader.start()
+    os.write(relay.worker[0], b"the end\n")
+    for fd in relay.worker:
+        os.close(fd)
+    relay.output.close(lambda: None, lambda: False)
+    reader.join(DEADLINE_S)
+    for fd in relay.shown:
+        os.close(fd)
+    assert shown[0].endswith(b"the end\n")
+    assert re.search(rb"\[bamboo\] \d+ bytes were not shown\n", shown[0]), "it is said"
+    assert sum(len(line) + 1 for line in relay.lines()[1:]) == count + len("the end\n"), "the file has all"
+
+
+def test_a_killed_launcher_does_not_stop_the_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    relay = Relay(tmp_path, monkeypatch)
+    for fd in relay.shown:
+        os.close(fd)
+    relay.shown = ()
+    fill(relay, lambda done: done > 2 << 20)
+    os.set_blocking(relay.worker[0], True)
+    os.write(relay.worker[0], b"its last words")
+    relay.close()
+    assert relay.lines()[-1] == "its last words"
+
+
+def test_without_a_folder_the_worker_has_what_its_agent_has(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    common = {"job": "j", "command": (), "slot": 1, "world_size": 2, "store": "", "parent_pid": 1}
+    (tmp_path / "file").write_text("")
+    for settings in (
+        AgentSettings(**common),
+        AgentSettings(**common, logs=str(tmp_path), tee=False),
+        AgentSettings(**common, logs=str(tmp_path / "file")),
+    ):
+        found = WorkerOutput(settings)
+        found.start("m1-a", 7)
+        assert found.stdout is found.stderr is found.path is None
+        found.close(lambda: None, lambda: False)
+    assert [record.message.partition(":")[0] for record in caplog.records] == [
+        "the output of this worker is in no file"
+    ]
+
+
+# -- what the launcher shows ----------------------------------------------------------------------------------
+
+LOG = b"12:00:0%d.123 W bamboo [m%d-aaaa (0,%d) e2] bamboo_ds: gradients of layer 3 are inexact\n"
+
+
+def test_equal_warnings_of_several_workers_are_one() -> None:
+    folding = Folding()
+    assert [folding.shown(slot, LOG % (slot, slot, slot), 10.0) for slot in range(4)] == [True, False, False, False]
+    assert folding.shown(2, LOG % (9, 2, 2), 10.5), "a worker that repeats itself has something to say"
+    assert folding.shown(1, LOG.replace(b" W ", b" I ") % (1, 1, 1), 10.5)
+    assert not folding.notes(11.9) and folding.due() == 10.0
+    assert folding.notes(12.0) == ["bamboo_ds: gradients of layer 3 are inexact (from 4 workers: slots 0, 1, 2, 3)"]
+    assert folding.due() is None and folding.shown(0, LOG % (0, 0, 0), 13.0)
+
+
+def test_python_s_warnings_are_folded_with_their_source() -> None:
+    folding = Folding()
+    lines = [b"/a/b.py:12: UserWarning: it is slow\n", b"  run(slowly)\n", b"  an own line\n"]
+    found = [(slot, line) for line in lines for slot in (0, 1) if folding.shown(slot, line, 10.0)]
+    assert found == [(0, lines[0]), (0, lines[1]), (0, lines[2]), (1, lines[2])]
+    assert folding.notes(20.0) == ["/a/b.py:12: UserWarning: it is slow (from 2 workers: slots 0, 1)"]
+    for line in (b"step 10 loss 3.5\n", b"Warning: mine\n", b"W bamboo\n"):
+        assert [folding.shown(slot, line, 30.0) for slot in (0, 1)] == [True, True], "the script's own"
+
+
+class Shown:
+    """A display of two workers, and what it shows."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, prefix: bool) -> None:
+        self.bytes, self.arrived = io.BytesIO(), threading.Condition()
+        monkeypatch.setattr(screen, "_write", self._take)
+        self.ended = threading.Event()
+        self.display = Display(Screen(alone=False), prefix, self.ended.set)
+        self.workers = []
+        for slot in (0, 1):
+            reading, writing = os.pipe()
+            self.display.add(slot, reading, 1)
+            self.workers.append(writing)
+        self.display.start()
+
+    def _take(self, fd: int, data: bytes) -> None:
+        with self.arrived:
+            self.bytes.write(data)
+            self.arrived.notify_all()
+
+    def wait(self, text: bytes) -> None:
+        with self.arrived:
+            assert self.arrived.wait_for(lambda: text in self.bytes.getvalue(), DEADLINE_S), self.bytes.getvalue()
+
+    def end(self) -> bytes:
+        for fd in self.workers:
+            os.close(fd)
+        assert self.ended.wait(DEADLINE_S)
+        return self.bytes.getvalue()
+
+
+def test_a_line_is_shown_in_one_piece_and_a_beginning_without_an_end_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = Shown(monkeypatch, prefix=False)
+    os.write(shown.workers[0], b"half of ")
+    os.write(shown.workers[1], b"whole\n")
+    shown.wait(b"whole\nhalf of ")
+    os.write(shown.workers[0], b"a line\n\r 10%")
+    shown.wait(b"half of a line\n\r 10%")
+    os.write(shown.workers[0], b"\r 20%")
+    for slot in (0, 1):
+        os.write(shown.workers[slot], b"\n" * (1 - slot) + LOG % (slot, slot, slot))
+        shown.wait(b"e2] bamboo_ds")
+    assert shown.end() == (
+        b"whole\nhalf of a line\n\r 10%\r 20%\n" + LOG % (0, 0, 0) + b"[bamboo] bamboo_ds: gradients of layer 3 are "
+        b"inexact (from 2 workers: slots 0, 1)\n"
+    )
+
+
+def test_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = Shown(monkeypatch, prefix=True)
+    os.write(shown.workers[1], b"\r 10%\r 20%\nwords without an end")
+    assert shown.end() == b"[1]  20%\n[1] words without an end\n"
+
+
+def test_the_status_never_mixes_with_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr(screen, "_write", lambda fd, data: written.write(data))
+    monkeypatch.setattr(screen.os, "get_terminal_size", lambda fd: SimpleNamespace(columns=20))
+    terminal = Screen(alone=False)
+    terminal.live, terminal._terminal = True, {1, 2}
+    status = b"\x1b[2m[bamboo] builds\x1b[0m"
+    terminal.status("builds")
+    terminal.show(b"a line\n", 1)
+    terminal.show(b"half", 1)
+    terminal.status("builds more and more")
+    terminal.show(b" a line\n", 1)
+    terminal.status(None)
+    erase = b"\r\x1b[2K"
+    more = b"\x1b[2m[bamboo] builds mor\x1b[0m"
+    assert written.getvalue() == status + erase + b"a line\n" + status + erase + b"half a line\n" + more + erase
+
+
+def test_only_a_terminal_that_is_ours_alone_has_a_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    outside, terminal = pty.openpty()
+    monkeypatch.setattr(screen.os, "isatty", lambda fd: True)
+    real = os.fstat(terminal)
+    monkeypatch.setattr(screen.os, "fstat", lambda fd: real)
+    monkeypatch.setenv("TERM", "xterm")
+    assert Screen(alone=True).live and not Screen(alone=False).live
+    monkeypatch.setenv("TERM", "dumb")
+    assert not Screen(alone=True).live
+    monkeypatch.undo()
+    os.close(outside)
+    os.close(terminal)
+
+
+# -- progress -------------------------------------------------------------------------------------------------
+
+
+def test_what_members_are_at_is_one_line() -> None:
+    fields = {"host": "h", "address": "x", "pid": 1, "agent_pid": 2, "incarnation": "a"}
+    names = [f"m{slot}-a" for slot in range(6)]
+    found = {Keys.PLAN: initial_plan(names[:5]).to_json()}
+    for slot, name in enumerate(names):
+        found[Keys.member(name)] = MemberRecord.model_validate({"id": name, "slot": slot, **fields}).to_json()
+
+    def line() -> str | None:
+        return progress(Mirror(Snapshot({key: KeyValue(key, value, 1, 1) for key, value in found.items()}, 1)))
+
+    assert line() == "0 of 5 engines are built"
+    found[Keys.report(names[1])] = LayoutRecord(id=names[1], layout=Layout(1, 5), redundant=True).to_json()
+    for name, doing in (
+        (names[5], "replays step 310 of 630, about 40 s"),
+        (names[0], "compiles it"),
+        (names[2], "compiles it"),
+    ):
+        found[Keys.progress(name)] = ProgressRecord(id=name, step=0, doing=doing).to_json()
+    assert line() == "1 of 5 engines are built; each of m0, m2 compiles it; m5 replays step 310 of 630, about 40 s"
+    for name in names:
+        found[Keys.progress(name)] = ProgressRecord(id=name, step=0, doing="compiles it").to_json()
+    assert line() == "1 of 5 engines are built; each of 6 members compiles it"
+    del found[Keys.PLAN]
+    for name in names:
+        del found[Keys.progress(name)]
+    assert line() is None
+
+
+def test_where_lines_stay_there_are_few() -> None:
+    sparse = Sparse(0.0)
+    lines = [
+        (1, "a"),
+        (9, "b"),
+        (10, "c"),
+        (12, "d"),
+        (20, "c"),
+        (21, "d"),
+        (22, "e"),
+        (30, None),
+        (35, "f"),
+        (41, "f"),
+    ]
+    assert [at for at, line in lines if sparse.due(line, at)] == [10, 21, 41]
+
+
+def test_a_replay_tells_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the first call that is replayed until the script is where the job is; evaluations are no steps."""
+    clock = SimpleNamespace(monotonic=lambda: 100.0)
+    monkeypatch.setattr(replay, "time", clock)
+    history, activity = History(), Activity()
+    for number in range(4):
+        history.add("evaluate" if number == 1 else "train", number)
+    job: Any = SimpleNamespace(replaying=True, channel=SimpleNamespace(activity=activity))
+    joining: Any = SimpleNamespace(target=4)
+    resuming: Any = SimpleNamespace(checkpoint=None)
+    none: Any = None
+    replayed = Replay(job, none, history, joining, resuming, none, none, none)
+    assert activity.words() is None
+    assert replayed.recorded("train") == 0
+    clock.monotonic = lambda: 120.0
+    assert activity.words() == "replays step 1 of 3, about 40 s"
+    activity.told = "compiles"
+    assert replayed.recorded("evaluate") == 1
+    assert activity.words() == "compiles; replays step 1 of 3, about 40 s"
+    activity.told = None
+    assert [replayed.recorded("train") for _ in range(3)] == [2, 3, None]
+    assert activity.words() is None and not job.replaying
+
+
+def test_a_member_that_joins_tells_its_course() -> None:
+    told: list[str] = []
+    now = [0.0]
+    telling = Telling("m4-e", lambda text: told.append(text[:9] + text[18:]), lambda: now[0])
+    for at, doing in (
+        (1.0, None),
+        (2.0, "replays step 1 of 3"),
+        (5.0, "replays step 2 of 3"),
+        (13.0, "replays step 3 of 3"),
+    ):
+        now[0] = at
+        telling.note_doing(doing)
+    layout, members = Layout(1, 2), ["m0-a", "m1-b", "m4-e"]
+    first = with_redundancy(initial_plan(members[:2]), layout, True)
+    telling.note_plan(first)
+    standby = replace(first, epoch=3, members=tuple(members))
+    telling.note_plan(standby)
+    telling.note_plan(standby)
+    telling.note_plan(replace(standby, epoch=4, owners=("m4-e", "m1-b"), shadows=("m1-b", "m4-e")))
+    telling.note_end(LeftRecord(id="m4-e", slot=4, outcome="finished", reason="exit", detail="0", since=1.0, boot="b"))
+    assert told == [
+        "[bamboo] m4-e replays step 1 of 3\n",
+        "[bamboo] m4-e replays step 3 of 3\n",
+        "[bamboo] m4-e has joined the job and is a standby, as one of 3 members\n",
+        "[bamboo] m4-e owns (0,0) and shadows (0,1), as one of 3 members\n",
+        "[bamboo] m4-e has ended: finished (exit 0)\n",
+    ]
