@@ -39,10 +39,12 @@ def main(
     arguments += ["--steps", str(STEPS), "--forward-s", str(forward_ms / 1000), "--backward-s", str(backward_ms / 1000)]
     with bamboo_job(folder, stages, WORKERS / "emulated.py", arguments) as process:
         watcher = Watcher(Job(folder), process)
+        watcher.step(1)
+        worker = members(process)[victim]
         watcher.step(BEFORE)
         seconds = median(event["seconds"] for event in watcher.seen if event["event"] == "step")
         time.sleep(at * seconds)
-        os.kill(members(process)[victim].pid, signal.SIGKILL)
+        os.kill(worker.pid, signal.SIGKILL)
         job = ended_well(folder, [process], 120)
     events, picture = job.folder / "events.jsonl", folder / "takeover.png"
     title = (
