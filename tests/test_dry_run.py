@@ -109,6 +109,7 @@ def test_what_would_become_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(dry_run, "_build", lambda options, script: built)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("BAMBOO_LOGS")
+    monkeypatch.delenv("COLUMNS", raising=False)  # that xdist sets
 
     def run(*options: str) -> tuple[int, list[str]]:
         done = CliRunner().invoke(cli, ["run", "--dry-run", "-n", "2", *options, __file__])

@@ -10,7 +10,8 @@ from .variables import ADDRESSES, ENV_CA, ENV_CERT, ENV_KEY
 #: What gRPC says, and what it means.
 _CURES = (
     (
-        r"ALERT_BAD_CERTIFICATE|CERTIFICATE_REQUIRED|UNKNOWN_CA",
+        # The last one is gRPC's name for such an alert that comes after the handshake.
+        r"ALERT_BAD_CERTIFICATE|CERTIFICATE_REQUIRED|UNKNOWN_CA|Unwrap failed",
         f"etcd wants a client certificate that it trusts: set {ENV_CERT} and {ENV_KEY}",
     ),
     (r"CERTIFICATE_VERIFY_FAILED", f"etcd's certificate is of another authority than {ENV_CA} holds"),
