@@ -354,3 +354,31 @@ def test_all_members_vanish_at_once(tmp_path: Path, reference: Reference) -> Non
     for dump in result.ranks().values():
         assert dump["losses"] == plain.ranks()[0]["losses"][-len(dump["losses"]) :]
     assert differences(plain.roles(), result.roles()) == []
+
+
+@pytest.mark.exhaustive
+@pytest.mark.integration
+def test_all_members_vanish_before_the_engines_are_built(tmp_path: Path, reference: Reference) -> None:
+    """Two others find a job that nobody is left of: they lead it, and all begins anew."""
+    length = ("--steps", "4")
+    told = {"recovery": {"min_members": 2}, "membership": {"lease_ttl_s": 2, "fence_s": 8}}
+    script = [str(TRAIN), "--deepspeed_config", str(write_config(tmp_path, told, 4)), "--out", str(tmp_path)]
+    with EtcdServer(tmp_path) as etcd, MembersJob(tmp_path, "gpt", {}) as job:
+        arguments = ["join", "--start", "2", "--store", etcd.url, "--job", "gpt", *script, "--stages", "2", *length]
+        first = [job.member(arguments), job.member(arguments)]
+        job.wait_for("the first plan", lambda: bool(job.events("plan")), PATIENCE_S)
+        for member in first:
+            os.killpg(member.pid, signal.SIGKILL)
+        assert [member.wait(30) for member in first] == [-signal.SIGKILL] * 2
+        assert [event["pipelines"] for event in job.events("plan")] == [None], "the engines were built too fast"
+        del job.joiners[:]
+        second = [job.member(arguments)]
+        job.wait_for("it waits", lambda: "1 of bamboo.recovery.min_members = 2 are there" in job.output(), PATIENCE_S)
+        second.append(job.member(arguments))
+        result = job.finish()
+        assert [member.returncode for member in second] == [0, 0], result.output[-4000:]
+    (restart,) = result.events("restart")
+    assert (restart["number"], restart["checkpoint"]) == (1, None)
+    plain = reference(2, 1, 4, *length)
+    assert [dump["losses"] for dump in result.ranks().values()] == [plain.ranks()[0]["losses"]] * 2
+    assert differences(plain.roles(), result.roles()) == []

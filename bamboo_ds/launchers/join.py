@@ -23,7 +23,7 @@ from ..control.registry.access import check_secret, open_store
 from ..control.registry.keys import Keys
 from ..control.registry.mirror import Mirror
 from ..control.registry.records import JobRecord
-from ..control.registry.vacancies import find_vacancy, is_over
+from ..control.registry.vacancies import Desertion, find_vacancy, is_over
 from ..control.settings import AgentSettings, MemberOptions
 from ..errors import ConfigError, JobOver, LaunchError, StoreUnavailable
 from ..secret import WITHOUT_SECRET
@@ -69,7 +69,7 @@ def prepare(options: JoinOptions) -> AgentSettings:
         if options.start is not None:
             _await_etcd(store, options)
             _begin(store, options, options.start)
-        mirror = _started(store, options)
+        mirror, deserted = _ready(store, options)
         plan = mirror.plan
         assert plan is not None
         if options.start not in (None, len(plan.owners)):
@@ -79,7 +79,7 @@ def prepare(options: JoinOptions) -> AgentSettings:
             )
         if plan.unheld and not options.bamboo.recovery.max_restarts:
             raise JobOver(f"job {options.job!r} has ended by a fatal loss: there is nothing to join", finished=False)
-        vacancy = find_vacancy(store, mirror, plan)
+        vacancy = find_vacancy(store, mirror, plan, restart=deserted)
     return AgentSettings(
         **options.member_options(),
         **dataclasses.asdict(vacancy),
@@ -129,10 +129,14 @@ def _begin(store: Store, options: JoinOptions, members: int) -> None:
     put_once(store, Keys.SPEC, spec.to_json())
 
 
-def _started(store: Store, options: JoinOptions) -> Mirror:
-    """The job's keys, once its engines are built."""
+def _ready(store: Store, options: JoinOptions) -> tuple[Mirror, bool]:
+    """The job's keys once its engines are built, it waits for members, or (true) all that built them are gone.
 
-    def look() -> Mirror:
+    In the last case nobody is left who could say that the job starts again: this member will lead it.
+    """
+    desertion = Desertion(options.bamboo.membership.lease_ttl_s)
+
+    def look() -> tuple[Mirror, bool] | None:
         snapshot = store.get_prefix("")
         check_secret(snapshot.entries.values(), options.job, options.secret)
         spec = snapshot.entries.get(Keys.SPEC)
@@ -144,15 +148,24 @@ def _started(store: Store, options: JoinOptions) -> Mirror:
         if is_over(mirror):
             what = "has finished" if mirror.stop is None else f"has ended ({mirror.stop.reason})"
             raise JobOver(f"job {options.job!r} {what}: there is nothing to join", finished=mirror.stop is None)
-        return mirror
+        plan = mirror.plan
+        if plan is None:
+            return None
+        if plan.layout is not None or plan.unheld:
+            return mirror, False
+        deserted = desertion.look(mirror) and options.bamboo.recovery.max_restarts > 0
+        if not deserted:
+            return None
+        logger.warning("nobody is left of job %r, which has not built its engines: this member leads it", options.job)
+        return mirror, True
 
-    started = Retrying(
-        retry=retry_if_result(lambda m: m.plan is None or (m.plan.layout is None and not m.plan.unheld)),
+    ready = Retrying(
+        retry=retry_if_result(lambda found: found is None),
         stop=stop_after_delay(options.wait_s),
         wait=wait_fixed(_POLL_S),
         retry_error_callback=lambda state: None,
     )
-    found = started(look)
+    found = ready(look)
     if found is None:
         raise LaunchError(
             f"job {options.job!r} at {options.store} has not built its engines within {options.wait_s:.0f} s; "

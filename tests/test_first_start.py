@@ -1,0 +1,78 @@
+"""What a member finds that comes by ``bamboo join``: a job to start, to wait for, to join or to lead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from bamboo_ds.control.registry.keys import Keys
+from bamboo_ds.control.registry.records import JobRecord, MemberRecord, RestartRecord
+from bamboo_ds.control.settings import AgentSettings
+from bamboo_ds.errors import LaunchError
+from bamboo_ds.launchers import join
+from bamboo_ds.topology.planner import initial_plan
+
+from .support.settings import unchecked
+from .support.simulated_etcd import Etcd, SimStore
+
+#: Nobody has reported an engine yet.
+BUILDING = replace(initial_plan(["m0-a", "m1-b"]), epoch=1, generation=0, origin="x")
+FIRST = RestartRecord(generation=0, after_epoch=0, ranks={0: (0,), 1: (1,)})
+MEMBER = MemberRecord(id="m0-a", slot=0, host="h", address="x", pid=1, agent_pid=2, incarnation="a")
+SPEC = JobRecord(job="gpt", world_size=2).to_json()
+
+Prepare = Callable[..., AgentSettings]
+
+
+@pytest.fixture
+def etcd() -> Etcd:
+    world: Any = SimpleNamespace(now=0.0, off=frozenset(), check_write=lambda *_: None)
+    return Etcd(world)
+
+
+@pytest.fixture
+def prepare(etcd: Etcd, monkeypatch: pytest.MonkeyPatch) -> Prepare:
+    """:func:`join.prepare` over ``etcd``; leases of the job last for no time."""
+    host: Any = SimpleNamespace(hold_s=0.0, held=False, hold_at="", etcd=True, alive=True, lose=False)
+    world: Any = SimpleNamespace(etcd=etcd, off=frozenset())
+    monkeypatch.setattr(join, "open_store", lambda *_: SimStore(world, host))
+    monkeypatch.setattr(join, "_POLL_S", 0.001)
+
+    def call(wait_s: float = 3.0, start: int | None = 2, max_restarts: int = 9) -> AgentSettings:
+        block = unchecked(lease_ttl_s=0.001, max_restarts=max_restarts)
+        told: dict[str, Any] = {"job": "gpt", "command": ("x",), "store": "x", "block": block}
+        return join.prepare(join.JoinOptions(**told, wait_s=wait_s, start=start))
+
+    return call
+
+
+def keep(etcd: Etcd, **values: str) -> None:
+    for key, value in values.items():
+        etcd.put(key, value, None, "")
+
+
+@pytest.mark.parametrize("start", [2, None])
+def test_who_comes_when_all_that_built_the_engines_have_vanished_leads_the_job(
+    etcd: Etcd, prepare: Prepare, start: int | None
+) -> None:
+    """Nobody is left who could write that the start has failed."""
+    keep(etcd, spec=SPEC, plan=BUILDING.to_json(), restart=FIRST.to_json())
+    found = prepare(start=start)
+    assert (found.waiting, found.after_epoch, found.generation, found.slot) == (True, 1, 0, 2)
+
+
+def test_while_one_that_builds_is_there_members_wait_for_it(etcd: Etcd, prepare: Prepare) -> None:
+    keep(etcd, spec=SPEC, plan=BUILDING.to_json(), restart=FIRST.to_json())
+    etcd.put(Keys.member(MEMBER.id), MEMBER.to_json(), None, "")
+    with pytest.raises(LaunchError, match="has not built its engines within 0 s"):
+        prepare(wait_s=0.1)
+
+
+def test_without_restarts_nobody_leads_a_deserted_job(etcd: Etcd, prepare: Prepare) -> None:
+    keep(etcd, spec=SPEC, plan=BUILDING.to_json())
+    with pytest.raises(LaunchError, match="has not built its engines"):
+        prepare(wait_s=0.1, start=None, max_restarts=0)
