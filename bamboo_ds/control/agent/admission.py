@@ -5,6 +5,7 @@ from __future__ import annotations
 from ...topology.plan import Plan
 from ..registry.mirror import Mirror
 from ..registry.records import PeerAddress
+from ..registry.vacancies import some_finished
 
 
 def peers(mirror: Mirror, plan: Plan) -> tuple[PeerAddress, ...]:
@@ -19,8 +20,7 @@ def over_for(member: str, mirror: Mirror, plan: Plan) -> bool:
 
     The plan may list it already: nobody enters a plan after the last operation. Then others wait in vain like it.
     """
-    entered, left = mirror.workers, mirror.left
+    entered = mirror.workers
     if member in entered:
         return False
-    finished = any(m in left and left[m].outcome == "finished" for m in plan.members)
-    return finished and entered.keys().isdisjoint(mirror.members.keys() & set(plan.members))
+    return some_finished(mirror, plan) and entered.keys().isdisjoint(mirror.members.keys() & set(plan.members))

@@ -97,13 +97,19 @@ def claim_slot(store: Store, first: int) -> int:
     return slot
 
 
+def some_finished(mirror: Mirror, plan: Plan) -> bool:
+    """Whether some member of ``plan`` has finished. Then all had done the last step."""
+    left = mirror.left
+    # After the loss of all members, or before the first start, a plan has none; some of the lost ones had finished.
+    return any(m in left and left[m].outcome == "finished" for m in (*plan.members, *plan.lost))
+
+
 def is_over(mirror: Mirror) -> bool:
-    """Whether the job has ended: on request, by a failure, or because its members have finished."""
+    """Whether the job has ended: on request, by a failure, or since some of it have finished and all are gone."""
     plan, left = mirror.plan, mirror.left
-    # After the loss of all members, or before the first start, a plan has none.
-    members = plan.members if plan else ()
-    done = bool(members) and all(m in left and left[m].outcome == "finished" for m in members)
-    return mirror.stop is not None or done
+    if mirror.stop is not None or plan is None:
+        return mirror.stop is not None
+    return some_finished(mirror, plan) and not any(m in mirror.members and m not in left for m in plan.members)
 
 
 class Desertion:
