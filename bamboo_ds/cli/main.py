@@ -178,7 +178,11 @@ def launch_command(
 @click.option("--host", help="Failure domain of this slot.  [default: the host's name]")
 @click.option("--zone", default="", help="Availability zone of this host, for the placement of replicas.")
 @click.option(
-    "--wait-s", type=click.FloatRange(min=0), default=120.0, show_default=True, help="For the job to be ready."
+    "--wait-s",
+    type=click.FloatRange(min=0),
+    default=120.0,
+    show_default=True,
+    help="For the job to be ready; with --start also for a way to etcd, and for its answer.",
 )
 @member_arguments
 def join(
@@ -201,7 +205,8 @@ def join(
     from ..launchers.network import address_towards
 
     location = jobs.locate(job, store)
-    address = member.address or address_towards(location.store)
+    # A host that starts a job may itself have just started, and have no network yet.
+    address = member.address or address_towards(location.store, 0.0 if start is None else wait_s)
     options = {**member.options(location.job, address, zone, host), "secret": find(location.job)}
     here = jobs.find(location.job)
     if here is not None and here.store == location.store:
