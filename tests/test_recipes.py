@@ -168,7 +168,9 @@ def test_kubernetes_objects_fit_together() -> None:
     used = {found for word in member["command"] + member["args"] for found in re.findall(r"\$\((\w+)\)", word)}
     assert used == {"NODE", "ZONE"} < environ.keys()
     names = list(environ)
-    assert environ["BAMBOO_EVENTS"]["value"] == "/checkpoints/$(BAMBOO_JOB).jsonl"
+    mounts = {each["mountPath"] for each in member["volumeMounts"]}
+    assert environ["BAMBOO_EVENTS"]["value"] == "/tmp/$(BAMBOO_JOB).jsonl"
+    assert "/tmp" not in mounts, "pods that share a file on NFS would write over each other's lines"
     assert names.index("BAMBOO_JOB") < names.index("BAMBOO_EVENTS"), "only what stands before is expanded"
     assert environ["BAMBOO_STORE"]["value"] == "http://gpt-etcd:2379"
     options = cli.commands["join"].make_context("join", [*member["command"][2:], *member["args"]]).params
