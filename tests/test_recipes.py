@@ -24,7 +24,7 @@ from bamboo_ds.control.registry.access import open_store
 from bamboo_ds.control.registry.keys import Keys
 from bamboo_ds.control.registry.records import StopRecord
 from bamboo_ds.control.settings import MemberOptions
-from bamboo_ds.errors import EXIT_EVICTED, EXIT_LEFT, EXIT_OVER
+from bamboo_ds.errors import EXIT_EVICTED, EXIT_FATAL_LOSS, EXIT_LEFT, EXIT_OVER
 from bamboo_ds.secret import JobSecret
 
 from .support.compare import differences
@@ -44,6 +44,8 @@ CHART = ("helm/Chart.yaml", "helm/values.yaml", "helm/values.schema.json")
 TEMPLATES = ("helm/templates/members.yaml", "helm/templates/etcd.yaml", "helm/templates/monitoring.yaml")
 #: What wrong usage ends with; see `bamboo join --help`.
 EXIT_USAGE = 2
+#: And what `bamboo join` ends with where etcd, or the job, is not there in time.
+EXIT_UNAVAILABLE = 1
 PORT = 9400
 
 
@@ -229,7 +231,12 @@ def test_tasks_of_skypilot() -> None:
     assert (etcd["resources"]["use_spot"], member["resources"]["use_spot"]) == (False, True)
     assert etcd["resources"]["infra"] == member["resources"]["infra"], "not in one network"
     assert not any("ports" in task["resources"] for task in (etcd, member)), "open to the internet"
-    assert {EXIT_LEFT, EXIT_EVICTED} < set(member["resources"]["job_recovery"]["recover_on_exit_codes"])
+    codes = set(member["resources"]["job_recovery"]["recover_on_exit_codes"])
+    killed = {
+        128 + signum for signum in (signal.SIGABRT, signal.SIGBUS, signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM)
+    }
+    assert codes == {EXIT_UNAVAILABLE, EXIT_FATAL_LOSS, EXIT_EVICTED, EXIT_LEFT, *killed}
+    assert not codes & {0, EXIT_USAGE, EXIT_OVER}, "nobody is brought any more to a job that has ended"
     used = set(re.findall(r"\$(\w+)", member["run"]))
     assert used == set(member["envs"])
 

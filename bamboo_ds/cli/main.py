@@ -73,6 +73,7 @@ _JOIN_EXIT_CODES = """
 \b
 Exit codes:
   0    the job has finished
+  1    no way to etcd, no answer, or no job to join within --wait-s
   2    wrong usage or configuration
   87   the job has evicted this member, which found no way back
   88   this member has left on notice
