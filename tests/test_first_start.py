@@ -9,11 +9,14 @@ from typing import Any
 
 import pytest
 
+from bamboo_ds.cli import main
+from bamboo_ds.control.leader.restarts import fatal_plan
 from bamboo_ds.control.registry.keys import Keys
-from bamboo_ds.control.registry.records import JobRecord, MemberRecord, RestartRecord
+from bamboo_ds.control.registry.records import JobRecord, MemberRecord, RestartRecord, StopRecord
 from bamboo_ds.control.settings import AgentSettings
-from bamboo_ds.errors import LaunchError
+from bamboo_ds.errors import ConfigError, LaunchError
 from bamboo_ds.launchers import join
+from bamboo_ds.launchers.jobs import JobLocation
 from bamboo_ds.topology.planner import initial_plan
 
 from .support.settings import unchecked
@@ -35,11 +38,16 @@ def etcd() -> Etcd:
 
 
 @pytest.fixture
-def prepare(etcd: Etcd, monkeypatch: pytest.MonkeyPatch) -> Prepare:
-    """:func:`join.prepare` over ``etcd``; leases of the job last for no time."""
+def store(etcd: Etcd) -> SimStore:
     host: Any = SimpleNamespace(hold_s=0.0, held=False, hold_at="", etcd=True, alive=True, lose=False)
     world: Any = SimpleNamespace(etcd=etcd, off=frozenset())
-    monkeypatch.setattr(join, "open_store", lambda *_: SimStore(world, host))
+    return SimStore(world, host)
+
+
+@pytest.fixture
+def prepare(store: SimStore, monkeypatch: pytest.MonkeyPatch) -> Prepare:
+    """:func:`join.prepare` over ``etcd``; leases of the job last for no time."""
+    monkeypatch.setattr(join, "open_store", lambda *_: store)
     monkeypatch.setattr(join, "_POLL_S", 0.001)
 
     def call(wait_s: float = 3.0, start: int | None = 2, max_restarts: int = 9) -> AgentSettings:
@@ -76,3 +84,18 @@ def test_without_restarts_nobody_leads_a_deserted_job(etcd: Etcd, prepare: Prepa
     keep(etcd, spec=SPEC, plan=BUILDING.to_json())
     with pytest.raises(LaunchError, match="has not built its engines"):
         prepare(wait_s=0.1, start=None, max_restarts=0)
+
+
+def test_a_job_is_stopped_also_while_nobody_of_it_is_there(
+    etcd: Etcd, store: SimStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next members that come would start it again."""
+    monkeypatch.setattr(main, "open_store", lambda *_: store)
+    where = JobLocation("gpt", "x")
+    with pytest.raises(ConfigError, match="no job 'gpt' runs at x"):
+        main._stop_members(where)
+    keep(etcd, spec=SPEC, plan=fatal_plan(BUILDING, (), BUILDING.members).to_json())
+    main._stop_members(where)
+    assert StopRecord.from_json(etcd.keys[Keys.STOP].value).reason == "bamboo stop"
+    with pytest.raises(ConfigError, match="no job 'gpt' runs at x"):
+        main._stop_members(where)

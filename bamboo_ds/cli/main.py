@@ -15,7 +15,9 @@ import click
 from ..control.once import put_once
 from ..control.registry.access import check_secret, open_store
 from ..control.registry.keys import Keys
+from ..control.registry.mirror import Mirror
 from ..control.registry.records import StopRecord
+from ..control.registry.vacancies import is_over
 from ..errors import EXIT_OVER, BambooError, ConfigError, JobOver, LaunchError
 from ..launchers import jobs
 from ..launchers.folders import with_logs
@@ -285,10 +287,14 @@ def stop(job: str | None, store: str | None, timeout_s: float) -> None:
 def _stop_members(location: jobs.JobLocation) -> None:
     secret = find(location.job)
     with open_store(location.store, location.job, _TIMEOUT_S, secret) as connection:
-        members = connection.get_prefix(Keys.MEMBERS).entries
-        if not members:
+        snapshot = connection.get_prefix("")
+        entries = snapshot.entries
+        check_secret(entries.values(), location.job, secret)
+        # A job that nobody is there of goes on when members come, unless it is over.
+        there = any(key.startswith(Keys.MEMBERS) for key in entries)
+        begun = not entries.keys().isdisjoint({Keys.SPEC, Keys.PLAN})
+        if not there and (not begun or is_over(Mirror(snapshot))):
             raise ConfigError(f"no job {location.job!r} runs at {location.store}")
-        check_secret(members.values(), location.job, secret)
         put_once(connection, Keys.STOP, StopRecord(code=EXIT_STOPPED, reason="bamboo stop", by="").to_json())
 
 
