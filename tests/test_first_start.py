@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 
 from bamboo_ds.cli import main
-from bamboo_ds.control.leader.restarts import fatal_plan
+from bamboo_ds.control.leader.restarts import fatal_plan, unstarted_plan
 from bamboo_ds.control.registry.keys import Keys
 from bamboo_ds.control.registry.records import JobRecord, MemberRecord, RestartRecord, StopRecord
 from bamboo_ds.control.settings import AgentSettings
-from bamboo_ds.errors import ConfigError, LaunchError
+from bamboo_ds.errors import ConfigError, JobOver, LaunchError, StoreUnavailable
 from bamboo_ds.launchers import join
 from bamboo_ds.launchers.jobs import JobLocation
+from bamboo_ds.store.records import Snapshot
 from bamboo_ds.topology.planner import initial_plan
 
 from .support.settings import unchecked
@@ -84,6 +85,45 @@ def test_without_restarts_nobody_leads_a_deserted_job(etcd: Etcd, prepare: Prepa
     keep(etcd, spec=SPEC, plan=BUILDING.to_json())
     with pytest.raises(LaunchError, match="has not built its engines"):
         prepare(wait_s=0.1, start=None, max_restarts=0)
+
+
+@pytest.mark.parametrize("start", [3, 4])
+def test_who_comes_with_another_number_of_members_starts_nothing(etcd: Etcd, prepare: Prepare, start: int) -> None:
+    """Also where the first one has not told yet what the job is."""
+    keep(etcd, plan=unstarted_plan(4, None).to_json())
+    if start == 4:
+        found = prepare(start=4)
+        assert (found.world_size, found.waiting, found.slot) == (4, True, 0)
+        assert JobRecord.from_json(etcd.keys[Keys.SPEC].value).world_size == 4
+        return
+    with pytest.raises(ConfigError, match="--start 3: job 'gpt' at x was started with 4 members"):
+        prepare(start=3)
+    assert Keys.SPEC not in etcd.keys
+
+
+def test_who_would_not_restart_cannot_wait_for_a_first_start(etcd: Etcd, prepare: Prepare) -> None:
+    keep(etcd, spec=SPEC, plan=unstarted_plan(2, None).to_json())
+    with pytest.raises(ConfigError, match=r"set bamboo\.recovery\.max_restarts to more than 0"):
+        prepare(start=None, max_restarts=0)
+    keep(etcd, plan=fatal_plan(BUILDING, (), BUILDING.members).to_json())
+    with pytest.raises(JobOver, match="has ended by a fatal loss"):
+        prepare(start=None, max_restarts=0)
+
+
+def test_an_outage_of_etcd_does_not_end_the_wait(
+    etcd: Etcd, store: SimStore, prepare: Prepare, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep(etcd, spec=SPEC, plan=unstarted_plan(2, None).to_json())
+    answers = iter((True, False, False))
+    read = store.get_prefix
+
+    def get_prefix(prefix: str) -> Snapshot:
+        if not next(answers, True):
+            raise StoreUnavailable("no answer")
+        return read(prefix)
+
+    monkeypatch.setattr(store, "get_prefix", get_prefix)
+    assert prepare().waiting and next(answers, None) is None
 
 
 def test_a_job_is_stopped_also_while_nobody_of_it_is_there(

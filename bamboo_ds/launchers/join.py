@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from tenacity import (
     RetryCallState,
     Retrying,
+    retry_if_exception,
     retry_if_exception_type,
     retry_if_result,
     stop_after_delay,
@@ -21,13 +22,14 @@ from ..control.leader.restarts import unstarted_plan
 from ..control.once import put_once
 from ..control.registry.access import check_secret, open_store
 from ..control.registry.keys import Keys
-from ..control.registry.mirror import Mirror
+from ..control.registry.mirror import Mirror, read_plan
 from ..control.registry.records import JobRecord
 from ..control.registry.vacancies import Desertion, find_vacancy, is_over
 from ..control.settings import AgentSettings, MemberOptions
 from ..errors import ConfigError, JobOver, LaunchError, StoreUnavailable
 from ..secret import WITHOUT_SECRET
 from ..store import Store
+from ..topology.plan import UNSTARTED, Plan
 
 logger = logging.getLogger("bamboo_ds.launchers")
 
@@ -42,7 +44,7 @@ class JoinOptions(MemberOptions):
 
     Attributes:
         store: URLs of etcd.
-        wait_s: seconds to wait until the job has built its engines.
+        wait_s: seconds to wait until etcd answers (with ``start``), and until the job has built its engines.
         start: how many members start the job, if nobody has started it; ``None``: it runs already.
         quiet: whether the course of the member is not told.
     """
@@ -57,8 +59,8 @@ def prepare(options: JoinOptions) -> AgentSettings:
     """The settings of an agent that joins the job, with a slot of its own.
 
     Raises:
-        ConfigError: there is no such job, it was started with another number of members, or the sources of notices
-            are wrong.
+        ConfigError: there is no such job, it was started with another number of members, this member would not restart
+            with it, or the sources of notices are wrong.
         JobOver: it has ended.
         LaunchError: it has not built its engines within ``wait_s``.
     """
@@ -72,12 +74,13 @@ def prepare(options: JoinOptions) -> AgentSettings:
         mirror, deserted = _ready(store, options)
         plan = mirror.plan
         assert plan is not None
-        if options.start not in (None, len(plan.owners)):
-            raise ConfigError(
-                f"--start {options.start}: job {options.job!r} at {options.store} was started with {len(plan.owners)} "
-                "members, which does not change; take that number, or another name for a new job"
-            )
+        _check_number(plan, options)
         if plan.unheld and not options.bamboo.recovery.max_restarts:
+            if plan.generation == UNSTARTED:
+                raise ConfigError(
+                    f"job {options.job!r} at {options.store} waits for the first of its members, which restart after a "
+                    "fatal loss: set bamboo.recovery.max_restarts to more than 0"
+                )
             raise JobOver(f"job {options.job!r} has ended by a fatal loss: there is nothing to join", finished=False)
         vacancy = find_vacancy(store, mirror, plan, restart=deserted)
     return AgentSettings(
@@ -125,8 +128,21 @@ def _begin(store: Store, options: JoinOptions, members: int) -> None:
     if not options.secret:
         logger.warning(WITHOUT_SECRET)
     put_once(store, Keys.PLAN, unstarted_plan(members, options.bamboo.fence_s).to_json(), given={Keys.SPEC: 0})
+    entry = store.get(Keys.PLAN)
+    if entry is None:
+        return  # others have given the job up
+    _check_number(read_plan(entry), options)  # another one may have been faster
     spec = JobRecord(job=options.job, world_size=members, command=options.command)
     put_once(store, Keys.SPEC, spec.to_json())
+
+
+def _check_number(plan: Plan, options: JoinOptions) -> None:
+    """Raise :class:`ConfigError` if the job was started with another number of members."""
+    if options.start not in (None, len(plan.owners)):
+        raise ConfigError(
+            f"--start {options.start}: job {options.job!r} at {options.store} was started with {len(plan.owners)} "
+            "members, which does not change; take that number, or another name for a new job"
+        )
 
 
 def _ready(store: Store, options: JoinOptions) -> tuple[Mirror, bool]:
@@ -135,9 +151,14 @@ def _ready(store: Store, options: JoinOptions) -> tuple[Mirror, bool]:
     In the last case nobody is left who could say that the job starts again: this member will lead it.
     """
     desertion = Desertion(options.bamboo.membership.lease_ttl_s)
+    answered = options.start is not None  # an etcd that never has is hardly the right one
+
+    def outage(error: BaseException) -> bool:
+        return isinstance(error, StoreUnavailable) and answered
 
     def look() -> tuple[Mirror, bool] | None:
-        snapshot = store.get_prefix("")
+        nonlocal answered
+        snapshot, answered = store.get_prefix(""), True
         check_secret(snapshot.entries.values(), options.job, options.secret)
         spec = snapshot.entries.get(Keys.SPEC)
         if spec is not None and not spec.genuine:
@@ -160,10 +181,10 @@ def _ready(store: Store, options: JoinOptions) -> tuple[Mirror, bool]:
         return mirror, True
 
     ready = Retrying(
-        retry=retry_if_result(lambda found: found is None),
+        retry=retry_if_result(lambda found: found is None) | retry_if_exception(outage),
         stop=stop_after_delay(options.wait_s),
         wait=wait_fixed(_POLL_S),
-        retry_error_callback=lambda state: None,
+        retry_error_callback=lambda state: state.outcome.result() if state.outcome else None,
     )
     found = ready(look)
     if found is None:
