@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from bamboo_ds.cli.main import cli
-from bamboo_ds.config import BambooConfig, ObserveConfig, parse_block
+from bamboo_ds.config import BambooConfig, parse_block
 from bamboo_ds.control.once import put_once
 from bamboo_ds.control.registry.access import open_store
 from bamboo_ds.control.registry.keys import Keys
@@ -83,10 +83,7 @@ def configurations() -> dict[str, dict[str, Any]]:
 
 
 def block(config: dict[str, Any]) -> BambooConfig:
-    found = dict(config["bamboo"])
-    if "http" not in ObserveConfig.model_fields and "observe" in found:
-        found["observe"] = {name: value for name, value in found["observe"].items() if name != "http"}
-    return parse_block(found)
+    return parse_block(config["bamboo"])
 
 
 def test_every_file_has_a_check() -> None:
