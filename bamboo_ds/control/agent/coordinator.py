@@ -36,7 +36,7 @@ from ..registry.records import (
     TimingRecord,
 )
 from ..web.display import Display
-from .admission import over_for, peers
+from .admission import check_start, over_for, peers
 from .health import HealthReplies
 from .lease import LeaseKeeper
 from .neighbours import Neighbours, report_dead_agent
@@ -267,6 +267,7 @@ class Coordinator:
     def _connect(self) -> Mirror:
         snapshot = self._store.get_prefix("")
         self._last = mirror = Mirror(snapshot, self._last)
+        check_start(self._record, mirror)
         if self._keeper.lease is None:
             self._register(mirror.plan)
         self._store.watch("", self._observe, snapshot.revision + 1, on_error=self._watch_failed)
