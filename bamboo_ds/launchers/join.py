@@ -6,7 +6,10 @@ import dataclasses
 import logging
 import os
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import datetime, timezone
 
 from tenacity import (
     RetryCallState,
@@ -24,7 +27,7 @@ from ..control.registry.access import check_secret, open_store
 from ..control.registry.keys import Keys
 from ..control.registry.mirror import Mirror, read_plan
 from ..control.registry.records import JobRecord
-from ..control.registry.vacancies import Desertion, find_vacancy, is_over
+from ..control.registry.vacancies import Desertion, Vacancy, find_vacancy, is_over
 from ..control.settings import AgentSettings, MemberOptions
 from ..errors import ConfigError, JobOver, LaunchError, StoreUnavailable
 from ..secret import WITHOUT_SECRET
@@ -71,18 +74,7 @@ def prepare(options: JoinOptions) -> AgentSettings:
         if options.start is not None:
             _await_etcd(store, options)
             _begin(store, options, options.start)
-        mirror, deserted = _ready(store, options)
-        plan = mirror.plan
-        assert plan is not None
-        _check_number(plan, options)
-        if plan.unheld and not options.bamboo.recovery.max_restarts:
-            if plan.generation == UNSTARTED:
-                raise ConfigError(
-                    f"job {options.job!r} at {options.store} waits for the first of its members, which restart after a "
-                    "fatal loss: set bamboo.recovery.max_restarts to more than 0"
-                )
-            raise JobOver(f"job {options.job!r} has ended by a fatal loss: there is nothing to join", finished=False)
-        vacancy = find_vacancy(store, mirror, plan, restart=deserted)
+        vacancy = _find_place(store, options)
     return AgentSettings(
         **options.member_options(),
         **dataclasses.asdict(vacancy),
@@ -132,7 +124,14 @@ def _begin(store: Store, options: JoinOptions, members: int) -> None:
     if entry is None:
         return  # others have given the job up
     _check_number(read_plan(entry), options)  # another one may have been faster
-    spec = JobRecord(job=options.job, world_size=members, command=options.command)
+    spec = JobRecord(
+        job=options.job,
+        world_size=members,
+        command=options.command,
+        min_gain=options.bamboo.topology.min_gain,
+        standby_replicas=options.bamboo.standby.replicas,
+        since=datetime.now(timezone.utc),
+    )
     put_once(store, Keys.SPEC, spec.to_json())
 
 
@@ -145,20 +144,26 @@ def _check_number(plan: Plan, options: JoinOptions) -> None:
         )
 
 
-def _ready(store: Store, options: JoinOptions) -> tuple[Mirror, bool]:
-    """The job's keys once its engines are built, it waits for members, or (true) all that built them are gone.
+class Arrival:
+    """What a member that comes makes of the job.
 
-    In the last case nobody is left who could say that the job starts again: this member will lead it.
+    Attributes:
+        answered: etcd has, at least once. One that never has is hardly the right one.
     """
-    desertion = Desertion(options.bamboo.membership.lease_ttl_s)
-    answered = options.start is not None  # an etcd that never has is hardly the right one
 
-    def outage(error: BaseException) -> bool:
-        return isinstance(error, StoreUnavailable) and answered
+    def __init__(self, store: Store, options: JoinOptions, clock: Callable[[], float] = time.monotonic) -> None:
+        self._store, self._options = store, options
+        self._desertion = Desertion(options.bamboo.membership.lease_ttl_s, clock)
+        self.answered = options.start is not None
 
-    def look() -> tuple[Mirror, bool] | None:
-        nonlocal answered
-        snapshot, answered = store.get_prefix(""), True
+    def look(self) -> Vacancy | None:
+        """A place in the job once its engines are built, it waits for members, or all that built them are gone.
+
+        In the last case nobody is left who could say that the job starts again: this member will lead it. ``None``: not
+        yet. Raises as :func:`prepare` does.
+        """
+        options, restarts = self._options, self._options.bamboo.recovery.max_restarts > 0
+        snapshot, self.answered = self._store.get_prefix(""), True
         check_secret(snapshot.entries.values(), options.job, options.secret)
         spec = snapshot.entries.get(Keys.SPEC)
         if spec is not None and not spec.genuine:
@@ -172,21 +177,36 @@ def _ready(store: Store, options: JoinOptions) -> tuple[Mirror, bool]:
         plan = mirror.plan
         if plan is None:
             return None
+        _check_number(plan, options)
+        if plan.unheld and not restarts:
+            if plan.generation == UNSTARTED:
+                raise ConfigError(
+                    f"job {options.job!r} at {options.store} waits for the first of its members, which restart after a "
+                    "fatal loss: set bamboo.recovery.max_restarts to more than 0"
+                )
+            raise JobOver(f"job {options.job!r} has ended by a fatal loss: there is nothing to join", finished=False)
         if plan.layout is not None or plan.unheld:
-            return mirror, False
-        deserted = desertion.look(mirror) and options.bamboo.recovery.max_restarts > 0
-        if not deserted:
+            return find_vacancy(self._store, mirror, plan)
+        if not self._desertion.look(mirror) or not restarts:
             return None
         logger.warning("nobody is left of job %r, which has not built its engines: this member leads it", options.job)
-        return mirror, True
+        return find_vacancy(self._store, mirror, plan, restart=True)
 
-    ready = Retrying(
+
+def _find_place(store: Store, options: JoinOptions) -> Vacancy:
+    """A place in the job, as soon as there is one; raises as :func:`prepare` does."""
+    arrival = Arrival(store, options)
+
+    def outage(error: BaseException) -> bool:
+        return isinstance(error, StoreUnavailable) and arrival.answered
+
+    looking = Retrying(
         retry=retry_if_result(lambda found: found is None) | retry_if_exception(outage),
         stop=stop_after_delay(options.wait_s),
         wait=wait_fixed(_POLL_S),
         retry_error_callback=lambda state: state.outcome.result() if state.outcome else None,
     )
-    found = ready(look)
+    found = looking(arrival.look)
     if found is None:
         raise LaunchError(
             f"job {options.job!r} at {options.store} has not built its engines within {options.wait_s:.0f} s; "
