@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from bamboo_ds.control.agent.admission import over_for
+from bamboo_ds.control.leader.restarts import unstarted_plan
 from bamboo_ds.control.registry.keys import Keys
 from bamboo_ds.control.registry.mirror import Mirror
 from bamboo_ds.control.registry.records import LeftRecord, MemberRecord, Record, StopRecord, WorkerState
@@ -80,8 +81,19 @@ def test_a_job_that_has_lost_all_members_is_not_over() -> None:
         return is_over(Mirror(Snapshot({**there, Keys.PLAN: entry}, 1)))
 
     assert over(PLAN, left("a"), left("b"))
-    assert not over(PLAN, left("a"), left("b", "lost"))
+    assert not over(PLAN, left("a"), member("b"))
     gone = takeover(PLAN, {"a", "b"})
     assert gone.unheld and not gone.members
     assert not over(gone, left("a", "lost"))
+    assert not over(unstarted_plan(2, None), member("w"))
     assert over(gone, (Keys.STOP, StopRecord(code=3, reason="the script failed", by="a")))
+
+
+@pytest.mark.parametrize("plan", [PLAN, takeover(PLAN, {"a", "b"})], ids=["before", "after"])
+def test_a_job_of_which_some_member_has_finished_is_over_when_the_others_are_gone(plan: Plan) -> None:
+    """Also where one vanishes before it has said how it ended: at the end of the last step all had done it."""
+    there = {Keys.PLAN: KeyValue(Keys.PLAN, plan.to_json(), 1, 1)}
+    for key, record in (left("a"), entered("a"), entered("b"), member("j")):
+        there[key] = KeyValue(key, record.to_json(), 1, 1)
+    found = Mirror(Snapshot(there, 1))
+    assert is_over(found) and over_for("j", found, plan)

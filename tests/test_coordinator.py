@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 
 from bamboo_ds.control.agent.coordinator import Callbacks, Coordinator
+from bamboo_ds.control.leader.restarts import fatal_plan, unstarted_plan
 from bamboo_ds.control.registry.keys import Keys
 from bamboo_ds.control.registry.mirror import Mirror
 from bamboo_ds.control.registry.records import LeftRecord, MemberRecord, StopRecord, WorkerState
-from bamboo_ds.errors import StoreUnavailable
+from bamboo_ds.errors import LaunchError, StoreUnavailable
 from bamboo_ds.secret import JobSecret
 from bamboo_ds.store import KeyValue, Lease, Store
+from bamboo_ds.topology import Plan
 from bamboo_ds.topology.planner import initial_plan
 
 from .support.etcd import EtcdServer, new_namespace
@@ -31,8 +33,10 @@ class LeaderDouble:
 
     def __init__(self) -> None:
         self.steps: queue.SimpleQueue[float] = queue.SimpleQueue()
+        self.departed = False  #: it has been asked to plan when somebody had left
 
     def step(self, mirror: Mirror, lease: Lease, trusted_from: float) -> None:
+        self.departed = self.departed or bool(mirror.left)
         self.steps.put(trusted_from)
 
 
@@ -53,11 +57,19 @@ def test_one_that_has_just_come_does_not_trust_absence(store: Store) -> None:
         coordinator.close(timeout_s=10.0)
 
 
-def test_one_that_waits_for_a_restart_ends_with_the_job(store: Store) -> None:
-    """The others have started again without it, and have finished before it could join them."""
-    record = MemberRecord(id="m9", slot=9, host="h", address="x", pid=1, agent_pid=2, incarnation="x", state="waiting")
+ONE = initial_plan(["a"])
+
+
+@pytest.mark.parametrize("plan", [ONE, fatal_plan(ONE, (), ("a",))], ids=["running", "fatal"])
+@pytest.mark.parametrize("waits", [True, False])
+def test_one_that_takes_no_part_ends_with_the_job_and_does_not_lead_it_on(
+    store: Store, plan: Plan, waits: bool
+) -> None:
+    """The others have finished before it could join them; what its leader would plan now is a restart."""
+    how: Any = {"state": "waiting"} if waits else {"joiner": True}
+    record = MemberRecord(id="m9", slot=9, host="h", address="x", pid=1, agent_pid=2, incarnation="x", **how)
     finished = LeftRecord(id="a", slot=0, outcome="finished", reason="exit", detail="0", since=1.0, boot="b")
-    store.put(Keys.PLAN, initial_plan(["a"]).to_json())
+    store.put(Keys.PLAN, plan.to_json())
     store.put(Keys.worker("a"), WorkerState(id="a", epoch=1).to_json())
     leader: Any = LeaderDouble()
     stops: queue.SimpleQueue[StopRecord] = queue.SimpleQueue()
@@ -75,6 +87,26 @@ def test_one_that_waits_for_a_restart_ends_with_the_job(store: Store) -> None:
     finally:
         coordinator.close(timeout_s=10.0)
     assert (stop.code, stop.reason) == (0, "the job has finished")
+    assert not leader.departed
+
+
+def test_one_that_a_launcher_has_started_does_not_wait_with_members_that_start_a_job_of_its_name(store: Store) -> None:
+    """Their plan lists nobody, and waits for members without workers; it has one."""
+    store.put(Keys.PLAN, unstarted_plan(2, None).to_json())
+    record = MemberRecord(id="m0", slot=0, host="h", address="x", pid=1, agent_pid=2, incarnation="x")
+    errors: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
+    ignore = dict.fromkeys(("on_plan", "on_store", "on_peers", "on_stop"), lambda *_: None)
+    callbacks = Callbacks(**ignore, on_error=errors.put, on_ended=lambda: None)  # type: ignore[arg-type]
+    leader: Any = LeaderDouble()
+    coordinator = Coordinator(
+        store, leader, record, lease_ttl_s=TTL_S, callbacks=callbacks, last_heartbeat=lambda: None
+    )
+    coordinator.start()
+    try:
+        error = errors.get(timeout=20.0)
+    finally:
+        coordinator.close(timeout_s=10.0)
+    assert isinstance(error, LaunchError) and "bamboo join --start" in str(error) and "another name" in str(error)
 
 
 def test_a_plan_of_the_past_is_no_word_of_the_present(etcd: EtcdServer) -> None:

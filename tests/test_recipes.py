@@ -18,13 +18,13 @@ import pytest
 import yaml
 
 from bamboo_ds.cli.main import cli
-from bamboo_ds.config import BambooConfig, ObserveConfig, parse_block
+from bamboo_ds.config import BambooConfig, parse_block
 from bamboo_ds.control.once import put_once
 from bamboo_ds.control.registry.access import open_store
 from bamboo_ds.control.registry.keys import Keys
 from bamboo_ds.control.registry.records import StopRecord
 from bamboo_ds.control.settings import MemberOptions
-from bamboo_ds.errors import EXIT_EVICTED, EXIT_LEFT, EXIT_OVER
+from bamboo_ds.errors import EXIT_EVICTED, EXIT_FATAL_LOSS, EXIT_LEFT, EXIT_OVER
 from bamboo_ds.secret import JobSecret
 
 from .support.compare import differences
@@ -44,6 +44,8 @@ CHART = ("helm/Chart.yaml", "helm/values.yaml", "helm/values.schema.json")
 TEMPLATES = ("helm/templates/members.yaml", "helm/templates/etcd.yaml", "helm/templates/monitoring.yaml")
 #: What wrong usage ends with; see `bamboo join --help`.
 EXIT_USAGE = 2
+#: And what `bamboo join` ends with where etcd, or the job, is not there in time.
+EXIT_UNAVAILABLE = 1
 PORT = 9400
 
 
@@ -81,10 +83,7 @@ def configurations() -> dict[str, dict[str, Any]]:
 
 
 def block(config: dict[str, Any]) -> BambooConfig:
-    found = dict(config["bamboo"])
-    if "http" not in ObserveConfig.model_fields and "observe" in found:
-        found["observe"] = {name: value for name, value in found["observe"].items() if name != "http"}
-    return parse_block(found)
+    return parse_block(config["bamboo"])
 
 
 def test_every_file_has_a_check() -> None:
@@ -168,7 +167,9 @@ def test_kubernetes_objects_fit_together() -> None:
     used = {found for word in member["command"] + member["args"] for found in re.findall(r"\$\((\w+)\)", word)}
     assert used == {"NODE", "ZONE"} < environ.keys()
     names = list(environ)
-    assert environ["BAMBOO_EVENTS"]["value"] == "/checkpoints/$(BAMBOO_JOB).jsonl"
+    mounts = {each["mountPath"] for each in member["volumeMounts"]}
+    assert environ["BAMBOO_EVENTS"]["value"] == "/tmp/$(BAMBOO_JOB).jsonl"
+    assert "/tmp" not in mounts, "pods that share a file on NFS would write over each other's lines"
     assert names.index("BAMBOO_JOB") < names.index("BAMBOO_EVENTS"), "only what stands before is expanded"
     assert environ["BAMBOO_STORE"]["value"] == "http://gpt-etcd:2379"
     options = cli.commands["join"].make_context("join", [*member["command"][2:], *member["args"]]).params
@@ -227,7 +228,12 @@ def test_tasks_of_skypilot() -> None:
     assert (etcd["resources"]["use_spot"], member["resources"]["use_spot"]) == (False, True)
     assert etcd["resources"]["infra"] == member["resources"]["infra"], "not in one network"
     assert not any("ports" in task["resources"] for task in (etcd, member)), "open to the internet"
-    assert {EXIT_LEFT, EXIT_EVICTED} < set(member["resources"]["job_recovery"]["recover_on_exit_codes"])
+    codes = set(member["resources"]["job_recovery"]["recover_on_exit_codes"])
+    killed = {
+        128 + signum for signum in (signal.SIGABRT, signal.SIGBUS, signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM)
+    }
+    assert codes == {EXIT_UNAVAILABLE, EXIT_FATAL_LOSS, EXIT_EVICTED, EXIT_LEFT, *killed}
+    assert not codes & {0, EXIT_USAGE, EXIT_OVER}, "nobody is brought any more to a job that has ended"
     used = set(re.findall(r"\$(\w+)", member["run"]))
     assert used == set(member["envs"])
 
@@ -353,4 +359,32 @@ def test_all_members_vanish_at_once(tmp_path: Path, reference: Reference) -> Non
     assert restart["checkpoint"] == saved()[log - 1]["path"] and restart["number"] == 1
     for dump in result.ranks().values():
         assert dump["losses"] == plain.ranks()[0]["losses"][-len(dump["losses"]) :]
+    assert differences(plain.roles(), result.roles()) == []
+
+
+@pytest.mark.exhaustive
+@pytest.mark.integration
+def test_all_members_vanish_before_the_engines_are_built(tmp_path: Path, reference: Reference) -> None:
+    """Two others find a job that nobody is left of: they lead it, and all begins anew."""
+    length = ("--steps", "4")
+    told = {"recovery": {"min_members": 2}, "membership": {"lease_ttl_s": 2, "fence_s": 8}}
+    script = [str(TRAIN), "--deepspeed_config", str(write_config(tmp_path, told, 4)), "--out", str(tmp_path)]
+    with EtcdServer(tmp_path) as etcd, MembersJob(tmp_path, "gpt", {}) as job:
+        arguments = ["join", "--start", "2", "--store", etcd.url, "--job", "gpt", *script, "--stages", "2", *length]
+        first = [job.member(arguments), job.member(arguments)]
+        job.wait_for("the first plan", lambda: bool(job.events("plan")), PATIENCE_S)
+        for member in first:
+            os.killpg(member.pid, signal.SIGKILL)
+        assert [member.wait(30) for member in first] == [-signal.SIGKILL] * 2
+        assert [event["pipelines"] for event in job.events("plan")] == [None], "the engines were built too fast"
+        del job.joiners[:]
+        second = [job.member(arguments)]
+        job.wait_for("it waits", lambda: "1 of bamboo.recovery.min_members = 2 are there" in job.output(), PATIENCE_S)
+        second.append(job.member(arguments))
+        result = job.finish()
+        assert [member.returncode for member in second] == [0, 0], result.output[-4000:]
+    (restart,) = result.events("restart")
+    assert (restart["number"], restart["checkpoint"]) == (1, None)
+    plain = reference(2, 1, 4, *length)
+    assert [dump["losses"] for dump in result.ranks().values()] == [plain.ranks()[0]["losses"]] * 2
     assert differences(plain.roles(), result.roles()) == []

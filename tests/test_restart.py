@@ -189,7 +189,7 @@ def test_a_loss_before_the_first_plan_makes_all_wait_again_for_all() -> None:
     told = one.decide(again, 30.0)
     assert isinstance(told, Wait) and told.reason == "3 of --start = 4 are there"
     second = one.decide(replace(again, members=waiting(0, 1, 2, 9)), 30.0)
-    assert isinstance(second, Assign) and (second.record.generation, second.record.failures) == (1, 1)
+    assert isinstance(second, Assign) and (second.record.generation, second.record.failures) == (1, 0)
 
 
 def test_restarts_that_lead_nowhere_end_the_job() -> None:
@@ -201,6 +201,16 @@ def test_restarts_that_lead_nowhere_end_the_job() -> None:
     assert isinstance(action, Assign) and action.record.failures == 0
     action = decider(max_restarts=2).decide(after_the_loss(restart=before), 0.0)
     assert isinstance(action, StopJob) and action.code == 86 and "without getting beyond step 9" in action.reason
+
+
+def test_the_first_start_counts_for_no_restart() -> None:
+    """Neither does it where `bamboo run` starts the job, which leaves no record."""
+    first = RECORD.model_copy(update={"generation": 0, "after_epoch": 0, "step": 9, "failures": 0})
+    one = decider(max_restarts=1)
+    action = one.decide(after_the_loss(restart=first), 0.0)
+    assert isinstance(action, Assign) and (action.record.generation, action.record.failures) == (1, 0)
+    again = action.record.model_copy(update={"after_epoch": 1})
+    assert isinstance(decider(max_restarts=1).decide(after_the_loss(restart=again), 0.0), StopJob)
 
 
 def workers(*ranks: int) -> dict[str, MemberRecord]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import pty
 import signal
@@ -31,6 +32,7 @@ from bamboo_ds.control.registry.records import LayoutRecord, MemberRecord
 from bamboo_ds.errors import ConfigError, LaunchError
 from bamboo_ds.launchers import jobs, network, slots
 from bamboo_ds.observe.events import read_events
+from bamboo_ds.observe.logs import LOGGER
 from bamboo_ds.processes import boot_id, started
 from bamboo_ds.store.records import KeyValue, Snapshot
 from bamboo_ds.topology import Layout
@@ -429,8 +431,29 @@ def test_a_member_that_joins_is_at_the_address_towards_etcd() -> None:
     assert own
     for address in own:
         assert network.address_towards(f"http://{address}:2379") == address
-    with pytest.raises(ConfigError, match=r"--store http://no\.such\.host\.invalid:1 .* say --address"):
+    with pytest.raises(LaunchError, match=r"--store http://no\.such\.host\.invalid:1 .* say --address"):
         network.address_towards("http://no.such.host.invalid:1")
+    with pytest.raises(ConfigError, match="is not an address with a port"):
+        network.address_towards("http://10.0.0.1", 600.0)
+
+
+def test_a_host_without_a_network_yet_waits_for_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Names are not found, and no way leads out: both are usual at a host's start."""
+    answers: list[Any] = [socket.gaierror(-3, "Temporary failure"), OSError(101, "Network is unreachable"), "10.0.0.7"]
+
+    def own_address(*_: object) -> str:
+        answer = answers.pop(0)
+        if isinstance(answer, OSError):
+            raise answer
+        return str(answer)
+
+    caplog.set_level(logging.WARNING, LOGGER)
+    monkeypatch.setattr(network, "own_address", own_address)
+    monkeypatch.setattr(network, "_POLL_S", 0.001)
+    assert network.address_towards("http://etcd:2379", 60.0) == "10.0.0.7"
+    assert caplog.text.count("no way leads to --store http://etcd:2379 ([Errno -3] Temporary failure)") == 1
 
 
 @pytest.mark.integration

@@ -15,7 +15,9 @@ import click
 from ..control.once import put_once
 from ..control.registry.access import check_secret, open_store
 from ..control.registry.keys import Keys
+from ..control.registry.mirror import Mirror
 from ..control.registry.records import StopRecord
+from ..control.registry.vacancies import is_over
 from ..errors import EXIT_OVER, BambooError, ConfigError, JobOver, LaunchError
 from ..launchers import jobs
 from ..launchers.folders import with_logs
@@ -73,6 +75,7 @@ _JOIN_EXIT_CODES = """
 \b
 Exit codes:
   0    the job has finished
+  1    no way to etcd, no answer, or no job to join within --wait-s
   2    wrong usage or configuration
   87   the job has evicted this member, which found no way back
   88   this member has left on notice
@@ -178,7 +181,11 @@ def launch_command(
 @click.option("--host", help="Failure domain of this slot.  [default: the host's name]")
 @click.option("--zone", default="", help="Availability zone of this host, for the placement of replicas.")
 @click.option(
-    "--wait-s", type=click.FloatRange(min=0), default=120.0, show_default=True, help="For the job to be ready."
+    "--wait-s",
+    type=click.FloatRange(min=0),
+    default=120.0,
+    show_default=True,
+    help="For the job to be ready; with --start also for a way to etcd, and for its answer.",
 )
 @member_arguments
 def join(
@@ -201,7 +208,8 @@ def join(
     from ..launchers.network import address_towards
 
     location = jobs.locate(job, store)
-    address = member.address or address_towards(location.store)
+    # A host that starts a job may itself have just started, and have no network yet.
+    address = member.address or address_towards(location.store, 0.0 if start is None else wait_s)
     options = {**member.options(location.job, address, zone, host), "secret": find(location.job)}
     here = jobs.find(location.job)
     if here is not None and here.store == location.store:
@@ -279,10 +287,14 @@ def stop(job: str | None, store: str | None, timeout_s: float) -> None:
 def _stop_members(location: jobs.JobLocation) -> None:
     secret = find(location.job)
     with open_store(location.store, location.job, _TIMEOUT_S, secret) as connection:
-        members = connection.get_prefix(Keys.MEMBERS).entries
-        if not members:
+        snapshot = connection.get_prefix("")
+        entries = snapshot.entries
+        check_secret(entries.values(), location.job, secret)
+        # A job that nobody is there of goes on when members come, unless it is over.
+        there = any(key.startswith(Keys.MEMBERS) for key in entries)
+        begun = not entries.keys().isdisjoint({Keys.SPEC, Keys.PLAN})
+        if not there and (not begun or is_over(Mirror(snapshot))):
             raise ConfigError(f"no job {location.job!r} runs at {location.store}")
-        check_secret(members.values(), location.job, secret)
         put_once(connection, Keys.STOP, StopRecord(code=EXIT_STOPPED, reason="bamboo stop", by="").to_json())
 
 

@@ -6,11 +6,15 @@ import dataclasses
 import logging
 import os
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import datetime, timezone
 
 from tenacity import (
     RetryCallState,
     Retrying,
+    retry_if_exception,
     retry_if_exception_type,
     retry_if_result,
     stop_after_delay,
@@ -21,13 +25,14 @@ from ..control.leader.restarts import unstarted_plan
 from ..control.once import put_once
 from ..control.registry.access import check_secret, open_store
 from ..control.registry.keys import Keys
-from ..control.registry.mirror import Mirror
+from ..control.registry.mirror import Mirror, read_plan
 from ..control.registry.records import JobRecord
-from ..control.registry.vacancies import find_vacancy, is_over
+from ..control.registry.vacancies import Desertion, Vacancy, find_vacancy, is_over
 from ..control.settings import AgentSettings, MemberOptions
 from ..errors import ConfigError, JobOver, LaunchError, StoreUnavailable
 from ..secret import WITHOUT_SECRET
 from ..store import Store
+from ..topology.plan import UNSTARTED, Plan
 
 logger = logging.getLogger("bamboo_ds.launchers")
 
@@ -42,7 +47,7 @@ class JoinOptions(MemberOptions):
 
     Attributes:
         store: URLs of etcd.
-        wait_s: seconds to wait until the job has built its engines.
+        wait_s: seconds to wait until etcd answers (with ``start``), and until the job has built its engines.
         start: how many members start the job, if nobody has started it; ``None``: it runs already.
         quiet: whether the course of the member is not told.
     """
@@ -57,8 +62,8 @@ def prepare(options: JoinOptions) -> AgentSettings:
     """The settings of an agent that joins the job, with a slot of its own.
 
     Raises:
-        ConfigError: there is no such job, it was started with another number of members, or the sources of notices
-            are wrong.
+        ConfigError: there is no such job, it was started with another number of members, this member would not restart
+            with it, or the sources of notices are wrong.
         JobOver: it has ended.
         LaunchError: it has not built its engines within ``wait_s``.
     """
@@ -69,17 +74,7 @@ def prepare(options: JoinOptions) -> AgentSettings:
         if options.start is not None:
             _await_etcd(store, options)
             _begin(store, options, options.start)
-        mirror = _started(store, options)
-        plan = mirror.plan
-        assert plan is not None
-        if options.start not in (None, len(plan.owners)):
-            raise ConfigError(
-                f"--start {options.start}: job {options.job!r} at {options.store} was started with {len(plan.owners)} "
-                "members, which does not change; take that number, or another name for a new job"
-            )
-        if plan.unheld and not options.bamboo.recovery.max_restarts:
-            raise JobOver(f"job {options.job!r} has ended by a fatal loss: there is nothing to join", finished=False)
-        vacancy = find_vacancy(store, mirror, plan)
+        vacancy = _find_place(store, options)
     return AgentSettings(
         **options.member_options(),
         **dataclasses.asdict(vacancy),
@@ -125,15 +120,50 @@ def _begin(store: Store, options: JoinOptions, members: int) -> None:
     if not options.secret:
         logger.warning(WITHOUT_SECRET)
     put_once(store, Keys.PLAN, unstarted_plan(members, options.bamboo.fence_s).to_json(), given={Keys.SPEC: 0})
-    spec = JobRecord(job=options.job, world_size=members, command=options.command)
+    entry = store.get(Keys.PLAN)
+    if entry is None:
+        return  # others have given the job up
+    _check_number(read_plan(entry), options)  # another one may have been faster
+    spec = JobRecord(
+        job=options.job,
+        world_size=members,
+        command=options.command,
+        min_gain=options.bamboo.topology.min_gain,
+        standby_replicas=options.bamboo.standby.replicas,
+        since=datetime.now(timezone.utc),
+    )
     put_once(store, Keys.SPEC, spec.to_json())
 
 
-def _started(store: Store, options: JoinOptions) -> Mirror:
-    """The job's keys, once its engines are built."""
+def _check_number(plan: Plan, options: JoinOptions) -> None:
+    """Raise :class:`ConfigError` if the job was started with another number of members."""
+    if options.start not in (None, len(plan.owners)):
+        raise ConfigError(
+            f"--start {options.start}: job {options.job!r} at {options.store} was started with {len(plan.owners)} "
+            "members, which does not change; take that number, or another name for a new job"
+        )
 
-    def look() -> Mirror:
-        snapshot = store.get_prefix("")
+
+class Arrival:
+    """What a member that comes makes of the job.
+
+    Attributes:
+        answered: etcd has, at least once. One that never has is hardly the right one.
+    """
+
+    def __init__(self, store: Store, options: JoinOptions, clock: Callable[[], float] = time.monotonic) -> None:
+        self._store, self._options = store, options
+        self._desertion = Desertion(options.bamboo.membership.lease_ttl_s, clock)
+        self.answered = options.start is not None
+
+    def look(self) -> Vacancy | None:
+        """A place in the job once its engines are built, it waits for members, or all that built them are gone.
+
+        In the last case nobody is left who could say that the job starts again: this member will lead it. ``None``: not
+        yet. Raises as :func:`prepare` does.
+        """
+        options, restarts = self._options, self._options.bamboo.recovery.max_restarts > 0
+        snapshot, self.answered = self._store.get_prefix(""), True
         check_secret(snapshot.entries.values(), options.job, options.secret)
         spec = snapshot.entries.get(Keys.SPEC)
         if spec is not None and not spec.genuine:
@@ -144,15 +174,39 @@ def _started(store: Store, options: JoinOptions) -> Mirror:
         if is_over(mirror):
             what = "has finished" if mirror.stop is None else f"has ended ({mirror.stop.reason})"
             raise JobOver(f"job {options.job!r} {what}: there is nothing to join", finished=mirror.stop is None)
-        return mirror
+        plan = mirror.plan
+        if plan is None:
+            return None
+        _check_number(plan, options)
+        if plan.unheld and not restarts:
+            if plan.generation == UNSTARTED:
+                raise ConfigError(
+                    f"job {options.job!r} at {options.store} waits for the first of its members, which restart after a "
+                    "fatal loss: set bamboo.recovery.max_restarts to more than 0"
+                )
+            raise JobOver(f"job {options.job!r} has ended by a fatal loss: there is nothing to join", finished=False)
+        if plan.layout is not None or plan.unheld:
+            return find_vacancy(self._store, mirror, plan)
+        if not self._desertion.look(mirror) or not restarts:
+            return None
+        logger.warning("nobody is left of job %r, which has not built its engines: this member leads it", options.job)
+        return find_vacancy(self._store, mirror, plan, restart=True)
 
-    started = Retrying(
-        retry=retry_if_result(lambda m: m.plan is None or (m.plan.layout is None and not m.plan.unheld)),
+
+def _find_place(store: Store, options: JoinOptions) -> Vacancy:
+    """A place in the job, as soon as there is one; raises as :func:`prepare` does."""
+    arrival = Arrival(store, options)
+
+    def outage(error: BaseException) -> bool:
+        return isinstance(error, StoreUnavailable) and arrival.answered
+
+    looking = Retrying(
+        retry=retry_if_result(lambda found: found is None) | retry_if_exception(outage),
         stop=stop_after_delay(options.wait_s),
         wait=wait_fixed(_POLL_S),
-        retry_error_callback=lambda state: None,
+        retry_error_callback=lambda state: state.outcome.result() if state.outcome else None,
     )
-    found = started(look)
+    found = looking(arrival.look)
     if found is None:
         raise LaunchError(
             f"job {options.job!r} at {options.store} has not built its engines within {options.wait_s:.0f} s; "

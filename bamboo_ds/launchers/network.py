@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import socket
 
-from ..errors import ConfigError
+from tenacity import RetryCallState, Retrying, retry_if_exception_type, stop_after_delay, wait_fixed
+
+from ..errors import LaunchError
 from ..store.endpoints import parse_endpoints
+
+logger = logging.getLogger("bamboo_ds.launchers")
 
 #: Where members of ``bamboo run`` meet unless it is told.
 LOOPBACK = "127.0.0.1"
 #: Below the ports that Linux hands out (ip_local_port_range), and below those of Kubernetes' services.
 _PORTS = range(20000, 30000)
 _TRIES = 20
+_POLL_S = 0.5
 
 
 def own_address(host: str, port: int) -> str:
@@ -25,21 +31,41 @@ def own_address(host: str, port: int) -> str:
         return str(probe.getsockname()[0])
 
 
-def address_towards(urls: str) -> str:
+def address_towards(urls: str, wait_s: float = 0.0) -> str:
     """This host's address on the way to the etcd at ``urls``; members reach each other where they reach it.
 
+    Args:
+        wait_s: seconds to wait for names and ways, which a host may not have yet that has just started.
+
     Raises:
-        ConfigError: there is no such way, or ``urls`` are wrong.
+        ConfigError: ``urls`` are wrong.
+        LaunchError: there is no such way.
     """
-    refused = None
-    for endpoint in parse_endpoints(urls.split(","), None):
-        if endpoint.path:
-            return LOOPBACK  # the etcd of a job whose members are all on this host
-        try:
-            return own_address(endpoint.host, endpoint.port)
-        except OSError as error:
-            refused = error
-    raise ConfigError(f"no way leads to --store {urls} ({refused}); if it is right, say --address") from refused
+    endpoints = parse_endpoints(urls.split(","), None)
+
+    def find() -> str:
+        refused = None
+        for endpoint in endpoints:
+            if endpoint.path:
+                return LOOPBACK  # the etcd of a job whose members are all on this host
+            try:
+                return own_address(endpoint.host, endpoint.port)
+            except OSError as error:
+                refused = error
+        raise LaunchError(f"no way leads to --store {urls} ({refused}); if it is right, say --address") from refused
+
+    def tell(state: RetryCallState) -> None:
+        if state.attempt_number == 1 and state.outcome is not None:
+            logger.warning("%s. It is waited for, up to %g s", state.outcome.exception(), wait_s)
+
+    waiting = Retrying(
+        retry=retry_if_exception_type(LaunchError),
+        stop=stop_after_delay(wait_s),
+        wait=wait_fixed(_POLL_S),
+        before_sleep=tell,
+        reraise=True,
+    )
+    return waiting(find)
 
 
 def free_port(address: str) -> int:

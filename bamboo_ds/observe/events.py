@@ -20,15 +20,18 @@ from .event_base import GLOBAL_STEP, SCHEMA, EventBase, Role
 
 
 class RunStarted(EventBase):
-    """A launcher has started the job."""
+    """The job has been started, by a launcher or (bamboo join --start) by its members, of which the leading one tells.
+
+    Nobody tells it if that one is lost before.
+    """
 
     event: Literal["run_started"] = "run_started"
-    members: int = Field(ge=1, description="members that the launcher starts")
+    members: int = Field(ge=1, description="members that start the job")
     command: list[str] = Field(description="the script and its arguments")
 
 
 class RunFinished(EventBase):
-    """A launcher has seen the end of all its members."""
+    """A launcher has seen the end of all its members; a job that its members start has no such event."""
 
     event: Literal["run_finished"] = "run_finished"
     exit_code: int = Field(description="exit code of the launcher")

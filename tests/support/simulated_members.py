@@ -273,6 +273,7 @@ class SimAgent(Agent):
         self._kill_at = self._progress = self._progress_due = self._exit_notice = None
         self._leaving: Any = SimpleNamespace(notice=None, end_at=None)
         self._watchdog: Any = SimpleNamespace(hung=None)
+        self._telling = None
         self.over = False
         self.departed: Any = None
         self._worker: Any = Worker(host, self._id, settings.joins, self._hear)

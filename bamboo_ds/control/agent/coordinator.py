@@ -36,7 +36,7 @@ from ..registry.records import (
     TimingRecord,
 )
 from ..web.display import Display
-from .admission import over_for, peers
+from .admission import check_start, over_for, peers
 from .health import HealthReplies
 from .lease import LeaseKeeper
 from .neighbours import Neighbours, report_dead_agent
@@ -267,6 +267,7 @@ class Coordinator:
     def _connect(self) -> Mirror:
         snapshot = self._store.get_prefix("")
         self._last = mirror = Mirror(snapshot, self._last)
+        check_start(self._record, mirror)
         if self._keeper.lease is None:
             self._register(mirror.plan)
         self._store.watch("", self._observe, snapshot.revision + 1, on_error=self._watch_failed)
@@ -349,7 +350,7 @@ class Coordinator:
         if restart is not None and restart.generation > self._told_restart:
             self._told_restart = restart.generation
             self._callbacks.on_restart(restart)
-        if plan is not None and (self._record.joiner or (self._waits and not plan.unheld)):
+        if plan is not None and (self._record.joiner or self._waits):
             self._follow(mirror, plan)
         if stop is not None and not self._stop_told:
             self._stop_told = True
@@ -405,12 +406,13 @@ class Coordinator:
             if known != self._peers:
                 self._peers = known
                 self._callbacks.on_peers(known)
-        if self._waits and not self._told_undisturbed and mirror.members.keys() >= set(plan.members):
+        undisturbed = not plan.unheld and mirror.members.keys() >= set(plan.members)
+        if self._waits and not self._told_undisturbed and undisturbed:
             # It is back, and may never need another plan: nobody was lost after all.
             self._told_undisturbed = True
             self._callbacks.on_plan(plan)
         if not self._stop_told and over_for(self._record.id, mirror, plan):
-            self._stop_told = True
+            self._stop_told = self._resigned = True  # it must not lead a job on that has finished
             self._callbacks.on_stop(StopRecord(code=0, reason="the job has finished", by=self._record.id))
 
     def _put(self, key: str, record: Record) -> None:

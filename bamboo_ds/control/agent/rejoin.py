@@ -19,7 +19,7 @@ from ..registry.access import open_store
 from ..registry.keys import Keys
 from ..registry.mirror import Mirror
 from ..registry.records import JobRecord
-from ..registry.vacancies import find_vacancy, is_over
+from ..registry.vacancies import Desertion, find_vacancy, is_over
 from ..settings import AgentSettings
 from .mailbox import Mailbox
 from .slot import Slot, State
@@ -35,8 +35,6 @@ _GOOD_S = 600.0
 _FIRST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 60.0
 _STORE_TIMEOUT_S = 2.0
-#: Lease times after which a job none of whose members is registered has ended.
-_DESERTED = 3.0
 
 Prospect = Literal["open", "not yet", "over"]
 
@@ -79,7 +77,7 @@ class Rejoin:
         self._settings, self._member, self._slot, self._clock = settings, member, slot, clock
         earned = settings.waiting or slot.member_s >= _GOOD_S
         self._rejoins = 0 if earned else settings.rejoins
-        self._deserted_since: float | None = None
+        self._desertion = Desertion(settings.bamboo.membership.lease_ttl_s, clock)
 
     def find(self, mailbox: Mailbox) -> None:
         """Look until there is a place, the slot is told to end, the job is over, or has not been seen for too long.
@@ -121,7 +119,7 @@ class Rejoin:
             with self._open() as store:
                 mirror = Mirror(store.get_prefix(""))
                 view = prospect(mirror, self._member, restarts)
-                deserted = self._deserted(view, mirror)
+                deserted = self._desertion.look(mirror if view == "not yet" else None)
                 if view == "over" or (deserted and not restarts):
                     logger.info("there is no job to come back to")
                     self._slot.end()
@@ -140,14 +138,3 @@ class Rejoin:
         found = dataclasses.replace(settings, **told, restart_from=None, extra=None, rejoins=self._rejoins + 1)
         logger.warning("coming back into the job, as slot %d", found.slot)
         self._slot.start_with(found)
-
-    def _deserted(self, view: Prospect, mirror: Mirror) -> bool:
-        """Whether nobody has been there for so long that nobody will be."""
-        plan = mirror.plan
-        if view != "not yet" or plan is None or any(m in mirror.members for m in plan.members):
-            self._deserted_since = None
-            return False
-        now = self._clock()
-        if self._deserted_since is None:
-            self._deserted_since = now
-        return now - self._deserted_since > _DESERTED * self._settings.bamboo.membership.lease_ttl_s

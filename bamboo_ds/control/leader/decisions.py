@@ -123,7 +123,8 @@ class Decider:
                     EXIT_CONFIG,
                     f"the engine of {report.id} has {_described(report)}, which needs {report.layout.size} "
                     f"members, but the job was started with {len(plan.owners)}; "
-                    f"start it with -n {report.layout.size} or change the number of stages",
+                    f"start it with -n {report.layout.size} (bamboo join: --start {report.layout.size}) or change the "
+                    "number of stages",
                 )
         if len(reports) < len(plan.members):
             return None

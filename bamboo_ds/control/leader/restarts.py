@@ -113,7 +113,10 @@ class Restarts:
             return Wait(until)
         previous, last = view.restart, max(view.progress.values(), key=lambda p: p.step, default=None)
         step = last.step if last else 0
-        failures = 0 if previous is None or step > previous.step else previous.failures + 1
+        # `bamboo run` leaves no record of the first start, and members that start the job do: it is no restart.
+        failures = 0
+        if previous is not None and previous.generation > 0 and step <= previous.step:
+            failures = previous.failures + 1
         if failures >= self._settings.max_restarts:
             why = f"it was started again {failures} times in a row without getting beyond step {step}"
             return StopJob(EXIT_FATAL_LOSS, why)

@@ -68,7 +68,7 @@ class PeerAddress(BaseModel):
 
 
 class JobRecord(Record):
-    """``spec``: what ``bamboo run`` was asked for.
+    """``spec``: what the launcher, or the first member of a job without one, was asked for.
 
     Attributes:
         min_gain: ``bamboo.topology.min_gain``, and standby_replicas: ``bamboo.standby.replicas``. The leader plans by

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import secrets
+import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from ...store import Store
@@ -16,6 +17,8 @@ from .records import JobRecord
 
 #: Members at home at the ends of each pipeline, where scripts have iterators over its batches.
 WANTED_SOURCES = 3
+#: Lease times after which a job none of whose members is registered has been deserted.
+_DESERTED = 3.0
 
 
 def choose_home(plan: Plan, homes: Iterable[int]) -> int:
@@ -94,10 +97,39 @@ def claim_slot(store: Store, first: int) -> int:
     return slot
 
 
+def some_finished(mirror: Mirror, plan: Plan) -> bool:
+    """Whether some member of ``plan`` has finished. Then all had done the last step."""
+    left = mirror.left
+    # After the loss of all members, or before the first start, a plan has none; some of the lost ones had finished.
+    return any(m in left and left[m].outcome == "finished" for m in (*plan.members, *plan.lost))
+
+
 def is_over(mirror: Mirror) -> bool:
-    """Whether the job has ended: on request, by a failure, or because its members have finished."""
+    """Whether the job has ended: on request, by a failure, or since some of it have finished and all are gone."""
     plan, left = mirror.plan, mirror.left
-    # After the loss of all members, or before the first start, a plan has none.
-    members = plan.members if plan else ()
-    done = bool(members) and all(m in left and left[m].outcome == "finished" for m in members)
-    return mirror.stop is not None or done
+    if mirror.stop is not None or plan is None:
+        return mirror.stop is not None
+    return some_finished(mirror, plan) and not any(m in mirror.members and m not in left for m in plan.members)
+
+
+class Desertion:
+    """Notices that nobody has been there for so long that nobody will be. Then whoever comes must lead the job on.
+
+    Args:
+        lease_ttl_s: of the job's members. An outage of etcd that costs their leases is not taken for their end.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, lease_ttl_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._after_s, self._clock = _DESERTED * lease_ttl_s, clock
+        self._since: float | None = None
+
+    def look(self, mirror: Mirror | None) -> bool:
+        """Whether it is so, by the newest ``mirror``; ``None``: the job is known to be well."""
+        plan = mirror.plan if mirror is not None else None
+        if mirror is None or plan is None or any(member in mirror.members for member in plan.members):
+            self._since = None
+            return False
+        now = self._clock()
+        self._since = now if self._since is None else self._since
+        return now - self._since > self._after_s

@@ -1,0 +1,141 @@
+"""What a member finds that comes by ``bamboo join``: a job to start, to wait for, to join or to lead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from bamboo_ds.cli import main
+from bamboo_ds.control.leader.restarts import fatal_plan, unstarted_plan
+from bamboo_ds.control.registry.keys import Keys
+from bamboo_ds.control.registry.records import JobRecord, MemberRecord, RestartRecord, StopRecord
+from bamboo_ds.control.settings import AgentSettings
+from bamboo_ds.errors import ConfigError, JobOver, LaunchError, StoreUnavailable
+from bamboo_ds.launchers import join
+from bamboo_ds.launchers.jobs import JobLocation
+from bamboo_ds.store.records import Snapshot
+from bamboo_ds.topology.planner import initial_plan
+
+from .support.settings import unchecked
+from .support.simulated_etcd import Etcd, SimStore
+
+#: Nobody has reported an engine yet.
+BUILDING = replace(initial_plan(["m0-a", "m1-b"]), epoch=1, generation=0, origin="x")
+FIRST = RestartRecord(generation=0, after_epoch=0, ranks={0: (0,), 1: (1,)})
+MEMBER = MemberRecord(id="m0-a", slot=0, host="h", address="x", pid=1, agent_pid=2, incarnation="a")
+SPEC = JobRecord(job="gpt", world_size=2).to_json()
+
+Prepare = Callable[..., AgentSettings]
+
+
+@pytest.fixture
+def etcd() -> Etcd:
+    world: Any = SimpleNamespace(now=0.0, off=frozenset(), check_write=lambda *_: None)
+    return Etcd(world)
+
+
+@pytest.fixture
+def store(etcd: Etcd) -> SimStore:
+    host: Any = SimpleNamespace(hold_s=0.0, held=False, hold_at="", etcd=True, alive=True, lose=False)
+    world: Any = SimpleNamespace(etcd=etcd, off=frozenset())
+    return SimStore(world, host)
+
+
+@pytest.fixture
+def prepare(store: SimStore, monkeypatch: pytest.MonkeyPatch) -> Prepare:
+    """:func:`join.prepare` over ``etcd``; leases of the job last for no time."""
+    monkeypatch.setattr(join, "open_store", lambda *_: store)
+    monkeypatch.setattr(join, "_POLL_S", 0.001)
+
+    def call(wait_s: float = 3.0, start: int | None = 2, max_restarts: int = 9) -> AgentSettings:
+        block = unchecked(lease_ttl_s=0.001, max_restarts=max_restarts)
+        told: dict[str, Any] = {"job": "gpt", "command": ("x",), "store": "x", "block": block}
+        return join.prepare(join.JoinOptions(**told, wait_s=wait_s, start=start))
+
+    return call
+
+
+def keep(etcd: Etcd, **values: str) -> None:
+    for key, value in values.items():
+        etcd.put(key, value, None, "")
+
+
+@pytest.mark.parametrize("start", [2, None])
+def test_who_comes_when_all_that_built_the_engines_have_vanished_leads_the_job(
+    etcd: Etcd, prepare: Prepare, start: int | None
+) -> None:
+    """Nobody is left who could write that the start has failed."""
+    keep(etcd, spec=SPEC, plan=BUILDING.to_json(), restart=FIRST.to_json())
+    found = prepare(start=start)
+    assert (found.waiting, found.after_epoch, found.generation, found.slot) == (True, 1, 0, 2)
+
+
+def test_while_one_that_builds_is_there_members_wait_for_it(etcd: Etcd, prepare: Prepare) -> None:
+    keep(etcd, spec=SPEC, plan=BUILDING.to_json(), restart=FIRST.to_json())
+    etcd.put(Keys.member(MEMBER.id), MEMBER.to_json(), None, "")
+    with pytest.raises(LaunchError, match="has not built its engines within 0 s"):
+        prepare(wait_s=0.1)
+
+
+def test_without_restarts_nobody_leads_a_deserted_job(etcd: Etcd, prepare: Prepare) -> None:
+    keep(etcd, spec=SPEC, plan=BUILDING.to_json())
+    with pytest.raises(LaunchError, match="has not built its engines"):
+        prepare(wait_s=0.1, start=None, max_restarts=0)
+
+
+@pytest.mark.parametrize("start", [3, 4])
+def test_who_comes_with_another_number_of_members_starts_nothing(etcd: Etcd, prepare: Prepare, start: int) -> None:
+    """Also where the first one has not told yet what the job is."""
+    keep(etcd, plan=unstarted_plan(4, None).to_json())
+    if start == 4:
+        found = prepare(start=4)
+        assert (found.world_size, found.waiting, found.slot) == (4, True, 0)
+        assert JobRecord.from_json(etcd.keys[Keys.SPEC].value).world_size == 4
+        return
+    with pytest.raises(ConfigError, match="--start 3: job 'gpt' at x was started with 4 members"):
+        prepare(start=3)
+    assert Keys.SPEC not in etcd.keys
+
+
+def test_who_would_not_restart_cannot_wait_for_a_first_start(etcd: Etcd, prepare: Prepare) -> None:
+    keep(etcd, spec=SPEC, plan=unstarted_plan(2, None).to_json())
+    with pytest.raises(ConfigError, match=r"set bamboo\.recovery\.max_restarts to more than 0"):
+        prepare(start=None, max_restarts=0)
+    keep(etcd, plan=fatal_plan(BUILDING, (), BUILDING.members).to_json())
+    with pytest.raises(JobOver, match="has ended by a fatal loss"):
+        prepare(start=None, max_restarts=0)
+
+
+def test_an_outage_of_etcd_does_not_end_the_wait(
+    etcd: Etcd, store: SimStore, prepare: Prepare, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep(etcd, spec=SPEC, plan=unstarted_plan(2, None).to_json())
+    answers = iter((True, False, False))
+    read = store.get_prefix
+
+    def get_prefix(prefix: str) -> Snapshot:
+        if not next(answers, True):
+            raise StoreUnavailable("no answer")
+        return read(prefix)
+
+    monkeypatch.setattr(store, "get_prefix", get_prefix)
+    assert prepare().waiting and next(answers, None) is None
+
+
+def test_a_job_is_stopped_also_while_nobody_of_it_is_there(
+    etcd: Etcd, store: SimStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next members that come would start it again."""
+    monkeypatch.setattr(main, "open_store", lambda *_: store)
+    where = JobLocation("gpt", "x")
+    with pytest.raises(ConfigError, match="no job 'gpt' runs at x"):
+        main._stop_members(where)
+    keep(etcd, spec=SPEC, plan=fatal_plan(BUILDING, (), BUILDING.members).to_json())
+    main._stop_members(where)
+    assert StopRecord.from_json(etcd.keys[Keys.STOP].value).reason == "bamboo stop"
+    with pytest.raises(ConfigError, match="no job 'gpt' runs at x"):
+        main._stop_members(where)
