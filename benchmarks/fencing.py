@@ -2,6 +2,7 @@
 ``tests/support/fencing_model.py``, with seeds.
 
     python benchmarks/fencing.py --schedules 1000000 --jobs 2
+    python benchmarks/fencing.py --starting --schedules 10000       of a job that its members start, one by one
     python benchmarks/fencing.py --first 375 --schedules 1          one schedule again
     python benchmarks/fencing.py --off pause --schedules 1000       without a fence: finds violations
 
@@ -26,15 +27,15 @@ from tests.support.fencing_model import FENCES, Broken, draw, quiet, run
 _CHUNK = 250
 
 
-def chunk(task: tuple[int, int, tuple[str, ...]]) -> tuple[int, Counter[str], list[tuple[int, str]]]:
+def chunk(task: tuple[int, int, tuple[str, ...], bool]) -> tuple[int, Counter[str], list[tuple[int, str]]]:
     """Schedules ``first`` to ``last``, the latter not included: how many, what happened, what was broken."""
-    first, last, off = task
+    first, last, off, starting = task
     quiet()
     happened: Counter[str] = Counter()
     broken = []
     for seed in range(first, last):
         try:
-            happened += run(*draw(seed), off)
+            happened += run(*draw(seed), off, starting)
         except Broken as error:
             broken.append((seed, str(error)))
         except Exception:  # a defect of the package or of the model: told with its seed like a broken invariant
@@ -42,10 +43,12 @@ def chunk(task: tuple[int, int, tuple[str, ...]]) -> tuple[int, Counter[str], li
     return last - first, happened, broken
 
 
-def tasks(first: int, count: int, off: tuple[str, ...]) -> Iterable[tuple[int, int, tuple[str, ...]]]:
+def tasks(
+    first: int, count: int, off: tuple[str, ...], starting: bool
+) -> Iterable[tuple[int, int, tuple[str, ...], bool]]:
     """Chunks of seeds."""
     for begin in range(first, first + count, _CHUNK):
-        yield begin, min(begin + _CHUNK, first + count), off
+        yield begin, min(begin + _CHUNK, first + count), off, starting
 
 
 def main() -> int:
@@ -54,15 +57,15 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="first seed")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--off", choices=FENCES, action="append", default=[], help="switch this fence off")
+    parser.add_argument("--starting", action="store_true", help="as by bamboo join --start, without a launcher")
     parser.add_argument("--show", type=int, default=5, help="broken invariants to print")
     arguments = parser.parse_args()
     begin, done = time.monotonic(), 0
     happened: Counter[str] = Counter()
     broken: list[tuple[int, str]] = []
     with get_context("spawn").Pool(arguments.jobs) as pool:
-        for count, what, found in pool.imap_unordered(
-            chunk, tasks(arguments.first, arguments.schedules, tuple(arguments.off))
-        ):
+        todo = tasks(arguments.first, arguments.schedules, tuple(arguments.off), arguments.starting)
+        for count, what, found in pool.imap_unordered(chunk, todo):
             done += count
             happened += what
             for seed, text in found[: max(0, arguments.show - len(broken))]:

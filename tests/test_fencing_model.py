@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bamboo_ds.control.registry.keys import Keys
+from bamboo_ds.control.registry.vacancies import Desertion
 from bamboo_ds.store.records import KeyValue, WatchEvent
 
 from .support.fencing_model import FENCES, KINDS, RATES, SECONDS, TICK_S, Broken, Step, World, draw, quiet, run
@@ -50,9 +51,9 @@ def silence() -> Iterator[None]:
 
 
 @settings(max_examples=500, deadline=None, suppress_health_check=list(HealthCheck))
-@given(st.lists(STEPS, max_size=8), st.tuples(*[st.sampled_from(RATES)] * 3))
-def test_no_schedule_breaks_an_invariant(steps: list[Step], rates: tuple[float, ...]) -> None:
-    run([Step("pass", seconds=2.0), *steps], rates)
+@given(st.lists(STEPS, max_size=8), st.tuples(*[st.sampled_from(RATES)] * 3), st.booleans())
+def test_no_schedule_breaks_an_invariant(steps: list[Step], rates: tuple[float, ...], first: bool) -> None:
+    run([Step("pass", seconds=2.0), *steps], rates, first=first)
 
 
 def test_drawn_schedules_break_none_and_have_faults_of_all_kinds() -> None:
@@ -60,6 +61,63 @@ def test_drawn_schedules_break_none_and_have_faults_of_all_kinds() -> None:
     assert set(KINDS) - {"pass"} <= set(happened), sorted(set(KINDS) - set(happened))
     others = ("restarts", "paused", "gave up", "published", "refused", "writer stopped")
     assert min(happened[what] for what in others) > 0
+
+
+def test_members_that_start_a_job_break_none() -> None:
+    """With as many hosts as it needs it commits in the end."""
+    happened = sum((run(*draw(seed), first=True) for seed in range(100)), start=type(run([]))())
+    assert min(happened[what] for what in ("restarts", "commits", "kill all", "join", "hold", "lose")) > 0
+
+
+#: What is there when all hosts vanish.
+FIRST: dict[str, Callable[[World], bool]] = {
+    "plan": lambda world: world.plan is not None,
+    "assignment": lambda world: world.assigned == 0,
+    "first plan": lambda world: world.plan is not None and world.plan.generation == 0,
+}
+
+
+def vanish(what: str) -> World:
+    """A job whose hosts all vanish while it starts for the first time, and others come."""
+    world, there = World(first=True), FIRST[what]
+    try:
+        while not there(world):
+            assert world.now < 200.0
+            world.advance(TICK_S)
+        assert world.plan is not None and world.plan.layout is None
+        for host in world.hosts:
+            world._kill_host(host, Step("kill host"))
+        world.heal()
+        return world
+    finally:
+        world.close()
+
+
+@pytest.mark.parametrize("what", FIRST)
+def test_all_hosts_vanish_while_a_job_starts(what: str) -> None:
+    world = vanish(what)
+    assert world.commits > 3 and world.assigned == {"plan": 0, "assignment": 1, "first plan": 1}[what]
+
+
+def test_somebody_must_notice_that_all_are_gone_that_built_the_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Desertion, "look", lambda *_: False)
+    with pytest.raises(Broken, match="stands still"):
+        vanish("first plan")
+
+
+def test_those_that_are_held_between_plan_and_record_hold_nobody_up() -> None:
+    """Others write for them what the job is."""
+    world = World(first=True)
+    for host in world.hosts:
+        host.hold_s, host.hold_at = 30.0, Keys.SPEC
+    try:
+        for _ in range(2):
+            world._come(2)
+        world.advance(20.0)
+        assert world.happened["hold"] and world.commits > 3
+        world.heal()
+    finally:
+        world.close()
 
 
 @pytest.mark.parametrize("fence", FENCES)

@@ -94,7 +94,8 @@ def test_who_comes_with_another_number_of_members_starts_nothing(etcd: Etcd, pre
     if start == 4:
         found = prepare(start=4)
         assert (found.world_size, found.waiting, found.slot) == (4, True, 0)
-        assert JobRecord.from_json(etcd.keys[Keys.SPEC].value).world_size == 4
+        spec = JobRecord.from_json(etcd.keys[Keys.SPEC].value)
+        assert spec.world_size == 4 and spec.since is not None
         return
     with pytest.raises(ConfigError, match="--start 3: job 'gpt' at x was started with 4 members"):
         prepare(start=3)

@@ -32,10 +32,12 @@ from bamboo_ds.control.registry.keys import Keys
 from bamboo_ds.control.registry.records import JobRecord, RestartRecord, StopRecord
 from bamboo_ds.control.settings import AgentSettings
 from bamboo_ds.generations import is_over, supersede
+from bamboo_ds.launchers.join import JoinOptions
 from bamboo_ds.state import publish
 from bamboo_ds.state.checkpoints import MANIFEST, Manifest, SaveRecord, Status, list_checkpoints, read_manifest
 from bamboo_ds.state.writer import Save, SaveFailed, check_lineage
 from bamboo_ds.topology import Plan
+from bamboo_ds.topology.plan import UNSTARTED
 
 from .settings import block
 from .simulated_etcd import TTL_S, Etcd
@@ -97,12 +99,14 @@ class World:
     Args:
         rates: speed of each host's clock.
         off: fences that are switched off, of :data:`FENCES`.
+        first: nobody has started the job; its members come one by one, as by ``bamboo join --start``.
 
     Attributes:
         happened: faults that have had an effect, by kind.
     """
 
-    def __init__(self, rates: Sequence[float] = (1.0,), off: Iterable[str] = ()) -> None:
+    def __init__(self, rates: Sequence[float] = (1.0,), off: Iterable[str] = (), first: bool = False) -> None:
+        self.first = first
         self.now = 100.0
         self.rates, self.off = tuple(rates), frozenset(off)
         self.etcd = Etcd(self)
@@ -117,14 +121,16 @@ class World:
         self.hold_account = 0.0
         self._sent: dict[tuple[int, int, str], int] = {}
         self.plan: Plan | None = None
-        self.assigned = 0  # the newest restart
+        self.assigned = UNSTARTED if first else 0  # the newest restart
         self.committed = self.accounted = 0  # newest generations that did
         self.commits = 0
         self.late: dict[int, tuple[int, int]] = {}  # by generation: epoch and step of its commit after a restart
         self.published: dict[str, str] = {}  # newest save by tag
         self.begun: set[int] = set()  # generations that have taken the folder over
-        for _ in range(STAGES):
-            self._start_host(None)
+        for number in range(STAGES):
+            self._come(STAGES) if first else self._start_host(self.settings(slot=number))
+        if first:
+            return
         self.etcd.put(Keys.SPEC, JobRecord(job=JOB, world_size=STAGES, pipelines=1).to_json(), None, "")
 
     def close(self) -> None:
@@ -134,12 +140,17 @@ class World:
         self._ids += 1
         return f"m{slot}-{self._ids:08x}"
 
-    def _start_host(self, settings: AgentSettings | None) -> None:
+    def _start_host(self, settings: AgentSettings | None, comes: JoinOptions | None = None) -> None:
         host = Host(self, len(self.hosts))
         self.hosts.append(host)
-        Party(host, settings or self._settings(host.number))
+        Party(host, settings, comes)
 
-    def _settings(self, slot: int, **more: Any) -> AgentSettings:
+    def _come(self, start: int | None) -> None:
+        """A host with a member that comes by ``bamboo join``."""
+        told = {"job": JOB, "command": ("x",), "block": BLOCK, "store": "x", "wait_s": HEALED_S}
+        self._start_host(None, JoinOptions(**told, start=start))
+
+    def settings(self, slot: int, **more: Any) -> AgentSettings:
         values: dict[str, Any] = {
             "job": JOB,
             "command": ("x",),
@@ -168,6 +179,8 @@ class World:
                 return  # in place of a forged one
             if plan is not None and (new.epoch, new.origin) != (plan.epoch + 1, plan.origin):
                 raise Broken(f"plan {new.epoch} follows {plan.epoch}")
+            if new.generation == UNSTARTED and plan is None and (new.epoch or Keys.SPEC in self.etcd.keys):
+                raise Broken("a job begins that has been started")
             if plan is not None and new.generation < plan.generation:
                 raise Broken(f"generation {new.generation} follows {plan.generation}")
             self.plan = new
@@ -175,6 +188,8 @@ class World:
             record = RestartRecord.from_json(value)
             if record.generation != self.assigned + 1:
                 raise Broken(f"restart {record.generation} follows {self.assigned}")
+            if plan is not None and plan.generation == UNSTARTED and len(record.ranks) < STAGES:
+                raise Broken(f"the first start is on slots {list(record.ranks)} alone")
             self.assigned = record.generation
         elif key == Keys.STOP and plan is not None:
             stop = StopRecord.from_json(value)
@@ -185,6 +200,8 @@ class World:
         plan = worker.plan
         assert plan is not None
         generation, newer = plan.generation, max(self.committed, self.assigned)
+        if generation == UNSTARTED:
+            raise Broken(f"{worker.member} commits before the first start")
         if generation < newer:
             # What a worker had contributed to before it was seen to end, and nothing else.
             ended = any(self.workers[member].status is not None for member in plan.members)
@@ -464,13 +481,17 @@ class World:
 
     def _join(self, host: Host, step: Step) -> bool:
         plan = self.plan
-        if plan is None or (plan.layout is None and not plan.unheld) or len(self.hosts) > STAGES + 2:
+        if plan is None or len(self.hosts) > STAGES + 2:
             return False
+        if self.first or (plan.layout is None and not plan.unheld):
+            # Some with another number of members, who have to find that out.
+            self._come((None, STAGES, STAGES, STAGES, STAGES + 1)[step.other % 5] if self.first else None)
+            return True
         slot = next(n for n in itertools.count(STAGES) if Keys.slot(n) not in self.etcd.keys)
         self.etcd.put(Keys.slot(slot), "joiner", None, "")
         fatal = bool(plan.unheld)
         waits = {"waiting": True, "after_epoch": plan.epoch, "generation": self.assigned}
-        self._start_host(self._settings(slot, **(waits if fatal else {"home": step.other % STAGES})))
+        self._start_host(self.settings(slot, **(waits if fatal else {"home": step.other % STAGES})))
         return True
 
     def _save(self, host: Host, step: Step) -> bool:
@@ -494,10 +515,13 @@ class World:
             host.etcd, host.mute, host.stopped, host.hold_s, host.lose = True, False, False, 0.0, False
         for worker in self.workers.values():
             worker.stopped, worker.stopped_at = False, None
-        begin, end = self.commits, self.now + HEALED_S
+        begin, end = self.commits, self.now + HEALED_S * (2 if self.first else 1)
         while self.now < end:
+            if self.first:  # as a cluster does
+                for _ in range(STAGES - len([party for party in self.parties if not party.over])):
+                    self._come(STAGES)
             self.advance(1.0)
-            if Keys.STOP in self.etcd.keys or all(party.over for party in self.parties):
+            if Keys.STOP in self.etcd.keys or (not self.first and all(party.over for party in self.parties)):
                 return
             plan = self.plan
             if plan is None or plan.unheld or self.commits <= begin + 3 or self.committed != plan.generation:
@@ -523,9 +547,11 @@ def draw(seed: int, length: int = 8) -> tuple[list[Step], tuple[float, ...]]:
     return steps, tuple(dice.choice(RATES) for _ in range(3))
 
 
-def run(steps: Sequence[Step], rates: Sequence[float] = (1.0,), off: Iterable[str] = ()) -> Counter[str]:
-    """Carry a schedule out; returns what has happened. Raises :class:`Broken`."""
-    world = World(rates, off)
+def run(
+    steps: Sequence[Step], rates: Sequence[float] = (1.0,), off: Iterable[str] = (), first: bool = False
+) -> Counter[str]:
+    """Carry a schedule out; returns what has happened. Raises :class:`Broken`. For the arguments see :class:`World`."""
+    world = World(rates, off, first)
     waits = nullcontext() if "wait" not in world.off else patch.object(restart, "restart_wait_s", lambda *_: 0.0)
     try:
         waits.__enter__()
@@ -533,7 +559,7 @@ def run(steps: Sequence[Step], rates: Sequence[float] = (1.0,), off: Iterable[st
         for step in steps:
             world.do(step)
         world.heal()
-        world.happened["restarts"] += world.assigned
+        world.happened["restarts"] += max(0, world.assigned)
         world.happened["commits"] += world.commits
         return world.happened
     finally:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from queue import SimpleQueue
 from types import SimpleNamespace
@@ -22,8 +22,21 @@ from bamboo_ds.control.agent.waiting import WaitingAgent
 from bamboo_ds.control.leader.leader import Leader
 from bamboo_ds.control.messages import Contact, ExitNotice, Message, PlanPush
 from bamboo_ds.control.registry.records import LayoutRecord, SuspicionRecord, WorkerRecord, WorkerState
+from bamboo_ds.control.registry.vacancies import Vacancy
 from bamboo_ds.control.settings import AgentSettings
-from bamboo_ds.errors import EXIT_EVICTED, EXIT_FATAL_LOSS, EXIT_LEFT, PlanForged, StoreUnavailable
+from bamboo_ds.errors import (
+    EXIT_EVICTED,
+    EXIT_FATAL_LOSS,
+    EXIT_LEFT,
+    ConfigError,
+    JobOver,
+    LaunchError,
+    PlanForged,
+    ProtocolError,
+    StoreError,
+    StoreUnavailable,
+)
+from bamboo_ds.launchers.join import Arrival, JoinOptions, _begin
 from bamboo_ds.observe.events import EventWriter
 from bamboo_ds.topology import Layout, Plan
 
@@ -330,22 +343,57 @@ class SimRejoin(Rejoin):
         return SimStore(self._host.world, self._host)
 
 
-class Party:
-    """One agent's process, whatever it is at the moment."""
+class Comer:
+    """As ``bamboo join``, brought again by a cluster whenever it ends with a code that does not mean the end.
 
-    def __init__(self, host: Host, settings: AgentSettings) -> None:
+    Args:
+        options: ``start`` among them.
+    """
+
+    def __init__(self, host: Host, options: JoinOptions) -> None:
+        self._host, self._options = host, options
+        self._store: Any = SimStore(host.world, host)
+        self._arrival: Arrival | None = None
+
+    def look(self) -> Vacancy | None:
+        """As :func:`bamboo_ds.launchers.join.prepare`, but once. Raises where that is the end."""
+        try:
+            if self._arrival is None:
+                if self._options.start is not None:
+                    _begin(self._store, self._options, self._options.start)
+                self._arrival = Arrival(self._store, self._options, self._host.clock)
+            return self._arrival.look()
+        except (ConfigError, JobOver):
+            raise
+        except (LaunchError, StoreError, ProtocolError):
+            self._arrival = None
+            return None
+
+
+class Party:
+    """One agent's process, whatever it is at the moment.
+
+    Args:
+        comes: what it was asked for that comes by ``bamboo join``; its settings follow from the job.
+    """
+
+    def __init__(self, host: Host, settings: AgentSettings | None, comes: JoinOptions | None = None) -> None:
         self.host, self.world = host, host.world
         self.over = False
         self._stay_at = 0.0
         self._come_at = 0.0
-        self._become(settings)
+        self.rejoin: SimRejoin | None = None
+        self.process: SimAgent | SimWaiting | None = None
+        self._comer = None if comes is None else Comer(host, comes)
+        if settings is not None:
+            self._become(settings)
         host.parties.append(self)
 
     def _become(self, settings: AgentSettings) -> None:
-        self.rejoin: SimRejoin | None = None
+        self.rejoin = self._comer = None
         self._told = False
         if settings.waiting:
-            self.process: SimAgent | SimWaiting = SimWaiting(settings, self.host)
+            self.process = SimWaiting(settings, self.host)
             return
         self.process = SimAgent(settings, self.host)
         for rank, slot in settings.extra_ranks.items():
@@ -360,9 +408,13 @@ class Party:
         """What it does in one tick."""
         if self.over or not self.host.runs:
             return
+        if self._comer is not None:
+            self._arrive(self._comer)
+            return
         if self.rejoin is not None:
             self._look(self.rejoin)
             return
+        assert self.process is not None
         coordinator = self.process._coordinator
         clock = self.host.clock()
         if clock >= self._stay_at:
@@ -415,11 +467,24 @@ class Party:
         else:
             self.over = True
 
+    def _arrive(self, comer: Comer) -> None:
+        if self.world.now < self._come_at:
+            return
+        self._come_at = self.world.now + 1.0
+        try:
+            vacancy = comer.look()
+        except (ConfigError, JobOver):
+            self.over = True
+            return
+        if vacancy is not None and self.host.alive:
+            self._become(self.world.settings(**asdict(vacancy)))
+
     def _look(self, rejoin: SimRejoin) -> None:
         if self.world.now < self._come_at:
             return
         self._come_at = self.world.now + 1.0
         rejoin.look()
+        assert self.process is not None
         if self.process._slot.state is not State.REJOINING:
             self.rejoin = None
             self._go_on(self.process)
