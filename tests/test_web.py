@@ -346,16 +346,75 @@ def test_it_serves_while_its_member_leads() -> None:
                 target=lambda path=path: answers.append(ask(record.url, path, TOKEN, "POST")[0])  # type: ignore[misc]
             )
             asking.start()
-            assert woken.wait(10.0)
-            woken.clear()
-            shown.follow(mirror(), lease)
-            asking.join()
+            patience = Patience(20.0)
+            while asking.is_alive():
+                assert not patience.over()
+                woken.wait(0.05)
+                woken.clear()
+                shown.follow(mirror(), lease)
         assert answers == [404, 200, 200]
         assert LeaveRecord.from_json(store.written[Keys.leave("a")]).source == "web"
         assert StopRecord.from_json(store.written[Keys.STOP]).code == 143
         shown.follow(mirror("b"), lease)  # it leads no more
         wait(lambda: not answers_at(record.url), "the server has ended")
         shown.close(5.0)
+
+
+def test_what_its_client_gave_up_is_not_done() -> None:
+    """It has heard that it was not, or has hung up; the member goes on, whether or not it leads."""
+    lease: Any = None
+    store = StoreDouble()
+    shown = display("127.0.0.1:0", store, control=True)
+    lead(shown, lambda: Keys.WEB in store.written)
+    written = dict(store.written)
+    assert shown._ask("stop", "").cancel()
+    shown.follow(mirror(), lease)
+    assert shown._asked.empty() and store.written == written
+    first, second = shown._ask("leave", "a"), shown._ask("stop", "")
+    begin = shown._clock()
+    again = shown.follow(mirror(), lease)
+    assert first.done() and not second.done() and again is not None and again <= begin + 1.0, "one in a turn"
+    assert second.cancel()
+    shown.follow(mirror("b"), lease)
+    late = shown._ask("stop", "")
+    shown.follow(mirror("b"), lease)
+    with pytest.raises(StoreUnavailable, match="does not lead"):
+        late.result(0.0)
+    assert shown._ask("stop", "").cancel()
+    shown.close(5.0)
+    assert store.written.keys() == written.keys() | {Keys.leave("a")}
+
+
+def test_who_waits_for_etcd_in_vain_gives_up_what_it_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bamboo_ds.control.web.server._CHANGE_S", 0.05)
+    asked: list[Future[None]] = [Future(), Future()]
+    assert asked[1].set_running_or_notify_cancel()
+    waiting = iter(asked)
+    change = lambda what, member: next(waiting)  # noqa: E731
+    server = WebServer(Feed("recorded", None), Access(SECRET, "recorded"), "recorded", "127.0.0.1", 0, change)
+    try:
+        status, _, body = ask(server.url, "/api/stop", TOKEN, "POST")
+        assert (status, json.loads(body)["error"]) == (503, "etcd does not answer") and asked[0].cancelled()
+        status, _, body = ask(server.url, "/api/stop", TOKEN, "POST")
+        assert status == 503 and "whether it is done is not known" in json.loads(body)["error"]
+    finally:
+        assert server.close(10.0)
+
+
+def test_a_page_that_ends_badly_keeps_nobody(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("a test says so")
+
+    store = StoreDouble()
+    shown = display("127.0.0.1:0", store)
+    lead(shown, lambda: store.written)
+    site = shown._site
+    assert site is not None
+    with monkeypatch.context() as broken:
+        broken.setattr("bamboo_ds.control.web.site.Site.close", fail)
+        shown.close(0.0)
+    assert "a test says so" in caplog.text
+    site.close(5.0)
 
 
 def answers_at(url: str) -> bool:

@@ -248,13 +248,14 @@ class WebServer:
             return self._error(404, "there is nothing here")
         if self._change is None:
             return self._error(403, 'this page only shows the job: set "bamboo.observe.control" to true')
+        done = self._change("leave" if member else "stop", member)
         try:
-            what = "leave" if member else "stop"
-            await asyncio.wait_for(asyncio.wrap_future(self._change(what, member)), _CHANGE_S)
+            await asyncio.wait_for(asyncio.wrap_future(done), _CHANGE_S)
         except LookupError as error:
             return self._error(404, str(error.args[0] if error.args else error))
         except asyncio.TimeoutError:
-            return self._error(503, "etcd does not answer")
+            begun = "" if done.cancel() else ", and whether it is done is not known"
+            return self._error(503, f"etcd does not answer{begun}")
         except BambooError as error:
             return self._error(503, str(error))
         return self._json(b"{}")
