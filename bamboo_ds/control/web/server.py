@@ -125,12 +125,14 @@ class WebServer:
             await asyncio.wait([ticker])
 
     async def _tick(self) -> None:
-        """Look for what is new, and wake the streams."""
+        """Look for what is new, and wake the streams, also where it was another one's look that has found it."""
+        told = 0
         while True:
             try:
-                before = self._feed.version
                 await asyncio.to_thread(self._feed.refresh)
-                if self._feed.version != before:
+                version = self._feed.version
+                if version != told:
+                    told = version
                     self._news.set()
                     self._news = asyncio.Event()
             except Exception:
