@@ -9,6 +9,7 @@ import re
 import socket
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -231,6 +232,27 @@ def test_the_stream_sends_what_has_changed(tmp_path: Path) -> None:
         begin = time.monotonic()
         served.close()
         assert list(stream) == [] and time.monotonic() - begin < 5.0
+
+
+def test_what_a_scrape_has_found_reaches_the_stream_as_soon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bamboo_ds.control.web.server._TICK_S", 0.3)
+    monkeypatch.setattr("bamboo_ds.control.web.server._HEARTBEAT_S", 60.0)
+    lines = RECORDED.read_bytes().splitlines(keepends=True)
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(b"".join(lines[:9]))
+    served = Served(str(path))
+    try:
+        stream = iter(streamed(served.url, TOKEN))
+        view: dict[str, Any] = {}
+        while view.get("step") != 2:
+            view |= next(stream)
+        with open(path, "ab") as file:
+            file.write(b"".join(lines[9:]))
+        assert value(scraped(served.url, TOKEN), "bamboo_steps_committed_total") == 25
+        while view["step"] != 25:
+            view |= next(stream)  # fails after 20 s
+    finally:
+        served.close()
 
 
 def test_watchers_are_bounded(monkeypatch: pytest.MonkeyPatch, served: Served) -> None:
@@ -518,3 +540,11 @@ def test_a_collector_that_is_no_url_and_one_without_the_package(monkeypatch: pyt
     assert block is not None and block.observe.otlp == "http://collector:4318"
     with pytest.raises(ConfigError, match=r"bamboo_ds\[otel\]"):
         block.check()
+
+
+@pytest.mark.parametrize("url", ["https://me:hunter2@c:4318", "me:hunter2@c:4318", "http://c:4318/?key=hunter2"])
+def test_a_collectors_credential_is_not_taken_from_the_settings(url: str) -> None:
+    """Every agent's command line has those."""
+    with pytest.raises(ConfigError, match=r"observe\.otlp.*OTEL_EXPORTER_OTLP_HEADERS") as caught:
+        bamboo_config({"bamboo": {"observe": {"otlp": url}}})
+    assert "hunter2" not in "".join(traceback.format_exception(caught.value))
