@@ -51,8 +51,8 @@ class Feed:
         self._overview: Overview | None = None
         self._faults = False
         self._lock = threading.Lock()
-        self._closed = threading.Event()
         self._parts: dict[str, tuple[Any, int, bytes]] = {}  # by field of the view: its value, since when, as JSON
+        self._started: float | None = None
         self.version = 0
         self.members = 0
 
@@ -60,21 +60,17 @@ class Feed:
         """Take what etcd tells; does not block."""
         self._overview = overview
 
-    def close(self) -> None:
-        """Have :meth:`refresh` return early."""
-        self._closed.set()
-
-    def refresh(self) -> None:
-        """Read what is new."""
+    def refresh(self, enough: Callable[[], bool] = lambda: False) -> None:
+        """Read what is new, of that so many chunks that there is ``enough``."""
         with self._lock:
-            self._fold()
+            self._fold(enough)
             self._live.late(datetime.now(timezone.utc))
             view = self._live.view(self._overview)
             self._metrics.show(view)
             self._render(view)
 
-    def _fold(self) -> None:
-        while self._tail is not None and not self._closed.is_set():
+    def _fold(self, enough: Callable[[], bool]) -> None:
+        while self._tail is not None and not enough():
             try:
                 found = self._tail.read(_CHUNK)
             except OSError as error:
@@ -101,7 +97,7 @@ class Feed:
                 continue
             self._parts[name] = value, version, to_json(value, inf_nan_mode="null")
             self.version = version
-        self.members = len(view.members)
+        self.members, self._started = len(view.members), view.started
 
     def view(self, since: int = 0) -> tuple[int, bytes]:
         """The version, and the fields of the view that have changed after version ``since``, as a JSON object."""
@@ -114,15 +110,15 @@ class Feed:
         with self._lock:
             return self._live.loss(number)
 
-    def families(self) -> list[Metric]:
-        """The metrics now."""
-        self.refresh()
+    def families(self, enough: Callable[[], bool] = lambda: False) -> tuple[float | None, list[Metric]]:
+        """The metrics now, after since when they count, in seconds since 1970; ``None``: that is not known."""
+        self.refresh(enough)
         with self._lock:
-            return list(self._metrics.collect())
+            return self._started, list(self._metrics.collect())
 
-    def exposition(self, accept: str) -> tuple[bytes, str]:
+    def exposition(self, accept: str, enough: Callable[[], bool] = lambda: False) -> tuple[bytes, str]:
         """The metrics now, in the format that a scraper's header asks for, and the format's name."""
-        self.refresh()
+        self.refresh(enough)
         with self._lock:
             encode, content_type = choose_encoder(accept)
             return encode(self._registry), content_type

@@ -90,7 +90,6 @@ class WebServer:
     def close(self, timeout_s: float) -> bool:
         """End; whether that was done within ``timeout_s`` seconds. Idempotent."""
         self._closing.set()
-        self._feed.close()
         loop = self._loop
         if loop is not None:
             with contextlib.suppress(RuntimeError):  # it has ended
@@ -129,7 +128,7 @@ class WebServer:
         told = 0
         while True:
             try:
-                await asyncio.to_thread(self._feed.refresh)
+                await asyncio.to_thread(self._feed.refresh, self._closing.is_set)
                 version = self._feed.version
                 if version != told:
                     told = version
@@ -191,12 +190,12 @@ class WebServer:
             return self._error(404, "no such loss") if detail is None else self._json(detail.model_dump_json().encode())
         if path == "/metrics":
             accept = request.headers.get("Accept", "")
-            body, content_type = await asyncio.to_thread(self._feed.exposition, accept)
+            body, content_type = await asyncio.to_thread(self._feed.exposition, accept, self._closing.is_set)
             return web.Response(body=body, headers={**_HEADERS, "Content-Type": content_type})
         return self._error(404, "there is nothing here")
 
     def _fresh(self) -> tuple[int, bytes]:
-        self._feed.refresh()
+        self._feed.refresh(self._closing.is_set)
         return self._feed.view()
 
     async def _stream(self, request: web.BaseRequest) -> web.StreamResponse:
