@@ -115,7 +115,9 @@ def test_metrics_and_logs(collector: Collector, tmp_path: Path, monkeypatch: pyt
     assert lost.severity_text == "WARN" and attributes(lost)["bamboo.reason"] == "signal"
     assert '"event":"member_lost"' in lost.body.string_value
     sent = collector.metrics()
-    scraped = parsed(feed.exposition("")[0].decode())
+    exposed = feed.exposition("")
+    assert exposed is not None
+    scraped = parsed(exposed[0].decode())
     for name, metric in sent.items():
         points = getattr(metric, metric.WhichOneof("data")).data_points
         for point in points:

@@ -30,7 +30,9 @@ from bamboo_ds.control.web.display import Display
 from bamboo_ds.control.web.feed import Feed
 from bamboo_ds.control.web.server import WebServer
 from bamboo_ds.errors import ConfigError, StoreUnavailable
-from bamboo_ds.observe.events import EventWriter, read_events
+from bamboo_ds.observe.events import Event, EventWriter, read_events
+from bamboo_ds.observe.live import LiveJob
+from bamboo_ds.observe.tail import EventTail
 from bamboo_ds.secret import NONE, JobSecret
 from bamboo_ds.store.records import KeyValue, Snapshot
 from bamboo_ds.topology.planner import initial_plan
@@ -297,6 +299,52 @@ def test_only_new_events_are_passed_on(tmp_path: Path) -> None:
         events.emit(event.model_copy(update={"time": now, "job": "another"}))
     feed.refresh()
     assert told == ["run_started"]
+
+
+def test_a_long_past_is_read_while_the_page_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It shows how far it is, and who scrapes is told to come again: counters that climb once more look like news."""
+    monkeypatch.setattr("bamboo_ds.control.web.feed._CHUNK", 4096)
+    monkeypatch.setattr("bamboo_ds.control.web.feed._SHOW_S", 0.0)
+    monkeypatch.setattr("bamboo_ds.control.web.server._PATIENCE_S", 0.05)
+    go, chunks, read = threading.Event(), list[int](), EventTail.read
+
+    def slow(tail: EventTail, limit: int = -1) -> Any:
+        chunks.append(limit)
+        assert len(chunks) < 4 or go.wait(20.0)
+        return read(tail, limit)
+
+    monkeypatch.setattr(EventTail, "read", slow)
+    served = Served()
+    try:
+        wait(lambda: len(chunks) == 4, "three chunks are read")
+        view = seen(served.url, TOKEN)
+        assert view["state"] == "reading" and 0 < view["step"] < 25 and view["ended"] is None
+        status, _, body = ask(served.url, "/metrics", TOKEN)
+        assert status == 503 and "being read" in json.loads(body)["error"]
+        assert served.feed.families(lambda: True) is None
+        go.set()
+        wait(lambda: seen(served.url, TOKEN)["state"] == "ended", "the rest is read")
+        assert value(scraped(served.url, TOKEN), "bamboo_steps_committed_total") == 25
+        assert len(chunks) > 5 and set(chunks) == {4096}
+    finally:
+        go.set()
+        served.close()
+
+
+def test_an_event_that_cannot_be_shown_hides_no_other(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    add = LiveJob.add
+
+    def fail(live: LiveJob, event: Event) -> None:
+        if event.event == "member_lost":
+            raise RuntimeError("a test says so")
+        add(live, event)
+
+    monkeypatch.setattr(LiveJob, "add", fail)
+    feed = Feed("recorded", str(RECORDED))
+    feed.refresh()
+    assert json.loads(feed.view()[1])["step"] == 25 and caplog.text.count("a test says so") == 1
 
 
 # -- while a member leads -----------------------------------------------------------------------------------

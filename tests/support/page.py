@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import http.client
 import json
+import threading
 from collections.abc import Iterable
 from typing import Any
 from urllib.parse import urlsplit
 
 from prometheus_client.parser import text_string_to_metric_families
+
+from .patience import Patience
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
@@ -45,7 +48,11 @@ def parsed(text: str) -> Samples:
 
 def scraped(url: str, token: str) -> Samples:
     """What Prometheus would get."""
+    patience, pause = Patience(20.0), threading.Event()
     status, headers, body = ask(url, "/metrics", token)
+    while status == 503 and not patience.over():  # a new leader reads the events
+        pause.wait(0.05)
+        status, headers, body = ask(url, "/metrics", token)
     assert status == 200, body
     assert headers["Content-Type"].startswith("text/plain")
     return parsed(body.decode())

@@ -101,7 +101,10 @@ class Exporter:
 
     def _report(self) -> None:
         try:
-            started, families = self._feed.families(self._late)
+            known = self._feed.families(self._late)
+            if known is None:
+                return
+            started, families = known
             begin = self._begin if started is None else int(started * 1e9)  # else a new leader's sums look new
             done = self._metrics.export(self._data(families, begin)) is export.MetricExportResult.SUCCESS
             records = list(self._kept.records)

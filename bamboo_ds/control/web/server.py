@@ -10,6 +10,7 @@ import logging
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,8 @@ _HEARTBEAT_S = 15.0
 _STALL_S = 10.0
 _STREAMS = 32
 _CHANGE_S = 10.0
+#: Seconds that a request may wait for events to be read.
+_PATIENCE_S = 3.0
 _LARGEST_FORM = 4096
 _HEADERS = {
     "Cache-Control": "no-store",
@@ -190,13 +193,21 @@ class WebServer:
             return self._error(404, "no such loss") if detail is None else self._json(detail.model_dump_json().encode())
         if path == "/metrics":
             accept = request.headers.get("Accept", "")
-            body, content_type = await asyncio.to_thread(self._feed.exposition, accept, self._closing.is_set)
+            found = await asyncio.to_thread(self._feed.exposition, accept, self._soon())
+            if found is None:
+                return self._error(503, "the events of the job are being read")
+            body, content_type = found
             return web.Response(body=body, headers={**_HEADERS, "Content-Type": content_type})
         return self._error(404, "there is nothing here")
 
     def _fresh(self) -> tuple[int, bytes]:
-        self._feed.refresh(self._closing.is_set)
+        self._feed.refresh(self._soon())
         return self._feed.view()
+
+    def _soon(self) -> Callable[[], bool]:
+        """Whether a request has waited long enough for what is new."""
+        deadline = time.monotonic() + _PATIENCE_S
+        return lambda: self._closing.is_set() or time.monotonic() >= deadline
 
     async def _stream(self, request: web.BaseRequest) -> web.StreamResponse:
         from aiohttp import web
