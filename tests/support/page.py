@@ -20,7 +20,7 @@ def ask(
     url: str, path: str, token: str | None = None, method: str = "GET", body: str | None = None, **headers: str
 ) -> tuple[int, http.client.HTTPMessage, bytes]:
     """Status, headers and body of an answer. Redirections are not followed."""
-    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=10.0)
+    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=30.0)
     try:
         given = {name.replace("_", "-"): value for name, value in headers.items()}
         if token is not None:
