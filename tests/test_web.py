@@ -206,7 +206,7 @@ def test_the_view_a_loss_and_the_metrics(served: Served) -> None:
     assert (view["step"], view["state"], len(view["members"]), len(view["losses"])) == (25, "ended", 5, 1)
     detail = json.loads(ask(served.url, "/api/losses/1", TOKEN)[2])
     assert detail["loss"] == view["losses"][0] and len(detail["survivors"]) == 3
-    for number in ("2", "x", "-1", ""):
+    for number in ("2", "x", "-1", "", "9" * 5000):
         assert ask(served.url, f"/api/losses/{number}", TOKEN)[0] == 404
     assert value(scraped(served.url, TOKEN), "bamboo_steps_committed_total") == 25
     kind = ask(served.url, "/metrics", TOKEN, Accept="application/openmetrics-text; version=1.0.0")[1]["Content-Type"]

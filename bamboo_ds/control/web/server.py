@@ -188,7 +188,7 @@ class WebServer:
             return self._json(json.dumps({"control": self._change is not None}).encode())
         if path.startswith("/api/losses/"):
             number = path.rpartition("/")[2]
-            known = number.isascii() and number.isdecimal()
+            known = number.isascii() and number.isdecimal() and len(number) < 20
             detail = await asyncio.to_thread(self._feed.loss, int(number)) if known else None
             return self._error(404, "no such loss") if detail is None else self._json(detail.model_dump_json().encode())
         if path == "/metrics":
