@@ -13,6 +13,7 @@ from enum import Enum
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
 
 from .addresses import check_url as check_url
 from .addresses import split_address
@@ -24,6 +25,8 @@ from .errors import ConfigError
 BLOCK = "bamboo"
 #: Seconds that cold file systems take to load libraries, at least.
 START_TIMEOUT_S = 60.0
+#: Type of errors whose input is not to be shown.
+_CREDENTIAL = "credential"
 
 
 class RedundancyMode(str, Enum):
@@ -60,7 +63,7 @@ class Placement(str, Enum):
 
 
 class _Block(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 
 
 class RedundancyConfig(_Block):
@@ -263,7 +266,7 @@ class ObserveConfig(_Block):
     otlp: str | None = Field(
         None,
         description="URL of an OpenTelemetry collector (OTLP over HTTP, such as `http://host:4318`) that gets the same "
-        "metrics, and the events as logs; needs the extra `otel`. `null`: none",
+        "metrics, and the events as logs, without a credential; needs the extra `otel`. `null`: none",
     )
     timeline: Literal["losses", "all", "off"] = Field(
         "losses",
@@ -282,6 +285,13 @@ class ObserveConfig(_Block):
     @field_validator("otlp")
     @classmethod
     def _is_a_url(cls, value: str | None) -> str | None:
+        if value is not None and any(sign in value for sign in "@?#"):
+            # It is not repeated here: settings are read by all, in files, on command lines and in logs.
+            raise PydanticCustomError(
+                _CREDENTIAL,
+                "a collector's URL has host, port and path alone, no user, password or key: set "
+                "OTEL_EXPORTER_OTLP_HEADERS in the launcher's environment instead, such as Authorization=Basic%20...",
+            )
         return None if value is None else check_url(value)
 
 
@@ -412,7 +422,8 @@ def _explain(error: ValidationError) -> str:
             cure = f'did you mean "{near[0]}"?' if near else f"known keys: {', '.join(known)}"
             lines.append(f'"{name}" is not a setting; {cure}')
         else:
-            lines.append(f'"{name}" is {item["input"]!r}: {item["msg"]}')
+            found = "not shown here" if item["type"] == _CREDENTIAL else repr(item["input"])
+            lines.append(f'"{name}" is {found}: {item["msg"]}')
     return "; ".join(lines)
 
 

@@ -206,3 +206,28 @@ def test_one_that_takes_no_part_gives_up_when_etcd_stays_away(own_etcd: EtcdServ
     finally:
         for coordinator in coordinators:
             coordinator.close(timeout_s=10.0)
+
+
+def test_whatever_fails_at_the_end_the_agent_is_told_of_it() -> None:
+    """Otherwise it would wait for a minute, and the connection to etcd stay open."""
+    ended: list[str] = []
+
+    class Failing:
+        def close(self, timeout_s: float) -> None:
+            raise RuntimeError("a test says so")
+
+    class Closing:
+        def close(self) -> None:
+            ended.append("store")
+
+    record = MemberRecord(id="m0", slot=0, host="h", address="x", pid=1, agent_pid=2, incarnation="x")
+    ignore = dict.fromkeys(("on_plan", "on_store", "on_peers", "on_stop", "on_error"), lambda *_: None)
+    callbacks = Callbacks(**ignore, on_ended=lambda: ended.append("told"))  # type: ignore[arg-type]
+    doubles: Any = Closing(), LeaderDouble(), Failing()
+    store, leader, display = doubles
+    more: dict[str, Any] = {"lease_ttl_s": TTL_S, "last_heartbeat": lambda: None, "display": display}
+    coordinator = Coordinator(store, leader, record, callbacks=callbacks, **more)
+    coordinator._ending.set()
+    with pytest.raises(RuntimeError, match="a test says so"):
+        coordinator._run()
+    assert ended == ["store", "told"]

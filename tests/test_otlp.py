@@ -11,11 +11,14 @@ from typing import Any
 
 import pytest
 
+from bamboo_ds.config import bamboo_config
+from bamboo_ds.control.settings import AgentSettings
 from bamboo_ds.control.web.feed import Feed
 from bamboo_ds.observe.events import EventWriter, read_events
+from bamboo_ds.secret import JobSecret
 
 from .support.leaks import no_leaks
-from .support.page import parsed
+from .support.page import ask, parsed
 from .support.patience import Patience
 
 pytest.importorskip("opentelemetry.sdk", reason="OpenTelemetry is missing: pip install bamboo_ds[otel]")
@@ -112,11 +115,15 @@ def test_metrics_and_logs(collector: Collector, tmp_path: Path, monkeypatch: pyt
     assert lost.severity_text == "WARN" and attributes(lost)["bamboo.reason"] == "signal"
     assert '"event":"member_lost"' in lost.body.string_value
     sent = collector.metrics()
-    scraped = parsed(feed.exposition("")[0].decode())
+    exposed = feed.exposition("")
+    assert exposed is not None
+    scraped = parsed(exposed[0].decode())
     for name, metric in sent.items():
         points = getattr(metric, metric.WhichOneof("data")).data_points
         for point in points:
             labels = tuple(sorted(attributes(point).items()))
+            if not metric.HasField("gauge"):  # it counts from the job's start, whoever leads
+                assert point.start_time_unix_nano == pytest.approx(feed._since.timestamp() * 1e9, abs=1e6)
             if metric.HasField("histogram"):
                 assert point.count == scraped[f"{name}_count", labels]
                 assert point.sum == pytest.approx(scraped[f"{name}_sum", labels])
@@ -150,3 +157,26 @@ def test_a_collector_that_does_not_answer(
         assert caplog.text.count("takes no reports") == 1
     finally:
         exporting.close(10.0)
+
+
+def test_the_last_report_has_the_newest_events(collector: Collector, tmp_path: Path) -> None:
+    """Also where there is a page beside it, which ends at the same time, and nobody waits: another member leads."""
+    from bamboo_ds.control.web.site import Site
+
+    path = tmp_path / "events.jsonl"
+    path.touch()
+    block = bamboo_config({"bamboo": {"observe": {"http": "127.0.0.1:0", "otlp": collector.url}}})
+    assert block is not None
+    known: dict[str, Any] = {"store": "x", "parent_pid": 1, "command": ("x",), "secret": JobSecret("x" * 40)}
+    settings = AgentSettings(job="recorded", slot=0, world_size=1, block=block, events=str(path), **known)
+    event = next(read_events(RECORDED))
+    with no_leaks():
+        site = Site(settings, None)
+        site.listen()
+        assert ask(site.url or "", "/healthz")[0] == 200
+        with EventWriter(path) as writer:
+            writer.emit(event.model_copy(update={"time": site.feed._since}))
+        site.close(0.0)
+        collector.wait("/v1/logs")
+        site.close(10.0)
+    assert [each.event_name for each in collector.logs()] == ["bamboo.run_started"]

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import pty
+import select
 import signal
 import socket
 import struct
@@ -40,6 +41,7 @@ from bamboo_ds.topology.planner import initial_plan
 
 from .support.control import BAMBOO, Job, start, wait_gone
 from .support.etcd import EtcdServer
+from .support.patience import Patience
 
 __all__ = ["start"]  # the fixture
 
@@ -247,11 +249,8 @@ def test_status_and_stop(start: Start) -> None:
     ):
         os.close(inside)
         os.close(inside_top)
-        shown = shown_top = b""
-        while b"epoch 3" not in shown:
-            shown += os.read(terminal, 4096)
-        while b"losses 1" not in shown_top:
-            shown_top += os.read(terminal_top, 4096)
+        _read_until(terminal, b"epoch 3")
+        _read_until(terminal_top, b"losses 1")
         (listed,) = json.loads(job.bamboo("jobs", "--json").stdout)
         assert (listed["job"], listed["members"], listed["step"], listed["losses"]) == ("status-test", 3, 12, 1)
         assert listed["events"] == str(job.events_file) and listed["problem"] is None
@@ -268,16 +267,23 @@ def test_status_and_stop(start: Start) -> None:
         assert job.exit_code() == 143
         assert all(line.startswith(("[0] ", "[agent 0] ")) for line in logs)
         assert "exit code 143 after" in "".join(told)
-        while b"job status-test has ended" not in shown:
-            shown += os.read(terminal, 4096)
-        while b"job status-test has ended" not in shown_top:
-            shown_top += os.read(terminal_top, 4096)
+        _read_until(terminal, b"job status-test has ended")
+        _read_until(terminal_top, b"job status-test has ended")
     for each in (terminal, terminal_top):
         os.close(each)
     assert following.returncode == watching.returncode == top.returncode == reading.returncode == 0
     nothing = job.bamboo("status")
     assert nothing.returncode == 2
     assert "no job runs here" in nothing.stderr
+
+
+def _read_until(terminal: int, words: bytes) -> None:
+    """Wait until ``words`` appear on it."""
+    shown, patience = b"", Patience(60.0)
+    while words not in shown:
+        assert not patience.over(), shown[-2000:]
+        if select.select([terminal], [], [], 0.5)[0]:
+            shown += os.read(terminal, 4096)
 
 
 def _shadow(report: dict[str, Any], pipeline: int, stage: int) -> bool:

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from bamboo_ds.control.agent.slot import EndWorker, Slot, State
+from bamboo_ds.control.agent.waiting import WaitingAgent
 from bamboo_ds.control.messages import ExitNotice
-from bamboo_ds.control.registry.records import RestartRecord, StopRecord
+from bamboo_ds.control.registry.records import LeaveRecord, RestartRecord, StopRecord
 from bamboo_ds.errors import EXIT_EVICTED, EXIT_FATAL_LOSS, EXIT_LEFT
 from bamboo_ds.topology import Layout, Plan
 from bamboo_ds.topology.planner import initial_plan, takeover, with_redundancy
@@ -124,6 +125,15 @@ def test_one_that_waits_ends_with_the_job(code: int, outcome: str) -> None:
     assert it.departure is not None and (it.departure.outcome, it.departure.code) == (outcome, code)
     it.note_signal(signal.SIGUSR1)
     assert it.departure.outcome == outcome, "it has ended"
+
+
+def test_one_that_waits_leaves_when_somebody_asks_it_to() -> None:
+    waiting = WaitingAgent(agent(waiting=True))
+    waiting.callbacks().on_leave(LeaveRecord(id=waiting._id, source="web", detail="the job's page"))
+    waiting._mailbox.handle_all()
+    left = waiting._slot.departure
+    assert left is not None and waiting._slot.state is State.ENDED
+    assert (left.outcome, left.detail, left.code) == ("left", "leave, web: the job's page", 0)
 
 
 def test_a_stop_ends_the_worker_and_the_slot() -> None:

@@ -23,6 +23,7 @@ from bamboo_ds.errors import ConfigError, StoreUnavailable
 from bamboo_ds.launchers import jobs
 from bamboo_ds.observe.events import EventWriter
 from bamboo_ds.observe.live import LiveJob
+from bamboo_ds.observe.tail import EventTail
 from bamboo_ds.observe.view import LiveView, Overview
 from bamboo_ds.store.records import Snapshot
 
@@ -113,6 +114,18 @@ def test_nothing_is_cut_of_figures_and_stages() -> None:
     assert "88% of redundant passes ahead" in " ".join(narrow) and not any("…" in line for line in narrow[:6])
     assert "1 pipeline of 12 stages: 12 shadowed" in narrow
     assert any("stage 0" in line and "stage 11" in line for line in wide)
+
+
+def test_a_long_past_is_not_held_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "events.jsonl"
+    job = SyntheticJob("followed", 1, 2).train(100)
+    write(job, path)
+    limits, read = list[int](), EventTail.read
+    monkeypatch.setattr("bamboo_ds.cli.top._CHUNK", 8192, raising=False)
+    monkeypatch.setattr(EventTail, "read", lambda tail, limit=-1: limits.append(limit) or read(tail, limit))
+    source = LiveSource("followed", str(path))
+    assert source.view(Mirror(Snapshot({}, 1))).step == view_of(job).step
+    assert set(limits) == {8192} and len(limits) > 2
 
 
 def test_events_are_followed(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import re
 import socket
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -29,7 +30,9 @@ from bamboo_ds.control.web.display import Display
 from bamboo_ds.control.web.feed import Feed
 from bamboo_ds.control.web.server import WebServer
 from bamboo_ds.errors import ConfigError, StoreUnavailable
-from bamboo_ds.observe.events import EventWriter, read_events
+from bamboo_ds.observe.events import Event, EventWriter, read_events
+from bamboo_ds.observe.live import LiveJob
+from bamboo_ds.observe.tail import EventTail
 from bamboo_ds.secret import NONE, JobSecret
 from bamboo_ds.store.records import KeyValue, Snapshot
 from bamboo_ds.topology.planner import initial_plan
@@ -203,7 +206,7 @@ def test_the_view_a_loss_and_the_metrics(served: Served) -> None:
     assert (view["step"], view["state"], len(view["members"]), len(view["losses"])) == (25, "ended", 5, 1)
     detail = json.loads(ask(served.url, "/api/losses/1", TOKEN)[2])
     assert detail["loss"] == view["losses"][0] and len(detail["survivors"]) == 3
-    for number in ("2", "x", "-1", ""):
+    for number in ("2", "x", "-1", "", "9" * 5000):
         assert ask(served.url, f"/api/losses/{number}", TOKEN)[0] == 404
     assert value(scraped(served.url, TOKEN), "bamboo_steps_committed_total") == 25
     kind = ask(served.url, "/metrics", TOKEN, Accept="application/openmetrics-text; version=1.0.0")[1]["Content-Type"]
@@ -228,9 +231,29 @@ def test_the_stream_sends_what_has_changed(tmp_path: Path) -> None:
             view |= patches[-1]
         assert all("job" not in patch and "command" not in patch for patch in patches)
         assert view == seen(served.url, TOKEN)
-        begin = time.monotonic()
+        served.close()  # at once: 10 s at most, less than the next heartbeat
+        assert list(stream) == []
+
+
+def test_what_a_scrape_has_found_reaches_the_stream_as_soon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bamboo_ds.control.web.server._TICK_S", 0.3)
+    monkeypatch.setattr("bamboo_ds.control.web.server._HEARTBEAT_S", 60.0)
+    lines = RECORDED.read_bytes().splitlines(keepends=True)
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(b"".join(lines[:9]))
+    served = Served(str(path))
+    try:
+        stream = iter(streamed(served.url, TOKEN))
+        view: dict[str, Any] = {}
+        while view.get("step") != 2:
+            view |= next(stream)
+        with open(path, "ab") as file:
+            file.write(b"".join(lines[9:]))
+        assert value(scraped(served.url, TOKEN), "bamboo_steps_committed_total") == 25
+        while view["step"] != 25:
+            view |= next(stream)  # fails after 20 s
+    finally:
         served.close()
-        assert list(stream) == [] and time.monotonic() - begin < 5.0
 
 
 def test_watchers_are_bounded(monkeypatch: pytest.MonkeyPatch, served: Served) -> None:
@@ -275,6 +298,56 @@ def test_only_new_events_are_passed_on(tmp_path: Path) -> None:
         events.emit(event.model_copy(update={"time": now, "job": "another"}))
     feed.refresh()
     assert told == ["run_started"]
+
+
+def test_a_long_past_is_read_while_the_page_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It shows how far it is, and who scrapes is told to come again: counters that climb once more look like news."""
+    monkeypatch.setattr("bamboo_ds.control.web.feed._CHUNK", 4096)
+    monkeypatch.setattr("bamboo_ds.control.web.feed._SHOW_S", 0.0)
+    monkeypatch.setattr("bamboo_ds.control.web.server._PATIENCE_S", 0.05)
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(RECORDED.read_bytes())
+    go, chunks, read = threading.Event(), list[int](), EventTail.read
+
+    def slow(tail: EventTail, limit: int = -1) -> Any:
+        if tail.path != str(path):
+            return read(tail, limit)
+        chunks.append(limit)
+        assert len(chunks) < 4 or go.wait(20.0)
+        return read(tail, limit)
+
+    monkeypatch.setattr(EventTail, "read", slow)
+    served = Served(str(path))
+    try:
+        wait(lambda: len(chunks) == 4, "three chunks are read")
+        view = seen(served.url, TOKEN)
+        assert view["state"] == "reading" and 0 < view["step"] < 25 and view["ended"] is None
+        status, _, body = ask(served.url, "/metrics", TOKEN)
+        assert status == 503 and "being read" in json.loads(body)["error"]
+        assert served.feed.families(lambda: True) is None
+        go.set()
+        wait(lambda: seen(served.url, TOKEN)["state"] == "ended", "the rest is read")
+        assert value(scraped(served.url, TOKEN), "bamboo_steps_committed_total") == 25
+        assert len(chunks) > 5 and set(chunks) == {4096}
+    finally:
+        go.set()
+        served.close()
+
+
+def test_an_event_that_cannot_be_shown_hides_no_other(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    add = LiveJob.add
+
+    def fail(live: LiveJob, event: Event) -> None:
+        if event.event == "member_lost":
+            raise RuntimeError("a test says so")
+        add(live, event)
+
+    monkeypatch.setattr(LiveJob, "add", fail)
+    feed = Feed("recorded", str(RECORDED))
+    feed.refresh()
+    assert json.loads(feed.view()[1])["step"] == 25 and caplog.text.count("a test says so") == 1
 
 
 # -- while a member leads -----------------------------------------------------------------------------------
@@ -346,16 +419,75 @@ def test_it_serves_while_its_member_leads() -> None:
                 target=lambda path=path: answers.append(ask(record.url, path, TOKEN, "POST")[0])  # type: ignore[misc]
             )
             asking.start()
-            assert woken.wait(10.0)
-            woken.clear()
-            shown.follow(mirror(), lease)
-            asking.join()
+            patience = Patience(20.0)
+            while asking.is_alive():
+                assert not patience.over()
+                woken.wait(0.05)
+                woken.clear()
+                shown.follow(mirror(), lease)
         assert answers == [404, 200, 200]
         assert LeaveRecord.from_json(store.written[Keys.leave("a")]).source == "web"
         assert StopRecord.from_json(store.written[Keys.STOP]).code == 143
         shown.follow(mirror("b"), lease)  # it leads no more
         wait(lambda: not answers_at(record.url), "the server has ended")
         shown.close(5.0)
+
+
+def test_what_its_client_gave_up_is_not_done() -> None:
+    """It has heard that it was not, or has hung up; the member goes on, whether or not it leads."""
+    lease: Any = None
+    store = StoreDouble()
+    shown = display("127.0.0.1:0", store, control=True)
+    lead(shown, lambda: Keys.WEB in store.written)
+    written = dict(store.written)
+    assert shown._ask("stop", "").cancel()
+    shown.follow(mirror(), lease)
+    assert shown._asked.empty() and store.written == written
+    first, second = shown._ask("leave", "a"), shown._ask("stop", "")
+    begin = shown._clock()
+    again = shown.follow(mirror(), lease)
+    assert first.done() and not second.done() and again is not None and again <= begin + 1.0, "one in a turn"
+    assert second.cancel()
+    shown.follow(mirror("b"), lease)
+    late = shown._ask("stop", "")
+    shown.follow(mirror("b"), lease)
+    with pytest.raises(StoreUnavailable, match="does not lead"):
+        late.result(0.0)
+    assert shown._ask("stop", "").cancel()
+    shown.close(5.0)
+    assert store.written.keys() == written.keys() | {Keys.leave("a")}
+
+
+def test_who_waits_for_etcd_in_vain_gives_up_what_it_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bamboo_ds.control.web.server._CHANGE_S", 0.05)
+    asked: list[Future[None]] = [Future(), Future()]
+    assert asked[1].set_running_or_notify_cancel()
+    waiting = iter(asked)
+    change = lambda what, member: next(waiting)  # noqa: E731
+    server = WebServer(Feed("recorded", None), Access(SECRET, "recorded"), "recorded", "127.0.0.1", 0, change)
+    try:
+        status, _, body = ask(server.url, "/api/stop", TOKEN, "POST")
+        assert (status, json.loads(body)["error"]) == (503, "etcd does not answer") and asked[0].cancelled()
+        status, _, body = ask(server.url, "/api/stop", TOKEN, "POST")
+        assert status == 503 and "whether it is done is not known" in json.loads(body)["error"]
+    finally:
+        assert server.close(10.0)
+
+
+def test_a_page_that_ends_badly_keeps_nobody(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("a test says so")
+
+    store = StoreDouble()
+    shown = display("127.0.0.1:0", store)
+    lead(shown, lambda: store.written)
+    site = shown._site
+    assert site is not None
+    with monkeypatch.context() as broken:
+        broken.setattr("bamboo_ds.control.web.site.Site.close", fail)
+        shown.close(0.0)
+    assert "a test says so" in caplog.text
+    site.close(5.0)
 
 
 def answers_at(url: str) -> bool:
@@ -459,3 +591,11 @@ def test_a_collector_that_is_no_url_and_one_without_the_package(monkeypatch: pyt
     assert block is not None and block.observe.otlp == "http://collector:4318"
     with pytest.raises(ConfigError, match=r"bamboo_ds\[otel\]"):
         block.check()
+
+
+@pytest.mark.parametrize("url", ["https://me:hunter2@c:4318", "me:hunter2@c:4318", "http://c:4318/?key=hunter2"])
+def test_a_collectors_credential_is_not_taken_from_the_settings(url: str) -> None:
+    """Every agent's command line has those."""
+    with pytest.raises(ConfigError, match=r"observe\.otlp.*OTEL_EXPORTER_OTLP_HEADERS") as caught:
+        bamboo_config({"bamboo": {"observe": {"otlp": url}}})
+    assert "hunter2" not in "".join(traceback.format_exception(caught.value))

@@ -21,6 +21,9 @@ from .output import console
 from .status import snapshots
 from .top_view import frame
 
+#: Bytes of the events that are held at once.
+_CHUNK = 1 << 20
+
 
 class LiveSource:
     """What is known of a job here: its keys in etcd, and its events if this host has them.
@@ -42,8 +45,9 @@ class LiveSource:
         """
         if self._tail is not None:
             try:
-                for _, event in self._tail.read():
-                    self._live.add(event)
+                while found := self._tail.read(_CHUNK):
+                    for _, event in found:
+                        self._live.add(event)
             except OSError as error:
                 raise ConfigError(f"cannot read the events in {self._tail.path}: {error}; see --events") from error
         self._live.late(datetime.now(timezone.utc))

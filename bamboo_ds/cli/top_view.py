@@ -23,6 +23,7 @@ _STATES = {
     "waiting": ("…", "yellow"),
     "restarting": ("↻", "yellow"),
     "ended": ("■", "bold"),
+    "reading": ("◔", "blue"),
 }
 _ROLE: dict[RoleState, str] = {"shadowed": "", "copying": "blue", "unshadowed": "bold yellow", "lost": "bold red"}
 #: Load from which a member counts as one with more than its share.

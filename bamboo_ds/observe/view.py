@@ -17,7 +17,8 @@ from .event_base import Role
 #: Bounds of what a view lists; the newest ones are kept.
 POINTS, RECENT, LOSSES, PLANS, CHECKPOINTS, LINES, MOVES, GONE = 512, 256, 64, 64, 32, 200, 32, 64
 
-JobState = Literal["starting", "building", "training", "recovering", "waiting", "restarting", "ended"]
+JobState = Literal["starting", "building", "training", "recovering", "waiting", "restarting", "ended", "reading"]
+"""``reading``: it is not known yet, since who shows it still reads the events."""
 RoleState = Literal["shadowed", "copying", "unshadowed", "lost"]
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import http.client
 import json
+import threading
 from collections.abc import Iterable
 from typing import Any
 from urllib.parse import urlsplit
 
 from prometheus_client.parser import text_string_to_metric_families
+
+from .patience import Patience
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
@@ -17,7 +20,7 @@ def ask(
     url: str, path: str, token: str | None = None, method: str = "GET", body: str | None = None, **headers: str
 ) -> tuple[int, http.client.HTTPMessage, bytes]:
     """Status, headers and body of an answer. Redirections are not followed."""
-    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=10.0)
+    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=30.0)
     try:
         given = {name.replace("_", "-"): value for name, value in headers.items()}
         if token is not None:
@@ -45,7 +48,11 @@ def parsed(text: str) -> Samples:
 
 def scraped(url: str, token: str) -> Samples:
     """What Prometheus would get."""
+    patience, pause = Patience(20.0), threading.Event()
     status, headers, body = ask(url, "/metrics", token)
+    while status == 503 and not patience.over():  # a new leader reads the events
+        pause.wait(0.05)
+        status, headers, body = ask(url, "/metrics", token)
     assert status == 200, body
     assert headers["Content-Type"].startswith("text/plain")
     return parsed(body.decode())

@@ -12,6 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
@@ -221,12 +222,13 @@ class Coordinator:
             self._callbacks.on_error(error)
         finally:
             self._ending.set()
-            if self._neighbours is not None:
-                self._neighbours.close()
-            if self._display is not None:
-                self._display.close(_DISPLAY_S)
-            self._store.close()
-            self._callbacks.on_ended()
+            with ExitStack() as last:  # all of it, in the reverse order, whatever fails
+                last.callback(self._callbacks.on_ended)
+                last.callback(self._store.close)
+                if self._display is not None:
+                    last.callback(self._display.close, _DISPLAY_S)
+                if self._neighbours is not None:
+                    last.callback(self._neighbours.close)
 
     def _turn(self) -> float | None:
         """Do all there is to do; returns when to look again at the latest."""

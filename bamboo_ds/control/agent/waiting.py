@@ -83,6 +83,9 @@ class WaitingAgent:
             on_error=lambda error: post(partial(slot.note_error, error)),
             on_ended=lambda: post(self._note_end),
             on_restart=lambda restart: post(partial(slot.note_restart, restart)),
+            on_leave=lambda asked: post(
+                partial(slot.depart, "left", "exit", f"leave, {asked.source}: {asked.detail}", 0)
+            ),
         )
 
     def _note_end(self) -> None:

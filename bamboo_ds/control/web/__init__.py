@@ -11,7 +11,7 @@
 ``GET /api/controls``          ``{"control": true|false}``: whether the two below are allowed
 ``POST /api/stop``             ends the job as ``bamboo stop`` does (403 unless ``observe.control``)
 ``POST /api/leave/MEMBER``     asks a member to leave, like a notice (the same; 404: no such member)
-``GET /metrics``               Prometheus text
+``GET /metrics``               Prometheus text; 503 while the events are read for the first time
 ``GET /healthz``               ``ok``; open to everybody
 ``GET /login, POST /login``    the form, and what it sends: field ``token``; sets the cookie, then 303 to ``/``
 ``POST /logout``               forgets the cookie, then 303 to ``/login``

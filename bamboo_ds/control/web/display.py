@@ -81,16 +81,21 @@ class Display:
         return self._clock() + _RETRY_S
 
     def close(self, timeout_s: float) -> None:
-        """Serve no more; wait up to ``timeout_s`` seconds for that. Idempotent."""
+        """Serve no more; wait up to ``timeout_s`` seconds for that. Idempotent, and never fails."""
         site, self._site = self._site, None
         opening, self._opening = self._opening, None
         self._try_at = self._seen = None
-        if opening is not None:
-            opening.add_done_callback(_abandon)
-        elif site is not None:
-            site.close(timeout_s)
-        while not self._asked.empty():
-            self._asked.get()[2].set_exception(StoreUnavailable("this member does not lead any more"))
+        try:
+            while not self._asked.empty():
+                _, _, done = self._asked.get()
+                if done.set_running_or_notify_cancel():
+                    done.set_exception(StoreUnavailable("this member does not lead any more"))
+            if opening is not None:
+                opening.add_done_callback(_abandon)
+            elif site is not None:
+                site.close(timeout_s)
+        except Exception as error:
+            self._warn(f"the page of the job has not ended well: {error!r}")
 
     # -- serving --------------------------------------------------------------------------------------
 
@@ -117,6 +122,8 @@ class Display:
             if self._site.url is not None:
                 self._announce(self._site.url, mirror, lease)
         self._carry_out(mirror)
+        if not self._asked.empty():
+            wakes.append(now)
         return min(wakes, default=None)
 
     def _open(self) -> None:
@@ -176,14 +183,22 @@ class Display:
         return done
 
     def _carry_out(self, mirror: Mirror) -> None:
-        while not self._asked.empty():
-            what, member, done = self._asked.get()
-            try:
-                self._do(what, member, mirror)
-            except (LookupError, StoreError) as error:
-                done.set_exception(error)
-            else:
-                done.set_result(None)
+        """Do what has been asked for first, unless who asked was told meanwhile that it is not done. Only one: the
+        leader's own work must not wait for more.
+        """
+        if self._asked.empty():
+            return
+        what, member, done = self._asked.get()
+        if not done.set_running_or_notify_cancel():
+            return
+        try:
+            self._do(what, member, mirror)
+        except Exception as error:
+            done.set_exception(error)
+            if not isinstance(error, LookupError | StoreError):
+                raise
+        else:
+            done.set_result(None)
 
     def _do(self, what: str, member: str, mirror: Mirror) -> None:
         if what == "stop":

@@ -77,15 +77,17 @@ class Exporter:
         self._logger = provider.get_logger(_SCOPE.name)
         self._begin = time.time_ns()
         self._failed = False
-        self._end = threading.Event()
+        self._end, self._closed_at = threading.Event(), 0.0
         feed.on_event = self._note
         logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # it is said here, once
         self._thread = threading.Thread(target=self._run, name="bamboo-otlp", daemon=True)
         self._thread.start()
 
     def close(self, timeout_s: float) -> None:
-        """Report for the last time, if that takes no longer. Idempotent."""
-        self._end.set()
+        """Report for the last time; wait up to ``timeout_s`` seconds for that. Idempotent."""
+        if not self._end.is_set():
+            self._closed_at = time.monotonic()
+            self._end.set()
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
@@ -93,10 +95,18 @@ class Exporter:
             self._report()
         self._report()
 
+    def _late(self) -> bool:
+        """Whether the last report must not take longer."""
+        return self._end.is_set() and time.monotonic() > self._closed_at + _TIMEOUT_S
+
     def _report(self) -> None:
         try:
-            families = self._feed.families()
-            done = self._metrics.export(self._data(families)) is export.MetricExportResult.SUCCESS
+            known = self._feed.families(self._late)
+            if known is None:
+                return
+            started, families = known
+            begin = self._begin if started is None else int(started * 1e9)  # else a new leader's sums look new
+            done = self._metrics.export(self._data(families, begin)) is export.MetricExportResult.SUCCESS
             records = list(self._kept.records)
             if done and records:
                 done = self._logs.export(records) is LogRecordExportResult.SUCCESS
@@ -128,22 +138,22 @@ class Exporter:
 
     # -- metrics --------------------------------------------------------------------------------------
 
-    def _data(self, families: list[Metric]) -> export.MetricsData:
-        """The families as OpenTelemetry has them, under the same names."""
-        metrics = [self._metric(family) for family in families]
+    def _data(self, families: list[Metric], begin: int) -> export.MetricsData:
+        """The families as OpenTelemetry has them, under the same names; they count from ``begin``, in ns since 1970."""
+        metrics = [self._metric(family, begin) for family in families]
         scope = export.ScopeMetrics(scope=_SCOPE, metrics=metrics, schema_url="")
         resource = export.ResourceMetrics(resource=self._resource, scope_metrics=[scope], schema_url="")
         return export.MetricsData(resource_metrics=[resource])
 
-    def _metric(self, family: Metric) -> export.Metric:
+    def _metric(self, family: Metric, begin: int) -> export.Metric:
         data: Any
         if family.type == "histogram":
-            data = export.Histogram(self._distributions(family), export.AggregationTemporality.CUMULATIVE)
+            data = export.Histogram(self._distributions(family, begin), export.AggregationTemporality.CUMULATIVE)
         else:
             points = [
                 export.NumberDataPoint(
                     attributes=sample.labels,
-                    start_time_unix_nano=self._begin,
+                    start_time_unix_nano=begin,
                     time_unix_nano=time.time_ns(),
                     value=float(sample.value),
                 )
@@ -155,7 +165,7 @@ class Exporter:
         name = f"{family.name}_total" if family.type == "counter" else family.name
         return export.Metric(name=name, description=family.documentation, unit="", data=data)
 
-    def _distributions(self, family: Metric) -> list[export.HistogramDataPoint]:
+    def _distributions(self, family: Metric, begin: int) -> list[export.HistogramDataPoint]:
         found: dict[tuple[tuple[str, str], ...], dict[str, Any]] = {}
         for sample in family.samples:
             labels = {name: value for name, value in sample.labels.items() if name != "le"}
@@ -171,7 +181,7 @@ class Exporter:
             points.append(
                 export.HistogramDataPoint(
                     attributes=dict(labels_),
-                    start_time_unix_nano=self._begin,
+                    start_time_unix_nano=begin,
                     time_unix_nano=time.time_ns(),
                     count=sum(counts),
                     sum=each["sum"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from datetime import datetime, timezone
 from typing import Any
@@ -22,12 +23,14 @@ from ...observe.view import LiveView, LossDetail, Overview
 
 logger = logging.getLogger("bamboo_ds.control.web")
 
-#: Bytes of the file that are folded at once: what stops the server need not wait for more.
+#: Bytes of the file that are folded at once: nobody need wait for more. No line is longer.
 _CHUNK = 1 << 20
+#: Seconds between two views while the file is read for the first time, and between two looks whether to wait longer.
+_SHOW_S, _TICK_S = 1.0, 0.05
 
 
 class Feed:
-    """Thread-safe; every method may take as long as it takes to fold a chunk of events.
+    """Thread-safe. Methods that do not read take as long as it takes to fold a chunk of events at most.
 
     Args:
         job: its name.
@@ -36,6 +39,7 @@ class Feed:
     Attributes:
         version: grows when the view changes.
         members: number of members in it.
+        reading: the file is being read for the first time, and what is known is the past.
         on_event: is told of events of the job that were emitted after the feed was made.
     """
 
@@ -50,9 +54,11 @@ class Feed:
         self.on_event: Callable[[Event], None] | None = None
         self._overview: Overview | None = None
         self._faults = False
-        self._lock = threading.Lock()
-        self._closed = threading.Event()
+        self._reader, self._lock = threading.Lock(), threading.Lock()  # held by who reads, and by who needs the state
+        self._shown_at = -_SHOW_S
+        self.reading = events is not None
         self._parts: dict[str, tuple[Any, int, bytes]] = {}  # by field of the view: its value, since when, as JSON
+        self._started: float | None = None
         self.version = 0
         self.members = 0
 
@@ -60,37 +66,61 @@ class Feed:
         """Take what etcd tells; does not block."""
         self._overview = overview
 
-    def close(self) -> None:
-        """Have :meth:`refresh` return early."""
-        self._closed.set()
+    def refresh(self, enough: Callable[[], bool] = lambda: False) -> None:
+        """Read what is new. A file of a long job takes a while; what is known of it meanwhile can be seen.
 
-    def refresh(self) -> None:
-        """Read what is new."""
-        with self._lock:
-            self._fold()
-            self._live.late(datetime.now(timezone.utc))
-            view = self._live.view(self._overview)
-            self._metrics.show(view)
-            self._render(view)
+        Args:
+            enough: whether to return early; what remains is left for the next call.
+        """
+        while not self._reader.acquire(timeout=_TICK_S):
+            if enough():
+                return
+        try:
+            while self._read() and not enough():
+                pass
+        finally:
+            self._reader.release()
 
-    def _fold(self) -> None:
-        while self._tail is not None and not self._closed.is_set():
+    def _read(self) -> bool:
+        """Fold a chunk; whether there may be more."""
+        found = []
+        if self._tail is not None:
             try:
-                found = self._tail.read(_CHUNK)
+                found = self._tail.read(_CHUNK)  # without the lock: this takes longest
             except OSError as error:
                 self._note_fault(error)
-                return
+        with self._lock:
             for _, event in found:
-                self._live.add(event)
-                self._metrics.add(event)
-                if self.on_event is not None and event.time >= self._since and event.job == self._job:
-                    self.on_event(event)
-            if not found:
-                return
+                self._take(event)
+            self.reading = self.reading and bool(found)
+            now = time.monotonic()
+            if not found or (self.reading and now >= self._shown_at + _SHOW_S):
+                self._shown_at = now
+                self._show()
+        return bool(found)
 
-    def _note_fault(self, error: OSError | ProtocolError) -> None:
+    def _take(self, event: Event) -> None:
+        try:
+            self._live.add(event)
+            self._metrics.add(event)
+            if self.on_event is not None and event.time >= self._since and event.job == self._job:
+                self.on_event(event)
+        except Exception as error:  # the others are worth showing
+            self._note_fault(error)
+
+    def _show(self) -> None:
+        if not self.reading:  # else nothing is late, only not read yet
+            self._live.late(datetime.now(timezone.utc))
+        view = self._live.view(self._overview)
+        if self.reading:
+            view = view.model_copy(update={"state": "reading", "ended": None, "exit_code": None})
+        self._metrics.show(view)
+        self._render(view)
+
+    def _note_fault(self, error: Exception) -> None:
         if not self._faults:
-            logger.warning("the page and the metrics of the job may lack something: %s", error)
+            what = str(error) if isinstance(error, OSError | ProtocolError) else repr(error)
+            logger.warning("the page and the metrics of the job may lack something: %s", what)
         self._faults = True
 
     def _render(self, view: LiveView) -> None:
@@ -101,7 +131,7 @@ class Feed:
                 continue
             self._parts[name] = value, version, to_json(value, inf_nan_mode="null")
             self.version = version
-        self.members = len(view.members)
+        self.members, self._started = len(view.members), view.started
 
     def view(self, since: int = 0) -> tuple[int, bytes]:
         """The version, and the fields of the view that have changed after version ``since``, as a JSON object."""
@@ -114,15 +144,18 @@ class Feed:
         with self._lock:
             return self._live.loss(number)
 
-    def families(self) -> list[Metric]:
-        """The metrics now."""
-        self.refresh()
-        with self._lock:
-            return list(self._metrics.collect())
+    def families(self, enough: Callable[[], bool] = lambda: False) -> tuple[float | None, list[Metric]] | None:
+        """The metrics now, after since when they count, in seconds since 1970 (``None``: that is not known).
 
-    def exposition(self, accept: str) -> tuple[bytes, str]:
-        """The metrics now, in the format that a scraper's header asks for, and the format's name."""
-        self.refresh()
+        ``None`` while the file is read for the first time: counters that climb again look like news.
+        """
+        self.refresh(enough)
+        with self._lock:
+            return None if self.reading else (self._started, list(self._metrics.collect()))
+
+    def exposition(self, accept: str, enough: Callable[[], bool] = lambda: False) -> tuple[bytes, str] | None:
+        """The metrics now, in the format that a scraper's header asks for, and the format's name; ``None`` as above."""
+        self.refresh(enough)
         with self._lock:
             encode, content_type = choose_encoder(accept)
-            return encode(self._registry), content_type
+            return None if self.reading else (encode(self._registry), content_type)

@@ -10,6 +10,7 @@ import logging
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,8 @@ _HEARTBEAT_S = 15.0
 _STALL_S = 10.0
 _STREAMS = 32
 _CHANGE_S = 10.0
+#: Seconds that a request may wait for events to be read.
+_PATIENCE_S = 3.0
 _LARGEST_FORM = 4096
 _HEADERS = {
     "Cache-Control": "no-store",
@@ -90,7 +93,6 @@ class WebServer:
     def close(self, timeout_s: float) -> bool:
         """End; whether that was done within ``timeout_s`` seconds. Idempotent."""
         self._closing.set()
-        self._feed.close()
         loop = self._loop
         if loop is not None:
             with contextlib.suppress(RuntimeError):  # it has ended
@@ -125,12 +127,14 @@ class WebServer:
             await asyncio.wait([ticker])
 
     async def _tick(self) -> None:
-        """Look for what is new, and wake the streams."""
+        """Look for what is new, and wake the streams, also where it was another one's look that has found it."""
+        told = 0
         while True:
             try:
-                before = self._feed.version
-                await asyncio.to_thread(self._feed.refresh)
-                if self._feed.version != before:
+                await asyncio.to_thread(self._feed.refresh, self._closing.is_set)
+                version = self._feed.version
+                if version != told:
+                    told = version
                     self._news.set()
                     self._news = asyncio.Event()
             except Exception:
@@ -184,18 +188,26 @@ class WebServer:
             return self._json(json.dumps({"control": self._change is not None}).encode())
         if path.startswith("/api/losses/"):
             number = path.rpartition("/")[2]
-            known = number.isascii() and number.isdecimal()
+            known = number.isascii() and number.isdecimal() and len(number) < 20
             detail = await asyncio.to_thread(self._feed.loss, int(number)) if known else None
             return self._error(404, "no such loss") if detail is None else self._json(detail.model_dump_json().encode())
         if path == "/metrics":
             accept = request.headers.get("Accept", "")
-            body, content_type = await asyncio.to_thread(self._feed.exposition, accept)
+            found = await asyncio.to_thread(self._feed.exposition, accept, self._soon())
+            if found is None:
+                return self._error(503, "the events of the job are being read")
+            body, content_type = found
             return web.Response(body=body, headers={**_HEADERS, "Content-Type": content_type})
         return self._error(404, "there is nothing here")
 
     def _fresh(self) -> tuple[int, bytes]:
-        self._feed.refresh()
+        self._feed.refresh(self._soon())
         return self._feed.view()
+
+    def _soon(self) -> Callable[[], bool]:
+        """Whether a request has waited long enough for what is new."""
+        deadline = time.monotonic() + _PATIENCE_S
+        return lambda: self._closing.is_set() or time.monotonic() >= deadline
 
     async def _stream(self, request: web.BaseRequest) -> web.StreamResponse:
         from aiohttp import web
@@ -248,13 +260,14 @@ class WebServer:
             return self._error(404, "there is nothing here")
         if self._change is None:
             return self._error(403, 'this page only shows the job: set "bamboo.observe.control" to true')
+        done = self._change("leave" if member else "stop", member)
         try:
-            what = "leave" if member else "stop"
-            await asyncio.wait_for(asyncio.wrap_future(self._change(what, member)), _CHANGE_S)
+            await asyncio.wait_for(asyncio.wrap_future(done), _CHANGE_S)
         except LookupError as error:
             return self._error(404, str(error.args[0] if error.args else error))
         except asyncio.TimeoutError:
-            return self._error(503, "etcd does not answer")
+            begun = "" if done.cancel() else ", and whether it is done is not known"
+            return self._error(503, f"etcd does not answer{begun}")
         except BambooError as error:
             return self._error(503, str(error))
         return self._json(b"{}")

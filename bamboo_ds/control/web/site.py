@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from ...addresses import split_address
 from ...secret import SETTING
 from ..settings import AgentSettings
@@ -57,7 +59,10 @@ class Site:
             raise OSError(f"{what}: {error}") from error
 
     def close(self, timeout_s: float) -> None:
-        """End; wait up to ``timeout_s`` seconds for that. Idempotent."""
-        for part in (self._server, self._exporter):
-            if part is not None:
-                part.close(timeout_s)
+        """End; wait up to ``timeout_s`` seconds for that in all. Idempotent."""
+        deadline = time.monotonic() + timeout_s
+        parts = [part for part in (self._server, self._exporter) if part is not None]
+        for part in parts:  # at the same time
+            part.close(0.0)
+        for part in parts:
+            part.close(max(0.0, deadline - time.monotonic()))

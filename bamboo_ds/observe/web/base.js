@@ -90,6 +90,7 @@ const JOB = {
   waiting: ["…", "warn", "waiting for members"],
   restarting: ["↻", "warn", "restarting from a checkpoint"],
   ended: ["■", "note", "ended"],
+  reading: ["◔", "note", "reading what has happened so far"],
 };
 // state of a role: sign, words
 const ROLE = {
