@@ -163,6 +163,27 @@ def test_a_stopped_launcher_does_not_stop_the_worker(tmp_path: Path, monkeypatch
     assert sum(len(line) + 1 for line in relay.lines()[1:]) == count + len("the end\n"), "the file has all"
 
 
+def test_a_stopped_launcher_does_not_hold_up_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor what the agent has to say after it."""
+    monkeypatch.setattr(output, "_is_stopped", lambda pid: True)
+    monkeypatch.setattr(output, "_LOOK_S", 0.02)
+    relay = Relay(tmp_path, monkeypatch)
+    fill(relay, lambda done: done > 500_000)  # more than a pipe holds, less than what may wait
+    for fd in relay.worker:
+        os.close(fd)
+    closing = threading.Thread(target=relay.output.close, args=(lambda: None, lambda: False), daemon=True)
+    closing.start()
+    closing.join(DEADLINE_S / 4)
+    assert not closing.is_alive()
+    for _ in range(100):
+        relay.output.say("x" * 1000 + "\n")
+    assert relay.read(1, 4096).startswith(b"x"), "as much as there was room for"
+    os.close(relay.shown[0])
+    os.close(relay.shown[1])
+    output.logs.show_by(None)
+    assert sum(map(len, relay.lines()[1:])) > 499_000
+
+
 def test_a_killed_launcher_does_not_stop_the_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     relay = Relay(tmp_path, monkeypatch)
     for fd in relay.shown:

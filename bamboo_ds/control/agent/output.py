@@ -159,6 +159,7 @@ class WorkerOutput:
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._ending = self._complained = False
+        self._late = False  # the thread has ended, and left the launcher stopped
         self._look_at = 0.0
         if settings.logs is None or not settings.tee:
             return
@@ -199,9 +200,13 @@ class WorkerOutput:
 
     def write(self, text: str) -> None:
         """Show ``text`` where the worker's standard error is shown; its file does not get it."""
+        channel = self._channels[-1]
         with self._lock:
-            self._channels[-1].waiting += text.encode(errors="backslashreplace")
-        self._stir()
+            channel.waiting += text.encode(errors="backslashreplace")
+        if self._late:
+            self._show(channel)
+        else:
+            self._stir()
 
     def flush(self) -> None:
         """It is shown as soon as possible."""
@@ -222,10 +227,11 @@ class WorkerOutput:
         """Wait for something and do it; false at the end."""
         poll = select.poll()
         poll.register(self._wake, select.POLLIN)
-        by_fd, blocked = {}, False
+        by_fd, waited_for = {}, []
         for channel in self._channels:
             full = len(channel.waiting) >= _MOST_WAITING
-            blocked |= full
+            if full or (self._ending and channel.waiting):
+                waited_for.append(channel)
             if channel.reading >= 0 and not full:
                 poll.register(channel.reading, select.POLLIN)
                 by_fd[channel.reading] = channel
@@ -244,7 +250,7 @@ class WorkerOutput:
             if channel.target.fd in ready:
                 self._show(channel)
         now = time.monotonic()
-        if blocked and now >= self._look_at:
+        if any(channel.target.fd not in ready for channel in waited_for) and now >= self._look_at:
             self._look_at = now + _LOOK_S
             if _is_stopped(self._parent):
                 for channel in self._channels:
@@ -300,7 +306,6 @@ class WorkerOutput:
         """
         if self._thread is None:
             return
-        logs.show_by(None)
         self._ending = True
         begin = time.monotonic()
         while self._thread.is_alive():
@@ -310,14 +315,22 @@ class WorkerOutput:
             now = time.monotonic()
             unread = any(channel.reading >= 0 for channel in self._channels)
             if (unread and now - begin > _REST_S) or (hurried() and now - begin > _LAST_S):
+                logs.show_by(None)
                 logger.warning("the end of this worker's output is not shown")
                 return  # somebody has the other end, or nobody looks: the thread ends with this process
+        assert self._file is not None
+        self._file.close()
+        self._late = True
+        if dropped := sum(channel.dropped for channel in self._channels):
+            # A blocking write to a stopped launcher would hold this process up: its log goes on through here.
+            logger.warning("%d bytes of this worker's output are in its file alone", dropped)
+            return
+        logs.show_by(None)
         for fd in (self._wake, self._waker):
             os.close(fd)
         for channel in self._channels:
+            self._show(channel)  # what another thread has said at the last moment
             channel.target.close()
-        assert self._file is not None
-        self._file.close()
 
 
 def _ends(size: tuple[int, int] | None) -> tuple[int, int]:
