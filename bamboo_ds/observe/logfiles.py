@@ -6,6 +6,7 @@ what a slot goes on with after a restart, or after it has rejoined the job, is a
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import os
 import re
@@ -50,6 +51,7 @@ class LogFile:
     def __init__(self, path: Path | str, largest: int = LARGEST_BYTES) -> None:
         self.path, self._largest = Path(path), largest
         self._lock = threading.Lock()
+        self._closed = False
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._fd = self._open()
 
@@ -61,17 +63,22 @@ class LogFile:
     def append(self, data: bytes) -> None:
         """Append whole lines. They are not divided between two files."""
         with self._lock:
-            if self._fd < 0:
+            if self._closed:
                 return
             if self._size and self._size + len(data) > self._largest:
-                os.replace(self.path, f"{self.path}.1")
-                os.close(self._fd)
-                self._fd = -1
-                self._fd = self._open()
+                self._begin_anew()
             while data:
                 written = os.write(self._fd, data)
                 self._size += written
                 data = data[written:]
+
+    def _begin_anew(self) -> None:
+        """If it fails, the next call may do it."""
+        with contextlib.suppress(FileNotFoundError):  # it has been moved, and then could not be opened
+            os.replace(self.path, f"{self.path}.1")
+        before = self._fd
+        self._fd = self._open()
+        os.close(before)
 
     def write(self, text: str) -> None:
         """Append text, as a stream of Python's ``logging``."""
@@ -83,9 +90,9 @@ class LogFile:
     def close(self) -> None:
         """Close the file. Idempotent; what is appended later is dropped."""
         with self._lock:
-            fd, self._fd = self._fd, -1
-            if fd >= 0:
-                os.close(fd)
+            if not self._closed:
+                self._closed = True
+                os.close(self._fd)
 
 
 class Lines:

@@ -88,14 +88,28 @@ def _add(handler: logging.StreamHandler[Any], times: str) -> logging.StreamHandl
     return handler
 
 
-def to_file(stream: Stream) -> None:
-    """Send the package's log, from INFO on, to ``stream``, too. Call it after :func:`configure`."""
+class _FileHandler(logging.StreamHandler[LogFile]):
+    """Complains once where there is no room, without the traceback of every record."""
+
+    _complained = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self._complained:
+            self._complained = True
+            logging.getLogger(LOGGER).warning("this log is not in its file: %s", error)
+
+
+def to_file(file: LogFile) -> None:
+    """Send the package's log, from INFO on, to ``file``, too. Call it after :func:`configure`."""
     logger = logging.getLogger(LOGGER)
     with _lock:
         for handler in logger.handlers:
             handler.setLevel(max(handler.level, logger.level))
         logger.setLevel(min(logger.level, logging.INFO))
-        _add(logging.StreamHandler(stream), TIME_FORMAT)
+        _add(_FileHandler(file), TIME_FORMAT)
 
 
 def show_by(stream: Stream | None) -> None:
