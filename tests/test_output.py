@@ -184,6 +184,47 @@ def test_a_stopped_launcher_does_not_hold_up_the_end(tmp_path: Path, monkeypatch
     assert sum(map(len, relay.lines()[1:])) > 499_000
 
 
+def test_a_full_disk_is_tried_again_and_told() -> None:
+    """By the agent that writes to it, and by the launcher."""
+    full = os.open("/dev/full", os.O_WRONLY)
+    channel = output._Channel(-1, -1, output._Target(full))
+    found = WorkerOutput(AgentSettings(job="j", command=(), slot=1, world_size=2, store="", parent_pid=1))
+    for data in (b"12345", b"67", b"89"):
+        channel.waiting += data
+        if data == b"89":
+            reading, writing = os.pipe()
+            os.dup2(writing, channel.target.fd)
+        found._show(channel)
+    told = b"\n[bamboo] 7 bytes were not shown\n89"
+    assert os.read(reading, 100) == told and not channel.dropped and not channel.waiting
+
+    display = Display(Screen(alone=False), False, lambda: None)
+    display._show(b"1234", full)
+    display._show(b"567", full)
+    os.dup2(writing, full)
+    display._show(b"89", full)
+    display._show(b"10", full)
+    assert os.read(reading, 100) == told + b"10"
+    channel.target.close()
+    for fd in (reading, writing, full):
+        os.close(fd)
+
+
+def test_a_screen_that_others_have_made_not_blocking() -> None:
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    data = b"x" * 300_000
+    thread = threading.Thread(target=Screen(alone=False).show, args=(data, writing))
+    thread.start()
+    found = 0
+    while found < len(data) and select.select([reading], [], [], DEADLINE_S / 4)[0]:
+        found += len(os.read(reading, 1 << 20))
+    thread.join(DEADLINE_S)
+    assert found == len(data)
+    os.close(reading)
+    os.close(writing)
+
+
 def test_a_killed_launcher_does_not_stop_the_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     relay = Relay(tmp_path, monkeypatch)
     for fd in relay.shown:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ..observe.logfiles import Lines
+from ..observe.logfiles import NO_ROOM, NOT_SHOWN, Lines
 from .screen import Screen, marked
 
 logger = logging.getLogger("bamboo_ds.launchers")
@@ -126,6 +126,7 @@ class Display:
         self._folding = Folding()
         self._thread: threading.Thread | None = None
         self._gone: set[int] = set()  # descriptors that take nothing any more
+        self._dropped: dict[int, int] = {}  # by descriptor: bytes that found no room on its disk
         self._waits_since: float | None = None  # for something to show
 
     def add(self, slot: int, reading: int, target: int) -> None:
@@ -211,11 +212,19 @@ class Display:
         self._show(marked(notes).encode(), 2)
 
     def _show(self, data: bytes, target: int) -> None:
-        if target in self._gone:
+        if target in self._gone or not data:
             return
+        dropped = self._dropped.get(target, 0)
+        note = f"\n{NOT_SHOWN % dropped}".encode() if dropped else b""
         try:
-            self._screen.show(data, target)
+            self._screen.show(note + data, target)
+            self._dropped.pop(target, None)
         except OSError as error:  # what is read on keeps the workers going
+            if error.errno in NO_ROOM:
+                if not dropped:
+                    logger.error("output of the workers is not shown until there is room for it: %s", error)
+                self._dropped[target] = dropped + len(data)
+                return
             self._gone.add(target)
             logger.error("the output of the workers is not shown any more: %s", error)
 

@@ -7,6 +7,7 @@ what a slot goes on with after a restart, or after it has rejoined the job, is a
 from __future__ import annotations
 
 import contextlib
+import errno
 import heapq
 import os
 import re
@@ -21,6 +22,10 @@ from pathlib import Path
 LARGEST_BYTES = 64 << 20
 #: Bytes of a line without an end that are held back.
 LONGEST_LINE = 1 << 16
+#: What is written later may find room again.
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+#: Said where output goes on.
+NOT_SHOWN = "[bamboo] %d bytes were not shown\n"
 #: Of a line, and of records of Python's ``logging``.
 TIME_FORMAT = "%Y-%m-%d %H:%M:%S"
 _STAMP = re.compile(rb"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} ")

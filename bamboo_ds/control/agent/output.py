@@ -31,7 +31,7 @@ from datetime import datetime
 from pathlib import Path
 
 from ...observe import logs
-from ...observe.logfiles import Lines, LogFile, agent_log, stamped, worker_log
+from ...observe.logfiles import NO_ROOM, NOT_SHOWN, Lines, LogFile, agent_log, stamped, worker_log
 from ..settings import AgentSettings
 
 logger = logging.getLogger("bamboo_ds.control.agent")
@@ -123,14 +123,16 @@ class _Target:
                 self._socket = None
 
     def write(self, data: bytearray) -> int:
-        """How many of the bytes it took."""
+        """How many of the bytes it took; -1: its disk has no room for them."""
         try:
             if self._socket is not None:
                 return self._socket.send(data, socket.MSG_DONTWAIT)
             return os.write(self.fd, data[: select.PIPE_BUF])
         except BlockingIOError:
             return 0
-        except OSError:
+        except OSError as error:
+            if error.errno in NO_ROOM:
+                return -1
             self.gone = True  # the launcher has been killed, the terminal closed
             return len(data)
 
@@ -253,8 +255,9 @@ class WorkerOutput:
         if any(channel.target.fd not in ready for channel in waited_for) and now >= self._look_at:
             self._look_at = now + _LOOK_S
             if _is_stopped(self._parent):
-                for channel in self._channels:
-                    self._drop(channel)
+                with self._lock:
+                    for channel in self._channels:
+                        self._drop(channel)
         return True
 
     def _take(self, channel: _Channel) -> None:
@@ -283,17 +286,21 @@ class WorkerOutput:
 
     def _show(self, channel: _Channel) -> None:
         with self._lock:
+            data = channel.waiting
             if channel.dropped:
-                channel.waiting[:0] = f"\n[bamboo] {channel.dropped} bytes were not shown\n".encode()
+                data = bytearray(f"\n{NOT_SHOWN % channel.dropped}".encode()) + data
+            taken = channel.target.write(data)
+            if taken < 0:
+                self._drop(channel)
+            elif taken:
                 channel.dropped = 0
-            del channel.waiting[: channel.target.write(channel.waiting)]
-            if channel.target.gone:
-                channel.waiting.clear()
+                del data[:taken]
+                channel.waiting = data
 
-    def _drop(self, channel: _Channel) -> None:
-        with self._lock:
-            channel.dropped += len(channel.waiting)
-            channel.waiting.clear()
+    @staticmethod
+    def _drop(channel: _Channel) -> None:
+        channel.dropped += len(channel.waiting)
+        channel.waiting.clear()
 
     # -- the end ------------------------------------------------------------------------------------
 
