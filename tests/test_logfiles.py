@@ -53,7 +53,7 @@ def test_a_file_that_could_not_be_begun_anew_goes_on(tmp_path: Path, monkeypatch
     with monkeypatch.context() as patch:
         patch.setattr(file, "_open", lambda: os.open(tmp_path, os.O_WRONLY))
         for _ in range(2):
-            with pytest.raises(OSError):
+            with pytest.raises(IsADirectoryError):
                 file.append(b"lost\n")
     file.append(b"again\n")
     file.close()
