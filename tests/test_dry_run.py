@@ -44,10 +44,13 @@ if what == "picky":
             self.rates = [x.item() for x in torch.linspace(0, 1, 3)]
     layers[2] = LayerSpec(Picky)
 net = PipelineModule(layers, num_stages=int(sys.argv[2]), partition_method="uniform")
+net = net.to("cpu").cuda()  # as scripts do; there is nothing to move
+if what == "looks":
+    print(sum(p.sum().item() for p in net.parameters()))
 if what == "early":
     sys.exit()
 if what == "raises":
-    raise RuntimeError("a test says so")
+    raise RuntimeError("a test says so, with metadata")
 arguments = {"config": {"train_batch_size": 8, "bamboo": {}, "bf16": {"enabled": True}}}
 if what == "refused":
     arguments["config"]["sparse_gradients"] = True
@@ -97,6 +100,7 @@ def test_problems_and_what_cannot_be_known(tmp_path: Path, monkeypatch: pytest.M
             r"ends with code 1 before deepspeed\.initialize\n(.*\n)*  \| .*RuntimeError: a test",
         ),
         (("picky", "2"), "unknown", r"^Picky cannot be built on torch's meta device: "),
+        (("looks", "2"), "unknown", r"^the script needs values of parameters, .* meta device.*: .*item\(\).*"),
         (("early", "2"), "unknown", r"^the script ends without a call of deepspeed\.initialize$"),
     ):
         found = build(tmp_path, monkeypatch, *arguments)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -70,7 +71,12 @@ def main() -> None:
     _stand_in(end)
     from ..control import script
 
-    script.main(sys.argv[2:])
+    try:
+        script.main(sys.argv[2:])
+    except (NotImplementedError, RuntimeError) as error:
+        if not _needs_values(error):
+            raise
+        end(Built(unknown=f"the script needs values of parameters, which torch's meta device has not: {error}"))
 
 
 def _stand_in(end: Callable[[Built], NoReturn]) -> None:
@@ -103,12 +109,16 @@ def _stand_in(end: Callable[[Built], NoReturn]) -> None:
 
     def build_without_memory(self: Any, *args: Any, **kwargs: Any) -> None:
         try:
-            with _meta(PipelineModule):
+            with _meta():
                 build(self, *args, **kwargs)
         except _NoMeta as error:
             end(Built(unknown=str(error)))
 
     PipelineModule.__init__ = build_without_memory
+    module: Any = PipelineModule
+    module._synchronize_tied_weights = lambda self: None
+    for name in ("to", "cuda", "cpu"):  # DeepSpeed calls one, and so may the script
+        setattr(module, name, lambda self, *_, **__: self)
 
     def initialize(
         args: Any = None, model: Any = None, optimizer: Any = None, config: Any = None, **others: Any
@@ -119,8 +129,13 @@ def _stand_in(end: Callable[[Built], NoReturn]) -> None:
     deepspeed.initialize = initialize
 
 
+def _needs_values(error: Exception) -> bool:
+    """Whether torch says that a tensor of its meta device has none."""
+    return re.search(r"\bmeta\b", str(error), re.IGNORECASE) is not None
+
+
 @contextmanager
-def _meta(module: Any) -> Iterator[None]:
+def _meta() -> Iterator[None]:
     """In the body layers are built on the meta device, and stay there."""
     import torch
     from deepspeed.runtime.pipe.module import LayerSpec
@@ -131,24 +146,16 @@ def _meta(module: Any) -> Iterator[None]:
         try:
             return build(self, *args, **kwargs)
         except (NotImplementedError, RuntimeError) as error:
-            if "meta" not in str(error).lower():
+            if not _needs_values(error):
                 raise
             raise _NoMeta(f"{self.typename.__name__} cannot be built on torch's meta device: {error}") from error
 
-    before = {name: module.__dict__.get(name) for name in ("to", "_synchronize_tied_weights")}
-    module.to = lambda self, *_, **__: self
-    module._synchronize_tied_weights = lambda self: None
     LayerSpec.build = checked
     try:
         with torch.device("meta"):
             yield
     finally:
         LayerSpec.build = build
-        for name, method in before.items():
-            if method is None:
-                delattr(module, name)
-            else:
-                setattr(module, name, method)
 
 
 def _built(model: Any, optimizer: Any, source: Any) -> Built:
@@ -168,7 +175,7 @@ def _built(model: Any, optimizer: Any, source: Any) -> Built:
     except BambooError as error:
         return Built(problem=str(error))
     parts: Any = model.parts
-    with _meta(PipelineModule):
+    with _meta():
         stages = [model._layer_specs[parts[stage] : parts[stage + 1]] for stage in range(layout.stages)]
         try:
             counts = [_parameters(specs) for specs in stages]
