@@ -26,7 +26,7 @@ from bamboo_ds.control.settings import AgentSettings
 from bamboo_ds.engine import replay
 from bamboo_ds.engine.history import History
 from bamboo_ds.engine.replay import Replay
-from bamboo_ds.launchers import screen
+from bamboo_ds.launchers import display, screen
 from bamboo_ds.launchers.display import Display, Folding
 from bamboo_ds.launchers.progress import Sparse, progress
 from bamboo_ds.launchers.screen import Screen
@@ -198,12 +198,12 @@ def test_a_full_disk_is_tried_again_and_told() -> None:
     told = b"\n[bamboo] 7 bytes were not shown\n89"
     assert os.read(reading, 100) == told and not channel.dropped and not channel.waiting
 
-    display = Display(Screen(alone=False), False, lambda: None)
-    display._show(b"1234", full)
-    display._show(b"567", full)
+    launcher = Display(Screen(alone=False), False, lambda: None)
+    launcher._show(b"1234", full)
+    launcher._show(b"567", full)
     os.dup2(writing, full)
-    display._show(b"89", full)
-    display._show(b"10", full)
+    launcher._show(b"89", full)
+    launcher._show(b"10", full)
     assert os.read(reading, 100) == told + b"10"
     channel.target.close()
     for fd in (reading, writing, full):
@@ -311,19 +311,27 @@ class Shown:
 
 
 def test_a_line_is_shown_in_one_piece_and_a_beginning_without_an_end_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_REST_S", "_SAME_S"):
+        monkeypatch.setattr(display, name, 1e6)
     shown = Shown(monkeypatch, prefix=False)
     os.write(shown.workers[0], b"half of ")
     os.write(shown.workers[1], b"whole\n")
-    shown.wait(b"whole\nhalf of ")
+    shown.wait(b"whole\n")
+    monkeypatch.setattr(display, "_REST_S", 0.0)
+    os.write(shown.workers[1], b"soon\n")
+    shown.wait(b"whole\nsoon\nhalf of ")
     os.write(shown.workers[0], b"a line\n\r 10%")
     shown.wait(b"half of a line\n\r 10%")
     os.write(shown.workers[0], b"\r 20%")
-    for slot in (0, 1):
-        os.write(shown.workers[slot], b"\n" * (1 - slot) + LOG % (slot, slot, slot))
-        shown.wait(b"e2] bamboo_ds")
+    shown.wait(b"\r 20%")
+    os.write(shown.workers[1], LOG % (1, 1, 1))
+    shown.wait(LOG % (1, 1, 1))
+    os.write(shown.workers[0], LOG % (8, 0, 0))
+    shown.wait(LOG % (8, 0, 0))  # the rest of a line that is there in part
+    os.write(shown.workers[0], LOG % (9, 0, 0))
     assert shown.end() == (
-        b"whole\nhalf of a line\n\r 10%\r 20%\n" + LOG % (0, 0, 0) + b"[bamboo] bamboo_ds: gradients of layer 3 are "
-        b"inexact (from 2 workers: slots 0, 1)\n"
+        b"whole\nsoon\nhalf of a line\n\r 10%\r 20%" + LOG % (1, 1, 1) + LOG % (8, 0, 0) + b"[bamboo] bamboo_ds: "
+        b"gradients of layer 3 are inexact (from 2 workers: slots 0, 1)\n"
     )
 
 
