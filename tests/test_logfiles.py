@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import select
+import threading
 from datetime import datetime
 from pathlib import Path
 
@@ -58,6 +60,35 @@ def test_a_file_that_could_not_be_begun_anew_goes_on(tmp_path: Path, monkeypatch
     file.append(b"again\n")
     file.close()
     assert path.read_bytes() == b"again\n" and Path(f"{path}.1").read_bytes() == b"12345678\n"
+
+
+def test_who_logs_does_not_wait_for_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    logger = logging.getLogger(logs.LOGGER)
+    monkeypatch.setattr(logger, "handlers", [])
+    monkeypatch.setattr(logger, "level", logging.INFO)
+    monkeypatch.setattr(logger, "propagate", False)
+    monkeypatch.setattr(logs, "_FLUSH_S", 40.0)
+    os.mkfifo(tmp_path / "log")
+    reading = os.open(tmp_path / "log", os.O_RDONLY | os.O_NONBLOCK)
+    file = LogFile(tmp_path / "log")
+    logs.to_file(file)
+
+    def say() -> None:
+        for number in range(200):
+            logger.info("%s %d", "x" * 1000, number)
+
+    saying = threading.Thread(target=say, daemon=True)  # more than the pipe takes
+    saying.start()
+    saying.join(10.0)
+    assert not saying.is_alive()
+    found = b""
+    while found.count(b"\n") < 200:
+        assert select.select([reading], [], [], 40.0)[0]
+        found += os.read(reading, 1 << 20)
+    logger.handlers[0].flush()
+    assert [int(line.split()[-1]) for line in found.splitlines()] == list(range(200))
+    file.close()
+    os.close(reading)
 
 
 def test_a_log_without_room_complains_once(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
