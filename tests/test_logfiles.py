@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import select
@@ -168,3 +169,17 @@ def test_bamboo_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         error = CliRunner().invoke(cli, ["logs", "--logs", str(tmp_path / "logs"), *arguments]).exception
         assert isinstance(error, ConfigError) and words in str(error)
+
+
+def test_bamboo_logs_into_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of who reads them is nothing about the logs."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    (tmp_path / "gpt").mkdir()
+    (tmp_path / "gpt" / "worker-0.log").write_text("2026-05-04 12:00:00.000 one\n")
+
+    def broken(*_: object, **__: object) -> None:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    monkeypatch.setattr("bamboo_ds.cli.logs.click.echo", broken)
+    found = CliRunner().invoke(cli, ["logs", "--job", "gpt", "--logs", str(tmp_path)])
+    assert found.exit_code == 1 and not isinstance(found.exception, ConfigError)

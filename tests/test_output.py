@@ -254,6 +254,24 @@ def test_without_a_folder_the_worker_has_what_its_agent_has(tmp_path: Path, capl
     ]
 
 
+def test_without_a_terminal_for_it_the_worker_has_what_its_agent_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def none_left() -> None:
+        raise OSError("out of pty devices")
+
+    monkeypatch.setattr(output.os, "openpty", none_left)
+    monkeypatch.setattr(output.os.path, "samestat", lambda a, b: False)
+    before = os.listdir("/proc/self/fd")
+    screens = Screens((False, True), (40, 132)).to_argument()
+    common = {"job": "j", "command": (), "slot": 1, "world_size": 2, "store": "", "parent_pid": 1}
+    found = WorkerOutput(AgentSettings(**common, logs=str(tmp_path), screen=screens))
+    assert found.stdout is found.stderr is found.path is None
+    assert "out of pty devices" in caplog.text and os.listdir("/proc/self/fd") == before
+    found.start("m1-a", 7)
+    found.close(lambda: None, lambda: False)
+
+
 # -- what the launcher shows ----------------------------------------------------------------------------------
 
 LOG = b"12:00:0%d.123 W bamboo [m%d-aaaa (0,%d) e2] bamboo_ds: gradients of layer 3 are inexact\n"
@@ -275,6 +293,9 @@ def test_python_s_warnings_are_folded_with_their_source() -> None:
     found = [(slot, line) for line in lines for slot in (0, 1) if folding.shown(slot, line, 10.0)]
     assert found == [(0, lines[0]), (0, lines[1]), (0, lines[2]), (1, lines[2])]
     assert folding.notes(20.0) == ["/a/b.py:12: UserWarning: it is slow (from 2 workers: slots 0, 1)"]
+    alone, own = b"/a/b.py:12: UserWarning: without a source\n", b"  of slot %d\n"
+    found = [(slot, line) for slot in (0, 1) for line in (alone, own % slot) if folding.shown(slot, line, 25.0)]
+    assert found == [(0, alone), (0, own % 0), (1, own % 1)], "only what was there before is left out"
     for line in (b"step 10 loss 3.5\n", b"Warning: mine\n", b"W bamboo\n"):
         assert [folding.shown(slot, line, 30.0) for slot in (0, 1)] == [True, True], "the script's own"
 

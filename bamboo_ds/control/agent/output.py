@@ -38,8 +38,9 @@ logger = logging.getLogger("bamboo_ds.control.agent")
 
 #: Bytes that wait to be shown, from which on the worker is read no longer, as if it wrote there itself.
 _MOST_WAITING = 4 << 20
-#: Bytes that a pipe holds, so that a worker that writes little outlasts an agent that is stopped.
-_PIPE_BYTES = 1 << 20
+#: Bytes that a pipe holds, so that a worker that writes little outlasts an agent that is stopped. The kernel grants a
+#: user's pipes 64 MiB.
+_PIPE_BYTES = 1 << 18
 _READ = 1 << 16
 #: Seconds after which a launcher that takes nothing is looked at.
 _LOOK_S = 0.1
@@ -172,11 +173,30 @@ class WorkerOutput:
             return
         self.path = os.path.abspath(self._file.path)
         screens = Screens.own() if settings.screen is None else Screens.parse(settings.screen)
-        one = os.path.samestat(os.fstat(1), os.fstat(2))
-        self._wake, self._waker = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        for fd, terminal in zip((1, 2)[: 1 if one else 2], screens.terminals, strict=False):
-            self._channels.append(_Channel(*_ends(screens.size if terminal else None), _Target(fd)))
+        try:
+            self._open(screens)
+        except OSError as error:  # there are no terminals left, an output is closed
+            logger.warning("the output of this worker is in no file: %s", error)
+            self._file.close()
+            self._file = self.path = None
+            return
         self.stdout, self.stderr = self._channels[0].worker, self._channels[-1].worker
+
+    def _open(self, screens: Screens) -> None:
+        one = os.path.samestat(os.fstat(1), os.fstat(2))
+        with contextlib.ExitStack() as undo:
+            wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+            for fd in wake:
+                undo.callback(os.close, fd)
+            for fd, terminal in zip((1, 2)[: 1 if one else 2], screens.terminals, strict=False):
+                target = _Target(fd)
+                undo.callback(target.close)
+                ends = _ends(screens.size if terminal else None)
+                for end in ends:
+                    undo.callback(os.close, end)
+                self._channels.append(_Channel(*ends, target))
+            undo.pop_all()
+        self._wake, self._waker = wake
 
     def start(self, member: str, pid: int) -> None:
         """The worker is started."""
@@ -242,7 +262,7 @@ class WorkerOutput:
         done = all(channel.reading < 0 and not channel.waiting for channel in self._channels)
         if done and self._ending:
             return False
-        ready = dict(poll.poll(1000 * _LOOK_S))
+        ready = dict(poll.poll(1000 * _LOOK_S if waited_for else None))
         if self._wake in ready:
             os.read(self._wake, _READ)
         for fd, channel in by_fd.items():
