@@ -115,10 +115,10 @@ def _stand_in(end: Callable[[Built], NoReturn]) -> None:
             end(Built(unknown=str(error)))
 
     PipelineModule.__init__ = build_without_memory
-    module: Any = PipelineModule
-    module._synchronize_tied_weights = lambda self: None
+    pipeline: Any = PipelineModule
+    pipeline._synchronize_tied_weights = lambda self: None
     for name in ("to", "cuda", "cpu"):  # DeepSpeed calls one, and so may the script
-        setattr(module, name, lambda self, *_, **__: self)
+        setattr(pipeline, name, lambda self, *_, **__: self)
 
     def initialize(
         args: Any = None, model: Any = None, optimizer: Any = None, config: Any = None, **others: Any

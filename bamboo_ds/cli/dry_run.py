@@ -10,8 +10,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.table import Table
@@ -149,8 +149,9 @@ def _build(options: RunOptions, script: Sequence[str]) -> Built:
             finally:
                 _end(process)
         if result.exists():
-            found = json.loads(result.read_text())
-            return replace(Built(), **{k: tuple(v) if isinstance(v, list) else v for k, v in found.items()})
+            found: dict[str, Any] = json.loads(result.read_text())
+            found.update((name, tuple(each)) for name, each in found.items() if isinstance(each, list))
+            return Built(**found)
         if code == 0:
             return Built(unknown="the script ends without a call of deepspeed.initialize")
         last = output.read_text(errors="replace").splitlines()[-_LINES:]
