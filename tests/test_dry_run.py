@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from bamboo_ds.cli import dry_run
+from bamboo_ds.cli import building, dry_run
 from bamboo_ds.cli.building import Built
 from bamboo_ds.cli.doctor import Finding
 from bamboo_ds.cli.main import cli
@@ -43,10 +44,13 @@ if what == "picky":
             self.rates = [x.item() for x in torch.linspace(0, 1, 3)]
     layers[2] = LayerSpec(Picky)
 net = PipelineModule(layers, num_stages=int(sys.argv[2]), partition_method="uniform")
+net = net.to("cpu").cuda()  # as scripts do; there is nothing to move
+if what == "looks":
+    print(sum(p.sum().item() for p in net.parameters()))
 if what == "early":
     sys.exit()
 if what == "raises":
-    raise RuntimeError("a test says so")
+    raise RuntimeError("a test says so, with metadata")
 arguments = {"config": {"train_batch_size": 8, "bamboo": {}, "bf16": {"enabled": True}}}
 if what == "refused":
     arguments["config"]["sparse_gradients"] = True
@@ -78,8 +82,9 @@ def test_what_a_script_builds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         pipelines=2,
         stages=2,
         layers=(3, 3),
-        parameters=(220 + 10**12, 105 + 220),  # frozen ones cost nothing, those tied within a stage count once
-        optimizer="SGD",
+        parameters=(220 + 10**12, 105 + 220),  # those tied within a stage count once
+        frozen=(10**6, 0),
+        optimizer="SGD without momentum",
         precision="bf16",
     )
 
@@ -95,6 +100,7 @@ def test_problems_and_what_cannot_be_known(tmp_path: Path, monkeypatch: pytest.M
             r"ends with code 1 before deepspeed\.initialize\n(.*\n)*  \| .*RuntimeError: a test",
         ),
         (("picky", "2"), "unknown", r"^Picky cannot be built on torch's meta device: "),
+        (("looks", "2"), "unknown", r"^the script needs values of parameters, .* meta device.*: .*item\(\).*"),
         (("early", "2"), "unknown", r"^the script ends without a call of deepspeed\.initialize$"),
     ):
         found = build(tmp_path, monkeypatch, *arguments)
@@ -124,6 +130,15 @@ def test_what_would_become_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         "m0 emulated-0 (0,0) (0,1) 1,073,741,824 16.00 GiB 48.00 GiB 64.00 GiB",
         "m1 emulated-1 (0,1) (0,0) 3,221,225,472 48.00 GiB 16.00 GiB 64.00 GiB",
         "state: 16 bytes per parameter of an own stage, 16 of a replica (fp32, Adam); what passes keep comes on top",
+    ]
+    built = replace(built, frozen=(0, 1 << 30), precision="bf16")
+    told = run("--emulate-hosts", "2")[1]
+    assert told[3:] == [
+        "member host owns shadows parameters frozen own state replicas sum",
+        "m0 emulated-0 (0,0) (0,1) 1,073,741,824 0 18.00 GiB 56.00 GiB 74.00 GiB",
+        "m1 emulated-1 (0,1) (0,0) 3,221,225,472 1,073,741,824 56.00 GiB 18.00 GiB 74.00 GiB",
+        "state: 18 bytes per parameter of an own stage, 18 of a replica, 2 of a frozen one on either (bf16, Adam); "
+        "what passes keep comes on top",
     ]
     built = Built(unknown="a test says so")
     assert run()[1][2:] == [
@@ -173,12 +188,31 @@ def test_bytes_per_parameter_are_the_measured_ones() -> None:
         assert words.format(f"{own:g}", f"{whole:g}") in figures, words
     assert StateBytes("bf16", "Adam", fp32_gradients=False).owner == 16
     assert [StateBytes("fp32", name).known for name in ("FusedAdam", "Mine", None)] == [True, False, False]
+    sgd = [StateBytes("fp32", name) for name in ("SGD", "SGD without momentum")]
+    assert [(each.known, each.owner) for each in sgd] == [(True, 12), (True, 8)]
     assert StateBytes("fp32", "Lion").owner == 12 and StateBytes("fp32", "Mine").owner == 16
+
+
+def test_the_optimizer_s_name() -> None:
+    plain, mine = type("SGD", (SimpleNamespace,), {}), SimpleNamespace()
+    plain = plain(param_groups=[{"momentum": 0}, {"momentum": 0.9}])
+    assert [
+        building._optimizer(*each)
+        for each in (
+            (None, {}),
+            (None, {"type": "SGD"}),
+            (None, {"type": "SGD", "params": {"momentum": 0.9}}),
+            (plain, {"type": "Adam"}),
+            (mine, {}),
+        )
+    ] == [None, "SGD without momentum", "SGD", "SGD", "SimpleNamespace"]
 
 
 def test_bytes_of_members() -> None:
     members = [Candidate(f"m{slot}", slot, f"h{slot}", home=slot) for slot in range(2)]
     plan = with_redundancy(initial_plan(["m0", "m1"]), Layout(1, 2), True, members)
     assert member_bytes(plan, (10, 100), StateBytes()) == {"m0": (160.0, 1600.0), "m1": (1600.0, 160.0)}
+    frozen = member_bytes(plan, (10, 100), StateBytes("bf16"), (1000, 0))
+    assert frozen == {"m0": (2180.0, 1800.0), "m1": (1800.0, 2180.0)}
     bare = with_redundancy(initial_plan(["m0", "m1"]), Layout(1, 2), False, members)
     assert member_bytes(bare, (10, 100), StateBytes())["m0"] == (160.0, 0.0)

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import logging
+import os
+import select
+import threading
 from datetime import datetime
 from pathlib import Path
 
@@ -10,6 +15,7 @@ from click.testing import CliRunner
 
 from bamboo_ds.cli.main import cli
 from bamboo_ds.errors import ConfigError
+from bamboo_ds.observe import logs
 from bamboo_ds.observe.logfiles import Following, Lines, LogFile, Source, files, last_lines, merged, stamped, worker_log
 
 NOON = datetime(2026, 5, 4, 12, 0, 0, 5000)
@@ -41,6 +47,71 @@ def test_a_file_is_for_its_owner_and_of_bounded_size(tmp_path: Path) -> None:
     assert text_of(list(again.read())) == [f"3:line {i}" for i in range(6, 10)], "what is there, in order"
     again.close()
     assert last_lines(path, 5) == ["line 9"] and last_lines(tmp_path / "none", 5) == []
+
+
+def test_a_file_that_could_not_be_begun_anew_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "worker-0.log"
+    file = LogFile(path, largest=10)
+    file.append(b"12345678\n")
+    with monkeypatch.context() as patch:
+        patch.setattr(file, "_open", lambda: os.open(tmp_path, os.O_WRONLY))
+        for _ in range(2):
+            with pytest.raises(IsADirectoryError):
+                file.append(b"lost\n")
+    file.append(b"again\n")
+    file.close()
+    assert path.read_bytes() == b"again\n" and Path(f"{path}.1").read_bytes() == b"12345678\n"
+
+
+def test_who_logs_does_not_wait_for_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    logger = logging.getLogger(logs.LOGGER)
+    monkeypatch.setattr(logger, "handlers", [])
+    monkeypatch.setattr(logger, "level", logging.INFO)
+    monkeypatch.setattr(logger, "propagate", False)
+    monkeypatch.setattr(logs, "_FLUSH_S", 40.0)
+    os.mkfifo(tmp_path / "log")
+    reading = os.open(tmp_path / "log", os.O_RDONLY | os.O_NONBLOCK)
+    file = LogFile(tmp_path / "log")
+    logs.to_file(file)
+
+    def say() -> None:
+        for number in range(200):
+            logger.info("%s %d", "x" * 1000, number)
+
+    saying = threading.Thread(target=say, daemon=True)  # more than the pipe takes
+    saying.start()
+    saying.join(10.0)
+    assert not saying.is_alive()
+    found = b""
+    while found.count(b"\n") < 200:
+        assert select.select([reading], [], [], 40.0)[0]
+        found += os.read(reading, 1 << 20)
+    logger.handlers[0].flush()
+    assert [int(line.split()[-1]) for line in found.splitlines()] == list(range(200))
+    file.close()
+    os.close(reading)
+
+
+def test_a_log_without_room_complains_once(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    logger = logging.getLogger(logs.LOGGER)
+    monkeypatch.setattr(logger, "handlers", [])
+    monkeypatch.setattr(logger, "level", logger.level)
+    monkeypatch.setattr(logger, "propagate", False)
+    logs.configure()
+    file = LogFile("/dev/full")
+    logs.to_file(file)
+    for number in range(3):
+        logger.warning("record %d", number)
+    for handler in logger.handlers:
+        handler.flush()
+    file.close()
+    told = capfd.readouterr().err
+    assert sorted(line.partition("bamboo_ds: ")[2] for line in told.splitlines()) == [
+        "record 0",
+        "record 1",
+        "record 2",
+        "this log is not in its file: [Errno 28] No space left on device",
+    ], told
 
 
 def test_lines_of_several_files_are_in_the_order_of_time(tmp_path: Path) -> None:
@@ -98,3 +169,17 @@ def test_bamboo_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         error = CliRunner().invoke(cli, ["logs", "--logs", str(tmp_path / "logs"), *arguments]).exception
         assert isinstance(error, ConfigError) and words in str(error)
+
+
+def test_bamboo_logs_into_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of who reads them is nothing about the logs."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    (tmp_path / "gpt").mkdir()
+    (tmp_path / "gpt" / "worker-0.log").write_text("2026-05-04 12:00:00.000 one\n")
+
+    def broken(*_: object, **__: object) -> None:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    monkeypatch.setattr("bamboo_ds.cli.logs.click.echo", broken)
+    found = CliRunner().invoke(cli, ["logs", "--job", "gpt", "--logs", str(tmp_path)])
+    assert found.exit_code == 1 and not isinstance(found.exception, ConfigError)

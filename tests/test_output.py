@@ -26,7 +26,7 @@ from bamboo_ds.control.settings import AgentSettings
 from bamboo_ds.engine import replay
 from bamboo_ds.engine.history import History
 from bamboo_ds.engine.replay import Replay
-from bamboo_ds.launchers import screen
+from bamboo_ds.launchers import display, screen
 from bamboo_ds.launchers.display import Display, Folding
 from bamboo_ds.launchers.progress import Sparse, progress
 from bamboo_ds.launchers.screen import Screen
@@ -163,6 +163,68 @@ def test_a_stopped_launcher_does_not_stop_the_worker(tmp_path: Path, monkeypatch
     assert sum(len(line) + 1 for line in relay.lines()[1:]) == count + len("the end\n"), "the file has all"
 
 
+def test_a_stopped_launcher_does_not_hold_up_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor what the agent has to say after it."""
+    monkeypatch.setattr(output, "_is_stopped", lambda pid: True)
+    monkeypatch.setattr(output, "_LOOK_S", 0.02)
+    relay = Relay(tmp_path, monkeypatch)
+    fill(relay, lambda done: done > 500_000)  # more than a pipe holds, less than what may wait
+    for fd in relay.worker:
+        os.close(fd)
+    closing = threading.Thread(target=relay.output.close, args=(lambda: None, lambda: False), daemon=True)
+    closing.start()
+    closing.join(DEADLINE_S / 4)
+    assert not closing.is_alive()
+    for _ in range(100):
+        relay.output.say("x" * 1000 + "\n")
+    assert relay.read(1, 4096).startswith(b"x"), "as much as there was room for"
+    os.close(relay.shown[0])
+    os.close(relay.shown[1])
+    output.logs.show_by(None)
+    assert sum(map(len, relay.lines()[1:])) > 499_000
+
+
+def test_a_full_disk_is_tried_again_and_told() -> None:
+    """By the agent that writes to it, and by the launcher."""
+    full = os.open("/dev/full", os.O_WRONLY)
+    channel = output._Channel(-1, -1, output._Target(full))
+    found = WorkerOutput(AgentSettings(job="j", command=(), slot=1, world_size=2, store="", parent_pid=1))
+    for data in (b"12345", b"67", b"89"):
+        channel.waiting += data
+        if data == b"89":
+            reading, writing = os.pipe()
+            os.dup2(writing, channel.target.fd)
+        found._show(channel)
+    told = b"\n[bamboo] 7 bytes were not shown\n89"
+    assert os.read(reading, 100) == told and not channel.dropped and not channel.waiting
+
+    launcher = Display(Screen(alone=False), False, lambda: None)
+    launcher._show(b"1234", full)
+    launcher._show(b"567", full)
+    os.dup2(writing, full)
+    launcher._show(b"89", full)
+    launcher._show(b"10", full)
+    assert os.read(reading, 100) == told + b"10"
+    channel.target.close()
+    for fd in (reading, writing, full):
+        os.close(fd)
+
+
+def test_a_screen_that_others_have_made_not_blocking() -> None:
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    data = b"x" * 300_000
+    thread = threading.Thread(target=Screen(alone=False).show, args=(data, writing))
+    thread.start()
+    found = 0
+    while found < len(data) and select.select([reading], [], [], DEADLINE_S / 4)[0]:
+        found += len(os.read(reading, 1 << 20))
+    thread.join(DEADLINE_S)
+    assert found == len(data)
+    os.close(reading)
+    os.close(writing)
+
+
 def test_a_killed_launcher_does_not_stop_the_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     relay = Relay(tmp_path, monkeypatch)
     for fd in relay.shown:
@@ -192,6 +254,24 @@ def test_without_a_folder_the_worker_has_what_its_agent_has(tmp_path: Path, capl
     ]
 
 
+def test_without_a_terminal_for_it_the_worker_has_what_its_agent_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def none_left() -> None:
+        raise OSError("out of pty devices")
+
+    monkeypatch.setattr(output.os, "openpty", none_left)
+    monkeypatch.setattr(output.os.path, "samestat", lambda a, b: False)
+    before = os.listdir("/proc/self/fd")
+    screens = Screens((False, True), (40, 132)).to_argument()
+    common = {"job": "j", "command": (), "slot": 1, "world_size": 2, "store": "", "parent_pid": 1}
+    found = WorkerOutput(AgentSettings(**common, logs=str(tmp_path), screen=screens))
+    assert found.stdout is found.stderr is found.path is None
+    assert "out of pty devices" in caplog.text and os.listdir("/proc/self/fd") == before
+    found.start("m1-a", 7)
+    found.close(lambda: None, lambda: False)
+
+
 # -- what the launcher shows ----------------------------------------------------------------------------------
 
 LOG = b"12:00:0%d.123 W bamboo [m%d-aaaa (0,%d) e2] bamboo_ds: gradients of layer 3 are inexact\n"
@@ -213,6 +293,9 @@ def test_python_s_warnings_are_folded_with_their_source() -> None:
     found = [(slot, line) for line in lines for slot in (0, 1) if folding.shown(slot, line, 10.0)]
     assert found == [(0, lines[0]), (0, lines[1]), (0, lines[2]), (1, lines[2])]
     assert folding.notes(20.0) == ["/a/b.py:12: UserWarning: it is slow (from 2 workers: slots 0, 1)"]
+    alone, own = b"/a/b.py:12: UserWarning: without a source\n", b"  of slot %d\n"
+    found = [(slot, line) for slot in (0, 1) for line in (alone, own % slot) if folding.shown(slot, line, 25.0)]
+    assert found == [(0, alone), (0, own % 0), (1, own % 1)], "only what was there before is left out"
     for line in (b"step 10 loss 3.5\n", b"Warning: mine\n", b"W bamboo\n"):
         assert [folding.shown(slot, line, 30.0) for slot in (0, 1)] == [True, True], "the script's own"
 
@@ -249,19 +332,27 @@ class Shown:
 
 
 def test_a_line_is_shown_in_one_piece_and_a_beginning_without_an_end_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_REST_S", "_SAME_S"):
+        monkeypatch.setattr(display, name, 1e6)
     shown = Shown(monkeypatch, prefix=False)
     os.write(shown.workers[0], b"half of ")
     os.write(shown.workers[1], b"whole\n")
-    shown.wait(b"whole\nhalf of ")
+    shown.wait(b"whole\n")
+    monkeypatch.setattr(display, "_REST_S", 0.0)
+    os.write(shown.workers[1], b"soon\n")
+    shown.wait(b"whole\nsoon\nhalf of ")
     os.write(shown.workers[0], b"a line\n\r 10%")
     shown.wait(b"half of a line\n\r 10%")
     os.write(shown.workers[0], b"\r 20%")
-    for slot in (0, 1):
-        os.write(shown.workers[slot], b"\n" * (1 - slot) + LOG % (slot, slot, slot))
-        shown.wait(b"e2] bamboo_ds")
+    shown.wait(b"\r 20%")
+    os.write(shown.workers[1], LOG % (1, 1, 1))
+    shown.wait(LOG % (1, 1, 1))
+    os.write(shown.workers[0], LOG % (8, 0, 0))
+    shown.wait(LOG % (8, 0, 0))  # the rest of a line that is there in part
+    os.write(shown.workers[0], LOG % (9, 0, 0))
     assert shown.end() == (
-        b"whole\nhalf of a line\n\r 10%\r 20%\n" + LOG % (0, 0, 0) + b"[bamboo] bamboo_ds: gradients of layer 3 are "
-        b"inexact (from 2 workers: slots 0, 1)\n"
+        b"whole\nsoon\nhalf of a line\n\r 10%\r 20%" + LOG % (1, 1, 1) + LOG % (8, 0, 0) + b"[bamboo] bamboo_ds: "
+        b"gradients of layer 3 are inexact (from 2 workers: slots 0, 1)\n"
     )
 
 

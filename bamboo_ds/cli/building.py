@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ..processes import die_with_parent
+from ..topology.memory import WITHOUT_MOMENTUM
 
 
 @dataclass(frozen=True)
@@ -29,8 +31,9 @@ class Built:
         problem: why a job would end here; ``None``: nothing was found.
         unknown: why the rest is not known; ``None``: it is.
         pipelines, stages, slices: of the topology.
-        layers, parameters: of every stage; parameters are trainable ones, of one slice.
-        optimizer: name of its class or of the configuration; ``None``: there is none.
+        layers, parameters, frozen: of every stage; parameters are trainable ones, frozen are the others, of one slice.
+        optimizer: name of its class or of the configuration, as :class:`~..topology.memory.StateBytes` has it;
+            ``None``: there is none.
         precision: ``fp32``, ``fp16`` or ``bf16``.
         zero: stage of ZeRO.
         fp32_gradients: whether bf16 accumulates gradients in fp32.
@@ -43,6 +46,7 @@ class Built:
     slices: int = 1
     layers: tuple[int, ...] = ()
     parameters: tuple[int, ...] = ()
+    frozen: tuple[int, ...] = ()
     optimizer: str | None = None
     precision: str = "fp32"
     zero: int = 0
@@ -67,7 +71,12 @@ def main() -> None:
     _stand_in(end)
     from ..control import script
 
-    script.main(sys.argv[2:])
+    try:
+        script.main(sys.argv[2:])
+    except (NotImplementedError, RuntimeError) as error:
+        if not _needs_values(error):
+            raise
+        end(Built(unknown=f"the script needs values of parameters, which torch's meta device has not: {error}"))
 
 
 def _stand_in(end: Callable[[Built], NoReturn]) -> None:
@@ -100,12 +109,16 @@ def _stand_in(end: Callable[[Built], NoReturn]) -> None:
 
     def build_without_memory(self: Any, *args: Any, **kwargs: Any) -> None:
         try:
-            with _meta(PipelineModule):
+            with _meta():
                 build(self, *args, **kwargs)
         except _NoMeta as error:
             end(Built(unknown=str(error)))
 
     PipelineModule.__init__ = build_without_memory
+    pipeline: Any = PipelineModule
+    pipeline._synchronize_tied_weights = lambda self: None
+    for name in ("to", "cuda", "cpu"):  # DeepSpeed calls one, and so may the script
+        setattr(pipeline, name, lambda self, *_, **__: self)
 
     def initialize(
         args: Any = None, model: Any = None, optimizer: Any = None, config: Any = None, **others: Any
@@ -116,8 +129,13 @@ def _stand_in(end: Callable[[Built], NoReturn]) -> None:
     deepspeed.initialize = initialize
 
 
+def _needs_values(error: Exception) -> bool:
+    """Whether torch says that a tensor of its meta device has none."""
+    return re.search(r"\bmeta\b", str(error), re.IGNORECASE) is not None
+
+
 @contextmanager
-def _meta(module: Any) -> Iterator[None]:
+def _meta() -> Iterator[None]:
     """In the body layers are built on the meta device, and stay there."""
     import torch
     from deepspeed.runtime.pipe.module import LayerSpec
@@ -128,24 +146,16 @@ def _meta(module: Any) -> Iterator[None]:
         try:
             return build(self, *args, **kwargs)
         except (NotImplementedError, RuntimeError) as error:
-            if "meta" not in str(error).lower():
+            if not _needs_values(error):
                 raise
             raise _NoMeta(f"{self.typename.__name__} cannot be built on torch's meta device: {error}") from error
 
-    before = {name: module.__dict__.get(name) for name in ("to", "_synchronize_tied_weights")}
-    module.to = lambda self, *_, **__: self
-    module._synchronize_tied_weights = lambda self: None
     LayerSpec.build = checked
     try:
         with torch.device("meta"):
             yield
     finally:
         LayerSpec.build = build
-        for name, method in before.items():
-            if method is None:
-                delattr(module, name)
-            else:
-                setattr(module, name, method)
 
 
 def _built(model: Any, optimizer: Any, source: Any) -> Built:
@@ -165,13 +175,12 @@ def _built(model: Any, optimizer: Any, source: Any) -> Built:
     except BambooError as error:
         return Built(problem=str(error))
     parts: Any = model.parts
-    with _meta(PipelineModule):
+    with _meta():
         stages = [model._layer_specs[parts[stage] : parts[stage + 1]] for stage in range(layout.stages)]
         try:
-            parameters = tuple(_parameters(specs) for specs in stages)
+            counts = [_parameters(specs) for specs in stages]
         except _NoMeta as error:
             return Built(unknown=str(error))
-    named = (config.get("optimizer") or {}).get("type")
     precision = next((name for name in ("fp16", "bf16") if (config.get(name) or {}).get("enabled")), "fp32")
     accumulated = (config.get("data_types") or {}).get("grad_accum_dtype")
     return Built(
@@ -179,20 +188,29 @@ def _built(model: Any, optimizer: Any, source: Any) -> Built:
         stages=layout.stages,
         slices=layout.slices,
         layers=tuple(len(specs) for specs in stages),
-        parameters=parameters,
-        optimizer=named if optimizer is None else type(optimizer).__name__,
+        parameters=tuple(trainable for trainable, _ in counts),
+        frozen=tuple(frozen for _, frozen in counts),
+        optimizer=_optimizer(optimizer, config.get("optimizer") or {}),
         precision=precision,
         zero=int((config.get("zero_optimization") or {}).get("stage", 0)),
         fp32_gradients=accumulated in (None, "fp32"),
     )
 
 
-def _parameters(specs: list[Any]) -> int:
-    """Trainable parameters of a stage; those that it has tied to each other count once."""
+def _optimizer(given: Any, block: dict[str, Any]) -> str | None:
+    name, settings = block.get("type"), [block.get("params") or {}]
+    if given is not None:
+        name, settings = type(given).__name__, getattr(given, "param_groups", [])
+    bare = str(name).lower() == "sgd" and not any(each.get("momentum") for each in settings)
+    return WITHOUT_MOMENTUM if bare else name
+
+
+def _parameters(specs: list[Any]) -> tuple[int, int]:
+    """Trainable and frozen parameters of a stage; those that it has tied to each other count once."""
     import torch
     from deepspeed.runtime.pipe.module import LayerSpec, TiedLayerSpec
 
-    count, keys = 0, set()
+    trainable, frozen, keys = 0, 0, set()
     for spec in specs:
         if isinstance(spec, TiedLayerSpec):
             if spec.key in keys:
@@ -200,8 +218,10 @@ def _parameters(specs: list[Any]) -> int:
             keys.add(spec.key)
         layer = spec.build() if isinstance(spec, LayerSpec) else spec
         if isinstance(layer, torch.nn.Module):
-            count += sum(each.numel() for each in layer.parameters() if each.requires_grad)
-    return count
+            counted = sum(each.numel() for each in layer.parameters() if each.requires_grad)
+            trainable += counted
+            frozen += sum(each.numel() for each in layer.parameters()) - counted
+    return trainable, frozen
 
 
 if __name__ == "__main__":

@@ -10,8 +10,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.table import Table
@@ -96,16 +96,18 @@ def _tell_plan(options: RunOptions, built: Built) -> None:
     for column in ("member", "host", "owns", "shadows"):
         table.add_column(column)
     known = bool(built.parameters)
-    for column in ("parameters", "own state", "replicas", "sum") if known else ():
+    frozen = any(built.frozen)
+    for column in ("parameters", *(("frozen",) if frozen else ()), "own state", "replicas", "sum") if known else ():
         table.add_column(column, justify="right")
-    costs = member_bytes(plan, built.parameters, state) if known else {}
+    costs = member_bytes(plan, built.parameters, state, built.frozen) if known else {}
     for member in members:
         owned, shadowed = plan.owned_by(member.id), plan.shadowed_by(member.id)
         row = [member.id, member.host, _listed(owned), _listed(shadowed)]
         if known:
             own, replicas = costs[member.id]
-            count = sum(built.parameters[role.stage] for role in owned)
-            row += [f"{count:,}", *map(_size, (own, replicas, own + replicas))]
+            for counts in (built.parameters, built.frozen) if frozen else (built.parameters,):
+                row.append(f"{sum(counts[role.stage] for role in owned):,}")
+            row += [*map(_size, (own, replicas, own + replicas))]
         table.add_row(*row)
     console().print(table)
     if known:
@@ -113,6 +115,7 @@ def _tell_plan(options: RunOptions, built: Built) -> None:
         taken = "" if state.known else ", taken for one like Adam"
         kind = f"{state.precision}, {optimizer}{taken}{', ZeRO-1' if state.zero else ''}"
         each = f"{state.owner:g} bytes per parameter of an own stage, {state.shadow:g} of a replica"
+        each += f", {state.frozen:g} of a frozen one on either" if frozen else ""
         click.echo(f"state: {each} ({kind}); what passes keep comes on top")
     else:
         click.echo("memory: unknown, as the parameters of the stages are")
@@ -146,10 +149,9 @@ def _build(options: RunOptions, script: Sequence[str]) -> Built:
             finally:
                 _end(process)
         if result.exists():
-            found = json.loads(result.read_text())
-            return replace(
-                Built(), **{**found, "layers": tuple(found["layers"]), "parameters": tuple(found["parameters"])}
-            )
+            found: dict[str, Any] = json.loads(result.read_text())
+            found.update((name, tuple(each)) for name, each in found.items() if isinstance(each, list))
+            return Built(**found)
         if code == 0:
             return Built(unknown="the script ends without a call of deepspeed.initialize")
         last = output.read_text(errors="replace").splitlines()[-_LINES:]

@@ -6,6 +6,7 @@ import os
 import re
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
@@ -44,23 +45,39 @@ def logs_command(
         while True:
             # First: what is written until then is read below.
             goes_on = follow and running is not None and running.launcher() is not None
-            for source, path in files(folder).items():
+            for source, path in _files(folder).items():
                 if (not slots or source.slot in slots) and (agents or not source.agent) and source not in follows:
                     follows[source] = Following(source, path)
             if slots and not follows and not goes_on:
                 raise ConfigError(f"no member of --member {', '.join(members)} has written to {folder}")
-            for entry in merged(list(follows.values())):
+            for entry in _entries(folder, list(follows.values())):
                 click.echo(_line(entry, coloured), nl=False, color=coloured)
             if not goes_on:
                 break
             time.sleep(_POLL_S)
     except KeyboardInterrupt:
         click.echo()
-    except OSError as error:
-        raise ConfigError(f"cannot read the logs in {folder}: {error}") from error
     finally:
         for each in follows.values():
             each.close()
+
+
+def _files(folder: Path) -> dict[Source, Path]:
+    try:
+        return files(folder)
+    except OSError as error:
+        raise _unreadable(folder, error) from error
+
+
+def _entries(folder: Path, followed: list[Following]) -> Iterator[Entry]:
+    try:
+        yield from merged(followed)
+    except OSError as error:
+        raise _unreadable(folder, error) from error
+
+
+def _unreadable(folder: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"cannot read the logs in {folder}: {error}")
 
 
 def _line(entry: Entry, coloured: bool) -> str:

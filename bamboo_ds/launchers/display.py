@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ..observe.logfiles import Lines
+from ..observe.logfiles import NO_ROOM, NOT_SHOWN, Lines
 from .screen import Screen, marked
 
 logger = logging.getLogger("bamboo_ds.launchers")
@@ -33,11 +33,12 @@ _WARNING = re.compile(rb"[^\s:][^:]*:\d+: \w*Warning: .*", re.DOTALL)
 
 @dataclass
 class _Told:
-    """A warning that was shown, and the slots that it has come from since."""
+    """A warning that was shown, and the slots that it has come from since; ``source`` is the line after it."""
 
     at: float
     text: bytes
     slots: list[int]
+    source: bytes = b""
 
 
 class Folding:
@@ -49,20 +50,23 @@ class Folding:
 
     def __init__(self) -> None:
         self._told: dict[bytes, _Told] = {}
-        self._following: dict[int, bytes] = {}  # by slot: the warning whose source may come in the next line
+        self._following: dict[int, tuple[bytes, bool]] = {}  # by slot: what may have its source next, left out or not
 
     def shown(self, slot: int, line: bytes, now: float) -> bool:
         """Whether the complete ``line`` of ``slot`` is to be shown."""
-        first = self._following.pop(slot, None)
-        if first is not None and line.startswith(b"  "):
-            return self._is_new(slot, first + line, b"", now)
+        warning, folded = self._following.pop(slot, (b"", False))
+        if line.startswith(b"  ") and warning in self._told:
+            if not folded:
+                self._told[warning].source = line
+            return not folded or line != self._told[warning].source
         text = line.rstrip(b"\r\n")
         found = _LOG.fullmatch(text)
         if found is not None:
             return self._is_new(slot, b" ".join(found.groups()), found[2], now)
         if _WARNING.fullmatch(text) is not None:
-            self._following[slot] = text
-            return self._is_new(slot, text, text, now)
+            new = self._is_new(slot, text, text, now)
+            self._following[slot] = text, not new
+            return new
         return True
 
     def _is_new(self, slot: int, key: bytes, text: bytes, now: float) -> bool:
@@ -85,7 +89,7 @@ class Folding:
             if now < told.at + _SAME_S:
                 continue
             del self._told[key]
-            if len(told.slots) > 1 and told.text:
+            if len(told.slots) > 1:
                 text = told.text.decode(errors="replace")
                 text = text if len(text) <= _TOLD else f"{text[:_TOLD]}…"
                 slots = ", ".join(map(str, sorted(told.slots)))
@@ -126,6 +130,7 @@ class Display:
         self._folding = Folding()
         self._thread: threading.Thread | None = None
         self._gone: set[int] = set()  # descriptors that take nothing any more
+        self._dropped: dict[int, int] = {}  # by descriptor: bytes that found no room on its disk
         self._waits_since: float | None = None  # for something to show
 
     def add(self, slot: int, reading: int, target: int) -> None:
@@ -211,11 +216,19 @@ class Display:
         self._show(marked(notes).encode(), 2)
 
     def _show(self, data: bytes, target: int) -> None:
-        if target in self._gone:
+        if target in self._gone or not data:
             return
+        dropped = self._dropped.get(target, 0)
+        note = f"\n{NOT_SHOWN % dropped}".encode() if dropped else b""
         try:
-            self._screen.show(data, target)
+            self._screen.show(note + data, target)
+            self._dropped.pop(target, None)
         except OSError as error:  # what is read on keeps the workers going
+            if error.errno in NO_ROOM:
+                if not dropped:
+                    logger.error("output of the workers is not shown until there is room for it: %s", error)
+                self._dropped[target] = dropped + len(data)
+                return
             self._gone.add(target)
             logger.error("the output of the workers is not shown any more: %s", error)
 

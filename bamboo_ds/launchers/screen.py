@@ -7,6 +7,7 @@ ended with a line; so neither garbles the other.
 from __future__ import annotations
 
 import os
+import select
 import sys
 import threading
 from collections.abc import Sequence
@@ -94,4 +95,7 @@ def marked(lines: Sequence[str]) -> str:
 
 def _write(fd: int, data: bytes) -> None:
     while data:
-        data = data[os.write(fd, data) :]
+        try:
+            data = data[os.write(fd, data) :]
+        except BlockingIOError:  # another process that has this terminal or pipe has made it so, for all of them
+            select.select([], [fd], [])

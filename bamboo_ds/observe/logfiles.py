@@ -6,6 +6,8 @@ what a slot goes on with after a restart, or after it has rejoined the job, is a
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import heapq
 import os
 import re
@@ -20,6 +22,10 @@ from pathlib import Path
 LARGEST_BYTES = 64 << 20
 #: Bytes of a line without an end that are held back.
 LONGEST_LINE = 1 << 16
+#: What is written later may find room again.
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+#: Said where output goes on.
+NOT_SHOWN = "[bamboo] %d bytes were not shown\n"
 #: Of a line, and of records of Python's ``logging``.
 TIME_FORMAT = "%Y-%m-%d %H:%M:%S"
 _STAMP = re.compile(rb"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} ")
@@ -50,6 +56,7 @@ class LogFile:
     def __init__(self, path: Path | str, largest: int = LARGEST_BYTES) -> None:
         self.path, self._largest = Path(path), largest
         self._lock = threading.Lock()
+        self._closed = False
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._fd = self._open()
 
@@ -61,17 +68,22 @@ class LogFile:
     def append(self, data: bytes) -> None:
         """Append whole lines. They are not divided between two files."""
         with self._lock:
-            if self._fd < 0:
+            if self._closed:
                 return
             if self._size and self._size + len(data) > self._largest:
-                os.replace(self.path, f"{self.path}.1")
-                os.close(self._fd)
-                self._fd = -1
-                self._fd = self._open()
+                self._begin_anew()
             while data:
                 written = os.write(self._fd, data)
                 self._size += written
                 data = data[written:]
+
+    def _begin_anew(self) -> None:
+        """If it fails, the next call may do it."""
+        with contextlib.suppress(FileNotFoundError):  # it has been moved, and then could not be opened
+            os.replace(self.path, f"{self.path}.1")
+        before = self._fd
+        self._fd = self._open()
+        os.close(before)
 
     def write(self, text: str) -> None:
         """Append text, as a stream of Python's ``logging``."""
@@ -83,9 +95,9 @@ class LogFile:
     def close(self) -> None:
         """Close the file. Idempotent; what is appended later is dropped."""
         with self._lock:
-            fd, self._fd = self._fd, -1
-            if fd >= 0:
-                os.close(fd)
+            if not self._closed:
+                self._closed = True
+                os.close(self._fd)
 
 
 class Lines:

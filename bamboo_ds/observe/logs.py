@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+import queue
 import sys
 import threading
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from logging.handlers import QueueHandler, QueueListener
+from typing import Protocol
 
 from ..errors import ConfigError
 from .logfiles import TIME_FORMAT, LogFile
@@ -15,6 +17,10 @@ from .logfiles import TIME_FORMAT, LogFile
 LOGGER = "bamboo_ds"
 LEVEL_VARIABLE = "BAMBOO_LOG_LEVEL"
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+#: Records that wait for a file; what exceeds them is not in it.
+_MOST_RECORDS = 10_000
+#: Seconds that the end of a process waits for its file.
+_FLUSH_S = 1.0
 _FORMAT = "%(asctime)s.%(msecs)03d %(levelname).1s bamboo [%(member)s %(role)s e%(epoch)s] %(name)s: %(message)s"
 
 
@@ -80,31 +86,69 @@ def configure(default_level: int = logging.WARNING) -> logging.Logger:
     return logger
 
 
-def _add(handler: logging.StreamHandler[Any], times: str) -> logging.StreamHandler[Any]:
+def _add(handler: logging.Handler, times: str) -> None:
     handler._bamboo = True  # type: ignore[attr-defined]
     handler.setFormatter(logging.Formatter(_FORMAT, datefmt=times))
     handler.addFilter(_ContextFilter())
     logging.getLogger(LOGGER).addHandler(handler)
-    return handler
 
 
-def to_file(stream: Stream) -> None:
-    """Send the package's log, from INFO on, to ``stream``, too. Call it after :func:`configure`."""
+class _Writer(QueueListener):
+    """Writes records to a file, in a thread of its own; complains once of what could not be written."""
+
+    def __init__(self, records: queue.Queue[logging.LogRecord], file: LogFile) -> None:
+        super().__init__(records)
+        self._file = file
+        self._complained = False
+
+    def handle(self, record: logging.LogRecord) -> None:
+        try:
+            self._file.write(f"{record.getMessage()}\n")
+        except OSError as error:  # the disk is full, say; what is written later may find room again
+            self.complain(error)
+
+    def complain(self, error: Exception) -> None:
+        if not self._complained:
+            self._complained = True
+            logging.getLogger(LOGGER).warning("this log is not in its file: %s", error)
+
+
+class _FileHandler(QueueHandler):
+    """Leaves records to a thread: who logs must not wait for a file system that hangs, least of all with a lease."""
+
+    def __init__(self, file: LogFile) -> None:
+        self._records: queue.Queue[logging.LogRecord] = queue.Queue(_MOST_RECORDS)
+        super().__init__(self._records)
+        self._writer = _Writer(self._records, file)
+        self._writer.start()
+
+    def enqueue(self, record: logging.LogRecord) -> None:
+        try:
+            self._records.put_nowait(record)
+        except queue.Full:
+            self._writer.complain(OSError(f"{_MOST_RECORDS} records wait to be written"))
+
+    def flush(self) -> None:
+        """Wait for the file, but not for ever."""
+        with self._records.all_tasks_done:
+            self._records.all_tasks_done.wait_for(lambda: not self._records.unfinished_tasks, _FLUSH_S)
+
+
+def to_file(file: LogFile) -> None:
+    """Send the package's log, from INFO on, to ``file``, too. Call it after :func:`configure`."""
     logger = logging.getLogger(LOGGER)
     with _lock:
         for handler in logger.handlers:
             handler.setLevel(max(handler.level, logger.level))
         logger.setLevel(min(logger.level, logging.INFO))
-        _add(logging.StreamHandler(stream), TIME_FORMAT)
+        _add(_FileHandler(file), TIME_FORMAT)
 
 
 def show_by(stream: Stream | None) -> None:
     """Have what goes to stderr written by ``stream``, or, with ``None``, to stderr again."""
     with _lock:
         for handler in logging.getLogger(LOGGER).handlers:
-            if not (isinstance(handler, logging.StreamHandler) and getattr(handler, "_bamboo", False)):
-                continue
-            if not isinstance(handler.stream, LogFile):
+            if isinstance(handler, logging.StreamHandler) and getattr(handler, "_bamboo", False):
                 handler.setStream(sys.stderr if stream is None else stream)
 
 

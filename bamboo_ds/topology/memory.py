@@ -11,14 +11,18 @@ from dataclasses import dataclass
 from typing import Literal
 
 from .plan import Plan
+from .roles import Role
 
 Precision = Literal["fp32", "fp16", "bf16"]
 
+#: The name of an optimizer that keeps nothing.
+WITHOUT_MOMENTUM = "SGD without momentum"
 #: Bytes per parameter that optimizers keep, by the names that DeepSpeed or torch has for them, in lower case.
 _OPTIMIZERS = {
     **dict.fromkeys(("adam", "adamw", "fusedadam", "deepspeedcpuadam", "cpuadam", "lamb", "fusedlamb"), 8),
     **dict.fromkeys(("adagrad", "deepspeedcpuadagrad", "rmsprop", "lion", "fusedlion", "deepspeedcpulion"), 4),
     "sgd": 4,
+    WITHOUT_MOMENTUM.lower(): 0,
 }
 #: What is assumed of others.
 _LIKE_ADAM = 8
@@ -50,6 +54,11 @@ class StateBytes:
         return self.optimizer is not None and self.optimizer.lower() in _OPTIMIZERS
 
     @property
+    def frozen(self) -> float:
+        """Bytes per parameter that is not trained, on its owner and on its shadow."""
+        return 4 if self.precision == "fp32" else 2
+
+    @property
     def owner(self) -> float:
         """Bytes per parameter of a role on its owner."""
         model, gradient, master = {"fp32": (4, 4, 0), "fp16": (2, 2, 4), "bf16": (2, 4, 4)}[self.precision]
@@ -67,14 +76,22 @@ class StateBytes:
         return self.owner + (2 if self.zero else 0) + (4 if self.eager_backwards else 0)
 
 
-def member_bytes(plan: Plan, parameters: Sequence[int], state: StateBytes) -> dict[str, tuple[float, float]]:
+def member_bytes(
+    plan: Plan, parameters: Sequence[int], state: StateBytes, frozen: Sequence[int] = ()
+) -> dict[str, tuple[float, float]]:
     """By member, bytes of the roles that it owns, and of those that it shadows.
 
     Args:
         parameters: trainable ones of every stage.
+        frozen: the others of every stage; empty: there are none.
     """
-    found = {}
-    for member in plan.members:
-        owned = sum(parameters[role.stage] for role in plan.owned_by(member)) * state.owner
-        found[member] = owned, sum(parameters[role.stage] for role in plan.shadowed_by(member)) * state.shadow
-    return found
+
+    def total(roles: Sequence[Role], each: float) -> float:
+        return sum(
+            parameters[role.stage] * each + (frozen[role.stage] * state.frozen if frozen else 0) for role in roles
+        )
+
+    return {
+        member: (total(plan.owned_by(member), state.owner), total(plan.shadowed_by(member), state.shadow))
+        for member in plan.members
+    }

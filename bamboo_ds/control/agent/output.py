@@ -31,15 +31,16 @@ from datetime import datetime
 from pathlib import Path
 
 from ...observe import logs
-from ...observe.logfiles import Lines, LogFile, agent_log, stamped, worker_log
+from ...observe.logfiles import NO_ROOM, NOT_SHOWN, Lines, LogFile, agent_log, stamped, worker_log
 from ..settings import AgentSettings
 
 logger = logging.getLogger("bamboo_ds.control.agent")
 
 #: Bytes that wait to be shown, from which on the worker is read no longer, as if it wrote there itself.
 _MOST_WAITING = 4 << 20
-#: Bytes that a pipe holds, so that a worker that writes little outlasts an agent that is stopped.
-_PIPE_BYTES = 1 << 20
+#: Bytes that a pipe holds, so that a worker that writes little outlasts an agent that is stopped. The kernel grants a
+#: user's pipes 64 MiB.
+_PIPE_BYTES = 1 << 18
 _READ = 1 << 16
 #: Seconds after which a launcher that takes nothing is looked at.
 _LOOK_S = 0.1
@@ -123,14 +124,16 @@ class _Target:
                 self._socket = None
 
     def write(self, data: bytearray) -> int:
-        """How many of the bytes it took."""
+        """How many of the bytes it took; -1: its disk has no room for them."""
         try:
             if self._socket is not None:
                 return self._socket.send(data, socket.MSG_DONTWAIT)
             return os.write(self.fd, data[: select.PIPE_BUF])
         except BlockingIOError:
             return 0
-        except OSError:
+        except OSError as error:
+            if error.errno in NO_ROOM:
+                return -1
             self.gone = True  # the launcher has been killed, the terminal closed
             return len(data)
 
@@ -159,6 +162,7 @@ class WorkerOutput:
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._ending = self._complained = False
+        self._late = False  # the thread has ended, and left the launcher stopped
         self._look_at = 0.0
         if settings.logs is None or not settings.tee:
             return
@@ -169,11 +173,30 @@ class WorkerOutput:
             return
         self.path = os.path.abspath(self._file.path)
         screens = Screens.own() if settings.screen is None else Screens.parse(settings.screen)
-        one = os.path.samestat(os.fstat(1), os.fstat(2))
-        self._wake, self._waker = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        for fd, terminal in zip((1, 2)[: 1 if one else 2], screens.terminals, strict=False):
-            self._channels.append(_Channel(*_ends(screens.size if terminal else None), _Target(fd)))
+        try:
+            self._open(screens)
+        except OSError as error:  # there are no terminals left, an output is closed
+            logger.warning("the output of this worker is in no file: %s", error)
+            self._file.close()
+            self._file = self.path = None
+            return
         self.stdout, self.stderr = self._channels[0].worker, self._channels[-1].worker
+
+    def _open(self, screens: Screens) -> None:
+        one = os.path.samestat(os.fstat(1), os.fstat(2))
+        with contextlib.ExitStack() as undo:
+            wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+            for fd in wake:
+                undo.callback(os.close, fd)
+            for fd, terminal in zip((1, 2)[: 1 if one else 2], screens.terminals, strict=False):
+                target = _Target(fd)
+                undo.callback(target.close)
+                ends = _ends(screens.size if terminal else None)
+                for end in ends:
+                    undo.callback(os.close, end)
+                self._channels.append(_Channel(*ends, target))
+            undo.pop_all()
+        self._wake, self._waker = wake
 
     def start(self, member: str, pid: int) -> None:
         """The worker is started."""
@@ -199,9 +222,13 @@ class WorkerOutput:
 
     def write(self, text: str) -> None:
         """Show ``text`` where the worker's standard error is shown; its file does not get it."""
+        channel = self._channels[-1]
         with self._lock:
-            self._channels[-1].waiting += text.encode(errors="backslashreplace")
-        self._stir()
+            channel.waiting += text.encode(errors="backslashreplace")
+        if self._late:
+            self._show(channel)
+        else:
+            self._stir()
 
     def flush(self) -> None:
         """It is shown as soon as possible."""
@@ -222,10 +249,11 @@ class WorkerOutput:
         """Wait for something and do it; false at the end."""
         poll = select.poll()
         poll.register(self._wake, select.POLLIN)
-        by_fd, blocked = {}, False
+        by_fd, waited_for = {}, []
         for channel in self._channels:
             full = len(channel.waiting) >= _MOST_WAITING
-            blocked |= full
+            if full or (self._ending and channel.waiting):
+                waited_for.append(channel)
             if channel.reading >= 0 and not full:
                 poll.register(channel.reading, select.POLLIN)
                 by_fd[channel.reading] = channel
@@ -234,7 +262,7 @@ class WorkerOutput:
         done = all(channel.reading < 0 and not channel.waiting for channel in self._channels)
         if done and self._ending:
             return False
-        ready = dict(poll.poll(1000 * _LOOK_S))
+        ready = dict(poll.poll(1000 * _LOOK_S if waited_for else None))
         if self._wake in ready:
             os.read(self._wake, _READ)
         for fd, channel in by_fd.items():
@@ -244,11 +272,12 @@ class WorkerOutput:
             if channel.target.fd in ready:
                 self._show(channel)
         now = time.monotonic()
-        if blocked and now >= self._look_at:
+        if any(channel.target.fd not in ready for channel in waited_for) and now >= self._look_at:
             self._look_at = now + _LOOK_S
             if _is_stopped(self._parent):
-                for channel in self._channels:
-                    self._drop(channel)
+                with self._lock:
+                    for channel in self._channels:
+                        self._drop(channel)
         return True
 
     def _take(self, channel: _Channel) -> None:
@@ -277,17 +306,21 @@ class WorkerOutput:
 
     def _show(self, channel: _Channel) -> None:
         with self._lock:
+            data = channel.waiting
             if channel.dropped:
-                channel.waiting[:0] = f"\n[bamboo] {channel.dropped} bytes were not shown\n".encode()
+                data = bytearray(f"\n{NOT_SHOWN % channel.dropped}".encode()) + data
+            taken = channel.target.write(data)
+            if taken < 0:
+                self._drop(channel)
+            elif taken:
                 channel.dropped = 0
-            del channel.waiting[: channel.target.write(channel.waiting)]
-            if channel.target.gone:
-                channel.waiting.clear()
+                del data[:taken]
+                channel.waiting = data
 
-    def _drop(self, channel: _Channel) -> None:
-        with self._lock:
-            channel.dropped += len(channel.waiting)
-            channel.waiting.clear()
+    @staticmethod
+    def _drop(channel: _Channel) -> None:
+        channel.dropped += len(channel.waiting)
+        channel.waiting.clear()
 
     # -- the end ------------------------------------------------------------------------------------
 
@@ -300,7 +333,6 @@ class WorkerOutput:
         """
         if self._thread is None:
             return
-        logs.show_by(None)
         self._ending = True
         begin = time.monotonic()
         while self._thread.is_alive():
@@ -310,14 +342,22 @@ class WorkerOutput:
             now = time.monotonic()
             unread = any(channel.reading >= 0 for channel in self._channels)
             if (unread and now - begin > _REST_S) or (hurried() and now - begin > _LAST_S):
+                logs.show_by(None)
                 logger.warning("the end of this worker's output is not shown")
                 return  # somebody has the other end, or nobody looks: the thread ends with this process
+        assert self._file is not None
+        self._file.close()
+        self._late = True
+        if dropped := sum(channel.dropped for channel in self._channels):
+            # A blocking write to a stopped launcher would hold this process up: its log goes on through here.
+            logger.warning("%d bytes of this worker's output are in its file alone", dropped)
+            return
+        logs.show_by(None)
         for fd in (self._wake, self._waker):
             os.close(fd)
         for channel in self._channels:
+            self._show(channel)  # what another thread has said at the last moment
             channel.target.close()
-        assert self._file is not None
-        self._file.close()
 
 
 def _ends(size: tuple[int, int] | None) -> tuple[int, int]:
