@@ -264,6 +264,10 @@ def _causes(events: Sequence[Event], records: Sequence[FaultRecord]) -> dict[int
     return found
 
 
+def _tells_of(reason: str, lost: Sequence[str]) -> bool:
+    return reason.startswith("lost ") and any(member in reason for member in lost)
+
+
 def _effect(
     record: FaultRecord, lost: tuple[str, ...], events: Sequence[Event], records: Sequence[FaultRecord]
 ) -> Effect:
@@ -273,7 +277,8 @@ def _effect(
         changes = [e for e in _of(events, Reconfigured) if e.epoch in epochs]
         pause = max((e.pause_seconds for e in changes), default=None)
         return Effect(record, lost, pause, None, effect.delay_s, alone=_alone(record, changes, records))
-    plan = next((p for p in _of(events, PlanWritten) if set(p.lost) & set(lost)), None)
+    # One that was leaving is not removed by the plan after its loss, but by that before it.
+    plan = next((p for p in _of(events, PlanWritten) if set(p.lost) & set(lost) or _tells_of(p.reason, lost)), None)
     if plan is None:
         return effect
     recovered: list[Recovered] = [e for e in _of(events, Recovered) if e.epoch >= plan.epoch]
