@@ -13,10 +13,9 @@ from enum import Enum
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, ValidationInfo, field_validator
-from pydantic_core import PydanticCustomError
 
+from .addresses import CREDENTIAL, check_collector, split_address
 from .addresses import check_url as check_url
-from .addresses import split_address
 from .deepspeed_config import config_path_from_argv as config_path_from_argv
 from .deepspeed_config import load_config as load_config
 from .errors import ConfigError
@@ -25,8 +24,6 @@ from .errors import ConfigError
 BLOCK = "bamboo"
 #: Seconds that cold file systems take to load libraries, at least.
 START_TIMEOUT_S = 60.0
-#: Type of errors whose input is not to be shown.
-_CREDENTIAL = "credential"
 
 
 class RedundancyMode(str, Enum):
@@ -285,14 +282,7 @@ class ObserveConfig(_Block):
     @field_validator("otlp")
     @classmethod
     def _is_a_url(cls, value: str | None) -> str | None:
-        if value is not None and any(sign in value for sign in "@?#"):
-            # It is not repeated here: settings are read by all, in files, on command lines and in logs.
-            raise PydanticCustomError(
-                _CREDENTIAL,
-                "a collector's URL has host, port and path alone, no user, password or key: set "
-                "OTEL_EXPORTER_OTLP_HEADERS in the launcher's environment instead, such as Authorization=Basic%20...",
-            )
-        return None if value is None else check_url(value)
+        return None if value is None else check_collector(value)
 
 
 SourceName = Literal["aws", "gcp", "azure", "file", "http"]
@@ -422,7 +412,7 @@ def _explain(error: ValidationError) -> str:
             cure = f'did you mean "{near[0]}"?' if near else f"known keys: {', '.join(known)}"
             lines.append(f'"{name}" is not a setting; {cure}')
         else:
-            found = "not shown here" if item["type"] == _CREDENTIAL else repr(item["input"])
+            found = "not shown here" if item["type"] == CREDENTIAL else repr(item["input"])
             lines.append(f'"{name}" is {found}: {item["msg"]}')
     return "; ".join(lines)
 
