@@ -248,7 +248,7 @@ def test_whoever_knows_the_token_alone_gets_nothing_and_gives_nothing() -> None:
 
 
 def test_silent_connections_are_bounded(server: StateServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bamboo_ds.state.serving.STRANGERS", 8)
+    monkeypatch.setattr("bamboo_ds.serving.STRANGERS", 8)
     server.offer("k", "weights", [torch.ones(3)])
     address = urlsplit(server.url)
     with contextlib.ExitStack() as stack:

@@ -19,7 +19,7 @@ import torch
 from ..errors import TransferError
 from ..forking import only_here
 from ..secret import NONE, JobSecret
-from .serving import BACKLOG, abort, serve
+from ..serving import BACKLOG, abort, serve
 from .transfer import CHUNK_BYTES, NONCE, PATH, PROOF, Pass, Snapshot, Withdrawn
 
 if TYPE_CHECKING:

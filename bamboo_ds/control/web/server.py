@@ -19,7 +19,7 @@ from urllib.parse import parse_qs
 from ...errors import BambooError
 from ...forking import only_here
 from ...observe.web import page
-from ...state.serving import BACKLOG, serve
+from ...serving import BACKLOG, serve
 from .access import Access
 from .feed import Feed
 
