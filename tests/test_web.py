@@ -7,6 +7,8 @@ import json
 import logging
 import re
 import socket
+import subprocess
+import sys
 import threading
 import time
 import traceback
@@ -122,6 +124,13 @@ def test_log_in_and_out(served: Served) -> None:
     status, headers, _ = ask(served.url, "/logout", None, "POST", **own)
     assert status == 303 and "Max-Age=0" in headers["Set-Cookie"]
     assert ask(served.url, "/login", None, "POST", "token=" + "x" * 5000, **form)[0] == 413
+    with socket.create_connection(("127.0.0.1", urlsplit(served.url).port or 0), 30.0) as line:
+        line.sendall(
+            b"POST /login HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n" + b"ff\r\n" + b"x" * 255 + b"\r\n"
+        )
+        for _ in range(16):  # of a length that it does not tell, and that does not end
+            line.sendall(b"ff\r\n" + b"x" * 255 + b"\r\n")
+        assert b" 413 " in line.recv(4096)
     # A cookie of another job, whose page is at another port of this host, is left alone.
     other = Access(SECRET, "other").cookie().partition("=")[0]
     assert other != cookie.partition("=")[0]
@@ -176,7 +185,7 @@ def test_a_page_that_only_shows() -> None:
 def test_nothing_secret_is_logged(served: Served, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     with socket.create_connection(("127.0.0.1", urlsplit(served.url).port or 0)) as line:
-        line.sendall(f"GET / HTTP/1.1\r\nAuthorization: Bearer {TOKEN}\r\n bad header\x00\r\n\r\n".encode())
+        line.sendall(f"GET / HTTP/1.1\r\nAuthorization: Bearer {TOKEN}\x00\r\n\r\n".encode())
         assert b" 400 " in line.recv(4096)
     ask(served.url, "/metrics", TOKEN)
     assert TOKEN not in caplog.text and SECRET.text not in caplog.text
@@ -544,6 +553,27 @@ def test_all_addresses_are_told_as_the_one_that_others_know() -> None:
     lead(shown, lambda: store.written)
     assert re.fullmatch(r"http://127\.0\.0\.1:\d+", WebRecord.from_json(store.written[Keys.WEB]).url)
     shown.close(5.0)
+
+
+@pytest.mark.integration
+def test_torch_is_not_loaded_to_serve() -> None:
+    code = "import sys, bamboo_ds.control.web.site, bamboo_ds.control.web.display; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_what_cannot_listen_again_ends_with_its_lead(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, lease, closed = StoreDouble(), None, threading.Event()
+    shown = display("127.0.0.1:0", store)
+    lead(shown, lambda: store.written)
+    site = shown._site
+    assert site is not None and site._server is not None
+    assert site._server.close(10.0)
+    monkeypatch.setattr(site, "listen", lambda: [][0])
+    monkeypatch.setattr(site, "close", lambda timeout_s: closed.set())
+    shown._try_at = 0.0
+    shown._open()
+    shown.follow(mirror("b"), lease)  # type: ignore[arg-type]
+    assert closed.wait(20.0)
 
 
 def test_one_that_leads_for_a_moment_only_leaves_nothing() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from rich.table import Table
 
 from ..errors import ConfigError
+from ..observe import pictures
 from ..observe.events import Event, PlanWritten, Step
 from .faults import FaultRecord, Kind
 from .verify import Effect, Verdict
@@ -111,12 +112,11 @@ def save_json(path: Path, verdict: Verdict, records: Sequence[FaultRecord], **mo
 
 def check_pictures() -> None:
     """Raise :class:`ConfigError` unless pictures can be drawn."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise ConfigError(
-            "pictures need matplotlib: pip install 'bamboo_ds[benchmarks]', or leave them out with --no-picture"
-        ) from error
+    _pyplot()
+
+
+def _pyplot() -> Any:
+    return pictures.pyplot("a picture", ", or leave it out with --no-picture")
 
 
 def draw(path: Path, events: Sequence[Event], records: Sequence[FaultRecord], title: str) -> None:
@@ -125,12 +125,7 @@ def draw(path: Path, events: Sequence[Event], records: Sequence[FaultRecord], ti
     Raises:
         ConfigError: matplotlib is not installed.
     """
-    check_pictures()
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = _pyplot()
     plans = [event for event in events if isinstance(event, PlanWritten)]
     steps = [event for event in events if isinstance(event, Step)]
     if not plans:
@@ -161,14 +156,12 @@ def draw(path: Path, events: Sequence[Event], records: Sequence[FaultRecord], ti
     bottom.set_xlim(0, end)
     figure.suptitle(title, fontsize=10)
     figure.tight_layout()
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
+    pictures.save(figure, path, 130)
 
 
 def _draw_roles(axis: Any, plans: Sequence[PlanWritten], times: Sequence[float]) -> None:
     """A line per member, the darker the more roles it owns."""
-    from matplotlib import pyplot
-
+    pyplot = _pyplot()
     order: dict[str, int] = {}
     for plan in plans:
         for member in plan.members:

@@ -8,6 +8,7 @@ import click
 from rich.table import Table
 
 from ..errors import ConfigError
+from ..observe import pictures
 from ..observe.events import read_events
 from ..observe.goodput import Report, account
 from .output import console
@@ -52,13 +53,7 @@ def goodput(events: Path, as_json: bool, png: Path | None) -> None:
 
 def _draw(path: Path, report: Report) -> None:
     """Stacked areas: members per category over time."""
-    try:
-        import matplotlib as mpl
-    except ImportError as error:
-        raise ConfigError("--png needs matplotlib: pip install 'bamboo_ds[benchmarks]'") from error
-    mpl.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = pictures.pyplot("--png")
     times, members = report.over_time(_BINS)
     shown = {category: counts for category, counts in members.items() if any(counts)}
     colours = dict(zip(members, pyplot.get_cmap("tab20").colors, strict=False))
@@ -73,9 +68,4 @@ def _draw(path: Path, report: Report) -> None:
     axis.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     axis.set_title(f"goodput {report.goodput or 0:.1%}", fontsize=10)
     figure.tight_layout()
-    try:
-        figure.savefig(path, dpi=130, format="png")
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error}") from error
-    finally:
-        pyplot.close(figure)
+    pictures.save(figure, path, 130)

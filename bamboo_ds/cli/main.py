@@ -18,7 +18,7 @@ from ..control.registry.keys import Keys
 from ..control.registry.mirror import Mirror
 from ..control.registry.records import StopRecord
 from ..control.registry.vacancies import is_over
-from ..errors import EXIT_OVER, BambooError, ConfigError, JobOver, LaunchError
+from ..errors import EXIT_OVER, EXIT_STOPPED, BambooError, ConfigError, JobOver, LaunchError
 from ..launchers import jobs
 from ..launchers.folders import with_logs
 from ..launchers.narration import banner
@@ -56,8 +56,6 @@ from .trace import trace
 from .web import web
 
 _TIMEOUT_S = 5.0
-#: Exit code of a job that ``bamboo stop`` has ended: as if by SIGTERM.
-EXIT_STOPPED = 143
 
 _EXIT_CODES = """
 \b

@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from ..errors import ConfigError
+from ..observe import pictures
 from ..observe.iterations import LOST, REDONE, Cell, Grid, Recorded, Row
 from .trace import read_job
 
@@ -71,12 +72,7 @@ def _only(grid: Grid, members: tuple[str, ...]) -> Grid:
 
 def draw(path: Path, grids: list[Grid], title: str) -> None:
     """Write the picture; raises :class:`ConfigError` if it cannot be made."""
-    try:
-        import matplotlib as mpl
-    except ImportError as error:
-        raise ConfigError("bamboo plot needs matplotlib: pip install 'bamboo_ds[benchmarks]'") from error
-    mpl.use("Agg")
-    from matplotlib import pyplot
+    pyplot = pictures.pyplot("bamboo plot")
     from matplotlib.patches import Patch
 
     lanes = [sum(len(row.lanes) or 1 for row in grid.rows) + 0.35 * len(grid.rows) for grid in grids]
@@ -94,12 +90,7 @@ def draw(path: Path, grids: list[Grid], title: str) -> None:
     figure.suptitle(title, fontsize=_FONT + 3, x=0.01, ha="left", weight="bold")
     figure.legend(handles=patches, ncols=5, fontsize=_FONT, loc="lower left", frameon=False, handlelength=1.4)
     figure.tight_layout(rect=(0, 0.62 / height, 1, 1))
-    try:
-        figure.savefig(path, dpi=110, format="png")
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error}") from error
-    finally:
-        pyplot.close(figure)
+    pictures.save(figure, path, 110)
 
 
 def _fill(style: str) -> dict[str, Any]:

@@ -11,10 +11,10 @@ from rich.table import Table
 
 from ..control.registry.access import open_store
 from ..control.registry.mirror import Mirror
-from ..control.registry.overview import gone, state_of
-from ..control.registry.records import in_slot_order
+from ..control.registry.overview import overview
 from ..errors import ConfigError, StoreUnavailable
 from ..launchers import jobs
+from ..observe.view import KnownMember
 from ..topology.plan import Plan
 from .output import console, printable
 
@@ -65,35 +65,33 @@ class JobStatus(BaseModel):
 
 def job_status(job: str, mirror: Mirror) -> JobStatus:
     """The status that a job's keys tell."""
-    plan = mirror.plan
-    registered = [
-        MemberStatus(
-            id=member.id,
-            slot=member.slot,
-            state=state_of(member, plan),
-            host=member.host,
-            address=member.address,
-            pid=member.pid,
-            agent_pid=member.agent_pid,
-            roles=_roles(plan, member.id, shadows=False),
-            shadows=_roles(plan, member.id, shadows=True),
-            leader=member.id == mirror.leader,
-            doing=mirror.progress[member.id].doing if member.id in mirror.progress else None,
-        )
-        for member in in_slot_order(mirror.members.values())
-    ]
-    departed = [MemberStatus(id=each.id, slot=each.slot, state=each.state) for each in gone(mirror)]
-    progress = max(mirror.progress.values(), key=lambda record: record.step, default=None)
-    checkpoints = [record for record in mirror.progress.values() if record.checkpoint]
-    newest = max(checkpoints, key=lambda record: record.step, default=None)
+    plan, known = mirror.plan, overview(mirror)
     return JobStatus(
         job=job,
         epoch=plan.epoch if plan else 0,
-        step=(progress.step or None) if progress else None,
-        global_step=progress.global_step if progress else None,
-        checkpoint=newest.checkpoint if newest else None,
+        step=known.step,
+        global_step=known.global_step,
+        checkpoint=known.checkpoint,
         unshadowed=_unshadowed(plan),
-        members=sorted(registered + departed, key=lambda member: (member.slot, member.id)),
+        members=sorted(
+            (_member(each, mirror, plan) for each in known.members), key=lambda member: (member.slot, member.id)
+        ),
+    )
+
+
+def _member(known: KnownMember, mirror: Mirror, plan: Plan | None) -> MemberStatus:
+    record = mirror.members.get(known.id)
+    here = {} if record is None else {"address": record.address, "pid": record.pid, "agent_pid": record.agent_pid}
+    return MemberStatus(
+        id=known.id,
+        slot=known.slot,
+        state=known.state,
+        host=known.host,
+        roles=_roles(plan, known.id, shadows=False) if record else [],
+        shadows=_roles(plan, known.id, shadows=True) if record else [],
+        leader=known.id == mirror.leader,
+        doing=known.doing,
+        **here,
     )
 
 

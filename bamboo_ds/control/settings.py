@@ -12,6 +12,7 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
+from datetime import datetime, timezone
 from functools import cached_property
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -20,6 +21,7 @@ from ..secret import ENV_SECRET, ENV_SECRET_FILE, NONE, JobSecret, handed
 from ..variables import ENV_STORE
 from .notices import build_sources
 from .registry.access import ENV_NOTICES
+from .registry.records import JobRecord
 
 #: What is not on a command line, which everybody can read; so are ``block.notices``, which may have a password.
 _IN_THE_ENVIRONMENT = ("store", "secret")
@@ -86,6 +88,19 @@ class MemberOptions:
     def check_notices(self) -> None:
         """Raise :class:`ConfigError` if the sources of notices cannot be asked. The agent asks, under its own name."""
         build_sources(self.bamboo.notices, os.environ, {"slot": "0", "member": "m0"})
+
+
+def job_record(options: MemberOptions, world_size: int, pipelines: int | None = None) -> JobRecord:
+    """What etcd keeps of a job that begins now."""
+    return JobRecord(
+        job=options.job,
+        world_size=world_size,
+        pipelines=pipelines,
+        command=options.command,
+        min_gain=options.bamboo.topology.min_gain,
+        standby_replicas=options.bamboo.standby.replicas,
+        since=datetime.now(timezone.utc),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,30 +9,21 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import datetime, timezone
 
-from tenacity import (
-    RetryCallState,
-    Retrying,
-    retry_if_exception,
-    retry_if_exception_type,
-    retry_if_result,
-    stop_after_delay,
-    wait_fixed,
-)
+from tenacity import Retrying, retry_if_exception, retry_if_result, stop_after_delay, wait_fixed
 
 from ..control.leader.restarts import unstarted_plan
 from ..control.once import put_once
 from ..control.registry.access import check_secret, open_store
 from ..control.registry.keys import Keys
 from ..control.registry.mirror import Mirror, read_plan
-from ..control.registry.records import JobRecord
 from ..control.registry.vacancies import Desertion, Vacancy, find_vacancy, is_over
-from ..control.settings import AgentSettings, MemberOptions
+from ..control.settings import AgentSettings, MemberOptions, job_record
 from ..errors import ConfigError, JobOver, LaunchError, StoreUnavailable
 from ..secret import WITHOUT_SECRET
 from ..store import Store
 from ..topology.plan import UNSTARTED, Plan
+from .network import awaited
 
 logger = logging.getLogger("bamboo_ds.launchers")
 
@@ -72,7 +63,7 @@ def prepare(options: JoinOptions) -> AgentSettings:
         raise ConfigError("--start needs restarts: set bamboo.recovery.max_restarts to more than 0")
     with open_store(options.store, options.job, _TIMEOUT_S, options.secret) as store:
         if options.start is not None:
-            _await_etcd(store, options)
+            awaited(store.ping, StoreUnavailable, options.wait_s)  # etcd may be started together with the members
             _begin(store, options, options.start)
         vacancy = _find_place(store, options)
     return AgentSettings(
@@ -83,29 +74,6 @@ def prepare(options: JoinOptions) -> AgentSettings:
         guest=True,
         tells=not options.quiet,
     )
-
-
-def _await_etcd(store: Store, options: JoinOptions) -> None:
-    """Wait until etcd answers, which may be started together with the members.
-
-    Raises:
-        StoreUnavailable: it has not within ``wait_s``.
-    """
-
-    def tell(state: RetryCallState) -> None:
-        if state.attempt_number == 1:
-            logger.warning(
-                "etcd at %s does not answer yet; it is waited for, up to %g s", options.store, options.wait_s
-            )
-
-    waiting = Retrying(
-        retry=retry_if_exception_type(StoreUnavailable),
-        stop=stop_after_delay(options.wait_s),
-        wait=wait_fixed(_POLL_S),
-        before_sleep=tell,
-        reraise=True,
-    )
-    waiting(store.ping)
 
 
 def _begin(store: Store, options: JoinOptions, members: int) -> None:
@@ -124,15 +92,7 @@ def _begin(store: Store, options: JoinOptions, members: int) -> None:
     if entry is None:
         return  # others have given the job up
     _check_number(read_plan(entry), options)  # another one may have been faster
-    spec = JobRecord(
-        job=options.job,
-        world_size=members,
-        command=options.command,
-        min_gain=options.bamboo.topology.min_gain,
-        standby_replicas=options.bamboo.standby.replicas,
-        since=datetime.now(timezone.utc),
-    )
-    put_once(store, Keys.SPEC, spec.to_json())
+    put_once(store, Keys.SPEC, job_record(options, members).to_json())
 
 
 def _check_number(plan: Plan, options: JoinOptions) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import random
 import socket
+from collections.abc import Callable
+from typing import TypeVar
 
 from tenacity import RetryCallState, Retrying, retry_if_exception_type, stop_after_delay, wait_fixed
 
-from ..errors import LaunchError
+from ..errors import BambooError, LaunchError
 from ..store.endpoints import parse_endpoints
 
 logger = logging.getLogger("bamboo_ds.launchers")
@@ -20,6 +22,8 @@ _PORTS = range(20000, 30000)
 _TRIES = 20
 _POLL_S = 0.5
 
+_T = TypeVar("_T")
+
 
 def own_address(host: str, port: int) -> str:
     """This host's address on the way to ``host``; nothing is sent. Raises ``OSError`` if no way leads there."""
@@ -29,6 +33,27 @@ def own_address(host: str, port: int) -> str:
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(name)
         return str(probe.getsockname()[0])
+
+
+def awaited(call: Callable[[], _T], refusal: type[BambooError], wait_s: float) -> _T:
+    """What ``call`` returns, once it does not fail by ``refusal`` any more; the first failure is told.
+
+    Raises:
+        BambooError: the newest refusal, after ``wait_s`` seconds.
+    """
+
+    def tell(state: RetryCallState) -> None:
+        if state.attempt_number == 1 and state.outcome is not None:
+            logger.warning("%s. It is waited for, up to %g s", state.outcome.exception(), wait_s)
+
+    retried = Retrying(
+        retry=retry_if_exception_type(refusal),
+        stop=stop_after_delay(wait_s),
+        wait=wait_fixed(_POLL_S),
+        before_sleep=tell,
+        reraise=True,
+    )
+    return retried(call)
 
 
 def address_towards(urls: str, wait_s: float = 0.0) -> str:
@@ -54,18 +79,7 @@ def address_towards(urls: str, wait_s: float = 0.0) -> str:
                 refused = error
         raise LaunchError(f"no way leads to --store {urls} ({refused}); if it is right, say --address") from refused
 
-    def tell(state: RetryCallState) -> None:
-        if state.attempt_number == 1 and state.outcome is not None:
-            logger.warning("%s. It is waited for, up to %g s", state.outcome.exception(), wait_s)
-
-    waiting = Retrying(
-        retry=retry_if_exception_type(LaunchError),
-        stop=stop_after_delay(wait_s),
-        wait=wait_fixed(_POLL_S),
-        before_sleep=tell,
-        reraise=True,
-    )
-    return waiting(find)
+    return awaited(find, LaunchError, wait_s)
 
 
 def free_port(address: str) -> int:

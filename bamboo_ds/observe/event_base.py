@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from datetime import datetime, timezone
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_serializer, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_serializer
 
 SCHEMA = 1
 
 Role = tuple[int, int]
 """A role as ``[pipeline, stage]``."""
 
+
+def _utc(value: datetime) -> datetime:
+    if value.tzinfo is None:
+        raise ValueError("time needs a zone: end it with Z")
+    return value.astimezone(timezone.utc)
+
+
+Utc = Annotated[datetime, AfterValidator(_utc)]
+"""A time with a zone, in UTC."""
 
 GLOBAL_STEP: Any = Field(
     default=None, description="`step` as DeepSpeed counts, from a loaded checkpoint on; null where unknown"
@@ -28,19 +37,12 @@ class EventBase(BaseModel):
     schema_: Literal[1] = Field(default=1, alias="schema", description="version of this table")
     event: str = Field(description="the kind")
     job: str = Field(description="name of the job")
-    time: datetime = Field(
+    time: Utc = Field(
         default_factory=lambda: datetime.now(timezone.utc),
         description="when emitted: UTC, ISO 8601, microseconds, Z",
     )
     member: str | None = Field(default=None, description="member that emitted it; null for the launcher")
     epoch: int = Field(ge=0, description="epoch that the emitter was in; 0 before the first plan")
-
-    @field_validator("time")
-    @classmethod
-    def _utc(cls, value: datetime) -> datetime:
-        if value.tzinfo is None:
-            raise ValueError("time needs a zone: end it with Z")
-        return value.astimezone(timezone.utc)
 
     @field_serializer("time")
     def _zulu(self, value: datetime) -> str:

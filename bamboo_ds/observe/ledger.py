@@ -16,10 +16,11 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from typing_extensions import Self
 
 from ..generations import Lineage, is_over, supersede
+from .event_base import Utc
 
 logger = logging.getLogger("bamboo_ds.observe.ledger")
 
@@ -60,14 +61,7 @@ class LedgerLine(BaseModel):
     indices: list[list[int]] | None = None
     member: str
     epoch: int
-    time: datetime = Field(default_factory=lambda: datetime.now(timezone.utc))
-
-    @field_validator("time")
-    @classmethod
-    def _utc(cls, value: datetime) -> datetime:
-        if value.tzinfo is None:
-            raise ValueError("time needs a zone: end it with Z")
-        return value.astimezone(timezone.utc)
+    time: Utc = Field(default_factory=lambda: datetime.now(timezone.utc))
 
     @model_validator(mode="after")
     def _complete(self) -> Self:

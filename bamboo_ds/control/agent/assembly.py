@@ -8,15 +8,14 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable
-from datetime import datetime, timezone
 
 from ...observe.events import EventWriter
 from ...processes import process_space, started
 from ..leader.leader import Leader
 from ..registry.access import open_store
 from ..registry.keys import Keys
-from ..registry.records import JobRecord, MemberRecord
-from ..settings import AgentSettings
+from ..registry.records import MemberRecord
+from ..settings import AgentSettings, job_record
 from ..web.display import Display
 from .coordinator import Callbacks, Coordinator
 
@@ -56,16 +55,7 @@ def make_coordinator(
         display=Display(settings, member, store) if shows else None,
     )
     if settings.slot == 0 and settings.home is None and not settings.waiting:
-        spec = JobRecord(
-            job=settings.job,
-            world_size=settings.world_size,
-            pipelines=settings.pipelines,
-            command=settings.command,
-            min_gain=settings.bamboo.topology.min_gain,
-            standby_replicas=settings.bamboo.standby.replicas,
-            since=datetime.now(timezone.utc),
-        )
-        coordinator.write(Keys.SPEC, spec)
+        coordinator.write(Keys.SPEC, job_record(settings, settings.world_size, settings.pipelines))
     return coordinator
 
 

@@ -12,9 +12,10 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import TYPE_CHECKING
 
-from ...errors import LeaseExpired, StoreError, StoreUnavailable
+from ...errors import EXIT_STOPPED, LeaseExpired, StoreError, StoreUnavailable
 from ...store import Lease, Store
 from ..once import put_once
 from ..registry.keys import Keys
@@ -30,8 +31,6 @@ logger = logging.getLogger("bamboo_ds.control.web")
 
 #: Seconds that a member has led before it serves, between two attempts to listen, and between two overviews of etcd.
 _CALM_S, _RETRY_S, _OVERVIEW_S = 0.5, 2.0, 0.5
-#: Exit code of a job that was ended on request: as if by SIGTERM.
-STOPPED = 143
 
 
 class Display:
@@ -91,7 +90,7 @@ class Display:
                 if done.set_running_or_notify_cancel():
                     done.set_exception(StoreUnavailable("this member does not lead any more"))
             if opening is not None:
-                opening.add_done_callback(_abandon)
+                opening.add_done_callback(partial(_abandon, site))
             elif site is not None:
                 site.close(timeout_s)
         except Exception as error:
@@ -203,7 +202,7 @@ class Display:
     def _do(self, what: str, member: str, mirror: Mirror) -> None:
         if what == "stop":
             logger.warning("the job is to end: somebody has asked for it on the job's page")
-            put_once(self._store, Keys.STOP, StopRecord(code=STOPPED, reason="the job's page", by="").to_json())
+            put_once(self._store, Keys.STOP, StopRecord(code=EXIT_STOPPED, reason="the job's page", by="").to_json())
         elif member not in mirror.members:
             raise LookupError(f"there is no member {member!r}")
         else:
@@ -211,7 +210,8 @@ class Display:
             put_once(self._store, Keys.leave(member), record.to_json())
 
 
-def _abandon(opening: Future[tuple[Site, OSError | None]]) -> None:
-    """What was being opened is not wanted any more."""
-    if opening.exception() is None:
-        opening.result()[0].close(0.0)
+def _abandon(site: Site | None, opening: Future[tuple[Site, OSError | None]]) -> None:
+    """What was being opened, ``site`` if that was there, is not wanted any more."""
+    found = opening.result()[0] if opening.exception() is None else site
+    if found is not None:
+        found.close(0.0)

@@ -116,8 +116,10 @@ class Exporter:
             if not done and not self._failed:
                 logger.warning('the collector at "bamboo.observe.otlp" = %r takes no reports; trying on', self._url)
             self._failed = not done
-        except Exception:
-            logger.exception("a report to the collector at %s has failed", self._url)
+        except Exception:  # of OpenTelemetry's; the next report may do
+            if not self._failed:
+                logger.exception("a report to the collector at %s has failed; trying on", self._url)
+            self._failed = True
 
     # -- logs -----------------------------------------------------------------------------------------
 

@@ -176,7 +176,7 @@ class WebServer:
         from aiohttp import web
 
         if path == "/":
-            return self._html(page())
+            return self._html(self._page)
         if path == "/api/view":
             _, text = await asyncio.to_thread(self._fresh)
             answer = self._json(text)
@@ -238,10 +238,11 @@ class WebServer:
     async def _login(self, request: web.BaseRequest) -> web.StreamResponse:
         from aiohttp import web
 
-        if (request.content_length or 0) > _LARGEST_FORM:
-            return self._error(413, "too large")
         try:
-            body = await asyncio.wait_for(request.read(), _STALL_S)
+            await asyncio.wait_for(request.content.readexactly(_LARGEST_FORM + 1), _STALL_S)
+            return self._error(413, "too large")
+        except asyncio.IncompleteReadError as whole:
+            body = whole.partial
         except asyncio.TimeoutError:
             return self._error(408, "the form did not come")
         token = parse_qs(body.decode(errors="replace")).get("token", [""])[0]

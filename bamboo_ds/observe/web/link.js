@@ -1,9 +1,9 @@
 // ---- the connection ----
 
 const RETRY_S = [1, 2, 4, 8, 15, 30];
-const SILENT_S = 20; // of a stream after which the server is asked whether it is still there
+const SILENT_S = 20; // of a stream after which a new one is begun
 const ANSWER_S = 5;
-const link = { heard: 0, tries: 0, again: 0, timer: null, source: null, asking: false, trouble: null };
+const link = { heard: 0, tries: 0, again: 0, timer: null, source: null, trouble: null };
 
 function heard() {
   link.heard = performance.now();
@@ -46,6 +46,7 @@ const problem = (error) =>
 async function connect() {
   clearTimeout(link.timer);
   link.source?.close();
+  link.source = null;
   link.again = 0;
   try {
     // Asked first, since an EventSource does not tell what is wrong.
@@ -71,17 +72,10 @@ function retry(trouble) {
   tell();
 }
 
-// A stream in which nothing comes looks the same whether nothing happens or the server's host is gone.
-async function check() {
-  if (link.asking || link.source === null || performance.now() - link.heard < 1000 * SILENT_S) return;
-  link.asking = true;
-  try {
-    control = (await api("controls")).control;
-    if (link.source !== null) heard();
-  } catch (error) {
-    if (link.source !== null) retry(problem(error));
-  }
-  link.asking = false;
+// A stream in which nothing comes looks the same whether nothing happens, the server's host is gone, or another member
+// has taken its address: a new one begins with all there is to know.
+function check() {
+  if (link.source !== null && performance.now() - link.heard >= 1000 * SILENT_S) connect();
 }
 
 // Says what there is to say about the connection and the job as a whole.
