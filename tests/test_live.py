@@ -330,7 +330,7 @@ def test_a_thousand_members_cost_little() -> None:
     for event in events:
         costs.setdefault(event.event, []).append(calls(lambda event=event: job.add(event)))  # type: ignore[misc]
     for kind, found in costs.items():
-        # A plan, and the account of a step and of a checkpoint, go through the members; steps are added up many at once.
+        # A plan, and the account of a step and of a checkpoint, go through the members; many steps are settled at once.
         most = 300 + 10 * 1024 * (kind in ("plan", "step", "checkpoint_saved"))
         assert sum(found) / len(found) < most, kind
     view = job.view(told)

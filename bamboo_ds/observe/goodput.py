@@ -329,6 +329,10 @@ class Accountant:
             if until is None or end <= until:
                 life.refine(begin, end, Category.STANDBY, Category.RECONFIGURATION)
 
+
+class _WholeAccountant(Accountant):
+    """Forgets nothing, and so knows every interval of every member."""
+
     def report(self) -> Report:
         """Add up; no event can be taken afterwards."""
         self._end(self._now)
@@ -365,7 +369,7 @@ def _account(lives: Collection[Life], intervals: Collection[Interval]) -> Accoun
 
 def account(events: Iterable[ev.Event]) -> Report:
     """Account for every second of every member of the job, or of jobs one after the other, that ``events`` tell of."""
-    accountant = Accountant()
+    accountant = _WholeAccountant()
     for event in events:
         accountant.add(event)
     return accountant.report()

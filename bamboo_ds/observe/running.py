@@ -48,9 +48,6 @@ class RunningAccountant(Accountant):
         self._first: float | None = None  # begin of the first life, and end of the last one that is settled
         self._ended: float | None = None
 
-    def report(self) -> Any:
-        raise NotImplementedError("what is settled is in no life: see snapshot()")
-
     @property
     def last_step(self) -> float | None:
         """When the newest step ended: until then nothing is open but what a restart, or a finished copy, may change."""
