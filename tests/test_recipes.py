@@ -294,7 +294,7 @@ def test_members_of_the_unit_start_a_job_join_it_and_leave_on_notice(tmp_path: P
         name = environ["BAMBOO_JOB"]
         with MembersJob(tmp_path, name, environ) as job:
             job.member(arguments)
-            job.wait_for("etcd is waited for", lambda: f"{etcd.url} does not answer yet" in job.output(), PATIENCE_S)
+            job.wait_for("etcd is waited for", lambda: "It is waited for, up to 3600 s" in job.output(), PATIENCE_S)
             stack.enter_context(etcd)
             job.wait_for("one waits", lambda: "1 of --start = 2 are there" in job.output(), PATIENCE_S)
             ((only, _),) = [(each.state, each.slot) for each in registered(etcd.url, name, secret)]
