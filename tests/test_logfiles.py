@@ -72,7 +72,11 @@ def test_who_logs_does_not_wait_for_the_file(tmp_path: Path, monkeypatch: pytest
     os.mkfifo(tmp_path / "log")
     reading = os.open(tmp_path / "log", os.O_RDONLY | os.O_NONBLOCK)
     file = LogFile(tmp_path / "log")
+    threads = threading.active_count()
     logs.to_file(file)
+    logger.info("%s", -1)
+    assert threading.active_count() == threads  # an agent has its worker to fork
+    logs.begin_files()
 
     def say() -> None:
         for number in range(200):
@@ -83,11 +87,11 @@ def test_who_logs_does_not_wait_for_the_file(tmp_path: Path, monkeypatch: pytest
     saying.join(10.0)
     assert not saying.is_alive()
     found = b""
-    while found.count(b"\n") < 200:
+    while found.count(b"\n") < 201:
         assert select.select([reading], [], [], 40.0)[0]
         found += os.read(reading, 1 << 20)
     logger.handlers[0].flush()
-    assert [int(line.split()[-1]) for line in found.splitlines()] == list(range(200))
+    assert [int(line.split()[-1]) for line in found.splitlines()] == list(range(-1, 200))
     file.close()
     os.close(reading)
 

@@ -120,7 +120,14 @@ class _FileHandler(QueueHandler):
         self._records: queue.Queue[logging.LogRecord] = queue.Queue(_MOST_RECORDS)
         super().__init__(self._records)
         self._writer = _Writer(self._records, file)
-        self._writer.start()
+        self._begun = False
+
+    def begin(self) -> None:
+        """Start the thread."""
+        with _lock:
+            if not self._begun:
+                self._begun = True
+                self._writer.start()
 
     def enqueue(self, record: logging.LogRecord) -> None:
         try:
@@ -130,18 +137,29 @@ class _FileHandler(QueueHandler):
 
     def flush(self) -> None:
         """Wait for the file, but not for ever."""
+        self.begin()
         with self._records.all_tasks_done:
             self._records.all_tasks_done.wait_for(lambda: not self._records.unfinished_tasks, _FLUSH_S)
 
 
 def to_file(file: LogFile) -> None:
-    """Send the package's log, from INFO on, to ``file``, too. Call it after :func:`configure`."""
+    """Send the package's log, from INFO on, to ``file``, too. Call it after :func:`configure`.
+
+    Nothing is written before :func:`begin_files` or the process's end.
+    """
     logger = logging.getLogger(LOGGER)
     with _lock:
         for handler in logger.handlers:
             handler.setLevel(max(handler.level, logger.level))
         logger.setLevel(min(logger.level, logging.INFO))
         _add(_FileHandler(file), TIME_FORMAT)
+
+
+def begin_files() -> None:
+    """Start to write what :func:`to_file` has asked for, in threads: after the last process has been forked."""
+    for handler in logging.getLogger(LOGGER).handlers:
+        if isinstance(handler, _FileHandler):
+            handler.begin()
 
 
 def show_by(stream: Stream | None) -> None:

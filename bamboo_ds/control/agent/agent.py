@@ -80,10 +80,12 @@ class Agent:
         self._output = WorkerOutput(settings)
         self._timeline = TimelineWriter(settings.events, settings.job, self._id, settings.rank)
         environment = {**worker_environment(settings, self._id), **self._timeline.environment}
+        assert threading.active_count() == 1, threading.enumerate()  # a fork beside threads may hang
         self._worker = WorkerProcess(
             observed(settings.command), environment, self._output.stdout, self._output.stderr, self._timeline.fds
         )
         logs.set_context(member=self._id)
+        logs.begin_files()
         self._output.start(self._id, self._worker.pid)
         self._telling = Telling(self._id, self._output.say) if settings.tells else None
 

@@ -43,6 +43,7 @@ class WaitingAgent:
         self._mailbox = Mailbox()
         self._ended = False  # the coordinator has
         logs.set_context(member=self._id)
+        logs.begin_files()
 
     def run(self) -> LeftRecord | None:
         """Wait; returns how the member has ended, ``None`` if it goes on."""
