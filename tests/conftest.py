@@ -18,6 +18,7 @@ import bamboo_ds.store.connection  # noqa: F401 - it decides how gRPC treats for
 from bamboo_ds.observe.logs import LOGGER
 
 from .support import times
+from .support.comm_worker import stop_fork_server
 from .support.jobs import Result
 from .support.references import References
 
@@ -34,31 +35,35 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 #: Fixtures that start processes.
-_STARTERS = {"etcd", "own_etcd", "store", "start", "reference", "make_hosts", "trio"}
+_STARTERS = {"etcd", "fork_server", "own_etcd", "store", "start", "reference", "make_hosts", "trio"}
 #: Seconds that a test with processes is taken for that nobody has measured.
 _UNKNOWN_S = 5.0
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What starts processes is distributed test by test, the rest file by file; of both the longest comes first."""
+@pytest.hookimpl(wrapper=True)  # pytest-xdist asks for the groups in a hook that comes before others
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None, object, object]:
+    """What starts processes comes first, then the longest. Tests whose members are forked from one server share it."""
     known = times.durations()
-    starters: set[pytest.Item] = set()
-    files: dict[str, float] = defaultdict(float)
+    groups: dict[str, float] = defaultdict(float)
     for item in items:
-        if _STARTERS.intersection(getattr(item, "fixturenames", ())):
+        fixtures = getattr(item, "fixturenames", ())
+        if _STARTERS.intersection(fixtures):
             item.add_marker(pytest.mark.integration)
-        if item.get_closest_marker("integration") is not None:
-            starters.add(item)
-        else:
+        if "fork_server" in fixtures:
             item.add_marker(pytest.mark.xdist_group(item.path.name))
-            files[item.path.name] += known.get(item.nodeid, 0.0)
+            groups[item.path.name] += known.get(item.nodeid, _UNKNOWN_S)
 
     def place(item: pytest.Item) -> tuple[bool, float, str]:
-        starts, file = item in starters, item.path.name
-        return not starts, -(known.get(item.nodeid, _UNKNOWN_S) if starts else files[file]), file
+        starts, file = item.get_closest_marker("integration") is not None, item.path.name
+        alone = known.get(item.nodeid, _UNKNOWN_S if starts else 0.0)
+        return not starts, -(groups[file] if item.get_closest_marker("xdist_group") else alone), file
 
     items.sort(key=place)
+    result = yield
+    if getattr(config.option, "loadgroup", False):
+        lost = [item.nodeid for item in items if item.get_closest_marker("xdist_group") and "@" not in item.nodeid]
+        assert not lost, f"this pytest-xdist does not know the groups of {len(lost)} tests with this pytest"
+    return result
 
 
 def pytest_collection_finish() -> None:
@@ -99,7 +104,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
         return (yield)
     finally:
         _may_start = True
-        times.note(times.TEST, time.monotonic() - begin, test=item.nodeid)
+        times.note(times.TEST, time.monotonic() - begin, test=item.nodeid.partition("@")[0])
 
 
 @pytest.fixture(autouse=True)
@@ -116,6 +121,13 @@ def log_as_before() -> Iterator[None]:
 def logs(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Events of jobs whose tests name no file for them are not in the working directory."""
     os.environ["BAMBOO_LOGS"] = str(tmp_path_factory.mktemp("logs"))
+
+
+@pytest.fixture(scope="session")
+def fork_server() -> Iterator[None]:
+    """What members of a :class:`~tests.support.comm_worker.Cluster` are forked from."""
+    yield
+    stop_fork_server()
 
 
 @pytest.fixture(scope="session")

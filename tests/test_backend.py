@@ -13,19 +13,13 @@ from torch import distributed as dist
 
 from bamboo_ds.errors import UnsupportedError
 from tests.support.comm_cases import CASES, VICTIM
-from tests.support.comm_worker import DEADLINE, Cluster, Member, cluster, stop_fork_server
+from tests.support.comm_worker import DEADLINE, Cluster, Member, cluster
 from tests.support.ports import free_port
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("fork_server")]
 
 #: What a survivor may see.
 LOST = ("EpochChanged", "PeerLost")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def fork_server() -> Iterator[None]:
-    yield
-    stop_fork_server()
 
 
 @pytest.fixture(scope="module")

@@ -21,13 +21,12 @@ from tests.support.comm_worker import (
     cluster,
     grown,
     lowest,
-    stop_fork_server,
     take_census,
     tell_wake_times,
 )
 from tests.support.ports import free_port
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("fork_server")]
 
 #: What a survivor may see.
 LOST = ("EpochChanged", "PeerLost")
@@ -36,10 +35,9 @@ WAKE: dict[str, list[float]] = {"stopped": [], "killed": []}
 
 
 @pytest.fixture(scope="module", autouse=True)
-def fork_server() -> Iterator[None]:
+def told() -> Iterator[None]:
     yield
     tell_wake_times(WAKE)
-    stop_fork_server()
 
 
 @pytest.fixture(scope="module")

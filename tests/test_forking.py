@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -18,16 +17,10 @@ import torch
 from torch import distributed as dist
 
 from bamboo_ds.comm.keyvalue import Client, Server
-from tests.support.comm_worker import Member, cluster, stop_fork_server
+from tests.support.comm_worker import Member, cluster
 from tests.support.jobs import run_text
 
-pytestmark = pytest.mark.integration
-
-
-@pytest.fixture(scope="module", autouse=True)
-def fork_server() -> Iterator[None]:
-    yield
-    stop_fork_server()
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("fork_server")]
 
 
 def all_reduce(member: Member) -> float:

@@ -15,6 +15,7 @@ from .support.jobs import DEADLINE_S, MARK, TemporaryFolder, environment, marked
 BENCHMARK = Path(__file__).parents[1] / "benchmarks" / "lifecycle.py"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.integration
 def test_one_uninterrupted_job(tmp_path: Path) -> None:
     """2 x 2 stages: a kill, a joiner, the loss of a host, no etcd for longer than leases last, a spot notice."""

@@ -165,7 +165,8 @@ def test_two_signals_of_one_event_are_one(start: Start) -> None:
     job.tell_all("close")
     job.wait(lambda: len(job.find("threads")) == 2, "what they had to do")
     job.tell_all("exit 0")
-    assert job.exit_code() == 128 + signal.SIGHUP  # Python handles the smaller number first
+    # Each is taken by any of the launcher's threads, so either may be the first.
+    assert job.exit_code() in (128 + signal.SIGHUP, 128 + signal.SIGTERM)
 
 
 def test_asked_again_it_ends_at_once(start: Start) -> None:

@@ -30,7 +30,6 @@ from tests.support.comm_worker import (
     grown,
     lowest,
     portable,
-    stop_fork_server,
     take_census,
     tell_wake_times,
 )
@@ -41,10 +40,9 @@ WAKE: dict[str, list[float]] = {"stopped": [], "killed": []}
 
 
 @pytest.fixture(scope="module", autouse=True)
-def fork_server() -> Iterator[None]:
+def told() -> Iterator[None]:
     yield
     tell_wake_times(WAKE)
-    stop_fork_server()
 
 
 @pytest.fixture(scope="module")
@@ -198,7 +196,7 @@ def test_the_store_refuses_strangers() -> None:
         server.close()
 
 
-@pytest.mark.integration
+@pytest.mark.usefixtures("fork_server")
 def test_strangers_at_the_doors_delay_no_epoch() -> None:
     """Silent ones, and one that says it was a member. Each of the silent ones would have cost five seconds."""
     with cluster(3) as made, contextlib.ExitStack() as stack:
@@ -304,7 +302,7 @@ def write_without_buffers(member: Member) -> None:
     peer._writer.join(10)
 
 
-@pytest.mark.integration
+@pytest.mark.usefixtures("fork_server")
 def test_a_frame_that_cannot_be_written_ends_the_connection() -> None:
     """The peer must not wait for ever for what was dropped."""
     with cluster(2, world=False) as made:

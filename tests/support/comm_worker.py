@@ -404,7 +404,7 @@ def tell_wake_times(seconds: dict[str, list[float]]) -> None:
 
 
 def stop_fork_server() -> None:
-    """End the fork server, which would otherwise outlive the tests of this module; fails if a member is left."""
+    """End the fork server, which would otherwise outlive the tests; fails if a member is left."""
     left = [remote.name for remote in _REMOTES if remote.process.is_alive()]
     multiprocessing.forkserver._forkserver._stop()  # type: ignore[attr-defined]
     assert not left, f"processes left behind: {left}"
