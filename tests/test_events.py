@@ -127,6 +127,7 @@ def test_fields_are_checked_when_written() -> None:
         (TAKEOVER.to_json().replace('Z"', '"').encode() + b"\n", r":2: .*zone"),
         (TAKEOVER.to_json().encode(), r":2: .*cut short"),
     ],
+    ids=["no event", "no JSON", "unknown", "a field's name", "schema", "no zone", "cut short"],
 )
 def test_reading_is_strict_and_names_the_line(tmp_path: Path, line: bytes, message: str) -> None:
     path = tmp_path / "events.jsonl"
