@@ -26,6 +26,9 @@ from .support.references import References
 settings.register_profile("suite", deadline=None)
 settings.load_profile("suite")
 
+# The collector would look at all that test modules import again and again.
+gc.disable()
+
 # With it, each of the many processes would compile the package for itself.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
@@ -68,6 +71,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish() -> None:
     """Spare the collector what has been imported: simulated jobs make much garbage beside all of torch."""
+    gc.enable()
     gc.collect()
     gc.freeze()
 

@@ -49,7 +49,8 @@ LAUNCHERS = {
 
 @pytest.mark.integration
 @pytest.mark.parametrize(
-    "launcher", ["deepspeed-module", "torchrun", pytest.param("srun", marks=pytest.mark.exhaustive)]
+    "launcher",
+    ["deepspeed-module", *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ("torchrun", "srun"))],
 )
 def test_a_rank_is_lost_under(launcher: str, tmp_path: Path, stock: list[float]) -> None:
     script = prepare(tmp_path, bamboo=True)
@@ -76,17 +77,17 @@ def test_a_rank_is_lost_under(launcher: str, tmp_path: Path, stock: list[float])
 def test_bamboo_launch_survives_the_launcher(tmp_path: Path, stock: list[float]) -> None:
     script = prepare(tmp_path, bamboo=True)
     go, told = tmp_path / "go", ["--job", "launched", "--check-exact", "2"]
-    command = [bamboo_command(), "launch", *told, "--", *LAUNCHERS["deepspeed"](), *script, "--slow-until", str(go)]
+    command = [bamboo_command(), "launch", *told, "--", *LAUNCHERS["torchrun"](), *script, "--slow-until", str(go)]
     with LaunchedJob(tmp_path, command, {"BAMBOO_EVENTS": "", "BAMBOO_LOGS": ""}) as job:
         job.events_file = tmp_path / "bamboo-logs" / "launched" / "events.jsonl"
         job.wait_for_step(3)
-        # deepspeed ends all others when it sees the death of a process that it has started.
+        # torchrun, as deepspeed, ends all others when it sees the death of a process that it has started.
         job.launched()[0].kill()
         job.wait_for_step(8)
         job.workers()[1].kill()
         go.touch()
         assert job.exit_code() == 0, job.output()[-6000:]
-    assert "deepspeed has ended with" in job.output()
+    assert "torchrun has ended with" in job.output()
     assert job.output().count("[bamboo] exit code 0 after") == 1
     assert [(e["reason"], e["detail"]) for e in job.events("member_lost")] == [("signal", "SIGKILL")]
     assert [e["exit_code"] for e in job.events("run_finished")] == [0]

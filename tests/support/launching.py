@@ -107,7 +107,12 @@ class LaunchedJob:
     def launched(self) -> dict[int, psutil.Process]:
         """The processes that the launcher itself has started, by rank."""
         launchers = {"deepspeed.launcher.launch", "torchrun", "srun.py"}
-        return self._children_of(lambda command: bool(launchers & {Path(part).name for part in command}), "RANK")
+
+        def launches(command: list[str]) -> bool:
+            names = {Path(part).name for part in command}
+            return bool(launchers & names) and "bamboo" not in names  # `bamboo launch -- torchrun …`
+
+        return self._children_of(launches, "RANK")
 
     def _children_of(self, is_parent: Callable[[list[str]], bool], variable: str) -> dict[int, psutil.Process]:
         found = {}
