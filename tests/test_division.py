@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bamboo_ds.schedule import PartProgress, RoleProgress, compute_order, hosts, member_program, not_begun
+from bamboo_ds.schedule import PartProgress, RoleProgress, hosts, member_program, not_begun, timeline
 from bamboo_ds.topology import (
     BlockCosts,
     Candidate,
@@ -246,31 +246,11 @@ def makespan(plan: Plan, micro_batches: int) -> float:
     layout = plan.world
     costs = plan.costs or BlockCosts(tuple((1.0,) * count for count in layout.blocks))
     progress = {role: not_begun(plan.lending(role)) for role in layout.roles}
-    bounds = {role: [*(part.begin for part in progress[role].parts), layout.blocks_of(role.stage)] for role in progress}
-    orders = compute_order(layout, hosts(plan, progress), micro_batches, progress, costs=plan.costs)
-    queues = {member: deque(order) for member, order in orders.items()}
-    ends: dict[tuple[Role, str, int, int], float] = {}
-    free = dict.fromkeys(orders, 0.0)
 
-    def needed(role: Role, kind: str, micro_batch: int, begin: int) -> tuple[Role, str, int, int] | None:
-        index = bounds[role].index(begin) + (-1 if kind == "F" else 1)
-        if 0 <= index < len(bounds[role]) - 1:
-            return role, kind, micro_batch, bounds[role][index]
-        other = Role(role.pipeline, role.stage + (-1 if kind == "F" else 1))
-        return (other, kind, micro_batch, bounds[other][-2 if kind == "F" else 0]) if other in bounds else None
+    def seconds(role: Role, kind: str, begin: int, end: int, member: str) -> float:
+        return costs.part(role.stage, begin, end) * costs.slow(member) * (1 if kind == "F" else 2)
 
-    while any(queues.values()):
-        for member, queue in queues.items():
-            while queue:
-                role, kind, _, begin = queue[0]
-                before = needed(*queue[0])
-                if before is not None and before not in ends:
-                    break
-                end = bounds[role][bounds[role].index(begin) + 1]
-                seconds = costs.part(role.stage, begin, end) * costs.slow(member)
-                start = max(free[member], ends[before] if before is not None else 0.0)
-                free[member] = ends[queue.popleft()] = start + seconds * (1 if kind == "F" else 2)
-    return max(ends.values())
+    return timeline(layout, hosts(plan, progress), micro_batches, seconds, progress, plan.costs).seconds
 
 
 @pytest.mark.parametrize(

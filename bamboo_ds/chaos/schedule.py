@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -138,35 +138,46 @@ def by_trace(changes: Sequence[Change], initial: int, limit: int, compress: floa
     if limit < 1 or initial < 1:
         raise ConfigError("a job by trace needs at least one member")
     begin = changes[0].at_ms if changes else 0.0
+    founders = set(initial_nodes(changes, initial))
     faults: list[Fault] = []
-    running = dict.fromkeys(initial_nodes(changes, initial))
-    founders = set(running)
-    waiting: list[str] = []
+    for change in within(changes, limit, frozenset(founders)):
+        if change.what == "add" and change.node in founders:
+            founders.remove(change.node)
+        else:
+            kind = Kind.JOIN if change.what == "add" else Kind.KILL_AGENT
+            at_s = (change.at_ms - begin) / 1000 / compress
+            faults.append(Fault(len(faults), at_s, kind, Target("node", change.node)))
+    return faults
 
-    def add(at_ms: float, kind: Kind, node: str) -> None:
-        target = Target("node", node)
-        faults.append(Fault(len(faults), (at_ms - begin) / 1000 / compress, kind, target))
 
-    def join(at_ms: float, node: str) -> None:
-        running[node] = None
-        add(at_ms, Kind.JOIN, node)
+def within(changes: Iterable[Change], limit: int, first: Collection[str] = ()) -> Iterator[Change]:
+    """The changes of a job that has no more than ``limit`` nodes: others wait, and take the place of one that goes.
 
+    Args:
+        changes: of a trace.
+        limit: bound on the nodes.
+        first: nodes that count as there from the begin on.
+    """
+    running, waiting = set(first), dict[str, None]()
     for change in changes:
         if change.what == "add":
-            if change.node in founders:
-                founders.remove(change.node)
+            if change.node in first and change.node in running:
+                yield change
             elif len(running) < limit:
-                join(change.at_ms, change.node)
+                running.add(change.node)
+                yield change
             else:
-                waiting.append(change.node)
+                waiting[change.node] = None
         elif change.node in waiting:
-            waiting.remove(change.node)
+            del waiting[change.node]
         else:
-            del running[change.node]
-            add(change.at_ms, Kind.KILL_AGENT, change.node)
+            running.remove(change.node)
+            yield change
             if waiting:
-                join(change.at_ms, waiting.pop(0))
-    return faults
+                node = next(iter(waiting))
+                del waiting[node]
+                running.add(node)
+                yield Change(change.at_ms, "add", node)
 
 
 def initial_nodes(changes: Sequence[Change], initial: int) -> list[str]:

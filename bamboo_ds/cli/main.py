@@ -50,6 +50,7 @@ from .options import (
 from .output import console
 from .plan import plan
 from .plot import plot
+from .simulate import simulate
 from .status import job_status, status_table, watch
 from .top import top
 from .trace import trace
@@ -221,6 +222,7 @@ def join(
 
 
 cli.add_command(plan)
+cli.add_command(simulate)
 cli.add_command(checkpoints)
 cli.add_command(chaos)
 cli.add_command(doctor)

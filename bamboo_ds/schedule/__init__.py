@@ -31,6 +31,7 @@ from .progress import (
 )
 from .redundant import Placement, RedundantTrainSchedule
 from .rehearsal import rehearsal_passes, rehearsal_sends
+from .timing import Timeline, timeline
 
 __all__ = [
     "Awaits",
@@ -55,6 +56,7 @@ __all__ = [
     "SendPart",
     "SendReplica",
     "StepReplica",
+    "Timeline",
     "UseRole",
     "Work",
     "commit_program",
@@ -68,4 +70,5 @@ __all__ = [
     "rehearsal_passes",
     "rehearsal_sends",
     "settle",
+    "timeline",
 ]

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from .plan import Plan
-from .roles import Role
 
 Precision = Literal["fp32", "fp16", "bf16"]
 
@@ -86,12 +85,14 @@ def member_bytes(
         frozen: the others of every stage; empty: there are none.
     """
 
-    def total(roles: Sequence[Role], each: float) -> float:
-        return sum(
-            parameters[role.stage] * each + (frozen[role.stage] * state.frozen if frozen else 0) for role in roles
-        )
+    owned, shadowed = dict.fromkeys(plan.members, 0.0), dict.fromkeys(plan.members, 0.0)
 
-    return {
-        member: (total(plan.owned_by(member), state.owner), total(plan.shadowed_by(member), state.shadow))
-        for member in plan.members
-    }
+    def add(to: dict[str, float], member: str | None, stage: int, each: float) -> None:
+        if member in to:
+            to[member] += parameters[stage] * each + (frozen[stage] * state.frozen if frozen else 0)
+
+    for rank, owner in enumerate(plan.owners):
+        add(owned, owner, rank // plan.world.pipelines, state.owner)
+    for rank, shadow in enumerate(plan.shadows):
+        add(shadowed, shadow, rank // plan.world.pipelines, state.shadow)
+    return {member: (owned[member], shadowed[member]) for member in plan.members}

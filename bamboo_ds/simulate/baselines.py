@@ -1,0 +1,329 @@
+"""Simulated jobs without this package: checkpoint and restart, and sample dropping, as good as they can be made."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from ..observe import events as ev
+from ..schedule import timeline
+from ..topology import Layout
+from ..topology.memory import StateBytes
+from .market import Market
+from .profile import Profile
+from .terms import Terms
+from .training import Run, Training
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """Pipelines and stages of a stock job, the seconds of an iteration, and the samples in it."""
+
+    pipelines: int
+    stages: int
+    seconds: float
+    batch: float
+
+    @property
+    def size(self) -> int:
+        """Members that it takes."""
+        return self.pipelines * self.stages
+
+    @property
+    def speed(self) -> float:
+        """Samples per second."""
+        return self.batch / self.seconds
+
+
+class Stock:
+    """How fast stock DeepSpeed is: 1F1B, pipelines that meet in a reduction, no replicas."""
+
+    def __init__(self, profile: Profile, terms: Terms) -> None:
+        self.profile, self.terms = profile, terms
+        self.state = StateBytes(profile.precision, profile.optimizer)
+        self._pipelines: dict[tuple[int, int], float] = {}
+        self._best: dict[int, Arrangement | None] = {0: None}
+
+    def need(self, stages: int, micro_batches: int) -> float:
+        """Bytes of the member that needs most."""
+        need = 0.0
+        for stage, (begin, end) in enumerate(self.profile.partition(stages)):
+            layers = self.profile.each[begin:end]
+            kept = sum(layer.kept_bytes + layer.boundary_bytes for layer in layers)
+            state = sum(layer.parameters for layer in layers) * self.state.owner
+            need = max(need, state + min(stages - stage, micro_batches) * kept)
+        return need + self.profile.workspace_bytes
+
+    def arrangement(self, pipelines: int, stages: int, micro_batches: int | None = None) -> Arrangement | None:
+        """The job of so many pipelines and stages; ``None``: it does not fit into the devices' memory.
+
+        Where pipelines cannot share the samples evenly, all wait for those that have a micro-batch more.
+        """
+        profile = self.profile
+        count = micro_batches or math.ceil(profile.global_batch / profile.micro_batch / pipelines)
+        if profile.memory_bytes is not None and self.need(stages, count) > profile.memory_bytes:
+            return None
+        parts = [profile.each[begin:end] for begin, end in profile.partition(stages)]
+        size = max(sum(layer.parameters for layer in part) for part in parts) * profile.gradient_bytes
+        network = self.terms.network_gb_s * 1e9
+        reduced = 2 * (pipelines - 1) / pipelines * size / network
+        reduced += 2 * (pipelines - 1) * self.terms.message_ms / 1000
+        update = max(sum(layer.update_s for layer in part) for part in parts)
+        seconds = self._pipeline_s(stages, count) + reduced + update
+        samples = min(profile.global_batch, count * profile.micro_batch * pipelines)
+        return Arrangement(pipelines, stages, seconds, float(samples))
+
+    def _pipeline_s(self, stages: int, micro_batches: int) -> float:
+        """Seconds of a pipeline's passes. Beyond the first ones each micro-batch takes as long as the last one."""
+        few, more = 2 * stages, 3 * stages
+        if micro_batches <= more:
+            return self._played_s(stages, micro_batches)
+        first, second = self._played_s(stages, few), self._played_s(stages, more)
+        return second + (micro_batches - more) * (second - first) / (more - few)
+
+    def _played_s(self, stages: int, micro_batches: int) -> float:
+        key = stages, micro_batches
+        if key not in self._pipelines:
+            parts = [self.profile.each[begin:end] for begin, end in self.profile.partition(stages)]
+            times = {
+                "F": [sum(layer.forward_s for layer in part) for part in parts],
+                "B": [sum(layer.backward_s for layer in part) for part in parts],
+            }
+            boundary = max((part[-1].boundary_bytes for part in parts[:-1]), default=0)
+            message_s = self.terms.message_ms / 1000 + boundary / (self.terms.network_gb_s * 1e9)
+            layout, members = Layout(1, stages), tuple((f"m{stage}",) for stage in range(stages))
+            played = timeline(
+                layout,
+                members,
+                micro_batches,
+                lambda role, kind, begin, end, member: times[kind][role.stage],
+                message_s=message_s,
+            )
+            self._pipelines[key] = played.seconds
+        return self._pipelines[key]
+
+    def best(self, members: int) -> Arrangement | None:
+        """The fastest job of ``members`` or fewer; ``None``: none fits."""
+        for count in range(len(self._best), members + 1):
+            found = [self._best[count - 1]]
+            for stages in range(1, min(count, len(self.profile.each)) + 1):
+                pipelines = min(count // stages, self.profile.global_batch // self.profile.micro_batch)
+                if pipelines * stages == count:  # others are among those of fewer members
+                    found.append(self.arrangement(pipelines, stages))
+            self._best[count] = max((each for each in found if each), key=lambda each: each.speed, default=None)
+        return self._best[members]
+
+    def copy_s(self, stages: int) -> float:
+        """Seconds to copy a member's state to host memory."""
+        return self._share(stages) / (self.terms.host_gb_s * 1e9)
+
+    def load_s(self, stages: int) -> float:
+        """Seconds to load a member's state."""
+        return self._share(stages) / (self.terms.storage_gb_s * 1e9)
+
+    def write_s(self, members: int) -> float:
+        """Seconds to write a checkpoint, each member an equal share."""
+        return self.profile.parameters * self.state.owner / members / (self.terms.storage_gb_s * 1e9)
+
+    def _share(self, stages: int) -> float:
+        parts = self.profile.partition(stages)
+        return max(sum(layer.parameters for layer in self.profile.each[b:e]) for b, e in parts) * self.state.owner
+
+
+class _StockJob(Training):
+    """What both jobs of stock DeepSpeed do alike."""
+
+    def __init__(self, market: Market, stock: Stock, terms: Terms, seed: int) -> None:
+        super().__init__(market, stock.profile, terms, seed)
+        self.stock = stock
+        self.now: Arrangement | None = None
+
+    def _arranged(self, now: Arrangement, members: Sequence[str], lost: Sequence[str] = ()) -> None:
+        """Train like this from now on."""
+        self.now, self.iteration_s, self.batch = now, now.seconds, now.batch
+        self.epoch += 1
+        self._emit_plan(members, members, lost=lost)
+        self._enter(members)
+        self.faster(len(members), now.seconds * self.profile.global_batch / now.batch)
+
+    def _stop(self, lost: Sequence[str]) -> None:
+        self._emit_losses(lost)
+        self._emit(ev.Fatal, stages=[], members=list(lost), checkpoint=self.saved.path)
+        self._enter([member for member in self.members if member not in lost])
+
+    def _save(self, now: Arrangement) -> Run:
+        yield from self._checkpoint(self.stock.copy_s(now.stages), self.stock.write_s(now.size))
+
+
+class CheckpointRestart(_StockJob):
+    """Asynchronous checkpoints at the interval of Young and Daly; every loss is a restart on the members at hand.
+
+    The checkpoints are universal: a restart takes the fastest arrangement of pipelines and stages that there is. Nodes
+    that come are taken in with the next restart, or with one of their own where that pays until the next loss. The mean
+    time between losses, by which both go, is that of the whole trace, as if it were known.
+    """
+
+    @cached_property
+    def _between_losses_s(self) -> float:
+        return self.market.seconds / max(1, self.market.losses)
+
+    def _interval_s(self, now: Arrangement) -> float:
+        """Young 1974, Daly 2006: the first-order optimum; not before the last checkpoint is written."""
+        optimum = math.sqrt(2 * self.stock.copy_s(now.stages) * self._between_losses_s)
+        return max(optimum, self.stock.write_s(now.size), now.seconds)
+
+    def run(self) -> Run:
+        """Start, train, and start again."""
+        yield from self._gather(first=True)
+        while True:
+            try:
+                yield from self._boundary()
+                yield from self._train()
+            except self._simpy.Interrupt:
+                self._commit_segment()
+                yield from self._hold(self.terms.detection_s)
+                self._stop(self._absent())
+                yield from self._gather()
+
+    def _gather(self, first: bool = False) -> Run:
+        while True:
+            best = self.stock.best(len(self.ready))
+            if best is None:
+                self.outcome.idle = "the states of its stages do not fit on the members that there are"
+                yield from self._wait()
+            elif first:
+                self._begin()
+                break
+            else:
+                yield from self._hold(self.terms.restart_s + self.stock.load_s(best.stages))
+                best = self.stock.best(len(self.ready))
+                if best is not None:
+                    self._restore()
+                    break
+        self.outcome.idle = None
+        self._arranged(best, list(self.ready)[: best.size])
+        self._checkpoint_due = self.env.now + self._interval_s(best)
+
+    def _boundary(self) -> Run:
+        now = self.now
+        assert now is not None
+        best = self.stock.best(len(self.ready))
+        saved_s = self.stock.copy_s(now.stages) + self.stock.write_s(now.size)
+        pause_s = saved_s + self.terms.restart_s + self.stock.load_s(now.stages)
+        if best is not None and (best.speed - now.speed) * self._between_losses_s > now.speed * pause_s:
+            self._stop([])
+            yield from self._save(now)
+            yield self.env.timeout(self.stock.write_s(now.size))
+            yield from self._gather()
+        elif self.env.now >= self._checkpoint_due:
+            self._checkpoint_due = self.env.now + self._interval_s(now)
+            yield from self._save(now)
+
+
+class SampleDropping(_StockJob):
+    """A pipeline that loses a member is left out, its samples are dropped, until it has members again.
+
+    Survivors of pipelines that are left out and nodes that come make new pipelines, with states from another one; if
+    there is none left the job starts again from a checkpoint.
+    """
+
+    def __init__(self, market: Market, stock: Stock, terms: Terms, seed: int, pipelines: int, stages: int) -> None:
+        super().__init__(market, stock, terms, seed)
+        self._most, self._stages = pipelines, stages
+        self._whole: list[tuple[str, ...]] = []
+        self._building: dict[tuple[str, ...], bool] = {}  # pipelines, and whether they are complete
+
+    def _arrange(self, lost: Sequence[str] = ()) -> None:
+        count = self.profile.micro_batches(self._most)
+        now = self.stock.arrangement(len(self._whole), self._stages, count)
+        assert now is not None
+        self._arranged(now, [member for pipeline in self._whole for member in pipeline], lost)
+
+    def run(self) -> Run:
+        """Start, train with the pipelines that are whole."""
+        yield from self._gather(first=True)
+        while True:
+            try:
+                yield from self._boundary()
+                yield from self._train()
+            except self._simpy.Interrupt:
+                yield from self._drop()
+
+    def _gather(self, first: bool = False) -> Run:
+        while True:
+            if not first:
+                yield from self._hold(self.terms.restart_s + self.stock.load_s(self._stages))
+            pipelines = min(self._most, len(self.ready) // self._stages)
+            fits = self.stock.arrangement(1, self._stages, self.profile.micro_batches(self._most)) is not None
+            if pipelines and fits:
+                break
+            self.outcome.idle = f"there are not {self._stages} members" if fits else "its stages do not fit on members"
+            yield from self._wait()
+        self.outcome.idle = None
+        if first:
+            self._begin()
+        else:
+            self._restore()
+        nodes = list(self.ready)
+        self._building.clear()
+        self._whole = [tuple(nodes[d * self._stages : (d + 1) * self._stages]) for d in range(pipelines)]
+        self._arrange()
+        self._checkpoint_due = self.env.now + self.terms.checkpoint_s
+
+    def _boundary(self) -> Run:
+        assert self.now is not None
+        if self.env.now >= self._checkpoint_due:
+            self._checkpoint_due = self.env.now + self.terms.checkpoint_s
+            yield from self._save(self.now)
+        self._building = {p: done for p, done in self._building.items() if all(node in self.ready for node in p)}
+        complete = [pipeline for pipeline, done in self._building.items() if done]
+        if complete:
+            for pipeline in complete:
+                del self._building[pipeline]
+            self._whole += complete
+            self._arrange()
+            yield self.env.timeout(self.terms.switch_s)
+        busy = {node for pipeline in (*self._whole, *self._building) for node in pipeline}
+        spare = [node for node in self.ready if node not in busy]
+        while len(spare) >= self._stages and len(self._whole) + len(self._building) < self._most:
+            pipeline, spare = tuple(spare[: self._stages]), spare[self._stages :]
+            self._building[pipeline] = False
+            self.env.process(self._build(pipeline))
+
+    def _build(self, pipeline: tuple[str, ...]) -> Run:
+        share = self.stock.copy_s(self._stages) * self.terms.host_gb_s / self.terms.network_gb_s
+        yield self.env.timeout(share)
+        if pipeline in self._building:
+            self._building[pipeline] = True
+            self.tell()
+
+    def _drop(self) -> Run:
+        """Finish the interrupted iteration without the pipelines that have lost members."""
+        done, within = self._within()
+        left = (self.now.seconds if self.now else 0.0) - within
+        self._commit_segment()
+        began = self._step_began if done or within else self.env.now
+        while True:
+            yield from self._hold(self.terms.detection_s)
+            lost = self._absent()
+            self._whole = [p for p in self._whole if not any(node in self.gone for node in p)]
+            if not self._whole:
+                self._stop(lost)
+                yield from self._gather()
+                return
+            if lost:
+                self._arrange(lost)
+            if not (yield from self._hold(self.terms.rebuild_s)) and not self._absent():
+                break
+        self._step_began = began
+        try:
+            yield from self._train_rest(left)
+        except self._simpy.Interrupt:
+            yield from self._drop()
+
+    def _train_rest(self, left_s: float) -> Run:
+        self._segment = self.env.now, left_s
+        yield self.env.timeout(left_s)
+        self._commit_segment()

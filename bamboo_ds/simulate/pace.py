@@ -1,0 +1,335 @@
+"""How long iterations take under a plan, whole or interrupted by a loss, and the memory that members need.
+
+Passes are those of :func:`~bamboo_ds.schedule.compute_order`, by list scheduling. Pipelines that share no member are
+played each for itself, and equal ones once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import accumulate
+
+from ..config import RedundancyMode
+from ..schedule import Hosts, PartProgress, RoleProgress, Timeline, hosts, not_begun, timeline
+from ..topology import BlockCosts, Layout, Plan, Role
+from ..topology.memory import StateBytes, member_bytes
+from .profile import Profile
+from .terms import Terms
+
+#: Iteration time against stock DeepSpeed by mode (docs/benchmarks.md, emulated devices, P = 8, M = 16), besides what
+#: replicas' gradients and updates take, which are counted by their bytes.
+_OVERHEAD = {
+    RedundancyMode.NONE: 1.008,
+    RedundancyMode.LAZY: 1.0,
+    RedundancyMode.EAGER_FORWARD: 1.021,
+    RedundancyMode.EAGER: 1.021,
+}
+#: Blocks of a stage where ``topology.blocks`` is "auto", at most.
+_BLOCKS = 16
+
+_Progress = Mapping[Role, RoleProgress]
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """Pipelines that share members: who computes the parts of their roles, members by number, and what is done."""
+
+    pipelines: int
+    hosts: tuple[tuple[int, ...], ...]
+    progress: tuple[RoleProgress, ...]
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Pipelines of a plan that share members, and their members by the numbers of the shape."""
+
+    pipelines: tuple[int, ...]
+    members: tuple[str, ...]
+    shape: _Shape
+
+
+class Pace:
+    """The speed of a job of ``pipelines`` x ``stages``.
+
+    Args:
+        profile: of the model.
+        terms: network and pauses.
+        pipelines: data-parallel pipelines.
+        stages: stages of each.
+        mode: what shadows do.
+        divided: whether stages are divided.
+
+    Attributes:
+        layout: the logical world.
+        cuts: where stages may be divided.
+        costs: of their blocks, as members measure them.
+        micro_batches: of a pipeline in an iteration.
+
+    Raises:
+        ConfigError: the profile has too few layers or samples.
+    """
+
+    def __init__(
+        self, profile: Profile, terms: Terms, pipelines: int, stages: int, mode: RedundancyMode, divided: bool
+    ) -> None:
+        self.profile, self.terms, self.mode = profile, terms, mode
+        self.micro_batches = profile.micro_batches(pipelines)
+        parts = [profile.each[begin:end] for begin, end in profile.partition(stages)]
+        counts = [min(len(part), _BLOCKS) if divided else 1 for part in parts]
+        self.layout = Layout(pipelines, stages, blocks=tuple(counts) if max(counts) > 1 else ())
+        blocks = [
+            [part[b * len(part) // count : (b + 1) * len(part) // count] for b in range(count)]
+            for part, count in zip(parts, counts, strict=True)
+        ]
+        self.cuts = tuple(tuple(range(1, count)) for count in counts)
+        self._until = {
+            "F": [[0.0, *accumulate(sum(layer.forward_s for layer in b) for b in stage)] for stage in blocks],
+            "B": [[0.0, *accumulate(sum(layer.backward_s for layer in b) for b in stage)] for stage in blocks],
+        }
+        each = [[sum(x.forward_s + x.backward_s for x in b) * self.micro_batches for b in stage] for stage in blocks]
+        self.costs = BlockCosts(tuple(tuple(seconds) for seconds in each))
+        forward, backward = (sum(until[-1] for until in self._until[kind]) for kind in "FB")
+        self._ratio = (1.0, backward / forward if forward else 2.0)
+        self.forward_s = [until[-1] for until in self._until["F"]]
+        self.parameters = [sum(layer.parameters for layer in part) for part in parts]
+        self._update = [sum(layer.update_s for layer in part) for part in parts]
+        self._kept = [sum(layer.kept_bytes + layer.boundary_bytes for layer in part) for part in parts]
+        self._boundary = [part[-1].boundary_bytes for part in parts]
+        self._message_s = terms.message_ms / 1000 + max(self._boundary[:-1], default=0) / (terms.network_gb_s * 1e9)
+        backwards = mode.eager_backward
+        self.state = StateBytes(profile.precision, profile.optimizer, False, pipelines, eager_backwards=backwards)
+        self._played = lru_cache(maxsize=512)(self._play)
+        self._advanced = lru_cache(maxsize=512)(self._advance)
+
+    # -- passes -------------------------------------------------------------------------------------------
+
+    def groups(self, plan: Plan, progress: _Progress) -> list[_Group]:
+        """The pipelines of ``plan`` by what members they share."""
+        layout, who = self.layout, hosts(plan, progress)
+        leader = list(range(layout.pipelines))
+
+        def find(pipeline: int) -> int:
+            while leader[pipeline] != pipeline:
+                pipeline = leader[pipeline]
+            return pipeline
+
+        first: dict[str, int] = {}
+        for rank, members in enumerate(who):
+            for member in members:
+                one, other = find(rank % layout.pipelines), find(first.setdefault(member, rank % layout.pipelines))
+                leader[max(one, other)] = min(one, other)
+        together: dict[int, list[int]] = defaultdict(list)
+        for pipeline in range(layout.pipelines):
+            together[find(pipeline)].append(pipeline)
+        return [self._group(tuple(pipelines), who, progress) for pipelines in together.values()]
+
+    def _group(self, pipelines: tuple[int, ...], who: Hosts, progress: _Progress) -> _Group:
+        numbers: dict[str, int] = {}
+        ranks = [stage * self.layout.pipelines + d for stage in range(self.layout.stages) for d in pipelines]
+        seats = tuple(tuple(numbers.setdefault(m, len(numbers)) for m in who[rank]) for rank in ranks)
+        done = tuple(progress[self.layout.roles[rank]] for rank in ranks)
+        return _Group(pipelines, tuple(numbers), _Shape(len(pipelines), seats, done))
+
+    def _play(self, shape: _Shape) -> Timeline:
+        layout = replace(self.layout, pipelines=shape.pipelines)
+        return timeline(
+            layout,
+            tuple(tuple(str(number) for number in numbers) for numbers in shape.hosts),
+            self.micro_batches,
+            self.pass_s,
+            dict(zip(layout.roles, shape.progress, strict=True)),
+            self.costs,
+            self._ratio,
+            self._message_s,
+        )
+
+    def pass_s(self, role: Role, kind: str, begin: int, end: int, member: str) -> float:
+        """Seconds of a pass of the blocks from ``begin`` to before ``end``, of any member."""
+        until = self._until[kind][role.stage]
+        return until[end] - until[begin]
+
+    def played(self, group: _Group) -> Timeline:
+        """What the members of ``group`` do, by their numbers."""
+        return self._played(group.shape)
+
+    def _advance(self, shape: _Shape, at_s: float) -> tuple[RoleProgress, ...]:
+        layout = replace(self.layout, pipelines=shape.pipelines)
+        counts: dict[tuple[Role, int, str], int] = defaultdict(int)
+        for spans in self._played(shape).spans.values():
+            for _, end, (role, kind, _, begin) in spans:
+                if end > at_s:
+                    break
+                counts[role, begin, kind] += 1
+        found = []
+        for role, done in zip(layout.roles, shape.progress, strict=True):
+            parts = [
+                PartProgress(
+                    part.begin,
+                    part.forwards + counts[role, part.begin, "F"],
+                    part.backwards + counts[role, part.begin, "B"],
+                )
+                for part in done.parts
+            ]
+            front, rear = parts[0], parts[1] if len(parts) > 1 else None
+            found.append(replace(done, forwards=front.forwards, backwards=front.backwards, rear=rear))
+        return tuple(found)
+
+    def advanced(self, groups: Sequence[_Group], at_s: float) -> dict[Role, RoleProgress]:
+        """What is done after ``at_s`` seconds."""
+        found = {}
+        for group in groups:
+            layout = replace(self.layout, pipelines=len(group.pipelines))
+            for role, done in zip(layout.roles, self._advanced(group.shape, at_s), strict=True):
+                found[Role(group.pipelines[role.pipeline], role.stage)] = done
+        return found
+
+    # -- the end of an iteration --------------------------------------------------------------------------
+
+    def epilogue(self, plan: Plan) -> tuple[float, float]:
+        """Seconds of the slowest member for its gradients (over pipelines, and to replicas), and of its update."""
+        pipelines, network = self.layout.pipelines, self.terms.network_gb_s * 1e9
+        reduced: dict[str, dict[int, float]] = defaultdict(dict)
+        sent: dict[str, float] = defaultdict(float)
+        received: dict[str, float] = defaultdict(float)
+        update: dict[str, float] = defaultdict(float)
+        followers: dict[int, list[str]] = defaultdict(list)
+        for rank, shadow in enumerate(plan.shadows):
+            if shadow is not None:
+                followers[rank].append(shadow)
+        for rank, learner in plan.learners:
+            followers[rank].append(learner)
+        for rank, owner in enumerate(plan.owners):
+            stage = rank // pipelines
+            size = self.parameters[stage] * self.profile.gradient_bytes / network
+            reduced[owner][stage] = 2 * (pipelines - 1) / pipelines * size
+            update[owner] += self._update[stage]
+            for member in followers[rank]:
+                sent[owner] += size
+                received[member] += size
+                update[member] += self._update[stage]
+        gradients = max(sum(each.values()) for each in reduced.values())
+        copies = max((max(sent[member], received[member]) for member in (*sent, *received)), default=0.0)
+        latency = (2 * (pipelines - 1) + bool(followers)) * self.terms.message_ms / 1000
+        return gradients + copies + latency, max(update.values())
+
+    @property
+    def overhead(self) -> float:
+        """Iteration time against stock."""
+        return _OVERHEAD[self.mode]
+
+    # -- memory -------------------------------------------------------------------------------------------
+
+    def need(self, plan: Plan) -> float:
+        """Bytes of the member that needs most under ``plan``: states, activations, tensors kept for a takeover."""
+        known = member_bytes(plan, self.parameters, self.state)
+        need = {member: sum(both) for member, both in known.items()}
+        for rank, member in plan.learners:
+            if member in need:
+                need[member] += self.parameters[rank // self.layout.pipelines] * self.state.shadow
+        for rank, owner in enumerate(plan.owners):
+            if owner in need:
+                stage = rank // self.layout.pipelines
+                flying = min(self.layout.stages - stage, self.micro_batches)
+                need[owner] += flying * self._kept[stage] + self.micro_batches * self._boundary[stage]
+        return max(need.values(), default=0.0) + self.profile.workspace_bytes
+
+    def fits(self, plan: Plan) -> bool:
+        """Whether all members have the memory that ``plan`` needs."""
+        return self.profile.memory_bytes is None or self.need(plan) <= self.profile.memory_bytes
+
+
+class Stretch:
+    """An iteration under a plan, or what is left of it.
+
+    Args:
+        pace: of the job.
+        plan: its plan.
+        progress: what is done; ``None``: nothing.
+        committing: all but the steps is done.
+
+    Attributes:
+        seconds: until the step is done.
+    """
+
+    def __init__(self, pace: Pace, plan: Plan, progress: _Progress | None = None, committing: bool = False) -> None:
+        self._pace, self.plan = pace, plan
+        self.progress = progress or {role: not_begun(plan.lending(role)) for role in plan.world.roles}
+        self._groups = [] if committing else pace.groups(plan, self.progress)
+        self._passes_s = max((pace.played(group).seconds for group in self._groups), default=0.0)
+        gradients_s, self._update_s = pace.epilogue(plan)
+        self._reduced_s = 0.0 if committing else self._passes_s * pace.overhead + gradients_s
+        self.seconds = self._reduced_s + self._update_s
+
+    @property
+    def bare_s(self) -> float:
+        """Seconds that it would take without replicas: passes, reduction and update alone."""
+        gradients_s, update_s = self._pace.epilogue(replace(self.plan, shadows=(), learners=()))
+        return self._passes_s + gradients_s + update_s
+
+    def after(self, plan: Plan, at_s: float) -> Stretch:
+        """What is left ``at_s`` seconds later, when members go on by ``plan``, which replaces lost ones."""
+        if at_s >= self._reduced_s:
+            return Stretch(self._pace, plan, self.progress, committing=True)
+        pace, layout = self._pace, plan.world
+        at_s /= pace.overhead
+        done = pace.advanced(self._groups, at_s)
+        before = hosts(self.plan, done)
+        found: dict[Role, RoleProgress] = {}
+        for role in layout.roles:
+            lending, now = plan.lending(role), done[role]
+            side = lending.side if lending is not None and now.lent == lending.side else None
+            found[role] = replace(now, lent=side)
+        for rank, (role, computing) in enumerate(zip(layout.roles, hosts(plan, found), strict=True)):
+            if computing == before[rank]:
+                continue
+            now = found[role]
+            parts = [
+                part if new == old else PartProgress(part.begin)
+                for part, new, old in zip(now.parts, computing, before[rank], strict=True)
+            ]
+            if len(parts) == 1:
+                parts = [PartProgress(0, self.redundant(role, at_s, plan.owner(role)))]
+            rear = parts[1] if len(parts) > 1 else None
+            front = parts[0]
+            found[role] = RoleProgress(
+                front.forwards, front.backwards, state_only=computing[0] != before[rank][0], rear=rear, lent=now.lent
+            )
+        return Stretch(pace, plan, found)
+
+    def redundant(self, role: Role, at_s: float, heir: str) -> int:
+        """Redundant forward passes of ``role`` that ``heir`` has had idle time for, of the inputs that it had."""
+        pace, plan = self._pace, self.plan
+        layout = plan.world
+        source = layout.predecessor(role)
+        near = plan.shadow(role) == heir and plan.owner(source) == heir
+        if not (pace.mode.eager_forward and near):
+            return 0
+        spans = self._spans(heir)
+        shadowed = max(1, sum(shadow == heir for shadow in plan.shadows))
+        forward, inputs, count, free = pace.forward_s[role.stage] * shadowed, 0, 0, 0.0
+        if role.stage == 0:
+            inputs = pace.micro_batches  # it loads the same batches
+        for begin, end, (own, kind, _, _) in [*spans, (math.inf, math.inf, (role, "", 0, 0))]:
+            while count < inputs and free + forward <= min(begin, at_s):
+                free += forward
+                count += 1
+            if end > at_s:
+                break
+            free = max(free, end)
+            inputs += role.stage > 0 and kind == "F" and own == source
+        return min(count, pace.micro_batches)
+
+    def _spans(self, member: str) -> Collection[tuple[float, float, tuple[Role, str, int, int]]]:
+        """What ``member`` does, with the roles of the plan."""
+        for group in self._groups:
+            if member in group.members:
+                spans = self._pace.played(group).spans[str(group.members.index(member))]
+                return [
+                    (begin, end, (Role(group.pipelines[role.pipeline], role.stage), kind, m, first))
+                    for begin, end, (role, kind, m, first) in spans
+                ]
+        return []

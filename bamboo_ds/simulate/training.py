@@ -1,0 +1,315 @@
+"""What all simulated jobs share: nodes that come and go, steps, checkpoints, and the events that they emit."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta, timezone
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+from ..errors import ConfigError
+from ..observe import events as ev
+from .market import Market
+from .profile import Profile
+from .terms import Terms
+
+if TYPE_CHECKING:
+    import simpy
+
+#: Emitted of the steps between two changes: the median of the latest nine tells how long an ordinary one takes.
+_EMITTED = 5
+#: Relative slack when times are compared.
+_SLACK = 1e-9
+_BEGIN = datetime(2000, 1, 1, tzinfo=timezone.utc)
+
+Run = Generator[Any, Any, Any]
+
+
+def import_simpy() -> Any:
+    """The package ``simpy``; raises :class:`ConfigError` if it is not installed."""
+    try:
+        import simpy
+    except ImportError as error:
+        raise ConfigError("bamboo simulate needs simpy: pip install 'bamboo_ds[simulate]'") from error
+    return simpy
+
+
+@dataclass
+class Checkpoint:
+    """A complete checkpoint: last step in it, and the samples up to there."""
+
+    step: int = 0
+    samples: float = 0.0
+    path: str | None = None
+
+
+@dataclass
+class Outcome:
+    """What a simulated job has done.
+
+    Attributes:
+        samples: of committed steps, without those that were lost with a restart.
+        events: of the whole job, in their order.
+        outside_s: node-seconds before a node was admitted, or while the job had no place for it.
+        pauses: by how many seconds each interrupted step took longer than one of the plan before.
+        refused: plans that were not used, since members have not the memory for them.
+        idle: why the job did not train at all, if so.
+        facts: what is worth telling besides.
+    """
+
+    samples: float = 0.0
+    events: list[ev.Event] = field(default_factory=list)
+    outside_s: float = 0.0
+    pauses: list[float] = field(default_factory=list)
+    refused: int = 0
+    idle: str | None = None
+    facts: dict[str, float] = field(default_factory=dict)
+
+
+class Training:
+    """A job on the nodes of a market. Subclasses say what happens when nodes come and go.
+
+    Args:
+        market: the nodes that the job rents.
+        profile: of the model.
+        terms: what is assumed.
+        seed: of the order in which nodes of the begin become members.
+
+    Attributes:
+        ready: nodes with a worker, in the order of their slots, by slot; those that are gone are not among them.
+        gone: when nodes went, by name.
+        iteration_s: of an undisturbed iteration now.
+        step: committed steps.
+        epoch, members: of the plan in force.
+        speeds: the fastest iteration so far by the number of members, in seconds for a global batch.
+    """
+
+    def __init__(self, market: Market, profile: Profile, terms: Terms, seed: int) -> None:
+        self._simpy = import_simpy()
+        self.env: simpy.Environment = self._simpy.Environment()
+        self.market, self.profile, self.terms = market, profile, terms
+        self.outcome = Outcome()
+        self.ready: dict[str, int] = {}
+        self.gone: dict[str, float] = {}
+        self.iteration_s = 0.0
+        self.batch: float = profile.global_batch
+        self.step, self.epoch = 0, 0
+        self.members: tuple[str, ...] = ()
+        self.saved = Checkpoint()
+        self.speeds: dict[int, float] = {}
+        self._outside: dict[str, float] = {}  # since when
+        self._slots = 0
+        self._news: simpy.Event | None = None
+        self._segment: tuple[float, float] | None = None  # begin, and seconds of the first iteration
+        self._step_began = 0.0
+        self._checkpoint_due = float("inf")
+        self._moments = list(market.moments)
+        first = self._moments.pop(0)[1] if self._moments and self._moments[0][0] == 0 else []
+        Random(seed).shuffle(first)
+        for node in first:
+            self._arrive(node)
+            self._register(node)
+
+    def simulate(self) -> Outcome:
+        """Run to the end of the market."""
+        self._process = self.env.process(self.run())
+        self.env.process(self._watch())
+        self.env.run(until=self.market.seconds)
+        self._commit_segment()
+        self._emit(ev.RunFinished, exit_code=0, run_seconds=self.market.seconds)
+        for since in self._outside.values():
+            self.outcome.outside_s += self.market.seconds - since
+        return self.outcome
+
+    def run(self) -> Run:
+        """The job, from its start on."""
+        raise NotImplementedError
+
+    # -- nodes --------------------------------------------------------------------------------------------
+
+    def _arrive(self, node: str) -> None:
+        self._outside[node] = self.env.now
+
+    def _register(self, node: str) -> None:
+        self.ready[node] = self._slots
+        self._slots += 1
+
+    def _watch(self) -> Run:
+        for at_s, come, go in self._moments:
+            yield self.env.timeout(at_s - self.env.now)
+            lost = False
+            for node in go:
+                self.gone[node] = self.env.now
+                self.ready.pop(node, None)
+                if node in self._outside:
+                    self.outcome.outside_s += self.env.now - self._outside.pop(node)
+                lost |= node in self.members
+            for node in come:
+                self._arrive(node)
+                self.env.process(self._start(node, self.env.now))
+            if lost:
+                self._process.interrupt()
+
+    def _start(self, node: str, arrived: float) -> Run:
+        yield self.env.timeout(self.terms.start_s)
+        if node not in self.gone and self._outside.get(node) == arrived:
+            self._register(node)
+            self.tell()
+
+    def tell(self) -> None:
+        """Something has changed that the job looks at with the next boundary."""
+        if self._news is not None and not self._news.triggered:
+            self._news.succeed()
+
+    def _absent(self) -> list[str]:
+        return [member for member in self.members if member in self.gone]
+
+    def _enter(self, members: Sequence[str]) -> None:
+        """These are the members from now on; others that live are outside."""
+        now, before = self.env.now, set(self.members)
+        for node in members:
+            if node in self._outside:
+                self.outcome.outside_s += now - self._outside.pop(node)
+        for node in before.difference(members):
+            if node not in self.gone:
+                self._outside[node] = now
+                self._emit(ev.MemberLeft, member_id=node, reason="leave", detail="it has no place", seconds=0.0)
+        self.members = tuple(members)
+
+    # -- waiting ------------------------------------------------------------------------------------------
+
+    def _hold(self, seconds: float) -> Run:
+        """Wait; whether a member was lost meanwhile."""
+        until, struck = self.env.now + seconds, False
+        while self.env.now < until:
+            try:
+                yield self.env.timeout(until - self.env.now)
+            except self._simpy.Interrupt:
+                struck = True
+        return struck
+
+    def _wait(self) -> Run:
+        """Wait for news, without training; losses are news."""
+        self._news = self.env.event()
+        with suppress(self._simpy.Interrupt):
+            yield self._news
+        self._news = None
+
+    # -- steps --------------------------------------------------------------------------------------------
+
+    def _train(self) -> Run:
+        """Do whole iterations until there is news, a checkpoint is due, or it is ``until``: to the next boundary.
+
+        Raises:
+            simpy.Interrupt: a member was lost. What was committed before is; :meth:`_within` tells of the rest.
+        """
+        env = self.env
+        self._step_began = env.now
+        self._segment = env.now, self.iteration_s
+        self._news = env.event()
+        wait = self._checkpoint_due - env.now
+        yield self._news if wait == float("inf") else self._news | env.timeout(max(wait, self.iteration_s))
+        self._news = None
+        done, within = self._within()
+        if not done or within > self.iteration_s * _SLACK:
+            yield env.timeout(self.iteration_s - within)
+        self._commit_segment()
+
+    def _within(self) -> tuple[int, float]:
+        """Whole iterations since training went on, and the seconds since the last one."""
+        if self._segment is None:
+            return 0, 0.0
+        begin, first = self._segment
+        passed = self.env.now - begin
+        if passed < first * (1 - _SLACK):
+            return 0, passed
+        count = int((passed - first) / self.iteration_s * (1 + _SLACK) + _SLACK)
+        return 1 + count, max(0.0, passed - first - count * self.iteration_s)
+
+    def _commit_segment(self) -> int:
+        """The iterations that have ended since training went on are done; returns how many."""
+        if self._segment is None:
+            return 0
+        begin, first = self._segment
+        count, _ = self._within()
+        self._segment = None
+        for number in sorted({*range(min(1, count)), *range(max(0, count - _EMITTED), count)}):
+            self._emit_step(number, begin + first + number * self.iteration_s)
+        self.step += count
+        self.outcome.samples += count * self.batch
+        if count:
+            self._step_began = begin + first + (count - 1) * self.iteration_s
+        return count
+
+    def _emit_step(self, number: int, end: float) -> None:
+        seconds = self.iteration_s if number else end - self._step_began
+        at = {"at": end, "step": self.step + number + 1, "seconds": seconds}
+        self._emit(ev.Step, **at, loss=None, frc_done=0, frc_total=0, samples=round(self.batch))
+
+    def faster(self, members: int, seconds: float) -> None:
+        """An iteration of ``members`` may take so long, for a global batch."""
+        self.speeds[members] = min(seconds, self.speeds.get(members, float("inf")))
+
+    # -- checkpoints --------------------------------------------------------------------------------------
+
+    def _checkpoint(self, copied_s: float, written_s: float) -> Run:
+        """Copy to host memory, which training waits for, and write in the background."""
+        yield self.env.timeout(copied_s)
+        saved = Checkpoint(self.step, self.outcome.samples, f"step{self.step}")
+        self.env.process(self._complete_save(saved, self.epoch, written_s))
+
+    def _complete_save(self, saved: Checkpoint, epoch: int, seconds: float) -> Run:
+        restarts = self.outcome.facts.get("restarts", 0)
+        yield self.env.timeout(seconds)
+        if restarts == self.outcome.facts.get("restarts", 0) and self.saved.step <= saved.step and self.members:
+            self.saved = saved
+            what = {"step": saved.step, "path": saved.path, "seconds": seconds, "bytes": 0}
+            self._emit(ev.CheckpointSaved, epoch=epoch, **what)
+
+    def _begin(self) -> None:
+        """The workers start for the first time."""
+        self._emit(ev.RunStarted, members=max(1, len(self.ready)), command=[self.profile.name])
+
+    def _restore(self) -> None:
+        """The workers start again, from the newest checkpoint."""
+        self._emit_losses(self._absent())
+        self.step, self.outcome.samples = self.saved.step, self.saved.samples
+        self.outcome.facts["restarts"] = self.outcome.facts.get("restarts", 0) + 1
+        what = {"number": int(self.outcome.facts["restarts"]), "slots": [], "checkpoint": self.saved.path}
+        self._emit(ev.Restart, **what, step=self.step)
+
+    # -- events -------------------------------------------------------------------------------------------
+
+    def _emit(self, kind: Any, **fields: Any) -> None:
+        """An event of the product. Its fields are known to be right, so they are not checked, which takes long.
+
+        Args:
+            kind: of event.
+            fields: of it; ``at``: when, if not now.
+        """
+        when = _BEGIN + timedelta(seconds=fields.pop("at", self.env.now))
+        told = {"job": self.profile.name, "member": None, "epoch": self.epoch, **fields}
+        self.outcome.events.append(kind.model_construct(time=when, **told))
+
+    def _emit_losses(self, lost: Sequence[str]) -> None:
+        for member in lost:
+            how = {"reason": "lease", "detail": "gone", "detection_seconds": self.env.now - self.gone[member]}
+            self._emit(ev.MemberLost, member_id=member, **how)
+
+    def _emit_plan(
+        self,
+        members: Sequence[str],
+        owners: Sequence[str],
+        shadows: Sequence[str | None] = (),
+        lost: Sequence[str] = (),
+        lent: Sequence[tuple[int, int, int]] = (),
+        reason: str = "",
+    ) -> None:
+        for member in members:
+            if member not in self.members:
+                self._emit(ev.MemberJoined, member_id=member, host=member, rank=0)
+        self._emit_losses(lost)
+        whole = {"members": list(members), "owners": list(owners), "shadows": list(shadows), "lost": list(lost)}
+        self._emit(ev.PlanWritten, **whole, pipelines=None, lent=list(lent), reason=reason)
