@@ -55,7 +55,7 @@ def _terms(function: Any) -> Any:
 @click.option("--profile", "profile_name", metavar="NAME|FILE", help="Of the model: bert-large, gpt-2,"
               " gpt-3-2.7b, gpt-3-6.7b, or a file of JSON.")  # fmt: skip
 @click.option("--pipelines", type=click.IntRange(min=1), help="Data-parallel pipelines.  [default: as many as there"
-              " are nodes for at the begin]")  # fmt: skip
+              " are nodes for on average]")  # fmt: skip
 @click.option("--stages", type=click.IntRange(min=1), help="Stages of each.  [default: the profile's]")
 @click.option("--config", "config_file", type=click.Path(exists=True, dir_okay=False), help="ds_config.json, whose"
               ' "bamboo" block the job has.')  # fmt: skip

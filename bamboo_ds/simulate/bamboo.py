@@ -53,6 +53,7 @@ class BambooJob(Training):
         super().__init__(market, pace.profile, terms, seed)
         self._stretch: Stretch
         self._noticed: float | None = None  # the loss that the iteration under way was first interrupted by
+        self._decided: object = None  # what the leader knew when it last had nothing to do
         self._copied: set[tuple[int, str]] = set()
         self._copying: dict[tuple[int, str], str] = {}  # the source of each copy that is being made
         shares = [count * pace.state.owner for count in pace.parameters]
@@ -151,11 +152,13 @@ class BambooJob(Training):
             whole = sum(self._pace.parameters) * self._pace.state.owner
             written_s = max(self._load_s, whole / len(self.plan.members) / (self.terms.storage_gb_s * 1e9))
             yield from self._checkpoint(self._copy_s, written_s)
-        while True:
+        while (known := (self.plan.epoch, tuple(self.ready), frozenset(self._copied))) != self._decided:
             action = self._decider.decide(self._view(), self.env.now)
             if not isinstance(action, WritePlan):
+                self._decided = known
                 return
             if not self._pace.fits(action.plan):
+                self._decided = known
                 self.outcome.refused += 1
                 return
             previous = self.plan.epoch

@@ -160,7 +160,7 @@ _GPT2 = Shape(48, 1600, 25, 1024, 50257, "GPT-2 (1.5B): Radford et al., 2019: 48
 _GPT3 = "Brown et al., NeurIPS 2020, table 2.1"
 
 
-def _transformer(
+def transformer(
     name: str,
     shape: Shape,
     stages: int,
@@ -209,10 +209,10 @@ def _transformer(
 def presets() -> dict[str, Profile]:
     """The presets by name."""
     found = (
-        _transformer("bert-large", _BERT, 4, 4, 1024, recompute=False),
-        _transformer("gpt-2", _GPT2, 8, 4, 512),
-        _transformer("gpt-3-2.7b", Shape(32, 2560, 32, 2048, 50257, f"GPT-3 2.7B: {_GPT3}"), 16, 4, 512),
-        _transformer("gpt-3-6.7b", Shape(32, 4096, 32, 2048, 50257, f"GPT-3 6.7B: {_GPT3}"), 32, 4, 1024),
+        transformer("bert-large", _BERT, 4, 4, 1024, recompute=False),
+        transformer("gpt-2", _GPT2, 8, 4, 512),
+        transformer("gpt-3-2.7b", Shape(32, 2560, 32, 2048, 50257, f"GPT-3 2.7B: {_GPT3}"), 16, 4, 512),
+        transformer("gpt-3-6.7b", Shape(32, 4096, 32, 2048, 50257, f"GPT-3 6.7B: {_GPT3}"), 32, 4, 1024),
     )
     return {profile.name: profile for profile in found}
 

@@ -103,7 +103,8 @@ class Simulation:
         profile: of the model.
         terms: what is assumed.
         config: settings of the job.
-        pipelines, stages: its size; ``None``: the profile's, as many pipelines as there are nodes for at the begin.
+        pipelines, stages: its size; ``None``: the profile's, as many pipelines as there are nodes for on
+            average.
         limit: nodes that the job rents at most; ``None``: twice as many as it has roles, which is all that compute.
     """
 
@@ -118,7 +119,11 @@ class Simulation:
     def __post_init__(self) -> None:
         self.stages = self.stages or self.profile.stages
         first = self.market(0)
-        self.pipelines = self.pipelines or self.profile.pipelines or self._most(first.initial // self.stages)
+        self.pipelines = (
+            self.pipelines
+            or self.profile.pipelines
+            or self._most(int(first.node_seconds / first.seconds) // self.stages)
+        )
         self.stock = Stock(self.profile, self.terms)
         self._paces: dict[tuple[RedundancyMode, bool], Pace] = {}
         self.pace(self.config.redundancy.mode, True)

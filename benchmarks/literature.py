@@ -1,0 +1,190 @@
+"""This package beside published simulations, on their traces: throughput by live nodes that Oobleck's authors measured
+(SOSP 2023), and what their simulators of Bamboo, Varuna and Oobleck make of a spot market; Parcae's windows.
+
+The device's speed is chosen so that the fastest job of as many nodes as their largest is as fast as theirs; everything
+else is this package's planner, schedules, decisions and measured pauses. See ``--help``.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import click
+from common import HERE, console, save_json
+from rich.table import Table
+
+from bamboo_ds.config import BambooConfig
+from bamboo_ds.simulate.bamboo import placed
+from bamboo_ds.simulate.baselines import Stock
+from bamboo_ds.simulate.market import Market, parse
+from bamboo_ds.simulate.pace import Pace, Stretch
+from bamboo_ds.simulate.profile import Device, Profile, Shape, presets, transformer
+from bamboo_ds.simulate.run import LIMIT, Report, Simulation
+from bamboo_ds.simulate.terms import Terms
+from bamboo_ds.topology import Candidate
+
+SHARED = HERE.parent.parent / "shared"
+POLICIES = ("bamboo", "checkpoint-restart", LIMIT)
+_GIB = 2**30
+A40 = Device(149.7e12, 0.3, 696e9, 48 * _GIB, "NVIDIA A40 48 GB, speed ASSUMED: that of the published throughput")
+#: 200 Gbit/s between the nodes of Oobleck's testbed.
+TERMS = Terms(network_gb_s=25.0)
+_GPT3 = "GPT-3: Brown et al., NeurIPS 2020, table 2.1"
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model of theirs; batches are those of their simulators, rounded to whole micro-batches."""
+
+    name: str
+    result: str
+    shape: Shape
+    micro_batch: int
+    global_batch: int
+
+
+MODELS = (
+    Model("BERT-large", "BERT-large", Shape(24, 1024, 16, 512, 30522, "BERT-large"), 32, 8192),
+    Model("GPT-2-ours", "GPT-2", Shape(24, 1024, 16, 1024, 50257, "ASSUMED: GPT-2 of 345 million"), 8, 1024),
+    Model("GPT-3-medium", "GPT-3-medium", Shape(24, 1024, 16, 2048, 50257, _GPT3), 4, 816),
+    Model("GPT-3-2_7b", "GPT-3-2_7b", Shape(32, 2560, 32, 2048, 50257, _GPT3), 4, 512),
+    Model("GPT-3-6_7b", "GPT-3-6_7b", Shape(32, 4096, 32, 2048, 50257, _GPT3), 4, 1024),
+)
+
+
+def profile_of(model: Model, device: Device) -> Profile:
+    """The profile of a model on a device."""
+    return transformer(model.name, model.shape, 8, model.micro_batch, model.global_batch, True, device)
+
+
+def members(count: int, size: int) -> list[Candidate]:
+    """So many members, each on a host of its own."""
+    return [Candidate(f"m{n}", n, f"m{n}", home=n % size) for n in range(count)]
+
+
+def fastest_size(profile: Profile, terms: Terms, nodes: int, least: int) -> tuple[int, int] | None:
+    """Pipelines and stages with which ``nodes`` are fastest, of those that fit on ``least`` as well."""
+    config, whole, found = BambooConfig(), profile.global_batch // profile.micro_batch, []
+    for stages in range(2, len(profile.each) + 1):
+        for pipelines in range(1, whole // stages + 1):
+            if whole % pipelines or not 0.6 * nodes <= pipelines * stages <= 1.5 * nodes:
+                continue
+            pace = Pace(profile, terms, pipelines, stages, config.redundancy.mode, True)
+            plans = [placed(pace, members(count, pipelines * stages), config) for count in (nodes, least)]
+            if all(pace.fits(plan) for plan in plans):
+                found.append((Stretch(pace, plans[0]).seconds, (pipelines, stages)))
+    return min(found)[1] if found else None
+
+
+def calibrated(model: Model, speed: float, nodes: int) -> Profile:
+    """The profile with which the fastest job of ``nodes`` has ``speed`` samples per second."""
+    device = A40
+    for _ in range(3):
+        best = Stock(profile_of(model, device), TERMS).best(nodes)
+        assert best is not None, f"{model.name} does not fit on {nodes} nodes"
+        device = replace(device, utilisation=device.utilisation * speed / best.speed)
+    return profile_of(model, device)
+
+
+def replayed(market: Market, throughput: dict[str, float], start_s: float) -> float:
+    """Samples per second of the live nodes at every moment, by a table of theirs."""
+    least, most = min(map(int, throughput)), max(map(int, throughput))
+    total = sum(
+        (end - begin) * throughput[str(min(count, most))]
+        for begin, end, count in market.counts(start_s)
+        if count >= least
+    )
+    return total / market.seconds
+
+
+def needed_gib(profile: Profile, size: tuple[int, int], least: int) -> float:
+    """Memory with which replicas fit on ``least`` members."""
+    pace = Pace(profile, TERMS, *size, BambooConfig().redundancy.mode, True)
+    return pace.need(placed(pace, members(least, size[0] * size[1]), BambooConfig())) / _GIB
+
+
+def against_oobleck(trace: Path, reference: dict[str, Any], chosen: tuple[str, ...]) -> list[dict[str, Any]]:
+    """A row for each model."""
+    market, rows = parse(trace.read_text(), str(trace), 0), []
+    counts = [count for *_, count in market.counts(TERMS.start_s)]
+    mean, least = round(market.node_seconds / market.seconds), min(counts)
+    for model in MODELS:
+        if chosen and model.name not in chosen:
+            continue
+        begin, table = time.process_time(), reference["throughput"][model.name]
+        profile = calibrated(model, table["30"], 30)
+        published = reference["results_scaled_p3"][model.result]
+        row: dict[str, Any] = {"model": model.name, "published": published}
+        row["limit_replayed"] = replayed(market, table, TERMS.start_s)
+        size = fastest_size(profile, TERMS, mean, least)
+        if size is None:
+            free = profile.model_copy(update={"memory_bytes": None})
+            size = fastest_size(free, TERMS, mean, least)
+            assert size is not None
+            row["fits"] = False
+        simulation = Simulation(lambda _: market, profile, TERMS, pipelines=size[0], stages=size[1])
+        report, _ = simulation.run(POLICIES)
+        row |= {"size": size, "needed_gib": needed_gib(profile, size, least), **ours(report)}
+        row["seconds"] = time.process_time() - begin
+        rows.append(row)
+        console.print(f"{model.name}: {row}", highlight=False)
+    return rows
+
+
+def ours(report: Report) -> dict[str, Any]:
+    """What is told of a report."""
+    keep = ("samples_per_s", "limit_share", "goodput", "restarts", "refused", "pause_s")
+    figures = {name: {key: getattr(policy, key) for key in keep} for name, policy in report.policies.items()}
+    return {"policies": figures, "fits": report.memory.fits}
+
+
+def against_parcae(traces: list[Path]) -> list[dict[str, Any]]:
+    """A row for each window and model that fits."""
+    rows = []
+    for trace in traces:
+        market = parse(trace.read_text(), str(trace), 0)
+        least = min(count for *_, count in market.counts(Terms().start_s))
+        for name in ("bert-large", "gpt-2"):
+            profile = presets()[name]
+            size = fastest_size(profile, Terms(), round(market.node_seconds / market.seconds), least)
+            if size is None:
+                rows.append({"trace": trace.stem, "model": name, "fits": False})
+                continue
+            simulation = Simulation(lambda _, m=market: m, profile, Terms(), pipelines=size[0], stages=size[1])
+            rows.append({"trace": trace.stem, "model": name, "size": size, **ours(simulation.run(POLICIES)[0])})
+            console.print(rows[-1], highlight=False)
+    return rows
+
+
+@click.command()
+@click.option("--trace", type=click.Path(exists=True, dir_okay=False, path_type=Path),
+              default=SHARED / "traces" / "oobleck-p3-scaled-11h.csv", show_default=True)  # fmt: skip
+@click.option("--reference", type=click.Path(exists=True, dir_okay=False, path_type=Path),
+              default=SHARED / "reference" / "oobleck-sosp23.json", show_default=True)  # fmt: skip
+@click.option("--parcae", type=click.Path(exists=True, dir_okay=False, path_type=Path), multiple=True,
+              help="Parcae's windows.  [default: those beside the trace]")  # fmt: skip
+@click.option("--model", "models", multiple=True, help="Only these of Oobleck's.")
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("out"), show_default=True)
+def main(trace: Path, reference: Path, parcae: tuple[Path, ...], models: tuple[str, ...], out: Path) -> None:
+    """SIMULATE this package on published traces, beside published simulations."""
+    rows = against_oobleck(trace, json.loads(reference.read_text()), models)
+    table = Table("model", "limit", "bamboo*", "varuna*", "oobleck*", "this package", "of the limit", "size", "GiB",
+                  title="samples/s; *: published simulations; all SIMULATED")  # fmt: skip
+    for row in rows:
+        told, own = row["published"], row["policies"]["bamboo"]
+        limit = row["policies"][LIMIT]["samples_per_s"]
+        cells = [f"{told['limit']} ({limit:.1f} here)", told["bamboo"], told["varuna"], told["oobleck"]]
+        share = "does not fit" if not own["limit_share"] else f"{own['limit_share']:.3f}"
+        cells += [f"{own['samples_per_s']:.1f}", share, row["size"], f"{row['needed_gib']:.0f}"]
+        table.add_row(row["model"], *map(str, cells))
+    console.print(table)
+    windows = list(parcae) or ([] if models else sorted(trace.parent.glob("parcae-*.csv")))
+    save_json(out / "literature.json", {"simulated": True, "oobleck": rows, "parcae": against_parcae(windows)})
+
+
+if __name__ == "__main__":
+    main()
