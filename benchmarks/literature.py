@@ -73,7 +73,7 @@ def fastest_size(profile: Profile, terms: Terms, nodes: int, least: int) -> tupl
         for pipelines in range(1, whole // stages + 1):
             if whole % pipelines or not 0.6 * nodes <= pipelines * stages <= 1.5 * nodes:
                 continue
-            pace = Pace(profile, terms, pipelines, stages, config.redundancy.mode, True)
+            pace = Pace(profile, terms, pipelines, stages, config.redundancy.mode)
             plans = [placed(pace, members(count, pipelines * stages), config) for count in (nodes, least)]
             if all(pace.fits(plan) for plan in plans):
                 found.append((Stretch(pace, plans[0]).seconds, (pipelines, stages)))
@@ -103,7 +103,7 @@ def replayed(market: Market, throughput: dict[str, float], start_s: float) -> fl
 
 def needed_gib(profile: Profile, size: tuple[int, int], least: int) -> float:
     """Memory with which replicas fit on ``least`` members."""
-    pace = Pace(profile, TERMS, *size, BambooConfig().redundancy.mode, True)
+    pace = Pace(profile, TERMS, *size, BambooConfig().redundancy.mode)
     return pace.need(placed(pace, members(least, size[0] * size[1]), BambooConfig())) / _GIB
 
 

@@ -12,7 +12,7 @@ from ..schedule import timeline
 from ..topology import Layout
 from ..topology.memory import StateBytes
 from .market import Market
-from .profile import Profile
+from .profile import Layer, Profile
 from .terms import Terms
 from .training import Run, Training
 
@@ -49,8 +49,7 @@ class Stock:
     def need(self, stages: int, micro_batches: int) -> float:
         """Bytes of the member that needs most."""
         need = 0.0
-        for stage, (begin, end) in enumerate(self.profile.partition(stages)):
-            layers = self.profile.each[begin:end]
+        for stage, layers in enumerate(self._parts(stages)):
             kept = sum(layer.kept_bytes + layer.boundary_bytes for layer in layers)
             state = sum(layer.parameters for layer in layers) * self.state.owner
             need = max(need, state + min(stages - stage, micro_batches) * kept)
@@ -65,15 +64,30 @@ class Stock:
         count = micro_batches or math.ceil(profile.global_batch / profile.micro_batch / pipelines)
         if profile.memory_bytes is not None and self.need(stages, count) > profile.memory_bytes:
             return None
-        parts = [profile.each[begin:end] for begin, end in profile.partition(stages)]
-        size = max(sum(layer.parameters for layer in part) for part in parts) * profile.gradient_bytes
-        network = self.terms.network_gb_s * 1e9
-        reduced = 2 * (pipelines - 1) / pipelines * size / network
-        reduced += 2 * (pipelines - 1) * self.terms.message_ms / 1000
-        update = max(sum(layer.update_s for layer in part) for part in parts)
-        seconds = self._pipeline_s(stages, count) + reduced + update
+        seconds = self._pipeline_s(stages, count) + self._epilogue_s(pipelines, stages)
         samples = min(profile.global_batch, count * profile.micro_batch * pipelines)
         return Arrangement(pipelines, stages, seconds, float(samples))
+
+    def _epilogue_s(self, pipelines: int, stages: int) -> float:
+        """Seconds of the reduction and of the update."""
+        parts = self._parts(stages)
+        size = max(sum(layer.parameters for layer in part) for part in parts) * self.profile.gradient_bytes
+        reduced = 2 * (pipelines - 1) / pipelines * size / (self.terms.network_gb_s * 1e9)
+        update = max(sum(layer.update_s for layer in part) for part in parts)
+        return reduced + 2 * (pipelines - 1) * self.terms.message_ms / 1000 + update
+
+    def _least_s(self, pipelines: int, stages: int) -> float:
+        """No job of so many pipelines and stages takes less: each stage waits for those before it, twice."""
+        count = math.ceil(self.profile.global_batch / self.profile.micro_batch / pipelines)
+        before = least = 0.0
+        for part in self._parts(stages):
+            own = sum(layer.forward_s + layer.backward_s for layer in part)
+            least = max(least, before + count * own)
+            before += own
+        return least + self._epilogue_s(pipelines, stages)
+
+    def _parts(self, stages: int) -> list[tuple[Layer, ...]]:
+        return [self.profile.each[begin:end] for begin, end in self.profile.partition(stages)]
 
     def _pipeline_s(self, stages: int, micro_batches: int) -> float:
         """Seconds of a pipeline's passes. Beyond the first ones each micro-batch takes as long as the last one."""
@@ -86,7 +100,7 @@ class Stock:
     def _played_s(self, stages: int, micro_batches: int) -> float:
         key = stages, micro_batches
         if key not in self._pipelines:
-            parts = [self.profile.each[begin:end] for begin, end in self.profile.partition(stages)]
+            parts = self._parts(stages)
             times = {
                 "F": [sum(layer.forward_s for layer in part) for part in parts],
                 "B": [sum(layer.backward_s for layer in part) for part in parts],
@@ -106,13 +120,19 @@ class Stock:
 
     def best(self, members: int) -> Arrangement | None:
         """The fastest job of ``members`` or fewer; ``None``: none fits."""
+        profile = self.profile
         for count in range(len(self._best), members + 1):
-            found = [self._best[count - 1]]
-            for stages in range(1, min(count, len(self.profile.each)) + 1):
-                pipelines = min(count // stages, self.profile.global_batch // self.profile.micro_batch)
-                if pipelines * stages == count:  # others are among those of fewer members
-                    found.append(self.arrangement(pipelines, stages))
-            self._best[count] = max((each for each in found if each), key=lambda each: each.speed, default=None)
+            best = self._best[count - 1]
+            most = min(count, len(profile.each))
+            shapes = [(count // stages, stages) for stages in range(1, most + 1) if count % stages == 0]
+            able = [shape for shape in shapes if shape[0] * profile.micro_batch <= profile.global_batch]
+            for least_s, shape in sorted((self._least_s(*shape), shape) for shape in able):
+                if best is not None and profile.global_batch / least_s <= best.speed:
+                    break
+                found = self.arrangement(*shape)
+                if found is not None and (best is None or found.speed > best.speed):
+                    best = found
+            self._best[count] = best
         return self._best[members]
 
     def copy_s(self, stages: int) -> float:
@@ -128,8 +148,7 @@ class Stock:
         return self.profile.parameters * self.state.owner / members / (self.terms.storage_gb_s * 1e9)
 
     def _share(self, stages: int) -> float:
-        parts = self.profile.partition(stages)
-        return max(sum(layer.parameters for layer in self.profile.each[b:e]) for b, e in parts) * self.state.owner
+        return max(sum(layer.parameters for layer in part) for part in self._parts(stages)) * self.state.owner
 
 
 class _StockJob(Training):

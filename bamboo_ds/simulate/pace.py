@@ -14,7 +14,7 @@ from functools import lru_cache
 from itertools import accumulate
 
 from ..config import RedundancyMode
-from ..schedule import Hosts, PartProgress, RoleProgress, Timeline, hosts, not_begun, timeline
+from ..schedule import Hosts, PartProgress, RoleProgress, Timeline, hosts, not_begun, settle, timeline
 from ..topology import BlockCosts, Layout, Plan, Role
 from ..topology.memory import StateBytes, member_bytes
 from .profile import Profile
@@ -29,7 +29,7 @@ _OVERHEAD = {
     RedundancyMode.EAGER: 1.021,
 }
 #: Blocks of a stage where ``topology.blocks`` is "auto", at most.
-_BLOCKS = 16
+AUTO = 16
 
 _Progress = Mapping[Role, RoleProgress]
 
@@ -61,7 +61,7 @@ class Pace:
         pipelines: data-parallel pipelines.
         stages: stages of each.
         mode: what shadows do.
-        divided: whether stages are divided.
+        blocks: that a stage is divided into, at most; 1: stages are computed whole.
 
     Attributes:
         layout: the logical world.
@@ -74,23 +74,23 @@ class Pace:
     """
 
     def __init__(
-        self, profile: Profile, terms: Terms, pipelines: int, stages: int, mode: RedundancyMode, divided: bool
+        self, profile: Profile, terms: Terms, pipelines: int, stages: int, mode: RedundancyMode, blocks: int = AUTO
     ) -> None:
         self.profile, self.terms, self.mode = profile, terms, mode
         self.micro_batches = profile.micro_batches(pipelines)
         parts = [profile.each[begin:end] for begin, end in profile.partition(stages)]
-        counts = [min(len(part), _BLOCKS) if divided else 1 for part in parts]
+        counts = [min(len(part), blocks) for part in parts]
         self.layout = Layout(pipelines, stages, blocks=tuple(counts) if max(counts) > 1 else ())
-        blocks = [
+        divided = [
             [part[b * len(part) // count : (b + 1) * len(part) // count] for b in range(count)]
             for part, count in zip(parts, counts, strict=True)
         ]
         self.cuts = tuple(tuple(range(1, count)) for count in counts)
         self._until = {
-            "F": [[0.0, *accumulate(sum(layer.forward_s for layer in b) for b in stage)] for stage in blocks],
-            "B": [[0.0, *accumulate(sum(layer.backward_s for layer in b) for b in stage)] for stage in blocks],
+            "F": [[0.0, *accumulate(sum(layer.forward_s for layer in b) for b in stage)] for stage in divided],
+            "B": [[0.0, *accumulate(sum(layer.backward_s for layer in b) for b in stage)] for stage in divided],
         }
-        each = [[sum(x.forward_s + x.backward_s for x in b) * self.micro_batches for b in stage] for stage in blocks]
+        each = [[sum(x.forward_s + x.backward_s for x in b) * self.micro_batches for b in stage] for stage in divided]
         self.costs = BlockCosts(tuple(tuple(seconds) for seconds in each))
         forward, backward = (sum(until[-1] for until in self._until[kind]) for kind in "FB")
         self._ratio = (1.0, backward / forward if forward else 2.0)
@@ -160,8 +160,9 @@ class Pace:
         layout = replace(self.layout, pipelines=shape.pipelines)
         counts: dict[tuple[Role, int, str], int] = defaultdict(int)
         for spans in self._played(shape).spans.values():
-            for _, end, (role, kind, _, begin) in spans:
-                if end > at_s:
+            for since, until, (role, kind, _, begin) in spans:
+                # Members come to the end of the pass that they are in, which is half done on average.
+                if (since + until) / 2 > at_s:
                     break
                 counts[role, begin, kind] += 1
         found = []
@@ -260,8 +261,8 @@ class Stretch:
         self.progress = progress or {role: not_begun(plan.lending(role)) for role in plan.world.roles}
         self._groups = [] if committing else pace.groups(plan, self.progress)
         self._passes_s = max((pace.played(group).seconds for group in self._groups), default=0.0)
-        gradients_s, self._update_s = pace.epilogue(plan)
-        self._reduced_s = 0.0 if committing else self._passes_s * pace.overhead + gradients_s
+        self._gradients_s, self._update_s = pace.epilogue(plan)
+        self._reduced_s = 0.0 if committing else self._passes_s * pace.overhead + self._gradients_s
         self.seconds = self._reduced_s + self._update_s
 
     @property
@@ -278,11 +279,13 @@ class Stretch:
         at_s /= pace.overhead
         done = pace.advanced(self._groups, at_s)
         before = hosts(self.plan, done)
+        sent = pace.advanced(self._groups, at_s - self._gradients_s / pace.overhead)
+        whole = {role for role, now in sent.items() if all(part.backwards == pace.micro_batches for part in now.parts)}
         found: dict[Role, RoleProgress] = {}
         for role in layout.roles:
             lending, now = plan.lending(role), done[role]
             side = lending.side if lending is not None and now.lent == lending.side else None
-            found[role] = replace(now, lent=side)
+            found[role] = replace(now, lent=side, reduced=whole.issuperset(layout.siblings(role)))
         for rank, (role, computing) in enumerate(zip(layout.roles, hosts(plan, found), strict=True)):
             if computing == before[rank]:
                 continue
@@ -295,10 +298,11 @@ class Stretch:
                 parts = [PartProgress(0, self.redundant(role, at_s, plan.owner(role)))]
             rear = parts[1] if len(parts) > 1 else None
             front = parts[0]
-            found[role] = RoleProgress(
-                front.forwards, front.backwards, state_only=computing[0] != before[rank][0], rear=rear, lent=now.lent
-            )
-        return Stretch(pace, plan, found)
+            # Reduced gradients are there if the shadow takes over, which has received them.
+            reduced = now.reduced and plan.owner(role) == self.plan.shadow(role)
+            taken = computing[0] != before[rank][0]
+            found[role] = RoleProgress(front.forwards, front.backwards, reduced, taken, rear, now.lent)
+        return Stretch(pace, plan, settle(layout, pace.micro_batches, found))
 
     def redundant(self, role: Role, at_s: float, heir: str) -> int:
         """Redundant forward passes of ``role`` that ``heir`` has had idle time for, of the inputs that it had."""

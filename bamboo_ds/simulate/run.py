@@ -17,7 +17,7 @@ from ..topology import Candidate
 from .bamboo import BambooJob, placed
 from .baselines import CheckpointRestart, SampleDropping, Stock
 from .market import Market
-from .pace import Pace, Stretch
+from .pace import AUTO, Pace, Stretch
 from .profile import Profile
 from .terms import Terms
 from .training import Outcome, Training
@@ -126,7 +126,7 @@ class Simulation:
         )
         self.stock = Stock(self.profile, self.terms)
         self._paces: dict[tuple[RedundancyMode, bool], Pace] = {}
-        self.pace(self.config.redundancy.mode, True)
+        self.pace(self.config.redundancy.mode)
 
     def _most(self, wanted: int) -> int:
         """No more pipelines than have twice as many micro-batches as stages, and a whole number of them."""
@@ -141,11 +141,13 @@ class Simulation:
         assert self.pipelines is not None and self.stages is not None
         return self.pipelines, self.stages
 
-    def pace(self, mode: RedundancyMode, divided: bool) -> Pace:
-        """Of the job in a mode."""
-        if (mode, divided) not in self._paces:
-            self._paces[mode, divided] = Pace(self.profile, self.terms, *self.size, mode, divided)
-        return self._paces[mode, divided]
+    def pace(self, mode: RedundancyMode, whole: bool = False) -> Pace:
+        """Of the job in a mode, with stages that are computed whole or divided as the settings have it."""
+        if (mode, whole) not in self._paces:
+            setting = self.config.topology.blocks
+            blocks = 1 if whole else AUTO if setting == "auto" else setting
+            self._paces[mode, whole] = Pace(self.profile, self.terms, *self.size, mode, blocks)
+        return self._paces[mode, whole]
 
     def rented(self, seed: int) -> Market:
         """The nodes that the job rents."""
@@ -169,7 +171,7 @@ class Simulation:
         if mode:
             redundancy = config.redundancy.model_copy(update={"mode": RedundancyMode(mode)})
             config = config.model_copy(update={"redundancy": redundancy})
-        pace = self.pace(config.redundancy.mode, divided=name != WHOLE)
+        pace = self.pace(config.redundancy.mode, whole=name == WHOLE)
         return BambooJob(market, pace, self.terms, config, seed)
 
     def run(self, policies: Sequence[str], seeds: int = 1) -> tuple[Report, dict[str, Outcome]]:
@@ -241,7 +243,7 @@ class Simulation:
         return speeds
 
     def _planned_s(self, members: int) -> float:
-        pace = self.pace(self.config.redundancy.mode, True)
+        pace = self.pace(self.config.redundancy.mode)
         nodes = [Candidate(f"m{n}", n, f"m{n}", home=n % pace.layout.size) for n in range(members)]
         plan = placed(pace, nodes, self.config)
         return Stretch(pace, plan).bare_s if pace.fits(plan) else math.inf
@@ -290,7 +292,7 @@ class Simulation:
 
     def memory(self) -> Memory:
         """What devices need."""
-        pace, (pipelines, stages) = self.pace(self.config.redundancy.mode, True), self.size
+        pace, (pipelines, stages) = self.pace(self.config.redundancy.mode), self.size
 
         def need(members: int) -> float:
             nodes = [Candidate(f"m{n}", n, f"m{n}", home=n) for n in range(members)]
