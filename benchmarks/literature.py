@@ -66,18 +66,23 @@ def members(count: int, size: int) -> list[Candidate]:
     return [Candidate(f"m{n}", n, f"m{n}", home=n % size) for n in range(count)]
 
 
-def fastest_size(profile: Profile, terms: Terms, nodes: int, least: int) -> tuple[int, int] | None:
-    """Pipelines and stages with which ``nodes`` are fastest, of those that fit on ``least`` as well."""
-    config, whole, found = BambooConfig(), profile.global_batch // profile.micro_batch, []
+def best_size(profile: Profile, terms: Terms, nodes: int, least: int) -> tuple[int, int]:
+    """Pipelines and stages with which ``nodes`` are fastest, of those that fit on ``least`` as well.
+
+    Where none does: of those that fit on ``nodes``; where none does that either: the one that needs least memory.
+    """
+    config, whole = BambooConfig(), profile.global_batch // profile.micro_batch
+    found: list[tuple[int, float, tuple[int, int]]] = []
     for stages in range(2, len(profile.each) + 1):
         for pipelines in range(1, whole // stages + 1):
             if whole % pipelines or not 0.6 * nodes <= pipelines * stages <= 1.5 * nodes:
                 continue
             pace = Pace(profile, terms, pipelines, stages, config.redundancy.mode)
             plans = [placed(pace, members(count, pipelines * stages), config) for count in (nodes, least)]
-            if all(pace.fits(plan) for plan in plans):
-                found.append((Stretch(pace, plans[0]).seconds, (pipelines, stages)))
-    return min(found)[1] if found else None
+            fit = [pace.fits(plan) for plan in plans]
+            rating = Stretch(pace, plans[0]).seconds if fit[0] else pace.need(plans[0])
+            found.append((-sum(fit) if fit[0] else 0, rating, (pipelines, stages)))
+    return min(found)[2]
 
 
 def calibrated(model: Model, speed: float, nodes: int) -> Profile:
@@ -101,10 +106,10 @@ def replayed(market: Market, throughput: dict[str, float], start_s: float) -> fl
     return total / market.seconds
 
 
-def needed_gib(profile: Profile, size: tuple[int, int], least: int) -> float:
-    """Memory with which replicas fit on ``least`` members."""
+def needed_gib(profile: Profile, size: tuple[int, int], count: int) -> float:
+    """Memory with which replicas fit on ``count`` members."""
     pace = Pace(profile, TERMS, *size, BambooConfig().redundancy.mode)
-    return pace.need(placed(pace, members(least, size[0] * size[1]), BambooConfig())) / _GIB
+    return pace.need(placed(pace, members(count, size[0] * size[1]), BambooConfig())) / _GIB
 
 
 def against_oobleck(trace: Path, reference: dict[str, Any], chosen: tuple[str, ...]) -> list[dict[str, Any]]:
@@ -120,15 +125,11 @@ def against_oobleck(trace: Path, reference: dict[str, Any], chosen: tuple[str, .
         published = reference["results_scaled_p3"][model.result]
         row: dict[str, Any] = {"model": model.name, "published": published}
         row["limit_replayed"] = replayed(market, table, TERMS.start_s)
-        size = fastest_size(profile, TERMS, mean, least)
-        if size is None:
-            free = profile.model_copy(update={"memory_bytes": None})
-            size = fastest_size(free, TERMS, mean, least)
-            assert size is not None
-            row["fits"] = False
+        size = best_size(profile, TERMS, mean, least)
         simulation = Simulation(lambda _: market, profile, TERMS, pipelines=size[0], stages=size[1])
         report, _ = simulation.run(POLICIES)
-        row |= {"size": size, "needed_gib": needed_gib(profile, size, least), **ours(report)}
+        needed = [needed_gib(profile, size, count) for count in (mean, least)]
+        row |= {"size": size, "needed_gib": needed, **ours(report)}
         row["seconds"] = time.process_time() - begin
         rows.append(row)
         console.print(f"{model.name}: {row}", highlight=False)
@@ -150,10 +151,7 @@ def against_parcae(traces: list[Path]) -> list[dict[str, Any]]:
         least = min(count for *_, count in market.counts(Terms().start_s))
         for name in ("bert-large", "gpt-2"):
             profile = presets()[name]
-            size = fastest_size(profile, Terms(), round(market.node_seconds / market.seconds), least)
-            if size is None:
-                rows.append({"trace": trace.stem, "model": name, "fits": False})
-                continue
+            size = best_size(profile, Terms(), round(market.node_seconds / market.seconds), least)
             simulation = Simulation(lambda _, m=market: m, profile, Terms(), pipelines=size[0], stages=size[1])
             rows.append({"trace": trace.stem, "model": name, "size": size, **ours(simulation.run(POLICIES)[0])})
             console.print(rows[-1], highlight=False)
@@ -172,14 +170,15 @@ def against_parcae(traces: list[Path]) -> list[dict[str, Any]]:
 def main(trace: Path, reference: Path, parcae: tuple[Path, ...], models: tuple[str, ...], out: Path) -> None:
     """SIMULATE this package on published traces, beside published simulations."""
     rows = against_oobleck(trace, json.loads(reference.read_text()), models)
-    table = Table("model", "limit", "bamboo*", "varuna*", "oobleck*", "this package", "of the limit", "size", "GiB",
-                  title="samples/s; *: published simulations; all SIMULATED")  # fmt: skip
+    table = Table("model", "limit", "bamboo*", "varuna*", "oobleck*", "here", "of the limit", "size", "GiB",
+                  title="samples/s; *: published; all SIMULATED; GiB: needed with mean and least nodes")  # fmt: skip
     for row in rows:
         told, own = row["published"], row["policies"]["bamboo"]
         limit = row["policies"][LIMIT]["samples_per_s"]
         cells = [f"{told['limit']} ({limit:.1f} here)", told["bamboo"], told["varuna"], told["oobleck"]]
         share = "does not fit" if not own["limit_share"] else f"{own['limit_share']:.3f}"
-        cells += [f"{own['samples_per_s']:.1f}", share, row["size"], f"{row['needed_gib']:.0f}"]
+        memory = ", ".join(f"{each:.0f}" for each in row["needed_gib"])
+        cells += [f"{own['samples_per_s']:.1f}", share, str(row["size"]), memory]
         table.add_row(row["model"], *map(str, cells))
     console.print(table)
     windows = list(parcae) or ([] if models else sorted(trace.parent.glob("parcae-*.csv")))

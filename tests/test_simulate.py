@@ -98,12 +98,12 @@ def test_one_loss_by_hand() -> None:
         assert report.categories[Category.WASTED] == pytest.approx(7.5, abs=1e-3)
 
 
-@pytest.mark.parametrize(("mode", "expected"), [(RedundancyMode.LAZY, 0.773), (RedundancyMode.EAGER_FORWARD, 0.723)])
+@pytest.mark.parametrize(("mode", "expected"), [(RedundancyMode.LAZY, 0.572), (RedundancyMode.EAGER_FORWARD, 0.504)])
 def test_what_a_loss_costs(mode: RedundancyMode, expected: float) -> None:
     """Mean over victims and instants, in iterations; what is expected comes of another program's list scheduling."""
-    profile = model(layers=4, micro_batches=16, stages=4)
-    pace = Pace(profile, FREE, 1, 4, mode, blocks=1)
-    plan = with_redundancy(initial_plan(["a", "b", "c", "d"]), pace.layout, True)
+    profile = model(layers=8, micro_batches=16, stages=8)
+    pace = Pace(profile, FREE, 1, 8, mode, blocks=1)
+    plan = with_redundancy(initial_plan(list("abcdefgh")), pace.layout, True)
     whole = Stretch(pace, plan)
     costs = []
     for lost in plan.members:
@@ -111,7 +111,7 @@ def test_what_a_loss_costs(mode: RedundancyMode, expected: float) -> None:
         for part in range(12):
             at_s = (part + 0.5) / 12 * whole.seconds
             costs.append((at_s + whole.after(after, at_s).seconds) / whole.seconds - 1)
-    assert fmean(costs) == pytest.approx(expected, abs=0.03)
+    assert fmean(costs) == pytest.approx(expected, abs=0.02)
 
 
 def _seed_with_order(market: Market, order: list[str]) -> int:

@@ -152,7 +152,7 @@ class BambooJob(Training):
             whole = sum(self._pace.parameters) * self._pace.state.owner
             written_s = max(self._load_s, whole / len(self.plan.members) / (self.terms.storage_gb_s * 1e9))
             yield from self._checkpoint(self._copy_s, written_s)
-        while (known := (self.plan.epoch, tuple(self.ready), frozenset(self._copied))) != self._decided:
+        while (known := self._known()) != self._decided:
             action = self._decider.decide(self._view(), self.env.now)
             if not isinstance(action, WritePlan):
                 self._decided = known
@@ -168,6 +168,13 @@ class BambooJob(Training):
             told = {"step": self.step, "pause_seconds": self.terms.switch_s, "previous": previous}
             for member in self.plan.members:
                 self._emit(ev.Reconfigured, member=member, **told)
+            if self._copying:
+                # The target stays while its copies are made, so there is nothing to do before they are.
+                self._decided = self._known()
+
+    def _known(self) -> tuple[object, ...]:
+        """What the leader's decisions depend on between two losses."""
+        return self.plan.epoch, tuple(self.ready), frozenset(self._copied)
 
     def _recover(self) -> Run:
         """Take over from lost members in the middle of an iteration, and finish it."""

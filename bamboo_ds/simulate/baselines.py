@@ -79,15 +79,19 @@ class Stock:
     def _least_s(self, pipelines: int, stages: int) -> float:
         """No job of so many pipelines and stages takes less: each stage waits for those before it, twice."""
         count = math.ceil(self.profile.global_batch / self.profile.micro_batch / pipelines)
-        before = least = 0.0
+        before, least, message_s = 0.0, 0.0, self._message_s(stages)
         for part in self._parts(stages):
             own = sum(layer.forward_s + layer.backward_s for layer in part)
             least = max(least, before + count * own)
-            before += own
+            before += own + 2 * message_s
         return least + self._epilogue_s(pipelines, stages)
 
     def _parts(self, stages: int) -> list[tuple[Layer, ...]]:
         return [self.profile.each[begin:end] for begin, end in self.profile.partition(stages)]
+
+    def _message_s(self, stages: int) -> float:
+        boundary = max((part[-1].boundary_bytes for part in self._parts(stages)[:-1]), default=0)
+        return self.terms.message_ms / 1000 + boundary / (self.terms.network_gb_s * 1e9)
 
     def _pipeline_s(self, stages: int, micro_batches: int) -> float:
         """Seconds of a pipeline's passes. Beyond the first ones each micro-batch takes as long as the last one."""
@@ -105,15 +109,13 @@ class Stock:
                 "F": [sum(layer.forward_s for layer in part) for part in parts],
                 "B": [sum(layer.backward_s for layer in part) for part in parts],
             }
-            boundary = max((part[-1].boundary_bytes for part in parts[:-1]), default=0)
-            message_s = self.terms.message_ms / 1000 + boundary / (self.terms.network_gb_s * 1e9)
             layout, members = Layout(1, stages), tuple((f"m{stage}",) for stage in range(stages))
             played = timeline(
                 layout,
                 members,
                 micro_batches,
                 lambda role, kind, begin, end, member: times[kind][role.stage],
-                message_s=message_s,
+                message_s=self._message_s(stages),
             )
             self._pipelines[key] = played.seconds
         return self._pipelines[key]

@@ -299,17 +299,20 @@ class Simulation:
             return pace.need(placed(pace, nodes, self.config))
 
         full, device = need(pipelines * stages), self.profile.memory_bytes
-        least: int | None = None
-        for members in range(pipelines * stages, 0, -1):
-            if device is not None and need(members) > device:
-                break
-            least = members
+        # With fewer members none needs less.
+        low, least = 1, pipelines * stages
+        while low < least:
+            middle = (low + least) // 2
+            if device is None or need(middle) <= device:
+                least = middle
+            else:
+                low = middle + 1
         return Memory(
             device=device,
             without=self.stock.need(stages, self.profile.micro_batches(pipelines)),
             replicas=full,
             fits=device is None or full <= device,
-            least_members=least,
+            least_members=least if device is None or full <= device else None,
         )
 
 
