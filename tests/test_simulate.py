@@ -98,6 +98,19 @@ def test_one_loss_by_hand() -> None:
         assert report.categories[Category.WASTED] == pytest.approx(7.5, abs=1e-3)
 
 
+def test_a_restart_by_hand() -> None:
+    """Four pipelines of one stage take 48 s, with a checkpoint after each; three take 72 s for the same samples."""
+    market = nodes(4, 1000, (500.0, "remove", "n1"))
+    report, outcomes = simulation(market, terms=FREE.model_copy(update={"restart_s": 30.0})).run(["checkpoint-restart"])
+    figures = report.policies["checkpoint-restart"]
+    assert figures.samples == 8 * (10 + int((1000 - 530) / 72))
+    assert (figures.restarts, figures.losses) == (1, 1)
+    # What all four had done of the iteration, and 30 s of three of them.
+    assert figures.lost_s == pytest.approx(4 * 20)
+    assert figures.categories[Category.WAITING] == pytest.approx(3 * 30)
+    assert account(outcomes["checkpoint-restart"].events).steps == figures.samples / 8
+
+
 @pytest.mark.parametrize(("mode", "expected"), [(RedundancyMode.LAZY, 0.572), (RedundancyMode.EAGER_FORWARD, 0.504)])
 def test_what_a_loss_costs(mode: RedundancyMode, expected: float) -> None:
     """Mean over victims and instants, in iterations; what is expected comes of another program's list scheduling."""
