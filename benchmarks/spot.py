@@ -1,0 +1,239 @@
+"""A recorded spot market, compressed in time, against systems that train on it, one after the other: what each makes
+of the same window of the same trace, on emulated devices, with real processes.
+
+    python benchmarks/spot.py                                    two hours and more of EC2's p3 instances
+    python benchmarks/spot.py --trace parcae-p3-high-availability-high-preemption-1h.csv --mapping scale --compress 20
+    python benchmarks/spot.py --failures 3000 --mtbf-s 20        so many steps with seeded losses instead of a trace
+
+Table, picture and JSON in ``--out``. Exit code 1 if the result of a system is not what it claims. See ``--help``.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import click
+from common import HERE, JobFailed, console
+
+sys.path.insert(0, str(HERE.parent))  # for tests.support
+
+from spotting import report
+from spotting.elastic import Elastic
+from spotting.market import Mapping, Shape, Work, between_losses_s, market, save_every, seeded, window
+from spotting.outcome import Outcome, prove
+from spotting.restarts import Restarts
+
+from bamboo_ds.chaos.faults import Fault
+from bamboo_ds.chaos.schedule import Change, initial_nodes, parse_trace
+
+TRACES = HERE.parent.parent / "shared" / "traces"
+TITLES = {
+    "on-demand": "stock DeepSpeed, no node is lost",
+    "bamboo": "this package",
+    "checkpoint-restart": "stock DeepSpeed, whole pipelines of the members at hand",
+}
+#: Largest relative difference of a loss between two orders of the same sum.
+ROUNDING = 1e-4
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What all systems are measured on.
+
+    Attributes:
+        changes: of the market, in milliseconds of the trace, and ``faults`` what they do to the job.
+        seconds: how long the window is here; ``None``: until ``steps`` are done.
+        prices: of a node for an hour: on demand, on the spot market.
+    """
+
+    work: Work
+    changes: Sequence[Change]
+    faults: Sequence[Fault]
+    compress: float
+    seconds: float | None
+    steps: int | None
+    mapping: str
+    prices: tuple[float, float]
+    spare: bool
+    blocks: str
+    folder: Path
+
+    @property
+    def founders(self) -> list[str]:
+        """Names of the nodes of the begin."""
+        return initial_nodes(self.changes, self.work.shape.size)
+
+    @property
+    def until_loss_s(self) -> float:
+        """Mean seconds between two losses."""
+        return between_losses_s(self.faults, self.seconds or self.faults[-1].at_s)
+
+
+@dataclass
+class Undisturbed:
+    """What the job without losses has shown.
+
+    Attributes:
+        losses: by step.
+        every: steps between two checkpoints for the other systems.
+        step_s: seconds of a step.
+        save_s: seconds for which a checkpoint holds training.
+    """
+
+    losses: dict[int, float]
+    every: int
+    step_s: float
+    save_s: float
+
+
+def on_demand(plan: Plan, outcome: Outcome) -> Undisturbed:
+    """The limit, which also measures what the others are told: times of a step and of a checkpoint."""
+    job = Restarts(plan.work, plan.folder / "on-demand", plan.founders, (), 0, float("inf"))
+    job.run(outcome, plan.seconds, plan.steps)
+    journal = job.generations[0].journal
+    losses = {line["step"]: line["loss"] for line in journal if line["what"] == "step"}
+    step_s = median(step.end - step.begin for step in outcome.done)
+    save_s = median(outcome.saves)
+    outcome.proof = prove("the run that the others are compared with", outcome.kept, losses, 0.0)
+    return Undisturbed(losses, save_every(save_s, plan.until_loss_s, step_s), step_s, save_s)
+
+
+def bamboo(plan: Plan, outcome: Outcome, undisturbed: Undisturbed) -> None:
+    """See :mod:`spotting.elastic`."""
+    folder = plan.folder / "bamboo"
+    job = Elastic(plan.work, folder, plan.changes, plan.compress, undisturbed.every, plan.spare, plan.blocks)
+    losses = job.run(outcome, plan.seconds, plan.steps)
+    wrong = [step for step, loss in losses.items() if undisturbed.losses.get(step, loss) != loss]
+    detail = f"workers that came to the end have seen {len(losses)} losses, {len(wrong)} of which differ"
+    claim = "losses bit-equal to the undisturbed run's"
+    outcome.proof = prove(claim, outcome.kept, undisturbed.losses, 0.0, detail, bool(losses) and not wrong)
+
+
+def checkpoint_restart(plan: Plan, outcome: Outcome, undisturbed: Undisturbed) -> None:
+    """See :mod:`spotting.restarts`."""
+    folder = plan.folder / "checkpoint-restart"
+    job = Restarts(plan.work, folder, plan.founders, plan.faults, undisturbed.every, plan.until_loss_s)
+    job.run(outcome, plan.seconds, plan.steps)
+    alike = {generation.shape.pipelines for generation in job.generations} == {plan.work.shape.pipelines}
+    claim = "losses bit-equal to the undisturbed run's" if alike else "losses equal up to the order of sums"
+    detail = "" if alike else "the number of pipelines has changed"
+    outcome.proof = prove(claim, outcome.kept, undisturbed.losses, 0.0 if alike else ROUNDING, detail)
+
+
+SYSTEMS: dict[str, Callable[[Plan, Outcome, Undisturbed], None]] = {
+    "bamboo": bamboo,
+    "checkpoint-restart": checkpoint_restart,
+}
+
+
+def compare(plan: Plan, systems: Sequence[str]) -> tuple[list[Outcome], Undisturbed]:
+    """Measure all systems, the undisturbed job first."""
+    first = Outcome("on-demand", TITLES["on-demand"], plan.prices[0])
+    console.print(f"[bold]on-demand[/bold]: {first.title}")
+    undisturbed = on_demand(plan, first)
+    outcomes = [first]
+    console.print(
+        f"  {undisturbed.step_s:.3f} s per step; a checkpoint holds training for {undisturbed.save_s * 1000:.0f} ms; a "
+        f"loss every {plan.until_loss_s:.1f} s; so a checkpoint every {undisturbed.every} steps"
+    )
+    for name in systems:
+        outcome = Outcome(name, TITLES[name], plan.prices[1])
+        console.print(f"[bold]{name}[/bold]: {outcome.title}")
+        begin = time.monotonic()
+        try:
+            SYSTEMS[name](plan, outcome, undisturbed)
+        except JobFailed as error:
+            outcome.failed = str(error)
+            console.print(f"  [red]{error}[/red]", highlight=False)
+        else:
+            console.print(f"  {outcome.samples} samples in {outcome.seconds:.0f} s ({time.monotonic() - begin:.0f} s)")
+        outcomes.append(outcome)
+    return outcomes, undisturbed
+
+
+def find_trace(name: str) -> Path:
+    """The file of a trace: a path, or a name below ``--traces``."""
+    for path in (Path(name), TRACES / name, TRACES / f"{name}.csv"):
+        if path.is_file():
+            return path
+    known = ", ".join(sorted(file.name for file in TRACES.glob("*.csv"))) or f"none in {TRACES}"
+    raise click.BadParameter(f"there is no trace {name!r}; known are: {known}", param_hint="--trace")
+
+
+@click.command()
+@click.option("--trace", default="ec2-p3-us-east-12h.csv", show_default=True, help="A file of lines "
+              "ms,add|remove,node, or the name of one in ../shared/traces.")  # fmt: skip
+@click.option("--begin-h", type=click.FloatRange(min=0), default=0.0, show_default=True, help="Of the window.")
+@click.option("--end-h", type=click.FloatRange(min=0), default=6.0, show_default=True, help="Of the window.")
+@click.option("--compress", type=click.FloatRange(min=1), default=150.0, show_default=True, help="How many times "
+              "faster than the trace.")  # fmt: skip
+@click.option("--mapping", type=click.Choice(["replace", "scale"]), default="replace", show_default=True,
+              help="How nodes of the trace, which has more, become members: further ones wait to replace those that "
+              "go, or every n-th node of the trace only.")  # fmt: skip
+@click.option("--pipelines", type=click.IntRange(min=1), default=2, show_default=True)
+@click.option("--stages", type=click.IntRange(min=2), default=4, show_default=True)
+@click.option("--layers", type=click.IntRange(min=1), default=4, show_default=True, help="Of a stage.")
+@click.option("--micro-batches", type=click.IntRange(min=1), default=8, show_default=True, help="Of a pipeline.")
+@click.option("--size", type=click.IntRange(min=1), default=2, show_default=True, help="Samples of a micro-batch.")
+@click.option("--layer-ms", type=click.FloatRange(min=0), default=5.0, show_default=True, help="Of a layer's emulated "
+              "forward pass; its backward pass takes twice as long.")  # fmt: skip
+@click.option("--blocks", default="auto", show_default=True, help="bamboo's setting topology.blocks; 1: whole stages.")
+@click.option("--spare-holders/--no-spare-holders", default=False, show_default=True, help="Losses wait until bamboo "
+              "can bear them. Without it fatal ones happen, and the job restarts.")  # fmt: skip
+@click.option("--system", "systems", type=click.Choice(list(SYSTEMS)), multiple=True, help="Besides on-demand; may be "
+              "repeated.  [default: all]")  # fmt: skip
+@click.option("--on-demand-price", type=float, default=3.06, show_default=True, help="Of a node, per hour.")
+@click.option("--spot-price", type=float, default=0.918, show_default=True, help="Of a node, per hour.")
+@click.option("--failures", type=click.IntRange(min=10), metavar="STEPS", help="No trace: so many steps, with seeded "
+              "losses, each replaced at once; only bamboo and checkpoint-restart.")  # fmt: skip
+@click.option("--mtbf-s", type=click.FloatRange(min=0.1), default=20.0, show_default=True, help="Mean time between two "
+              "of these.")  # fmt: skip
+@click.option("--seed", type=int, default=1, show_default=True, help="Of these.")
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("out"), show_default=True)
+def main(trace: str, begin_h: float, end_h: float, compress: float, mapping: Mapping, pipelines: int, stages: int,
+         layers: int, micro_batches: int, size: int, layer_ms: float, failures: int | None, mtbf_s: float, seed: int,
+         systems: tuple[str, ...], on_demand_price: float, spot_price: float, spare_holders: bool, blocks: str,
+         out: Path) -> None:  # fmt: skip
+    """Measure what systems make of a spot market, on EMULATED devices."""
+    work = Work(Shape(pipelines, stages), stages * layers, micro_batches, size, layer_ms / 1000)
+    if failures is None:
+        path = find_trace(trace)
+        if not end_h > begin_h:
+            raise click.BadParameter("the window ends before it begins", param_hint="--end-h")
+        part = window(parse_trace(path.read_text(), str(path)), begin_h * 3600, end_h * 3600)
+        source, seconds = f"{path.stem}, hours {begin_h:g} to {end_h:g}", (end_h - begin_h) * 3600 / compress
+    else:
+        systems = systems or ("bamboo", "checkpoint-restart")
+        # Longer than any system that is of use needs.
+        part = seeded(work.shape.size, mtbf_s, 20 * failures * work.step_s(work.shape) + 3600, seed)
+        source, seconds, compress, mapping = f"seeded losses, one in {mtbf_s:g} s, seed {seed}", None, 1.0, "replace"
+    changes, faults = market(part, work.shape.size, mapping, compress)
+    plan = Plan(work, changes, faults, compress, seconds, failures, mapping, (on_demand_price, spot_price),
+                spare_holders, blocks, out.resolve() / "jobs" / "spot")  # fmt: skip
+    facts = report.facts(source, plan.work, mapping, compress, seconds, failures, faults)
+    for line in facts:
+        console.print(line, highlight=False)
+    outcomes, undisturbed = compare(plan, systems or tuple(SYSTEMS))
+    more: dict[str, Any] = {
+        "options": {key: value for key, value in click.get_current_context().params.items() if key != "out"},
+        "step_s": undisturbed.step_s,
+        "save_s": undisturbed.save_s,
+        "save_every_steps": undisturbed.every,
+        "between_losses_s": plan.until_loss_s,
+    }
+    name = "spot" if failures is None else "spot-failures"
+    report.tell(out.resolve(), name, facts, outcomes, work, faults, more)
+    broken = [f"{o.system}: {o.proof.claim}: {o.proof.detail}" for o in outcomes if o.proof and not o.proof.holds]
+    broken += [f"{o.system}: {o.failed}" for o in outcomes if o.failed]
+    if broken:
+        raise JobFailed("\n".join(broken))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Parts of ``spot.py``: the market (:mod:`.market`), the systems, and what is told of them."""
