@@ -23,7 +23,7 @@ from common import HERE, JobFailed, console
 
 sys.path.insert(0, str(HERE.parent))  # for tests.support
 
-from spotting import report
+from spotting import fault_tolerant, pipelines, report
 from spotting.elastic import Elastic
 from spotting.market import Mapping, Shape, Work, between_losses_s, market, save_every, seeded, window
 from spotting.outcome import Outcome, prove
@@ -37,9 +37,12 @@ TITLES = {
     "on-demand": "stock DeepSpeed, no node is lost",
     "bamboo": "this package",
     "checkpoint-restart": "stock DeepSpeed, whole pipelines of the members at hand",
+    "torchft": "stock DeepSpeed's pipelines as replica groups of torchft",
+    "sample-dropping": "stock DeepSpeed, the samples of a pipeline that has lost a member are left out",
 }
 #: Largest relative difference of a loss between two orders of the same sum.
 ROUNDING = 1e-4
+NOT_MEASURED = "not measured"
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,7 @@ class Plan:
     prices: tuple[float, float]
     spare: bool
     blocks: str
+    torchft: Path
     folder: Path
 
     @property
@@ -126,9 +130,41 @@ def checkpoint_restart(plan: Plan, outcome: Outcome, undisturbed: Undisturbed) -
     outcome.proof = prove(claim, outcome.kept, undisturbed.losses, 0.0 if alike else ROUNDING, detail)
 
 
+def without_others(outcome: Outcome, undisturbed: Undisturbed, problems: Sequence[str], checks: int) -> None:
+    """What a system can claim whose steps are the mean over the pipelines that are there."""
+    first = next((step.number for step in outcome.kept if step.dropped), None)
+    alike = [step for step in outcome.kept if first is None or step.number < first]
+    rest = [step for step in outcome.kept if first is not None and step.number >= first]
+    later = prove("", rest, undisturbed.losses, float("inf"))
+    dropped = sum(step.dropped > 0 for step in outcome.kept)
+    detail = f"{checks} times the weights were compared; {dropped} steps have left samples out"
+    if later.largest is not None:
+        detail += f", from the first on losses differ by up to {later.largest:.2g}"
+    detail = "; ".join([detail, *problems])
+    claim = "pipelines have the same weights; losses of the undisturbed run until samples are left out, not after"
+    outcome.proof = prove(claim, alike, undisturbed.losses, ROUNDING, detail, not problems and checks > 0)
+
+
+def sample_dropping(plan: Plan, outcome: Outcome, undisturbed: Undisturbed) -> None:
+    """See :mod:`spotting.pipelines`."""
+    folder, every = plan.folder / "sample-dropping", undisturbed.every
+    window = (plan.seconds, plan.steps)
+    hub = pipelines.sample_dropping(plan.work, folder, plan.founders, plan.faults, every, outcome, *window)
+    without_others(outcome, undisturbed, hub.problems, hub.checks)
+
+
+def torchft(plan: Plan, outcome: Outcome, undisturbed: Undisturbed) -> None:
+    """See :mod:`spotting.fault_tolerant`."""
+    market_of = (plan.work, plan.folder / "torchft", plan.founders, plan.faults, undisturbed.every)
+    problems, checks = fault_tolerant.torchft(*market_of, outcome, plan.seconds, plan.steps, plan.torchft)
+    without_others(outcome, undisturbed, problems, checks)
+
+
 SYSTEMS: dict[str, Callable[[Plan, Outcome, Undisturbed], None]] = {
     "bamboo": bamboo,
     "checkpoint-restart": checkpoint_restart,
+    "sample-dropping": sample_dropping,
+    "torchft": torchft,
 }
 
 
@@ -148,9 +184,12 @@ def compare(plan: Plan, systems: Sequence[str]) -> tuple[list[Outcome], Undistur
         begin = time.monotonic()
         try:
             SYSTEMS[name](plan, outcome, undisturbed)
+        except fault_tolerant.Missing as error:
+            outcome.failed = f"{NOT_MEASURED}: {error}"
+            console.print(f"  {outcome.failed}", highlight=False, markup=False)
         except JobFailed as error:
             outcome.failed = str(error)
-            console.print(f"  [red]{error}[/red]", highlight=False)
+            console.print(f"  failed: {error}", highlight=False, markup=False, style="red")
         else:
             console.print(f"  {outcome.samples} samples in {outcome.seconds:.0f} s ({time.monotonic() - begin:.0f} s)")
         outcomes.append(outcome)
@@ -195,11 +234,13 @@ def find_trace(name: str) -> Path:
 @click.option("--mtbf-s", type=click.FloatRange(min=0.1), default=20.0, show_default=True, help="Mean time between two "
               "of these.")  # fmt: skip
 @click.option("--seed", type=int, default=1, show_default=True, help="Of these.")
+@click.option("--torchft", type=click.Path(file_okay=False, path_type=Path), default=HERE.parent / "out" / "torchft",
+              help="Virtual environment that has torchft.  [default: out/torchft]")  # fmt: skip
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("out"), show_default=True)
 def main(trace: str, begin_h: float, end_h: float, compress: float, mapping: Mapping, pipelines: int, stages: int,
          layers: int, micro_batches: int, size: int, layer_ms: float, failures: int | None, mtbf_s: float, seed: int,
          systems: tuple[str, ...], on_demand_price: float, spot_price: float, spare_holders: bool, blocks: str,
-         out: Path) -> None:  # fmt: skip
+         torchft: Path, out: Path) -> None:  # fmt: skip
     """Measure what systems make of a spot market, on EMULATED devices."""
     work = Work(Shape(pipelines, stages), stages * layers, micro_batches, size, layer_ms / 1000)
     if failures is None:
@@ -215,13 +256,15 @@ def main(trace: str, begin_h: float, end_h: float, compress: float, mapping: Map
         source, seconds, compress, mapping = f"seeded losses, one in {mtbf_s:g} s, seed {seed}", None, 1.0, "replace"
     changes, faults = market(part, work.shape.size, mapping, compress)
     plan = Plan(work, changes, faults, compress, seconds, failures, mapping, (on_demand_price, spot_price),
-                spare_holders, blocks, out.resolve() / "jobs" / "spot")  # fmt: skip
+                spare_holders, blocks, torchft.absolute(), out.resolve() / "jobs" / "spot")  # fmt: skip
     facts = report.facts(source, plan.work, mapping, compress, seconds, failures, faults)
     for line in facts:
         console.print(line, highlight=False)
     outcomes, undisturbed = compare(plan, systems or tuple(SYSTEMS))
     more: dict[str, Any] = {
-        "options": {key: value for key, value in click.get_current_context().params.items() if key != "out"},
+        "options": {
+            key: value for key, value in click.get_current_context().params.items() if not isinstance(value, Path)
+        },
         "step_s": undisturbed.step_s,
         "save_s": undisturbed.save_s,
         "save_every_steps": undisturbed.every,
@@ -230,7 +273,7 @@ def main(trace: str, begin_h: float, end_h: float, compress: float, mapping: Map
     name = "spot" if failures is None else "spot-failures"
     report.tell(out.resolve(), name, facts, outcomes, work, faults, more)
     broken = [f"{o.system}: {o.proof.claim}: {o.proof.detail}" for o in outcomes if o.proof and not o.proof.holds]
-    broken += [f"{o.system}: {o.failed}" for o in outcomes if o.failed]
+    broken += [f"{o.system}: {o.failed}" for o in outcomes if o.failed and not o.failed.startswith(NOT_MEASURED)]
     if broken:
         raise JobFailed("\n".join(broken))
 

@@ -31,8 +31,8 @@ def facts(source: str, work: Work, mapping: str, compress: float, seconds: float
     length = f"{steps} steps" if seconds is None else f"{seconds:.0f} s, {kills} losses and {len(within) - kills} joins"
     return [
         f"{source}: {length}",
-        f"{work.shape.pipelines} pipelines of {work.shape.stages} stages of {work.layers / work.shape.stages:g} layers, "
-        f"{work.micro_batches} micro-batches of {work.size}; a layer {work.layer_s * 1000:g} ms forward and "
+        f"{work.shape.pipelines} pipelines of {work.shape.stages} stages of {work.layers / work.shape.stages:g} "
+        f"layers, {work.micro_batches} micro-batches of {work.size}; a layer {work.layer_s * 1000:g} ms forward and "
         f"{work.layer_s * 2000:g} ms backward",
         EMULATED,
         f"{compress:g} times as fast as the trace: a second here stands for {compress:g} s; starts, pauses and "
@@ -56,7 +56,7 @@ def tables(outcomes: Sequence[Outcome], work: Work) -> list[Table]:
         main.add_column(column, justify="right")
     for each in outcomes:
         if each.failed is not None:
-            main.add_row(each.system, "failed")
+            main.add_row(each.system, each.failed.partition(":")[0])
             continue
         main.add_row(
             each.system,

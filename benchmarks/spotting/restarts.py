@@ -53,7 +53,7 @@ class Generation(Gang):
         why: what it was started for.
     """
 
-    shape: Shape = Shape(1, 1)
+    shape: Shape = field(default_factory=lambda: Shape(1, 1))
     loaded: int = 0
     why: str = ""
     ended_at: float = 0.0

@@ -116,7 +116,7 @@ class Journal:
     """Lines of JSON, each with the time in seconds since 1970."""
 
     def __init__(self, path: Path) -> None:
-        self._file = open(path, "a", buffering=1)
+        self._file = open(path, "a", buffering=1)  # noqa: SIM115
 
     def tell(self, what: str, **words: Any) -> None:
         """Add a line."""
@@ -166,9 +166,12 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    began = time.time()
     deepspeed.init_distributed()
+    connected = time.time()
     journal = Journal(arguments.out / "journal.jsonl") if os.environ["RANK"] == "0" and not arguments.elastic else None
     engine = build(arguments, training_data=Samples() if arguments.elastic else None)
+    built = time.time()
     folder = arguments.out / "checkpoints"
     if not arguments.elastic:
         engine.checkpoint_engine = Writer(engine)
@@ -177,7 +180,7 @@ def main() -> None:
             raise RuntimeError(f"the checkpoint {load} cannot be loaded")
     data = None if arguments.elastic else source(engine, arguments.shares)
     if journal:
-        journal.tell("ready", step=engine.global_steps)
+        journal.tell("ready", step=engine.global_steps, began=began, connected=connected, built=built)
     losses = []
     for step in range(engine.global_steps + 1, arguments.steps + 1):
         begin = time.time()
