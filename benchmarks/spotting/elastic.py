@@ -69,7 +69,15 @@ class Elastic:
             watcher.step(WARM_UP)
             if self.every:
                 watcher.wait("a checkpoint", lambda seen: any(e["event"] == "checkpoint_saved" for e in seen))
-            command = [sys.executable, "-m", "bamboo_ds.cli.main", "chaos", "--job", name, "--trace", str(trace)]
+            command = [
+                sys.executable,
+                str(Path(__file__).with_name("warm_chaos.py")),
+                "chaos",
+                "--job",
+                name,
+                "--trace",
+                str(trace),
+            ]
             command += ["--compress", str(self.compress), "--limit", str(slots), "--out", str(folder / "chaos")]
             command += ["--no-picture", "--spare-holders" if self.spare else "--no-spare-holders"]
             with open(folder / "chaos.txt", "wb") as log:

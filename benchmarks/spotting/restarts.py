@@ -129,6 +129,11 @@ class Restarts:
             self._stop()
         self._tell(outcome, first)
 
+    @property
+    def losses(self) -> dict[int, float]:
+        """By step, as they were computed last."""
+        return {x["step"]: x["loss"] for each in self.generations for x in each.journal if x["what"] == "step"}
+
     # -- while it runs --------------------------------------------------------------------------------------
 
     @property
