@@ -118,7 +118,9 @@ def on_demand(plan: Plan, outcome: Outcome) -> Undisturbed:
 def bamboo(plan: Plan, outcome: Outcome, undisturbed: Undisturbed) -> None:
     """See :mod:`spotting.elastic`."""
     folder = plan.folder / "bamboo"
-    job = Elastic(plan.work, folder, plan.changes, plan.compress, undisturbed.every, plan.spare, plan.blocks)
+    # It goes back to a checkpoint after fatal losses only: one in a window, to be prepared.
+    every = save_every(undisturbed.save_s, plan.seconds or plan.until_loss_s * 20, undisturbed.step_s)
+    job = Elastic(plan.work, folder, plan.changes, plan.compress, every, plan.spare, plan.blocks)
     losses = job.run(outcome, plan.seconds, plan.steps)
     wrong = [step for step, loss in losses.items() if undisturbed.losses.get(step, loss) != loss]
     detail = f"workers that came to the end have seen {len(losses)} losses, {len(wrong)} of which differ"

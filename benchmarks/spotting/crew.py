@@ -14,10 +14,7 @@ from common import WORKERS, JobFailed, environment
 
 from bamboo_ds.chaos.faults import Fault, Kind
 from bamboo_ds.launchers.network import free_port
-from tests.support import processes
 from tests.support.processes import Process, start
-
-processes.SERVER = Path(__file__).with_name("warm_server.py")
 
 #: Seconds between two looks at processes and files.
 LOOK_S = 0.01

@@ -14,6 +14,7 @@ import queue
 import threading
 import time
 from collections.abc import Iterator
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,19 @@ import deepspeed.comm
 import torch
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+from deepspeed.runtime.engine import DeepSpeedEngine
 from emulated import Hold, ended
 from torch import nn
 
 WIDTH = 16
+
+# An optimizer of DeepSpeed's that is not used here would import torch's compiler, for seconds at every start.
+_compile, torch.compile = torch.compile, lambda function: function
+import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: E402
+
+torch.compile = _compile
+# Samples cost nothing. DeepSpeed would start two processes per member that load them.
+DeepSpeedEngine.deepspeed_io = partialmethod(DeepSpeedEngine.deepspeed_io, num_local_io_workers=0)
 
 
 class EmulatedLayer(nn.Module):
