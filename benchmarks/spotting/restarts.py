@@ -34,6 +34,7 @@ TRAINING: Mapping[str, Any] = {
     "bf16": {"enabled": True},
     "zero_optimization": {"stage": 1},
     "data_types": {"grad_accum_dtype": "fp32"},
+    "communication_data_type": "fp32",
 }
 #: Steps before the window begins, at least.
 WARM_UP = 4

@@ -15,7 +15,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for tests.suppor
 
 from bamboo_ds.chaos import joiners
 from bamboo_ds.cli.main import cli
+from tests.support import processes
 from tests.support.processes import Process, parent_pid, start
+
+processes.SERVER = Path(__file__).with_name("warm_server.py")
 
 
 def popen(arguments: list[str], *, env: dict[str, str], stdout: Any, **others: Any) -> Process:
