@@ -1,9 +1,10 @@
 """A recorded spot market, compressed in time, against systems that train on it, one after the other: what each makes
 of the same window of the same trace, on emulated devices, with real processes.
 
-    python benchmarks/spot.py                                    two hours and more of EC2's p3 instances
-    python benchmarks/spot.py --trace parcae-p3-high-availability-high-preemption-1h.csv --mapping scale --compress 20
-    python benchmarks/spot.py --failures 3000 --mtbf-s 20        so many steps with seeded losses instead of a trace
+    python benchmarks/spot.py                                    the three worst hours of 12 of EC2's p3 instances
+    python benchmarks/spot.py --trace parcae-p3-high-availability-high-preemption-1h.csv --begin-h 0 --end-h 1
+                              --compress 20 --mapping scale      an hour in which nodes are not replaced at once
+    python benchmarks/spot.py --failures 3000                    so many steps with seeded losses instead of a trace
 
 Table, picture and JSON in ``--out``. Exit code 1 if the result of a system is not what it claims. See ``--help``.
 """
@@ -217,9 +218,9 @@ def find_trace(name: str) -> Path:
 @click.command()
 @click.option("--trace", default="ec2-p3-us-east-12h.csv", show_default=True, help="A file of lines "
               "ms,add|remove,node, or the name of one in ../shared/traces.")  # fmt: skip
-@click.option("--begin-h", type=click.FloatRange(min=0), default=0.0, show_default=True, help="Of the window.")
-@click.option("--end-h", type=click.FloatRange(min=0), default=6.0, show_default=True, help="Of the window.")
-@click.option("--compress", type=click.FloatRange(min=1), default=150.0, show_default=True, help="How many times "
+@click.option("--begin-h", type=click.FloatRange(min=0), default=5.5, show_default=True, help="Of the window.")
+@click.option("--end-h", type=click.FloatRange(min=0), default=8.5, show_default=True, help="Of the window.")
+@click.option("--compress", type=click.FloatRange(min=1), default=60.0, show_default=True, help="How many times "
               "faster than the trace.")  # fmt: skip
 @click.option("--mapping", type=click.Choice(["replace", "scale"]), default="replace", show_default=True,
               help="How nodes of the trace, which has more, become members: further ones wait to replace those that "
@@ -231,6 +232,8 @@ def find_trace(name: str) -> Path:
 @click.option("--size", type=click.IntRange(min=1), default=2, show_default=True, help="Samples of a micro-batch.")
 @click.option("--layer-ms", type=click.FloatRange(min=0), default=5.0, show_default=True, help="Of a layer's emulated "
               "forward pass; its backward pass takes twice as long.")  # fmt: skip
+@click.option("--start-s", type=click.FloatRange(min=0), default=0.0, show_default=True, help="Seconds of the trace "
+              "that the start of a process takes besides, which are emulated: of all systems alike.")  # fmt: skip
 @click.option("--blocks", default="auto", show_default=True, help="bamboo's setting topology.blocks; 1: whole stages.")
 @click.option("--spare-holders/--no-spare-holders", default=False, show_default=True, help="Losses wait until bamboo "
               "can bear them. Without it fatal ones happen, and the job restarts.")  # fmt: skip
@@ -247,11 +250,12 @@ def find_trace(name: str) -> Path:
               help="Virtual environment that has torchft.  [default: out/torchft]")  # fmt: skip
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("out"), show_default=True)
 def main(trace: str, begin_h: float, end_h: float, compress: float, mapping: Mapping, pipelines: int, stages: int,
-         layers: int, micro_batches: int, size: int, layer_ms: float, failures: int | None, mtbf_s: float, seed: int,
-         systems: tuple[str, ...], on_demand_price: float, spot_price: float, spare_holders: bool, blocks: str,
-         torchft: Path, out: Path) -> None:  # fmt: skip
+         layers: int, micro_batches: int, size: int, layer_ms: float, start_s: float,
+         failures: int | None, mtbf_s: float, seed: int, systems: tuple[str, ...], on_demand_price: float,
+         spot_price: float, spare_holders: bool, blocks: str, torchft: Path, out: Path) -> None:  # fmt: skip
     """Measure what systems make of a spot market, on EMULATED devices."""
-    work = Work(Shape(pipelines, stages), stages * layers, micro_batches, size, layer_ms / 1000)
+    compress = compress if failures is None else 1.0
+    work = Work(Shape(pipelines, stages), stages * layers, micro_batches, size, layer_ms / 1000, start_s / compress)
     if failures is None:
         path = find_trace(trace)
         if not end_h > begin_h:
@@ -262,7 +266,7 @@ def main(trace: str, begin_h: float, end_h: float, compress: float, mapping: Map
         systems = systems or ("bamboo", "checkpoint-restart")
         # Longer than any system that is of use needs.
         part = seeded(work.shape.size, mtbf_s, 20 * failures * work.step_s(work.shape) + 3600, seed)
-        source, seconds, compress, mapping = f"seeded losses, one in {mtbf_s:g} s, seed {seed}", None, 1.0, "replace"
+        source, seconds, mapping = f"seeded losses, one in {mtbf_s:g} s, seed {seed}", None, "replace"
     changes, faults = market(part, work.shape.size, mapping, compress)
     plan = Plan(work, changes, faults, compress, seconds, failures, mapping, (on_demand_price, spot_price),
                 spare_holders, blocks, torchft.absolute(), out.resolve() / "jobs" / "spot")  # fmt: skip

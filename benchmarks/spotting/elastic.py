@@ -106,8 +106,7 @@ class Elastic:
         settings = {"train_micro_batch_size_per_gpu": self.work.size, **TRAINING}
         config = write_config(folder, self.work.micro_batches, block, **settings)
         arguments = ["--elastic", "--deepspeed_config", str(config), "--out", str(folder), "--stop-file", str(stop)]
-        arguments += ["--stages", str(self.work.shape.stages), "--layers", str(self.work.layers)]
-        arguments += ["--layer-s", str(self.work.layer_s), "--shares", str(self.work.shape.pipelines)]
+        arguments += ["--stages", str(self.work.shape.stages), *self.work.arguments]
         return [*arguments, "--steps", "100000", "--save-every", str(self.every)]
 
     def _attend(self, process: subprocess.Popen[bytes], chaos: subprocess.Popen[bytes], seconds: float | None,
@@ -181,6 +180,8 @@ class Elastic:
                 if joins and line["confirmed"] and line["seconds"] is not None:
                     outcome.starts.append(line["seconds"])
         outcome.changes = points
+        late = max((f["done_s"] - f["planned_s"] for f in outcome.faults if f["kind"] == "lose"), default=0.0)
+        outcome.notes.append(f"losses came up to {late:.1f} s late, where a joiner that was to die had not registered")
 
     def _account(self, outcome: Outcome, begin: float) -> None:
         """``bamboo goodput`` of the window. What a node does before it registers is its start."""

@@ -43,6 +43,7 @@ class Work:
         micro_batches: of a pipeline of the full job, per step.
         size: samples of a micro-batch.
         layer_s: seconds of a layer's forward pass; the backward pass takes twice as long.
+        start_s: emulated seconds of a process's start, besides what it takes here.
     """
 
     shape: Shape
@@ -50,6 +51,7 @@ class Work:
     micro_batches: int
     size: int
     layer_s: float
+    start_s: float = 0.0
 
     @property
     def global_micro_batches(self) -> int:
@@ -60,6 +62,17 @@ class Work:
     def samples(self) -> int:
         """Samples of a step."""
         return self.global_micro_batches * self.size
+
+    @property
+    def arguments(self) -> list[str]:
+        """Those of every worker."""
+        words = {
+            "layers": self.layers,
+            "layer-s": self.layer_s,
+            "shares": self.shape.pipelines,
+            "start-s": self.start_s,
+        }
+        return [word for name, value in words.items() for word in (f"--{name}", str(value))]
 
     def step_s(self, shape: Shape) -> float:
         """Seconds of a step of the same samples with ``shape``, by 1F1B without messages; infinite if impossible."""

@@ -153,9 +153,8 @@ class Pipelines:
             folder.mkdir(parents=True)
             settings = {"train_micro_batch_size_per_gpu": self.work.size, **TRAINING}
             config = write_config(folder, self.work.micro_batches, None, **settings)
-            arguments = ["--out", str(folder), "--stages", str(shape.stages), "--layers", str(self.work.layers)]
-            arguments += ["--layer-s", str(self.work.layer_s), "--shares", str(shape.pipelines), "--slot", str(slot)]
-            arguments += ["--deepspeed_config", str(config)]
+            arguments = ["--out", str(folder), "--stages", str(shape.stages), *self.work.arguments]
+            arguments += ["--slot", str(slot), "--deepspeed_config", str(config)]
             self.starts.append(pipeline)
             self._running[slot] = pipeline
             self.start(pipeline, slot, arguments)

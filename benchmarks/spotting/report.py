@@ -35,8 +35,8 @@ def facts(source: str, work: Work, mapping: str, compress: float, seconds: float
         f"layers, {work.micro_batches} micro-batches of {work.size}; a layer {work.layer_s * 1000:g} ms forward and "
         f"{work.layer_s * 2000:g} ms backward",
         EMULATED,
-        f"{compress:g} times as fast as the trace: a second here stands for {compress:g} s; starts, pauses and "
-        "checkpoints take the time that they take",
+        f"{compress:g} times as fast as the trace: a second here stands for {compress:g} s; pauses and checkpoints "
+        f"take the time that they take, the start of a process {work.start_s:g} s more",
         f"nodes: {_MAPPINGS[mapping]}",
     ]
 

@@ -263,8 +263,7 @@ class Restarts:
     def _start(self, shape: Shape, why: str) -> None:
         folder = self.folder / f"start-{len(self.generations)}"
         checkpoint, settings = self._checkpoint, dict(TRAINING)
-        arguments = ["--out", str(folder), "--stages", str(shape.stages), "--layers", str(self.work.layers)]
-        arguments += ["--layer-s", str(self.work.layer_s), "--shares", str(self.work.shape.pipelines)]
+        arguments = ["--out", str(folder), "--stages", str(shape.stages), *self.work.arguments]
         if self.every:
             arguments += ["--save-every", str(self.every)]
         else:

@@ -140,6 +140,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--stages", type=int, required=True)
     parser.add_argument("--layers", type=int, required=True, help="of a pipeline")
     parser.add_argument("--layer-s", type=float, required=True, help="of a forward pass; backward takes twice as long")
+    parser.add_argument("--start-s", type=float, default=0.0, help="more of a start, without using the CPU")
     parser.add_argument("--shares", type=int, required=True, help="pipelines that the order of samples is that of")
     parser.add_argument("--steps", type=int, default=10**9)
     parser.add_argument("--out", type=Path, required=True)
@@ -149,6 +150,7 @@ def options() -> argparse.ArgumentParser:
 
 def build(arguments: argparse.Namespace, **more: Any) -> Any:
     """DeepSpeed's engine."""
+    time.sleep(arguments.start_s)
     torch.manual_seed(0)
     specs = [LayerSpec(EmulatedLayer, arguments.layer_s) for _ in range(arguments.layers)]
     net = PipelineModule(specs, num_stages=arguments.stages, loss_fn=Loss(), partition_method="uniform")
