@@ -250,6 +250,25 @@ def test_kill_waits_for_healing_or_is_spared(run: Run) -> None:
         assert [d.outcome for d in records] == ["injected", "injected"] and gone(found[2].pid)
 
 
+def test_nodes_of_a_trace_are_found_after_a_restart(run: Run) -> None:
+    """Members have other names then, of the same agents."""
+    with members(4) as found:
+        before = [record.model_copy(update={"id": f"before{record.slot}"}) for record in found]
+        job = PretendedJob(before)
+        looks = job.look
+
+        def look(timeout_s: float = 0.0) -> Situation:
+            situation = looks(timeout_s)
+            if "before0" in situation.members:
+                job.situation = settled(found)
+            return situation
+
+        job.look = look  # type: ignore[method-assign]
+        kill = fault(Kind.KILL_AGENT, None, "node:b", 0.1)
+        _, records = run(job, [kill], nodes={"a": 0, "b": 2}, choice=Choice(spare_holders=False))
+        assert [(d.outcome, d.members) for d in records] == [("injected", ["m2"])]
+
+
 def test_stopped_member_counts_as_lost(run: Run) -> None:
     with members(4) as found:
         _, records = run(

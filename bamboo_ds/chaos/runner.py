@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
+from ..control.registry.records import in_slot_order
 from ..processes import reap_adopted
 from .faults import GIVEN_UP, HIT_ELSEWHERE, Fault, FaultRecord, Kind
 from .injections import Impossible, Injection, Kill, Notify, Obey, Partition, Raise, Stop
@@ -119,7 +120,7 @@ class Runner:
         self._dead: set[str] = set()
         self._hit: set[str] = set()  # by a fault that may have cost them, or has sent them away
         self._risky: dict[str, float] = {}  # members that a timed fault may have cost, until when
-        self._nodes: dict[str, str] = {}
+        self._agents: dict[str, int] = {}  # by node of a trace: its agent stays while members are renamed by a restart
         self._joins: list[Join] = []
         self._failed_at: int | None = None  # newest step told of when a worker was made to fail by itself
         self._reap_at = 0.0
@@ -211,7 +212,7 @@ class Runner:
             injection, planned_s, seen = entry
             over = injection.done(situation)
             if isinstance(injection, Join) and injection.fault.target is not None and injection.member is not None:
-                self._nodes[injection.fault.target.name] = injection.member
+                self._agents[injection.fault.target.name] = injection.account.pids[0]
             if over:
                 self._active.remove(entry)
                 self._note(injection, planned_s, seen)
@@ -251,7 +252,7 @@ class Runner:
             done = (known.step or 0) - self._failed_at
             if done < _STEPS_BETWEEN_FAILURES:
                 return Aim((), "another worker has just failed, and a step that fails twice ends the job"), known
-        choice = replace(self._choice, nodes=self._nodes)
+        choice = replace(self._choice, nodes=self._nodes(known))
         return aim(fault, known, at_risk, choice), known
 
     def _missing(self, situation: Situation) -> str | None:
@@ -373,8 +374,15 @@ class Runner:
     # -- members ------------------------------------------------------------------------------------------
 
     def _name_nodes(self, situation: Situation) -> None:
-        slots = {record.slot: record.id for record in situation.members.values()}
-        self._nodes = {node: slots[slot] for node, slot in self._options.nodes.items() if slot in slots}
+        slots = {record.slot: record.agent_pid for record in situation.members.values()}
+        self._agents = {node: slots[slot] for node, slot in self._options.nodes.items() if slot in slots}
+
+    def _nodes(self, situation: Situation) -> dict[str, str]:
+        """Members that stand for nodes of a trace. At a restart some agents start several workers for a while."""
+        members: dict[int, str] = {}
+        for record in in_slot_order(situation.members.values()):
+            members.setdefault(record.agent_pid, record.id)
+        return {node: members[agent] for node, agent in self._agents.items() if agent in members}
 
     def _join(self, fault: Fault) -> Join:
         join = Join(fault, self._options.join, len(self._joins))

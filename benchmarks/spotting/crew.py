@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +15,12 @@ from common import WORKERS, JobFailed, environment
 
 from bamboo_ds.chaos.faults import Fault, Kind
 from bamboo_ds.launchers.network import free_port
+from tests.support import processes
 from tests.support.processes import Process, start
+
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # caches are warm: what is imported is compiled once
+#: All processes are forked from one that has made their imports, agents' and workers' too.
+processes.SERVER = Path(__file__).with_name("warm_server.py")
 
 #: Seconds between two looks at processes and files.
 LOOK_S = 0.01

@@ -8,18 +8,19 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from common import WORKERS, Job, JobFailed, Watcher, bamboo_job, environment, fresh, wall, write_config
+from common import WORKERS, Job, JobFailed, Watcher, environment, fresh, wall, write_config
 
 from bamboo_ds.chaos.schedule import Change
 from bamboo_ds.observe.events import read_events
 from bamboo_ds.observe.goodput import account
 from bamboo_ds.observe.lives import Category
+from tests.support.processes import Process, start
 
 from .crew import PATIENCE_S
 from .market import Work, trace_text
@@ -64,8 +65,8 @@ class Elastic:
         trace, stop, name = folder / "trace.csv", folder / "stop", f"spot-{os.getpid()}"
         trace.write_text(trace_text(self.changes))
         slots = self.work.shape.size
-        with bamboo_job(folder, slots, WORKERS / "spotted.py", self._arguments(folder, stop), job=name) as process:
-            watcher = Watcher(Job(folder), process)
+        with _warm_job(folder, slots, self._arguments(folder, stop), name) as process:
+            watcher = Watcher(Job(folder), process)  # type: ignore[arg-type]
             watcher.step(WARM_UP)
             if self.every:
                 watcher.wait("a checkpoint", lambda seen: any(e["event"] == "checkpoint_saved" for e in seen))
@@ -109,7 +110,7 @@ class Elastic:
         arguments += ["--stages", str(self.work.shape.stages), *self.work.arguments]
         return [*arguments, "--steps", "100000", "--save-every", str(self.every)]
 
-    def _attend(self, process: subprocess.Popen[bytes], chaos: subprocess.Popen[bytes], seconds: float | None,
+    def _attend(self, process: Process, chaos: subprocess.Popen[bytes], seconds: float | None,
                 steps: int | None) -> int:  # fmt: skip
         """Wait for the end of the window; returns the step after which the job is to end."""
         job, journal, begun = Job(self.folder), self.folder / "chaos" / "faults.jsonl", time.monotonic()
@@ -205,6 +206,26 @@ class Elastic:
         return found
 
 
+@contextmanager
+def _warm_job(folder: Path, slots: int, arguments: Sequence[str], name: str) -> Iterator[Process]:
+    """``bamboo run`` whose agents and workers are forked from a process that has made their imports."""
+    command = [sys.executable, "-m", "bamboo_ds.cli.main", "run", "-n", str(slots), "--job", name]
+    command += ["--events", str(folder / "events.jsonl"), str(WORKERS / "spotted.py"), *arguments]
+    env = {**environment(), "BAMBOO_LOGS": str(folder / "logs")}
+    with open(folder / "log.txt", "wb") as log:
+        process = start(command, env, log.fileno())
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
 def _records(folder: Path) -> list[dict[str, Any]]:
     """Complete lines of the journal of faults."""
     path = folder / "chaos" / "faults.jsonl"
@@ -249,8 +270,11 @@ def _pauses(events: Sequence[dict[str, Any]], begin: float) -> list[Pause]:
             redone = max(e.get("redo_seconds", 0.0) for e in each)
             at = wall(longest) - longest.get("redo_seconds", 0.0) - length(longest) - begin
             found.append(Pause(at, length(longest), kind, redone))
-    marks = [e for e in events if e["event"] in ("fatal", "step")]
-    for fatal, step in pairwise(marks):
-        if fatal["event"] == "fatal" and step["event"] == "step":
-            found.append(Pause(wall(fatal) - begin, wall(step) - step["seconds"] - wall(fatal), "restart"))
+    for number, fatal in enumerate(events):
+        if fatal["event"] == "fatal":
+            later = events[number:]
+            restart = next((n for n, e in enumerate(later) if e["event"] == "restart"), len(later))
+            step = next((e for e in later[restart:] if e["event"] == "step"), None)
+            if step is not None:
+                found.append(Pause(wall(fatal) - begin, wall(step) - step["seconds"] - wall(fatal), "restart"))
     return sorted(found, key=lambda pause: pause.at)

@@ -96,10 +96,14 @@ def torchft(work: Work, folder: Path, founders: Sequence[str], faults: Sequence[
     for file in states.glob("*"):
         file.unlink()
     states.mkdir(parents=True, exist_ok=True)
+    groups = work.shape.pipelines
+    begun: set[int] = set()
     with interpreter(python), lighthouse(states, python) as address:
 
         def start(gang: Gang, slot: int, arguments: list[str]) -> None:
             more = ["--lighthouse", address, "--checkpoint", str(states), "--save-every", str(max(1, every))]
+            more += ["--meet", str(1 if slot in begun else groups)]
+            begun.add(slot)
             gang.start("whole.py", [*arguments, *more])
 
         pipelines = Pipelines(work, folder, founders, faults, start, lambda slot: None, every)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import threading
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -43,10 +44,20 @@ class TorchftPeers:
             hostname="127.0.0.1",
         )
         self.pipelines = 0
+        self._meet(arguments.slot, arguments.meet)
         newest = self._newest()
         if newest:
             state.load(torch.load(self._file(newest, self._stage), weights_only=True))
             self._manager.load_state_dict({"step": newest, "batches_committed": 0})
+
+    def _meet(self, slot: int, groups: int) -> None:
+        """Wait until all stages of so many groups are here: a quorum need not have them all."""
+        (self._folder / f"meet-{slot}-{self._stage}").touch()
+        deadline = time.monotonic() + _QUORUM.total_seconds()
+        while len(list(self._folder.glob("meet-*"))) < groups * self._stages:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{groups} groups have not come within {_QUORUM}")
+            time.sleep(0.01)
 
     @property
     def step(self) -> int:

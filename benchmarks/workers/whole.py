@@ -156,6 +156,7 @@ def main() -> None:
     parser.add_argument("--hub", help="address of the supervisor")
     parser.add_argument("--lighthouse", help="address of torchft's")
     parser.add_argument("--checkpoint", type=Path, help="folder of states, for a start without others")
+    parser.add_argument("--meet", type=int, default=1, help="groups that the first step waits for")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     deepspeed.init_distributed()
