@@ -20,13 +20,13 @@ from statistics import median
 from typing import Any
 
 import click
-from common import HERE, JobFailed, console
+from common import HERE, TRAININGS, JobFailed, console
 
 sys.path.insert(0, str(HERE.parent))  # for tests.support
 
 from spotting import fault_tolerant, pipelines, report
 from spotting.elastic import Elastic
-from spotting.market import Mapping, Shape, Work, between_losses_s, market, save_every, seeded, window
+from spotting.market import Choice, Shape, Work, between_losses_s, market, save_every, seeded, window
 from spotting.outcome import Outcome, prove
 from spotting.restarts import Restarts
 
@@ -232,6 +232,8 @@ def find_trace(name: str) -> Path:
 @click.option("--size", type=click.IntRange(min=1), default=2, show_default=True, help="Samples of a micro-batch.")
 @click.option("--layer-ms", type=click.FloatRange(min=0), default=5.0, show_default=True, help="Of a layer's emulated "
               "forward pass; its backward pass takes twice as long.")  # fmt: skip
+@click.option("--training", type=click.Choice(["bf16-zero1", "fp32"]), default="bf16-zero1", show_default=True,
+              help="fp32: all pipelines hold a stage's state, checkpoints are of one number of stages.")  # fmt: skip
 @click.option("--start-s", type=click.FloatRange(min=0), default=0.0, show_default=True, help="Seconds of the trace "
               "that the start of a process takes besides, which are emulated: of all systems alike.")  # fmt: skip
 @click.option("--blocks", default="auto", show_default=True, help="bamboo's setting topology.blocks; 1: whole stages.")
@@ -249,13 +251,15 @@ def find_trace(name: str) -> Path:
 @click.option("--torchft", type=click.Path(file_okay=False, path_type=Path), default=HERE.parent / "out" / "torchft",
               help="Virtual environment that has torchft.  [default: out/torchft]")  # fmt: skip
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("out"), show_default=True)
-def main(trace: str, begin_h: float, end_h: float, compress: float, mapping: Mapping, pipelines: int, stages: int,
-         layers: int, micro_batches: int, size: int, layer_ms: float, start_s: float,
+def main(trace: str, begin_h: float, end_h: float, compress: float, mapping: Choice, pipelines: int,
+         stages: int, layers: int, micro_batches: int, size: int, layer_ms: float, training: str, start_s: float,
          failures: int | None, mtbf_s: float, seed: int, systems: tuple[str, ...], on_demand_price: float,
          spot_price: float, spare_holders: bool, blocks: str, torchft: Path, out: Path) -> None:  # fmt: skip
     """Measure what systems make of a spot market, on EMULATED devices."""
     compress = compress if failures is None else 1.0
-    work = Work(Shape(pipelines, stages), stages * layers, micro_batches, size, layer_ms / 1000, start_s / compress)
+    settings = {**TRAININGS[training].config, "communication_data_type": "fp32"}
+    times = layer_ms / 1000, start_s / compress
+    work = Work(Shape(pipelines, stages), stages * layers, micro_batches, size, *times, settings, training != "fp32")
     if failures is None:
         path = find_trace(trace)
         if not end_h > begin_h:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -55,6 +56,12 @@ def test_the_interval_of_young_and_daly(spot: Any) -> None:
 def test_the_fastest_whole_pipelines(spot: Any, members: int, shape: tuple[int, int] | None) -> None:
     found = spot.market.best_shape(work(spot), members)
     assert (None if found is None else (found.pipelines, found.stages)) == shape
+
+
+def test_without_other_shapes_of_a_checkpoint_only_whole_pipelines_go_on(spot: Any) -> None:
+    fixed = replace(work(spot), reshapes=False)
+    shapes = [spot.market.best_shape(fixed, members) for members in (3, 4, 7, 8)]
+    assert [shape and (shape.pipelines, shape.stages) for shape in shapes] == [None, (1, 4), (1, 4), (2, 4)]
 
 
 def test_a_step_by_1f1b(spot: Any) -> None:

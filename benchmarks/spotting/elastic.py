@@ -25,12 +25,14 @@ from tests.support.processes import Process, start
 from .crew import PATIENCE_S
 from .market import Work, trace_text
 from .outcome import Done, Outcome, Pause
-from .restarts import TRAINING, WARM_UP
+from .restarts import WARM_UP
 
 #: Seconds between two looks at a job that must not be disturbed.
 _LOOK_S = 0.1
 #: Steps that a job still does after its last one has been named: all members must have seen it by then.
 _NOTICE_STEPS = 3
+#: Seconds without etcd after which workers commit nothing: as few as may be.
+_FENCE_S = 10.0
 
 
 @dataclass
@@ -104,7 +106,9 @@ class Elastic:
     def _arguments(self, folder: Path, stop: Path) -> list[str]:
         block: dict[str, Any] = {"topology": {"blocks": self.blocks if self.blocks == "auto" else int(self.blocks)}}
         block["checkpoint"] = {"keep": 2}
-        settings = {"train_micro_batch_size_per_gpu": self.work.size, **TRAINING}
+        # The default waits for minutes that are compressed here, when a fatal loss is followed by silence.
+        block["membership"] = {"fence_s": _FENCE_S}
+        settings = {"train_micro_batch_size_per_gpu": self.work.size, **self.work.settings}
         config = write_config(folder, self.work.micro_batches, block, **settings)
         arguments = ["--elastic", "--deepspeed_config", str(config), "--out", str(folder), "--stop-file", str(stop)]
         arguments += ["--stages", str(self.work.shape.stages), *self.work.arguments]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import click
 
@@ -14,7 +14,7 @@ from bamboo_ds.chaos.faults import Fault, Kind
 from bamboo_ds.chaos.schedule import Change, by_trace
 
 #: How nodes of a trace become members of a job that has fewer.
-Mapping = Literal["replace", "scale"]
+Choice = Literal["replace", "scale"]
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,8 @@ class Work:
         size: samples of a micro-batch.
         layer_s: seconds of a layer's forward pass; the backward pass takes twice as long.
         start_s: emulated seconds of a process's start, besides what it takes here.
+        settings: of DeepSpeed.
+        reshapes: whether checkpoints of one number of stages can be made such of another.
     """
 
     shape: Shape
@@ -52,6 +54,8 @@ class Work:
     size: int
     layer_s: float
     start_s: float = 0.0
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    reshapes: bool = True
 
     @property
     def global_micro_batches(self) -> int:
@@ -82,7 +86,7 @@ class Work:
         return (self.global_micro_batches // shape.pipelines + shape.stages - 1) * longest
 
 
-def best_shape(work: Work, members: int, least_stages: int = 1) -> Shape | None:
+def best_shape(work: Work, members: int) -> Shape | None:
     """The fastest whole pipelines of ``members`` members at most; ``None`` if there are none.
 
     Of equally fast ones that with as many pipelines as the full job, then that of fewest members.
@@ -90,8 +94,8 @@ def best_shape(work: Work, members: int, least_stages: int = 1) -> Shape | None:
     shapes = [
         Shape(pipelines, stages)
         for pipelines in range(1, min(members, work.shape.pipelines) + 1)
-        for stages in range(least_stages, members // pipelines + 1)
-        if work.step_s(Shape(pipelines, stages)) < math.inf
+        for stages in range(1, members // pipelines + 1)
+        if (work.reshapes or stages == work.shape.stages) and work.step_s(Shape(pipelines, stages)) < math.inf
     ]
     return min(shapes, key=lambda s: (work.step_s(s), s.pipelines != work.shape.pipelines, s.size), default=None)
 
@@ -164,9 +168,7 @@ def scaled(changes: Sequence[Change], slots: int) -> list[Change]:
     return [change for change in changes if change.node in kept]
 
 
-def market(
-    changes: Sequence[Change], slots: int, mapping: Mapping, compress: float
-) -> tuple[list[Change], list[Fault]]:
+def market(changes: Sequence[Change], slots: int, mapping: Choice, compress: float) -> tuple[list[Change], list[Fault]]:
     """The changes of a :func:`window` that matter to a job of ``slots`` members, and what it does to the job when.
 
     Args:

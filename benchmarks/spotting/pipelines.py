@@ -23,7 +23,7 @@ from .crew import LOOK_S, Clock, Gang, lines, wait_for
 from .hub import Hub
 from .market import Work
 from .outcome import Book, Done, Outcome, Pause
-from .restarts import TRAINING, WARM_UP
+from .restarts import WARM_UP
 
 #: Seconds between two looks at files.
 _FILES_S = 0.2
@@ -151,7 +151,7 @@ class Pipelines:
             nodes = tuple(free[: shape.stages])
             pipeline = _Pipeline(folder, nodes, slot=slot, lost_at=self._empty_since.get(slot))
             folder.mkdir(parents=True)
-            settings = {"train_micro_batch_size_per_gpu": self.work.size, **TRAINING}
+            settings = {"train_micro_batch_size_per_gpu": self.work.size, **self.work.settings}
             config = write_config(folder, self.work.micro_batches, None, **settings)
             arguments = ["--out", str(folder), "--stages", str(shape.stages), *self.work.arguments]
             arguments += ["--slot", str(slot), "--deepspeed_config", str(config)]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -29,13 +29,6 @@ from .crew import LOOK_S, PATIENCE_S, Clock, Gang, lines, wait_for
 from .market import Shape, Work, best_shape, larger_pays
 from .outcome import Book, Done, Outcome, Pause
 
-#: What is trained, in the terms of DeepSpeed's configuration: universal checkpoints need a sharded optimizer.
-TRAINING: Mapping[str, Any] = {
-    "bf16": {"enabled": True},
-    "zero_optimization": {"stage": 1},
-    "data_types": {"grad_accum_dtype": "fp32"},
-    "communication_data_type": "fp32",
-}
 #: Steps before the window begins, at least.
 WARM_UP = 4
 #: Steps until which checkpoints are made in the warm-up of a job that measures what they cost.
@@ -233,7 +226,7 @@ class Restarts:
         if shape is None:
             return
         checkpoint = self._checkpoint
-        if checkpoint is not None and checkpoint.shape != shape:
+        if checkpoint is not None and checkpoint.shape != shape and self.work.reshapes:
             target = checkpoint.folder.with_name(checkpoint.folder.name + "_universal")
             self._pending = shape, why
             if not (target / "done").exists():
@@ -262,7 +255,7 @@ class Restarts:
 
     def _start(self, shape: Shape, why: str) -> None:
         folder = self.folder / f"start-{len(self.generations)}"
-        checkpoint, settings = self._checkpoint, dict(TRAINING)
+        checkpoint, settings = self._checkpoint, dict(self.work.settings)
         arguments = ["--out", str(folder), "--stages", str(shape.stages), *self.work.arguments]
         if self.every:
             arguments += ["--save-every", str(self.every)]
@@ -270,7 +263,7 @@ class Restarts:
             arguments += ["--save-every", "2", "--save-until", str(MEASURED_SAVES)]
         if checkpoint is not None:
             load = checkpoint.folder
-            if checkpoint.shape != shape:
+            if checkpoint.shape != shape and self.work.reshapes:
                 settings["checkpoint"] = {"load_universal": True}
                 load = load.with_name(load.name + "_universal")
             arguments += ["--load", str(load)]

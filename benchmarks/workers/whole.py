@@ -26,26 +26,34 @@ PATIENCE_S = 600.0
 
 
 class State:
-    """Weights and optimizer of a stage whose engine is BF16_Optimizer over Adam, as one flat fp32 tensor."""
+    """Weights and optimizer of a stage, as one flat fp32 tensor: of BF16_Optimizer, or of Adam over fp32 weights."""
 
     def __init__(self, engine: Any) -> None:
-        self._optimizer = engine.optimizer
-        self._adam = engine.optimizer.optimizer
+        self._sharded = engine.optimizer if hasattr(engine.optimizer, "fp32_groups_flat_partition") else None
+        self._adam = engine.optimizer.optimizer if self._sharded else engine.optimizer
+        groups = self._adam.param_groups
+        self._weights = [weights for group in groups for weights in group["params"]]
+
+    @property
+    def _gradients(self) -> list[torch.Tensor]:
+        if self._sharded:
+            return list(self._sharded.fp32_groups_gradients_flat)
+        return [weights.grad for weights in self._weights]
 
     def gradients(self) -> torch.Tensor:
         """(n,): a copy of the accumulated gradients."""
-        return torch.cat([flat.reshape(-1) for flat in self._optimizer.fp32_groups_gradients_flat])
+        return torch.cat([gradient.reshape(-1) for gradient in self._gradients])
 
     def set_gradients(self, flat: torch.Tensor) -> None:
         """Step with these."""
-        for mine in self._optimizer.fp32_groups_gradients_flat:
+        for mine in self._gradients:
             mine.copy_(flat[: mine.numel()].view_as(mine))
             flat = flat[mine.numel() :]
 
     def save(self) -> torch.Tensor:
-        """(3 n + 1,): weights, Adam's moments and its number of steps; zeros before the first one."""
+        """(3 n + k,): of k tensors the weights, Adam's moments and its number of steps; zeros before the first one."""
         parts = []
-        for weights in self._optimizer.fp32_groups_flat_partition:
+        for weights in self._weights:
             adam = self._adam.state.get(weights, {})
             zeros, step = torch.zeros_like(weights), adam.get("step", torch.zeros(()))
             parts += [weights.detach(), adam.get("exp_avg", zeros), adam.get("exp_avg_sq", zeros), step.reshape(1)]
@@ -53,7 +61,7 @@ class State:
 
     def load(self, flat: torch.Tensor) -> None:
         """What :meth:`save` gave."""
-        for weights in self._optimizer.fp32_groups_flat_partition:
+        for weights in self._weights:
             n = weights.numel()
             mine, moment, square, step, flat = flat.split([n, n, n, 1, flat.numel() - 3 * n - 1])
             weights.data.copy_(mine.view_as(weights))
@@ -63,16 +71,20 @@ class State:
                     "exp_avg": moment.clone().view_as(weights),
                     "exp_avg_sq": square.clone().view_as(weights),
                 }
-        self._optimizer.update_lp_params()
+        if self._sharded:
+            self._sharded.update_lp_params()
 
     def digest(self) -> str:
         """Of the weights."""
-        whole = torch.cat([weights.detach() for weights in self._optimizer.fp32_groups_flat_partition])
+        whole = torch.cat([weights.detach().reshape(-1) for weights in self._weights])
         return hashlib.sha256(whole.numpy().tobytes()).hexdigest()[:16]
 
     def drop_gradients(self) -> None:
         """Forget them: there is no step."""
-        self._optimizer.clear_hp_grads()
+        if self._sharded:
+            self._sharded.clear_hp_grads()
+        else:
+            self._adam.zero_grad()
 
 
 class Connection:
