@@ -31,6 +31,8 @@ from .restarts import WARM_UP
 _LOOK_S = 0.1
 #: Steps that a job still does after its last one has been named: all members must have seen it by then.
 _NOTICE_STEPS = 3
+#: Seconds for the job to do them, which may have to restart first.
+_END_S = 300.0
 #: Seconds without etcd after which workers commit nothing: as few as may be.
 _FENCE_S = 10.0
 
@@ -89,8 +91,10 @@ class Elastic:
                 last = self._attend(process, chaos, seconds, steps)
                 stop.with_suffix(".new").write_text(str(last))
                 stop.with_suffix(".new").rename(stop)
-                chaos.wait(PATIENCE_S)
-                code = process.wait(PATIENCE_S)
+                chaos.wait(_END_S)
+                code = process.wait(_END_S)
+            except subprocess.TimeoutExpired as error:
+                raise JobFailed(f"{folder}: the job did not end\n{Job(folder).log()[-3000:]}") from error
             finally:
                 if chaos.poll() is None:
                     chaos.terminate()

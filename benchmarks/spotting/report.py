@@ -174,12 +174,12 @@ def draw(path: Path, title: str, outcomes: Sequence[Outcome], work: Work, faults
     for axis, each in zip(axes[:, 0], measured, strict=True):
         bins = [0.0] * (int(each.seconds / width) + 1)
         for step in each.kept:  # the samples of a step are spread over its time
-            begin, end = max(0.0, step.begin), max(step.end, step.begin + 1e-6)
-            for number in range(int(begin / width), min(len(bins) - 1, int(end / width)) + 1):
-                overlap = min(end, (number + 1) * width) - max(begin, number * width)
-                bins[number] += step.samples * max(0.0, overlap) / (end - begin) / width
-        times = [(number + 0.5) * width for number in range(len(bins))]
-        axis.fill_between(times, bins, step="mid", alpha=0.5, color="tab:green")
+            length = max(step.end - step.begin, 1e-6)
+            for number in range(max(0, int(step.begin / width)), min(len(bins) - 1, int(step.end / width)) + 1):
+                overlap = min(step.end, (number + 1) * width) - max(step.begin, number * width)
+                bins[number] += step.samples * max(0.0, overlap) / length / width
+        edges = [number * width for number in range(len(bins))]
+        axis.fill_between(edges, bins, step="post", alpha=0.5, color="tab:green")
         axis.set_ylabel("samples/s")
         axis.set_ylim(0, 1.3 * max(1e-9, measured[0].samples_per_s))
         members = axis.twinx()
