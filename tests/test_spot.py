@@ -58,6 +58,13 @@ def test_the_fastest_whole_pipelines(spot: Any, members: int, shape: tuple[int, 
     assert (None if found is None else (found.pipelines, found.stages)) == shape
 
 
+def test_of_equally_fast_pipelines_as_many_as_before(spot: Any) -> None:
+    """Results are the same to the last bit then."""
+    job, shape = work(spot, layers=3), spot.market.Shape
+    assert job.step_s(shape(2, 2)) == job.step_s(shape(1, 3))
+    assert spot.market.best_shape(job, 4) == shape(2, 2)
+
+
 def test_without_other_shapes_of_a_checkpoint_only_whole_pipelines_go_on(spot: Any) -> None:
     fixed = replace(work(spot), reshapes=False)
     shapes = [spot.market.best_shape(fixed, members) for members in (3, 4, 7, 8)]

@@ -159,7 +159,7 @@ class Elastic:
         self._tell_faults(outcome, begin)
         self._account(outcome, begin)
         report = json.loads((self.folder / "chaos" / "report.json").read_text())
-        outcome.notes += [f"bamboo chaos: {problem}" for problem in report["problems"]]
+        outcome.notes += [f"bamboo chaos: {problem.splitlines()[0]}" for problem in report["problems"]]
         plans = [e for e in events if e["event"] == "plan"]
         outcome.more = {
             "save_every_steps": self.every,

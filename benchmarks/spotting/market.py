@@ -127,7 +127,7 @@ def larger_pays(now_s: float, then_s: float, restart_s: float, until_loss_s: flo
         restart_s: seconds without training for it.
         until_loss_s: expected seconds to the next loss.
     """
-    return until_loss_s > restart_s and (until_loss_s - restart_s) / then_s > until_loss_s / now_s
+    return (until_loss_s - restart_s) / then_s > until_loss_s / now_s
 
 
 # -- the trace --------------------------------------------------------------------------------------------
