@@ -338,7 +338,8 @@ def test_bad_input(tmp_path: Path, options: list[str], trace: str | None, expect
     assert code == 2 and expected in said, said
 
 
-def test_the_command_prints_one_object(tmp_path: Path) -> None:
+def test_the_command_prints_one_object(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")  # pytest-xdist has one of its own
     profile = tmp_path / "model.json"
     profile.write_text(model(pipelines=1).model_dump_json())
     events = tmp_path / "events.jsonl"
