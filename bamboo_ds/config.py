@@ -209,6 +209,13 @@ class TopologyConfig(_Block):
     transfer_mb_per_s: float | None = Field(
         500.0, gt=0, description="bound in MB/s on what a member sends of its state to new replicas; `null`: none"
     )
+    memory_limit_mb: float | None = Field(
+        None,
+        gt=0,
+        description="what a member may hold of stages, in MiB: parameters, gradients and optimizer state of those that "
+        "it owns and shadows, and what their passes keep. Replicas are given up for it, see [Even shares]"
+        "(../guides/even-shares.md#memory). `null`: any number",
+    )
     min_gain: float = Field(
         0.05,
         ge=0,
@@ -217,6 +224,11 @@ class TopologyConfig(_Block):
         "speed; the time is taken to be that of the member with most to do. Stages count as equal until their blocks "
         "have been measured (`topology.blocks`)",
     )
+
+    @property
+    def memory_limit(self) -> int | None:
+        """``memory_limit_mb`` in bytes."""
+        return None if self.memory_limit_mb is None else round(self.memory_limit_mb * 2**20)
 
 
 class CheckpointConfig(_Block):

@@ -121,9 +121,12 @@ class Runner:
         iterations: int,
         hold: tuple[float, float],
         sizes: tuple[str, ...] = (),
+        layers: int = 1,
     ) -> None:
         self._out, self._stages, self._micro_batches = out, stages, micro_batches
-        self._sizes = sizes
+        self._sizes = sizes if layers == 1 else (*sizes, "--layers", str(layers))
+        #: What a layer takes; those of a stage share its time.
+        self._layer = tuple(seconds / layers for seconds in hold)
         self.training = training
         self._steps = WARM_UP + iterations
         self.hold = hold
@@ -138,7 +141,7 @@ class Runner:
         config = write_config(folder, self._micro_batches, block, **training.config)
         arguments = ["--deepspeed_config", str(config), "--out", str(folder), "--stages", str(self._stages)]
         arguments += ["--steps", str(self._steps)]
-        arguments += ["--forward-s", str(self.hold[0]), "--backward-s", str(self.hold[1])]
+        arguments += ["--forward-s", str(self._layer[0]), "--backward-s", str(self._layer[1])]
         arguments += [*self._sizes, *training.arguments, *(["--trace"] if trace and not mode else [])]
         workers, script, timeout_s = self._stages * training.pipelines, WORKERS / "emulated.py", self._timeout_s()
         if mode:
@@ -282,6 +285,9 @@ def plot(rows: list[Figures], path: Path) -> None:
 @click.option("--iterations", type=click.IntRange(min=1), default=10, show_default=True, help="Counted ones.")
 @click.option("--forward-ms", type=float, default=20.0, show_default=True)
 @click.option("--backward-ms", type=float, default=40.0, show_default=True)
+@click.option(
+    "--layers", type=click.IntRange(min=1), default=1, show_default=True, help="Of each stage, which share its time."
+)
 @click.option("--parameters", type=click.IntRange(min=0), default=0, show_default=True, help="More per stage.")
 @click.option(
     "--boundary-mb", type=float, default=0.0, show_default=True, help="Size of boundary tensors; 0: 64 bytes."
@@ -308,6 +314,7 @@ def main(
     iterations: int,
     forward_ms: float,
     backward_ms: float,
+    layers: int,
     parameters: int,
     boundary_mb: float,
     against: Path | None,
@@ -324,15 +331,14 @@ def main(
     modes = [m.of(version) for m in MODES if not wanted or m.name in wanted for version in versions(against)]
     if timeline:
         modes = [mode.recorded(kind) for mode in modes for kind in (timeline, "off")]
-    sizes = (
-        () if not (parameters or boundary_mb) else ("--parameters", str(parameters), "--boundary-mb", str(boundary_mb))
-    )
+    more = "--parameters", str(parameters // layers), "--boundary-mb", str(boundary_mb)
+    sizes = more if parameters or boundary_mb else ()
     out = out.resolve()
     rows: list[Figures] = []
     for name in trainings:
         for p, factor in itertools.product(stages, factors):
             hold = forward_ms / 1000, backward_ms / 1000
-            runner = Runner(out, p, factor * p, TRAININGS[name], iterations, hold, sizes)
+            runner = Runner(out, p, factor * p, TRAININGS[name], iterations, hold, sizes, layers)
             console.print(f"P={p} M={factor * p}: ideal 1F1B takes {runner.ideal_s:.3f} s")
             if trace:
                 for mode in (None, *modes):
@@ -346,7 +352,7 @@ def main(
         return
     console.print(table(rows))
     settings = {"forward_ms": forward_ms, "backward_ms": backward_ms, "iterations": iterations}
-    settings |= {"parameters": parameters, "boundary_mb": boundary_mb}
+    settings |= {"layers": layers, "parameters": parameters, "boundary_mb": boundary_mb}
     content = {"title": TITLE, "emulated": True, **settings, "repetitions": repetitions}
     save_json(out / "overhead.json", {**content, "rows": [asdict(row) for row in rows]})
     plot(rows, out / "overhead.png")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from torch import nn
 from bamboo_ds.engine.blocks import CutSearch, StageBlocks, bounds, cuttable
 from bamboo_ds.errors import UnsupportedError
 
-from .support.jobs import RunningJob, slow_until, write_config
+from .support.jobs import RunningJob, bamboo_command, slow_until, write_config
 from .support.surviving import Reference, fault, survive_in_turn
 from .test_elastic import assert_same
 
@@ -211,3 +213,33 @@ def test_a_job_grows_beyond_its_stages(tmp_path: Path, reference: Reference) -> 
         result = job.finish()
     assert_same(result, reference(2, 1, 6, *result.length), [], joined=1)
     assert not result.events("replica_mismatch")
+
+
+@pytest.mark.integration
+def test_members_may_hold_only_so_much(tmp_path: Path, reference: Reference) -> None:
+    """Two members have room for both stages, but not for what passes keep besides; one that joins holds one of them."""
+    state = [16 * parameters for parameters in (2 * 272, 2 * 272 + 170)]
+    limited = {"topology": {"memory_limit_mb": sum(state) / 2**20}, "redundancy": {"verify_every": 2}}
+    go = tmp_path / "go"
+    command = ["--stages", "2", *slow_until(go)]
+
+    def short() -> list[list[list[int]]]:
+        return [event["roles"] for event in job.events("memory_short")]
+
+    with RunningJob(tmp_path, 2, command, write_config(tmp_path, limited)) as job:
+        job.wait_for("replicas are given up", lambda: short() == [[[0, 0], [0, 1]]])
+        job.join()
+        job.wait_for("one is there again", lambda: short()[1:] == [[[0, 1]]])
+        report = json.loads(run_plan(job))
+        go.touch()
+        result = job.finish()
+    assert [plan["shadows"][0] is None for plan in result.events("plan")[1:]][:2] == [False, True]
+    held = {each["member"]: (each["limit"], each["held"]) for each in report["memory"]}
+    assert len(held) == 3 and all(0 < bytes_ <= limit == sum(state) for limit, bytes_ in held.values())
+    assert any("no replica of (0,1)" in reason for reason in report["reasons"])
+    assert_same(result, reference(2, 1, 6, *result.length), [], joined=1)
+
+
+def run_plan(job: RunningJob) -> str:
+    command = [bamboo_command(), "plan", "--job", job.name, "--json"]
+    return subprocess.run(command, env=job.env, capture_output=True, check=True, timeout=60, text=True).stdout

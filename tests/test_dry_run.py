@@ -18,7 +18,8 @@ from bamboo_ds.cli.building import Built
 from bamboo_ds.cli.doctor import Finding
 from bamboo_ds.cli.main import cli
 from bamboo_ds.topology import Candidate, Layout, initial_plan, with_redundancy
-from bamboo_ds.topology.memory import StateBytes, member_bytes
+from bamboo_ds.topology.memory import StateBytes
+from bamboo_ds.topology.room import member_bytes
 
 from .support.processes import start
 
@@ -117,8 +118,8 @@ def test_what_would_become_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.delenv("BAMBOO_LOGS")
     monkeypatch.delenv("COLUMNS", raising=False)  # that xdist sets
 
-    def run(*options: str) -> tuple[int, list[str]]:
-        done = CliRunner().invoke(cli, ["run", "--dry-run", "-n", "2", *options, __file__])
+    def run(*options: str, script: tuple[str, ...] = ()) -> tuple[int, list[str]]:
+        done = CliRunner().invoke(cli, ["run", "--dry-run", "-n", "2", *options, __file__, *script])
         return done.exit_code, [re.sub(r" +", " ", line.strip()) for line in done.output.splitlines()]
 
     code, told = run("--emulate-hosts", "2")
@@ -140,6 +141,18 @@ def test_what_would_become_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         "state: 18 bytes per parameter of an own stage, 18 of a replica, 2 of a frozen one on either (bf16, Adam); "
         "what passes keep comes on top",
     ]
+    config = tmp_path / "ds_config.json"
+    config.write_text('{"bamboo": {"topology": {"memory_limit_mb": 61440}}}')
+    told = run("--emulate-hosts", "2", script=("--deepspeed_config", str(config)))[1]
+    assert told[4:6] == [
+        "m0 emulated-0 (0,0) - 1,073,741,824 0 18.00 GiB 0.0 MiB 18.00 GiB",
+        "m1 emulated-1 (0,1) - 3,221,225,472 1,073,741,824 56.00 GiB 0.0 MiB 56.00 GiB",
+    ]
+    assert told[-2:] == [
+        "no replica of (0,0): one takes 18432.0 MiB; of members that might hold it m1 has most room, 4096.0 MiB",
+        "no replica of (0,1): one takes 57344.0 MiB; of members that might hold it m0 has most room, 43008.0 MiB",
+    ]
+    config.unlink()
     built = Built(unknown="a test says so")
     assert run()[1][2:] == [
         "warning: script: a test says so",
@@ -211,8 +224,9 @@ def test_the_optimizer_s_name() -> None:
 def test_bytes_of_members() -> None:
     members = [Candidate(f"m{slot}", slot, f"h{slot}", home=slot) for slot in range(2)]
     plan = with_redundancy(initial_plan(["m0", "m1"]), Layout(1, 2), True, members)
-    assert member_bytes(plan, (10, 100), StateBytes()) == {"m0": (160.0, 1600.0), "m1": (1600.0, 160.0)}
-    frozen = member_bytes(plan, (10, 100), StateBytes("bf16"), (1000, 0))
-    assert frozen == {"m0": (2180.0, 1800.0), "m1": (1800.0, 2180.0)}
+    stages = [StateBytes().of(10), StateBytes().of(100)]
+    assert member_bytes(plan, stages) == {"m0": (160, 1600), "m1": (1600, 160)}
+    frozen = member_bytes(plan, [StateBytes("bf16").of(10, 1000), StateBytes("bf16").of(100)])
+    assert frozen == {"m0": (2180, 1800), "m1": (1800, 2180)}
     bare = with_redundancy(initial_plan(["m0", "m1"]), Layout(1, 2), False, members)
-    assert member_bytes(bare, (10, 100), StateBytes())["m0"] == (160.0, 0.0)
+    assert member_bytes(bare, stages)["m0"] == (160, 0)

@@ -282,7 +282,7 @@ def test_a_replica_under_construction_follows_evaluations() -> None:
         construction: Any = Construction(role, ("key", None), SimpleNamespace())  # type: ignore[arg-type]
         progress: Any = SimpleNamespace(sequence=7, committed=None)
         given: Any = SimpleNamespace(runtimes={}, epoch=None)
-        copies = Copies(given, given, progress, given, given, given, {role: construction}, given)
+        copies = Copies(given, given, progress, given, given, given, {role: construction}, given, given)
         copies.follow_layers(role, Layers(evaluated).capture())
         construction.forget(taken)
         assert len(construction.kept) == follows

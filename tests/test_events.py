@@ -44,6 +44,7 @@ SAMPLES: list[events.Event] = [
     events.PlanWritten(
         **COMMON, members=["m0"], owners=["m0", "m0"], shadows=[None, "m0"], lost=["m1"], reason="takeover"
     ),
+    events.MemoryShort(**COMMON, roles=[(0, 1)], members=["m0"]),
     events.Takeover(**COMMON, role=(0, 1), from_="m1", to="m0"),
     events.Recovered(
         **COMMON,

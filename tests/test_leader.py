@@ -24,11 +24,12 @@ from bamboo_ds.control.registry.records import (
     Record,
     RestartRecord,
     SuspicionRecord,
+    WorkerState,
 )
 from bamboo_ds.errors import EXIT_FATAL_LOSS
 from bamboo_ds.processes import boot_id
 from bamboo_ds.store.records import KeyValue, Snapshot, WatchEvent
-from bamboo_ds.topology import Layout, Plan, planner
+from bamboo_ds.topology import Layout, Plan, StageMemory, planner
 from bamboo_ds.topology.planner import initial_plan, takeover, with_redundancy
 
 from .support.settings import deciding
@@ -99,6 +100,42 @@ def test_layout_waits_for_every_report() -> None:
     assert action.plan == SECOND
     del reports["c"]
     assert decider().decide(view, 0.0) == Wait()
+
+
+STAGE = StageMemory(10, 12, 8)
+
+
+def test_what_stages_take_is_told_with_the_layout() -> None:
+    """And replicas are given up that members may not hold; not before all have told."""
+    reports = {n: report(n).model_copy(update={"stage": STAGE, "memory": 25 if n == "a" else 21}) for n in IDS}
+    view = View(world_size=4, plan=FIRST, members=members(*IDS), reports=reports)
+    action = decider().decide(view, 0.0)
+    assert isinstance(action, WritePlan)
+    plan = action.plan
+    assert plan.memory == (STAGE,) * 4 and plan.unshadowed == (0, 2, 3) and plan.shadows[1] == "a"
+    reports["b"] = report("b").model_copy(update={"memory": 21})
+    action = decider().decide(view, 0.0)
+    assert isinstance(action, WritePlan) and action.plan.memory == () and action.plan.shadows == SECOND.shadows
+
+
+def test_copies_wait_for_room() -> None:
+    """A replica on its owner's host moves, and another one to where its inputs are: both give way to what comes.
+
+    What passes keep counts as soon as a worker has told of it.
+    """
+    records = {n: member(n).model_copy(update={"host": "AB"[n in "cd"]}) for n in IDS}
+    reports = {n: report(n).model_copy(update={"memory": 25}) for n in IDS}
+    plan = replace(SECOND, shadows=(None, "d", "a", "c"), memory=(StageMemory(10, 10, 8),) * 4)
+    workers = {n: WorkerState(id=n, epoch=2, replicas=r) for n, r in zip(IDS, ((2,), (), (3,), (1,)), strict=True)}
+    view = View(world_size=4, plan=plan, members=records, reports=reports, workers=workers)
+    action = decider().decide(view, 0.0)
+    assert isinstance(action, WritePlan)
+    assert action.plan.learners == ((0, "c"), (2, "b"), (3, "a")) and action.plan.shadows == (None, "d", None, None)
+    workers["d"] = workers["d"].model_copy(update={"passes": {0: 3, 3: 6}})
+    action = decider().decide(view, 0.0)
+    assert isinstance(action, WritePlan)
+    assert [stage.passes for stage in action.plan.memory] == [3, 0, 0, 6]
+    assert action.plan.shadows == (None, "d", "a", None) and "no replica of (0,0)" in action.reason
 
 
 def test_different_layouts_stop() -> None:

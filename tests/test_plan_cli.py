@@ -157,9 +157,24 @@ def test_what_people_see() -> None:
     assert "lost: m1" in text and "slowest member: 2 -> 1 stages" in text
 
 
+def test_what_members_may_hold() -> None:
+    """Limits, what is held of them, and what binds."""
+    asked = ("--stages", "4", "--members", "4,memory=25000000", "--bytes", ",".join(["10000000"] * 4), "--lose", "m2")
+    found = report(*asked)
+    assert found["memory"] == [{"member": m, "limit": 25_000_000, "held": 20_000_000} for m in ("m0", "m1", "m3")]
+    assert [move["bytes"] for move in found["moves"]] == [] and next_shadows(found) == ["m3", "m0", None, None]
+    text = bamboo_plan(*asked, "--explain")
+    assert "m0 may hold 23.8 MiB, and holds 19.1 MiB" in text
+    assert "no replica of (0,2), (0,3): one takes 9.5 MiB; of members that might hold it m0 has most room, 4.8" in text
+    assert report(*asked[:3], "4", *asked[4:])["memory"] == []
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--stages", "4", "--members", "4,memory=9"], "needs --bytes"),
+        (["--stages", "4", "--members", "4,memory=1G"], "memory=BYTES"),
+        (["--stages", "4", "--members", "4,memory=9", "--bytes", "1,2"], "one for each of 4 stages"),
         (["--stages", "4"], "needs --stages and --members"),
         (["--members", "4"], "needs --stages and --members"),
         (["--stages", "4", "--members", "four"], "write a number"),

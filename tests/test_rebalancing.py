@@ -98,3 +98,17 @@ def test_a_straggler_comes_and_goes(course: int) -> None:
         assert world.killed == [cut.member for cut in cuts]
         helps = [any(lent.rank == rank for lent in plan.lent) for plan in world.healed]
         assert any(helps) and (cuts or not helps[-1]), world.healed
+
+
+@pytest.mark.parametrize("course", COURSES)
+def test_members_hold_no_more_than_they_may(course: int) -> None:
+    """Two stages each: a loss leaves room for one replica of three stages; a joiner has room for the others."""
+    for seed in range(1000 * course, 1000 * course + (20 if course else 4)):
+        random, joiners = Random(seed), seed % 2
+        spec = Spec(blocks=2, iterations=12, heals=True, dataset=True, joiners=joiners, straggler="nobody", room=2)
+        world = World(spec, seed, (Cut(random.choice(["m0", "m1", "m2"]), random.randrange(30)),)).run()
+        check(world)
+        plan = world.plan
+        assert len(world.killed) == 1 and world.most == 2 and not plan.crowded
+        given_up = [rank for rank, shadow in enumerate(plan.shadows) if shadow is None]
+        assert list(plan.unshadowed) == given_up and len(given_up) == (0 if joiners else 2)

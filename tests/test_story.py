@@ -278,6 +278,8 @@ def test_checkpoints_checks_and_waiting() -> None:
         at(14, events.ExactChecked, step=3, steps=3, stages=4, tensors=618, not_rehearsed=[]),
         at(15, events.ExactMismatch, step=2, role=(0, 1), found="replica", tensors=["counter x (3 and 2)"]),
         at(16, events.MembersAwaited, members=[M1], seconds=120),
+        at(17, events.MemoryShort, 4, roles=[(0, 1), (0, 2)], members=[M1]),
+        at(18, events.MemoryShort, 5, roles=[], members=[]),
     ]
     assert lines(*found) == [
         "12:00:10 checkpoint of step 2 saved in 0.40 s: /c/2",
@@ -286,6 +288,8 @@ def test_checkpoints_checks_and_waiting() -> None:
         "12:00:14 exactness check: 618 tensors of 3 steps compared, no difference",
         "12:00:15 exactness check: the replica of stage 1 differs: counter x (3 and 2)",
         "12:00:16 all others wait for m1, for 120 s so far",
+        "12:00:17 no member has room for a replica of stages 1 and 2; m1 holds more than topology.memory_limit_mb",
+        "12:00:18 members have room for all that they hold, and for replicas",
     ]
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ..processes import die_with_parent
-from ..topology.memory import WITHOUT_MOMENTUM
+from ..topology.memory import optimizer_name
 
 
 @dataclass(frozen=True)
@@ -201,8 +201,7 @@ def _optimizer(given: Any, block: dict[str, Any]) -> str | None:
     name, settings = block.get("type"), [block.get("params") or {}]
     if given is not None:
         name, settings = type(given).__name__, getattr(given, "param_groups", [])
-    bare = str(name).lower() == "sgd" and not any(each.get("momentum") for each in settings)
-    return WITHOUT_MOMENTUM if bare else name
+    return optimizer_name(name, settings)
 
 
 def _parameters(specs: list[Any]) -> tuple[int, int]:

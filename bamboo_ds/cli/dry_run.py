@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,9 @@ from ..config import config_path_from_argv
 from ..launchers.network import LOOPBACK
 from ..launchers.run import RunOptions
 from ..observe.summary import counted
-from ..topology import Candidate, Layout, initial_plan, with_redundancy
-from ..topology.memory import StateBytes, member_bytes
+from ..topology import Candidate, Layout, initial_plan, short_of_memory, with_redundancy
+from ..topology.memory import StateBytes
+from ..topology.room import member_bytes
 from .building import Built
 from .doctor import Finding, Patient, examine
 from .output import console
@@ -76,11 +78,12 @@ def _tell_plan(options: RunOptions, built: Built) -> None:
     stages = built.stages if built.unknown is None else workers // pipelines
     layout = Layout(pipelines * built.slices, stages, slices=built.slices)
     here = socket.gethostname()
+    limit = options.bamboo.topology.memory_limit
     members = [
-        Candidate(f"m{slot}", slot, options.host_of(slot) or here, options.zone, slot) for slot in range(workers)
+        Candidate(f"m{slot}", slot, options.host_of(slot) or here, options.zone, slot, memory=limit)
+        for slot in range(workers)
     ]
     redundancy = options.bamboo.redundancy
-    plan = with_redundancy(initial_plan([m.id for m in members]), layout, redundancy.mode.replicas, members)
     state = StateBytes(
         precision=built.precision,  # type: ignore[arg-type]
         optimizer=built.optimizer,
@@ -89,17 +92,19 @@ def _tell_plan(options: RunOptions, built: Built) -> None:
         fp32_gradients=built.fp32_gradients,
         eager_backwards=redundancy.mode.eager_backward,
     )
+    known = bool(built.parameters)
+    memory = tuple(state.of(*each) for each in zip_longest(built.parameters, built.frozen, fillvalue=0))
+    plan = with_redundancy(initial_plan([m.id for m in members]), layout, redundancy.mode.replicas, members, memory)
     sliced = f" of {built.slices} slices" if built.slices > 1 else ""
     shape = f"{counted(pipelines, 'pipeline')} of {counted(stages, 'stage')}{sliced}"
     click.echo(f"plan: {shape} on {size}, redundancy {redundancy.mode.value}")
     table = Table(box=None)
     for column in ("member", "host", "owns", "shadows"):
         table.add_column(column)
-    known = bool(built.parameters)
     frozen = any(built.frozen)
     for column in ("parameters", *(("frozen",) if frozen else ()), "own state", "replicas", "sum") if known else ():
         table.add_column(column, justify="right")
-    costs = member_bytes(plan, built.parameters, state, built.frozen) if known else {}
+    costs = member_bytes(plan, memory) if known else {}
     for member in members:
         owned, shadowed = plan.owned_by(member.id), plan.shadowed_by(member.id)
         row = [member.id, member.host, _listed(owned), _listed(shadowed)]
@@ -117,6 +122,8 @@ def _tell_plan(options: RunOptions, built: Built) -> None:
         each = f"{state.owner:g} bytes per parameter of an own stage, {state.shadow:g} of a replica"
         each += f", {state.frozen:g} of a frozen one on either" if frozen else ""
         click.echo(f"state: {each} ({kind}); what passes keep comes on top")
+        for line in short_of_memory(plan, members):
+            click.echo(line)
     else:
         click.echo("memory: unknown, as the parameters of the stages are")
 

@@ -21,9 +21,11 @@ from ..topology import (
     Layout,
     Plan,
     Policy,
+    StageMemory,
     explain,
     holders_of,
     initial_plan,
+    memory_of,
     moves,
     predicted_s,
     takeover,
@@ -78,6 +80,16 @@ class MoveReport(BaseModel):
     bytes: int | None
 
 
+class MemoryReport(BaseModel):
+    """What a member may hold of stages, and what it holds under the next plan, in bytes."""
+
+    model_config = ConfigDict(frozen=True)
+
+    member: str
+    limit: int
+    held: int
+
+
 class PlanReport(BaseModel):
     """What ``bamboo plan --json`` prints.
 
@@ -93,6 +105,8 @@ class PlanReport(BaseModel):
         next_iteration_s: what one is expected to take under the next plan: as much longer or shorter as the slowest
             member.
         parts: what shadows compute in the next plan.
+        memory: of members of the next plan that may not hold any number of bytes, as far as it is known what stages
+            take.
         reasons: one sentence per change, and per rule that cannot be met.
     """
 
@@ -110,6 +124,7 @@ class PlanReport(BaseModel):
     roles: list[RoleReport]
     parts: list[PartReport]
     moves: list[MoveReport]
+    memory: list[MemoryReport]
     reasons: list[str]
 
 
@@ -143,8 +158,9 @@ class Situation:
     "--members",
     "groups",
     multiple=True,
-    metavar="N[,host=H][,zone=Z]",
-    help="So many members of it, on hosts of their own or on one; may be repeated.",
+    metavar="N[,host=H][,zone=Z][,memory=B]",
+    help="So many members of it, on hosts of their own or on one, which may hold so many bytes of stages; may be "
+    "repeated.",
 )
 @click.option(
     "--blocks", type=click.IntRange(min=1), help="Blocks that each of its stages may be divided into.  [default: 1]"
@@ -178,6 +194,7 @@ def plan(
 
     About a job that runs, or with --stages and --members about one that does not exist.
     """
+    costs = Costs(_numbers("--seconds", seconds, float), _numbers("--bytes", sizes, int))
     if stages is None and pipelines is None and slices is None and blocks is None and not groups:
         situation = _running(job, store)
     elif any(click.get_current_context().get_parameter_source(n) is _GIVEN for n in ("job", "store")):
@@ -188,8 +205,7 @@ def plan(
         count = slices or 1
         divided = (blocks,) * stages if blocks is not None and blocks > 1 and count == 1 else ()
         layout = Layout((pipelines or 1) * count, stages, slices=count, blocks=divided)
-        situation = imagined(layout, _parse_members(groups))
-    costs = Costs(_numbers("--seconds", seconds, float), _numbers("--bytes", sizes, int))
+        situation = imagined(layout, _parse_members(groups), costs.state_bytes)
     policy = replace(
         situation.policy,
         min_gain=situation.policy.min_gain if min_gain is None else min_gain,
@@ -204,6 +220,8 @@ def plan(
         size = "" if move.bytes is None else f" ({move.bytes} bytes)"
         click.echo(f"copy of ({move.pipeline},{move.stage}){size}: {move.source} -> {move.destination}")
     if explained:
+        for each in report.memory:
+            click.echo(f"{each.member} may hold {each.limit / 2**20:.1f} MiB, and holds {each.held / 2**20:.1f} MiB")
         click.echo("\n".join(report.reasons))
 
 
@@ -223,6 +241,7 @@ def plan_report(
     now = situation.plan
     alive = {member.id for member in members}
     lost = [member for member in now.members if member not in alive]
+    costs = costs.with_sizes(now)
     current = takeover(now, lost, holders_of(now, situation.ready), situation.members) if lost else now
     holders = holders_of(current, situation.ready)
     target = next_plan(current, members, costs, policy, holders)
@@ -276,6 +295,7 @@ def plan_report(
             )
             for move in moves(current, target, holders, costs)
         ],
+        memory=[MemoryReport(member=m, limit=limit, held=held) for m, limit, held in memory_of(target, members)],
         reasons=reasons,
     )
 
@@ -355,7 +375,13 @@ def observed(job: str, mirror: Mirror) -> Situation:
     registered = [r for r in mirror.members.values() if r.id in current.members or r.id in mirror.reports]
     members = tuple(
         Candidate(
-            r.id, r.slot, r.host, r.zone, homes.get(r.id, r.home), leaving=r.state == "leaving" or r.id in mirror.left
+            r.id,
+            r.slot,
+            r.host,
+            r.zone,
+            homes.get(r.id, r.home),
+            leaving=r.state == "leaving" or r.id in mirror.left,
+            memory=mirror.reports[r.id].memory if r.id in mirror.reports else None,
         )
         for r in registered
     )
@@ -370,37 +396,55 @@ def observed(job: str, mirror: Mirror) -> Situation:
 # -- a job that does not exist --------------------------------------------------------------------------
 
 
-def imagined(layout: Layout, members: Sequence[Candidate]) -> Situation:
+def imagined(layout: Layout, members: Sequence[Candidate], sizes: Sequence[int] = ()) -> Situation:
     """A job that began with a member for every role and has now ``members``.
 
     Where these are fewer, the others were lost one by one, with healing between, but for the last one; where they are
     more, they have just joined.
+
+    Args:
+        layout: the logical world.
+        members: the members.
+        sizes: bytes that each stage takes on its owner, and on its shadow.
+
+    Raises:
+        ConfigError: members may hold only so much, and ``sizes`` are not given.
     """
+    Costs(state_bytes=tuple(sizes)).check(layout.stages)
+    if not sizes and any(member.memory is not None for member in members):
+        raise ConfigError("--members memory=BYTES needs --bytes, the size of each stage's state")
+    memory = tuple(StageMemory(own=size, replica=size, copied=size) for size in sizes)
     everybody = list(members)
     for slot in range(len(members), layout.size):
         everybody.append(Candidate(f"m{slot}", slot, f"gone{slot}", home=slot))
     present = everybody[: layout.size]
     policy = policy_of(layout, True, Policy.min_gain, False)
-    current = with_redundancy(initial_plan([m.id for m in present]), layout, True, present)
+    current = with_redundancy(initial_plan([m.id for m in present]), layout, True, present, memory)
     current = replace(current, cuts=tuple(tuple(range(1, count)) for count in layout.blocks))
     while len(present) > max(len(members), 1):
         gone = present.pop()
-        current = takeover(current, [gone.id])
+        current = takeover(current, [gone.id], members=everybody)
         if len(present) > len(members):
             current = next_plan(current, present, policy=policy)
     return Situation(current, tuple(members), {}, policy)
 
 
 def _parse_members(groups: Sequence[str]) -> list[Candidate]:
-    """Members ``m0``, ``m1``, ... of ``N[,host=H][,zone=Z]`` each."""
+    """Members ``m0``, ``m1``, ... of ``N[,host=H][,zone=Z][,memory=B]`` each."""
     found: list[Candidate] = []
     for group in groups:
         count, *settings = group.split(",")
         values = dict(setting.partition("=")[::2] for setting in settings)
-        if not count.isdecimal() or int(count) < 1 or set(values) - {"host", "zone"}:
-            raise ConfigError(f"--members {group!r}: write a number, then host=NAME and zone=NAME if wanted")
+        room = values.get("memory", "0")
+        known = set(values) <= {"host", "zone", "memory"} and room.isdecimal()
+        if not count.isdecimal() or int(count) < 1 or not known:
+            raise ConfigError(
+                f"--members {group!r}: write a number, then host=NAME, zone=NAME and memory=BYTES if wanted"
+            )
+        memory = int(room) if "memory" in values else None
         for slot in range(len(found), len(found) + int(count)):
-            found.append(Candidate(f"m{slot}", slot, values.get("host", f"host{slot}"), values.get("zone", ""), slot))
+            host, zone = values.get("host", f"host{slot}"), values.get("zone", "")
+            found.append(Candidate(f"m{slot}", slot, host, zone, slot, memory=memory))
     return found
 
 

@@ -20,6 +20,7 @@ from .records import CurrentEpoch, Progress
 from .replica import capture
 from .runtime import RuntimeBinding
 from .schedulers import SchedulerPosition
+from .stage_memory import PassBytes
 from .steps import Steps
 
 logger = logging.getLogger("bamboo_ds")
@@ -40,6 +41,7 @@ class Copies:
     snapshots: Snapshots
     constructions: dict[Role, Construction]
     times: BlockTimes
+    kept: PassBytes
     #: The operation after which snapshots may be offered.
     _first: int = field(default=0, init=False)
 
@@ -216,8 +218,8 @@ class Copies:
         # Scripts may have stages compiled as wholes later.
         owned = {rank: () if r.stage.whole else r.cuts or () for rank, r in known.items()}
         self.times.enter(self.epoch.plan.epoch)
-        times = self.times.told(), self.times.iteration_s
-        self.epoch.channel.report_state(self.epoch.plan.epoch, self.replicas(), self.snapshots.place, owned, *times)
+        measured = self.times.told(), self.times.iteration_s, self.kept.known
+        self.epoch.channel.report_state(self.epoch.plan.epoch, self.replicas(), self.snapshots.place, owned, *measured)
 
     def close(self) -> None:
         """End."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
@@ -91,6 +91,23 @@ class DeepSpeedAdapter:
 
     def __init__(self, engine: PipelineEngine) -> None:
         self.engine: Any = engine
+
+    # -- settings -----------------------------------------------------------------------------------------
+
+    @property
+    def precision(self) -> Literal["fp32", "fp16", "bf16"]:
+        """Of parameters."""
+        return "fp16" if self.engine.fp16_enabled() else "bf16" if self.engine.bfloat16_enabled() else "fp32"
+
+    @property
+    def accumulates_in_fp32(self) -> bool:
+        """Whether bf16 adds gradients up in fp32."""
+        return self.engine._config.grad_accum_dtype in (None, "fp32")
+
+    @property
+    def zero_stage(self) -> int:
+        """Stage of ZeRO."""
+        return int(self.engine.zero_optimization_stage())
 
     # -- instructions and passes --------------------------------------------------------------------------
 

@@ -51,6 +51,7 @@ from .saving import HostCopyEngine, Saves
 from .schedulers import Pristine
 from .script_calls import ScriptCalls
 from .slices import SlicedPasses, mode_for
+from .stage_memory import PassBytes, local_stage
 from .steps import Steps
 from .supply import BatchSupply
 from .takeover import Takeover
@@ -118,10 +119,12 @@ class Parts:
         self.slices = slices = SlicedPasses(ds, groups, binding)
         # Passes on other devices than CPUs go on after they have returned.
         self.times = times = BlockTimes(bool(layout.blocks) and ds.device.type == "cpu")
-        self.passes = passes = Passes(
-            ds, layout, binding, progress, batches, accounts, slices, generators, idle, checks, times
-        )
         retains = mode.replicas or layout.slices > 1
+        limit = settings.topology.memory_limit
+        kept = PassBytes(ds, layout, limit is not None, retains)
+        self.passes = passes = Passes(
+            ds, layout, binding, progress, batches, accounts, slices, generators, idle, checks, times, kept
+        )
         self.boundaries = boundaries = Boundaries(ds, binding, epoch, progress, idle, retains)
         self.division = division = Division(ds, binding, epoch, progress, boundaries, reduction)
         self.redundant = redundant = RedundantPasses(
@@ -136,7 +139,7 @@ class Parts:
         )
 
         # Takeover, copies, replay.
-        self.copies = copies = Copies(binding, epoch, progress, builder, steps, snapshots, constructions, times)
+        self.copies = copies = Copies(binding, epoch, progress, builder, steps, snapshots, constructions, times, kept)
         self.joining = joining = Joining(job, binding, progress, history, saves, accounts, checks)
         announcements = Announcements(binding, epoch, progress, joining)
         self.recovery = recovery = RecoveryProtocol(
@@ -149,7 +152,8 @@ class Parts:
         )
         self.resuming = resuming = Resuming(epoch, progress, history, joining)
         self.loader = loader = Loader(ds, layout, groups, binding, progress, copies, replication, pristine)
-        report = partial(channel.report_layout, layout, mode.replicas)
+        stage = local_stage(ds, layout, mode.eager_backward)
+        report = partial(channel.report_layout, layout, mode.replicas, stage=stage, memory=limit)
         self.report_layout = partial(report, dataset is None)
         self.replay = replay = Replay(job, progress, history, joining, resuming, loader, takeover, self.report_layout)
         self.script = ScriptCalls(

@@ -27,6 +27,7 @@ from .records import Progress
 from .rng import Drawing, seeded_layers
 from .runtime import RuntimeBinding, StageRuntime
 from .slices import SlicedPasses
+from .stage_memory import PassBytes
 from .tracing import tensors_in
 
 #: Number of a stage that is neither a pipeline's first nor its last one.
@@ -48,6 +49,7 @@ class Passes:
     idle: IdleTimes
     checks: ExactChecks
     times: BlockTimes
+    kept: PassBytes
     _loading: int = field(default=0, init=False)
 
     def use_role(self, role: Role, part: int = 0) -> None:
@@ -114,6 +116,7 @@ class Passes:
                 partial(self.times.forward, runtime.role) if self.times.on else None,
             ),
             self._in_part(runtime),
+            self.kept.watching(runtime, buffer_id),
         ):
             self.ds.forward_pass(buffer_id)
         if self._at_ends(runtime)[1]:

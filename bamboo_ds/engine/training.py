@@ -172,7 +172,8 @@ class Training:
         self.steps.advance_local()
         self.supply.account()
         lasting = self._mend(agreed.mismatches) if committed else []
-        if self.division.note_cuts() | self.copies.times.end_iteration(time.monotonic() - self._begin):
+        measured = self.copies.times.end_iteration(time.monotonic() - self._begin)
+        if self.division.note_cuts() | measured | self.copies.kept.is_news():
             self.copies.tell_replicas()
         self.copies.advance(stepped=True)
         self.saves.poll()

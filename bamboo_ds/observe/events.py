@@ -118,6 +118,15 @@ class PlanWritten(EventBase):
     reason: str = Field(description="why it was written")
 
 
+class MemoryShort(EventBase):
+    """Members may not hold all that the job would have them hold. Emitted with each plan in which that changes; empty
+    lists: they may again."""
+
+    event: Literal["memory_short"] = "memory_short"
+    roles: list[Role] = Field(description="roles, [pipeline, stage], that have no replica for that")
+    members: list[str] = Field(description="members that hold more than they may all the same, as no plan is without")
+
+
 class Takeover(EventBase):
     """A plan gives a role another owner: in a takeover, or between two operations (the plan's `reason` says why)."""
 
@@ -332,6 +341,7 @@ Event = (
     | NoticeReceived
     | MemberLeft
     | PlanWritten
+    | MemoryShort
     | Takeover
     | Recovered
     | Reconfigured

@@ -26,6 +26,7 @@ from .events import (
     MemberLeft,
     MemberLost,
     MembersAwaited,
+    MemoryShort,
     NoticeReceived,
     PlanWritten,
     Recovered,
@@ -192,6 +193,8 @@ class Story:
             why = "" if event.error is None else f", {event.error}"
             what = f"worker {self._who(event.member_id)} {how(event.reason, event.detail)}{why}"
             return event.member_id, f"{what}: the job ends"
+        if isinstance(event, MemoryShort):
+            return event.epoch, self._short(event)
         if isinstance(event, CheckpointSaved):
             text = f"checkpoint of step {event.step} saved in {duration(event.seconds)}: {event.path}"
             return (event.path, event.step), text
@@ -207,6 +210,13 @@ class Story:
             compared = f"{counted(event.tensors, 'tensor')} of {counted(event.steps, 'step')}"
             return event.step, f"exactness check: {compared} compared, no difference"
         return None
+
+    def _short(self, event: MemoryShort) -> str:
+        parts = [f"no member has room for a replica of {self._stages(event.roles)}"] if event.roles else []
+        if event.members:
+            names = _listed([self.name(member) for member in event.members])
+            parts.append(f"{names} {'holds' if len(event.members) == 1 else 'hold'} more than topology.memory_limit_mb")
+        return "; ".join(parts) or "members have room for all that they hold, and for replicas"
 
     def _once(self, event: Event, key: object, text: str) -> list[str]:
         """The line, unless it was told: several members may emit what happens once."""

@@ -16,7 +16,8 @@ from itertools import accumulate
 from ..config import RedundancyMode
 from ..schedule import Hosts, PartProgress, RoleProgress, Timeline, hosts, not_begun, settle, timeline
 from ..topology import BlockCosts, Layout, Plan, Role
-from ..topology.memory import StateBytes, member_bytes
+from ..topology.memory import StateBytes
+from ..topology.room import member_bytes
 from .profile import Profile
 from .terms import Terms
 
@@ -226,8 +227,8 @@ class Pace:
 
     def need(self, plan: Plan) -> float:
         """Bytes of the member that needs most under ``plan``: states, activations, tensors kept for a takeover."""
-        known = member_bytes(plan, self.parameters, self.state)
-        need = {member: sum(both) for member, both in known.items()}
+        known = member_bytes(plan, [self.state.of(count) for count in self.parameters])
+        need: dict[str, float] = {member: sum(both) for member, both in known.items()}
         for rank, member in plan.learners:
             if member in need:
                 need[member] += self.parameters[rank // self.layout.pipelines] * self.state.shadow

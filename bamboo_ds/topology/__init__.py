@@ -3,11 +3,13 @@
 from .block_costs import BlockCosts, BlockSeconds, settled
 from .costs import Candidate, Costs, Policy, predicted_s
 from .division import divided
-from .explain import explain, undivided
+from .explain import explain, memory_of, short_of_memory, undivided
+from .memory import StageMemory
 from .moves import Move, holders_of, learners_for, moves
 from .plan import Lent, Plan, Side, part_hosts
 from .planner import initial_plan, takeover, with_redundancy
 from .roles import Layout, Role
+from .room import Room, while_copying
 from .sources import batch_sources, ends, hungry
 
 # The function ``planner.plan`` is not here: it would hide the module ``plan``.
@@ -22,7 +24,9 @@ __all__ = [
     "Plan",
     "Policy",
     "Role",
+    "Room",
     "Side",
+    "StageMemory",
     "batch_sources",
     "divided",
     "ends",
@@ -31,11 +35,14 @@ __all__ = [
     "hungry",
     "initial_plan",
     "learners_for",
+    "memory_of",
     "moves",
     "part_hosts",
     "predicted_s",
     "settled",
+    "short_of_memory",
     "takeover",
     "undivided",
+    "while_copying",
     "with_redundancy",
 ]

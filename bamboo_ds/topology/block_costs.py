@@ -7,6 +7,8 @@ takes one member longer than it takes another says that the member is slow, not 
     a         10    10
     b               30   120                slowness of b: 3
     c                     40    10
+
+The optimizer's step is no part of a cost: owner and shadow perform it for the whole stage, however it is divided.
 """
 
 from __future__ import annotations

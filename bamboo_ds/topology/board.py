@@ -8,6 +8,7 @@ from .costs import Costs, Roster
 from .partition import SLACK
 from .plan import Plan
 from .roles import Layout, Role
+from .room import Room
 
 Holders = Mapping[int, Collection[str]]
 
@@ -20,9 +21,12 @@ class Board:
         loads: seconds per micro-batch by usable member.
         beside: ranks of the stages before and after each role.
         adjacent: ranks that are well co-hosted with each role: those beside it, and its stage in the pipelines beside.
+        left: bytes that members with a limit may hold besides.
+        exchanging: whether members may get roles in exchange for others, for which they have room only when those are
+            gone; while copies are made they hold both.
     """
 
-    def __init__(self, previous: Plan, roster: Roster, costs: Costs, holders: Holders) -> None:
+    def __init__(self, previous: Plan, roster: Roster, costs: Costs, holders: Holders, room: Room) -> None:
         self.layout: Layout = previous.world
         self.roster = roster
         self.seconds = [costs.time(role.stage) for role in self.layout.roles]
@@ -41,16 +45,23 @@ class Board:
             for rank in range(self.layout.size)
         ]
         self._guests: dict[str, tuple[int, ...]] = {}
+        self._room = room
+        self.exchanging = False
+        self.left = {member: room.free(member) for member in room.limits if member in roster.order}
+        #: Bytes of roles that their members have had and are to have no more.
+        self._leaving = dict.fromkeys(self.left, 0)
         for rank, owner in enumerate(previous.owners):
             if owner in roster.order:
                 self.put(rank, owner)
         self._guests.clear()
+        self._leaving = dict.fromkeys(self.left, 0)
 
     def copy(self) -> Board:
         """The same board, to try something on."""
         other = object.__new__(Board)
         other.__dict__.update(self.__dict__)
         other.owners, other.loads, other._guests = list(self.owners), dict(self.loads), dict(self._guests)
+        other.left, other._leaving = dict(self.left), dict(self._leaving)
         return other
 
     def put(self, rank: int, member: str) -> None:
@@ -58,6 +69,8 @@ class Board:
         self.owners[rank] = member
         self.loads[member] += self.seconds[rank]
         self._guests[member] = (*self._guests.get(member, ()), rank)
+        if member in self.left:
+            self._hold(rank, member, 1)
 
     def take(self, rank: int) -> None:
         """Take a role from its owner."""
@@ -66,10 +79,35 @@ class Board:
         self.owners[rank] = None
         self.loads[owner] -= self.seconds[rank]
         self._guests[owner] = tuple(guest for guest in self._guests.get(owner, ()) if guest != rank)
+        if owner in self.left:
+            self._hold(rank, owner, -1)
+
+    def _hold(self, rank: int, member: str, sign: int) -> None:
+        size = self._room.owned(rank, member) * sign
+        self.left[member] -= size
+        if self._previous.owners[rank] == member:
+            self._leaving[member] -= size
 
     def fits(self, rank: int, member: str, limit: float) -> bool:
-        """Whether ``member`` could take the role without exceeding ``limit`` seconds."""
-        return self.loads[member] + self.seconds[rank] <= limit * (1 + SLACK)
+        """Whether ``member`` may hold the role, and could take it without exceeding ``limit`` seconds."""
+        fast = self.loads[member] + self.seconds[rank] <= limit * (1 + SLACK)
+        return fast and (not self.left or self.has_room(rank, member))
+
+    def has_room(self, rank: int, member: str) -> bool:
+        """Whether ``member`` may hold the role."""
+        if member not in self.left:
+            return True
+        kept = 0 if self.exchanging or self._previous.owners[rank] == member else self._leaving[member]
+        return self._room.owned(rank, member) <= self.left[member] - kept
+
+    def size(self, rank: int) -> int:
+        """Bytes of the role, as a copy of which a member would hold most."""
+        return self._room.size(rank)
+
+    @property
+    def within(self) -> bool:
+        """Whether no member holds more than it may."""
+        return all(left >= 0 for left in self.left.values())
 
     @property
     def slowest(self) -> float:

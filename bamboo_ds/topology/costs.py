@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from ..errors import ConfigError
@@ -23,6 +23,7 @@ class Candidate:
         zone: availability zone; empty where unknown.
         home: the rank that its script runs as.
         leaving: whether it is going to vanish soon: it gets no role and no replica.
+        memory: bytes that it may hold of roles (:class:`~.memory.StageMemory`); ``None``: any number.
     """
 
     id: str
@@ -31,6 +32,7 @@ class Candidate:
     zone: str = ""
     home: int = 0
     leaving: bool = False
+    memory: int | None = None
 
 
 def known(plan: Plan, members: Iterable[Candidate]) -> dict[str, Candidate]:
@@ -46,11 +48,17 @@ class Costs:
 
     Attributes:
         seconds: forward and backward pass of one micro-batch.
-        state_bytes: parameters and optimizer state.
+        state_bytes: parameters and optimizer state, as far as copies contain it.
     """
 
     seconds: tuple[float, ...] = ()
     state_bytes: tuple[int, ...] = ()
+
+    def with_sizes(self, plan: Plan) -> Costs:
+        """The same with the sizes that workers have told, if none are given."""
+        if self.state_bytes or not plan.memory:
+            return self
+        return replace(self, state_bytes=tuple(stage.copied for stage in plan.memory))
 
     def check(self, stages: int) -> None:
         """Raise :class:`ConfigError` unless both tuples are empty or have ``stages`` numbers >= 0."""

@@ -20,6 +20,7 @@ from .costs import Costs, Policy, Roster
 from .lending import Cuts, Division, Graph, Ground
 from .partition import SLACK
 from .plan import Lent, Plan
+from .room import Room
 
 #: How many roles get other shadows for the sake of speed, how many shadows are tried for each, and how many in all,
 #: times the number of members.
@@ -65,10 +66,12 @@ class Divider:
         roster: the members.
         costs: of the stages.
         policy: the user's wishes.
+        room: what members may hold.
     """
 
-    def __init__(self, previous: Plan, roster: Roster, costs: Costs, policy: Policy) -> None:
+    def __init__(self, previous: Plan, roster: Roster, costs: Costs, policy: Policy, room: Room) -> None:
         self._previous, self._roster, self._costs, self._policy = previous, roster, costs, policy
+        self._room = room
         #: By owners and shadows: the planner asks about the same ones several times.
         self._known: dict[tuple[tuple[str, ...], tuple[str | None, ...]], Division] = {}
 
@@ -89,9 +92,10 @@ class Divider:
         if self._policy.divides:
             if not best.even:
                 # Shadows that serve the division better than nearer ones would stay: copies back and forth help nobody.
-                other = self._settled(ground, _as_before(self._previous, target, self._roster, holders))
-                if self._gains(other, best):
-                    best = other
+                before = _as_before(self._previous, target, self._roster, holders)
+                if not self._room.crowded(target.owners, before):
+                    other = self._settled(ground, before)
+                    best = other if self._gains(other, best) else best
             best = self._with_other_shadows(ground, best, holders)
         return replace(target, shadows=tuple(best.shadows), lent=best.lent())
 
@@ -133,16 +137,32 @@ class Divider:
         for rank, owner in enumerate(ground.owners):
             stages[owner].append(rank // ground.pipelines)
         loads, idlest, options = now.loads.by_member, now.loads.ascending[:_IDLEST], []
+        left, copying = self._left(ground, now)
         for rank, owner in enumerate(ground.owners):
             stage = rank // ground.pipelines
             if owner != slowest or not ground.ways[stage]:
                 continue
             held = [member for member in holders.get(rank, ()) if member in loads]
             able = [m for m in {*held, *idlest} if m != now.shadows[rank] and self._roster.apart(owner, m)]
+            if left:
+                able = [m for m in able if m not in left or self._has_room(rank, m, left[m], copying[m])]
             rated = ((m not in held, loads[m], _distance(stages[m], stage), self._roster.order[m]) for m in able)
             options += [(rating, rank) for rating in nsmallest(_OPTIONS, rated)]
         usable = self._roster.usable
         return [_with(now.shadows, rank, usable[order].id) for (*_, order), rank in nsmallest(count, options)]
+
+    def _left(self, ground: Ground, now: Division) -> tuple[dict[str, int], dict[str, int]]:
+        """Bytes that members with a limit have left, in the end and with all that they hold while copies are made."""
+        if not self._room.limits:
+            return {}, {}
+        previous, room = self._previous, self._room
+        wanted = [pair for row in (ground.owners, now.shadows) for pair in enumerate(row) if pair[1] is not None]
+        copied = [(rank, str(member)) for rank, member in wanted]
+        return room.left(ground.owners, now.shadows), room.left(previous.owners, previous.shadows, copied)
+
+    def _has_room(self, rank: int, member: str, left: int, copying: int) -> bool:
+        held = member in (self._previous.owners[rank], self._previous.shadows[rank])
+        return self._room.shadowed(rank, member) <= left and (held or self._room.owned(rank, member) <= copying)
 
 
 def _distance(stages: Sequence[int], stage: int) -> int:

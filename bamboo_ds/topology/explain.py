@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from .board import Holders, beside
 from .costs import Candidate, Costs, Roster, predicted_s
 from .moves import holders_of, moves
 from .plan import Plan
 from .roles import Role
+from .room import Room
 
 
 def explain(
@@ -27,7 +28,37 @@ def explain(
         costs: as given to the planner.
         holders: as given to the planner.
     """
-    return _Explanation(previous, new, Roster(members), costs or Costs(), holders).lines()
+    return _Explanation(previous, new, Roster(members), (costs or Costs()).with_sizes(previous), holders).lines()
+
+
+def short_of_memory(plan: Plan, members: Sequence[Candidate]) -> list[str]:
+    """What ``plan`` cannot do since ``members`` may not hold it, and what binds."""
+    roster = Roster(member for member in members if member.id in plan.members)
+    room = Room(plan, roster.usable)
+    left = room.left(plan.owners, plan.shadows)
+    alike: dict[tuple[int, str], list[Role]] = {}
+    for rank in plan.unshadowed if left else ():
+        able = [member for member in left if roster.apart(plan.owners[rank], member)]
+        most = max(able, key=lambda member: left[member], default="")
+        alike.setdefault((room.size(rank), most), []).append(plan.world.role(rank))
+    found = [
+        f"no replica of {', '.join(map(str, roles))}: one takes {_mib(size)}"
+        + (f"; of members that might hold it {most} has most room, {_mib(max(0, left[most]))}" if most else "")
+        for (size, most), roles in sorted(alike.items())
+    ]
+    return found + [
+        f"{member} has to hold {_mib(-left[member])} more than the {_mib(room.limits[member])} that it may: "
+        "no plan is without"
+        for member in plan.crowded
+        if member in left
+    ]
+
+
+def memory_of(plan: Plan, members: Iterable[Candidate]) -> list[tuple[str, int, int]]:
+    """By member of ``plan`` with a limit: its id, bytes that it may hold, and bytes that it holds."""
+    room = Room(plan, [member for member in members if member.id in plan.members])
+    left = room.left(plan.owners, plan.shadows)
+    return [(member, limit, limit - left[member]) for member, limit in room.limits.items()]
 
 
 def undivided(plan: Plan) -> list[str]:
@@ -74,6 +105,8 @@ class _Explanation:
             return f"because {old} is gone"
         if old not in self._roster.order:
             return f"because {old} is leaving"
+        if old in self._previous.crowded:
+            return f"because {old} held more than it may"
         count = self._previous.owners.count(old)
         return f"because {old} had {_roles(count)} and the slowest member gets less to do"
 
@@ -90,7 +123,8 @@ class _Explanation:
         new = self._new.shadows[rank] if self._new.shadows else None
         old = self._previous.shadows[rank] if self._previous.shadows else None
         if new == old or new is None:
-            return None if new == old else f"shadow of {role}: {old} -> nobody, because there is none to choose"
+            why = "no member has room for it" if rank in self._new.unshadowed else "there is none to choose"
+            return None if new == old else f"shadow of {role}: {old} -> nobody, because {why}"
         return f"shadow of {role}: {old or 'nobody'} -> {new}, {self._why_shadow(rank, old)}; {self._where(rank, new)}"
 
     def _division(self, role: Role) -> list[str]:
@@ -123,6 +157,8 @@ class _Explanation:
             return f"because {old} is on host {self._roster.everyone[old].host}, as the owner {owner} is"
         if owner != self._previous.owners[rank]:
             return "because the owner changes"
+        if self._new.memory and self._roster.everyone[old].memory is not None:
+            return f"because {old} has no room for it, or does not compute its inputs"
         if self._new.shadows[rank] not in self._new.owners:
             return "so that a standby takes the role over if need be"
         return f"because {old} does not compute its inputs"
@@ -167,10 +203,11 @@ class _Explanation:
             found.append(f"no living member holds {held}: only a checkpoint helps")
         if usable == 1:
             found.append(f"no role has a shadow: {roster.usable[0].id} is the only member")
-        elif not any(new.shadows):
+        elif not any(new.shadows) and not new.unshadowed:
             found.append("no role has a shadow: redundancy is switched off")
         elif len(roster.hosts) == 1:
             found.append(f"shadows share their owners' host: {next(iter(roster.hosts))} is the only one")
+        found += short_of_memory(new, roster.usable)
         standbys = [member.id for member in roster.usable if member.id not in new.owners]
         if standbys and usable <= size:
             names = ", ".join(standbys)
@@ -194,6 +231,10 @@ class _Explanation:
             for other in beside(layout, role)
             if other.stage < role.stage and zone[role] == zone[other] != ""
         ]
+
+
+def _mib(count: int) -> str:
+    return f"{count / 2**20:.1f} MiB"
 
 
 def _roles(count: int) -> str:

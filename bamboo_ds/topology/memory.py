@@ -6,11 +6,9 @@ tensors, buffers and the allocator's own come on top.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
-
-from .plan import Plan
+from typing import Any, Literal
 
 Precision = Literal["fp32", "fp16", "bf16"]
 
@@ -25,6 +23,30 @@ _OPTIMIZERS = {
 }
 #: What is assumed of others.
 _LIKE_ADAM = 8
+
+
+def optimizer_name(name: str | None, groups: Iterable[Mapping[str, Any]]) -> str | None:
+    """The name that the table has for an optimizer of class or type ``name`` with the settings ``groups``."""
+    bare = str(name).lower() == "sgd" and not any(each.get("momentum") for each in groups)
+    return WITHOUT_MOMENTUM if bare else name
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Bytes that a role of a stage takes.
+
+    Attributes:
+        own: state on its owner.
+        replica: state on its shadow, never less.
+        copied: what goes to a member that gets a copy.
+        passes: what passes of an iteration keep at most; 0 before it has been measured. A shadow needs as much as an
+            owner: it computes parts of the stage, and goes on with all of it after a loss.
+    """
+
+    own: int
+    replica: int
+    copied: int
+    passes: int = 0
 
 
 @dataclass(frozen=True)
@@ -60,39 +82,24 @@ class StateBytes:
     @property
     def owner(self) -> float:
         """Bytes per parameter of a role on its owner."""
-        model, gradient, master = {"fp32": (4, 4, 0), "fp16": (2, 2, 4), "bf16": (2, 4, 4)}[self.precision]
-        if self.precision == "bf16" and not self.fp32_gradients:
-            gradient = 2
+        gradient = {"fp32": 4, "fp16": 2, "bf16": 4 if self.fp32_gradients else 2}[self.precision]
+        # With ZeRO-1 the shard's gradients in fp32 besides.
+        return self.copied + gradient + (4 / self.pipelines if self.zero else 0)
+
+    @property
+    def copied(self) -> float:
+        """Bytes per parameter that are sent where a copy of a role is made: all but gradients."""
+        model, master = {"fp32": (4, 0), "fp16": (2, 4), "bf16": (2, 4)}[self.precision]
         own = master + _OPTIMIZERS.get((self.optimizer or "").lower(), _LIKE_ADAM)
-        if not self.zero:
-            return model + gradient + own
-        # A shard of the optimizer's state, with the shard's gradients in fp32.
-        return model + gradient + (own + 4) / self.pipelines
+        return model + own / (self.pipelines if self.zero else 1)
 
     @property
     def shadow(self) -> float:
         """Bytes per parameter of a role on its shadow: as much, and with ZeRO-1 the flat parameters once more."""
         return self.owner + (2 if self.zero else 0) + (4 if self.eager_backwards else 0)
 
-
-def member_bytes(
-    plan: Plan, parameters: Sequence[int], state: StateBytes, frozen: Sequence[int] = ()
-) -> dict[str, tuple[float, float]]:
-    """By member, bytes of the roles that it owns, and of those that it shadows.
-
-    Args:
-        parameters: trainable ones of every stage.
-        frozen: the others of every stage; empty: there are none.
-    """
-
-    owned, shadowed = dict.fromkeys(plan.members, 0.0), dict.fromkeys(plan.members, 0.0)
-
-    def add(to: dict[str, float], member: str | None, stage: int, each: float) -> None:
-        if member in to:
-            to[member] += parameters[stage] * each + (frozen[stage] * state.frozen if frozen else 0)
-
-    for rank, owner in enumerate(plan.owners):
-        add(owned, owner, rank // plan.world.pipelines, state.owner)
-    for rank, shadow in enumerate(plan.shadows):
-        add(shadowed, shadow, rank // plan.world.pipelines, state.shadow)
-    return {member: (owned[member], shadowed[member]) for member in plan.members}
+    def of(self, parameters: int, frozen: int = 0) -> StageMemory:
+        """What a stage takes that has so many trainable parameters, and so many others."""
+        fixed = frozen * self.frozen
+        own, replica, copied = (round(parameters * each + fixed) for each in (self.owner, self.shadow, self.copied))
+        return StageMemory(own, replica, copied)

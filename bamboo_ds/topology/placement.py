@@ -1,4 +1,4 @@
-"""Placement of owners: least iteration time, then fewest bytes moved, then neighbours together."""
+"""Placement of owners: within what they may hold, least iteration time, fewest bytes moved, neighbours together."""
 
 from __future__ import annotations
 
@@ -8,30 +8,32 @@ from heapq import heapify, heappop, heappush, heapreplace
 from .board import Board, Holders
 from .costs import Costs, Roster
 from .least_loaded import LeastLoaded
+from .packing import packed
 from .partition import SLACK, fast_enough, partition
 from .plan import Plan
+from .room import Room
 
 
 def place_owners(
-    previous: Plan, roster: Roster, costs: Costs, holders: Holders, min_gain: float, redundant: bool
+    previous: Plan, roster: Roster, costs: Costs, holders: Holders, min_gain: float, redundant: bool, room: Room
 ) -> tuple[str, ...]:
     """The owner of every role, all of them usable members.
 
     Roles whose owners are usable stay where they are, unless moving some makes the slowest member faster by a
-    share of ``min_gain``.
+    share of ``min_gain``, or their owners may not hold them.
     """
-    board = Board(previous, roster, costs, holders)
+    board = Board(previous, roster, costs, holders, room)
     still = _settled(board, redundant)
     best, bins = partition(board.seconds, len(roster.usable))
     enough = fast_enough(best, min_gain)
-    if still.slowest <= enough * (1 + SLACK):
+    if still.within and still.slowest <= enough * (1 + SLACK):
         return _owners(still)
     # Next to the best: worth a change, and leaving nothing to gain that would be worth another.
     for limit in (best, min(enough, still.slowest * (1 - min_gain))):
         moved = _levelled(board, limit, redundant)
-        if moved.slowest <= limit * (1 + SLACK):
+        if moved.within and moved.slowest <= limit * (1 + SLACK):
             return _owners(moved)
-    return _owners(_from_scratch(board, bins))
+    return _owners(packed(board, still, min_gain) if board.left else _from_scratch(board, bins))
 
 
 def _owners(board: Board) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from typing import Literal
 from pydantic import TypeAdapter
 
 from .block_costs import BlockCosts
+from .memory import StageMemory
 from .roles import Layout, Role
 
 SCHEMA = 3
@@ -55,6 +56,9 @@ class Plan:
         lent: parts of stages that shadows compute, at most one of each role.
         cuts: by stage the blocks before which it may be divided; ``None`` where no worker has told yet.
         costs: of the blocks, as workers have measured them; ``None`` before that.
+        memory: by stage what its roles take; empty where no worker has told.
+        unshadowed: ranks of roles that have no shadow since no member may hold so much.
+        crowded: members that have to hold more than they may, since all others would as well.
         homes: for every one of ``members``, the rank that its worker's script runs as. Its data iterators are
             those of that rank. Not unique: a standby shares the home of another member.
         immediate: whether workers break off what they do to enter this epoch, as after a loss. Otherwise they
@@ -78,6 +82,9 @@ class Plan:
     lent: tuple[Lent, ...] = ()
     cuts: tuple[tuple[int, ...] | None, ...] = ()
     costs: BlockCosts | None = None
+    memory: tuple[StageMemory, ...] = ()
+    unshadowed: tuple[int, ...] = ()
+    crowded: tuple[str, ...] = ()
     homes: tuple[int, ...] = ()
     immediate: bool = True
     origin: str = ""

@@ -32,16 +32,20 @@ from ..errors import ConfigError
 from .board import Holders
 from .costs import Candidate, Costs, Policy, Roster, known, predicted_s
 from .division import Divider, still_lent
+from .memory import StageMemory
 from .moves import holders_of, learners_for
 from .partition import SLACK
 from .placement import place_owners
 from .plan import Plan
 from .roles import Layout
+from .room import Room
 from .shadows import place_shadows
 from .slices import given_up, merged, only
 
 #: How often a target is looked for that is still the target while its copies are made. Mostly the first one is.
 _ATTEMPTS = 4
+#: A gain that no change has.
+_NO_GAIN = 0.999
 
 
 def initial_plan(members: Sequence[str]) -> Plan:
@@ -62,7 +66,13 @@ def initial_plan(members: Sequence[str]) -> Plan:
     return Plan(epoch=1, owners=owners, members=owners, store_host=owners[0], homes=homes)
 
 
-def with_redundancy(plan: Plan, layout: Layout, redundant: bool, members: Sequence[Candidate] = ()) -> Plan:
+def with_redundancy(
+    plan: Plan,
+    layout: Layout,
+    redundant: bool,
+    members: Sequence[Candidate] = (),
+    memory: tuple[StageMemory, ...] = (),
+) -> Plan:
     """The plan after ``plan`` in which the roles are known and, if ``redundant``, shadowed.
 
     A role's shadow is the owner of its predecessor in the pipeline: that member computes the role's inputs,
@@ -76,6 +86,8 @@ def with_redundancy(plan: Plan, layout: Layout, redundant: bool, members: Sequen
         members: the members with their hosts, leaving or not. Where they are given, shadows are those of
             :func:`plan`, on other hosts than the owners: no host takes a role away before the first
             reconfiguration. A member that is not among them has a host of its own.
+        memory: by stage what its roles take; empty where that is not known. Where members may not hold so much, shadows
+            are given up.
 
     Raises:
         ConfigError: ``layout`` has another number of roles than the plan has owners.
@@ -85,21 +97,22 @@ def with_redundancy(plan: Plan, layout: Layout, redundant: bool, members: Sequen
             f"{layout.pipelines} pipelines x {layout.stages} stages need {layout.size} workers, "
             f"the job has {len(plan.owners)}: start it with -n {layout.size} or change the number of stages"
         )
-    laid_out = replace(plan, epoch=plan.epoch + 1, layout=layout, shadows=(None,) * layout.size, lost=())
+    laid_out = replace(plan, epoch=plan.epoch + 1, layout=layout, shadows=(None,) * layout.size, lost=(), memory=memory)
+    if members:
+        facts, parts = known(plan, members), []
+        for number in range(layout.slices):
+            part = only(laid_out, number)
+            homes = zip(part.members, part.homes, strict=True)
+            mine = [replace(facts[member], home=home, leaving=False) for member, home in homes]
+            room = Room(part, mine)
+            if redundant:
+                chosen = place_shadows(part, part.owners, Roster(mine), Costs(), {}, Policy(), room)
+                part = replace(part, shadows=chosen)
+            parts.append(_checked(part, room, redundant))
+        whole = merged(laid_out, parts)
+        return replace(laid_out, shadows=whole.shadows, unshadowed=whole.unshadowed, crowded=whole.crowded)
     if not redundant:
         return laid_out
-    if members:
-        facts = known(plan, members)
-        everybody = [replace(facts[member], leaving=False) for member in plan.members]
-        parts = [only(laid_out, number) for number in range(layout.slices)]
-        chosen = [
-            place_shadows(
-                part, part.owners, Roster(m for m in everybody if m.id in part.members), Costs(), {}, Policy()
-            )
-            for part in parts
-        ]
-        shadowed = [replace(part, shadows=shadows) for part, shadows in zip(parts, chosen, strict=True)]
-        return replace(laid_out, shadows=merged(laid_out, shadowed).shadows)
     alive = frozenset(plan.members)
     shadows: list[str | None] = []
     for role in layout.roles:
@@ -107,6 +120,13 @@ def with_redundancy(plan: Plan, layout: Layout, redundant: bool, members: Sequen
         candidate = plan.owners[layout.rank(layout.predecessor(role))]
         shadows.append(candidate if candidate != owner and candidate in alive else None)
     return replace(laid_out, shadows=tuple(shadows))
+
+
+def _checked(plan: Plan, room: Room, redundant: bool) -> Plan:
+    """``plan`` with what it cannot do for lack of ``room``."""
+    several = len(plan.members) > 1
+    bare = [rank for rank, shadow in enumerate(plan.shadows) if shadow is None and redundant and several]
+    return replace(plan, unshadowed=tuple(bare) if room.limits else (), crowded=room.crowded(plan.owners, plan.shadows))
 
 
 def takeover(
@@ -119,6 +139,10 @@ def takeover(
     Of several, the first by :func:`_preference`. A role without holder keeps its last owner's name and its rank is
     listed in ``unheld``: a fatal loss, which the caller has to report. Before the layout is known there are no
     shadows, so every role of a lost member is unheld.
+
+    Where members may hold only so much, a shadow may own the role as well (:mod:`.room`). A learner that is ready has
+    room for it, too. The owner of another pipeline may not: the loss cannot wait, so it holds too much until the next
+    plan.
 
     Nothing else moves: a surviving owner keeps all its roles, living learners go on learning. Names that the
     plan does not list are ignored (they are gone already); with nobody lost the result is the same topology in
@@ -159,6 +183,9 @@ def takeover(
             twins = map(plan.layout.rank, plan.layout.siblings(plan.layout.role(rank)))
             if give(rank, [held[twin] for twin in twins if twin in held]):
                 unheld.remove(rank)
+    crowded: tuple[str, ...] = ()
+    if plan.layout is not None:
+        crowded = Room(plan, [facts[member] for member in survivors]).crowded(owners, shadows)
     host = plan.store_host
     if host not in alive:
         host = next((owner for owner in owners if owner in alive), host)
@@ -173,6 +200,7 @@ def takeover(
         unheld=tuple(unheld),
         learners=tuple((rank, m) for rank, m in plan.learners if m in alive and owners[rank] != m),
         lent=still_lent(plan, owners, shadows),
+        crowded=crowded,
         homes=tuple(home for m, home in zip(plan.members, plan.homes, strict=False) if m in alive),
         immediate=True,
     )
@@ -192,7 +220,8 @@ def plan(
 ) -> Plan:
     """The best topology for ``members``, as a boundary plan.
 
-    Rules, in order: every role is owned by a member that is not leaving; every role is shadowed on another host
+    Rules, in order: every role is owned by a member that is not leaving; no member holds more than it may, as long as
+    replicas can be given up for that; every role is shadowed on another host
     where there are two, else by another member; the slowest member has least to do (changed only for a gain of
     ``policy.min_gain``); fewest bytes are moved; roles on one member are neighbours; shadows are where redundant
     passes need no messages; adjacent stages are in different zones. Without a violated rule or a gain nothing
@@ -207,7 +236,7 @@ def plan(
     Args:
         previous: the newest plan, in which the roles are known.
         members: all living members, in any order, joiners included.
-        costs: of the stages; equal if not given.
+        costs: of the stages; those that workers have told if not given, else equal.
         policy: the user's wishes; the defaults if not given.
         holders: members with a valid copy by rank, see :func:`~bamboo_ds.topology.holders_of`; owners and
             shadows of ``previous`` if not given. Empty: no member holds state, all of it comes from a
@@ -217,7 +246,7 @@ def plan(
         ConfigError: no members, two of one id, or costs of another number of stages.
         ValueError: ``previous`` has no layout.
     """
-    costs, policy = costs or Costs(), policy or Policy()
+    costs, policy = (costs or Costs()).with_sizes(previous), policy or Policy()
     costs.check(previous.world.stages)
     holders = holders_of(previous) if holders is None else holders
     slices = previous.world.slices
@@ -280,7 +309,8 @@ class _Targets:
 
     def __init__(self, previous: Plan, roster: Roster, costs: Costs, policy: Policy) -> None:
         self._previous, self._roster, self._costs, self._policy = previous, roster, costs, policy
-        self._divider = Divider(previous, roster, costs, policy)
+        self._room = Room(previous, roster.usable)
+        self._divider = Divider(previous, roster, costs, policy, self._room)
         #: Costs that owners may be placed by; one, once that is settled.
         self._placing = [costs]
         if previous.costs is not None and not costs.seconds:
@@ -288,18 +318,25 @@ class _Targets:
 
     def given(self, holders: Holders) -> Plan:
         """The target if ``holders`` hold copies."""
-        previous, policy = self._previous, self._policy
+        policy = self._policy
         placed: dict[tuple[str, ...], Costs] = {}
         for costs in self._placing:
-            owners = place_owners(previous, self._roster, costs, holders, policy.min_gain, policy.redundant)
-            placed.setdefault(owners, costs)
+            placed.setdefault(self._owners(costs, holders, policy.min_gain), costs)
         # The target whose copies are under way, or with fewer changes, unless the other one is worth it.
         target, *others = sorted((self._completed(owners, holders) for owners in placed), key=self._changes)
         for other in others:
             limit = predicted_s(target, self._costs) * (1 - policy.min_gain) * (1 + SLACK)
             target = other if predicted_s(other, self._costs) <= limit else target
         self._placing = [placed[target.owners]]
+        if target.unshadowed:
+            # Nothing moves for the sake of speed that costs replicas.
+            calm = self._completed(self._owners(self._placing[0], holders, _NO_GAIN), holders)
+            target = calm if len(calm.unshadowed) < len(target.unshadowed) else target
         return target
+
+    def _owners(self, costs: Costs, holders: Holders, min_gain: float) -> tuple[str, ...]:
+        redundant = self._policy.redundant
+        return place_owners(self._previous, self._roster, costs, holders, min_gain, redundant, self._room)
 
     def _changes(self, target: Plan) -> tuple[bool, int]:
         under_way = sorted(self._previous.learners)
@@ -311,7 +348,7 @@ class _Targets:
         previous, roster = self._previous, self._roster
         shadows: tuple[str | None, ...] = (None,) * len(owners)
         if self._policy.redundant:
-            shadows = place_shadows(previous, owners, roster, self._costs, holders, self._policy)
+            shadows = place_shadows(previous, owners, roster, self._costs, holders, self._policy, self._room)
         target = replace(
             previous,
             epoch=previous.epoch + 1,
@@ -324,4 +361,5 @@ class _Targets:
             homes=tuple(member.home for member in roster.usable),
             immediate=False,
         )
-        return self._divider.divided(target, holders) if previous.cuts else target
+        target = self._divider.divided(target, holders) if previous.cuts else target
+        return _checked(target, self._room, self._policy.redundant)

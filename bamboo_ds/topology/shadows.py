@@ -6,15 +6,17 @@ from collections.abc import Iterable, Sequence
 
 from .board import Holders, beside
 from .costs import Costs, Policy, Roster
+from .fitting import fitted
 from .least_loaded import LeastLoaded
 from .partition import SLACK
 from .plan import Plan
+from .room import Room
 
 
 def place_shadows(
-    previous: Plan, owners: Sequence[str], roster: Roster, costs: Costs, holders: Holders, policy: Policy
+    previous: Plan, owners: Sequence[str], roster: Roster, costs: Costs, holders: Holders, policy: Policy, room: Room
 ) -> tuple[str | None, ...]:
-    """The shadow of every role; ``None`` where only one member is usable.
+    """The shadow of every role; ``None`` where only one member is usable, or no member may hold the replica.
 
     If standbys are to hold replicas, each shadows as much as it has room for: no more bytes than twice what a member
     owns, which is what an owner with a replica holds, and no more work than twice that of the slowest member, in case
@@ -25,10 +27,13 @@ def place_shadows(
     copy, if any may. Only the others need a new copy: on the owner of the stage before, because that computes the
     role's inputs and redundant forward passes need no message; else on the owner with the fewest replicas (where stages
     are divided, of several that of the stage after); else on the standby with the fewest.
+
+    Where that is more than members may hold :func:`~.fitting.fitted` has the last word.
     """
     if len(roster.usable) < 2:
         return (None,) * len(owners)
-    return _Shadows(previous, owners, roster, costs, holders, policy).place()
+    wanted = _Shadows(previous, owners, roster, costs, holders, policy).place()
+    return fitted(previous, owners, wanted, roster, holders, room) if room.limits else wanted
 
 
 class _Shadows:

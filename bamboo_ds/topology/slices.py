@@ -30,6 +30,7 @@ def only(plan: Plan, number: int) -> Plan:
         members=tuple(member for member, _ in here),
         homes=tuple(home // slices for _, home in here),
         unheld=tuple(rank // slices for rank in plan.unheld if rank % slices == number),
+        unshadowed=tuple(rank // slices for rank in plan.unshadowed if rank % slices == number),
         learners=tuple((rank // slices, member) for rank, member in plan.learners if rank % slices == number),
     )
 
@@ -45,6 +46,8 @@ def given_up(part: Plan) -> Plan:
         lost=(),
         learners=(),
         unheld=tuple(range(len(part.owners))),
+        unshadowed=(),
+        crowded=(),
         immediate=False,
     )
 
@@ -74,6 +77,8 @@ def merged(previous: Plan, parts: Sequence[Plan], candidates: Iterable[Candidate
         homes=tuple(homes[member] for member in members),
         store_host=previous.store_host if previous.store_host in members else next(o for o in owners if o in members),
         unheld=tuple(sorted(rank * layout.slices + m for m, part in enumerate(parts) for rank in part.unheld)),
+        unshadowed=tuple(sorted(rank * layout.slices + m for m, part in enumerate(parts) for rank in part.unshadowed)),
+        crowded=tuple(member for member in members if any(member in part.crowded for part in parts)),
         learners=tuple(
             sorted((r * layout.slices + m, who) for m, part in enumerate(parts) for r, who in part.learners)
         ),

@@ -28,6 +28,7 @@ from ..forking import only_here
 from ..observe.ring import SpanRing
 from ..secret import NONE, JobSecret, taken
 from ..topology.block_costs import BlockSeconds
+from ..topology.memory import StageMemory
 from ..topology.plan import Plan
 from ..topology.roles import Layout
 from ..variables import (
@@ -263,9 +264,19 @@ class WorkerChannel:
 
     # -- reports ------------------------------------------------------------------------------------
 
-    def report_layout(self, layout: Layout, redundant: bool, iterators: bool = True) -> None:
+    def report_layout(
+        self,
+        layout: Layout,
+        redundant: bool,
+        iterators: bool = True,
+        stage: StageMemory | None = None,
+        memory: int | None = None,
+    ) -> None:
         """Report that the engine is built; see :class:`~bamboo_ds.control.registry.records.LayoutRecord`."""
-        self._send(LayoutRecord(id=self.member, layout=layout, redundant=redundant, iterators=iterators))
+        told = LayoutRecord(
+            id=self.member, layout=layout, redundant=redundant, iterators=iterators, stage=stage, memory=memory
+        )
+        self._send(told)
 
     def report_state(
         self,
@@ -275,6 +286,7 @@ class WorkerChannel:
         cuts: Mapping[int, tuple[int, ...]] = MappingProxyType({}),
         seconds: tuple[BlockSeconds, ...] = (),
         iteration_s: float = 0.0,
+        passes: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
         """Report what :class:`~bamboo_ds.control.registry.records.WorkerState` tells."""
         self._send(
@@ -286,6 +298,7 @@ class WorkerChannel:
                 cuts=dict(cuts),
                 seconds=seconds,
                 iteration_s=iteration_s,
+                passes=dict(passes),
             )
         )
 

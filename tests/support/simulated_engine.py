@@ -59,6 +59,7 @@ from bamboo_ds.engine.replication import Replication
 from bamboo_ds.engine.runtime import BOUND_ATTRIBUTES, RuntimeBinding, StageRuntime
 from bamboo_ds.engine.script_calls import ScriptCalls
 from bamboo_ds.engine.slices import SlicedPasses
+from bamboo_ds.engine.stage_memory import PassBytes
 from bamboo_ds.engine.steps import Steps
 from bamboo_ds.engine.supply import BatchSupply
 from bamboo_ds.engine.takeover import Takeover
@@ -71,6 +72,7 @@ from bamboo_ds.topology import (
     Plan,
     Policy,
     Role,
+    StageMemory,
     holders_of,
     hungry,
     initial_plan,
@@ -193,7 +195,10 @@ class Member:
         times: BlockTimes = DrawnBlockTimes(layout, spec.iterations, random)
         if spec.straggler is not None:
             times = StragglersBlockTimes(layout, range(3, spec.iterations - 8) if name == spec.straggler else range(0))
-        self.passes = Passes(ds, layout, binding, progress, batches, accounts, slices, generators, idle, checks, times)
+        kept = PassBytes(ds, layout, on=False, retains=True)
+        self.passes = Passes(
+            ds, layout, binding, progress, batches, accounts, slices, generators, idle, checks, times, kept
+        )
         self.boundaries = Boundaries(ds, binding, epoch, progress, idle, True)
         self.division = Division(ds, binding, epoch, progress, self.boundaries, reduction)
         self.redundant = RedundantPasses(
@@ -205,7 +210,7 @@ class Member:
         self.replication = Replication(
             binding, epoch, progress, self.boundaries, self.steps, constructions, Mismatches(1)
         )
-        self.copies = Copies(binding, epoch, progress, builder, self.steps, self.snapshots, constructions, times)
+        self.copies = Copies(binding, epoch, progress, builder, self.steps, self.snapshots, constructions, times, kept)
         announcements = Announcements(binding, epoch, progress, joining)
         self.recovery = RecoveryProtocol(
             *(ds, binding, epoch, progress, tied, builder, self.boundaries, self.replication),
@@ -365,6 +370,7 @@ class Spec:
         changes: what scripts change between iterations: learning rates, or weights.
         checked: how many first steps are checked for exactness.
         straggler: a member that is slow for some iterations. Without one, what members measure is drawn.
+        room: so many stages each member may hold.
     """
 
     pipelines: int = 1
@@ -388,6 +394,7 @@ class Spec:
     changes: Literal["rates", "weights", "weights once"] | None = None
     checked: int = 0
     straggler: str | None = None
+    room: int | None = None
 
     @property
     def operations(self) -> int:
@@ -424,6 +431,7 @@ class World:
         healed: plans that were made to heal.
         replaced: the plan that the last one of them has replaced.
         leaving: a member that has been told to leave.
+        most: the largest number of roles whose state a member has had, copies that it was making included.
     """
 
     spec: Spec
@@ -437,6 +445,7 @@ class World:
     healed: list[Plan] = field(default_factory=list, init=False)
     replaced: Plan = field(init=False)
     leaving: str | None = field(default=None, init=False)
+    most: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         self.random = Random(self.seed)
@@ -446,6 +455,8 @@ class World:
         self.network = Network(self.random, self.turns, self.before)
         names = [f"m{rank}" for rank in range(self.layout.size)]
         self.plan = with_redundancy(initial_plan(names), self.layout, True)
+        if self.spec.room is not None:
+            self.plan = replace(self.plan, memory=(StageMemory(1, 1, 1),) * self.spec.stages)
         if self.spec.lends:
             self.plan = replace(self.plan, lent=drawn_division(self.plan, Random(self.seed)))
         self.members = {name: Member(self, name, rank, self.plan) for rank, name in enumerate(names)}
@@ -473,6 +484,7 @@ class World:
         member = self.members[name]
         if name in self.network.dead:
             raise Killed
+        self.most = max(self.most, len(self.held(name)))
         if member.started and member.progress.sequence < self.spec.operations:
             self.done[name].append((member.progress.steps, what))
             cut = self.cuts[len(self.killed)] if len(self.killed) < len(self.cuts) else None
@@ -496,7 +508,12 @@ class World:
 
     def _report(self, name: str) -> LayoutRecord:
         iterators = self.spec.evaluates or not self.spec.dataset
-        return LayoutRecord(id=name, layout=self.layout, redundant=True, iterators=iterators)
+        return LayoutRecord(id=name, layout=self.layout, redundant=True, iterators=iterators, memory=self.spec.room)
+
+    def held(self, name: str) -> set[Role]:
+        """The roles whose state member ``name`` has, or makes a copy of."""
+        member = self.members[name]
+        return {member.binding.local.role, *member.binding.runtimes, *member.copies.constructions}
 
     def wait_for_admission(self, name: str) -> None:
         """A member has come to where the job is."""

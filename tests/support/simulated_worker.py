@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -144,6 +145,7 @@ class Job:
         cuts: dict[int, tuple[int, ...]],
         seconds: tuple[BlockSeconds, ...],
         iteration_s: float,
+        passes: Mapping[int, int],
     ) -> None:
         member = self.session.member
         self.world.states[member] = WorkerState(
@@ -154,6 +156,7 @@ class Job:
             cuts=cuts,
             seconds=seconds,
             iteration_s=iteration_s,
+            passes=dict(passes),
         )
 
     def enter(self, plan: Plan) -> None:

@@ -18,12 +18,15 @@ from ...topology import (
     Layout,
     Plan,
     Policy,
+    Room,
+    StageMemory,
     divided,
     explain,
     holders_of,
     learners_for,
     moves,
     settled,
+    while_copying,
 )
 from ...topology.planner import plan as best_plan
 from ..registry.records import WorkerState, in_slot_order
@@ -77,10 +80,11 @@ def next_change(view: View, plan: Plan, policy: Policy) -> WritePlan | None:
     if learners == tuple(sorted(plan.learners)) and not joined:
         return None
     members = tuple(c.id for c in candidates)
+    meanwhile = replace(plan, shadows=tuple(while_copying(plan, target, learners, Room(plan, candidates))))
     learning = replace(
-        plan,
+        meanwhile,
         # What owners and shadows can do meanwhile needs no copies.
-        lent=divided(plan, Costs(), plan.cuts, policy.min_gain),
+        lent=divided(meanwhile, Costs(), plan.cuts, policy.min_gain),
         epoch=plan.epoch + 1,
         members=members,
         homes=tuple(c.home for c in candidates),
@@ -98,19 +102,28 @@ def _able(view: View, plan: Plan) -> Plan:
 
 
 def _duties(plan: Plan) -> tuple[Any, ...]:
-    return plan.owners, plan.shadows, plan.members, plan.lent
+    return plan.owners, plan.shadows, plan.members, plan.lent, plan.unshadowed, plan.crowded
 
 
 def as_told(workers: Mapping[str, WorkerState], plan: Plan, lost: Collection[str] = ()) -> Plan:
     """``plan`` with what workers have found out of their stages since; not all of the ``lost`` may have told."""
+    states = [workers[member] for member in plan.members if member in workers]
+    plan = replace(plan, memory=_with_passes(plan.memory, states))
     if not plan.world.blocks:
         return plan
-    states = [workers[member] for member in plan.members if member in workers]
     told = {state.id: state.seconds for state in states}
     iteration_s = max((state.iteration_s for state in states), default=0.0)
     computing = {member for role in plan.world.roles for member in plan.computers(role)}.difference(lost)
     costs = settled(plan.costs, plan.world, told, computing, iteration_s)
     return replace(plan, cuts=_known_cuts(workers, plan), costs=costs)
+
+
+def _with_passes(memory: tuple[StageMemory, ...], states: Sequence[WorkerState]) -> tuple[StageMemory, ...]:
+    """``memory`` with what passes keep, as far as owners have told."""
+    return tuple(
+        replace(stage, passes=max([stage.passes, *(state.passes.get(number, 0) for state in states)]))
+        for number, stage in enumerate(memory)
+    )
 
 
 def _known_cuts(workers: Mapping[str, WorkerState], plan: Plan) -> tuple[tuple[int, ...] | None, ...]:

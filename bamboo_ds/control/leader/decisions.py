@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from ...config import BambooConfig
 from ...errors import EXIT_FATAL_LOSS
-from ...topology import ends, holders_of, hungry
+from ...topology import Layout, StageMemory, ends, holders_of, hungry
 from ...topology.plan import Plan
 from ...topology.planner import initial_plan, takeover, with_redundancy
 from ..registry.records import LayoutRecord, LeftRecord, in_slot_order
@@ -129,7 +129,8 @@ class Decider:
         if len(reports) < len(plan.members):
             return None
         members = list(view.candidates(plan).values())
-        new_plan = with_redundancy(plan, reports[0].layout, reports[0].redundant, members)
+        layout = reports[0].layout
+        new_plan = with_redundancy(plan, layout, reports[0].redundant, members, _told_memory(plan, layout, reports))
         return WritePlan(new_plan, f"the engines are built: {_described(reports[0])}")
 
     # -- losses -------------------------------------------------------------------------------------
@@ -227,6 +228,17 @@ def _fed(view: View, plan: Plan, pipeline: int) -> Action:
         )
         return WritePlan(new_plan, f"{ready[0].id} draws the batches of pipeline {pipeline}")
     return Wait() if able else Feed(at[-1])
+
+
+def _told_memory(plan: Plan, layout: Layout, reports: Sequence[LayoutRecord]) -> tuple[StageMemory, ...]:
+    """What stages take, as the members at home in them have told; empty if not all have."""
+    told: dict[int, list[StageMemory]] = {}
+    for report in reports:
+        if report.stage is not None:
+            told.setdefault(layout.role(plan.home(report.id)).stage, []).append(report.stage)
+    if len(told) < layout.stages:
+        return ()
+    return tuple(max(told[stage], key=lambda each: each.replica) for stage in range(layout.stages))
 
 
 def _takes_part(departure: LeftRecord, view: View) -> bool:

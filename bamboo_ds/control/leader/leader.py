@@ -19,6 +19,7 @@ from ...observe.events import (
     Fatal,
     MemberJoined,
     MemberLost,
+    MemoryShort,
     PlanWritten,
     Restart,
     RunStarted,
@@ -316,6 +317,11 @@ class Leader:
         lent = [(each.rank, *new.lent_blocks(each)) for each in new.lent]
         pipelines = new.layout.pipelines if new.layout else None
         self._emit(PlanWritten, new.epoch, **whole, pipelines=pipelines, lent=lent, reason=action.reason)
+        short = new.unshadowed, new.crowded
+        if new.layout and short != ((old.unshadowed, old.crowded) if old else ((), ())):
+            roles = [new.layout.role(rank) for rank in new.unshadowed]
+            bare = [(role.pipeline, role.stage) for role in roles]
+            self._emit(MemoryShort, new.epoch, roles=bare, members=list(new.crowded))
         if new.unheld:
             roles = [new.layout.role(rank) for rank in new.unheld] if new.layout else []
             stages = [(role.pipeline, role.stage) for role in roles]

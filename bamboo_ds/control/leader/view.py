@@ -72,6 +72,7 @@ class View:
                 zone=record.zone,
                 home=homes.get(record.id, record.home),
                 leaving=record.id in leaving,
+                memory=self.reports[record.id].memory if record.id in self.reports else None,
             )
             for record in records
         }

@@ -11,6 +11,7 @@ from typing_extensions import Self
 from ...config import StandbyConfig, TopologyConfig
 from ...processes import boot_id
 from ...topology.block_costs import BlockSeconds
+from ...topology.memory import StageMemory
 from ...topology.roles import Layout
 from .keys import Keys
 
@@ -224,6 +225,8 @@ class LayoutRecord(WorkerRecord):
     Attributes:
         redundant: whether roles are to be shadowed.
         iterators: whether batches come from the script's iterators, which only the ends of a pipeline have.
+        stage: what the stage takes that the member's script runs as.
+        memory: bytes that the member may hold of roles; ``None``: any number.
     """
 
     type: Literal["layout"] = "layout"
@@ -231,6 +234,8 @@ class LayoutRecord(WorkerRecord):
     layout: Layout
     redundant: bool
     iterators: bool = True
+    stage: StageMemory | None = None
+    memory: int | None = None
 
     @property
     def key(self) -> str:
@@ -247,6 +252,7 @@ class WorkerState(WorkerRecord):
         cuts: of stages that the worker has computed, by rank of the role, the blocks before which they may be divided.
         seconds: what it has measured of blocks.
         iteration_s: how long its iterations take.
+        passes: by stage what passes of an iteration keep, in bytes.
     """
 
     type: Literal["state"] = "state"
@@ -257,6 +263,7 @@ class WorkerState(WorkerRecord):
     cuts: dict[int, tuple[int, ...]] = {}
     seconds: tuple[BlockSeconds, ...] = ()
     iteration_s: float = 0.0
+    passes: dict[int, int] = {}
 
     @property
     def key(self) -> str:

@@ -1,0 +1,172 @@
+"""Shadows within what members may hold: as wanted where that goes, else at others, else given up."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Sequence
+from itertools import groupby
+from math import inf
+
+from .board import Holders
+from .costs import Roster
+from .plan import Plan
+from .room import Room
+
+#: How many exchanges of replicas are looked at in all, for roles that find no member with room.
+_EXCHANGES = 4_000
+
+
+def fitted(
+    previous: Plan,
+    owners: Sequence[str],
+    wanted: Sequence[str | None],
+    roster: Roster,
+    holders: Holders,
+    room: Room,
+) -> tuple[str | None, ...]:
+    """The shadow of every role; ``None`` where no member has room for the replica.
+
+    Replicas that are wanted where they are come first, then large ones, which find room least easily; or small ones, of
+    which more find room, if that leaves fewer roles without a shadow. A copy is made where it is wanted if the member
+    may hold it with all that it has; else a member that holds the role remains its shadow, or another one gets the
+    copy. What is left gets the room of replicas that their members lose anyway, or that find room elsewhere.
+
+    Args:
+        previous: the plan before.
+        owners: settled ones; room for what they own is not given away.
+        wanted: the shadows that would be best.
+        roster: the members.
+        holders: valid copies by rank.
+        room: what members may hold.
+    """
+    found: list[tuple[str | None, ...]] = []
+    for sign in (-1, 1):
+        found.append(_Fitting(previous, owners, roster, holders, room).placed(wanted, sign))
+        if None not in found[-1]:
+            break
+    return min(found, key=lambda shadows: shadows.count(None))
+
+
+class _Fitting:
+    def __init__(self, previous: Plan, owners: Sequence[str], roster: Roster, holders: Holders, room: Room) -> None:
+        self._owners, self._roster, self._holders, self._room = owners, roster, holders, room
+        self._previous = previous
+        self._former = previous.shadows or (None,) * len(owners)
+        self._shadows: list[str | None] = [None] * len(owners)
+        self._guests: dict[str, list[int]] = {}
+        before = [*enumerate(previous.owners), *enumerate(previous.shadows)]
+        self._held = {(rank, member) for rank, member in before if member is not None}
+        #: Bytes that are left by member when all is done, and while copies are made: with all that it has, or without
+        #: the replicas that it loses.
+        self._left = room.left(owners)
+        copied = [(rank, owner) for rank, owner in enumerate(owners) if (rank, owner) not in self._held]
+        self._copying = room.left(previous.owners, previous.shadows, copied)
+        self._exchanging = room.left(previous.owners, (), copied)
+        for rank, owner in enumerate(owners):
+            if owner == self._former[rank] and owner in self._exchanging:
+                self._exchanging[owner] -= room.shadowed(rank, owner)
+        self._at_home: dict[int | None, list[str]] = {}
+        for member in roster.order:
+            if member in self._left:
+                self._at_home.setdefault(room.home(member), []).append(member)
+        self._smallest = min(map(room.size, range(len(owners))))
+        #: Members that have room for some role wherever they are at home, that with most room first.
+        self._open = sorted(entry for entry in map(self._entry, roster.order) if -entry[0] >= self._smallest)
+        self._exchanges = _EXCHANGES
+
+    def placed(self, wanted: Sequence[str | None], sign: int) -> tuple[str | None, ...]:
+        """As many shadows as find room, ``wanted`` ones where that goes; first small ones, or with -1 large ones."""
+
+        def order(rank: int) -> tuple[bool, int]:
+            return (rank, wanted[rank]) not in self._held, sign * self._room.size(rank)
+
+        loose = []
+        for _, alike in groupby(sorted(range(len(wanted)), key=order), order):
+            left = [r for r in alike if not any(self._give(r, member) for member in self._wishes(r, wanted[r]))]
+            loose += [rank for rank in left if not any(self._give(rank, member) for member in self._roomy(rank))]
+        for rank in loose:
+            self._exchange(rank)
+        return tuple(self._shadows)
+
+    def _wishes(self, rank: int, wanted: str | None) -> list[str]:
+        """Members that are asked first: the wanted one, then those that hold the role."""
+        held = [member for member in self._holders.get(rank, ()) if member in self._roster.order]
+        held.sort(key=lambda member: (member != self._former[rank], self._roster.order[member]))
+        return list(dict.fromkeys((*([wanted] if wanted is not None else []), *held)))
+
+    def _entry(self, member: str) -> tuple[float, int]:
+        return -self._left.get(member, inf), self._roster.order[member]
+
+    def _roomy(self, rank: int) -> list[str]:
+        """Members that may have room for the role in the end, those with most of it first."""
+        count = bisect_right(self._open, (-self._room.size(rank), len(self._roster.order)))
+        others = (self._roster.usable[order].id for _, order in self._open[:count])
+        return list(dict.fromkeys((*self._at_home.get(rank, ()), *others)))
+
+    def _able(self, rank: int, member: str, exchanging: bool) -> bool:
+        if not self._roster.apart(self._owners[rank], member):
+            return False
+        if member not in self._left:
+            return True
+        meanwhile = (self._exchanging if exchanging else self._copying)[member]
+        copied = (rank, member) in self._held or self._room.owned(rank, member) <= meanwhile
+        return copied and self._room.shadowed(rank, member) <= self._left[member]
+
+    def _give(self, rank: int, member: str, exchanging: bool = False) -> bool:
+        """Make ``member`` the shadow of the role, if it may be.
+
+        Args:
+            exchanging: it has room for a copy only when replicas are gone that it loses.
+        """
+        able = self._able(rank, member, exchanging)
+        if able:
+            self._put(rank, member)
+        return able
+
+    def _put(self, rank: int, member: str) -> None:
+        self._shadows[rank] = member
+        self._guests.setdefault(member, []).append(rank)
+        self._count(rank, member, 1)
+
+    def _take(self, rank: int, member: str) -> None:
+        self._guests[member].remove(rank)
+        self._count(rank, member, -1)
+
+    def _count(self, rank: int, member: str, sign: int) -> None:
+        if member not in self._left:
+            return
+        before = self._entry(member)
+        size, copy = (each(rank, member) * sign for each in (self._room.shadowed, self._room.owned))
+        self._left[member] -= size
+        if (rank, member) not in self._held:
+            self._copying[member] -= copy
+            self._exchanging[member] -= copy
+        elif member != self._previous.owners[rank]:
+            self._exchanging[member] -= size
+        if -before[0] >= self._smallest:
+            del self._open[bisect_left(self._open, before)]
+        after = self._entry(member)
+        if -after[0] >= self._smallest:
+            insort(self._open, after)
+
+    def _exchange(self, rank: int) -> None:
+        """Give the role to a member that has room when what it loses is gone, or passes another replica on for it."""
+        if any(self._give(rank, member, exchanging=True) for member in self._roomy(rank)):
+            return
+        most = -self._open[0][0] if self._open else 0
+        for member in self._roster.order if most else ():
+            guests = self._guests.get(member, ())
+            if member not in self._left or not guests or not self._roster.apart(self._owners[rank], member):
+                continue
+            self._exchanges -= len(guests)
+            if self._exchanges < 0:
+                return
+            missing = self._room.shadowed(rank, member) - self._left[member]
+            for guest in [each for each in guests if missing <= self._room.size(each) <= most]:
+                self._take(guest, member)
+                if self._able(rank, member, True) and any(
+                    other != member and self._give(guest, other, exchanging=True) for other in self._roomy(guest)
+                ):
+                    self._put(rank, member)
+                    return
+                self._put(guest, member)

@@ -1,0 +1,114 @@
+"""What members may hold, and what they would hold under a plan. Pure.
+
+A role takes as much on its shadow as it would on its owner, or more (:class:`~.memory.StageMemory`): what its passes
+keep counts on both. So a takeover by a shadow takes no member beyond what it may hold::
+
+    limit 40      owns        shadows     bytes            c is lost: owns        shadows     bytes
+    b             stage 1     stage 2     10 + 10          b          stages 1, 2             20
+
+A member keeps the state of the rank that its script runs as, whoever owns that role.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+from .costs import Candidate
+from .memory import StageMemory
+from .plan import Plan
+
+
+class Room:
+    """What members may hold.
+
+    Args:
+        plan: with its layout, and what stages take.
+        members: the members that count.
+
+    Attributes:
+        limits: bytes, by member of which they are known; empty where nothing is known of stages.
+    """
+
+    def __init__(self, plan: Plan, members: Iterable[Candidate]) -> None:
+        known = {member.id: member for member in members if member.memory is not None} if plan.memory else {}
+        self.limits = {name: member.memory for name, member in known.items() if member.memory is not None}
+        self._homes = {name: member.home for name, member in known.items()}
+        stages = [plan.memory[role.stage] for role in plan.world.roles] if known else []
+        self._state = [stage.own for stage in stages]
+        self._own = [stage.own + stage.passes for stage in stages]
+        self._replica = [stage.replica + stage.passes for stage in stages]
+
+    def owned(self, rank: int, member: str) -> int:
+        """Bytes that a role takes on ``member`` as its owner, besides what is there in any case."""
+        return self._own[rank] - (self._state[rank] if self._homes[member] == rank else 0)
+
+    def shadowed(self, rank: int, member: str) -> int:
+        """The same as its shadow."""
+        return self._replica[rank] - (self._state[rank] if self._homes[member] == rank else 0)
+
+    def size(self, rank: int) -> int:
+        """Bytes that a role takes where nothing of it is there."""
+        return self._replica[rank]
+
+    def home(self, member: str) -> int | None:
+        """The rank that the script of ``member`` runs as, whose state is there in any case; ``None``: of no role."""
+        return self._homes[member] if self._homes[member] < len(self._state) else None
+
+    def free(self, member: str) -> int:
+        """Bytes that ``member`` has for roles, besides what is there in any case."""
+        home = self.home(member)
+        return self.limits[member] - (0 if home is None else self._state[home])
+
+    def left(
+        self,
+        owners: Sequence[str | None],
+        shadows: Sequence[str | None] = (),
+        learners: Collection[tuple[int, str]] = (),
+    ) -> dict[str, int]:
+        """Bytes that are left by member with a limit, below 0 where it would hold more than it may.
+
+        A copy that is being made takes as much as an owned role.
+        """
+        found = {member: self.free(member) for member in self.limits}
+        homes, state = self._homes, self._state
+        # All roles for every question of the planner: without calls of methods.
+        for members, sizes in ((owners, self._own), (shadows, self._replica)):
+            for rank, member in enumerate(members):
+                if member in found:
+                    found[member] -= sizes[rank] - (state[rank] if homes[member] == rank else 0)
+        for rank, learner in learners:
+            if learner in found and learner not in (owners[rank], shadows[rank] if shadows else None):
+                found[learner] -= self.owned(rank, learner)
+        return found
+
+    def crowded(self, owners: Sequence[str], shadows: Sequence[str | None]) -> tuple[str, ...]:
+        """Members that would hold more than they may."""
+        return tuple(member for member, left in self.left(owners, shadows).items() if left < 0)
+
+
+def while_copying(plan: Plan, target: Plan, learners: Collection[tuple[int, str]], room: Room) -> Sequence[str | None]:
+    """The shadows of ``plan`` while ``learners`` make the copies that ``target`` needs.
+
+    Where a member may not hold the copies with all that it has it gives up replicas first that it loses anyway.
+    """
+    shadows = list(plan.shadows)
+    left = room.left(plan.owners, shadows, learners)
+    for member in dict.fromkeys(member for _, member in learners):
+        missing = -left.get(member, 0)
+        lost = [r for r, m in enumerate(shadows) if m == member and member not in (target.owners[r], target.shadows[r])]
+        for rank in sorted(lost, key=lambda rank: (-room.shadowed(rank, member), rank)) if missing > 0 else ():
+            if missing > 0:
+                shadows[rank] = None
+                missing -= room.shadowed(rank, member)
+    return shadows
+
+
+def member_bytes(plan: Plan, stages: Sequence[StageMemory]) -> dict[str, tuple[int, int]]:
+    """By member, bytes of the state of the roles that it owns, and of those that it shadows."""
+    owned, shadowed = dict.fromkeys(plan.members, 0), dict.fromkeys(plan.members, 0)
+    for role, owner, shadow in zip(plan.world.roles, plan.owners, plan.shadows or plan.owners, strict=True):
+        if owner in owned:
+            owned[owner] += stages[role.stage].own
+        if plan.shadows and shadow in shadowed:
+            shadowed[shadow] += stages[role.stage].replica
+    return {member: (owned[member], shadowed[member]) for member in plan.members}
