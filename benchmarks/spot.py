@@ -232,8 +232,8 @@ def find_trace(name: str) -> Path:
 @click.option("--size", type=click.IntRange(min=1), default=2, show_default=True, help="Samples of a micro-batch.")
 @click.option("--layer-ms", type=click.FloatRange(min=0), default=5.0, show_default=True, help="Of a layer's emulated "
               "forward pass; its backward pass takes twice as long.")  # fmt: skip
-@click.option("--training", type=click.Choice(["bf16-zero1", "fp32"]), default="bf16-zero1", show_default=True,
-              help="fp32: all pipelines hold a stage's state, checkpoints are of one number of stages.")  # fmt: skip
+@click.option("--training", type=click.Choice(["bf16-zero1", "fp32"]), help="fp32: all pipelines hold a stage's "
+              "state, checkpoints have one number of stages.  [default: fp32, bf16-zero1 to scale nodes]")  # fmt: skip
 @click.option("--start-s", type=click.FloatRange(min=0), default=0.0, show_default=True, help="Seconds of the trace "
               "that the start of a process takes besides, which are emulated: of all systems alike.")  # fmt: skip
 @click.option("--blocks", default="auto", show_default=True, help="bamboo's setting topology.blocks; 1: whole stages.")
@@ -252,11 +252,12 @@ def find_trace(name: str) -> Path:
               help="Virtual environment that has torchft.  [default: out/torchft]")  # fmt: skip
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("out"), show_default=True)
 def main(trace: str, begin_h: float, end_h: float, compress: float, mapping: Choice, pipelines: int,
-         stages: int, layers: int, micro_batches: int, size: int, layer_ms: float, training: str, start_s: float,
+         stages: int, layers: int, micro_batches: int, size: int, layer_ms: float, training: str | None, start_s: float,
          failures: int | None, mtbf_s: float, seed: int, systems: tuple[str, ...], on_demand_price: float,
          spot_price: float, spare_holders: bool, blocks: str, torchft: Path, out: Path) -> None:  # fmt: skip
     """Measure what systems make of a spot market, on EMULATED devices."""
     compress = compress if failures is None else 1.0
+    training = training or ("fp32" if failures is not None or mapping == "replace" else "bf16-zero1")
     settings = {**TRAININGS[training].config, "communication_data_type": "fp32"}
     times = layer_ms / 1000, start_s / compress
     work = Work(Shape(pipelines, stages), stages * layers, micro_batches, size, *times, settings, training != "fp32")
@@ -274,7 +275,7 @@ def main(trace: str, begin_h: float, end_h: float, compress: float, mapping: Cho
     changes, faults = market(part, work.shape.size, mapping, compress)
     plan = Plan(work, changes, faults, compress, seconds, failures, mapping, (on_demand_price, spot_price),
                 spare_holders, blocks, torchft.absolute(), out.resolve() / "jobs" / "spot")  # fmt: skip
-    facts = report.facts(source, plan.work, mapping, compress, seconds, failures, faults)
+    facts = report.facts(source, training, plan.work, mapping, compress, seconds, failures, faults)
     for line in facts:
         console.print(line, highlight=False)
     outcomes, undisturbed = compare(plan, systems or tuple(SYSTEMS))

@@ -23,8 +23,8 @@ _MAPPINGS = {
 }
 
 
-def facts(source: str, work: Work, mapping: str, compress: float, seconds: float | None, steps: int | None,
-          faults: Sequence[Fault]) -> list[str]:  # fmt: skip
+def facts(source: str, training: str, work: Work, mapping: str, compress: float, seconds: float | None,
+          steps: int | None, faults: Sequence[Fault]) -> list[str]:  # fmt: skip
     """Lines that say what is measured."""
     within = [fault for fault in faults if seconds is None or fault.at_s < seconds]
     kills = sum(fault.kind is Kind.KILL_AGENT for fault in within)
@@ -32,8 +32,8 @@ def facts(source: str, work: Work, mapping: str, compress: float, seconds: float
     return [
         f"{source}: {length}",
         f"{work.shape.pipelines} pipelines of {work.shape.stages} stages of {work.layers / work.shape.stages:g} "
-        f"layers, {work.micro_batches} micro-batches of {work.size}; a layer {work.layer_s * 1000:g} ms forward and "
-        f"{work.layer_s * 2000:g} ms backward",
+        f"layers, {training}, {work.micro_batches} micro-batches of {work.size}; "
+        f"a layer {work.layer_s * 1000:g} ms forward and {work.layer_s * 2000:g} ms backward",
         EMULATED,
         f"{compress:g} times as fast as the trace: a second here stands for {compress:g} s; pauses and checkpoints "
         f"take the time that they take, the start of a process {work.start_s:g} s more",
