@@ -11,6 +11,7 @@ Table, picture and JSON in ``--out``. Exit code 1 if the result of a system is n
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -256,6 +257,7 @@ def main(trace: str, begin_h: float, end_h: float, compress: float, mapping: Cho
          failures: int | None, mtbf_s: float, seed: int, systems: tuple[str, ...], on_demand_price: float,
          spot_price: float, spare_holders: bool, blocks: str, torchft: Path, out: Path) -> None:  # fmt: skip
     """Measure what systems make of a spot market, on EMULATED devices."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was started ends with this
     compress = compress if failures is None else 1.0
     training = training or ("fp32" if failures is not None or mapping == "replace" else "bf16-zero1")
     settings = {**TRAININGS[training].config, "communication_data_type": "fp32"}
