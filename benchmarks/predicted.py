@@ -1,13 +1,15 @@
 """Simulates again what ``spot.py`` has measured of bamboo, and compares: samples within 5 %, pauses within 20 %.
 
-What the simulation is told: the nodes, the shape, the time of an undisturbed step, and how long starts, notices with
-agreement, changes of plan and restarts took on that machine. What it predicts: how fast every plan is, what is redone,
-what is lost, and so the samples. The recorded run that ``bamboo simulate --measured`` reads is left in ``--out``.
+What the simulation is told: the nodes, the shape, the time of the job's own steps before its first loss, and how long
+starts, notices with agreement, changes of plan, checkpoints and restarts took on that machine. What it predicts: how
+fast every plan is, what is redone, what is lost, and so the samples. The recorded run that ``bamboo simulate
+--measured`` reads is left in ``--out``. The machine must have no other work.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean, median
@@ -16,13 +18,16 @@ from typing import Any
 import click
 from common import JobFailed, console
 
+from bamboo_ds.config import BambooConfig
 from bamboo_ds.simulate.baselines import Stock
 from bamboo_ds.simulate.measured import Done, Measured, compare, simulation
+from bamboo_ds.simulate.pace import OVERHEAD
 from bamboo_ds.simulate.profile import Layer, Profile
 from bamboo_ds.simulate.terms import Terms
 
 #: Steps before an interrupted one whose median tells how long it would have taken.
 _BEFORE = 9
+_PARAMETERS = 1000
 
 
 def recorded(spot: dict[str, Any], source: str) -> Measured:
@@ -32,7 +37,9 @@ def recorded(spot: dict[str, Any], source: str) -> Measured:
     seconds: dict[str, list[float]] = {"takeover": [], "reconfiguration": [], "restart": []}
     for pause in bamboo["pauses"]:
         seconds[pause["kind"]].append(pause["seconds"])
-    terms: dict[str, float] = {"network_gb_s": 10.0, "storage_gb_s": 10.0, "host_gb_s": 10.0, "rebuild_s": 0.0}
+    terms: dict[str, float] = {"network_gb_s": 10.0, "storage_gb_s": 10.0, "rebuild_s": 0.0}
+    # Layers have a thousand parameters each, so that a copy to host memory takes as long as it did.
+    terms["host_gb_s"] = _PARAMETERS * 16 * work["layers"] / stages / spot["save_s"] / 1e9
     terms |= {"checkpoint_s": max(1, spot["save_every_steps"]) * spot["step_s"]}
     terms |= {"on_demand_price": options["on_demand_price"], "spot_price": options["spot_price"]}
     for name, values in (
@@ -45,7 +52,7 @@ def recorded(spot: dict[str, Any], source: str) -> Measured:
     delays = [delay for pause in bamboo["pauses"] if (delay := _delay(pause, bamboo["done"])) is not None]
     return Measured(
         source=source,
-        profile=_profile(work, stages, pipelines, spot["step_s"], Terms(**terms)),
+        profile=_profile(work, stages, pipelines, _undisturbed_s(spot), Terms(**terms)),
         pipelines=pipelines,
         stages=stages,
         seconds=bamboo["seconds"],
@@ -60,12 +67,19 @@ def _blocks(text: str) -> str | int:
     return text if text == "auto" else int(text)
 
 
+def _undisturbed_s(spot: dict[str, Any]) -> float:
+    """Seconds of a step, less what this package is assumed to cost: of the steps before the first change of members."""
+    first = min((event["at_s"] for event in spot["events"]), default=math.inf)
+    before = [step["end"] - step["begin"] for step in spot["systems"]["bamboo"]["done"] if step["end"] <= first]
+    return median(before) / OVERHEAD[BambooConfig().redundancy.mode] if before else spot["step_s"]
+
+
 def _profile(work: dict[str, Any], stages: int, pipelines: int, step_s: float, terms: Terms) -> Profile:
     """Layers of a length with which the undisturbed job's steps take ``step_s``."""
 
     def made(times: float) -> Profile:
         forward = work["layer_s"] * times
-        layer = Layer(count=work["layers"], forward_s=forward, backward_s=2 * forward)
+        layer = Layer(count=work["layers"], forward_s=forward, backward_s=2 * forward, parameters=_PARAMETERS)
         batch = work["micro_batches"] * work["size"] * pipelines
         return Profile(
             name="emulated", layers=(layer,), micro_batch=work["size"], global_batch=batch, stages=stages,

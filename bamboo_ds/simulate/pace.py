@@ -23,7 +23,7 @@ from .terms import Terms
 
 #: Iteration time against stock DeepSpeed by mode (docs/benchmarks.md, emulated devices, P = 8, M = 16), besides what
 #: replicas' gradients and updates take, which are counted by their bytes.
-_OVERHEAD = {
+OVERHEAD = {
     RedundancyMode.NONE: 1.008,
     RedundancyMode.LAZY: 1.0,
     RedundancyMode.EAGER_FORWARD: 1.021,
@@ -221,7 +221,7 @@ class Pace:
     @property
     def overhead(self) -> float:
         """Iteration time against stock."""
-        return _OVERHEAD[self.mode]
+        return OVERHEAD[self.mode]
 
     # -- memory -------------------------------------------------------------------------------------------
 
