@@ -159,7 +159,7 @@ def test_a_straggler_comes_and_goes(tmp_path: Path, reference: Reference) -> Non
     def helped() -> bool:
         return 1 in [rank for rank, _, _ in job.plan()["lent"]]
 
-    command = ["--stages", "3", "--pause-s", "0.005", "--straggler", str(slow), *slow_until(go, 0.01)]
+    command = ["--stages", "3", "--pause-s", "0.01", "--straggler", str(slow), *slow_until(go, 0.01)]
     with RunningJob(tmp_path, 3, command, write_config(tmp_path, AUTO)) as job:
         job.wait_for("a step", lambda: bool(job.events("step")))
         takes(4)
