@@ -70,6 +70,7 @@ class Usage:
         *_rss_mb: resident memory in MB, without what processes share.
     """
 
+    members: int
     strays: int
     worker_threads: float
     worker_fds: float
@@ -94,6 +95,7 @@ def usage(observer: Observer, launcher: int, chaos: int) -> Usage:
         return process.memory_full_info().uss / 2**20
 
     return Usage(
+        members=len(workers),
         strays=len({p.pid for p in found} - known) - 2,
         worker_threads=mean(p.num_threads() for p in workers),
         worker_fds=mean(p.num_fds() for p in workers),
@@ -177,9 +179,12 @@ def growth_problems(before: Usage, after: Usage) -> list[str]:
     """What has grown by more than :data:`GROWTH`."""
     problems = []
     old, new = asdict(before), asdict(after)
+    joined = max(0, new.pop("members") - old.pop("members"))
     for name in old:
         # The launcher talks to etcd for the first time when one of its agents dies.
         slack = 10 if name == "launcher_rss_mb" else 2 if name.endswith("fds") else 1 if name.endswith("threads") else 0
+        # A worker has a connection to every other one, and a thread that reads it.
+        slack += joined if name in ("worker_threads", "worker_fds") else 0
         if new[name] > old[name] * (1 + GROWTH) + slack:
             problems.append(f"{name} grew from {old[name]:.1f} to {new[name]:.1f}")
     return problems
