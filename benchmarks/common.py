@@ -187,6 +187,21 @@ def run_stock(
 
 
 @contextmanager
+def ending(process: Any) -> Iterator[None]:
+    """End ``process``, which is like ``subprocess.Popen``, when the body is left, if it has not ended by itself."""
+    try:
+        yield
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+@contextmanager
 def bamboo_job(
     folder: Path,
     workers: int,
@@ -217,16 +232,8 @@ def bamboo_job(
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    try:
+    with ending(process):
         yield process
-    finally:
-        if process.poll() is None:
-            process.terminate()
-            try:
-                process.wait(30)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
 
 
 def run_bamboo(

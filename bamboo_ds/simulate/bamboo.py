@@ -12,7 +12,7 @@ from ..control.leader.decisions import Decider
 from ..control.leader.view import View
 from ..control.registry.records import LayoutRecord, MemberRecord, WorkerState
 from ..observe import events as ev
-from ..topology import Candidate, Costs, Plan, holders_of, initial_plan, moves, with_redundancy
+from ..topology import Candidate, Costs, Move, Plan, holders_of, initial_plan, moves, with_redundancy
 from ..topology.planner import plan as best_plan
 from .market import Market
 from .pace import Pace, Stretch
@@ -108,21 +108,10 @@ class BambooJob(Training):
 
     # -- the job ------------------------------------------------------------------------------------------
 
-    def run(self) -> Run:
-        """Start, then train, from boundary to boundary or from loss to loss."""
-        yield from self._gather(0.0, first=True)
-        while True:
-            try:
-                yield from self._boundary()
-                yield from self._train()
-            except self._simpy.Interrupt:
-                yield from self._recover()
-
-    def _gather(self, start_s: float, first: bool = False) -> Run:
-        """Start, or start again, on the members that there are as soon as the model fits on them."""
+    def _gather(self, first: bool = False) -> Run:
         while True:
             if not first:
-                yield from self._hold(start_s)
+                yield from self._hold(self.terms.restart_s + self._load_s)
             chosen = self._candidates()
             plan = placed(self._pace, chosen, self._config) if chosen else None
             if plan is not None and self._pace.fits(plan):
@@ -146,7 +135,6 @@ class BambooJob(Training):
         self.faster(len(self.plan.members), self.iteration_s)
 
     def _boundary(self) -> Run:
-        """Between two iterations: a checkpoint that is due, and changes of the plan."""
         if self.env.now >= self._checkpoint_due:
             self._checkpoint_due = self.env.now + self.terms.checkpoint_s
             whole = sum(self._pace.parameters) * self._pace.state.owner
@@ -239,7 +227,7 @@ class BambooJob(Training):
         self.epoch = plan.epoch
         self._enter([member for member in self.members if member not in lost])
         self._noticed = None
-        yield from self._gather(self.terms.restart_s + self._load_s)
+        yield from self._gather()
 
     # -- copies -------------------------------------------------------------------------------------------
 
@@ -275,7 +263,7 @@ class BambooJob(Training):
         pairs = {(m.rank, m.destination): m for m in each}
         self.env.process(self._complete(pairs, seconds))
 
-    def _complete(self, pairs: dict, seconds: float) -> Run:
+    def _complete(self, pairs: dict[tuple[int, str], Move], seconds: float) -> Run:
         yield self.env.timeout(seconds)
         for pair, move in pairs.items():
             if self._copying.get(pair) == move.source:

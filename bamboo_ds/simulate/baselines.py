@@ -195,18 +195,11 @@ class CheckpointRestart(_StockJob):
         optimum = math.sqrt(2 * self.stock.copy_s(now.stages) * self._between_losses_s)
         return max(optimum, self.stock.write_s(now.size), now.seconds)
 
-    def run(self) -> Run:
-        """Start, train, and start again."""
-        yield from self._gather(first=True)
-        while True:
-            try:
-                yield from self._boundary()
-                yield from self._train()
-            except self._simpy.Interrupt:
-                self._commit_segment()
-                yield from self._hold(self.terms.detection_s)
-                self._stop(self._absent())
-                yield from self._gather()
+    def _recover(self) -> Run:
+        self._commit_segment()
+        yield from self._hold(self.terms.detection_s)
+        self._stop(self._absent())
+        yield from self._gather()
 
     def _gather(self, first: bool = False) -> Run:
         while True:
@@ -262,16 +255,6 @@ class SampleDropping(_StockJob):
         assert now is not None
         self._arranged(now, [member for pipeline in self._whole for member in pipeline], lost)
 
-    def run(self) -> Run:
-        """Start, train with the pipelines that are whole."""
-        yield from self._gather(first=True)
-        while True:
-            try:
-                yield from self._boundary()
-                yield from self._train()
-            except self._simpy.Interrupt:
-                yield from self._drop()
-
     def _gather(self, first: bool = False) -> Run:
         while True:
             if not first:
@@ -320,7 +303,7 @@ class SampleDropping(_StockJob):
             self._building[pipeline] = True
             self.tell()
 
-    def _drop(self) -> Run:
+    def _recover(self) -> Run:
         """Finish the interrupted iteration without the pipelines that have lost members."""
         done, within = self._within()
         left = (self.now.seconds if self.now else 0.0) - within
@@ -342,7 +325,7 @@ class SampleDropping(_StockJob):
         try:
             yield from self._train_rest(left)
         except self._simpy.Interrupt:
-            yield from self._drop()
+            yield from self._recover()
 
     def _train_rest(self, left_s: float) -> Run:
         self._segment = self.env.now, left_s

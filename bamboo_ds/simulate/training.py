@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -68,7 +69,7 @@ class Outcome:
     facts: dict[str, float] = field(default_factory=dict)
 
 
-class Training:
+class Training(ABC):
     """A job on the nodes of a market. Subclasses say what happens when nodes come and go.
 
     Args:
@@ -124,8 +125,26 @@ class Training:
         return self.outcome
 
     def run(self) -> Run:
-        """The job, from its start on."""
-        raise NotImplementedError
+        """Start, then train, from boundary to boundary or from loss to loss."""
+        yield from self._gather(first=True)
+        while True:
+            try:
+                yield from self._boundary()
+                yield from self._train()
+            except self._simpy.Interrupt:
+                yield from self._recover()
+
+    @abstractmethod
+    def _gather(self, first: bool = False) -> Run:
+        """Start, or start again, on the members that there are as soon as they are enough."""
+
+    @abstractmethod
+    def _boundary(self) -> Run:
+        """Between two iterations: a checkpoint that is due, and members that come."""
+
+    @abstractmethod
+    def _recover(self) -> Run:
+        """Go on after the loss of a member, in an iteration or between two."""
 
     # -- nodes --------------------------------------------------------------------------------------------
 
@@ -200,7 +219,7 @@ class Training:
     # -- steps --------------------------------------------------------------------------------------------
 
     def _train(self) -> Run:
-        """Do whole iterations until there is news, a checkpoint is due, or it is ``until``: to the next boundary.
+        """Do whole iterations until there is news or a checkpoint is due, to the next boundary.
 
         Raises:
             simpy.Interrupt: a member was lost. What was committed before is; :meth:`_within` tells of the rest.

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common import WORKERS, Job, JobFailed, Watcher, environment, fresh, wall, write_config
+from common import WORKERS, Job, JobFailed, Watcher, ending, environment, fresh, wall, write_config
 
 from bamboo_ds.chaos.schedule import Change
 from bamboo_ds.observe.events import read_events
@@ -222,16 +222,8 @@ def _warm_job(folder: Path, slots: int, arguments: Sequence[str], name: str) -> 
     env = {**environment(), "BAMBOO_LOGS": str(folder / "logs")}
     with open(folder / "log.txt", "wb") as log:
         process = start(command, env, log.fileno())
-    try:
+    with ending(process):
         yield process
-    finally:
-        if process.poll() is None:
-            process.terminate()
-            try:
-                process.wait(30)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
 
 
 def _records(folder: Path) -> list[dict[str, Any]]:

@@ -104,6 +104,12 @@ class Outcome:
     more: dict[str, Any] = field(default_factory=dict)
     failed: str | None = None
 
+    def count_members(self, size: int) -> None:
+        """Make :attr:`changes` of the faults, which begin with ``size`` members."""
+        self.changes = [(0.0, size)]
+        for fault in self.faults:
+            self.changes.append((fault["done_s"], self.changes[-1][1] + (1 if fault["kind"] == "join" else -1)))
+
     @property
     def kept(self) -> list[Done]:
         """Steps that were not done again later, in order of their numbers."""
@@ -165,7 +171,8 @@ def prove(claim: str, kept: Sequence[Done], undisturbed: Mapping[int, float], to
     whole = bool(numbers) and numbers == list(range(numbers[0], numbers[-1] + 1))
     if not whole:
         detail = f"{detail}; steps are missing".lstrip("; ")
-    right = worst is not None and worst <= tolerance
+    # No maximum is that of what is no number.
+    right = worst is not None and worst <= tolerance and all(math.isfinite(a - b) for a, b in pairs)
     return Proof(claim, holds and whole and right, len(pairs), equal, worst, detail)
 
 

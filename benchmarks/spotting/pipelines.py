@@ -194,10 +194,7 @@ class Pipelines:
             self._label_free(node, life, begin)
         outcome.done = self._steps(journals, begin, first, outcome.seconds)
         outcome.goodput = self._book.add(begin, begin + outcome.seconds)
-        points = [(0.0, self.work.shape.size)]
-        for fault in outcome.faults:
-            points.append((fault["done_s"], points[-1][1] + (1 if fault["kind"] == "join" else -1)))
-        outcome.changes = points
+        outcome.count_members(self.work.shape.size)
         outcome.more = {
             "save_every_steps": self.every,
             "pipelines": [[p.began - begin, p.ended_at - begin, p.slot, list(p.nodes)] for p in self.starts],

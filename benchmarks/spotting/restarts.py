@@ -353,10 +353,7 @@ class Restarts:
 
     def _account(self, outcome: Outcome, begin: float) -> None:
         outcome.goodput = self._book.add(begin, begin + outcome.seconds)
-        points = [(0.0, self.work.shape.size)]
-        for fault in outcome.faults:
-            points.append((fault["done_s"], points[-1][1] + (1 if fault["kind"] == "join" else -1)))
-        outcome.changes = points
+        outcome.count_members(self.work.shape.size)
         outcome.more = {
             "save_every_steps": self.every,
             "shapes": [[g.began - begin, str(g.shape), g.why, g.loaded] for g in self.generations],

@@ -298,6 +298,7 @@ class ForkingPopen(subprocess.Popen):  # type: ignore[type-arg]
     def _execute_child(self, *arguments: Any) -> None:
         given = _arguments_of(self, *arguments).arguments
         words = given["args"]
+        assert not _is_script(words) or threading.active_count() == 1, f"an agent has {threading.enumerate()} by now"
         if isinstance(words, str) or not (_is_agent(words) or _is_script(words)) or _threads() > 1:
             super()._execute_child(*arguments)  # type: ignore[misc]
             return

@@ -80,7 +80,9 @@ class Agent:
         self._output = WorkerOutput(settings)
         self._timeline = TimelineWriter(settings.events, settings.job, self._id, settings.rank)
         environment = {**worker_environment(settings, self._id), **self._timeline.environment}
-        assert threading.active_count() == 1, threading.enumerate()  # a fork beside threads may hang
+        if threading.active_count() > 1:
+            names = ", ".join(thread.name for thread in threading.enumerate())
+            logger.warning("threads run before the worker is started (%s): what is forked beside them may hang", names)
         self._worker = WorkerProcess(
             observed(settings.command), environment, self._output.stdout, self._output.stderr, self._timeline.fds
         )
