@@ -70,6 +70,7 @@ def test_optimizers_of_roles_that_went_elsewhere_leave_memory(tmp_path: Path, re
     command = ["--stages", "2", *slow_until(go), "--faults", json.dumps(faults)]
     with RunningJob(tmp_path, 4, command, write_config(tmp_path, {}, 4, **FP32_ZERO)) as job:
         job.wait_for("a loss", lambda: len(job.events("member_lost")) == 1)
+        job.wait_for("replicas of what it held", lambda: None not in job.plan()["shadows"])
         job.join()
         job.wait_for("each role has an owner of its own", lambda: len(set(job.plan()["owners"])) == 4)
         job.wait_for("and a shadow", lambda: None not in job.plan()["shadows"])

@@ -143,11 +143,11 @@ COURSES = [0, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in ran
 @pytest.mark.parametrize("course", COURSES)
 @pytest.mark.parametrize("job", JOBS)
 def test_a_loss_at_every_cut(job: str, course: int) -> None:
-    """Of each member, before everything that it does in an iteration; in the suite before every sixth thing."""
+    """Of each member, before everything that it does in an iteration; in the suite before every twelfth thing."""
     modes: Counter[str] = Counter()
     for number, victim in enumerate(sorted(undisturbed(JOBS[job], 0).members)):
         seed = 100 * course + number
-        for world in every_loss(JOBS[job], seed, victim, step=1 if course else 6):
+        for world in every_loss(JOBS[job], seed, victim, step=1 if course else 12):
             check(world)
             assert world.killed == [victim] and not world.plan.unheld
             modes.update(facts["mode"] for kind, facts in world.survivors()[0].job.events if kind == "recovered")

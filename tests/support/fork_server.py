@@ -45,11 +45,13 @@ STOCK_MODULES = (
     "torch.fx.experimental.symbolic_shapes",
     "torch.utils.data",
     "deepspeed",
+    "deepspeed.module_inject.auto_ep_layer",
     "deepspeed.pipe",
     "deepspeed.runtime.bf16_optimizer",
     "deepspeed.runtime.fp16.fused_optimizer",
     "deepspeed.runtime.fp16.unfused_optimizer",
     "deepspeed.runtime.pipe.engine",
+    "deepspeed.runtime.zero.muon.muon_optimizer",  # loads torch's compiler
     "deepspeed.runtime.zero.stage_1_and_2",
 )
 #: ... and launchers, agents and our engine.

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from pydantic import BaseModel, Field, ValidationError
 
@@ -61,6 +60,7 @@ class Mirror:
         self._entries: dict[str, KeyValue] = dict(snapshot.entries)
         self._gone: dict[str, MemberRecord] = dict(before.known) if before is not None else {}
         self._records_read: dict[str, tuple[int, Record | None]] = {}  # by key: revision, and what counts
+        self._lists: dict[str, tuple[Record, ...]] = {}  # by prefix: what counts, until one of its keys changes
         self._plan: tuple[int, Plan] | None = None if before is None or before._plan is None else (0, before._plan[1])
         self._plan_forged = False
         self._nonces: dict[int, str] = {}
@@ -71,6 +71,7 @@ class Mirror:
     def apply(self, event: WatchEvent) -> None:
         """Take one change over."""
         self.changes += 1
+        self._lists.pop(event.key[: event.key.find("/") + 1], None)
         if event.kind == "put":
             self._entries[event.key] = event.kv
         else:
@@ -217,9 +218,12 @@ class Mirror:
             self._records_read[key] = entry.mod_revision, record
         return record if isinstance(record, kind) else None
 
-    def _records(self, prefix: str, kind: type[R]) -> Iterator[R]:
-        found = (self.get(key, kind) for key in self._entries if key.startswith(prefix))
-        return (record for record in found if record is not None)
+    def _records(self, prefix: str, kind: type[R]) -> tuple[R, ...]:
+        """What counts of the keys under ``prefix``, one of :class:`Keys`, all of which are of ``kind``."""
+        if prefix not in self._lists:
+            found = (self.get(key, kind) for key in self._entries if key.startswith(prefix))
+            self._lists[prefix] = tuple(record for record in found if record is not None)
+        return cast("tuple[R, ...]", self._lists[prefix])
 
 
 def read_plan(entry: KeyValue) -> Plan:
