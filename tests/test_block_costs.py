@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from random import Random
+from statistics import median_low
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -39,7 +41,7 @@ def test_what_is_not_known_is_as_usual() -> None:
     assert costs_of(None, {}, 0) is None and costs_of(None, {"a": []}, 1) is None
     assert costs_of(None, {"a": told(0, 1, 1)}, 1, Layout(1, 3)) is None
     costs = costs_of(None, {"a": told(0, 1, 1), "b": [BlockSeconds(1, 0, 0.5, 0.5)]}, 1)
-    assert costs == BlockCosts(((1, 1), (0.5, 0.5), (0.833, 0.833)))
+    assert costs == BlockCosts(((1, 1), (0.5, 0.5), (0.85, 0.85)))
     # Members that are lost leave what they knew.
     assert costs_of(costs, {"c": told(2, 1, 1)}, 1) == BlockCosts(((1, 1), (0.5, 0.5), (1, 1)))
 
@@ -52,10 +54,25 @@ def test_what_scatters_changes_nothing() -> None:
     # Nothing changes before all have told, but for standbys.
     waits = {**rows, "b": [BlockSeconds(1, 0, 0.5), BlockSeconds(1, 1, 0.5)]}
     assert costs_of(before, waits, 10) == before and settled(before, LAYOUT, {}, "abc", 10) == before
+    waits["c"] = told(2, 1, 1)
     stood_by = settled(before, LAYOUT, waits, "ac", 10)
     assert stood_by is not None and stood_by.slowness == (("b", 3.0),) and stood_by.seconds[1] == (0.5, 0.5)
     gone = costs_of(before, {**rows, "b": told(1, 1.1, 1.1)}, 10)
     assert gone is not None and not gone.slowness
+
+
+def test_blocks_that_are_alike_cost_the_same() -> None:
+    """Whatever scatters: divisions and orders decide between them by rules."""
+    random = Random(1)
+    for _ in range(20):
+        rows = {}
+        for stage, dear in enumerate((4, 1, 1)):
+            found = [random.uniform(0.0119, 0.0121) * dear, random.uniform(0.0119, 0.0121)]
+            rows[f"m{stage}"] = told(stage, *found)
+        costs = costs_of(None, rows, 0.1)
+        assert costs is not None
+        ((first, second), *others) = costs.seconds
+        assert {second, *others[0], *others[1]} == {second} and first / second == pytest.approx(4, rel=0.02)
 
 
 def test_passes_that_are_little_of_an_iteration_count_as_equal() -> None:
@@ -113,7 +130,8 @@ def test_the_true_costs_are_found(stages: int, seed: int) -> None:
         ]
     costs = costs_of(None, rows, 1.0, layout)
     assert costs is not None
+    usual = median_low(second for seconds in true for second in seconds)
     for stage, seconds in enumerate(true):
         for found, second in zip(costs.seconds[stage], seconds, strict=True):
-            assert abs(found - second) <= 0.01 * second
+            assert abs(found - second) <= 0.026 * usual
     assert costs.slowness == tuple((member, float(f"{times:.3g}")) for member, times in sorted(slow.items()))

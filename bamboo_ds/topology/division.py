@@ -117,18 +117,26 @@ class Divider:
         now, trials = best, max(_OPTIONS, _TRIALS // len(ground.members))
         each = max(_OPTIONS, trials // _ATTEMPTS)
         for _ in range(_ATTEMPTS):
-            options = [] if now.even else self._options(ground, now, holders, min(trials, each))
-            trials -= len(options)
-            tried = [self._settled(ground, shadows) for shadows in options]
-            found = min(tried, key=lambda division: division.rating, default=now)
+            found = now
+            for helped in (False, True):
+                if now.even or found.better_than(now):
+                    break
+                options = self._options(ground, now, holders, min(trials, each), helped)
+                trials -= len(options)
+                tried = [self._settled(ground, shadows) for shadows in options]
+                found = min(tried, key=lambda division: division.rating, default=now)
             if not found.better_than(now):
                 break
             now = found
             best = now if self._gains(now, best) else best
         return best
 
-    def _options(self, ground: Ground, now: Division, holders: Holders, count: int) -> list[list[str | None]]:
+    def _options(
+        self, ground: Ground, now: Division, holders: Holders, count: int, helped: bool
+    ) -> list[list[str | None]]:
         """The shadows of ``now``, but another one for a role of the slowest member: the ``count`` most promising ones.
+
+        Its roles are those that it owns, or (``helped``) those of which it computes a part as their shadow.
 
         That is who holds it already, then who has least to do, then whose stages have their passes at about that time.
         """
@@ -138,9 +146,11 @@ class Divider:
             stages[owner].append(rank // ground.pipelines)
         loads, idlest, options = now.loads.by_member, now.loads.ascending[:_IDLEST], []
         left, copying = self._left(ground, now)
+        lent = {each.rank for each in now.lent()} if helped else set()
         for rank, owner in enumerate(ground.owners):
             stage = rank // ground.pipelines
-            if owner != slowest or not ground.ways[stage]:
+            mine = now.shadows[rank] == slowest and rank in lent if helped else owner == slowest
+            if not mine or not ground.ways[stage]:
                 continue
             held = [member for member in holders.get(rank, ()) if member in loads]
             able = [m for m in {*held, *idlest} if m != now.shadows[rank] and self._roster.apart(owner, m)]
