@@ -16,6 +16,7 @@ from bamboo_ds.chaos.schedule import Change
 from bamboo_ds.cli.main import cli
 from bamboo_ds.config import BambooConfig, RedundancyMode
 from bamboo_ds.errors import ConfigError
+from bamboo_ds.observe import events as ev
 from bamboo_ds.observe.events import read_events
 from bamboo_ds.observe.goodput import account
 from bamboo_ds.observe.lives import Category
@@ -125,6 +126,45 @@ def test_what_a_loss_costs(mode: RedundancyMode, expected: float) -> None:
             at_s = (part + 0.5) / 12 * whole.seconds
             costs.append((at_s + whole.after(after, at_s).seconds) / whole.seconds - 1)
     assert fmean(costs) == pytest.approx(expected, abs=0.02)
+
+
+@pytest.mark.parametrize(("boundary_s", "iterations"), [(0.0, 3), (1.0, 2)])
+def test_a_joiner_computes_when_its_copies_are_complete(boundary_s: float, iterations: int) -> None:
+    """Boundaries: the plan that admits it is entered; states are offered; copies are complete; it gets its stage.
+
+    Copies that arrive where they are offered are complete there.
+    """
+    terms = FREE.model_copy(update={"boundary_s": boundary_s, "switch_s": 1.0, "first_s": 5.0})
+    market = nodes(2, 2000, (100.0, "remove", "n1"), (500.0, "add", "x"))
+    profile = model(layers=2, micro_batches=2, stages=2, pipelines=1)
+    job = simulation(market, profile, terms, config=settings()).job("bamboo-whole-stages", market, 0)
+    events = job.simulate().events
+    admitted, owning = (
+        next(event for event in events if isinstance(event, ev.PlanWritten) and "x" in getattr(event, where))
+        for where in ("members", "owners")
+    )
+    steps = [event.seconds for event in events if isinstance(event, ev.Step) and event.epoch == admitted.epoch]
+    assert len(steps) == iterations and (owning.time - admitted.time).total_seconds() == pytest.approx(1 + sum(steps))
+    # Of these two, only the plan that gives it a stage has a longer first iteration.
+    after = [event.seconds for event in events if isinstance(event, ev.Step) and event.epoch == owning.epoch]
+    assert max(steps) == pytest.approx(min(steps)) and after[0] == pytest.approx(after[1] + 5)
+
+
+def test_survivors_do_what_they_can_until_they_hear_of_a_loss() -> None:
+    pace = Pace(model(layers=8, micro_batches=8), FREE, 1, 4, RedundancyMode.LAZY, blocks=1)
+    plan = with_redundancy(initial_plan(list("abcd")), pace.layout, True)
+    whole = Stretch(pace, plan)
+    gains = []
+    for lost in plan.members:
+        after = takeover(plan, {lost})
+        for part in range(12):
+            at_s = (part + 0.5) / 12 * whole.seconds
+            left = [whole.after(after, at_s, at_s + going_s).seconds for going_s in (0.0, 6.0, 1000.0)]
+            gains.append(left[0] - left[1])
+            assert left[0] >= left[1] - 1e-9 >= left[2] - 2e-9
+            # What waits for passes of the lost member is not done, however long it takes.
+            assert part >= 6 or left[2] > 6
+    assert 0 < fmean(gains) < 6
 
 
 def _seed_with_order(market: Market, order: list[str]) -> int:

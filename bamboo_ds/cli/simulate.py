@@ -107,7 +107,7 @@ def simulate(
     if measured is not None:
         _only("--measured has its nodes, its profile and its policies")
         run = recorded.load(measured)
-        report, outcomes = recorded.simulation(run).run(list(run.policies))
+        report, outcomes = recorded.simulation(run).run(list(run.policies), recorded.PHASES)
         rows = recorded.compare(run, report)
     else:
         market = _market(trace, climate, weather, nodes, hours, from_s, seconds, compress)

@@ -31,7 +31,7 @@ from .progress import (
 )
 from .redundant import Placement, RedundantTrainSchedule
 from .rehearsal import rehearsal_passes, rehearsal_sends
-from .timing import Timeline, timeline
+from .timing import Timeline, needed, timeline
 
 __all__ = [
     "Awaits",
@@ -65,6 +65,7 @@ __all__ = [
     "epilogue",
     "hosts",
     "member_program",
+    "needed",
     "not_begun",
     "one_f_one_b",
     "rehearsal_passes",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..errors import ProtocolError
@@ -71,7 +71,7 @@ def timeline(
         while cursors[member] < len(order):
             work = order[cursors[member]]
             role, kind, _, begin = work
-            before = _needed(layout, begins, work)
+            before = needed(layout, begins, work)
             start = free[member]
             if before is not None and before in left:
                 if before not in ends:
@@ -92,8 +92,14 @@ def timeline(
     return Timeline({member: tuple(each) for member, each in spans.items()})
 
 
-def _needed(layout: Layout, begins: list[list[int]], work: Work) -> Work | None:
-    """The pass whose result ``work`` needs: of the part or stage before, or in a backward pass behind."""
+def needed(layout: Layout, begins: Sequence[Sequence[int]], work: Work) -> Work | None:
+    """The pass whose result ``work`` needs: of the part or stage before, or in a backward pass behind.
+
+    Args:
+        layout: the logical world.
+        begins: first blocks of the parts of every role, by rank.
+        work: the pass; ``None`` is returned if it needs none.
+    """
     role, kind, m, begin = work
     step = 1 if kind == "B" else -1
     parts = begins[layout.rank(role)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from ..config import BambooConfig
 from ..control.leader.actions import Wait, WritePlan
@@ -12,7 +12,7 @@ from ..control.leader.decisions import Decider
 from ..control.leader.view import View
 from ..control.registry.records import LayoutRecord, MemberRecord, WorkerState
 from ..observe import events as ev
-from ..topology import Candidate, Costs, Move, Plan, holders_of, initial_plan, moves, with_redundancy
+from ..topology import Candidate, Plan, initial_plan, with_redundancy
 from ..topology.planner import plan as best_plan
 from .market import Market
 from .pace import Pace, Stretch
@@ -30,8 +30,35 @@ def placed(pace: Pace, members: Sequence[Candidate], config: BambooConfig) -> Pl
     return replace(best_plan(plan, members, policy=policy, holders={}), unheld=(), immediate=True)
 
 
+@dataclass
+class _Copies:
+    """Copies of states that members make while training goes on, by rank and member.
+
+    Attributes:
+        pairs: rank of the role, and the member that copies it from the role's owner.
+        since: when the plan was entered.
+        offered: owners have offered the states.
+        arrived: the states are there.
+    """
+
+    pairs: frozenset[tuple[int, str]]
+    since: float
+    offered: bool = False
+    arrived: bool = False
+
+
 class BambooJob(Training):
     """A job of this package.
+
+    A change of plan takes as many iterations as it does in a real job. The leader decides as soon as all members have
+    entered the plan before, or there is news, and they enter what it has written at the next boundary. Owners offer
+    their states at the end of the first iteration under a plan that has them copied; a copy is complete at the end of
+    the iteration in which it arrives (a very short one at once), and the leader hears of it during the next one.
+    Another plan begins all copies again that are not complete::
+
+        boundary   0            1                2                 3
+        members    enter plan   offer states     complete copies   enter the next plan
+        leader                                   writes it, at the begin of the iteration
 
     Args:
         market: the nodes that the job rents.
@@ -50,12 +77,15 @@ class BambooJob(Training):
         self._records: dict[str, MemberRecord] = {}
         self._reports: dict[str, LayoutRecord] = {}
         self._pace, self._config, self._decider = pace, config, Decider(config)
+        self._written: WritePlan | None = None  # and not entered yet
+        self._entered = False  # all members have entered the plan in force
         super().__init__(market, pace.profile, terms, seed)
         self._stretch: Stretch
         self._noticed: float | None = None  # the loss that the iteration under way was first interrupted by
         self._decided: object = None  # what the leader knew when it last had nothing to do
-        self._copied: set[tuple[int, str]] = set()
-        self._copying: dict[tuple[int, str], str] = {}  # the source of each copy that is being made
+        self._built: set[tuple[int, str]] = set()  # copies that are complete
+        self._copied: set[tuple[int, str]] = set()  # those that the leader knows of
+        self._copying: _Copies | None = None  # of the plan in force, as far as they are not complete
         shares = [count * pace.state.owner for count in pace.parameters]
         self._copy_s = max(shares) / (terms.host_gb_s * 1e9)
         self._load_s = max(shares) / (terms.storage_gb_s * 1e9)
@@ -71,9 +101,31 @@ class BambooJob(Training):
         )
         replicas = self._config.redundancy.mode.replicas
         self._reports[node] = LayoutRecord(id=node, layout=self._pace.layout, redundant=replicas, iterators=False)
+        self._lead()
+
+    def _lead(self) -> None:
+        """The leader decides, if it knows anything new; there is one plan at a time that members have not entered."""
+        if not self._entered or self._written is not None or self._known() == self._decided:
+            return
+        action = self._decider.decide(self._view(), self.env.now)
+        self._decided = self._known()
+        if not isinstance(action, WritePlan):
+            return
+        if not self._pace.fits(action.plan):
+            self.outcome.refused += 1
+            return
+        self._written = action
+        self.tell()
+
+    def _known(self) -> tuple[object, ...]:
+        """What the leader's decisions depend on between two losses."""
+        return self.plan.epoch, tuple(self.ready), frozenset(self._copied)
+
+    def _concerns(self, node: str) -> bool:
+        return super()._concerns(node) or (self._written is not None and node in self._written.plan.members)
 
     def _view(self) -> View:
-        """The job as its leader sees it: all members have entered the plan, and told of the copies that they have."""
+        """The job as its leader sees it, by the newest plan; members have told of the copies that they have."""
         replicas: dict[str, list[int]] = {member: [] for member in self.plan.members}
         for rank, shadow in enumerate(self.plan.shadows):
             if shadow in replicas:
@@ -87,7 +139,7 @@ class BambooJob(Training):
         }
         return View(
             world_size=self._pace.layout.size,
-            plan=self.plan,
+            plan=self.plan if self._written is None else self._written.plan,
             members={node: self._records[node] for node in self.ready},
             reports={node: self._reports[node] for node in self.ready},
             workers=workers,
@@ -99,7 +151,7 @@ class BambooJob(Training):
 
     def _write(self, plan: Plan, reason: str, lost: Sequence[str] = ()) -> None:
         lent = [(each.rank, *plan.lent_blocks(each)) for each in plan.lent]
-        self.epoch = plan.epoch
+        self.epoch, self._written = plan.epoch, None
         self._emit_plan(plan.members, plan.owners, plan.shadows, lost, lent, reason)
         self._enter(plan.members)
         self.plan = plan
@@ -125,7 +177,9 @@ class BambooJob(Training):
         else:
             self._restore()
         self._write(replace(plan, epoch=self.epoch + 1), "start")
+        self._entered = True
         self._pace_up()
+        self.more_s = self.terms.first_s
         self._checkpoint_due = self.env.now + self.terms.checkpoint_s
 
     def _pace_up(self) -> None:
@@ -140,33 +194,35 @@ class BambooJob(Training):
             whole = sum(self._pace.parameters) * self._pace.state.owner
             written_s = max(self._load_s, whole / len(self.plan.members) / (self.terms.storage_gb_s * 1e9))
             yield from self._checkpoint(self._copy_s, written_s)
-        while (known := self._known()) != self._decided:
-            action = self._decider.decide(self._view(), self.env.now)
-            if not isinstance(action, WritePlan):
-                self._decided = known
-                return
-            if not self._pace.fits(action.plan):
-                self._decided = known
-                self.outcome.refused += 1
-                return
-            previous = self.plan.epoch
-            self._write(action.plan, action.reason)
-            self._pace_up()
-            yield self.env.timeout(self.terms.switch_s)
-            told = {"step": self.step, "pause_seconds": self.terms.switch_s, "previous": previous}
-            for member in self.plan.members:
-                self._emit(ev.Reconfigured, member=member, **told)
-            if self._copying:
-                # The target stays while its copies are made, so there is nothing to do before they are.
-                self._decided = self._known()
+        self._complete()
+        self._offer()
+        if self._written is not None:
+            yield from self._change(self._written)
+        self._copied = set(self._built)
+        self._lead()
 
-    def _known(self) -> tuple[object, ...]:
-        """What the leader's decisions depend on between two losses."""
-        return self.plan.epoch, tuple(self.ready), frozenset(self._copied)
+    def _change(self, action: WritePlan) -> Run:
+        """Enter the plan that the leader has written since the last boundary."""
+        previous, owners = self.plan.epoch, self.plan.owners
+        self._write(action.plan, action.reason)
+        self._pace_up()
+        self.more_s = self.terms.first_s if self.plan.owners != owners else 0.0
+        yield self.env.timeout(self.terms.switch_s)
+        told = {"step": self.step, "pause_seconds": self.terms.switch_s, "previous": previous}
+        self._emit_each(ev.Reconfigured, self.plan.members, **told)
+        if self._copying is not None and self.ready.keys() <= set(self.members):
+            # The target stays while its copies are made, so there is nothing to do before they are.
+            self._decided = self._known()
+
+    @property
+    def soon(self) -> bool:
+        return self._written is not None or (self._copying is not None and not self._copying.offered)
 
     def _recover(self) -> Run:
         """Take over from lost members in the middle of an iteration, and finish it."""
-        _, at_s = self._within()
+        self._entered = False
+        done, at_s = self._within()
+        at_s -= 0.0 if done else min(at_s, self.more_s)
         begun = self._segment is not None
         committed = self._commit_segment()
         if committed or not begun:
@@ -176,8 +232,10 @@ class BambooJob(Training):
         if not begun:
             self._step_began = self.env.now
         left, ordinary = self._stretch, self.iteration_s
+        self.more_s = 0.0
+        struck: float | None = self.env.now
+        self._noticed = struck if self._noticed is None else self._noticed
         while True:
-            self._noticed = self.env.now if self._noticed is None else self._noticed
             yield from self._hold(self.terms.detection_s)
             action = self._decider.decide(self._view(), self.env.now)
             while isinstance(action, Wait) and action.until is not None:
@@ -188,12 +246,15 @@ class BambooJob(Training):
                 if plan.unheld or not self._pace.fits(plan):
                     yield from self._fatal(plan, lost)
                     return
-                left = left.after(plan, at_s)
-                at_s = 0.0
+                # Survivors work until they hear of the plan, but not on one that they have not agreed on.
+                left = left.after(plan, at_s, at_s + (self.env.now - struck if struck is not None else 0.0))
+                at_s, struck = 0.0, None
                 self._write(plan, action.reason, lost)
-            if not (yield from self._hold(self.terms.rebuild_s)) and not self._absent():
+            if not (yield from self._hold(self.terms.rebuild_s, whole=False)) and not self._absent():
                 break
         self._stretch = left
+        self._entered = True
+        self._lead()
         yield from self._finish(left.seconds, ordinary)
 
     def _finish(self, left_s: float, ordinary: float) -> Run:
@@ -209,9 +270,8 @@ class BambooJob(Training):
             return
         pause = {"pause_seconds": agreed - (self._noticed or agreed) - self.terms.detection_s}
         times = {**pause, "detection_seconds": self.terms.detection_s, "plan_seconds": None, "rebuild_seconds": 0.0}
-        for member in self.plan.members:
-            work = {"redo_seconds": left_s, "forwards_redone": 0, "backwards_redone": 0, "mode": "resume"}
-            self._emit(ev.Recovered, member=member, step=self.step + 1, **times, **work)
+        work = {"redo_seconds": left_s, "forwards_redone": 0, "backwards_redone": 0, "mode": "resume"}
+        self._emit_each(ev.Recovered, self.plan.members, step=self.step + 1, **times, **work)
         self._commit_segment()
         self._noticed = None
         self.outcome.pauses.append(self.env.now - began - ordinary)
@@ -224,7 +284,7 @@ class BambooJob(Training):
             self.outcome.refused += 1
         stages = [(role.pipeline, role.stage) for role in map(plan.world.role, plan.unheld)]
         self._emit(ev.Fatal, stages=stages, members=list(lost), checkpoint=self.saved.path)
-        self.epoch = plan.epoch
+        self.epoch, self._written = plan.epoch, None
         self._enter([member for member in self.members if member not in lost])
         self._noticed = None
         yield from self._gather()
@@ -232,45 +292,54 @@ class BambooJob(Training):
     # -- copies -------------------------------------------------------------------------------------------
 
     def _copy(self) -> None:
-        """Begin the copies of the plan that are not under way."""
-        plan = self.plan
-        learners = set(plan.learners)
+        """The plan in force is new: its copies that are not complete begin."""
+        learners = set(self.plan.learners)
+        self._built &= learners
         self._copied &= learners
-        alive = set(plan.members)
-        self._copying = {pair: source for pair, source in self._copying.items() if pair in learners and source in alive}
-        wanted = learners.difference(self._copied, self._copying)
-        if not wanted:
+        wanted = frozenset(learners - self._built)
+        self._copying = _Copies(wanted, self.env.now) if wanted else None
+
+    def _offer(self) -> None:
+        """Owners offer what is to be copied, and it travels."""
+        copies = self._copying
+        if copies is None or copies.offered:
             return
-        owners, shadows = list(plan.owners), list(plan.shadows)
-        for rank, learner in plan.learners:
-            # Two copies of a role's state are one for its owner and one for its shadow.
-            if (rank, shadows[rank]) in learners:
-                owners[rank] = learner
-            else:
-                shadows[rank] = learner
-        new = replace(plan, owners=tuple(owners), shadows=tuple(shadows))
-        sizes = Costs(state_bytes=tuple(round(count * self._pace.state.shadow) for count in self._pace.parameters))
-        each = [m for m in moves(plan, new, holders_of(plan), sizes) if (m.rank, m.destination) in wanted]
-        load: dict[tuple[bool, str], int] = {}
-        for move in each:
-            self._copying[move.rank, move.destination] = move.source
-            for end in ((False, move.source), (True, move.destination)):
-                load[end] = load.get(end, 0) + move.bytes
+        copies.offered = True
+        load: dict[tuple[bool, str], float] = {}
+        total = 0.0
+        for rank, learner in sorted(copies.pairs):
+            size = self._size(rank)
+            total += size
+            for end in ((False, self.plan.owners[rank]), (True, learner)):
+                load[end] = load.get(end, 0.0) + size
         bound = self._config.topology.transfer_mb_per_s
         rate = min(self.terms.network_gb_s * 1e9, float("inf") if bound is None else bound * 1e6)
-        seconds = max(load.values(), default=0) / rate + self.terms.message_ms / 1000
-        self.outcome.facts["copied_gb"] = self.outcome.facts.get("copied_gb", 0.0) + sum(m.bytes for m in each) / 1e9
-        pairs = {(m.rank, m.destination): m for m in each}
-        self.env.process(self._complete(pairs, seconds))
+        self.outcome.facts["copied_gb"] = self.outcome.facts.get("copied_gb", 0.0) + total / 1e9
+        seconds = max(load.values()) / rate + self.terms.message_ms / 1000
+        if seconds <= self.terms.boundary_s:
+            copies.arrived = True
+            self._complete()
+        else:
+            self.env.process(self._travel(copies, seconds))
 
-    def _complete(self, pairs: dict[tuple[int, str], Move], seconds: float) -> Run:
+    def _size(self, rank: int) -> float:
+        """Bytes of a role's state."""
+        return self._pace.parameters[self._pace.layout.role(rank).stage] * self._pace.state.shadow
+
+    def _travel(self, copies: _Copies, seconds: float) -> Run:
         yield self.env.timeout(seconds)
-        for pair, move in pairs.items():
-            if self._copying.get(pair) == move.source:
-                del self._copying[pair]
-                self._copied.add(pair)
-                role = self._pace.layout.role(move.rank)
-                what = {"role": (role.pipeline, role.stage), "seconds": seconds, "bytes": move.bytes}
-                self._emit(ev.ReplicaBuilt, member=move.destination, step=self.step, **what)
-        if not self._copying:
+        copies.arrived = True
+        if copies is self._copying:
             self.tell()
+
+    def _complete(self) -> None:
+        """Copies whose states have arrived are complete."""
+        copies = self._copying
+        if copies is None or not copies.arrived:
+            return
+        self._copying = None
+        self._built |= copies.pairs
+        for rank, member in sorted(copies.pairs):
+            role = self._pace.layout.role(rank)
+            what = {"role": (role.pipeline, role.stage), "bytes": round(self._size(rank))}
+            self._emit(ev.ReplicaBuilt, member=member, step=self.step, seconds=self.env.now - copies.since, **what)

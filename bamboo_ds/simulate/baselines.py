@@ -38,10 +38,16 @@ class Arrangement:
 
 
 class Stock:
-    """How fast stock DeepSpeed is: 1F1B, pipelines that meet in a reduction, no replicas."""
+    """How fast stock DeepSpeed is: 1F1B, pipelines that meet in a reduction, no replicas.
 
-    def __init__(self, profile: Profile, terms: Terms) -> None:
-        self.profile, self.terms = profile, terms
+    Args:
+        profile: of the model.
+        terms: what is assumed.
+        shape: most pipelines, and the stages of each; ``None``: any.
+    """
+
+    def __init__(self, profile: Profile, terms: Terms, shape: tuple[int, int] | None = None) -> None:
+        self.profile, self.terms, self._shape = profile, terms, shape
         self.state = StateBytes(profile.precision, profile.optimizer)
         self._pipelines: dict[tuple[int, int], float] = {}
         self._best: dict[int, Arrangement | None] = {0: None}
@@ -127,6 +133,8 @@ class Stock:
             best = self._best[count - 1]
             most = min(count, len(profile.each))
             shapes = [(count // stages, stages) for stages in range(1, most + 1) if count % stages == 0]
+            if self._shape is not None:
+                shapes = [shape for shape in shapes if shape[0] <= self._shape[0] and shape[1] == self._shape[1]]
             able = [shape for shape in shapes if shape[0] * profile.micro_batch <= profile.global_batch]
             for least_s, shape in sorted((self._least_s(*shape), shape) for shape in able):
                 if best is not None and profile.global_batch / least_s <= best.speed:

@@ -21,11 +21,13 @@ class Market:
         changes: in order of time, from 0 ms on. Nodes of time 0 are there at the begin.
         seconds: how long.
         zones: of nodes, where known.
+        ordered: nodes of the begin are members in their order, not in one that a seed draws.
     """
 
     changes: tuple[Change, ...]
     seconds: float
     zones: dict[str, str] = field(default_factory=dict)
+    ordered: bool = False
 
     @property
     def moments(self) -> Iterator[tuple[float, list[str], list[str]]]:
@@ -107,12 +109,12 @@ class Market:
                     del there[change.node]
             elif change.at_ms < (begin_s + length) * 1000:
                 later.append(replace(change, at_ms=change.at_ms - begin_s * 1000))
-        return Market((*(Change(0.0, "add", node) for node in there), *later), length, self.zones)
+        return replace(self, changes=(*(Change(0.0, "add", node) for node in there), *later), seconds=length)
 
     def compressed(self, times: float) -> Market:
         """The same, so many times as fast."""
         changes = tuple(replace(change, at_ms=change.at_ms / times) for change in self.changes)
-        return Market(changes, self.seconds / times, self.zones)
+        return replace(self, changes=changes, seconds=self.seconds / times)
 
     def rented(self, limit: int) -> Market:
         """Of the nodes that there are, those that a job rents which wants no more than ``limit``."""

@@ -1,4 +1,9 @@
-"""Predictions against what jobs have done: a recorded run is simulated again, and compared."""
+"""Predictions against what jobs have done: a recorded run is simulated again, and compared.
+
+What a loss costs depends on the part of an iteration that it interrupts. Where the simulated job is a little faster or
+slower than the real one, that is soon another part. So a run is simulated some times, each time with losses and joins
+another part of an iteration later, and means are compared.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +23,10 @@ from .terms import Terms
 
 #: Share by which samples, and pauses, may differ.
 SAMPLES, PAUSES = 0.05, 0.20
+#: Simulations of a recorded run.
+PHASES = 4
+#: What comes after the begin does not come with it.
+_SOON_S = 0.001
 
 
 class _Part(BaseModel):
@@ -41,14 +50,19 @@ class Measured(_Part):
     seconds: float = Field(gt=0, description="how long it was watched")
     changes: list[tuple[float, Literal["add", "remove"], str]] = Field(description="seconds, what, node")
     terms: Terms = Field(default_factory=Terms, description="pauses, start times and bandwidths as measured there")
+    reshapes: bool = Field(True, description="checkpoints can be made such of another number of stages")
     bamboo: dict[str, Any] = Field(default={}, description='the "bamboo" block')
     policies: dict[str, Done] = Field(min_length=1)
 
-    @property
-    def market(self) -> Market:
-        """The nodes."""
-        changes = tuple(Change(at_s * 1000, what, node) for at_s, what, node in self.changes)
-        return Market(changes, self.seconds)
+    def market(self, phase: int) -> Market:
+        """The nodes; those of the begin are members in their order. What follows comes half a step later at most."""
+        passes_s = sum(layer.forward_s + layer.backward_s for layer in self.profile.each) / self.stages
+        step_s = passes_s * (self.profile.micro_batches(self.pipelines) + self.stages - 1)  # by 1F1B
+        later_s = step_s * ((phase + 0.5) / PHASES - 0.5)
+        first = [Change(0.0, what, node) for at_s, what, node in self.changes if not at_s]
+        others = [(max(_SOON_S, at_s + later_s), what, node) for at_s, what, node in self.changes if at_s]
+        later = [Change(at_s * 1000, what, node) for at_s, what, node in others if at_s < self.seconds]
+        return Market((*first, *later), self.seconds, ordered=True)
 
 
 class Row(BaseModel):
@@ -77,10 +91,10 @@ def load(path: Path) -> Measured:
 
 
 def simulation(measured: Measured) -> Simulation:
-    """The simulation of the recorded run."""
+    """The simulation of the recorded run, for :data:`PHASES` seeds."""
     config = BambooConfig.model_validate(measured.bamboo)
-    market, size = measured.market, (measured.pipelines, measured.stages)
-    return Simulation(lambda _: market, measured.profile, measured.terms, config, *size)
+    size = measured.pipelines, measured.stages
+    return Simulation(measured.market, measured.profile, measured.terms, config, *size, reshapes=measured.reshapes)
 
 
 def compare(measured: Measured, report: Report) -> Sequence[Row]:

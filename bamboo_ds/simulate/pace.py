@@ -6,7 +6,6 @@ played each for itself, and equal ones once.
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +13,7 @@ from functools import lru_cache
 from itertools import accumulate
 
 from ..config import RedundancyMode
-from ..schedule import Hosts, PartProgress, RoleProgress, Timeline, hosts, not_begun, settle, timeline
+from ..schedule import Hosts, PartProgress, RoleProgress, Timeline, hosts, needed, not_begun, settle, timeline
 from ..topology import BlockCosts, Layout, Plan, Role
 from ..topology.memory import StateBytes
 from ..topology.room import member_bytes
@@ -81,7 +80,7 @@ class Pace:
         self.micro_batches = profile.micro_batches(pipelines)
         parts = [profile.each[begin:end] for begin, end in profile.partition(stages)]
         counts = [min(len(part), blocks) for part in parts]
-        self.layout = Layout(pipelines, stages, blocks=tuple(counts) if max(counts) > 1 else ())
+        self.layout = Layout(pipelines, stages, profile.zero, blocks=tuple(counts) if max(counts) > 1 else ())
         divided = [
             [part[b * len(part) // count : (b + 1) * len(part) // count] for b in range(count)]
             for part, count in zip(parts, counts, strict=True)
@@ -101,8 +100,8 @@ class Pace:
         self._kept = [sum(layer.kept_bytes + layer.boundary_bytes for layer in part) for part in parts]
         self._boundary = [part[-1].boundary_bytes for part in parts]
         self._message_s = terms.message_ms / 1000 + max(self._boundary[:-1], default=0) / (terms.network_gb_s * 1e9)
-        backwards = mode.eager_backward
-        self.state = StateBytes(profile.precision, profile.optimizer, False, pipelines, eager_backwards=backwards)
+        kept = profile.precision, profile.optimizer, profile.zero, pipelines
+        self.state = StateBytes(*kept, eager_backwards=mode.eager_backward)
         self._played = lru_cache(maxsize=512)(self._play)
         self._advanced = lru_cache(maxsize=512)(self._advance)
 
@@ -157,15 +156,29 @@ class Pace:
         """What the members of ``group`` do, by their numbers."""
         return self._played(group.shape)
 
-    def _advance(self, shape: _Shape, at_s: float) -> tuple[RoleProgress, ...]:
+    def _advance(
+        self, shape: _Shape, at_s: float, lost: frozenset[int], noticed_s: float
+    ) -> tuple[tuple[RoleProgress, ...], dict[int, int]]:
+        """What is done, and how many of their passes members have done."""
         layout = replace(self.layout, pipelines=shape.pipelines)
+        begins = [[part.begin for part in done.parts] for done in shape.progress]
+        spans = self._played(shape).spans
+        left = {work for each in spans.values() for *_, work in each}
+        begun = [(*span, int(name)) for name, each in spans.items() for span in each if span[0] <= noticed_s]
         counts: dict[tuple[Role, int, str], int] = defaultdict(int)
-        for spans in self._played(shape).spans.values():
-            for since, until, (role, kind, _, begin) in spans:
-                # Members come to the end of the pass that they are in, which is half done on average.
-                if (since + until) / 2 > at_s:
-                    break
-                counts[role, begin, kind] += 1
+        passes: dict[int, int] = defaultdict(int)
+        halted: set[int] = set()
+        for since, until, work, member in sorted(begun, key=lambda each: each[1]):
+            before = needed(layout, begins, work)
+            # Survivors come to the end of the pass that they are in, which is half done on average.
+            late = until > at_s if member in lost else (since + until) / 2 > noticed_s
+            if member in halted or late or before in left:
+                halted.add(member)
+                continue
+            left.remove(work)
+            role, kind, _, begin = work
+            counts[role, begin, kind] += 1
+            passes[member] += 1
         found = []
         for role, done in zip(layout.roles, shape.progress, strict=True):
             parts = [
@@ -178,16 +191,29 @@ class Pace:
             ]
             front, rear = parts[0], parts[1] if len(parts) > 1 else None
             found.append(replace(done, forwards=front.forwards, backwards=front.backwards, rear=rear))
-        return tuple(found)
+        return tuple(found), passes
 
-    def advanced(self, groups: Sequence[_Group], at_s: float) -> dict[Role, RoleProgress]:
-        """What is done after ``at_s`` seconds."""
-        found = {}
+    def advanced(
+        self, groups: Sequence[_Group], at_s: float, lost: Collection[str] = (), noticed_s: float | None = None
+    ) -> tuple[dict[Role, RoleProgress], dict[str, int]]:
+        """What is done after ``at_s`` seconds, and how many of their passes members have done.
+
+        Args:
+            groups: pipelines.
+            at_s: seconds since the begin.
+            lost: members that end then. The others go on until ``noticed_s``, as far as they have what they need.
+            noticed_s: seconds since the begin; ``None``: as ``at_s``.
+        """
+        found: dict[Role, RoleProgress] = {}
+        passes: dict[str, int] = {}
         for group in groups:
             layout = replace(self.layout, pipelines=len(group.pipelines))
-            for role, done in zip(layout.roles, self._advanced(group.shape, at_s), strict=True):
-                found[Role(group.pipelines[role.pipeline], role.stage)] = done
-        return found
+            numbers = frozenset(number for number, member in enumerate(group.members) if member in lost)
+            done, counts = self._advanced(group.shape, at_s, numbers, at_s if noticed_s is None else noticed_s)
+            for role, each in zip(layout.roles, done, strict=True):
+                found[Role(group.pipelines[role.pipeline], role.stage)] = each
+            passes |= {member: counts.get(number, 0) for number, member in enumerate(group.members)}
+        return found, passes
 
     # -- the end of an iteration --------------------------------------------------------------------------
 
@@ -272,15 +298,23 @@ class Stretch:
         gradients_s, update_s = self._pace.epilogue(replace(self.plan, shadows=(), learners=()))
         return self._passes_s + gradients_s + update_s
 
-    def after(self, plan: Plan, at_s: float) -> Stretch:
-        """What is left ``at_s`` seconds later, when members go on by ``plan``, which replaces lost ones."""
+    def after(self, plan: Plan, at_s: float, noticed_s: float | None = None) -> Stretch:
+        """What is left when members go on by ``plan``, which replaces lost ones.
+
+        Args:
+            plan: the new one.
+            at_s: seconds since the begin, of the loss.
+            noticed_s: the same of its notice, up to which survivors do what they can; ``None``: as ``at_s``.
+        """
+        noticed_s = at_s if noticed_s is None else noticed_s
         if at_s >= self._reduced_s:
             return Stretch(self._pace, plan, self.progress, committing=True)
         pace, layout = self._pace, plan.world
-        at_s /= pace.overhead
-        done = pace.advanced(self._groups, at_s)
+        at_s, noticed_s = at_s / pace.overhead, noticed_s / pace.overhead
+        lost = set(self.plan.members).difference(plan.members)
+        done, passes = pace.advanced(self._groups, at_s, lost, noticed_s)
         before = hosts(self.plan, done)
-        sent = pace.advanced(self._groups, at_s - self._gradients_s / pace.overhead)
+        sent, _ = pace.advanced(self._groups, at_s - self._gradients_s / pace.overhead)
         whole = {role for role, now in sent.items() if all(part.backwards == pace.micro_batches for part in now.parts)}
         found: dict[Role, RoleProgress] = {}
         for role in layout.roles:
@@ -296,7 +330,8 @@ class Stretch:
                 for part, new, old in zip(now.parts, computing, before[rank], strict=True)
             ]
             if len(parts) == 1:
-                parts = [PartProgress(0, self.redundant(role, at_s, plan.owner(role)))]
+                heir = plan.owner(role)
+                parts = [PartProgress(0, self.redundant(role, noticed_s, heir, passes.get(heir, 0)))]
             rear = parts[1] if len(parts) > 1 else None
             front = parts[0]
             # Reduced gradients are there if the shadow takes over, which has received them.
@@ -305,30 +340,34 @@ class Stretch:
             found[role] = RoleProgress(front.forwards, front.backwards, reduced, taken, rear, now.lent)
         return Stretch(pace, plan, settle(layout, pace.micro_batches, found))
 
-    def redundant(self, role: Role, at_s: float, heir: str) -> int:
-        """Redundant forward passes of ``role`` that ``heir`` has had idle time for, of the inputs that it had."""
+    def redundant(self, role: Role, at_s: float, heir: str, passes: int) -> int:
+        """Redundant forward passes of ``role`` that ``heir`` has had idle time for, of the inputs that it had.
+
+        Args:
+            role: that it shadows.
+            at_s: seconds since the begin, up to which it could work.
+            heir: the member.
+            passes: of its own that it has done.
+        """
         pace, plan = self._pace, self.plan
         layout = plan.world
         source = layout.predecessor(role)
         near = plan.shadow(role) == heir and plan.owner(source) == heir
         if not (pace.mode.eager_forward and near):
             return 0
-        spans = self._spans(heir)
         shadowed = max(1, sum(shadow == heir for shadow in plan.shadows))
         forward, inputs, count, free = pace.forward_s[role.stage] * shadowed, 0, 0, 0.0
         if role.stage == 0:
             inputs = pace.micro_batches  # it loads the same batches
-        for begin, end, (own, kind, _, _) in [*spans, (math.inf, math.inf, (role, "", 0, 0))]:
-            while count < inputs and free + forward <= min(begin, at_s):
+        for begin, end, (own, kind, _, _) in [*self._spans(heir)[:passes], (at_s, at_s, (role, "", 0, 0))]:
+            while count < inputs and free + forward <= begin:
                 free += forward
                 count += 1
-            if end > at_s:
-                break
             free = max(free, end)
             inputs += role.stage > 0 and kind == "F" and own == source
         return min(count, pace.micro_batches)
 
-    def _spans(self, member: str) -> Collection[tuple[float, float, tuple[Role, str, int, int]]]:
+    def _spans(self, member: str) -> Sequence[tuple[float, float, tuple[Role, str, int, int]]]:
         """What ``member`` does, with the roles of the plan."""
         for group in self._groups:
             if member in group.members:

@@ -44,6 +44,7 @@ class Profile(BaseModel):
     stages: int = Field(ge=1, description="stages of a pipeline, unless --stages says otherwise")
     pipelines: int | None = Field(None, ge=1, description="pipelines, unless --pipelines says otherwise")
     precision: Precision = "fp16"
+    zero: bool = Field(False, description="ZeRO-1: pipelines divide the optimizer's state among themselves")
     optimizer: str = Field("adam", description="by which bytes of state per parameter are known")
     memory_bytes: int | None = Field(None, gt=0, description="of a device; null: not looked at")
     workspace_bytes: int = Field(0, ge=0, description="of a device, for what passes need while they run")

@@ -106,6 +106,8 @@ class Simulation:
         pipelines, stages: its size; ``None``: the profile's, as many pipelines as there are nodes for on
             average.
         limit: nodes that the job rents at most; ``None``: twice as many as it has roles, which is all that compute.
+        reshapes: stock DeepSpeed's checkpoints can be made such of another number of stages; else its jobs have whole
+            pipelines of the job's own stages.
     """
 
     market: Callable[[int], Market]
@@ -115,6 +117,7 @@ class Simulation:
     pipelines: int | None = None
     stages: int | None = None
     limit: int | None = None
+    reshapes: bool = True
 
     def __post_init__(self) -> None:
         self.stages = self.stages or self.profile.stages
@@ -124,7 +127,7 @@ class Simulation:
             or self.profile.pipelines
             or self._most(int(first.node_seconds / first.seconds) // self.stages)
         )
-        self.stock = Stock(self.profile, self.terms)
+        self.stock = Stock(self.profile, self.terms, None if self.reshapes else self.size)
         self._paces: dict[tuple[RedundancyMode, bool], Pace] = {}
         self.pace(self.config.redundancy.mode)
 

@@ -15,6 +15,10 @@ class Terms(BaseModel):
     detection_s: float = Field(0.109, ge=0, description="from a loss to its notice (docs/benchmarks.md, p95)")
     rebuild_s: float = Field(0.037, ge=0, description="from there to the agreement (the same: 146 ms after the loss)")
     switch_s: float = Field(0.136, ge=0, description="pause of a change of plan at a boundary (soak: healing, median)")
+    first_s: float = Field(0.0, ge=0, description="by how much the first iteration of new owners takes longer")
+    boundary_s: float = Field(
+        0.0, ge=0, description="a copy that takes no longer is complete at the boundary where its state is offered"
+    )
     start_s: float = Field(
         45.0, ge=0, description="from a node's coming to its ready worker; 45: as in Oobleck's simulator (SOSP 2023)"
     )

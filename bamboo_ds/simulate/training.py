@@ -81,7 +81,7 @@ class Training(ABC):
     Attributes:
         ready: nodes with a worker, in the order of their slots, by slot; those that are gone are not among them.
         gone: when nodes went, by name.
-        iteration_s: of an undisturbed iteration now.
+        iteration_s: of an undisturbed iteration now; the next one takes ``more_s`` more.
         step: committed steps.
         epoch, members: of the plan in force.
         speeds: the fastest iteration so far by the number of members, in seconds for a global batch.
@@ -94,7 +94,7 @@ class Training(ABC):
         self.outcome = Outcome()
         self.ready: dict[str, int] = {}
         self.gone: dict[str, float] = {}
-        self.iteration_s = 0.0
+        self.iteration_s = self.more_s = 0.0
         self.batch: float = profile.global_batch
         self.step, self.epoch = 0, 0
         self.members: tuple[str, ...] = ()
@@ -108,7 +108,8 @@ class Training(ABC):
         self._checkpoint_due = float("inf")
         self._moments = list(market.moments)
         first = self._moments.pop(0)[1] if self._moments and self._moments[0][0] == 0 else []
-        Random(seed).shuffle(first)
+        if not market.ordered:
+            Random(seed).shuffle(first)
         for node in first:
             self._arrive(node)
             self._register(node)
@@ -164,7 +165,7 @@ class Training(ABC):
                 self.ready.pop(node, None)
                 if node in self._outside:
                     self.outcome.outside_s += self.env.now - self._outside.pop(node)
-                lost |= node in self.members
+                lost |= self._concerns(node)
             for node in come:
                 self._arrive(node)
                 self.env.process(self._start(node, self.env.now))
@@ -181,6 +182,10 @@ class Training(ABC):
         """Something has changed that the job looks at with the next boundary."""
         if self._news is not None and not self._news.triggered:
             self._news.succeed()
+
+    def _concerns(self, node: str) -> bool:
+        """Whether the loss of a node interrupts the job."""
+        return node in self.members
 
     def _absent(self) -> list[str]:
         return [member for member in self.members if member in self.gone]
@@ -199,10 +204,10 @@ class Training(ABC):
 
     # -- waiting ------------------------------------------------------------------------------------------
 
-    def _hold(self, seconds: float) -> Run:
-        """Wait; whether a member was lost meanwhile."""
+    def _hold(self, seconds: float, whole: bool = True) -> Run:
+        """Wait; whether a member was lost meanwhile, which ends it unless it is to be the ``whole`` time."""
         until, struck = self.env.now + seconds, False
-        while self.env.now < until:
+        while self.env.now < until and (whole or not struck):
             try:
                 yield self.env.timeout(until - self.env.now)
             except self._simpy.Interrupt:
@@ -218,22 +223,29 @@ class Training(ABC):
 
     # -- steps --------------------------------------------------------------------------------------------
 
+    @property
+    def soon(self) -> bool:
+        """Whether the job is to look at the next boundary in any case."""
+        return False
+
     def _train(self) -> Run:
         """Do whole iterations until there is news or a checkpoint is due, to the next boundary.
 
         Raises:
             simpy.Interrupt: a member was lost. What was committed before is; :meth:`_within` tells of the rest.
         """
-        env = self.env
+        env, first_s = self.env, self.iteration_s + self.more_s
         self._step_began = env.now
-        self._segment = env.now, self.iteration_s
+        self._segment = env.now, first_s
         self._news = env.event()
+        if self.soon:
+            self._news.succeed()
         wait = self._checkpoint_due - env.now
-        yield self._news if wait == float("inf") else self._news | env.timeout(max(wait, self.iteration_s))
+        yield self._news if wait == float("inf") else self._news | env.timeout(max(wait, first_s))
         self._news = None
         done, within = self._within()
         if not done or within > self.iteration_s * _SLACK:
-            yield env.timeout(self.iteration_s - within)
+            yield env.timeout((self.iteration_s if done else first_s) - within)
         self._commit_segment()
 
     def _within(self) -> tuple[int, float]:
@@ -254,6 +266,7 @@ class Training(ABC):
         begin, first = self._segment
         count, _ = self._within()
         self._segment = None
+        self.more_s = 0.0 if count else self.more_s
         for number in sorted({*range(min(1, count)), *range(max(0, count - _EMITTED), count)}):
             self._emit_step(number, begin + first + number * self.iteration_s)
         self.step += count
@@ -308,9 +321,17 @@ class Training(ABC):
             kind: of event.
             fields: of it; ``at``: when, if not now.
         """
+        self.outcome.events.append(self._event(kind, **fields))
+
+    def _emit_each(self, kind: Any, members: Sequence[str], **fields: Any) -> None:
+        """The same event of several members."""
+        event = self._event(kind, **fields)
+        self.outcome.events += [event.model_copy(update={"member": member}) for member in members]
+
+    def _event(self, kind: Any, **fields: Any) -> Any:
         when = _BEGIN + timedelta(seconds=fields.pop("at", self.env.now))
         told = {"job": self.profile.name, "member": None, "epoch": self.epoch, **fields}
-        self.outcome.events.append(kind.model_construct(time=when, **told))
+        return kind.model_construct(time=when, **told)
 
     def _emit_losses(self, lost: Sequence[str]) -> None:
         for member in lost:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Mapping
-from heapq import nsmallest
 
 
 class Loads:
@@ -38,7 +37,7 @@ class Loads:
     def at_least(self, limit: float, count: int) -> list[str]:
         """The first ``count`` of the members with a load of ``limit`` or more."""
         above = self._ranking[bisect_left(self._ranking, (limit, -1)) :]
-        return [self._members[place] for place in nsmallest(count, (place for _, place in above))]
+        return [self._members[place] for place in sorted([place for _, place in above])[:count]]
 
     def add(self, member: str, amount: float) -> None:
         """Give ``member`` more to do, or less."""
