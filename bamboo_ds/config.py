@@ -225,6 +225,13 @@ class TopologyConfig(_Block):
         "have been measured (`topology.blocks`)",
     )
 
+    zones_apart: bool = Field(
+        True,
+        description="whether shadows are moved out of the zones of their owners, so that nodes of one zone that vanish "
+        "together are no fatal loss; as far as zones are known (`--zone`), no member has to hold more for it, and only "
+        "these two have the state: with one pipeline, or with ZeRO. It sends gradients from zone to zone",
+    )
+
     @property
     def memory_limit(self) -> int | None:
         """``memory_limit_mb`` in bytes."""

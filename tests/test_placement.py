@@ -164,7 +164,8 @@ def check_rules(previous: Plan, new: Plan, members: Sequence[Candidate], costs: 
                 kept = old in by_id and old != new.owners[rank] and policy.redundant
                 apart = kept and (by_id[old or ""].host != by_id[new.owners[rank]].host or len(hosts) == 1)
                 to_standby = policy.standby_replicas and shadow not in new.owners
-                assert not apart or shadow == old or policy.near_shadows or to_standby
+                elsewhere = policy.near_shadows or policy.zones_apart
+                assert not apart or shadow == old or elsewhere or to_standby
     if policy.redundant and policy.standby_replicas:
         check_standbys(new, usable)
 
@@ -224,7 +225,7 @@ def live(job: Job, rng: Random, events: int) -> Counter[str]:
         some_copies = rng.sample(learners, rng.randint(0, len(learners)))
         job.copy(some_copies)
         # Copies under way change nothing. With unequal costs they may, but not for ever.
-        calm = costs == EQUAL and not policy.near_shadows
+        calm = costs == EQUAL and not (policy.near_shadows or policy.zones_apart)
         assert not calm or bare(job.target(shuffled)) == bare(target)
         if lost:
             happened["losses while copying"] += bool(learners)
@@ -263,6 +264,7 @@ policies = st.builds(
     redundant=st.sampled_from([True, True, True, False]),
     standby_replicas=st.booleans(),
     near_shadows=st.booleans(),
+    zones_apart=st.booleans(),
     min_gain=st.sampled_from([0.0, 0.05, 0.3]),
 )
 

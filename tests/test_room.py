@@ -80,6 +80,7 @@ class History:
             divides=bool(blocks),
             standby_replicas=bool(blocks) or random.random() < 0.5,
             near_shadows=random.random() < 0.7,
+            zones_apart=random.random() < 0.7,
             min_gain=random.choice([0.0, 0.05, 0.05]),
         )
         self.slots = itertools.count()
@@ -90,7 +91,8 @@ class History:
     def member(self) -> Candidate:
         slot, random = next(self.slots), self.random
         memory = None if self.typical is None or random.random() < 0.1 else self.typical + random.choice([0, 0, 10, -8])
-        return Candidate(f"m{slot}", slot, f"h{slot % self.hosts}", home=slot % self.layout.size, memory=memory)
+        host, home = slot % self.hosts, slot % self.layout.size
+        return Candidate(f"m{slot}", slot, f"h{host}", f"zone{host % 3}", home, memory=memory)
 
     def disturb(self) -> bool:
         """Somebody is lost, joins, or is to leave; False: a fatal loss."""

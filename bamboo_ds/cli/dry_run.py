@@ -94,7 +94,8 @@ def _tell_plan(options: RunOptions, built: Built) -> None:
     )
     known = bool(built.parameters)
     memory = tuple(state.of(*each) for each in zip_longest(built.parameters, built.frozen, fillvalue=0))
-    plan = with_redundancy(initial_plan([m.id for m in members]), layout, redundancy.mode.replicas, members, memory)
+    first, apart = initial_plan([m.id for m in members]), options.bamboo.topology.zones_apart
+    plan = with_redundancy(first, layout, redundancy.mode.replicas, members, memory, apart)
     sliced = f" of {built.slices} slices" if built.slices > 1 else ""
     shape = f"{counted(pipelines, 'pipeline')} of {counted(stages, 'stage')}{sliced}"
     click.echo(f"plan: {shape} on {size}, redundancy {redundancy.mode.value}")

@@ -99,6 +99,7 @@ def job_record(options: MemberOptions, world_size: int, pipelines: int | None = 
         command=options.command,
         min_gain=options.bamboo.topology.min_gain,
         standby_replicas=options.bamboo.standby.replicas,
+        zones_apart=options.bamboo.topology.zones_apart,
         since=datetime.now(timezone.utc),
     )
 

@@ -26,7 +26,8 @@ def placed(pace: Pace, members: Sequence[Candidate], config: BambooConfig) -> Pl
     plan = with_redundancy(initial_plan([f"rank {rank}" for rank in range(layout.size)]), layout, False)
     plan = replace(plan, cuts=pace.cuts if layout.blocks else (), costs=pace.costs if layout.blocks else None)
     replicas = config.redundancy.mode.replicas
-    policy = policy_of(layout, replicas, config.topology.min_gain, config.standby.replicas)
+    topology, standby = config.topology, config.standby
+    policy = policy_of(layout, replicas, topology.min_gain, standby.replicas, topology.zones_apart)
     return replace(best_plan(plan, members, policy=policy, holders={}), unheld=(), immediate=True)
 
 

@@ -91,6 +91,8 @@ class Policy:
         standby_replicas: whether standbys hold replicas, copied there although their present shadows may stay.
         near_shadows: whether a replica is copied to the owner of the stage before, where redundant passes need no
             messages, although its present shadow may stay. Off, nothing is copied unless a rule is violated.
+        zones_apart: whether shadows are moved out of the zones of their owners, although they may stay, where nobody
+            but these two has the state.
         min_gain: share by which the predicted iteration time must improve before owners change for speed.
     """
 
@@ -98,6 +100,7 @@ class Policy:
     divides: bool = False
     standby_replicas: bool = False
     near_shadows: bool = False
+    zones_apart: bool = False
     min_gain: float = 0.05
 
     def __post_init__(self) -> None:

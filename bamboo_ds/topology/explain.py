@@ -157,6 +157,9 @@ class _Explanation:
             return f"because {old} is on host {self._roster.everyone[old].host}, as the owner {owner} is"
         if owner != self._previous.owners[rank]:
             return "because the owner changes"
+        zone = self._roster.everyone[owner].zone
+        if zone and self._roster.everyone[old].zone == zone != self._roster.everyone[str(self._new.shadows[rank])].zone:
+            return f"because {old} is in zone {zone}, as the owner {owner} is"
         if self._new.memory and self._roster.everyone[old].memory is not None:
             return f"because {old} has no room for it, or does not compute its inputs"
         if self._new.shadows[rank] not in self._new.owners:

@@ -72,6 +72,7 @@ def with_redundancy(
     redundant: bool,
     members: Sequence[Candidate] = (),
     memory: tuple[StageMemory, ...] = (),
+    zones_apart: bool = False,
 ) -> Plan:
     """The plan after ``plan`` in which the roles are known and, if ``redundant``, shadowed.
 
@@ -88,6 +89,7 @@ def with_redundancy(
             reconfiguration. A member that is not among them has a host of its own.
         memory: by stage what its roles take; empty where that is not known. Where members may not hold so much, shadows
             are given up.
+        zones_apart: see :class:`~.costs.Policy`; only where ``members`` are given.
 
     Raises:
         ConfigError: ``layout`` has another number of roles than the plan has owners.
@@ -99,14 +101,14 @@ def with_redundancy(
         )
     laid_out = replace(plan, epoch=plan.epoch + 1, layout=layout, shadows=(None,) * layout.size, lost=(), memory=memory)
     if members:
-        facts, parts = known(plan, members), []
+        facts, parts, policy = known(plan, members), [], Policy(zones_apart=zones_apart)
         for number in range(layout.slices):
             part = only(laid_out, number)
             homes = zip(part.members, part.homes, strict=True)
             mine = [replace(facts[member], home=home, leaving=False) for member, home in homes]
             room = Room(part, mine)
             if redundant:
-                chosen = place_shadows(part, part.owners, Roster(mine), Costs(), {}, Policy(), room)
+                chosen = place_shadows(part, part.owners, Roster(mine), Costs(), {}, policy, room)
                 part = replace(part, shadows=chosen)
             parts.append(_checked(part, room, redundant))
         whole = merged(laid_out, parts)
@@ -224,10 +226,10 @@ def plan(
     replicas can be given up for that; every role is shadowed on another host
     where there are two, else by another member; the slowest member has least to do (changed only for a gain of
     ``policy.min_gain``); fewest bytes are moved; roles on one member are neighbours; shadows are where redundant
-    passes need no messages; adjacent stages are in different zones. Without a violated rule or a gain nothing
-    moves, so the plan of a plan is itself, but for the epoch. Nor does the target change while the learners of
-    ``previous`` make the copies that it needs, as long as members, costs and policy are the same; with unequal costs it
-    may, once.
+    passes need no messages; adjacent stages are in different zones, and owner and shadow. Without a violated rule or a
+    gain nothing moves, so the plan of a plan is itself, but for the epoch. Nor does the target change while learners
+    of ``previous`` make the copies that it needs, as long as members, costs and policy are the same; with unequal costs
+    it may, once.
 
     The roles of a tensor slice without members keep their owners' names, and their ranks are ``unheld``.
     Members that are leaving are not among the result's, unless all (of a slice) are leaving. Their copies may

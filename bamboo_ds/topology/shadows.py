@@ -11,6 +11,7 @@ from .least_loaded import LeastLoaded
 from .partition import SLACK
 from .plan import Plan
 from .room import Room
+from .zones import zones_apart
 
 
 def place_shadows(
@@ -28,11 +29,16 @@ def place_shadows(
     role's inputs and redundant forward passes need no message; else on the owner with the fewest replicas (where stages
     are divided, of several that of the stage after); else on the standby with the fewest.
 
-    Where that is more than members may hold :func:`~.fitting.fitted` has the last word.
+    Then :func:`~.zones.zones_apart` moves shadows out of the zones of their owners, if that is wanted and nobody but
+    owner and shadow has the state: owners of the same stage in other pipelines may. Where all that is more than members
+    may hold :func:`~.fitting.fitted` has the last word.
     """
     if len(roster.usable) < 2:
         return (None,) * len(owners)
     wanted = _Shadows(previous, owners, roster, costs, holders, policy).place()
+    layout = previous.world
+    if policy.zones_apart and (layout.sharded or layout.pipelines == 1):
+        wanted = zones_apart(previous, owners, wanted, roster, costs, holders)
     return fitted(previous, owners, wanted, roster, holders, room) if room.limits else wanted
 
 

@@ -35,7 +35,7 @@ from .departures import feeding, going, handover, needed, waits
 from .view import View
 
 
-def policy_of(layout: Layout, redundant: bool, min_gain: float, standby_replicas: bool) -> Policy:
+def policy_of(layout: Layout, redundant: bool, min_gain: float, standby_replicas: bool, zones_apart: bool) -> Policy:
     """What a job wants of the planner.
 
     Args:
@@ -43,10 +43,12 @@ def policy_of(layout: Layout, redundant: bool, min_gain: float, standby_replicas
         redundant: whether roles have replicas.
         min_gain: ``bamboo.topology.min_gain``.
         standby_replicas: ``bamboo.standby.replicas``.
+        zones_apart: ``bamboo.topology.zones_apart``.
     """
     # Who holds a stage can compute a part of it.
     divides = bool(layout.blocks)
-    return Policy(redundant, divides, standby_replicas or divides, near_shadows=True, min_gain=min_gain)
+    everywhere = standby_replicas or divides
+    return Policy(redundant, divides, everywhere, near_shadows=True, zones_apart=zones_apart, min_gain=min_gain)
 
 
 def ready_copies(workers: Mapping[str, WorkerState], plan: Plan) -> dict[str, tuple[int, ...]]:

@@ -98,7 +98,8 @@ class Decider:
                     return _fed(view, plan, pipeline)
             redundant = any(report.redundant for report in view.reports.values())
             settings = self._settings
-            policy = policy_of(plan.world, redundant, settings.topology.min_gain, settings.standby.replicas)
+            topology, standby = settings.topology, settings.standby
+            policy = policy_of(plan.world, redundant, topology.min_gain, standby.replicas, topology.zones_apart)
             change = next_change(view, plan, policy)
             if change is not None:
                 return change
@@ -130,7 +131,8 @@ class Decider:
             return None
         members = list(view.candidates(plan).values())
         layout = reports[0].layout
-        new_plan = with_redundancy(plan, layout, reports[0].redundant, members, _told_memory(plan, layout, reports))
+        memory, apart = _told_memory(plan, layout, reports), self._settings.topology.zones_apart
+        new_plan = with_redundancy(plan, layout, reports[0].redundant, members, memory, apart)
         return WritePlan(new_plan, f"the engines are built: {_described(reports[0])}")
 
     # -- losses -------------------------------------------------------------------------------------

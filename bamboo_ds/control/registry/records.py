@@ -72,8 +72,8 @@ class JobRecord(Record):
     """``spec``: what the launcher, or the first member of a job without one, was asked for.
 
     Attributes:
-        min_gain: ``bamboo.topology.min_gain``, and standby_replicas: ``bamboo.standby.replicas``. The leader plans by
-            its own settings; these tell others.
+        min_gain, zones_apart: ``bamboo.topology``'s, and standby_replicas: ``bamboo.standby.replicas``. The leader
+            plans by its own settings; these tell others.
         since: when it was written, in UTC.
     """
 
@@ -83,6 +83,7 @@ class JobRecord(Record):
     command: tuple[str, ...] = ()
     min_gain: float = TopologyConfig().min_gain
     standby_replicas: bool = StandbyConfig().replicas
+    zones_apart: bool = TopologyConfig().zones_apart
     since: AwareDatetime | None = None
 
 
