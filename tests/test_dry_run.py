@@ -71,7 +71,7 @@ def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str, work
 
     monkeypatch.setattr(dry_run, "subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": popen}))
     options: Any = type("Options", (), {"workers": workers, "pipelines": None, "address": "127.0.0.1"})
-    found = dry_run._build(options, [str(script), *arguments])
+    found = dry_run.build(options, [str(script), *arguments])
     monkeypatch.undo()
     return found
 
@@ -83,10 +83,12 @@ def test_what_a_script_builds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         pipelines=2,
         stages=2,
         layers=(3, 3),
-        parameters=(220 + 10**12, 105 + 220),  # those tied within a stage count once
+        parameters=(220 + 10**12, 105 + 220),
         frozen=(10**6, 0),
+        each=(220, 10**12, 0, 105, 220, 0),  # those tied within a stage count once
         optimizer="SGD without momentum",
         precision="bf16",
+        block=True,
     )
 
 
@@ -113,7 +115,7 @@ def test_what_would_become_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     built = Built(stages=2, layers=(3, 3), parameters=(1 << 30, 3 << 30), optimizer="Adam")
     findings = [Finding("etcd", "ok", "there"), Finding("disk", "warning", "little", "make room")]
     monkeypatch.setattr(dry_run, "examine", lambda patient: findings)
-    monkeypatch.setattr(dry_run, "_build", lambda options, script: built)
+    monkeypatch.setattr(dry_run, "build", lambda options, script: built)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("BAMBOO_LOGS")
     monkeypatch.delenv("COLUMNS", raising=False)  # that xdist sets
@@ -179,7 +181,7 @@ def test_a_script_that_does_not_come_to_its_engine(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(dry_run.subprocess, "Popen", sleeping)
     options: Any = type("Options", (), {"workers": 1, "pipelines": None, "address": "127.0.0.1"})
-    assert dry_run._build(options, ["x.py"]).unknown == "the script has not come to deepspeed.initialize within 0 s"
+    assert dry_run.build(options, ["x.py"]).unknown == "the script has not come to deepspeed.initialize within 0 s"
     begun[0].stdin.close()
     assert begun[0].returncode == -9
 

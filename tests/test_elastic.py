@@ -11,9 +11,15 @@ from typing import Any
 
 import pytest
 
+from bamboo_ds.advise.measured import Job as MeasuredJob
+from bamboo_ds.advise.measured import Told, profile_of
+from bamboo_ds.cli.advise_job import told
+from bamboo_ds.cli.options import read_job
+from bamboo_ds.launchers.jobs import locate
 from bamboo_ds.observe.events import read_events
 from bamboo_ds.observe.goodput import account
 from bamboo_ds.observe.lives import Category
+from bamboo_ds.observe.spans import Kind, read_timelines
 
 from .support import precisions
 from .support.compare import differences
@@ -186,12 +192,42 @@ def test_join_a_job_with_checkpoints(tmp_path: Path, reference: Reference) -> No
     assert indices == undisturbed.samples()[3]
 
 
-def test_joiners_that_fail_cost_nothing(tmp_path: Path, reference: Reference) -> None:
-    """One has another script, notices that and ends; one dies while it starts, one when it has been admitted."""
+def assert_measured(result: Result, stages: dict[int, Told]) -> None:
+    """The profile of the job has the seconds of its timelines and the bytes of its tensors."""
+    timelines = read_timelines(result.out / "events.jsonl")
+    spans = [span for timeline in timelines for span in timeline.spans]
+    layers = tuple(len(stages[stage].blocks) for stage in range(4))
+    known = {"parameters": (1,) * sum(layers), "precision": "fp32", "optimizer": "Adam", "retains": True}
+    (samples,) = {event["samples"] for event in result.events("step")}
+    told_of = {"name": "job", "source": "", "device": "", "pipelines": 1, "layers": layers, "samples": samples}
+    profile = profile_of(MeasuredJob(**told_of, **known, told=stages), spans)
+    assert (profile.micro_batch, profile.micro_batches(1), profile.stages) == (4, 6, 4)
+    # All but the last stage hand 16 floats of each of 4 samples on.
+    assert [stages[stage].output for stage in range(4)] == [4 * 16 * 4] * 3 + [0]
+    begin = 0
+    for stage, count in enumerate(layers):
+        mine = profile.each[begin : begin + count]
+        begin += count
+        for kind, field in ((Kind.FORWARD, "forward_s"), (Kind.BACKWARD, "backward_s"), (Kind.STEP, "update_s")):
+            of_it = [s.end - s.begin for s in spans if s.kind is kind and s.role == (0, stage) and s.step > 2]
+            assert min(of_it) <= sum(getattr(layer, field) for layer in mine) <= max(of_it), (stage, field)
+        assert all(layer.boundary_bytes == 4 * 16 * 4 for layer in mine)
+
+
+def test_joiners_that_fail_cost_nothing(tmp_path: Path, reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One has another script, notices that and ends; one dies while it starts, one when it has been admitted.
+
+    Meanwhile the job is measured as ``bamboo advise`` does it.
+    """
     arguments = ("--evaluate-every", "2")
     go = tmp_path / "go"
     command = ["--stages", "4", *arguments, *slow_until(go)]
-    with RunningJob(tmp_path, 4, command, write_config(tmp_path, {})) as job:
+
+    def measured() -> dict[int, Told]:
+        return told(read_job(locate(job.name, None)), 4)
+
+    with RunningJob(tmp_path, 4, command, write_config(tmp_path, {}), options=["--measured"]) as job:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", job.env["XDG_RUNTIME_DIR"])  # where the job can be found
         job.wait_for("an evaluation", lambda: len(job.events("step")) >= 4)
         job.command += ["--evaluate-every", "3"]
         other = job.join()
@@ -211,9 +247,12 @@ def test_joiners_that_fail_cost_nothing(tmp_path: Path, reference: Reference) ->
         os.killpg(admitted.pid, signal.SIGKILL)
         admitted.wait(30)
         job.wait_for("its loss is known", lambda: len(job.events("member_lost")) == 1)
+        job.wait_for("it is measured", lambda: all(each.blocks and each.kept for each in measured().values()))
+        stages = measured()
         go.touch()
         result = job.finish()
     assert_same(result, reference(4, 1, 6, *arguments, *result.length), [])
+    assert_measured(result, stages)
     assert len(set(job.plan()["owners"])) == 4
 
 

@@ -32,11 +32,14 @@ class Built:
         unknown: why the rest is not known; ``None``: it is.
         pipelines, stages, slices: of the topology.
         layers, parameters, frozen: of every stage; parameters are trainable ones, frozen are the others, of one slice.
+        each: trainable parameters of every layer, one stage after the other; those that layers of a stage have tied to
+            each other count with the first of them.
         optimizer: name of its class or of the configuration, as :class:`~..topology.memory.StateBytes` has it;
             ``None``: there is none.
         precision: ``fp32``, ``fp16`` or ``bf16``.
         zero: stage of ZeRO.
         fp32_gradients: whether bf16 accumulates gradients in fp32.
+        block: whether the configuration has a ``"bamboo"`` block that is enabled.
     """
 
     problem: str | None = None
@@ -47,10 +50,12 @@ class Built:
     layers: tuple[int, ...] = ()
     parameters: tuple[int, ...] = ()
     frozen: tuple[int, ...] = ()
+    each: tuple[int, ...] = ()
     optimizer: str | None = None
     precision: str = "fp32"
     zero: int = 0
     fp32_gradients: bool = True
+    block: bool = False
 
 
 class _NoMeta(Exception):
@@ -161,7 +166,7 @@ def _meta() -> Iterator[None]:
 def _built(model: Any, optimizer: Any, source: Any) -> Built:
     from deepspeed.runtime.pipe.module import PipelineModule
 
-    from ..config import load_config
+    from ..config import bamboo_config, load_config
     from ..errors import BambooError
     from ..supported import check_config, check_schedule, layout_of
 
@@ -188,12 +193,14 @@ def _built(model: Any, optimizer: Any, source: Any) -> Built:
         stages=layout.stages,
         slices=layout.slices,
         layers=tuple(len(specs) for specs in stages),
-        parameters=tuple(trainable for trainable, _ in counts),
-        frozen=tuple(frozen for _, frozen in counts),
+        parameters=tuple(sum(trainable for trainable, _ in stage) for stage in counts),
+        frozen=tuple(sum(frozen for _, frozen in stage) for stage in counts),
+        each=tuple(trainable for stage in counts for trainable, _ in stage),
         optimizer=_optimizer(optimizer, config.get("optimizer") or {}),
         precision=precision,
         zero=int((config.get("zero_optimization") or {}).get("stage", 0)),
         fp32_gradients=accumulated in (None, "fp32"),
+        block=bamboo_config(config) is not None,
     )
 
 
@@ -204,23 +211,24 @@ def _optimizer(given: Any, block: dict[str, Any]) -> str | None:
     return optimizer_name(name, settings)
 
 
-def _parameters(specs: list[Any]) -> tuple[int, int]:
-    """Trainable and frozen parameters of a stage; those that it has tied to each other count once."""
+def _parameters(specs: list[Any]) -> list[tuple[int, int]]:
+    """Trainable and frozen parameters of each layer of a stage; those that it has tied to each other count once."""
     import torch
     from deepspeed.runtime.pipe.module import LayerSpec, TiedLayerSpec
 
-    trainable, frozen, keys = 0, 0, set()
+    found: list[tuple[int, int]] = []
+    keys = set()
     for spec in specs:
+        found.append((0, 0))
         if isinstance(spec, TiedLayerSpec):
             if spec.key in keys:
                 continue
             keys.add(spec.key)
         layer = spec.build() if isinstance(spec, LayerSpec) else spec
         if isinstance(layer, torch.nn.Module):
-            counted = sum(each.numel() for each in layer.parameters() if each.requires_grad)
-            trainable += counted
-            frozen += sum(each.numel() for each in layer.parameters()) - counted
-    return trainable, frozen
+            trainable = sum(each.numel() for each in layer.parameters() if each.requires_grad)
+            found[-1] = trainable, sum(each.numel() for each in layer.parameters()) - trainable
+    return found
 
 
 if __name__ == "__main__":

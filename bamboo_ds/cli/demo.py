@@ -9,11 +9,8 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import click
@@ -23,7 +20,7 @@ from rich.table import Table
 from ..launchers import jobs
 from ..observe.events import Event, MemberJoined, MemberLost, PlanWritten, Recovered, Step, Takeover, parse_event
 from ..processes import adopt_orphans
-from .demo_jobs import DemoJob, start_bamboo, start_stock
+from .demo_jobs import DemoJob, Interrupt, start_bamboo, start_stock
 from .demo_view import Grid, View
 from .options import read_job
 from .status import job_status
@@ -241,35 +238,6 @@ def _dead(pidfd: int) -> bool:
     except ProcessLookupError:
         return True
     return False
-
-
-class Interrupt:
-    """Notes the first of SIGINT, SIGTERM and SIGHUP; the body asks for it where it can be left in order.
-
-    Raising from the handler would not do: some libraries swallow what is raised inside their callbacks.
-    """
-
-    def __init__(self) -> None:
-        self._signum: int | None = None
-
-    def check(self) -> None:
-        """Raise ``SystemExit`` with 128 + n if signal n has come."""
-        if self._signum is not None:
-            raise SystemExit(128 + self._signum)
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Handle the signals within the body."""
-        handled = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        before = {signum: signal.signal(signum, self._note) for signum in handled}
-        try:
-            yield
-        finally:
-            for signum, handler in before.items():
-                signal.signal(signum, handler)
-
-    def _note(self, signum: int, frame: FrameType | None) -> None:
-        self._signum = self._signum or signum
 
 
 def _environment(folder: Path) -> dict[str, str]:

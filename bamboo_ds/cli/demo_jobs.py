@@ -1,4 +1,4 @@
-"""Processes of the demo: their lines of output, their events and their ends, in one loop without threads."""
+"""Processes of the demo, and of a job that is measured: lines of output, events and ends, in one loop, no threads."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 
 from ..errors import LaunchError
 from ..launchers.network import free_port
@@ -55,9 +56,12 @@ class DemoJob:
         what: the job's name for messages.
         folder: where its log and its FIFO lie.
         on_line: called with each line of output.
+        silence_s: seconds without a line of output or an event after which they count as hanging.
     """
 
-    def __init__(self, what: str, folder: Path, on_line: Callable[[str], None]) -> None:
+    def __init__(self, what: str, folder: Path, on_line: Callable[[str], None], silence_s: float = SILENCE_S) -> None:
+        self._silence_s = silence_s
+        self._stopped = False
         self._what = what
         self._folder = folder
         self._on_line = on_line
@@ -111,6 +115,12 @@ class DemoJob:
         self._running[pidfd] = process
         self._selector.register(pidfd, selectors.EVENT_READ, partial(self._reap, pidfd))
 
+    def stop(self) -> None:
+        """End all processes in order. What they exit with does not count."""
+        self._stopped = True
+        for process in self._running.values():
+            process.terminate()
+
     def event_fifo(self, on_event: Callable[[str], None]) -> Path:
         """A FIFO whose lines are given to ``on_event`` as they are written."""
         path = self._folder / "events"
@@ -142,7 +152,7 @@ class DemoJob:
                 ``None`` if it does not matter.
 
         Raises:
-            LaunchError: a process failed, or nothing was heard of them for ``SILENCE_S``; with the end of their output.
+            LaunchError: a process failed, or nothing was heard of them for too long; with the end of their output.
         """
         due: float | None = None
         while self._running:
@@ -151,16 +161,16 @@ class DemoJob:
             for key, _ in self._selector.select(wait):
                 key.data()
                 self._heard = time.monotonic()
-            if any(self._codes):
+            if any(self._codes) and not self._stopped:
                 break
-            if time.monotonic() - self._heard > SILENCE_S:
-                raise LaunchError(f"{self._what}: nothing happened for {SILENCE_S:.0f} s\n{self._tail()}")
+            if time.monotonic() - self._heard > self._silence_s:
+                raise LaunchError(f"{self._what}: nothing happened for {self._silence_s:.0f} s\n{self._tail()}")
             due = tick()
         for lines in self._inputs:
             while lines.read():
                 continue
         tick()
-        failed = [code for code in self._codes if code]
+        failed = [code for code in self._codes if code and not self._stopped]
         if failed:
             raise LaunchError(f"{self._what} failed with exit code {failed[0]}\n{self._tail()}")
 
@@ -168,6 +178,35 @@ class DemoJob:
         self._log.flush()
         lines = (self._folder / "log.txt").read_text(errors="replace").splitlines()
         return "\n".join(["its last output:", *(f"  {line}" for line in lines[-_TAIL:])])
+
+
+class Interrupt:
+    """Notes the first of SIGINT, SIGTERM and SIGHUP; the body asks for it where it can be left in order.
+
+    Raising from the handler would not do: some libraries swallow what is raised inside their callbacks.
+    """
+
+    def __init__(self) -> None:
+        self._signum: int | None = None
+
+    def check(self) -> None:
+        """Raise ``SystemExit`` with 128 + n if signal n has come."""
+        if self._signum is not None:
+            raise SystemExit(128 + self._signum)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Handle the signals within the body."""
+        handled = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        before = {signum: signal.signal(signum, self._note) for signum in handled}
+        try:
+            yield
+        finally:
+            for signum, handler in before.items():
+                signal.signal(signum, handler)
+
+    def _note(self, signum: int, frame: FrameType | None) -> None:
+        self._signum = self._signum or signum
 
 
 def start_stock(job: DemoJob, world: int, script: Path, arguments: Sequence[str], env: Mapping[str, str]) -> None:

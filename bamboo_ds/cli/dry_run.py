@@ -50,7 +50,7 @@ def tell(options: RunOptions, config: str | None) -> int:
     address = None if options.address == LOOPBACK else options.address
     configuration = config or config_path_from_argv(script)
     findings = list(examine(Patient(options.store, address, configuration)))
-    built = _build(options, script)
+    built = build(options, script)
     if built.problem is not None:
         findings.append(Finding("script", "problem", built.problem))
     elif built.unknown is not None:
@@ -137,7 +137,7 @@ def _listed(roles: Sequence[object]) -> str:
     return " ".join(map(str, roles)) or "-"
 
 
-def _build(options: RunOptions, script: Sequence[str]) -> Built:
+def build(options: RunOptions, script: Sequence[str]) -> Built:
     """Run the script up to ``deepspeed.initialize``, in a process of its own."""
     with tempfile.TemporaryDirectory(prefix="bamboo-dry-run-") as folder:
         result, output = Path(folder, "result"), Path(folder, "output")

@@ -29,6 +29,7 @@ from ..launchers.screen import Screen
 from ..observe import logs
 from ..secret import find
 from ..version import __version__
+from .advise import advise
 from .chaos import chaos
 from .checkpoints import checkpoints
 from .doctor import doctor
@@ -38,6 +39,7 @@ from .jobs import jobs as list_jobs
 from .ledger import ledger
 from .logs import logs_command
 from .options import (
+    MEASURED,
     MemberArguments,
     block_of,
     member_arguments,
@@ -104,6 +106,7 @@ def cli() -> None:
     is_flag=True,
     help="Start no job: run SCRIPT alone up to deepspeed.initialize, and print problems, plan and memory.",
 )
+@click.option("--measured", is_flag=True, hidden=True, help="As bamboo advise measures a job.")
 @member_arguments
 def run(
     member: MemberArguments,
@@ -112,6 +115,7 @@ def run(
     job: str | None,
     check_exact: int | None,
     dry_run: bool,
+    measured: bool,
     **options: Any,
 ) -> None:
     """Run SCRIPT with ARGUMENTS on N local workers that survive the loss of any of them."""
@@ -123,6 +127,8 @@ def run(
 
         given = RunOptions(**members, workers=workers, pipelines=pipelines, **options)
         sys.exit(tell(given, member.config))
+    if measured:
+        members["overrides"] = {**members["overrides"], **MEASURED}
     members = with_logs(members, member.logs, default=True)
     sys.exit(Launcher(RunOptions(**members, workers=workers, pipelines=pipelines, **options)).run())
 
@@ -223,6 +229,7 @@ def join(
 
 cli.add_command(plan)
 cli.add_command(simulate)
+cli.add_command(advise)
 cli.add_command(checkpoints)
 cli.add_command(chaos)
 cli.add_command(doctor)

@@ -38,6 +38,9 @@ from ..variables import (
 
 _TIMEOUT_S = 5.0
 
+#: Settings of a job that ``bamboo advise`` measures: all instructions and all bytes are told, and nothing moves.
+MEASURED = {"observe.timeline": "all", "topology.memory_limit_mb": 2.0**40, "topology.min_gain": 0.99}
+
 Command = Callable[..., None]
 
 

@@ -19,6 +19,7 @@ from ..errors import ConfigError
 from ..simulate.market import CLIMATES, Market, drawn, parse
 from ..simulate.profile import Profile, load
 from ..simulate.terms import Terms
+from .options import Command, together
 from .output import console
 
 if TYPE_CHECKING:
@@ -27,29 +28,55 @@ if TYPE_CHECKING:
 _GIB = 2**30
 
 
-def _terms(function: Any) -> Any:
-    """An option for each of the assumptions."""
-    for name, each in reversed(Terms.model_fields.items()):
-        text = f"{each.description}.  [default: {each.default:g}]"
-        function = click.option(f"--{name.replace('_', '-')}", name, type=float, help=text)(function)
-    return function
+#: What of the climate options replace.
+WEATHER = ("rate", "bulk", "zones", "lifetime_h", "replaced_s")
+
+
+def term_options(*without: str) -> Callable[[Command], Command]:
+    """An option for each of the assumptions but some."""
+    return together(
+        *(
+            click.option(
+                f"--{name.replace('_', '-')}",
+                name,
+                type=float,
+                help=f"{each.description}.  [default: {each.default:g}]",
+            )
+            for name, each in Terms.model_fields.items()
+            if name not in without
+        )
+    )
+
+
+#: Options of the nodes, which :func:`market_of` takes.
+market_options = together(
+    click.option(
+        "--trace",
+        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        help="File of lines ms,add|remove,node or s,count.",
+    ),
+    click.option("--climate", type=click.Choice(list(CLIMATES)), help="Draw the nodes instead, like this."),
+    click.option("--nodes", type=click.IntRange(min=1), help="Nodes that are wanted, where they are drawn."),
+    click.option(
+        "--hours",
+        type=click.FloatRange(min=0, min_open=True),
+        default=24.0,
+        show_default=True,
+        help="How long, where they are drawn.",
+    ),
+    click.option("--rate", type=float, help="Share of the nodes that is lost in an hour, in place of the climate's."),
+    click.option("--bulk", type=float, help="Nodes that go at once, on average."),
+    click.option("--zones", type=int, help="Zones; those that go at once are of one."),
+    click.option("--lifetime-h", type=float, help="Hours after which a node goes in any case."),
+    click.option("--replaced-s", type=float, help="Seconds until another node comes in place of one, on average."),
+    click.option("--from-s", type=float, default=0.0, show_default=True, help="Begin so far into the trace."),
+    click.option("--seconds", type=click.FloatRange(min=0, min_open=True), help="Only so much of it."),
+    click.option("--compress", type=float, default=1.0, show_default=True, help="How many times as fast as the trace."),
+)
 
 
 @click.command()
-@click.option("--trace", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="File of lines"
-              " ms,add|remove,node or s,count.")  # fmt: skip
-@click.option("--climate", type=click.Choice(list(CLIMATES)), help="Draw the nodes instead, like this.")
-@click.option("--nodes", type=click.IntRange(min=1), help="Nodes that are wanted, where they are drawn.")
-@click.option("--hours", type=click.FloatRange(min=0, min_open=True), default=24.0, show_default=True,
-              help="How long, where they are drawn.")  # fmt: skip
-@click.option("--rate", type=float, help="Share of the nodes that is lost in an hour, in place of the climate's.")
-@click.option("--bulk", type=float, help="Nodes that go at once, on average.")
-@click.option("--zones", type=int, help="Zones; those that go at once are of one.")
-@click.option("--lifetime-h", type=float, help="Hours after which a node goes in any case.")
-@click.option("--replaced-s", type=float, help="Seconds until another node comes in place of one, on average.")
-@click.option("--from-s", type=float, default=0.0, show_default=True, help="Begin so far into the trace.")
-@click.option("--seconds", type=click.FloatRange(min=0, min_open=True), help="Only so much of it.")
-@click.option("--compress", type=float, default=1.0, show_default=True, help="How many times as fast as the trace.")
+@market_options
 @click.option("--limit", type=click.IntRange(min=1), help="Nodes that the job rents at most.  [default: twice as many"
               " as it has stages in all, which is all that can compute]")  # fmt: skip
 @click.option("--profile", "profile_name", metavar="NAME|FILE", help="Of the model: bert-large, gpt-2,"
@@ -71,7 +98,7 @@ def _terms(function: Any) -> Any:
 @click.option("--events", type=click.Path(dir_okay=False, path_type=Path), help="Write the events of the first policy's"
               " job, which the other commands read.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@_terms
+@term_options()
 def simulate(
     trace: Path | None,
     climate: str | None,
@@ -102,7 +129,7 @@ def simulate(
     from ..simulate import measured as recorded
     from ..simulate.run import Simulation
 
-    weather = {name: others.pop(name) for name in ("rate", "bulk", "zones", "lifetime_h", "replaced_s")}
+    weather = {name: others.pop(name) for name in WEATHER}
     rows: Sequence[recorded.Row] = ()
     if measured is not None:
         _only("--measured has its nodes, its profile and its policies")
@@ -110,10 +137,10 @@ def simulate(
         report, outcomes = recorded.simulation(run).run(list(run.policies), recorded.PHASES)
         rows = recorded.compare(run, report)
     else:
-        market = _market(trace, climate, weather, nodes, hours, from_s, seconds, compress)
+        market = market_of(trace, climate, weather, nodes, hours, from_s, seconds, compress)
         config = (bamboo_config(config_file) if config_file else None) or BambooConfig()
         simulation = Simulation(
-            market, _profile(profile_name, memory_gib), _given_terms(others), config, pipelines, stages, limit
+            market, profile_of(profile_name, memory_gib), given_terms(others), config, pipelines, stages, limit
         )
         names = [name.strip() for name in policies.split(",") if name.strip()]
         if not names or len(set(names)) != len(names):
@@ -144,7 +171,8 @@ def _only(why: str) -> None:
         raise ConfigError(f"{why}: leave out {', '.join(given)}")
 
 
-def _profile(name: str | None, memory_gib: float | None) -> Profile:
+def profile_of(name: str | None, memory_gib: float | None) -> Profile:
+    """The profile that ``--profile`` names, on devices of ``--memory-gib``."""
     if name is None:
         raise ConfigError("--profile is missing: name a preset or a file")
     profile = load(name)
@@ -153,7 +181,8 @@ def _profile(name: str | None, memory_gib: float | None) -> Profile:
     return profile.model_copy(update={"memory_bytes": round(memory_gib * _GIB) or None})
 
 
-def _given_terms(values: dict[str, float | None]) -> Terms:
+def given_terms(values: dict[str, float | None]) -> Terms:
+    """The assumptions, with what options say of them."""
     try:
         return Terms(**{name: value for name, value in values.items() if value is not None})
     except ValidationError as error:
@@ -162,7 +191,7 @@ def _given_terms(values: dict[str, float | None]) -> Terms:
         raise ConfigError("; ".join(named)) from error
 
 
-def _market(
+def market_of(
     trace: Path | None,
     climate: str | None,
     weather: dict[str, float | None],
@@ -172,7 +201,7 @@ def _market(
     seconds: float | None,
     compress: float,
 ) -> Callable[[int], Market]:
-    """The nodes, by seed."""
+    """The nodes, by seed, of the options :data:`market_options`; ``weather``: those of :data:`WEATHER`."""
     if (trace is None) == (climate is None):
         raise ConfigError("give one of --trace and --climate")
     if not 0 < compress < math.inf:

@@ -218,7 +218,7 @@ class Copies:
         # Scripts may have stages compiled as wholes later.
         owned = {rank: () if r.stage.whole else r.cuts or () for rank, r in known.items()}
         self.times.enter(self.epoch.plan.epoch)
-        measured = self.times.told(), self.times.iteration_s, self.kept.known
+        measured = self.times.told(), self.times.iteration_s, self.kept.known, self.kept.outputs
         self.epoch.channel.report_state(self.epoch.plan.epoch, self.replicas(), self.snapshots.place, owned, *measured)
 
     def close(self) -> None:

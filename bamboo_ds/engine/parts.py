@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -117,8 +118,9 @@ class Parts:
         stops = redundancy.on_mismatch == "stop"
         self.checks = checks = ExactChecks(ds, stops, binding, epoch, progress, reduction, builder, beats)
         self.slices = slices = SlicedPasses(ds, groups, binding)
-        # Passes on other devices than CPUs go on after they have returned.
-        self.times = times = BlockTimes(bool(layout.blocks) and ds.device.type == "cpu")
+        # Passes on other devices than CPUs go on after they have returned, unless launches wait for their kernels.
+        waits = ds.device.type == "cpu" or os.environ.get("CUDA_LAUNCH_BLOCKING") == "1"
+        self.times = times = BlockTimes(bool(layout.blocks) and waits)
         retains = mode.replicas or layout.slices > 1
         limit = settings.topology.memory_limit
         kept = PassBytes(ds, layout, limit is not None, retains)

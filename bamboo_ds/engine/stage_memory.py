@@ -46,6 +46,8 @@ class PassBytes:
     def __init__(self, ds: DeepSpeedAdapter, layout: Layout, on: bool, retains: bool) -> None:
         self._ds, self._layout, self._on, self._retains = ds, layout, on, retains
         self._found: dict[int, int] = {}
+        #: By stage, bytes of what it hands on for a micro-batch.
+        self.outputs: dict[int, int] = {}
         self._told = 0
 
     @property
@@ -71,6 +73,7 @@ class PassBytes:
             yield
         buffers = self._ds.pipe_buffers
         boundary = _bytes_of(buffers["outputs"][micro_batch]) if stage < self._layout.stages - 1 else 0
+        self.outputs[stage] = boundary
         if stage > 0:
             boundary += _bytes_of(buffers["inputs"][micro_batch])  # as many of their gradients
         under_way = min(count, self._layout.stages - stage)

@@ -161,6 +161,14 @@ class Stock:
         return max(sum(layer.parameters for layer in part) for part in self._parts(stages)) * self.state.owner
 
 
+def young_daly_s(copied_s: float, between_s: float) -> float:
+    """Seconds between checkpoints that each stop training for ``copied_s``, where work is lost every ``between_s``.
+
+    Young 1974, Daly 2006: the first-order optimum.
+    """
+    return math.sqrt(2 * copied_s * between_s)
+
+
 class _StockJob(Training):
     """What both jobs of stock DeepSpeed do alike."""
 
@@ -199,8 +207,8 @@ class CheckpointRestart(_StockJob):
         return self.market.seconds / max(1, self.market.losses)
 
     def _interval_s(self, now: Arrangement) -> float:
-        """Young 1974, Daly 2006: the first-order optimum; not before the last checkpoint is written."""
-        optimum = math.sqrt(2 * self.stock.copy_s(now.stages) * self._between_losses_s)
+        """That of Young and Daly; not before the last checkpoint is written."""
+        optimum = young_daly_s(self.stock.copy_s(now.stages), self._between_losses_s)
         return max(optimum, self.stock.write_s(now.size), now.seconds)
 
     def _recover(self) -> Run:

@@ -129,6 +129,7 @@ class Simulation:
         )
         self.stock = Stock(self.profile, self.terms, None if self.reshapes else self.size)
         self._paces: dict[tuple[RedundancyMode, bool], Pace] = {}
+        self._planned: dict[int, float] = {}
         self.pace(self.config.redundancy.mode)
 
     def _most(self, wanted: int) -> int:
@@ -246,10 +247,12 @@ class Simulation:
         return speeds
 
     def _planned_s(self, members: int) -> float:
-        pace = self.pace(self.config.redundancy.mode)
-        nodes = [Candidate(f"m{n}", n, f"m{n}", home=n % pace.layout.size) for n in range(members)]
-        plan = placed(pace, nodes, self.config)
-        return Stretch(pace, plan).bare_s if pace.fits(plan) else math.inf
+        if members not in self._planned:
+            pace = self.pace(self.config.redundancy.mode)
+            nodes = [Candidate(f"m{n}", n, f"m{n}", home=n % pace.layout.size) for n in range(members)]
+            plan = placed(pace, nodes, self.config)
+            self._planned[members] = Stretch(pace, plan).bare_s if pace.fits(plan) else math.inf
+        return self._planned[members]
 
     def _undisturbed(self, policy: str, market: Market, limit: float, speeds: Sequence[float]) -> Figures:
         node_seconds, price, samples = market.node_seconds, self.terms.spot_price, limit

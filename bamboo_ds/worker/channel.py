@@ -287,6 +287,7 @@ class WorkerChannel:
         seconds: tuple[BlockSeconds, ...] = (),
         iteration_s: float = 0.0,
         passes: Mapping[int, int] = MappingProxyType({}),
+        outputs: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
         """Report what :class:`~bamboo_ds.control.registry.records.WorkerState` tells."""
         self._send(
@@ -299,6 +300,7 @@ class WorkerChannel:
                 seconds=seconds,
                 iteration_s=iteration_s,
                 passes=dict(passes),
+                outputs=dict(outputs),
             )
         )
 

@@ -146,6 +146,7 @@ class Job:
         seconds: tuple[BlockSeconds, ...],
         iteration_s: float,
         passes: Mapping[int, int],
+        outputs: Mapping[int, int],
     ) -> None:
         member = self.session.member
         self.world.states[member] = WorkerState(
@@ -157,6 +158,7 @@ class Job:
             seconds=seconds,
             iteration_s=iteration_s,
             passes=dict(passes),
+            outputs=dict(outputs),
         )
 
     def enter(self, plan: Plan) -> None:

@@ -254,6 +254,7 @@ class WorkerState(WorkerRecord):
         seconds: what it has measured of blocks.
         iteration_s: how long its iterations take.
         passes: by stage what passes of an iteration keep, in bytes.
+        outputs: by stage what it hands on for a micro-batch, in bytes; known with ``passes``.
     """
 
     type: Literal["state"] = "state"
@@ -265,6 +266,7 @@ class WorkerState(WorkerRecord):
     seconds: tuple[BlockSeconds, ...] = ()
     iteration_s: float = 0.0
     passes: dict[int, int] = {}
+    outputs: dict[int, int] = {}
 
     @property
     def key(self) -> str:

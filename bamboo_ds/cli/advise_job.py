@@ -1,0 +1,196 @@
+"""The job that ``bamboo advise SCRIPT`` measures: the script as it is, for some iterations, under ``bamboo run``."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import socket
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import click
+
+from ..advise.measured import WARM_UP, Job, Told, profile_of
+from ..config import BLOCK, config_path_from_argv, load_config
+from ..control.registry.mirror import Mirror
+from ..errors import ConfigError
+from ..launchers import jobs
+from ..launchers.network import LOOPBACK
+from ..observe.events import Step, parse_event
+from ..observe.spans import read_timelines
+from ..processes import adopt_orphans
+from ..simulate.profile import Profile
+from .building import Built
+from .demo_jobs import DemoJob, Interrupt
+from .dry_run import build
+from .options import check_script, read_job
+
+#: Seconds without an event or a line of output after which the job is given up: loading data may take long.
+_SILENCE_S = 900.0
+#: Iterations that are waited for until all members have told what they have measured.
+_LATE = 10
+
+
+@dataclass
+class _Measurement:
+    """What the job says while it runs."""
+
+    steps: int
+    name: str
+    stages: int
+    job: DemoJob
+    done: int = 0
+    samples: int = 0
+    mirror: Mirror | None = None
+    complete: bool = field(default=False, init=False)
+
+    def on_event(self, line: str) -> None:
+        event = parse_event(line)
+        if not isinstance(event, Step):
+            return
+        self.done, self.samples = event.step, event.samples or 0
+        if self.done < self.steps or self.complete:
+            return
+        if jobs.find(self.name) is None:
+            return  # it has just ended
+        self.mirror = read_job(jobs.locate(self.name, None))
+        self.complete = all(each.kept and each.blocks for each in told(self.mirror, self.stages).values())
+        if self.complete or self.done >= self.steps + _LATE:
+            self.complete = True
+            self.job.stop()
+
+
+def measure(script: str, arguments: Sequence[str], workers: int, steps: int) -> Profile:
+    """Run ``script`` for some iterations, and take the profile of its model.
+
+    Args:
+        script: path of the script.
+        arguments: of it. A configuration of DeepSpeed's that they name may lack the block.
+        workers: local workers.
+        steps: iterations.
+
+    Raises:
+        ConfigError: the script is no pipeline job, or ends too soon.
+        LaunchError: the job fails.
+    """
+    check_script(script, False)
+    with tempfile.TemporaryDirectory(prefix="bamboo-advise-") as name:
+        folder = Path(name)
+        command = shlex.join([script, *arguments])
+        arguments = with_block(arguments, folder)
+        built = _built(script, arguments, workers)
+        click.echo(f"bamboo: measuring {steps} iterations of {command} on {workers} workers", err=True)
+        cores = os.cpu_count() or 1
+        crowded = workers > cores
+        if crowded:
+            share = f"{workers} workers share {cores} cores"
+            click.echo(f"bamboo: {share}: times are too long if they compute there", err=True)
+        adopt_orphans()
+        interrupt = Interrupt()
+
+        def tick() -> None:
+            interrupt.check()
+
+        what = f"the job of {script}"
+        with interrupt.watching(), DemoJob(what, folder, lambda line: None, _SILENCE_S) as job:
+            run = _Measurement(steps, jobs.random_name(), built.stages, job)
+            events = job.event_fifo(run.on_event)
+            options = ["run", "--quiet", "--measured", "-n", str(workers), "--job", run.name]
+            options += ["--events", str(events), "--logs", str(folder)]
+            argv = [sys.executable, "-m", "bamboo_ds.cli.main", *options, script, *arguments]
+            # Passes on GPUs are timed where they are launched.
+            job.start(argv, {"CUDA_LAUNCH_BLOCKING": "1", **os.environ}, Path.cwd())
+            job.serve(tick)
+        if run.mirror is None:
+            raise ConfigError(
+                f"{script} ends after {run.done} iterations, --steps asks for {steps}: let it train longer, or choose "
+                f"fewer, at least {WARM_UP + 6}"
+            )
+        spans = chain.from_iterable(timeline.spans for timeline in read_timelines(events))
+        known = _job(Path(script), command, built, run, crowded)
+        return profile_of(known, spans)
+
+
+def with_block(arguments: Sequence[str], folder: Path) -> list[str]:
+    """``arguments`` with a configuration that has the block, beside the user's if that has none."""
+    path = config_path_from_argv(arguments)
+    if path is None or BLOCK in (loaded := load_config(path)):
+        return list(arguments)
+    copy = folder / "ds_config.json"
+    copy.write_text(json.dumps({**loaded, BLOCK: {}}))
+    return [str(copy) if each == path else each.replace(f"={path}", f"={copy}") for each in arguments]
+
+
+def _built(script: str, arguments: Sequence[str], workers: int) -> Built:
+    """What the script builds; raises :class:`ConfigError` if that is no job that can be measured."""
+    options: Any = SimpleNamespace(workers=workers, pipelines=None, address=LOOPBACK)
+    built = build(options, [script, *arguments])
+    if built.problem is not None:
+        raise ConfigError(f"{script} with -n {workers}: {built.problem}")
+    if built.unknown is not None:
+        raise ConfigError(f"{script}: {built.unknown}; write a profile by hand, and give it with --profile")
+    if built.slices > 1:
+        raise ConfigError(f"{script} has tensor slices, which are not simulated: measure it without")
+    if not built.block:
+        raise ConfigError(
+            f'{script}: its configuration has no "{BLOCK}" block that is enabled: add "{BLOCK}": {{}}, or name its '
+            "file on the command line with --deepspeed_config"
+        )
+    return built
+
+
+def told(mirror: Mirror, stages: int) -> dict[int, Told]:
+    """What members have told of each stage, as far as they have."""
+    blocks: dict[int, dict[int, float]] = {stage: {} for stage in range(stages)}
+    kept, outputs = dict.fromkeys(range(stages), 0), dict.fromkeys(range(stages), 0)
+    for state in mirror.workers.values():
+        for row in state.seconds:
+            mine = blocks[row.stage]
+            mine[row.block] = min(row.least, mine.get(row.block, row.least))
+        for stage, count in state.passes.items():
+            kept[stage] = max(count, kept[stage])
+        for stage, count in state.outputs.items():
+            outputs[stage] = max(count, outputs[stage])
+    return {
+        stage: Told(tuple(blocks[stage][number] for number in sorted(blocks[stage])), kept[stage], outputs[stage])
+        for stage in range(stages)
+    }
+
+
+def _job(script: Path, command: str, built: Built, run: _Measurement, crowded: bool) -> Job:
+    assert run.mirror is not None
+    stages = told(run.mirror, built.stages)
+    rest = [
+        f"medians of {run.done - WARM_UP} iterations of {command}: {built.pipelines} x {built.stages} stages",
+        "layers of a block share its time, those of a stage its bytes",
+    ]
+    if not all(each.blocks for each in stages.values()):
+        rest.append("layers of a stage share its time: blocks were not measured")
+    if not all(each.kept for each in stages.values()):
+        rest.append("bytes that passes keep were not measured, and are left out")
+    if crowded:
+        rest.append("MORE WORKERS THAN CORES: times are too long if they compute there")
+    if any(built.frozen):
+        rest.append("frozen parameters are left out")
+    if built.zero:
+        rest.append("ZeRO is not modelled: states are taken to be whole")
+    return Job(
+        name=script.stem,
+        source="; ".join(rest),
+        device=f"measured on {socket.gethostname()}, {os.cpu_count()} cores",
+        pipelines=built.pipelines,
+        layers=built.layers,
+        parameters=built.each,
+        precision=built.precision,  # type: ignore[arg-type]
+        optimizer=built.optimizer,
+        samples=run.samples,
+        told=stages,
+        retains=any(report.redundant for report in run.mirror.reports.values()),
+    )
