@@ -18,14 +18,13 @@ from common import HERE, console, save_json
 from rich.table import Table
 
 from bamboo_ds.config import BambooConfig
-from bamboo_ds.simulate.bamboo import placed
+from bamboo_ds.simulate.bamboo import planned
 from bamboo_ds.simulate.baselines import Stock
 from bamboo_ds.simulate.market import Market, parse
 from bamboo_ds.simulate.pace import Pace, Stretch
 from bamboo_ds.simulate.profile import Device, Profile, Shape, presets, transformer
 from bamboo_ds.simulate.run import LIMIT, Report, Simulation
 from bamboo_ds.simulate.terms import Terms
-from bamboo_ds.topology import Candidate
 
 SHARED = HERE.parent.parent / "shared"
 POLICIES = ("bamboo", "checkpoint-restart", LIMIT)
@@ -61,11 +60,6 @@ def profile_of(model: Model, device: Device) -> Profile:
     return transformer(model.name, model.shape, 8, model.micro_batch, model.global_batch, True, device)
 
 
-def members(count: int, size: int) -> list[Candidate]:
-    """So many members, each on a host of its own."""
-    return [Candidate(f"m{n}", n, f"m{n}", home=n % size) for n in range(count)]
-
-
 def best_size(profile: Profile, terms: Terms, nodes: int, least: int) -> tuple[int, int]:
     """Pipelines and stages with which ``nodes`` are fastest, of those that fit on ``least`` as well.
 
@@ -78,7 +72,7 @@ def best_size(profile: Profile, terms: Terms, nodes: int, least: int) -> tuple[i
             if whole % pipelines or not 0.6 * nodes <= pipelines * stages <= 1.5 * nodes:
                 continue
             pace = Pace(profile, terms, pipelines, stages, config.redundancy.mode)
-            plans = [placed(pace, members(count, pipelines * stages), config) for count in (nodes, least)]
+            plans = [planned(pace, count, config) for count in (nodes, least)]
             fit = [pace.fits(plan) for plan in plans]
             rating = Stretch(pace, plans[0]).seconds if fit[0] else pace.need(plans[0])
             found.append((-sum(fit) if fit[0] else 0, rating, (pipelines, stages)))
@@ -109,7 +103,7 @@ def replayed(market: Market, throughput: dict[str, float], start_s: float) -> fl
 def needed_gib(profile: Profile, size: tuple[int, int], count: int) -> float:
     """Memory with which replicas fit on ``count`` members."""
     pace = Pace(profile, TERMS, *size, BambooConfig().redundancy.mode)
-    return pace.need(placed(pace, members(count, size[0] * size[1]), BambooConfig())) / _GIB
+    return pace.need(planned(pace, count, BambooConfig())) / _GIB
 
 
 def against_oobleck(trace: Path, reference: dict[str, Any], chosen: tuple[str, ...]) -> list[dict[str, Any]]:

@@ -25,7 +25,7 @@ from common import Job, JobFailed, console, wall
 from bamboo_ds.chaos.schedule import initial_nodes, parse_trace
 from bamboo_ds.config import BambooConfig
 from bamboo_ds.observe.spans import PASSES, Kind, read_timelines
-from bamboo_ds.simulate.bamboo import placed
+from bamboo_ds.simulate.bamboo import planned
 from bamboo_ds.simulate.baselines import Stock
 from bamboo_ds.simulate.market import Market
 from bamboo_ds.simulate.measured import PHASES, Done, Measured, compare, simulation
@@ -33,7 +33,6 @@ from bamboo_ds.simulate.pace import Stretch
 from bamboo_ds.simulate.profile import Layer, Profile
 from bamboo_ds.simulate.run import Simulation
 from bamboo_ds.simulate.terms import Terms
-from bamboo_ds.topology import Candidate
 
 #: Parameters of a layer, by which the time of a copy to host memory becomes a bandwidth.
 _PARAMETERS = 1000
@@ -341,8 +340,7 @@ class Recording:
             now = Terms(**terms, message_ms=middle)
             one = Simulation(lambda _: market, profile, now, config, self.pipelines, self.stages)
             pace = one.pace(config.redundancy.mode)
-            members = [Candidate(f"m{n}", n, f"m{n}", home=n) for n in range(pace.layout.size)]
-            longer = Stretch(pace, placed(pace, members, config)).seconds > self.step_s
+            longer = Stretch(pace, planned(pace, pace.layout.size, config)).seconds > self.step_s
             low, high = (low, middle) if longer else (middle, high)
         return low
 

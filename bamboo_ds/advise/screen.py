@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from ..config import BambooConfig, RedundancyMode
-from ..simulate.bamboo import placed
+from ..simulate.bamboo import planned
 from ..simulate.baselines import young_daly_s
 from ..simulate.market import Market
 from ..simulate.pace import AUTO, Pace, Stretch
 from ..simulate.terms import Terms
-from ..topology import Candidate, Plan
+from ..topology import Plan
 from .offers import Offer
 from .setups import Blocks, Setup, Shape
 
@@ -64,9 +64,7 @@ class Screen:
 
     def plan(self, setup: Setup, members: int) -> Plan:
         """What the planner makes of so many members."""
-        pace = self.pace(setup)
-        nodes = [Candidate(f"m{n}", n, f"m{n}", home=n % pace.layout.size) for n in range(members)]
-        return placed(pace, nodes, setup.config(self._config))
+        return planned(self.pace(setup), members, setup.config(self._config))
 
     def need(self, shape: Shape, mode: RedundancyMode) -> float:
         """Bytes of a device if each member has one role."""

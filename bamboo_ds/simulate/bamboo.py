@@ -31,6 +31,12 @@ def placed(pace: Pace, members: Sequence[Candidate], config: BambooConfig) -> Pl
     return replace(best_plan(plan, members, policy=policy, holders={}), unheld=(), immediate=True)
 
 
+def planned(pace: Pace, count: int, config: BambooConfig) -> Plan:
+    """The same of ``count`` members, each on a host of its own."""
+    size = pace.layout.size
+    return placed(pace, [Candidate(f"m{n}", n, f"m{n}", home=n % size) for n in range(count)], config)
+
+
 @dataclass
 class _Copies:
     """Copies of states that members make while training goes on, by rank and member.

@@ -13,8 +13,7 @@ from ..config import BambooConfig, RedundancyMode
 from ..errors import ConfigError
 from ..observe.goodput import account
 from ..observe.lives import Category
-from ..topology import Candidate
-from .bamboo import BambooJob, placed
+from .bamboo import BambooJob, planned
 from .baselines import CheckpointRestart, SampleDropping, Stock
 from .market import Market
 from .pace import AUTO, Pace, Stretch
@@ -249,8 +248,7 @@ class Simulation:
     def _planned_s(self, members: int) -> float:
         if members not in self._planned:
             pace = self.pace(self.config.redundancy.mode)
-            nodes = [Candidate(f"m{n}", n, f"m{n}", home=n % pace.layout.size) for n in range(members)]
-            plan = placed(pace, nodes, self.config)
+            plan = planned(pace, members, self.config)
             self._planned[members] = Stretch(pace, plan).bare_s if pace.fits(plan) else math.inf
         return self._planned[members]
 
@@ -301,8 +299,7 @@ class Simulation:
         pace, (pipelines, stages) = self.pace(self.config.redundancy.mode), self.size
 
         def need(members: int) -> float:
-            nodes = [Candidate(f"m{n}", n, f"m{n}", home=n) for n in range(members)]
-            return pace.need(placed(pace, nodes, self.config))
+            return pace.need(planned(pace, members, self.config))
 
         full, device = need(pipelines * stages), self.profile.memory_bytes
         # With fewer members none needs less.

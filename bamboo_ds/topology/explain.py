@@ -157,8 +157,9 @@ class _Explanation:
             return f"because {old} is on host {self._roster.everyone[old].host}, as the owner {owner} is"
         if owner != self._previous.owners[rank]:
             return "because the owner changes"
-        zone = self._roster.everyone[owner].zone
-        if zone and self._roster.everyone[old].zone == zone != self._roster.everyone[str(self._new.shadows[rank])].zone:
+        layout, new, zone = self._new.world, str(self._new.shadows[rank]), self._roster.everyone[owner].zone
+        near = new == self._new.owner(layout.predecessor(layout.role(rank)))  # which is a reason, too
+        if zone and self._roster.everyone[old].zone == zone != self._roster.everyone[new].zone and not near:
             return f"because {old} is in zone {zone}, as the owner {owner} is"
         if self._new.memory and self._roster.everyone[old].memory is not None:
             return f"because {old} has no room for it, or does not compute its inputs"
