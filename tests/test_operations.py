@@ -13,7 +13,15 @@ import pytest
 
 from bamboo_ds.control.registry.records import PeerAddress
 from bamboo_ds.engine.accounts import Consumed, LedgerReport
-from bamboo_ds.engine.handshake import MemberReport, PartReport, RoleReport, ScriptReport, decision_of, newest_of
+from bamboo_ds.engine.handshake import (
+    MemberReport,
+    PartReport,
+    RoleReport,
+    ScriptReport,
+    at_boundary,
+    decision_of,
+    newest_of,
+)
 from bamboo_ds.engine.layers import Changes
 from bamboo_ds.engine.operation import Outcome
 from bamboo_ds.engine.records import Progress, Recovery
@@ -185,6 +193,7 @@ def report(**changes: Any) -> MemberReport:
     known: dict[str, Any] = {
         "step": 3,
         "entered": False,
+        "at_boundary": False,
         "roles": (
             RoleReport(role=(0, 0), parts=(done_of(2, 1),), reduced=False, state_only=False, changes=Changes(1, 3)),
         ),
@@ -242,3 +251,20 @@ def test_a_decision_from_reports() -> None:
     assert again.mode == "resume" and all(each.reduced for each in again.progress.values())
     newest, places = newest_of({**entered, "c": joiner, "d": report(history=2)})
     assert newest.history == 3 and len(places) == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, True),
+        ({"at_boundary": False}, False),
+        ({"step": 2}, False),
+        ({"stale": True}, False),
+        ({"joining": True, "at_boundary": False, "step": 0, "history": 2}, True),
+        # It has replayed the last operation, and its script has gone on.
+        ({"joining": True, "at_boundary": False, "step": 0, "history": 3}, False),
+    ],
+)
+def test_all_are_at_the_boundary(changes: dict[str, Any], expected: bool) -> None:
+    """Snapshots that are taken there lack nothing that some script has set for the next operation."""
+    assert at_boundary({"a": report(at_boundary=True), "b": report(**{"at_boundary": True, **changes})}, 3) is expected

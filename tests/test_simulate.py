@@ -128,16 +128,18 @@ def test_what_a_loss_costs(mode: RedundancyMode, expected: float) -> None:
     assert fmean(costs) == pytest.approx(expected, abs=0.02)
 
 
-@pytest.mark.parametrize(("boundary_s", "iterations"), [(0.0, 3), (1.0, 2)])
-def test_a_joiner_computes_when_its_copies_are_complete(boundary_s: float, iterations: int) -> None:
-    """Boundaries: the plan that admits it is entered; states are offered; copies are complete; it gets its stage.
+@pytest.mark.parametrize(("mb_per_s", "iterations"), [(None, 2), (0.5, 7)])
+def test_a_joiner_computes_when_its_copies_are_complete(mb_per_s: float | None, iterations: int) -> None:
+    """Boundaries: the plan that admits it is entered and states are offered; copies are complete; it gets its stage.
 
-    Copies that arrive where they are offered are complete there.
+    Two copies of 16 MB at half a megabyte a second take more than five iterations of 12 s.
     """
-    terms = FREE.model_copy(update={"boundary_s": boundary_s, "switch_s": 1.0, "first_s": 5.0})
+    terms = FREE.model_copy(update={"switch_s": 1.0, "first_s": 5.0})
+    config = settings()
+    config = config.model_copy(update={"topology": config.topology.model_copy(update={"transfer_mb_per_s": mb_per_s})})
     market = nodes(2, 2000, (100.0, "remove", "n1"), (500.0, "add", "x"))
     profile = model(layers=2, micro_batches=2, stages=2, pipelines=1)
-    job = simulation(market, profile, terms, config=settings()).job("bamboo-whole-stages", market, 0)
+    job = simulation(market, profile, terms, config=config).job("bamboo-whole-stages", market, 0)
     events = job.simulate().events
     admitted, owning = (
         next(event for event in events if isinstance(event, ev.PlanWritten) and "x" in getattr(event, where))

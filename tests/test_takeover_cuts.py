@@ -296,7 +296,8 @@ def test_losses_while_the_job_heals(leaves: bool, course: int) -> None:
         done["left"] += any(member.left for member in world.members.values())
         done["divided"] += any(plan.lent for plan in world.healed)
         done["copies"] += sum(kind == "replica_built" for m in world.survivors() for kind, _ in m.job.events)
-    assert min(done["losses"], done["plans"], done["copies"]) > 5 and (done["left"] > 0) == leaves
+        done["early"] += sum(member.snapshots.early for member in world.survivors())
+    assert min(done["losses"], done["plans"], done["copies"], done["early"]) > 5 and (done["left"] > 0) == leaves
     assert done["divided"] > 0
 
 
@@ -329,6 +330,8 @@ def test_members_that_join(course: int) -> None:
         done["admitted"] += sum(member.epoch.begun for member in joined)
         done["computed"] += sum(bool(member.binding.owned()) for member in joined)
         done["lost"] += len([name for name in world.killed if name[0] == "j"])
+        # Also to one that joins, where the copy begins with its admission.
+        done["early"] += sum(member.snapshots.early for member in world.members.values())
     assert min(done.values()) > 0 and done["computed"] > 3, done
 
 

@@ -1,9 +1,10 @@
 """Replicas under construction: copies of a role's state that are made while training goes on.
 
-The member that builds one asks the role's owner for a snapshot. The owner takes one at its next boundary between two
-operations (a copy in host memory) and offers it; it travels in the background. Meanwhile the builder receives the
-reduced gradients of every iteration, as a shadow does, and keeps them. When the snapshot is there it is built and the
-kept iterations are performed on it, in order, by the same optimizer steps; then it is a replica like any other::
+The owner takes a snapshot (a copy in host memory) at the boundary between two operations where the plan is entered that
+names the builder, or, where that plan comes in the middle of an operation, at its end; the snapshot travels in the
+background. Meanwhile the builder receives the reduced gradients of every iteration, as a shadow does, and keeps them.
+When the snapshot is there it is built and the kept iterations are performed on it, in order, by the same optimizer
+steps; then it is a replica like any other::
 
     iteration   t       t+1     t+2     t+3     t+4
     owner       step    step    step    step    step

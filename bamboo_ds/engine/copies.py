@@ -15,7 +15,7 @@ from .building import StageBuilder
 from .changes import Adjustable
 from .construction import Construction, KeptLayers, KeptSettings, Snapshots, begin_fetch, snapshot_key
 from .data import as_message, from_message
-from .handshake import Reports
+from .handshake import Reports, at_boundary
 from .records import CurrentEpoch, Progress
 from .replica import capture
 from .runtime import RuntimeBinding
@@ -96,7 +96,8 @@ class Copies:
             plan: the plan that begins.
             reports: of its members.
             step: the operation that all go on with. Who builds a replica may be in it, and knows nothing more of what
-                its script has set before; so owners that are behind offer no snapshot before they have done it.
+                its script has set before; so owners offer no snapshot before they have done it, unless all are at the
+                boundary before.
         """
         self._first = step
         self.cancel()
@@ -111,6 +112,21 @@ class Copies:
                 source = snapshot_key(plan.epoch, rank), reports[plan.owners[rank]].place
                 self.constructions[role] = Construction(role, source, begin_fetch(*source, self.epoch.channel.secret))
                 self.epoch.channel.activity.telling["copies"] = self.tell
+        if at_boundary(reports, step):
+            self.binding.refresh()
+            if not reports[self.epoch.member].joining:
+                self.note_position(step - 1)
+            self._offer(step - 1)
+
+    def note_position(self, sequence: int) -> None:
+        """Remember where this member's own scheduler stands after operation ``sequence``."""
+        for construction in self.constructions.values():
+            construction.positions[sequence] = SchedulerPosition.of(self.binding.local)
+
+    def _offer(self, sequence: int) -> None:
+        for role in self.snapshots.wanted():
+            key = snapshot_key(self.epoch.plan.epoch, self.epoch.layout.rank(role))
+            self.snapshots.offer(role, key, capture(self.binding.runtimes[role]), sequence)
 
     def drop_incoming(self) -> None:
         """What this iteration's reductions have given is void."""
@@ -135,11 +151,9 @@ class Copies:
                 with the steps of one role lacks.
         """
         self.binding.refresh()
-        for construction in self.constructions.values():
-            construction.positions[self.progress.sequence] = SchedulerPosition.of(self.binding.local)
-        for role in self.snapshots.wanted() if self.progress.sequence >= self._first else ():
-            key = snapshot_key(self.epoch.plan.epoch, self.epoch.layout.rank(role))
-            self.snapshots.offer(role, key, capture(self.binding.runtimes[role]), self.progress.sequence)
+        self.note_position(self.progress.sequence)
+        if self.progress.sequence >= self._first:
+            self._offer(self.progress.sequence)
         for construction in list(self.constructions.values()) if stepped or not self.epoch.layout.sharded else ():
             try:
                 self._advance(construction)

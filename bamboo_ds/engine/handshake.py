@@ -97,6 +97,7 @@ class MemberReport(_Report):
     Attributes:
         step: operations that it has committed and finished; it is in operation ``step``.
         entered: it has everything that the commit of that operation needs of it.
+        at_boundary: its script has not gone on since the operation before.
         roles: progress of the roles that it owns under the new plan.
         helped: of roles that it shadows: rank, and what it has computed for the owner.
         spent: ranks of roles that it shadows, and of which it cannot compute anything in this iteration: it has been
@@ -121,6 +122,7 @@ class MemberReport(_Report):
 
     step: int
     entered: bool
+    at_boundary: bool
     roles: tuple[RoleReport, ...]
     helped: tuple[tuple[int, PartReport], ...]
     spent: tuple[int, ...]
@@ -211,6 +213,18 @@ def _progress(plan: Plan, mine: RoleReport, step: int, reports: Reports, newest:
         state_only=now and (mine.state_only or (mine.reduced and not known.keys() >= set(ranges))),
         rear=rear[0] if rear else None,
         lent=side,
+    )
+
+
+def at_boundary(reports: Reports, step: int) -> bool:
+    """Whether all members are between the operation before ``step`` and whatever their scripts do next.
+
+    Of those that join: what their scripts do before operation ``step`` is to come.
+    """
+    done = newest_of(reports)[0].history
+    return all(
+        report.history < done if report.joining else report.at_boundary and report.step == step and not report.stale
+        for report in reports.values()
     )
 
 

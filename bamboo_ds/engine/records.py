@@ -109,6 +109,7 @@ class Progress:
         entered: everything that the current operation's commit needs of this member is there.
         resumed: the current operation was interrupted, and goes on from what there was.
         evaluating: an evaluation runs.
+        at_boundary: the script has not gone on since the last operation.
         redone: of parts (by their first block) of roles taken over in the current operation: how many forward and
             backward passes others have used the results of.
         taken_over: roles that are this member's since the last operation ended, after a loss or a planned change alike.
@@ -130,6 +131,7 @@ class Progress:
     entered: bool = False
     resumed: bool = False
     evaluating: bool = False
+    at_boundary: bool = False
     redone: dict[tuple[Role, int], tuple[int, int]] = field(default_factory=dict)
     taken_over: set[Role] = field(default_factory=set)
     recovery: Recovery | None = None

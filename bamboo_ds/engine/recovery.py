@@ -167,6 +167,7 @@ class RecoveryProtocol:
         return MemberReport(
             step=self.progress.sequence,
             entered=self.progress.entered,
+            at_boundary=self.progress.at_boundary,
             roles=tuple(roles),
             helped=tuple((layout.rank(each.role), part) for each in self.binding.helped() for part in _told(each)),
             spent=tuple(layout.rank(replica.role) for replica in self.binding.replicas() if replica.spent),

@@ -66,6 +66,8 @@ class ScriptCalls:
         """The script goes on: remember how it finds what it may set."""
         self.binding.refresh()
         local = self.binding.local
+        if self.epoch.job.replaying:  # the operation before the one that it takes part in may be done now
+            self.copies.note_position(self.progress.sequence - 1)
         self._left = Adjustable.of(local)
         self._note_count()
         self._weights = Weights(local.layers)

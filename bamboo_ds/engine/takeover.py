@@ -103,6 +103,7 @@ class Takeover:
     def _cross_boundary(self, operation: Operation, outcome: Outcome) -> None:
         """The operation is finished: what members do before the script goes on."""
         self.progress.end_operation()
+        self.progress.at_boundary = True
         self.collectives.begin_gap(self.progress.sequence)
         if operation.takes_steps:
             try:
@@ -117,6 +118,7 @@ class Takeover:
             self._report_recovery()
         if self.epoch.switch_due and operation.goes_on:
             self._switch()
+        self.progress.at_boundary = False
 
     def _await_source(self) -> None:
         """Wait for a member that can draw the batches of all pipelines; the leader has one started.

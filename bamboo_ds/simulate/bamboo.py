@@ -59,13 +59,13 @@ class BambooJob(Training):
 
     A change of plan takes as many iterations as it does in a real job. The leader decides as soon as all members have
     entered the plan before, or there is news, and they enter what it has written at the next boundary. Owners offer
-    their states at the end of the first iteration under a plan that has them copied; a copy is complete at the end of
-    the iteration in which it arrives (a very short one at once), and the leader hears of it during the next one.
-    Another plan begins all copies again that are not complete::
+    their states when they enter a plan that has them copied, or, where that is in the middle of an iteration, at its
+    end; a copy is complete at the end of the iteration in which it arrives (a very short one where it is offered), and
+    the leader hears of it during the next one. Another plan begins all copies again that are not complete::
 
-        boundary   0            1                2                 3
-        members    enter plan   offer states     complete copies   enter the next plan
-        leader                                   writes it, at the begin of the iteration
+        boundary   0                         1                 2
+        members    enter plan, offer states  complete copies   enter the next plan
+        leader                               writes it, at the begin of the iteration
 
     Args:
         market: the nodes that the job rents.
@@ -215,6 +215,7 @@ class BambooJob(Training):
         self._pace_up()
         self.more_s = self.terms.first_s if self.plan.owners != owners else 0.0
         yield self.env.timeout(self.terms.switch_s)
+        self._offer(meanwhile=True)
         told = {"step": self.step, "pause_seconds": self.terms.switch_s, "previous": previous}
         self._emit_each(ev.Reconfigured, self.plan.members, **told)
         if self._copying is not None and self.ready.keys() <= set(self.members):
@@ -306,8 +307,8 @@ class BambooJob(Training):
         wanted = frozenset(learners - self._built)
         self._copying = _Copies(wanted, self.env.now) if wanted else None
 
-    def _offer(self) -> None:
-        """Owners offer what is to be copied, and it travels."""
+    def _offer(self, meanwhile: bool = False) -> None:
+        """Owners offer what is to be copied, and it travels; ``meanwhile``: nobody waits, however short that is."""
         copies = self._copying
         if copies is None or copies.offered:
             return
@@ -323,7 +324,7 @@ class BambooJob(Training):
         rate = min(self.terms.network_gb_s * 1e9, float("inf") if bound is None else bound * 1e6)
         self.outcome.facts["copied_gb"] = self.outcome.facts.get("copied_gb", 0.0) + total / 1e9
         seconds = max(load.values()) / rate + self.terms.message_ms / 1000
-        if seconds <= self.terms.boundary_s:
+        if seconds <= self.terms.boundary_s and not meanwhile:
             copies.arrived = True
             self._complete()
         else:

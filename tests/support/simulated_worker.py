@@ -261,10 +261,15 @@ class StragglersBlockTimes(BlockTimes):
 
 
 class Snapshots:
-    """What a member offers to others, as :class:`bamboo_ds.engine.construction.Snapshots` does."""
+    """What a member offers to others, as :class:`bamboo_ds.engine.construction.Snapshots` does.
+
+    Attributes:
+        early: how many it has offered when their plan began, not after the operation that it began with.
+    """
 
     def __init__(self, world: World, member: str) -> None:
         self._world, self.place = world, PeerAddress(url=member, token="")
+        self.early = 0
         self._wanted: set[Role] = set()
         self._offered: dict[str, Any] = {}
 
@@ -281,6 +286,7 @@ class Snapshots:
     def offer(self, role: Role, key: str, state: Any, sequence: int) -> None:
         text, tensors = split({"sequence": sequence, "state": state})
         self._offered[key] = text, [tensor.detach().clone() for tensor in tensors]
+        self.early += sequence < self._world.members[self.place.url].progress.sequence
         self._wanted.discard(role)
 
     def fetched(self, key: str) -> Any:
