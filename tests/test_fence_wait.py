@@ -86,7 +86,7 @@ def test_the_end_of_the_script_needs_no_etcd(ends: bool) -> None:
     epoch.job.boundary.return_value = 0
     epoch.transport.all_reduce = lambda vector: vector
     progress, nothing = Progress(seed=1), MagicMock()
-    commits = Commits(nothing, nothing, epoch, progress, nothing, nothing, nothing, nothing)
+    commits = Commits(nothing, nothing, epoch, progress, nothing, nothing, nothing, nothing, {})
     if ends:
         End(epoch, progress, commits, nothing).commit()
     else:
@@ -97,11 +97,11 @@ def test_the_end_of_the_script_needs_no_etcd(ends: bool) -> None:
 def test_a_member_that_is_behind_waits_before_it_steps() -> None:
     """It has the vector of the others' commit, as if it had come by itself."""
     order: list[str] = []
-    epoch: Any = MagicMock(member="a", switch_due=False)
+    epoch: Any = MagicMock(member="a", switch_due=False, copied=False)
     epoch.job.await_fence.side_effect = lambda: order.append("fence")
     recovery, nothing = MagicMock(), MagicMock()
     recovery.run.return_value = Decision(1, "resume", ("a",), (1.0,))
     operation: Any = MagicMock(spec=Training, goes_on=True, draws=False, takes_steps=False)
     operation.finish.side_effect = lambda outcome: order.append("step")
-    Takeover(nothing, epoch, Progress(seed=1), recovery, nothing, nothing, nothing, nothing, nothing).run(operation)
+    Takeover(nothing, epoch, Progress(seed=1), recovery, *[nothing] * 6).run(operation)
     assert order == ["fence", "step"]

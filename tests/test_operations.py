@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -90,6 +91,7 @@ class Member:
             plan=PLAN,
             member="a",
             switch_due=False,
+            copied=False,
             transport=SimpleNamespace(close=lambda: None),
         )
         nothing: Any = SimpleNamespace(use=lambda _: None, local=None, begin_gap=self.boundary.append)
@@ -98,6 +100,7 @@ class Member:
             self.epoch,
             self.progress,
             SimpleNamespace(run=self._recover),  # type: ignore[arg-type]
+            nothing,
             nothing,
             SimpleNamespace(end_iteration=self._end_iteration),  # type: ignore[arg-type]
             nothing,
@@ -180,6 +183,21 @@ def test_a_new_plan_at_a_boundary() -> None:
     member.epoch.switch_due = True
     member.run()
     assert member.events == ["listened", "reconfigured"] and member.progress.recovery is None
+
+
+@pytest.mark.parametrize("known", [True, False, LOSS])
+def test_the_plan_that_copies_were_made_for(known: bool | EpochChanged) -> None:
+    """All members wait a little for it; they enter it if all have got it."""
+    member, waits = Member(*([Decision(1, "resume", progress=FRESH)] if known else ())), []
+    member.epoch.copied = True
+    member.epoch.channel.await_boundary = lambda epoch, patience_s: waits.append((epoch, patience_s))
+    member.takeover.commits = MagicMock()
+    member.takeover.commits.all_know_more.side_effect = [known]  # type: ignore[attr-defined]
+    member.run()
+    [(epoch, patience_s)] = waits
+    assert epoch == PLAN.epoch and 0 < patience_s < 1
+    # After a loss it is entered, too, without a word: that was no change of plan.
+    assert member.events == (["listened", "reconfigured"] if known is True else [])
 
 
 # -- reports ------------------------------------------------------------------------------------------------

@@ -297,8 +297,13 @@ def test_losses_while_the_job_heals(leaves: bool, course: int) -> None:
         done["divided"] += any(plan.lent for plan in world.healed)
         done["copies"] += sum(kind == "replica_built" for m in world.survivors() for kind, _ in m.job.events)
         done["early"] += sum(member.snapshots.early for member in world.survivors())
+        done["awaited"], done["in vain"] = (
+            done["awaited"] + sum(world.awaited),
+            done["in vain"] + (False in world.awaited),
+        )
+    assert min(done["awaited"], done["in vain"]) > 0
     assert min(done["losses"], done["plans"], done["copies"], done["early"]) > 5 and (done["left"] > 0) == leaves
-    assert done["divided"] > 0
+    assert min(done["divided"], done["awaited"]) > 0
 
 
 JOINING = [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +10,7 @@ import torch
 from ..topology import Role
 from .accounts import Accounts
 from .commit import Committed, Contribution, Form, Measured, decode, encode
+from .construction import Construction
 from .data import Batches
 from .deepspeed_adapter import DeepSpeedAdapter
 from .exactness import ExactChecks
@@ -30,6 +31,7 @@ class Commits:
     accounts: Accounts
     saves: Saves
     checks: ExactChecks
+    constructions: Mapping[Role, Construction]
 
     def commit_iteration(self) -> None:
         """Commit the iteration, all of whose gradients are reduced and replicated."""
@@ -42,19 +44,32 @@ class Commits:
         """Make the sum of ``vector`` (float64) over all members that of the commit of an operation.
 
         Every member also tells the newest epoch that it could enter. When all know of a new one, all switch after
-        this operation. A member that may not commit now (see :mod:`bamboo_ds.control.fencing`) waits before it, unless
+        this operation. And it tells how many replicas it builds, and how many of them will take longer than this
+        operation. A member that may not commit now (see :mod:`bamboo_ds.control.fencing`) waits before it, unless
         nothing follows from the operation that others could contradict (``fenced`` false).
         """
         if fenced:
             self.epoch.job.await_fence()
+        far = sum(not construction.near for construction in self.constructions.values())
+        copies = torch.tensor([len(self.constructions), far], dtype=torch.float64)
+        total = self.epoch.transport.all_reduce(torch.cat([vector, copies, self._newest()])).tolist()
+        if fenced:
+            self.epoch.job.await_fence()  # what was on its way for long may come too late
+        self.progress.vector, rest = tuple(total[: len(vector)]), total[len(vector) :]
+        begun, left, *newest = rest
+        self.epoch.copied = begun > left == 0
+        self.epoch.switch_due = min(newest) > self.epoch.plan.epoch
+
+    def all_know_more(self) -> bool:
+        """Whether all members know of a newer plan now. Collective."""
+        return min(self.epoch.transport.all_reduce(self._newest()).tolist()) > self.epoch.plan.epoch
+
+    def _newest(self) -> torch.Tensor:
+        """The newest epoch that this member could enter, by member."""
         members = self.epoch.plan.members
         told = torch.zeros(len(members), dtype=torch.float64)
         told[members.index(self.epoch.member)] = self.epoch.job.boundary(self.saves.busy)
-        total = self.epoch.transport.all_reduce(torch.cat([vector, told])).tolist()
-        if fenced:
-            self.epoch.job.await_fence()  # what was on its way for long may come too late
-        self.epoch.switch_due = min(total[len(vector) :]) > self.epoch.plan.epoch
-        self.progress.vector = tuple(total[: len(vector)])
+        return told
 
     def decoded(self) -> Committed:
         """What the commit of an iteration has agreed on."""

@@ -115,6 +115,11 @@ class Construction:
     positions: dict[int, SchedulerPosition] = field(default_factory=dict)
     follows: bool = False
 
+    @property
+    def near(self) -> bool:
+        """Whether it is complete with the end of the iteration under way, unless its transfer has failed."""
+        return (self.runtime is not None or self.fetch.done()) and len(self.kept) <= 1
+
     def keep(self, sequence: int, committed: Committed, before: SchedulerPosition) -> None:
         """The iteration has committed. Without gradients the snapshot is taken after it and contains it."""
         if self.incoming is not None:

@@ -132,7 +132,7 @@ class Parts:
         self.redundant = redundant = RedundantPasses(
             ds, redundancy, mode, binding, epoch, progress, batches, passes, boundaries, idle, checks, recording
         )
-        self.commits = commits = Commits(ds, binding, epoch, progress, batches, accounts, saves, checks)
+        self.commits = commits = Commits(ds, binding, epoch, progress, batches, accounts, saves, checks, constructions)
         verify_every = redundancy.verify_every if mode.replicas else 0
         self.steps = steps = Steps(ds, layout, groups, binding, progress, generators, verify_every)
         mismatches = Mismatches(redundancy.verify_every)
@@ -150,7 +150,7 @@ class Parts:
             *(announcements, recording),
         )
         self.takeover = takeover = Takeover(
-            binding, epoch, progress, recovery, replication, checks, collectives, beats, announcements
+            binding, epoch, progress, recovery, commits, replication, checks, collectives, beats, announcements
         )
         self.resuming = resuming = Resuming(epoch, progress, history, joining)
         self.loader = loader = Loader(ds, layout, groups, binding, progress, copies, replication, pristine)

@@ -32,6 +32,8 @@ class CurrentEpoch:
         plan, lanes, transport: those of the epoch; there are none before :meth:`enter`.
         begun: whether this member has entered an epoch.
         switch_due: all members know of a newer plan that waits for the next boundary.
+        copied: all copies that the plan has made are complete with the operation under way, and the last of them is
+            not before.
     """
 
     plan: Plan
@@ -42,7 +44,7 @@ class CurrentEpoch:
         self.job, self.layout = job, layout
         self.channel, self.session, self.member = job.channel, job.session, job.session.member
         self._shadow_gradients = shadow_gradients
-        self.begun = self.switch_due = False
+        self.begun = self.switch_due = self.copied = False
 
     def enter(self, plan: Plan) -> None:
         """Attach to ``plan``'s epoch and open its lanes.
@@ -54,7 +56,7 @@ class CurrentEpoch:
             self.transport.close()
         self.job.enter(plan)
         self.plan = plan
-        self.switch_due = False
+        self.switch_due = self.copied = False
         lanes = Lanes(plan, self._shadow_gradients)
         self.transport = Transport.open(self.session, lanes.all())
         self.lanes, self.begun = lanes, True  # those of the transport, also if it could not be opened

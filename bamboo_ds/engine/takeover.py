@@ -15,6 +15,7 @@ from ..errors import EpochChanged
 from ..topology import hungry
 from .announcements import Announcements
 from .beats import Beats
+from .committing import Commits
 from .exactness import ExactChecks
 from .operation import Operation, Outcome
 from .records import CurrentEpoch, Progress
@@ -23,6 +24,10 @@ from .replication import Replication
 from .runtime import RuntimeBinding
 
 logger = logging.getLogger("bamboo_ds")
+
+#: Members wait for the plan that copies were made for, as long as this part of the time that the operation took, and for
+#: at most so many seconds. The leader writes it in milliseconds; without it the next operation takes as long again.
+_PATIENCE, _PATIENCE_S = 0.2, 1.0
 
 
 @dataclass(eq=False)
@@ -33,6 +38,7 @@ class Takeover:
     epoch: CurrentEpoch
     progress: Progress
     recovery: RecoveryProtocol
+    commits: Commits
     replication: Replication
     checks: ExactChecks
     collectives: ScriptCollectives
@@ -56,13 +62,13 @@ class Takeover:
             FatalLoss: a stage has no holder left.
             Evicted: this member was taken for lost.
         """
-        self.recovery.operation = operation
+        self.recovery.operation, begin = operation, time.monotonic()
         with self.epoch.channel.activity.at_work():
             outcome = self._attempt(operation) if self.epoch.session.aborted is None else Outcome.INTERRUPTED
             while outcome is Outcome.INTERRUPTED:
                 outcome = self._recover_and_attempt(operation)
             operation.finish(outcome)
-            self._cross_boundary(operation, outcome)
+            self._cross_boundary(operation, outcome, time.monotonic() - begin)
 
     def _attempt(self, operation: Operation) -> Outcome:
         """Do what the last recovery has decided on, or all of ``operation``."""
@@ -100,8 +106,8 @@ class Takeover:
         logger.info("operation %d interrupted: %s", self.progress.sequence, error)
         return Outcome.INTERRUPTED
 
-    def _cross_boundary(self, operation: Operation, outcome: Outcome) -> None:
-        """The operation is finished: what members do before the script goes on."""
+    def _cross_boundary(self, operation: Operation, outcome: Outcome, seconds: float) -> None:
+        """The operation is finished, after ``seconds``: what members do before the script goes on."""
         self.progress.end_operation()
         self.progress.at_boundary = True
         self.collectives.begin_gap(self.progress.sequence)
@@ -116,8 +122,11 @@ class Takeover:
         self.binding.use(self.binding.local)
         if self.progress.recovery is not None and outcome is Outcome.COMMITTED:
             self._report_recovery()
+        begin = time.monotonic()
+        if self.epoch.copied and operation.takes_steps and not self.epoch.switch_due:
+            self._await_plan(min(_PATIENCE_S, _PATIENCE * seconds))
         if self.epoch.switch_due and operation.goes_on:
-            self._switch()
+            self._switch(begin)
         self.progress.at_boundary = False
 
     def _await_source(self) -> None:
@@ -146,9 +155,18 @@ class Takeover:
             except EpochChanged as error:
                 logger.info("interrupted %s: %s", where, error)
 
-    def _switch(self) -> None:
-        """Enter the plan that all members know of, at the boundary where all of them are."""
-        begin, before = time.monotonic(), self.epoch.plan
+    def _await_plan(self, patience_s: float) -> None:
+        """All copies are complete: the leader writes the plan that they were made for."""
+        self.epoch.channel.await_boundary(self.epoch.plan.epoch, patience_s)
+        try:
+            self.epoch.switch_due = self.commits.all_know_more()
+        except EpochChanged as error:
+            logger.info("interrupted at a boundary: %s", error)
+            self.recover_between("at a boundary")
+
+    def _switch(self, begin: float) -> None:
+        """Enter the plan that all members know of, at the boundary where all of them are since ``begin``."""
+        before = self.epoch.plan
         self.epoch.switch_due = False
         undisturbed = True
         self.announcements.listen()  # lanes that are closed tell nothing any more

@@ -212,6 +212,11 @@ class WorkerChannel:
             plan = self._plan
             return plan.epoch if plan is not None and (plan.immediate or plan.epoch in self._stores) else 0
 
+    def await_boundary(self, after_epoch: int, timeout_s: float) -> None:
+        """Wait until a plan with an epoch above ``after_epoch`` could be entered, for at most ``timeout_s`` seconds."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.boundary() > after_epoch or self._gone or self._closing, timeout_s)
+
     def wait_store(self, epoch: int, timeout_s: float) -> tuple[str, int]:
         """Wait for host and port of the ``TCPStore`` of ``epoch``.
 

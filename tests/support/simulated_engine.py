@@ -205,7 +205,7 @@ class Member:
             ds, settings, mode, binding, epoch, progress, batches, self.passes, self.boundaries, idle, checks, recording
         )
         self.reduction = reduction
-        self.commits = Commits(ds, binding, epoch, progress, batches, accounts, saves, checks)
+        self.commits = Commits(ds, binding, epoch, progress, batches, accounts, saves, checks, constructions)
         self.steps = Steps(ds, layout, groups, binding, progress, generators, settings.verify_every)
         self.replication = Replication(
             binding, epoch, progress, self.boundaries, self.steps, constructions, Mismatches(1)
@@ -218,7 +218,8 @@ class Member:
             *(announcements, recording),
         )
         self.takeover = Takeover(
-            binding, epoch, progress, self.recovery, self.replication, checks, collectives, beats, announcements
+            *(binding, epoch, progress, self.recovery, self.commits, self.replication, checks, collectives, beats),
+            announcements,
         )
         resuming: Any = SimpleNamespace(checkpoint=None)
         report = lambda: world.wait_for_admission(name)  # noqa: E731
@@ -431,6 +432,7 @@ class World:
         healed: plans that were made to heal.
         replaced: the plan that the last one of them has replaced.
         leaving: a member that has been told to leave.
+        awaited: whether members that waited for the plan that copies had been made for have got it.
         most: the largest number of roles whose state a member has had, copies that it was making included.
     """
 
@@ -446,6 +448,7 @@ class World:
     replaced: Plan = field(init=False)
     leaving: str | None = field(default=None, init=False)
     most: int = field(default=0, init=False)
+    awaited: list[bool] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         self.random = Random(self.seed)

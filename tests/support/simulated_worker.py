@@ -134,6 +134,7 @@ class Job:
             ahead=0,
             joiner=joiner,
             rank=rank,
+            await_boundary=self._await_boundary,
             wait_peers=lambda timeout_s: [state.place for state in world.states.values()],
         )
 
@@ -160,6 +161,13 @@ class Job:
             passes=dict(passes),
             outputs=dict(outputs),
         )
+
+    def _await_boundary(self, after: int, timeout_s: float) -> None:
+        for _ in range(self.world.random.choice((0, 10, 100))):
+            if self.known.epoch > after:
+                break
+            self.world.turns.wait()
+        self.world.awaited.append(self.known.epoch > after)
 
     def enter(self, plan: Plan) -> None:
         if plan.unheld:
