@@ -25,8 +25,8 @@ from .runtime import RuntimeBinding
 
 logger = logging.getLogger("bamboo_ds")
 
-#: Members wait for the plan that copies were made for, as long as this part of the time that the operation took, and for
-#: at most so many seconds. The leader writes it in milliseconds; without it the next operation takes as long again.
+#: Members wait for the plan that copies were made for, as long as this part of the time that the operation took, and at
+#: most so many seconds. The leader writes it in milliseconds; without it the next operation takes as long again.
 _PATIENCE, _PATIENCE_S = 0.2, 1.0
 
 

@@ -60,12 +60,13 @@ class BambooJob(Training):
     A change of plan takes as many iterations as it does in a real job. The leader decides as soon as all members have
     entered the plan before, or there is news, and they enter what it has written at the next boundary. Owners offer
     their states when they enter a plan that has them copied, or, where that is in the middle of an iteration, at its
-    end; a copy is complete at the end of the iteration in which it arrives (a very short one where it is offered), and
-    the leader hears of it during the next one. Another plan begins all copies again that are not complete::
+    end (where a very short copy is complete at once); a copy is complete at the end of the iteration in which it
+    arrives, where members wait for what the leader makes of it. Another plan begins all copies again that are not
+    complete::
 
-        boundary   0                         1                 2
-        members    enter plan, offer states  complete copies   enter the next plan
-        leader                               writes it, at the begin of the iteration
+        boundary   0                          1
+        members    enter plan, offer states   complete copies, enter the next plan
+        leader                                writes it
 
     Args:
         market: the nodes that the job rents.
@@ -201,8 +202,12 @@ class BambooJob(Training):
             whole = sum(self._pace.parameters) * self._pace.state.owner
             written_s = max(self._load_s, whole / len(self.plan.members) / (self.terms.storage_gb_s * 1e9))
             yield from self._checkpoint(self._copy_s, written_s)
+        arrived = self._copying is not None and self._copying.arrived
         self._complete()
         self._offer()
+        if arrived and self._written is None:
+            self._copied = set(self._built)
+            self._lead()
         if self._written is not None:
             yield from self._change(self._written)
         self._copied = set(self._built)
