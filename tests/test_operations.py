@@ -19,7 +19,7 @@ from bamboo_ds.engine.handshake import (
     PartReport,
     RoleReport,
     ScriptReport,
-    at_boundary,
+    all_at_boundary,
     decision_of,
     newest_of,
 )
@@ -285,4 +285,6 @@ def test_a_decision_from_reports() -> None:
 )
 def test_all_are_at_the_boundary(changes: dict[str, Any], expected: bool) -> None:
     """Snapshots that are taken there lack nothing that some script has set for the next operation."""
-    assert at_boundary({"a": report(at_boundary=True), "b": report(**{"at_boundary": True, **changes})}, 3) is expected
+    assert (
+        all_at_boundary({"a": report(at_boundary=True), "b": report(**{"at_boundary": True, **changes})}, 3) is expected
+    )

@@ -15,7 +15,7 @@ from .building import StageBuilder
 from .changes import Adjustable
 from .construction import Construction, KeptLayers, KeptSettings, Snapshots, begin_fetch, snapshot_key
 from .data import as_message, from_message
-from .handshake import Reports, at_boundary
+from .handshake import Reports, all_at_boundary
 from .records import CurrentEpoch, Progress
 from .replica import capture
 from .runtime import RuntimeBinding
@@ -112,7 +112,7 @@ class Copies:
                 source = snapshot_key(plan.epoch, rank), reports[plan.owners[rank]].place
                 self.constructions[role] = Construction(role, source, begin_fetch(*source, self.epoch.channel.secret))
                 self.epoch.channel.activity.telling["copies"] = self.tell
-        if at_boundary(reports, step):
+        if all_at_boundary(reports, step):
             self.binding.refresh()
             if not reports[self.epoch.member].joining:
                 self.note_position(step - 1)

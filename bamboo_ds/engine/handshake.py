@@ -216,7 +216,7 @@ def _progress(plan: Plan, mine: RoleReport, step: int, reports: Reports, newest:
     )
 
 
-def at_boundary(reports: Reports, step: int) -> bool:
+def all_at_boundary(reports: Reports, step: int) -> bool:
     """Whether all members are between the operation before ``step`` and whatever their scripts do next.
 
     Of those that join: what their scripts do before operation ``step`` is to come.
