@@ -214,9 +214,9 @@ class Run:
                     self._measure_straggler(watcher, full, straggler, chosen)
                 for count in members:
                     before = watcher.step(0)
-                    while len(self._alive(watcher)) > count:
-                        self._kill(watcher, chosen.choice(sorted(self._alive(watcher))))
-                        self._settle(watcher, len(self._alive(watcher)))
+                    while len(alive := self._alive(watcher)) > count:
+                        self._kill(watcher, chosen.choice(alive))
+                        self._settle(watcher, len(alive) - 1)
                     while len(_newest(watcher.job.events())["members"]) < count:
                         self._join(name, script, arguments, watcher)
                     settled = self._settle(watcher, count)
