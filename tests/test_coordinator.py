@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import threading
 import time
 from dataclasses import replace
 from functools import partial
@@ -10,7 +11,9 @@ from typing import Any
 
 import pytest
 
-from bamboo_ds.control.agent.coordinator import Callbacks, Coordinator
+from bamboo_ds.control.agent.callbacks import Callbacks
+from bamboo_ds.control.agent.coordinator import Coordinator
+from bamboo_ds.control.agent.lease import register
 from bamboo_ds.control.leader.restarts import fatal_plan, unstarted_plan
 from bamboo_ds.control.registry.keys import Keys
 from bamboo_ds.control.registry.mirror import Mirror
@@ -21,11 +24,12 @@ from bamboo_ds.store import KeyValue, Lease, Store
 from bamboo_ds.topology import Plan
 from bamboo_ds.topology.planner import initial_plan
 
-from .support.etcd import EtcdServer, new_namespace
+from .support.etcd import EtcdServer, new_namespace, wait_until
 
 pytest_plugins = ["tests.support.fixtures"]
 
 TTL_S = 30.0
+ONE = initial_plan(["a"])
 
 
 class LeaderDouble:
@@ -57,7 +61,47 @@ def test_one_that_has_just_come_does_not_trust_absence(store: Store) -> None:
         coordinator.close(timeout_s=10.0)
 
 
-ONE = initial_plan(["a"])
+def test_a_joiner_is_told_of_every_plan(store: Store) -> None:
+    """Of the one that has admitted it, too, when the next one has lost it already: it is out then."""
+    record = MemberRecord(id="m9", slot=9, host="h", address="x", pid=1, agent_pid=2, incarnation="x", joiner=True)
+    leader: Any = LeaderDouble()
+    plans: queue.SimpleQueue[int] = queue.SimpleQueue()
+    written, waits = threading.Event(), threading.Event()
+
+    def take(plan: Plan) -> None:
+        plans.put(plan.epoch)
+        if plan.epoch == 1:
+            waits.set()
+            assert written.wait(20.0)
+
+    ignore = dict.fromkeys(("on_store", "on_peers", "on_stop", "on_error"), lambda *_: None)
+    callbacks = Callbacks(**ignore, on_plan=take, on_ended=lambda: None)  # type: ignore[arg-type]
+    first = replace(initial_plan(["a"]), epoch=1)
+    listed = replace(first, epoch=2, members=("a", "m9"), homes=(0, 0))
+    store.put(Keys.PLAN, first.to_json())
+    coordinator = Coordinator(
+        store, leader, record, lease_ttl_s=TTL_S, callbacks=callbacks, last_heartbeat=lambda: None
+    )
+    coordinator.start()
+    try:
+        assert waits.wait(20.0)
+        store.put(Keys.PLAN, listed.to_json())
+        store.put(Keys.PLAN, replace(first, epoch=3, lost=("m9",)).to_json())
+        wait_until(lambda: coordinator._inbox.qsize() >= 2, "both have arrived", 20.0)
+        written.set()
+        assert [plans.get(timeout=20.0) for _ in range(3)] == [1, 2, 3]
+    finally:
+        written.set()
+        coordinator.close(timeout_s=10.0)
+    assert coordinator._evicted
+
+
+def test_a_record_is_put_only_under_the_plan_that_was_looked_at(store: Store) -> None:
+    record = MemberRecord(id="m9", slot=9, host="h", address="x", pid=1, agent_pid=2, incarnation="x")
+    looked_at = store.put(Keys.PLAN, ONE.to_json())
+    newer = store.put(Keys.PLAN, replace(ONE, epoch=ONE.epoch + 1).to_json())
+    assert register(store, record, TTL_S, looked_at) is None and store.get(Keys.member("m9")) is None
+    assert register(store, record, TTL_S, newer) is not None and store.get(Keys.member("m9")) is not None
 
 
 @pytest.mark.parametrize("plan", [ONE, fatal_plan(ONE, (), ("a",))], ids=["running", "fatal"])

@@ -31,6 +31,17 @@ BREAKING: dict[str, int | list[Step]] = {
         Step("hold", 1, 2, 7.0),
         Step("kill worker", 0, 0, 12.0),
     ],
+    "remove": 90_001_504,
+    "missed": 90_000_581,
+    # A joiner is admitted and lost while it is stopped. When it goes on it registers before its watch tells of that.
+    "unseen": [
+        Step("pass", seconds=4.0),
+        Step("join", seconds=0.8),
+        Step("mute", 2, seconds=1.2),
+        Step("stop", 2, seconds=3.0),
+        Step("join", seconds=3.0),
+        Step("stop", 2, seconds=3.0),
+    ],
 }
 
 #: A member is admitted while it is cut from etcd, and lost in the plan after that, which is fatal.

@@ -21,13 +21,15 @@ import signal
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
+from bamboo_ds.control.agent.coordinator import Coordinator
 from bamboo_ds.control.leader import restarts as restart
+from bamboo_ds.control.leader.leader import Leader
 from bamboo_ds.control.registry.keys import Keys
 from bamboo_ds.control.registry.records import JobRecord, RestartRecord, StopRecord
 from bamboo_ds.control.settings import AgentSettings
@@ -57,7 +59,7 @@ FOLDER = "checkpoints"
 SECONDS = (0.4, 1.2, 3.0, 7.0, 12.0)
 RATES = (1.0, 0.97, 1.03)
 #: What may be switched off, to see that it is needed.
-FENCES = ("pause", "lineage", "wait", "mark", "clean", "stop", "swap")
+FENCES = ("pause", "lineage", "wait", "mark", "clean", "stop", "swap", "remove", "unseen", "missed")
 
 
 class Step(NamedTuple):
@@ -121,6 +123,7 @@ class World:
         self.hold_account = 0.0
         self._sent: dict[tuple[int, int, str], int] = {}
         self.plan: Plan | None = None
+        self.gone: set[str] = set()  # members that plans have listed, and a later one did not
         self.assigned = UNSTARTED if first else 0  # the newest restart
         self.committed = self.accounted = 0  # newest generations that did
         self.commits = 0
@@ -171,7 +174,7 @@ class World:
     # -- invariants ---------------------------------------------------------------------------------------
 
     def check_write(self, key: str, value: str, by: str) -> None:
-        """Nobody outside the plan stops the job; plans and restarts follow each other one by one."""
+        """Nobody outside the plan stops the job, nor comes back; plans and restarts follow each other one by one."""
         plan = self.plan
         if key == Keys.PLAN:
             new = Plan.from_json(value)
@@ -183,6 +186,10 @@ class World:
                 raise Broken("a job begins that has been started")
             if plan is not None and new.generation < plan.generation:
                 raise Broken(f"generation {new.generation} follows {plan.generation}")
+            if plan is not None:
+                self.gone |= set(plan.members).difference(new.members)
+            if back := self.gone.intersection(new.members):
+                raise Broken(f"{', '.join(sorted(back))}, gone before, is a member again in plan {new.epoch}")
             self.plan = new
         elif key == Keys.RESTART:
             record = RestartRecord.from_json(value)
@@ -417,6 +424,11 @@ class World:
         self.apart.clear()
         for each in self.hosts:
             each.etcd = True
+        self._compact(step)
+
+    def _compact(self, step: Step) -> None:
+        """Those who have not followed get no changes, but what is there."""
+        self.etcd.compacted = self.etcd.revision if step.other % 2 else 0
 
     def _separate(self, host: Host, step: Step) -> bool:
         other = self.hosts[step.other % len(self.hosts)]
@@ -438,6 +450,7 @@ class World:
 
     def _mute(self, host: Host, step: Step) -> None:
         host.mute = not host.mute
+        self._compact(step)
 
     def _stop(self, host: Host, step: Step) -> bool:
         host.stopped = host.alive and not host.stopped
@@ -533,9 +546,10 @@ class World:
         raise Broken(f"the job stands still, or does so for {outside}: plan {self.plan}, members {keys}")
 
     def _outside(self, plan: Plan) -> list[str]:
-        """Members that the plan does not list."""
+        """Members that the plan does not list, registered or not."""
         members = [key.removeprefix(Keys.MEMBERS) for key in self.etcd.keys if key.startswith(Keys.MEMBERS)]
-        return [member for member in members if member not in plan.members]
+        there = [party.process._id for party in self.parties if not party.over and party.process is not None]
+        return [member for member in dict.fromkeys([*members, *there]) if member not in plan.members]
 
 
 def draw(seed: int, length: int = 8) -> tuple[list[Step], tuple[float, ...]]:
@@ -552,9 +566,14 @@ def run(
 ) -> Counter[str]:
     """Carry a schedule out; returns what has happened. Raises :class:`Broken`. For the arguments see :class:`World`."""
     world = World(rates, off, first)
-    waits = nullcontext() if "wait" not in world.off else patch.object(restart, "restart_wait_s", lambda *_: 0.0)
+    switched_off = ExitStack()
     try:
-        waits.__enter__()
+        if "wait" in world.off:
+            switched_off.enter_context(patch.object(restart, "restart_wait_s", lambda *_: 0.0))
+        if "remove" in world.off:
+            switched_off.enter_context(patch.object(Leader, "_remove_lost", lambda *_: False))
+        if "missed" in world.off:
+            switched_off.enter_context(patch.object(Coordinator, "_check_seen", lambda *_: None))
         world.advance(3 * TICK_S)
         for step in steps:
             world.do(step)
@@ -563,7 +582,7 @@ def run(
         world.happened["commits"] += world.commits
         return world.happened
     finally:
-        waits.__exit__(None, None, None)
+        switched_off.close()
         world.close()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from bamboo_ds.control.registry.keys import Keys
@@ -26,6 +26,7 @@ class Etcd:
         self.keys: dict[str, KeyValue] = {}
         self.leases: dict[int, float] = {}
         self.changes: list[WatchEvent] = []
+        self.compacted = 0  # changes up to this revision are gone
         self._ids = 0
 
     def grant(self) -> int:
@@ -180,10 +181,21 @@ class SimStore:
             return False
         if not self.etcd.up or not self.host.etcd:
             return False
-        for event in changes[self._next :]:
+        for event in self._missed(changes[self._next :]):
             self._observe(event)
         self._next = len(changes)
         return True
+
+    def _missed(self, changes: Sequence[WatchEvent]) -> Iterable[WatchEvent]:
+        """``changes``; where etcd has compacted them, what they come to, as :class:`bamboo_ds.store.watch.Watch`."""
+        if changes[0].kv.mod_revision > self.etcd.compacted:
+            return changes
+        self.world.happened["resync"] += 1
+        newest = {event.key: event for event in changes}
+        puts = [event for event in newest.values() if event.kind == "put"]
+        return [event for event in newest.values() if event.kind != "put"] + sorted(
+            puts, key=lambda event: event.kv.mod_revision
+        )
 
     def close(self) -> None:
         self.closed, self._observe = True, None

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from bamboo_ds.control import fencing
 from bamboo_ds.control.agent.agent import Agent
 from bamboo_ds.control.agent.assembly import member_record, outage_s
-from bamboo_ds.control.agent.coordinator import Callbacks, Coordinator
+from bamboo_ds.control.agent.callbacks import Callbacks
+from bamboo_ds.control.agent.coordinator import Coordinator
 from bamboo_ds.control.agent.lease import REFRESH, _raise
 from bamboo_ds.control.agent.mailbox import Mailbox
 from bamboo_ds.control.agent.rejoin import Rejoin
@@ -21,6 +22,7 @@ from bamboo_ds.control.agent.slot import Slot, State
 from bamboo_ds.control.agent.waiting import WaitingAgent
 from bamboo_ds.control.leader.leader import Leader
 from bamboo_ds.control.messages import Contact, ExitNotice, Message, PlanPush
+from bamboo_ds.control.registry.mirror import Mirror
 from bamboo_ds.control.registry.records import LayoutRecord, SuspicionRecord, WorkerRecord, WorkerState
 from bamboo_ds.control.registry.vacancies import Vacancy
 from bamboo_ds.control.settings import AgentSettings
@@ -28,6 +30,7 @@ from bamboo_ds.errors import (
     EXIT_EVICTED,
     EXIT_FATAL_LOSS,
     EXIT_LEFT,
+    BambooError,
     ConfigError,
     JobOver,
     LaunchError,
@@ -215,9 +218,7 @@ class SimCoordinator(Coordinator):
         try:
             self._drain(self._clock())
             self.due = self._turn()
-        except Broken:
-            raise
-        except Exception as error:
+        except BambooError as error:  # anything else is a defect
             self._ending.set()
             self._callbacks.on_error(error)
         if self._ending.is_set():
@@ -234,6 +235,13 @@ class SimCoordinator(Coordinator):
                     self._inbox.put(partial(_raise, error))
             except PlanForged:
                 return  # as on the lease's thread, which tells it in the log
+
+    def _register(self, found: Mirror) -> None:
+        seen = self._pushed_epoch
+        if "unseen" in self._store.world.off and found.plan is not None:  # type: ignore[attr-defined]
+            self._pushed_epoch = found.plan.epoch
+        super()._register(found)
+        self._pushed_epoch = seen
 
     @property
     def pending(self) -> bool:

@@ -129,7 +129,7 @@ class Agent:
 
     def _make_coordinator(self) -> Coordinator:
         from .assembly import make_coordinator
-        from .coordinator import Callbacks
+        from .callbacks import Callbacks
 
         callbacks = Callbacks(
             on_plan=self.on_plan,

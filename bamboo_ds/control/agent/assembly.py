@@ -17,7 +17,8 @@ from ..registry.keys import Keys
 from ..registry.records import MemberRecord
 from ..settings import AgentSettings, job_record
 from ..web.display import Display
-from .coordinator import Callbacks, Coordinator
+from .callbacks import Callbacks
+from .coordinator import Coordinator
 
 _STORE_TIMEOUT_S = 2.0
 #: Seconds without etcd that a member bears which joins: nothing is lost with it.

@@ -13,15 +13,13 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 
-from ...errors import LeaseExpired, PlanForged, StoreError, StoreUnavailable
+from ...errors import Evicted, LeaseExpired, PlanForged, StoreError, StoreUnavailable
 from ...store import Lease, Store, WatchEvent
 from ...topology.plan import UNSTARTED, Plan
 from ..fencing import now as fence_clock
 from ..leader.leader import Leader
-from ..messages import Contact
 from ..once import is_genuine, put_once
 from ..registry.keys import Keys
 from ..registry.mirror import Mirror
@@ -31,15 +29,15 @@ from ..registry.records import (
     MemberRecord,
     PeerAddress,
     Record,
-    RestartRecord,
     StopRecord,
     StoreRecord,
     TimingRecord,
 )
 from ..web.display import Display
 from .admission import check_start, over_for, peers
+from .callbacks import Callbacks
 from .health import HealthReplies
-from .lease import LeaseKeeper
+from .lease import LeaseKeeper, register
 from .neighbours import Neighbours, report_dead_agent
 
 logger = logging.getLogger("bamboo_ds.control.coordinator")
@@ -48,33 +46,6 @@ _RETRY_S = 0.1
 _REFUSED_RETRY_S = 1.0
 #: Seconds that the web server gets to end.
 _DISPLAY_S = 1.0
-
-
-@dataclass(frozen=True)
-class Callbacks:
-    """What the agent wants to know; called on the coordinator's thread, must not block.
-
-    Attributes:
-        on_plan: a plan with a newer epoch.
-        on_store: where the ``TCPStore`` of an epoch listens.
-        on_peers: where a member that waits to be admitted can learn what the job has done; again when it changes.
-        on_stop: the job is to end.
-        on_restart: workers are to be started again.
-        on_leave: somebody asks the member to leave.
-        on_contact: etcd has just said what its newest plan is; on the thread of the lease.
-        on_error: the coordinator has ended by this error; the member cannot be kept.
-        on_ended: the coordinator has ended, after the departure or by an error; always the last call.
-    """
-
-    on_plan: Callable[[Plan], None]
-    on_store: Callable[[StoreRecord], None]
-    on_peers: Callable[[tuple[PeerAddress, ...]], None]
-    on_stop: Callable[[StopRecord], None]
-    on_error: Callable[[BaseException], None]
-    on_ended: Callable[[], None]
-    on_restart: Callable[[RestartRecord], None] = lambda record: None
-    on_leave: Callable[[LeaveRecord], None] = lambda record: None
-    on_contact: Callable[[Contact], None] = lambda contact: None
 
 
 class Coordinator:
@@ -140,6 +111,7 @@ class Coordinator:
         self._told_undisturbed = False
         self._evicted = False
         self._admitted = not record.joiner
+        self._unsure = False  # there have been plans that this joiner has not seen
         self._peers: tuple[PeerAddress, ...] = ()
         self._stop_told = self._asked_to_leave = False
         self._resigned = self._connected = False
@@ -214,6 +186,9 @@ class Coordinator:
             while not self._ending.is_set():
                 self._drain(wake)
                 wake = self._turn()
+        except Evicted as error:
+            logger.error("%s: it comes back as another member", error)
+            self._callbacks.on_error(error)
         except StoreUnavailable as error:
             logger.error("%s gives up: etcd has not answered for %.0f s (%s)", self._record.id, self._outage_s, error)
             self._callbacks.on_error(error)
@@ -271,7 +246,7 @@ class Coordinator:
         self._last = mirror = Mirror(snapshot, self._last)
         check_start(self._record, mirror)
         if self._keeper.lease is None:
-            self._register(mirror.plan)
+            self._register(mirror)
         self._store.watch("", self._observe, snapshot.revision + 1, on_error=self._watch_failed)
         if not self._connected:
             self._connected = True
@@ -284,14 +259,18 @@ class Coordinator:
         """From now on the lease is refreshed, whatever else this member does."""
         self._keeper.thread.start()
 
-    def _register(self, plan: Plan | None) -> None:
-        """Put the member's record under a new lease, unless the plan has gone on without it."""
-        if plan is not None and self._is_out(plan):
+    def _register(self, found: Mirror) -> None:
+        """Put the member's record under a new lease, unless the plan has gone on without it.
+
+        A joiner that has not seen this plan yet waits for the watch, which may bring one before it that lists the
+        joiner. ``found`` is what etcd holds, the plan at least.
+        """
+        plan, waits = found.plan, self._connected and not self._admitted
+        if plan is not None and (self._is_out(plan) or (waits and plan.epoch > self._pushed_epoch)):
             return
-        lease = self._store.lease(self._lease_ttl_s)
-        record = self._record.model_copy(update={"lease": lease.id})
-        self._store.put(Keys.member(record.id), record.to_json(), lease)
-        self._keeper.hold(lease)
+        lease = register(self._store, self._record, self._lease_ttl_s, found.revision(Keys.PLAN))
+        if lease is not None:
+            self._keeper.hold(lease)
 
     def _is_out(self, plan: Plan) -> bool:
         """Whether the job goes on without this member."""
@@ -314,9 +293,12 @@ class Coordinator:
                 return  # it is about to be read anew
             try:
                 mirror.apply(event)
+                plan = mirror.plan
             except PlanForged:
                 self._mirror = None  # nothing can be done until the plan can be read
                 return
+            if plan is not None and not self._admitted:
+                self._push(plan)  # each of them: it may be listed by one, and lost by the next
             if event.kind == "put":
                 self._announce_store(mirror, event.key)
 
@@ -339,12 +321,9 @@ class Coordinator:
     def _work(self, mirror: Mirror) -> float | None:
         """As :meth:`_turn`, with what etcd holds."""
         plan, stop = mirror.plan, mirror.stop
-        if plan is not None and plan.epoch > self._pushed_epoch:
-            self._pushed_epoch = plan.epoch
-            self._admitted = self._admitted or self._record.id in plan.members
-            # One that leaves is needed until it has left, although the plan goes on without it.
-            self._evicted = self._is_out(plan) and not self._leaving
-            self._callbacks.on_plan(plan)
+        if plan is not None:
+            self._push(plan)
+            self._check_seen(plan)
         if plan is not None and plan.lineage != self._known_lineage:
             self._known_lineage = plan.lineage
             self._keeper.look()  # the worker must know of it before its first commit
@@ -367,9 +346,9 @@ class Coordinator:
             return None
         if self._keeper.lease is None:
             # The mirror may be older than the outage that cost the lease.
-            self._register(Mirror(self._store.get_prefix(Keys.PLAN)).plan)
+            self._register(Mirror(self._store.get_prefix(Keys.PLAN)))
             if self._keeper.lease is None:
-                return None  # the watch will bring the plan that evicts us
+                return self._clock() + _RETRY_S  # the watch will bring the plan that evicts us, or a newer one
         try:
             while self._pending:
                 key, record = next(iter(self._pending.items()))
@@ -386,6 +365,27 @@ class Coordinator:
             self._keeper.lease = None
             return self._clock()
         return min((wake for wake in wakes if wake is not None), default=None)
+
+    def _push(self, plan: Plan) -> None:
+        """Hand ``plan`` on, if it is new."""
+        if plan.epoch > self._pushed_epoch:
+            self._unsure |= self._after_epoch < self._pushed_epoch < plan.epoch - 1
+            self._pushed_epoch = plan.epoch
+            self._admitted = self._admitted or self._record.id in plan.members
+            # One that leaves is needed until it has left, although the plan goes on without it.
+            self._evicted = self._is_out(plan) and not self._leaving
+            self._callbacks.on_plan(plan)
+
+    def _check_seen(self, plan: Plan) -> None:
+        """Raise :class:`Evicted` if this joiner may have been listed, and lost, by plans that it has not seen.
+
+        Its record is gone then: that hangs on the lease, and the leader removes those of members that are lost.
+        """
+        if not self._unsure or self._admitted or plan.unheld:
+            return
+        if self._record.id in plan.lost or self._store.get(Keys.member(self._record.id)) is None:
+            raise Evicted(f"{self._record.id} was out of etcd's reach, and the job may have gone on without it")
+        self._unsure = False
 
     def _attend_neighbours(self, mirror: Mirror) -> None:
         """Report members of this host whose agents have died."""

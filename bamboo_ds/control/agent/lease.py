@@ -16,6 +16,7 @@ from ..fencing import now as fence_clock
 from ..messages import Contact
 from ..registry.keys import Keys
 from ..registry.mirror import read_plan
+from ..registry.records import MemberRecord
 
 logger = logging.getLogger("bamboo_ds.control.lease")
 
@@ -24,6 +25,21 @@ logger = logging.getLogger("bamboo_ds.control.lease")
 #: cost a lease is longer than _OUTAGE TTLs for everyone.
 REFRESH = 0.2
 _OUTAGE = 0.6
+
+
+def register(store: Store, record: MemberRecord, ttl_s: float, plan_revision: int) -> Lease | None:
+    """Put a member's ``record`` under a new lease of ``ttl_s`` seconds.
+
+    Returns:
+        The lease; ``None`` if that was not done, since the plan is not of ``plan_revision`` any more.
+    """
+    key, lease = Keys.member(record.id), store.lease(ttl_s)
+    entry, leased = store.get(key), record.model_copy(update={"lease": lease.id})
+    before = entry.mod_revision if entry else 0
+    if store.compare_and_swap(key, before, leased.to_json(), lease, {Keys.PLAN: plan_revision}):
+        return lease
+    lease.revoke()
+    return None
 
 
 class LeaseKeeper:

@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Literal
 
-from ...errors import EXIT_FATAL_LOSS, EXIT_LEFT
+from ...errors import EXIT_FATAL_LOSS, EXIT_LEFT, Evicted
 from ...processes import boot_id
 from ...topology.plan import Plan
 from ..messages import ExitNotice
@@ -175,7 +175,10 @@ class Slot:
         return EndWorker(self._settings.grace_s)
 
     def note_error(self, error: BaseException) -> EndWorker:
-        """The control plane has failed."""
+        """The control plane has failed, or the job may have gone on without the member."""
+        if isinstance(error, Evicted):
+            self.evicted = True
+            return EndWorker(_EVICTION_GRACE_S)
         self.broken = error
         if self.state is State.WAITING:
             self.depart("lost", "exit", f"control plane: {error}", EXIT_FATAL_LOSS)

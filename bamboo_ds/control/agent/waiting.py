@@ -18,7 +18,7 @@ from ..registry.keys import new_member_id
 from ..registry.records import LeftRecord
 from ..settings import AgentSettings
 from .assembly import make_coordinator
-from .coordinator import Callbacks
+from .callbacks import Callbacks
 from .mailbox import Mailbox
 from .rejoin import Rejoin
 from .slot import Slot, State

@@ -106,7 +106,6 @@ class Leader:
         self._stopped = False
         self._attempts: list[_Attempt] = []
         self._stop_attempt: StopJob | None = None
-        self._evicted: set[str] = set()  # accused members whose records are still to be removed
 
     def step(self, mirror: Mirror, lease: Lease, trusted_from: float) -> float | None:
         """Contest, and act if leading. Returns the monotonic time at which to call again at the latest.
@@ -136,6 +135,8 @@ class Leader:
             logger.warning("putting the plan of epoch %d back in its place", plan.epoch)
             self._store.compare_and_swap(Keys.PLAN, mirror.revision(Keys.PLAN), plan.to_json())
             return None  # the watch tells
+        if plan is not None and self._remove_lost(plan, mirror):
+            return None  # before any other plan, which does not name them any more
         view = View(
             world_size=self._world_size,
             plan=plan,
@@ -249,7 +250,6 @@ class Leader:
         self._attempts.append(_Attempt(replace(action, plan=new_plan), mirror.plan, mirror.members, mirror.progress))
         if self._store.compare_and_swap(Keys.PLAN, mirror.revision(Keys.PLAN), new_plan.to_json()):
             self._won(self._attempts[-1])
-            self._remove_evicted()
         elif len(self._attempts) == 1:
             logger.warning("lost the leadership: another leader wrote a plan before epoch %d", new_plan.epoch)
 
@@ -266,13 +266,17 @@ class Leader:
             action, self._stop_attempt = self._stop_attempt, None
             if mirror.stop.by == self._member:
                 self._tell_stop(action, mirror)
-        self._remove_evicted()
 
-    def _remove_evicted(self) -> None:
-        for member in sorted(self._evicted):
-            # Accused but registered: without its key it cannot take part in an election.
+    def _remove_lost(self, plan: Plan, mirror: Mirror) -> bool:
+        """Remove the records of members that ``plan`` has lost; whether there were any.
+
+        One that was accused is registered all the time. Without its record it takes no part in an election and is not
+        admitted again; a joiner learns by that what it may not have seen.
+        """
+        registered = sorted(mirror.members.keys() & set(plan.lost))
+        for member in registered:
             self._store.delete(Keys.member(member))
-            self._evicted.discard(member)
+        return bool(registered)
 
     def _won(self, attempt: _Attempt) -> None:
         """The attempt is the plan now."""
@@ -281,7 +285,6 @@ class Leader:
         self._written = action.plan.epoch
         logger.info("wrote the plan of epoch %d: %s", action.plan.epoch, action.reason)
         self._emit_changes(attempt)
-        self._evicted |= {loss.member for loss in action.losses} & attempt.members.keys()
 
     def _stop(self, action: StopJob, mirror: Mirror) -> None:
         record = StopRecord(code=action.code, reason=action.reason, by=self._member)

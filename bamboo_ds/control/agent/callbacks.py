@@ -1,0 +1,37 @@
+"""What a coordinator tells its agent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ...topology.plan import Plan
+from ..messages import Contact
+from ..registry.records import LeaveRecord, PeerAddress, RestartRecord, StopRecord, StoreRecord
+
+
+@dataclass(frozen=True)
+class Callbacks:
+    """What the agent wants to know; called on the coordinator's thread, must not block.
+
+    Attributes:
+        on_plan: a plan with a newer epoch.
+        on_store: where the ``TCPStore`` of an epoch listens.
+        on_peers: where a member that waits to be admitted can learn what the job has done; again when it changes.
+        on_stop: the job is to end.
+        on_restart: workers are to be started again.
+        on_leave: somebody asks the member to leave.
+        on_contact: etcd has just said what its newest plan is; on the thread of the lease.
+        on_error: the coordinator has ended by this error; the member cannot be kept.
+        on_ended: the coordinator has ended, after the departure or by an error; always the last call.
+    """
+
+    on_plan: Callable[[Plan], None]
+    on_store: Callable[[StoreRecord], None]
+    on_peers: Callable[[tuple[PeerAddress, ...]], None]
+    on_stop: Callable[[StopRecord], None]
+    on_error: Callable[[BaseException], None]
+    on_ended: Callable[[], None]
+    on_restart: Callable[[RestartRecord], None] = lambda record: None
+    on_leave: Callable[[LeaveRecord], None] = lambda record: None
+    on_contact: Callable[[Contact], None] = lambda contact: None
