@@ -59,9 +59,11 @@ class Written:
         how = {"reason": "signal", "detail": "SIGKILL", "detection_seconds": detection}
         self.add(ev.MemberLost, at, epoch, member_id=member, **how)
 
-    def recover(self, at: float, epoch: int, member: str, step: int, pause: float, redo: float) -> None:
+    def recover(
+        self, at: float, epoch: int, member: str, step: int, pause: float, redo: float, detection: float = 0.5
+    ) -> None:
         values = {"plan_seconds": 0.1, "rebuild_seconds": 0.1, "forwards_redone": 0, "backwards_redone": 1}
-        values |= {"pause_seconds": pause, "redo_seconds": redo, "detection_seconds": 0.5}
+        values |= {"pause_seconds": pause, "redo_seconds": redo, "detection_seconds": detection}
         self.add(ev.Recovered, at, epoch, member, step=step, mode="resume", **values)
 
     def reconfigure(self, at: float, epoch: int, pause: float, *members: str) -> None:
@@ -133,6 +135,25 @@ def test_a_loss_that_is_noticed_late_is_waiting_for_it() -> None:
     job.step(33, 4, seconds=17, epoch=2)
     job.finish(33)
     expected = {"initialization": 10, "productive": 6 + 2, "detection_and_agreement": 13, "redone": 2}
+    assert spent(account(job.events), "a") == expected
+
+
+@pytest.mark.parametrize("after_step", [False, True])
+def test_a_member_that_pauses_before_the_leader_is_sure_waits_once(after_step: bool) -> None:
+    """``b`` falls silent at 17.5 s. ``a`` misses it from 18 s on, the leader takes it for lost at 20 s."""
+    job = Written()
+    job.start("a", "b")
+    job.steps(1, 3, at=10)
+    job.lose(20, "b", detection=2.5)
+    job.plan(20, 2, ["a"], owners=["a", "a"], lost=["b"])
+    told = [
+        lambda: job.recover(23, 2, "a", step=4, pause=3, redo=2, detection=2.5),
+        lambda: job.step(23, 4, seconds=7, epoch=2),
+    ]
+    for tell in reversed(told) if after_step else told:
+        tell()
+    job.finish(23)
+    expected = {"initialization": 10, "productive": 6 + 1.5 + 0.5, "detection_and_agreement": 3.5, "redone": 1.5}
     assert spent(account(job.events), "a") == expected
 
 

@@ -267,10 +267,28 @@ def test_memory_is_bounded() -> None:
     assert (sizes[1] - sizes[0]) / 200 < 1500, sizes
 
 
+def late() -> list[Event]:
+    """A member is built for long before it is in a plan; another is lost, and a survivor tells so after the step."""
+    job = Written()
+    job.start("a", "b")
+    job.steps(1, 7, at=10)
+    job.join(12, 2, "c")
+    job.lose(25, "b")
+    job.plan(25, 2, "a", owners="aa", lost=["b"])
+    job.step(29, 8, seconds=5, epoch=2)
+    job.recover(29.2, 2, "a", step=8, pause=2.2, redo=2)
+    job.steps(9, 12, at=29, epoch=2)
+    job.plan(37, 3, "ac", owners="aa")
+    job.steps(13, 14, at=37, epoch=3)
+    job.plan(41, 4, "ac", owners="ac")
+    job.steps(15, 20, at=41, epoch=4)
+    return job.events
+
+
 @pytest.mark.parametrize("unsettled", [64, 8])
 def test_the_running_account_is_the_account(unsettled: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(running, "_UNSETTLED", unsettled)
-    for events in (recorded(), endless(40).events, four().events):
+    for events in (recorded(), endless(40).events, four().events, late()):
         accountant = RunningAccountant()
         for number, event in enumerate(events):
             accountant.add(event)

@@ -89,12 +89,24 @@ class _Step:
 
 @dataclass(eq=False)
 class _Recovery:
-    """A member's :class:`~.events.Recovered`, emitted at ``end``, and the step that was interrupted, if it was one."""
+    """A member's :class:`~.events.Recovered`, emitted at ``end``, and the step that was interrupted, if it was one.
+
+    Attributes:
+        fault: when the first of the members was lost that it was without, if that is known.
+    """
 
     end: float
     told: ev.Recovered
     life: Life
     step: _Step | None
+    fault: float | None
+
+    @property
+    def begin(self) -> float:
+        """When this member was without another one first, as far as it can tell."""
+        begin = self.end - self.told.redo_seconds - self.told.pause_seconds - (self.told.detection_seconds or 0.0)
+        # Its pause may have begun before the leader was sure of the loss.
+        return begin if self.fault is None else max(begin, self.fault)
 
     def label(self) -> None:
         """Split the time from the loss to the end of the interrupted operation.
@@ -102,9 +114,8 @@ class _Recovery:
         Before the loss the member cannot have worked longer than an ordinary step takes. What the step took beyond
         that was waiting until the loss was noticed; beyond an ordinary step's work all was redone.
         """
-        redone = self.told.redo_seconds
+        noticed, redone = self.begin, self.told.redo_seconds
         agreed = self.end - redone
-        noticed = agreed - self.told.pause_seconds - (self.told.detection_seconds or 0.0)
         step, after = self.step, Category.PRODUCTIVE
         if step is not None and step.begin <= noticed < step.end:
             after = step.category
@@ -139,6 +150,7 @@ class Accountant:
         self._plans: dict[int, ev.PlanWritten] = {}
         self._entered: tuple[int, float] = (0, 0.0)  # the current epoch, and since when
         self._lost: list[Life] = []  # since the last step
+        self._fault: float | None = None  # the first one before the last step, after the one before it
         self._last: _Step | None = None
         self._open: list[_Recovery] = []  # since the last step
 
@@ -169,7 +181,8 @@ class Accountant:
                 self._enter(event.epoch, now - event.redo_seconds)
                 for life in self._of([event.member]):
                     own = self._last if self._last is not None and self._last.number == event.step else None
-                    self._open.append(_Recovery(now, event, life, own))
+                    fault = self._first_fault() if self._lost or own is None else self._fault
+                    self._open.append(_Recovery(now, event, life, own, fault))
                     self._recoveries.append(self._open[-1])
             case ev.Reconfigured():
                 self._enter(event.epoch, now)
@@ -213,6 +226,10 @@ class Accountant:
                 life.close(fault)
                 life.dropped = None
                 self._lost.append(life)
+
+    def _first_fault(self) -> float | None:
+        """Since the last step."""
+        return min((life.end for life in self._lost if life.end is not None), default=None)
 
     def _plan(self, plan: ev.PlanWritten, now: float) -> None:
         self._plans[plan.epoch] = plan
@@ -260,7 +277,10 @@ class Accountant:
         for life in self._lost:
             if life not in lives:
                 life.label(begin, now, Rank.STEP, Category.WASTED)
-        if last is not None and last.number == event.step:  # emitted twice
+        twice = last is not None and last.number == event.step
+        if self._lost or not twice:
+            self._fault = self._first_fault()
+        if last is not None and twice:
             last.begin, last.end = min(last.begin, begin), max(last.end, now)
         else:
             missing = 0 if last is None else max(0, event.step - last.number - 1)
@@ -323,7 +343,7 @@ class Accountant:
                 for life in step.lives:
                     life.label(step.begin, step.end, Rank.STEP, step.category)
         for recovery in self._recoveries:
-            if until is None or recovery.end <= until:
+            if until is None or recovery.begin < until:
                 recovery.label()
         for life, begin, end in self._built:
             if until is None or end <= until:

@@ -109,10 +109,11 @@ class Life:
         self.end = mark[0]
         del self._labels[mark[1] :]
 
-    @property
-    def started(self) -> bool:
-        """Whether the member is known to have got beyond its start."""
-        return self.since > self.begin or any(category in _STARTED for *_, category in self._labels)
+    def started(self, until: float) -> bool:
+        """Whether the member is known to have got beyond its start before ``until``."""
+        return self.since > self.begin or any(
+            begin < until and category in _STARTED for begin, _, _, category in self._labels
+        )
 
     def settle(self, until: float) -> None:
         """Forget what is before ``until``: it is accounted for, and later labels do not reach back beyond it."""

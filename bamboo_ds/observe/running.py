@@ -91,7 +91,7 @@ class RunningAccountant(Accountant):
             self._idle(until)
             self._entered = epoch, until
         self._complete(until)
-        started = [life for life in self._lives if life.started or life.end is not None]
+        started = [life for life in self._lives if life.started(until) or (life.end is not None and life.end <= until)]
         sums = _sum(started, until)
         for category, seconds in sums.items():
             self._settled[category] += seconds
