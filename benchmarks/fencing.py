@@ -12,6 +12,7 @@ Exit code 1 if an invariant was broken (or, with ``--off``, if none was).
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 import time
 import traceback
@@ -31,6 +32,7 @@ def chunk(task: tuple[int, int, tuple[str, ...], bool]) -> tuple[int, Counter[st
     """Schedules ``first`` to ``last``, the latter not included: how many, what happened, what was broken."""
     first, last, off, starting = task
     quiet()
+    gc.set_threshold(50_000)  # schedules make much that is soon gone
     happened: Counter[str] = Counter()
     broken = []
     for seed in range(first, last):
