@@ -5,9 +5,11 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -18,9 +20,9 @@ from bamboo_ds.control.leader.restarts import fatal_plan, unstarted_plan
 from bamboo_ds.control.registry.keys import Keys
 from bamboo_ds.control.registry.mirror import Mirror
 from bamboo_ds.control.registry.records import LeftRecord, MemberRecord, StopRecord, WorkerState
-from bamboo_ds.errors import LaunchError, StoreUnavailable
+from bamboo_ds.errors import LaunchError, LeaseExpired, StoreUnavailable
 from bamboo_ds.secret import JobSecret
-from bamboo_ds.store import KeyValue, Lease, Store
+from bamboo_ds.store import KeyValue, Lease, Store, WatchEvent
 from bamboo_ds.topology import Plan
 from bamboo_ds.topology.planner import initial_plan
 
@@ -87,7 +89,7 @@ def test_a_joiner_is_told_of_every_plan(store: Store) -> None:
         assert waits.wait(20.0)
         store.put(Keys.PLAN, listed.to_json())
         store.put(Keys.PLAN, replace(first, epoch=3, lost=("m9",)).to_json())
-        wait_until(lambda: coordinator._inbox.qsize() >= 2, "both have arrived", 20.0)
+        wait_until(lambda: coordinator._inbox.qsize() >= 3, "both have arrived, and its own record", 20.0)
         written.set()
         assert [plans.get(timeout=20.0) for _ in range(3)] == [1, 2, 3]
     finally:
@@ -96,11 +98,124 @@ def test_a_joiner_is_told_of_every_plan(store: Store) -> None:
     assert coordinator._evicted
 
 
+class Forgetful(Store):
+    """Its watch brings no plan of ``missed`` epochs, as after etcd has compacted them."""
+
+    missed: tuple[int, ...] = ()
+
+    def watch(self, prefix: str, callback: Callable[[WatchEvent], None], *args: Any, **more: Any) -> Any:
+        def bring(event: WatchEvent) -> None:
+            if event.key != Keys.PLAN or Plan.from_json(event.kv.value).epoch not in self.missed:
+                callback(event)
+
+        return super().watch(prefix, bring, *args, **more)
+
+
+class Joiner:
+    """One that waits to be admitted, has seen plan 1, and misses 2, which admits it, and 3, which has lost it."""
+
+    def __init__(self, store: Store) -> None:
+        self.store, self.leader = store, LeaderDouble()
+        self.plans, self.told = queue.SimpleQueue[int](), queue.SimpleQueue[str]()
+        how: Any = {"incarnation": "x", "joiner": True}
+        record = MemberRecord(id="m9", slot=9, host="h", address="x", pid=1, agent_pid=2, **how)
+        callbacks = Callbacks(
+            on_plan=lambda plan: self.plans.put(plan.epoch),
+            on_stop=lambda stop: self.told.put(f"stop {stop.code}"),
+            on_evicted=lambda: self.told.put("evicted"),
+            on_ended=lambda: self.told.put("ended"),
+            **dict.fromkeys(("on_store", "on_peers", "on_error"), lambda *_: None),  # type: ignore[arg-type]
+        )
+        self.write(1)
+        leader: Any = self.leader
+        self.coordinator = Coordinator(
+            store, leader, record, lease_ttl_s=1.0, callbacks=callbacks, last_heartbeat=lambda: None
+        )
+        self.coordinator.start()
+        assert self.plans.get(timeout=20.0) == 1
+        self.leader.steps.get(timeout=20.0)
+        self.write(2, members=("a", "m9"), homes=(0, 0))
+        self.write(3, lost=("m9",))
+
+    def write(self, epoch: int, **fields: Any) -> None:
+        self.store.put(Keys.PLAN, replace(initial_plan(["a"]), epoch=epoch, **fields).to_json())
+
+    @property
+    def lease(self) -> Lease:
+        lease = self.coordinator._keeper.lease
+        assert lease is not None
+        return lease
+
+    def registered(self) -> bool:
+        return self.store.get(Keys.member("m9")) is not None
+
+
+@pytest.fixture
+def joiner(etcd: EtcdServer) -> Iterator[Joiner]:
+    namespace = new_namespace()
+    store = Forgetful([etcd.url], namespace=namespace)
+    store.missed = (2, 3)
+    with Store([etcd.url], namespace=namespace) as mine:
+        one = Joiner(store)
+        one.store = mine
+        yield one
+        one.coordinator.close(timeout_s=10.0)
+
+
+def test_a_joiner_that_has_missed_plans_and_its_record_is_out_and_says_so(joiner: Joiner) -> None:
+    joiner.store.delete(Keys.member("m9"))  # by the leader
+    joiner.store.put(Keys.STOP, StopRecord(code=3, reason="x", by="a").to_json())
+    joiner.write(4)
+    assert joiner.plans.get(timeout=20.0) == 4
+    assert [joiner.told.get(timeout=20.0) for _ in range(2)] == ["stop 3", "evicted"]
+    joiner.write(5)
+    assert joiner.plans.get(timeout=20.0) == 5 and joiner.coordinator._evicted
+    lease = joiner.lease
+    joiner.coordinator.leave(
+        LeftRecord(id="m9", slot=9, outcome="evicted", reason="exit", detail="", since=1.0, boot="b")
+    )
+    assert joiner.told.get(timeout=20.0) == "ended" and joiner.told.empty()
+    assert joiner.store.get(Keys.left("m9")) is not None
+    with pytest.raises(LeaseExpired):
+        joiner.store.put("x", "", lease)
+
+
+def test_a_joiner_that_has_missed_plans_and_is_registered_waits_on(joiner: Joiner) -> None:
+    """The leader would have removed its record."""
+    joiner.write(4)
+    assert joiner.plans.get(timeout=20.0) == 4
+    joiner.leader.steps.get(timeout=20.0)
+    wait_until(lambda: not joiner.coordinator._unsure, "it has looked")
+    assert joiner.told.empty() and joiner.registered()
+
+
+def test_a_joiner_that_has_missed_plans_does_not_register_before_it_has_found_out(joiner: Joiner) -> None:
+    """Else it would find its own new record. The plan after those it has missed is fatal: it waits for the next one."""
+    lease = joiner.lease
+    lease.revoke()
+    plan = initial_plan(["a"])
+    joiner.store.put(Keys.PLAN, replace(fatal_plan(plan, (), ("a",)), epoch=4).to_json())
+    assert joiner.plans.get(timeout=20.0) == 4
+    wait_until(lambda: joiner.coordinator._keeper.lease is None, "it knows that its lease has run out")
+    turns = joiner.coordinator._turn
+    turned = threading.Event()
+    joiner.coordinator._turn = lambda: (turns(), turned.set())[0]  # type: ignore[method-assign]
+    assert turned.wait(20.0)
+    joiner.write(5)
+    assert joiner.plans.get(timeout=20.0) == 5
+    assert joiner.told.get(timeout=20.0) == "evicted" and not joiner.registered()
+
+
 def test_a_record_is_put_only_under_the_plan_that_was_looked_at(store: Store) -> None:
     record = MemberRecord(id="m9", slot=9, host="h", address="x", pid=1, agent_pid=2, incarnation="x")
     looked_at = store.put(Keys.PLAN, ONE.to_json())
     newer = store.put(Keys.PLAN, replace(ONE, epoch=ONE.epoch + 1).to_json())
-    assert register(store, record, TTL_S, looked_at) is None and store.get(Keys.member("m9")) is None
+    leases: list[Lease] = []
+    with mock.patch.object(
+        store, "lease", side_effect=lambda ttl_s: leases.append(Store.lease(store, ttl_s)) or leases[-1]
+    ):
+        assert register(store, record, TTL_S, looked_at) is None and store.get(Keys.member("m9")) is None
+    assert [lease.refresh() for lease in leases] == [False], "not revoked"
     assert register(store, record, TTL_S, newer) is not None and store.get(Keys.member("m9")) is not None
 
 

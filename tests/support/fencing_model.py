@@ -427,8 +427,11 @@ class World:
         self._compact(step)
 
     def _compact(self, step: Step) -> None:
-        """Those who have not followed get no changes, but what is there."""
-        self.etcd.compacted = self.etcd.revision if step.other % 2 else 0
+        """Those who have not followed get no changes, but what is there, or their watches are refused for once."""
+        if step.other % 2:
+            self.etcd.compacted = self.etcd.revision
+        elif step.other == 4:
+            self.etcd.refusals += 1
 
     def _separate(self, host: Host, step: Step) -> bool:
         other = self.hosts[step.other % len(self.hosts)]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from bamboo_ds.control.registry.keys import Keys
-from bamboo_ds.errors import LeaseExpired, StoreUnavailable
+from bamboo_ds.errors import LeaseExpired, StoreError, StoreUnavailable
 from bamboo_ds.store.records import KeyValue, Snapshot, WatchEvent
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ class Etcd:
         self.leases: dict[int, float] = {}
         self.changes: list[WatchEvent] = []
         self.compacted = 0  # changes up to this revision are gone
+        self.refusals = 0  # times that all watches were refused
         self._ids = 0
 
     def grant(self) -> int:
@@ -98,6 +99,8 @@ class SimStore:
         self.closed = self._seen = False
         self._next = 0
         self._observe: Callable[[WatchEvent], None] | None = None
+        self._on_error: Callable[[BaseException], None]
+        self._refused = 0
 
     def request(self, action: Callable[[], Any], key: str = "") -> Any:
         host, world = self.host, self.world
@@ -170,7 +173,7 @@ class SimStore:
         return SimLease(self, self.request(self.etcd.grant))
 
     def watch(self, prefix: str, callback: Callable[[WatchEvent], None], start: int, *, on_error: Any) -> None:
-        self._observe = callback
+        self._observe, self._on_error, self._refused = callback, on_error, self.etcd.refusals
         changes = self.etcd.changes
         self._next = next((n for n, event in enumerate(changes) if event.kv.mod_revision >= start), len(changes))
 
@@ -181,6 +184,11 @@ class SimStore:
             return False
         if not self.etcd.up or not self.host.etcd:
             return False
+        if self._refused < self.etcd.refusals:
+            self.world.happened["watch refused"] += 1
+            self._observe = None
+            self._on_error(StoreError("the watch was refused"))
+            return True
         for event in self._missed(changes[self._next :]):
             self._observe(event)
         self._next = len(changes)

@@ -236,12 +236,10 @@ class SimCoordinator(Coordinator):
             except PlanForged:
                 return  # as on the lease's thread, which tells it in the log
 
-    def _register(self, found: Mirror) -> None:
-        seen = self._pushed_epoch
-        if "unseen" in self._store.world.off and found.plan is not None:  # type: ignore[attr-defined]
-            self._pushed_epoch = found.plan.epoch
-        super()._register(found)
-        self._pushed_epoch = seen
+    def _may_register(self, found: Mirror) -> bool:
+        if "unseen" in self._store.world.off:  # type: ignore[attr-defined]
+            return found.plan is None or not self._is_out(found.plan)
+        return super()._may_register(found)
 
     @property
     def pending(self) -> bool:
@@ -305,6 +303,7 @@ class SimAgent(Agent):
             on_peers=lambda peers: None,
             on_stop=lambda stop: post(lambda: self._obey(slot.note_stop(stop))),
             on_error=lambda error: post(lambda: self._obey(slot.note_error(error))),
+            on_evicted=lambda: post(lambda: self._obey(slot.note_evicted())),
             on_ended=lambda: post(self._note_over),
             on_contact=self._worker.send,
         )

@@ -140,6 +140,7 @@ class Agent:
                 partial(self._note_notice, Notice("leave", record.source, record.detail, None))
             ),
             on_error=lambda error: self._mailbox.post(lambda: self._obey(self._slot.note_error(error))),
+            on_evicted=lambda: self._mailbox.post(lambda: self._obey(self._slot.note_evicted())),
             on_ended=lambda: self._mailbox.post(self._coordinator_ended.set),
             on_contact=self._worker.send,
         )

@@ -21,6 +21,7 @@ class Callbacks:
         on_stop: the job is to end.
         on_restart: workers are to be started again.
         on_leave: somebody asks the member to leave.
+        on_evicted: plans that the member has not seen may have admitted and lost it.
         on_contact: etcd has just said what its newest plan is; on the thread of the lease.
         on_error: the coordinator has ended by this error; the member cannot be kept.
         on_ended: the coordinator has ended, after the departure or by an error; always the last call.
@@ -34,4 +35,5 @@ class Callbacks:
     on_ended: Callable[[], None]
     on_restart: Callable[[RestartRecord], None] = lambda record: None
     on_leave: Callable[[LeaveRecord], None] = lambda record: None
+    on_evicted: Callable[[], None] = lambda: None
     on_contact: Callable[[Contact], None] = lambda contact: None

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 
-from ...errors import Evicted, LeaseExpired, PlanForged, StoreError, StoreUnavailable
+from ...errors import LeaseExpired, PlanForged, StoreError, StoreUnavailable
 from ...store import Lease, Store, WatchEvent
 from ...topology.plan import UNSTARTED, Plan
 from ..fencing import now as fence_clock
@@ -186,9 +186,6 @@ class Coordinator:
             while not self._ending.is_set():
                 self._drain(wake)
                 wake = self._turn()
-        except Evicted as error:
-            logger.error("%s: it comes back as another member", error)
-            self._callbacks.on_error(error)
         except StoreUnavailable as error:
             logger.error("%s gives up: etcd has not answered for %.0f s (%s)", self._record.id, self._outage_s, error)
             self._callbacks.on_error(error)
@@ -260,17 +257,22 @@ class Coordinator:
         self._keeper.thread.start()
 
     def _register(self, found: Mirror) -> None:
-        """Put the member's record under a new lease, unless the plan has gone on without it.
-
-        A joiner that has not seen this plan yet waits for the watch, which may bring one before it that lists the
-        joiner. ``found`` is what etcd holds, the plan at least.
-        """
-        plan, waits = found.plan, self._connected and not self._admitted
-        if plan is not None and (self._is_out(plan) or (waits and plan.epoch > self._pushed_epoch)):
+        """Put the member's record under a new lease, if it may; ``found`` is what etcd holds, the plan at least."""
+        if not self._may_register(found):
             return
         lease = register(self._store, self._record, self._lease_ttl_s, found.revision(Keys.PLAN))
         if lease is not None:
             self._keeper.hold(lease)
+
+    def _may_register(self, found: Mirror) -> bool:
+        """Whether the job goes on with this member, as far as is known.
+
+        A joiner may have been admitted and lost by plans that it has yet to see; not before its first registration.
+        """
+        plan = found.plan
+        if plan is None or self._admitted or not self._connected:
+            return plan is None or not self._is_out(plan)
+        return not (self._unsure or found.plan_forged or plan.epoch > self._pushed_epoch)
 
     def _is_out(self, plan: Plan) -> bool:
         """Whether the job goes on without this member."""
@@ -323,7 +325,6 @@ class Coordinator:
         plan, stop = mirror.plan, mirror.stop
         if plan is not None:
             self._push(plan)
-            self._check_seen(plan)
         if plan is not None and plan.lineage != self._known_lineage:
             self._known_lineage = plan.lineage
             self._keeper.look()  # the worker must know of it before its first commit
@@ -340,15 +341,19 @@ class Coordinator:
             self._asked_to_leave = True
             self._callbacks.on_leave(leave)
         self._attend_neighbours(mirror)
+        if plan is not None and self._unsure and not (self._admitted or plan.unheld):
+            self._check_seen(plan)
         if self._evicted:
             if self._display is not None:
                 self._display.close(0.0)
             return None
         if self._keeper.lease is None:
             # The mirror may be older than the outage that cost the lease.
-            self._register(Mirror(self._store.get_prefix(Keys.PLAN)))
+            found = Mirror(self._store.get_prefix(Keys.PLAN), mirror)
+            self._register(found)
             if self._keeper.lease is None:
-                return self._clock() + _RETRY_S  # the watch will bring the plan that evicts us, or a newer one
+                # The watch will bring the plan that evicts us, or one that is newer than what was found.
+                return None if found.plan is not None and self._is_out(found.plan) else self._clock() + _RETRY_S
         try:
             while self._pending:
                 key, record = next(iter(self._pending.items()))
@@ -367,7 +372,7 @@ class Coordinator:
         return min((wake for wake in wakes if wake is not None), default=None)
 
     def _push(self, plan: Plan) -> None:
-        """Hand ``plan`` on, if it is new."""
+        """Hand ``plan`` on, if it is new, and note what it means for this member."""
         if plan.epoch > self._pushed_epoch:
             self._unsure |= self._after_epoch < self._pushed_epoch < plan.epoch - 1
             self._pushed_epoch = plan.epoch
@@ -377,14 +382,14 @@ class Coordinator:
             self._callbacks.on_plan(plan)
 
     def _check_seen(self, plan: Plan) -> None:
-        """Raise :class:`Evicted` if this joiner may have been listed, and lost, by plans that it has not seen.
+        """Find out whether this joiner may have been listed, and lost, by plans that it has not seen.
 
         Its record is gone then: that hangs on the lease, and the leader removes those of members that are lost.
         """
-        if not self._unsure or self._admitted or plan.unheld:
-            return
         if self._record.id in plan.lost or self._store.get(Keys.member(self._record.id)) is None:
-            raise Evicted(f"{self._record.id} was out of etcd's reach, and the job may have gone on without it")
+            logger.error("the job may have gone on without %s, which was out of etcd's reach", self._record.id)
+            self._admitted, self._evicted = True, not self._leaving
+            self._callbacks.on_evicted()
         self._unsure = False
 
     def _attend_neighbours(self, mirror: Mirror) -> None:

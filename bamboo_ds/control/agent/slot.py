@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Literal
 
-from ...errors import EXIT_FATAL_LOSS, EXIT_LEFT, Evicted
+from ...errors import EXIT_FATAL_LOSS, EXIT_LEFT
 from ...processes import boot_id
 from ...topology.plan import Plan
 from ..messages import ExitNotice
@@ -175,14 +175,16 @@ class Slot:
         return EndWorker(self._settings.grace_s)
 
     def note_error(self, error: BaseException) -> EndWorker:
-        """The control plane has failed, or the job may have gone on without the member."""
-        if isinstance(error, Evicted):
-            self.evicted = True
-            return EndWorker(_EVICTION_GRACE_S)
+        """The control plane has failed."""
         self.broken = error
         if self.state is State.WAITING:
             self.depart("lost", "exit", f"control plane: {error}", EXIT_FATAL_LOSS)
         return EndWorker(self._settings.grace_s)
+
+    def note_evicted(self) -> EndWorker:
+        """The job may have gone on without the member, which has seen no such plan, and whose worker knows of none."""
+        self.evicted = True
+        return EndWorker(_EVICTION_GRACE_S)
 
     def note_notice(self, reason: str) -> EndWorker | None:
         """The member is to leave."""

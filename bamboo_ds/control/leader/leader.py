@@ -135,7 +135,7 @@ class Leader:
             logger.warning("putting the plan of epoch %d back in its place", plan.epoch)
             self._store.compare_and_swap(Keys.PLAN, mirror.revision(Keys.PLAN), plan.to_json())
             return None  # the watch tells
-        if plan is not None and self._remove_lost(plan, mirror):
+        if plan is not None and plan.lost and self._remove_lost(plan, mirror):
             return None  # before any other plan, which does not name them any more
         view = View(
             world_size=self._world_size,
@@ -273,7 +273,7 @@ class Leader:
         One that was accused is registered all the time. Without its record it takes no part in an election and is not
         admitted again; a joiner learns by that what it may not have seen.
         """
-        registered = sorted(mirror.members.keys() & set(plan.lost))
+        registered = [member for member in plan.lost if member in mirror.members]
         for member in registered:
             self._store.delete(Keys.member(member))
         return bool(registered)
