@@ -78,7 +78,7 @@ def test_a_joiner_is_told_of_every_plan(store: Store) -> None:
 
     ignore = dict.fromkeys(("on_store", "on_peers", "on_stop", "on_error"), lambda *_: None)
     callbacks = Callbacks(**ignore, on_plan=take, on_ended=lambda: None)  # type: ignore[arg-type]
-    first = replace(initial_plan(["a"]), epoch=1)
+    first = replace(ONE, epoch=1)
     listed = replace(first, epoch=2, members=("a", "m9"), homes=(0, 0))
     store.put(Keys.PLAN, first.to_json())
     coordinator = Coordinator(
@@ -138,7 +138,7 @@ class Joiner:
         self.write(3, lost=("m9",))
 
     def write(self, epoch: int, **fields: Any) -> None:
-        self.store.put(Keys.PLAN, replace(initial_plan(["a"]), epoch=epoch, **fields).to_json())
+        self.store.put(Keys.PLAN, replace(ONE, epoch=epoch, **fields).to_json())
 
     @property
     def lease(self) -> Lease:
@@ -193,8 +193,7 @@ def test_a_joiner_that_has_missed_plans_does_not_register_before_it_has_found_ou
     """Else it would find its own new record. The plan after those it has missed is fatal: it waits for the next one."""
     lease = joiner.lease
     lease.revoke()
-    plan = initial_plan(["a"])
-    joiner.store.put(Keys.PLAN, replace(fatal_plan(plan, (), ("a",)), epoch=4).to_json())
+    joiner.store.put(Keys.PLAN, replace(fatal_plan(ONE, (), ("a",)), epoch=4).to_json())
     assert joiner.plans.get(timeout=20.0) == 4
     wait_until(lambda: joiner.coordinator._keeper.lease is None, "it knows that its lease has run out")
     turns = joiner.coordinator._turn
@@ -204,6 +203,68 @@ def test_a_joiner_that_has_missed_plans_does_not_register_before_it_has_found_ou
     joiner.write(5)
     assert joiner.plans.get(timeout=20.0) == 5
     assert joiner.told.get(timeout=20.0) == "evicted" and not joiner.registered()
+
+
+class Taking:
+    """A member of the plan, whose turns are counted by what they say of the next one."""
+
+    def __init__(self, store: Store) -> None:
+        record = MemberRecord(id="m0", slot=0, host="h", address="x", pid=1, agent_pid=2, incarnation="x")
+        ignore = dict.fromkeys(("on_store", "on_peers", "on_stop", "on_error", "on_plan"), lambda *_: None)
+        leader: Any = LeaderDouble()
+        callbacks = Callbacks(**ignore, on_ended=lambda: None)  # type: ignore[arg-type]
+        self.coordinator = Coordinator(
+            store, leader, record, lease_ttl_s=1.0, callbacks=callbacks, last_heartbeat=lambda: None
+        )
+        self.wakes = queue.SimpleQueue[float | None]()
+        turn = self.coordinator._turn
+
+        def counted() -> float | None:
+            wake = turn()
+            if self.coordinator._keeper.lease is None:
+                self.wakes.put(wake)
+            return wake
+
+        self.coordinator._turn = counted  # type: ignore[method-assign]
+        self.coordinator.start()
+        leader.steps.get(timeout=20.0)
+
+    def lose_lease(self) -> None:
+        lease = self.coordinator._keeper.lease
+        assert lease is not None
+        lease.revoke()
+
+
+def test_a_member_registers_again_while_somebody_has_overwritten_the_plan(etcd: EtcdServer) -> None:
+    """Else nobody could lead, and put it back."""
+    namespace = new_namespace()
+    with Store([etcd.url], namespace=namespace) as stranger:
+        store = Store([etcd.url], namespace=namespace, secret=JobSecret.new())
+        store.put(Keys.PLAN, initial_plan(["m0"]).to_json())
+        member = Taking(store)
+        try:
+            before = stranger.get(Keys.member("m0"))
+            stranger.put(Keys.PLAN, "{}")
+            member.lose_lease()
+            wait_until(lambda: stranger.get(Keys.member("m0")) not in (None, before), "it is registered anew", 20.0)
+        finally:
+            member.coordinator.close(timeout_s=10.0)
+
+
+def test_one_that_leaves_and_is_out_without_a_lease_asks_no_more(etcd: EtcdServer) -> None:
+    namespace = new_namespace()
+    with Store([etcd.url], namespace=namespace) as mine:
+        mine.put(Keys.PLAN, initial_plan(["m0"]).to_json())
+        member = Taking(Store([etcd.url], namespace=namespace))
+        try:
+            member.coordinator.mark_leaving()
+            mine.put(Keys.PLAN, replace(ONE, epoch=1).to_json())
+            wait_until(lambda: member.coordinator._pushed_epoch == 1, "it has seen that it is out")
+            member.lose_lease()
+            assert member.wakes.get(timeout=20.0) is None
+        finally:
+            member.coordinator.close(timeout_s=10.0)
+    assert not member.coordinator._evicted
 
 
 def test_a_record_is_put_only_under_the_plan_that_was_looked_at(store: Store) -> None:

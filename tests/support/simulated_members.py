@@ -238,7 +238,7 @@ class SimCoordinator(Coordinator):
 
     def _may_register(self, found: Mirror) -> bool:
         if "unseen" in self._store.world.off:  # type: ignore[attr-defined]
-            return found.plan is None or not self._is_out(found.plan)
+            return not self._is_out(found.plan)
         return super()._may_register(found)
 
     @property

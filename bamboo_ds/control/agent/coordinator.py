@@ -271,13 +271,14 @@ class Coordinator:
         """
         plan = found.plan
         if plan is None or self._admitted or not self._connected:
-            return plan is None or not self._is_out(plan)
+            return not self._is_out(plan)
         return not (self._unsure or found.plan_forged or plan.epoch > self._pushed_epoch)
 
-    def _is_out(self, plan: Plan) -> bool:
+    def _is_out(self, plan: Plan | None) -> bool:
         """Whether the job goes on without this member."""
-        concerns = self._admitted and not self._waits and plan.epoch > self._after_epoch
-        return concerns and self._record.id not in plan.members
+        if plan is None or self._waits or not self._admitted:
+            return False
+        return plan.epoch > self._after_epoch and self._record.id not in plan.members
 
     def _renew(self, lease: Lease) -> None:
         """Put the member's record again, unless the leader has removed it."""
@@ -353,7 +354,7 @@ class Coordinator:
             self._register(found)
             if self._keeper.lease is None:
                 # The watch will bring the plan that evicts us, or one that is newer than what was found.
-                return None if found.plan is not None and self._is_out(found.plan) else self._clock() + _RETRY_S
+                return None if self._is_out(found.plan) else self._clock() + _RETRY_S
         try:
             while self._pending:
                 key, record = next(iter(self._pending.items()))
@@ -430,7 +431,7 @@ class Coordinator:
         while not self._ending.is_set():
             # The mirror may be older than an outage in which the others have gone on.
             now = Mirror(self._store.get_prefix(Keys.PLAN))
-            if now.plan is not None and self._is_out(now.plan):
+            if self._is_out(now.plan):
                 self.superseded = True
                 logger.warning("the job goes on without this member, which does not end it: %s", record.reason)
                 return
