@@ -261,6 +261,7 @@ class Watcher:
 
     job: Job
     process: subprocess.Popen[bytes]
+    patience_s: float = PATIENCE_S
     seen: list[dict[str, Any]] = field(default_factory=list)
     _size: int = -1
 
@@ -273,7 +274,7 @@ class Watcher:
 
     def wait(self, what: str, found: Callable[[list[dict[str, Any]]], bool]) -> list[dict[str, Any]]:
         """Events so far, as soon as ``found`` says yes of them."""
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + self.patience_s
         while True:
             self._look()
             if found(self.seen):

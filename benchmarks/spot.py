@@ -21,6 +21,7 @@ from statistics import median
 from typing import Any
 
 import click
+from click.core import ParameterSource
 from common import HERE, TRAININGS, JobFailed, console
 
 sys.path.insert(0, str(HERE.parent))  # for tests.support
@@ -46,9 +47,11 @@ TITLES = {
 ROUNDING = 1e-4
 #: Steps from whose time that of more is concluded, where no node is lost.
 ON_DEMAND_STEPS = 100
-#: Steps that systems do before and after those of the window, at most.
-MORE_STEPS = 60
+#: Steps that systems do before those of the window besides the ones to their first checkpoint, and after it, at most.
+MORE_STEPS = 200
 NOT_MEASURED = "not measured"
+#: Systems that are compared with ``--failures``.
+WITH_FAILURES = ("bamboo", "checkpoint-restart")
 
 
 @dataclass(frozen=True)
@@ -107,21 +110,25 @@ def on_demand(plan: Plan, outcome: Outcome) -> Undisturbed:
     job = Restarts(plan.work, plan.folder / "on-demand", plan.founders, (), 0, float("inf"))
     job.run(outcome, plan.seconds, None if plan.steps is None else min(plan.steps, ON_DEMAND_STEPS))
     losses = job.losses
-    if plan.steps is not None:  # the rest of the losses does not need the time
-        quick = Restarts(replace(plan.work, layer_s=0.0), plan.folder / "losses", plan.founders, (), 0, float("inf"))
-        quick.run(Outcome("losses", "", 0.0), None, plan.steps + MORE_STEPS)
-        losses |= quick.losses
     step_s = median(step.end - step.begin for step in outcome.done)
     save_s = median(outcome.saves)
+    found = Undisturbed(losses, save_every(save_s, plan.until_loss_s, step_s), step_s, save_s)
+    if plan.steps is not None:  # the rest of the losses does not need the time
+        quick = Restarts(replace(plan.work, layer_s=0.0), plan.folder / "losses", plan.founders, (), 0, float("inf"))
+        quick.run(Outcome("losses", "", 0.0), None, plan.steps + bamboo_every(plan, found) + MORE_STEPS)
+        losses |= quick.losses
     outcome.proof = prove("the run that the others are compared with", outcome.kept, losses, 0.0)
-    return Undisturbed(losses, save_every(save_s, plan.until_loss_s, step_s), step_s, save_s)
+    return found
+
+
+def bamboo_every(plan: Plan, undisturbed: Undisturbed) -> int:
+    """Steps between two checkpoints: it goes back to one after fatal losses only, one in a window, to be prepared."""
+    return save_every(undisturbed.save_s, plan.seconds or plan.until_loss_s * 20, undisturbed.step_s)
 
 
 def bamboo(plan: Plan, outcome: Outcome, undisturbed: Undisturbed) -> None:
     """See :mod:`spotting.elastic`."""
-    folder = plan.folder / "bamboo"
-    # It goes back to a checkpoint after fatal losses only: one in a window, to be prepared.
-    every = save_every(undisturbed.save_s, plan.seconds or plan.until_loss_s * 20, undisturbed.step_s)
+    folder, every = plan.folder / "bamboo", bamboo_every(plan, undisturbed)
     job = Elastic(plan.work, folder, plan.changes, plan.compress, every, plan.spare, plan.blocks)
     losses = job.run(outcome, plan.seconds, plan.steps)
     wrong = [step for step, loss in losses.items() if undisturbed.losses.get(step, loss) != loss]
@@ -141,7 +148,8 @@ def checkpoint_restart(plan: Plan, outcome: Outcome, undisturbed: Undisturbed) -
     outcome.proof = prove(claim, outcome.kept, undisturbed.losses, 0.0 if alike else ROUNDING, detail)
 
 
-def without_others(outcome: Outcome, undisturbed: Undisturbed, problems: Sequence[str], checks: int) -> None:
+def without_others(plan: Plan, outcome: Outcome, undisturbed: Undisturbed, problems: Sequence[str], checks: int,
+                   of: str = "") -> None:  # fmt: skip
     """What a system can claim whose steps are the mean over the pipelines that are there."""
     first = next((step.number for step in outcome.kept if step.dropped), None)
     alike = [step for step in outcome.kept if first is None or step.number < first]
@@ -152,8 +160,10 @@ def without_others(outcome: Outcome, undisturbed: Undisturbed, problems: Sequenc
     if later.largest is not None:
         detail += f", from the first on losses differ by up to {later.largest:.2g}"
     detail = "; ".join([detail, *problems])
-    claim = "pipelines have the same weights; losses of the undisturbed run until samples are left out, not after"
-    outcome.proof = prove(claim, alike, undisturbed.losses, ROUNDING, detail, not problems and checks > 0)
+    claim = f"pipelines have the same weights{of}; losses of the undisturbed run until samples are left out, not after"
+    compared = checks > 0 or plan.work.shape.pipelines == 1
+    holds = not problems and compared and (not rest or later.holds)
+    outcome.proof = prove(claim, alike, undisturbed.losses, ROUNDING, detail, holds)
 
 
 def sample_dropping(plan: Plan, outcome: Outcome, undisturbed: Undisturbed) -> None:
@@ -161,14 +171,14 @@ def sample_dropping(plan: Plan, outcome: Outcome, undisturbed: Undisturbed) -> N
     folder, every = plan.folder / "sample-dropping", undisturbed.every
     window = (plan.seconds, plan.steps)
     hub = pipelines.sample_dropping(plan.work, folder, plan.founders, plan.faults, every, outcome, *window)
-    without_others(outcome, undisturbed, hub.problems, hub.checks)
+    without_others(plan, outcome, undisturbed, hub.problems, hub.checks)
 
 
 def torchft(plan: Plan, outcome: Outcome, undisturbed: Undisturbed) -> None:
     """See :mod:`spotting.fault_tolerant`."""
     market_of = (plan.work, plan.folder / "torchft", plan.founders, plan.faults, undisturbed.every)
     problems, checks = fault_tolerant.torchft(*market_of, outcome, plan.seconds, plan.steps, plan.torchft)
-    without_others(outcome, undisturbed, problems, checks)
+    without_others(plan, outcome, undisturbed, problems, checks, " in their first stages")
 
 
 SYSTEMS: dict[str, Callable[[Plan, Outcome, Undisturbed], None]] = {
@@ -216,6 +226,18 @@ def find_trace(name: str) -> Path:
     raise click.BadParameter(f"there is no trace {name!r}; known are: {known}", param_hint="--trace")
 
 
+def check_failures(systems: Sequence[str]) -> None:
+    """Refuse what has no meaning without a trace."""
+    given = click.get_current_context().get_parameter_source
+    for option in ("--trace", "--begin-h", "--end-h", "--compress", "--mapping"):
+        if given(option[2:].replace("-", "_")) is not ParameterSource.DEFAULT:
+            raise click.BadParameter("there is no trace with --failures: leave it out", param_hint=option)
+    for name in systems:
+        if name not in WITH_FAILURES:
+            known = ", ".join(WITH_FAILURES)
+            raise click.BadParameter(f"{name} is not compared with --failures: {known}", param_hint="--system")
+
+
 @click.command()
 @click.option("--trace", default="ec2-p3-us-east-12h.csv", show_default=True, help="A file of lines "
               "ms,add|remove,node, or the name of one in ../shared/traces.")  # fmt: skip
@@ -236,7 +258,8 @@ def find_trace(name: str) -> Path:
 @click.option("--training", type=click.Choice(["bf16-zero1", "fp32"]), help="fp32: all pipelines hold a stage's "
               "state, checkpoints have one number of stages.  [default: fp32, bf16-zero1 to scale nodes]")  # fmt: skip
 @click.option("--start-s", type=click.FloatRange(min=0), default=0.0, show_default=True, help="Seconds of the trace "
-              "that the start of a process takes besides, which are emulated: of all systems alike.")  # fmt: skip
+              "(with --failures: seconds) that the start of a process takes besides, which are emulated: of all "
+              "systems alike.")  # fmt: skip
 @click.option("--blocks", default="auto", show_default=True, help="bamboo's setting topology.blocks; 1: whole stages.")
 @click.option("--spare-holders/--no-spare-holders", default=False, show_default=True, help="Losses wait until bamboo "
               "can bear them. Without it fatal ones happen, and the job restarts.")  # fmt: skip
@@ -258,6 +281,8 @@ def main(trace: str, begin_h: float, end_h: float, compress: float, mapping: Cho
          spot_price: float, spare_holders: bool, blocks: str, torchft: Path, out: Path) -> None:  # fmt: skip
     """Measure what systems make of a spot market, on EMULATED devices."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was started ends with this
+    if failures is not None:
+        check_failures(systems)
     compress = compress if failures is None else 1.0
     training = training or ("fp32" if failures is not None or mapping == "replace" else "bf16-zero1")
     settings = {**TRAININGS[training].config, "communication_data_type": "fp32"}
@@ -270,7 +295,7 @@ def main(trace: str, begin_h: float, end_h: float, compress: float, mapping: Cho
         part = window(parse_trace(path.read_text(), str(path)), begin_h * 3600, end_h * 3600)
         source, seconds = f"{path.stem}, hours {begin_h:g} to {end_h:g}", (end_h - begin_h) * 3600 / compress
     else:
-        systems = systems or ("bamboo", "checkpoint-restart")
+        systems = systems or WITH_FAILURES
         # Longer than any system that is of use needs.
         part = seeded(work.shape.size, mtbf_s, 20 * failures * work.step_s(work.shape) + 3600, seed)
         source, seconds, mapping = f"seeded losses, one in {mtbf_s:g} s, seed {seed}", None, "replace"

@@ -178,6 +178,13 @@ def test_what_a_proof_finds(spot: Any, numbers: list[int], losses: list[Any], to
     assert spot.outcome.prove("it", kept, {1: 0.5, 2: 0.25, 3: 0.125}, tolerance).holds is holds
 
 
+def test_steps_that_the_undisturbed_run_has_not_done_prove_nothing(spot: Any) -> None:
+    kept = outcome_of(spot, [1, 2, 3], [0.5, 0.25, 0.125]).kept
+    found = spot.outcome.prove("it", kept, {1: 0.5, 2: 0.25}, 0.0)
+    assert not found.holds
+    assert found.detail == "the undisturbed run has not done 1 of the steps"
+
+
 def test_member_seconds_by_category(spot: Any) -> None:
     book = spot.outcome.Book()
     book.begin("a", 90.0)

@@ -134,13 +134,16 @@ class Clock:
         return found
 
 
-def wait_for(what: str, found: Callable[[], bool], gang: Gang) -> None:
+def wait_for(what: str, found: Callable[[], bool], gang: Gang, start_s: float) -> None:
     """Wait until ``found`` says yes.
 
+    Args:
+        start_s: emulated seconds of the start of a process.
+
     Raises:
-        JobFailed: it does not within :data:`PATIENCE_S`, or a process ends.
+        JobFailed: it does not within :data:`PATIENCE_S` after that, or a process ends.
     """
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + PATIENCE_S + start_s
     while not found():
         ended = gang.ended()
         if ended or time.monotonic() > deadline:

@@ -33,6 +33,8 @@ _LOOK_S = 0.1
 _NOTICE_STEPS = 3
 #: Seconds for the job to do them, which may have to restart first.
 _END_S = 300.0
+#: Bytes of the end of a file of events that are read for the newest step: those of some hundred events.
+_TAIL = 1 << 16
 #: Seconds without etcd after which workers commit nothing: as few as may be.
 _FENCE_S = 10.0
 
@@ -70,7 +72,7 @@ class Elastic:
         trace.write_text(trace_text(self.changes))
         slots = self.work.shape.size
         with _warm_job(folder, slots, self._arguments(folder, stop), name) as process:
-            watcher = Watcher(Job(folder), process)  # type: ignore[arg-type]
+            watcher = Watcher(Job(folder), process, PATIENCE_S + self.work.start_s)  # type: ignore[arg-type]
             watcher.step(WARM_UP)
             if self.every:
                 watcher.wait("a checkpoint", lambda seen: any(e["event"] == "checkpoint_saved" for e in seen))
@@ -122,6 +124,7 @@ class Elastic:
                 steps: int | None) -> int:  # fmt: skip
         """Wait for the end of the window; returns the step after which the job is to end."""
         job, journal, begun = Job(self.folder), self.folder / "chaos" / "faults.jsonl", time.monotonic()
+        events, first = self.folder / "events.jsonl", None
         while process.poll() is None and chaos.poll() is None:
             time.sleep(_LOOK_S)
             begin = _begin(self.folder)
@@ -133,9 +136,9 @@ class Elastic:
                 continue
             if seconds is not None and time.time() < begin + seconds:
                 continue
-            told = job.events("step")
-            newest = max(e["step"] for e in told)
-            first = max((e["step"] for e in told if wall(e) <= begin), default=0)
+            newest = _newest_step(events)
+            if first is None:
+                first = max((e["step"] for e in job.events("step") if wall(e) <= begin), default=0)
             if steps is None or newest >= first + steps:
                 return newest + _NOTICE_STEPS
         text = (self.folder / "chaos.txt").read_text()
@@ -153,12 +156,17 @@ class Elastic:
         outcome.seconds = seconds
         restarts = [wall(e) for e in events if e["event"] == "restart"]
         outcome.restarts = sum(begin <= at <= begin + seconds for at in restarts)
-        outcome.done = [d for d in _steps(told, restarts, begin, self.work.samples) if 0 < d.end <= seconds]
+        done = _steps(told, restarts, begin, self.work.samples)
+        outcome.done = [d for d in done if d.number > first and d.end <= seconds]
         outcome.pauses = [p for p in _pauses(events, begin) if 0 <= p.at <= seconds]
         outcome.saved = [e["seconds"] for e in events if e["event"] == "checkpoint_saved"]
         self._tell_faults(outcome, begin)
         self._account(outcome, begin)
-        report = json.loads((self.folder / "chaos" / "report.json").read_text())
+        told_by_chaos = self.folder / "chaos" / "report.json"
+        if not told_by_chaos.exists():
+            text = (self.folder / "chaos.txt").read_text()
+            raise JobFailed(f"{self.folder}: bamboo chaos has ended without a report\n{text[-3000:]}")
+        report = json.loads(told_by_chaos.read_text())
         outcome.notes += [f"bamboo chaos: {problem.splitlines()[0]}" for problem in report["problems"]]
         plans = [e for e in events if e["event"] == "plan"]
         outcome.more = {
@@ -189,8 +197,13 @@ class Elastic:
                 if joins and line["confirmed"] and line["seconds"] is not None:
                     outcome.starts.append(line["seconds"])
         outcome.changes = points
-        late = max((f["done_s"] - f["planned_s"] for f in outcome.faults if f["kind"] == "lose"), default=0.0)
-        outcome.notes.append(f"losses came up to {late:.1f} s late, where a joiner that was to die had not registered")
+        lost = [f for f in outcome.faults if f["kind"] == "lose" and f["planned_s"] <= outcome.seconds]
+        done = [f for f in lost if f["outcome"] == "injected"]
+        late = max((f["done_s"] - f["planned_s"] for f in done), default=0.0)
+        outcome.notes.append(
+            f"losses came up to {late:.1f} s late, where who was to die had not registered or had no worker, and "
+            f"{len(lost) - len(done)} of {len(lost)} did not come at all"
+        )
 
     def _account(self, outcome: Outcome, begin: float) -> None:
         """``bamboo goodput`` of the window. What a node does before it registers is its start."""
@@ -224,6 +237,14 @@ def _warm_job(folder: Path, slots: int, arguments: Sequence[str], name: str) -> 
         process = start(command, env, log.fileno())
     with ending(process):
         yield process
+
+
+def _newest_step(path: Path) -> int:
+    """The step that was told of last; 0: none in the last :data:`_TAIL` bytes. Long files take no more time to read."""
+    with open(path, "rb") as file:
+        file.seek(max(0, path.stat().st_size - _TAIL))
+        lines = file.read().split(b"\n")[1:-1]
+    return max((event["step"] for event in map(json.loads, lines) if event["event"] == "step"), default=0)
 
 
 def _records(folder: Path) -> list[dict[str, Any]]:

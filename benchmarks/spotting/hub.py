@@ -43,7 +43,7 @@ class Hub:
         address: where it listens.
         steps: (number, slots of the pipelines that took part) in the order in which they were agreed on.
         problems: what must not be.
-        checks: digests of weights that were compared.
+        checks: digests of weights that were compared with one that was there before.
 
     Args:
         stages: of every pipeline.
@@ -123,9 +123,12 @@ class Hub:
             pipeline.state[stage] = content
         else:
             pipeline.sent[stage] = _Sent(words["step"], content)
-            before = self._digests.setdefault((words["step"], stage), words["digest"])
-            self.checks += 1
-            if before != words["digest"]:
+            key = words["step"], stage
+            if key not in self._digests:
+                self._digests[key] = words["digest"]
+            else:
+                self.checks += 1
+            if self._digests[key] != words["digest"]:
                 self.problems.append(f"weights of stage {stage} differ before step {words['step']}")
         self._go_on()
 

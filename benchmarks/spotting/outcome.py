@@ -158,7 +158,7 @@ class Outcome:
 
 def prove(claim: str, kept: Sequence[Done], undisturbed: Mapping[int, float], tolerance: float, detail: str = "",
           holds: bool = True) -> Proof:  # fmt: skip
-    """Compare losses with those of the undisturbed run, by the number of the step.
+    """Compare losses with those of the undisturbed run, which must have all of their steps, by the step's number.
 
     Args:
         tolerance: largest relative difference that the claim allows; 0: none.
@@ -171,9 +171,12 @@ def prove(claim: str, kept: Sequence[Done], undisturbed: Mapping[int, float], to
     whole = bool(numbers) and numbers == list(range(numbers[0], numbers[-1] + 1))
     if not whole:
         detail = f"{detail}; steps are missing".lstrip("; ")
+    alone = sum(number not in undisturbed for number in numbers)
+    if alone:
+        detail = f"{detail}; the undisturbed run has not done {alone} of the steps".lstrip("; ")
     # No maximum is that of what is no number.
     right = worst is not None and worst <= tolerance and all(math.isfinite(a - b) for a, b in pairs)
-    return Proof(claim, holds and whole and right, len(pairs), equal, worst, detail)
+    return Proof(claim, holds and whole and right and not alone, len(pairs), equal, worst, detail)
 
 
 class Book:

@@ -107,7 +107,7 @@ class Pipelines:
         everyone = list(self._running.values())
         least = max(WARM_UP, self.every)
         for each in everyone:
-            wait_for("the first steps", lambda each=each: _count(each) >= least, each)  # type: ignore[misc]
+            wait_for("the first steps", lambda each=each: _count(each) >= least, each, self.work.start_s)  # type: ignore[misc]
             for node in each.nodes:
                 self._book.begin(node, each.began)
         return self._newest()

@@ -28,16 +28,21 @@ def facts(source: str, training: str, work: Work, mapping: str, compress: float,
     """Lines that say what is measured."""
     within = [fault for fault in faults if seconds is None or fault.at_s < seconds]
     kills = sum(fault.kind is Kind.KILL_AGENT for fault in within)
-    length = f"{steps} steps" if seconds is None else f"{seconds:.0f} s, {kills} losses and {len(within) - kills} joins"
+    if seconds is None:
+        length, pace = f"{steps} steps", "no trace"
+        nodes = "each node that goes is replaced by a new one at the same moment"
+    else:
+        length = f"{seconds:.0f} s, {kills} losses and {len(within) - kills} joins"
+        pace = f"{compress:g} times as fast as the trace: a second here stands for {compress:g} s"
+        nodes = _MAPPINGS[mapping]
     return [
         f"{source}: {length}",
         f"{work.shape.pipelines} pipelines of {work.shape.stages} stages of {work.layers / work.shape.stages:g} "
         f"layers, {training}, {work.micro_batches} micro-batches of {work.size}; "
         f"a layer {work.layer_s * 1000:g} ms forward and {work.layer_s * 2000:g} ms backward",
         EMULATED,
-        f"{compress:g} times as fast as the trace: a second here stands for {compress:g} s; pauses and checkpoints "
-        f"take the time that they take, the start of a process {work.start_s:g} s more",
-        f"nodes: {_MAPPINGS[mapping]}",
+        f"{pace}; pauses and checkpoints take the time that they take, the start of a process {work.start_s:g} s more",
+        f"nodes: {nodes}",
     ]
 
 
@@ -49,8 +54,8 @@ def tables(outcomes: Sequence[Outcome], work: Work) -> list[Table]:
     """What each system has made of it, and what its members' time was spent on."""
     full = outcomes[0]
     main = Table(title="Samples and cost (EMULATED devices)", title_justify="left")
-    columns = ("samples", "samples/s", "of on-demand", "of live members' limit", "losses", "joins", "restarts",
-               "redone", "dropped", "cost per million", "of on-demand's")  # fmt: skip
+    columns = ("seconds", "samples", "samples/s", "of on-demand", "of live members' limit", "losses", "joins",
+               "restarts", "redone", "dropped", "cost per million", "of on-demand's")  # fmt: skip
     main.add_column("system")
     for column in columns:
         main.add_column(column, justify="right")
@@ -60,6 +65,7 @@ def tables(outcomes: Sequence[Outcome], work: Work) -> list[Table]:
             continue
         main.add_row(
             each.system,
+            f"{each.seconds:.1f}",
             str(each.samples),
             f"{each.samples_per_s:.2f}",
             _share(each.samples_per_s / full.samples_per_s),

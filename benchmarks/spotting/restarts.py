@@ -118,7 +118,7 @@ class Restarts:
             while not self._over(seconds, last):
                 self._turn(outcome, float("inf") if seconds is None else seconds)
                 time.sleep(LOOK_S)
-            outcome.seconds = self._clock.now if seconds is None else seconds
+            outcome.seconds = self._end_of(last) if seconds is None else seconds
         finally:
             self._stop()
         self._tell(outcome, first)
@@ -145,7 +145,7 @@ class Restarts:
             count = sum(line["what"] == "step" for line in generation.journal)
             return count >= least and (not self.every or generation.newest() is not None)
 
-        wait_for("the first steps", warm, generation)
+        wait_for("the first steps", warm, generation, self.work.start_s)
         for node in generation.nodes:
             self._book.begin(node, generation.began)
         self._note_checkpoint(generation)
@@ -159,6 +159,13 @@ class Restarts:
             return False
         self._journal_at = now + _FILES_S
         return any(line["what"] == "step" and line["step"] >= (last or 0) for line in current.journal)
+
+    def _end_of(self, step: int | None) -> float:
+        """Seconds from the window's begin to the end of a step of the generation that runs."""
+        assert self._current is not None and self._clock.begin is not None
+        return next(x["at"] for x in self._current.journal if x["what"] == "step" and x["step"] == step) - (
+            self._clock.begin
+        )
 
     def _turn(self, outcome: Outcome, until_s: float) -> None:
         """Do what is due, and what follows."""
