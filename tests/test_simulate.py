@@ -312,9 +312,25 @@ def test_drawn_nodes() -> None:
     assert lost / market.losses == pytest.approx(2.0, rel=0.2)
     for at_s, _, gone in market.moments:
         assert len({market.zones[node] for node in gone}) <= 1, at_s
+    assert len({market.zones[change.node] for change in market.changes if change.what == "remove"}) == 3
     short = drawn(Climate(0.0, 1.0, 1, 2.0, 0.0), 10, 24 * 3600, 1)
     assert 110 <= sum(change.what == "remove" for change in short.changes) <= 120
     assert all(count == 10 for *_, count in short.counts() if count)
+
+
+@pytest.mark.parametrize("climate", [CLIMATES["bamboo-33"], CLIMATES["ec2-p3"], Climate(2.0, 6.0, 2, None, 3600.0)])
+@pytest.mark.parametrize("nodes", [4, 8, 32, 100])
+def test_living_nodes_are_lost_at_the_rate_of_the_climate(climate: Climate, nodes: int) -> None:
+    """Also of so few that a bulk takes all of a zone, and while some have not been replaced.
+
+    Losses in bulks vary more than single ones: their mean is off by ``sqrt(2 bulk / losses)`` as a rule.
+    """
+    markets = [drawn(climate, nodes, 48 * 3600, seed) for seed in range(60)]
+    lost = sum(change.what == "remove" for market in markets for change in market.changes)
+    expected = climate.hourly * sum(market.node_seconds for market in markets) / 3600
+    assert lost == pytest.approx(expected, rel=3 * (2 * climate.bulk / lost) ** 0.5)
+    bulk = lost / sum(market.losses for market in markets)
+    assert bulk <= climate.bulk * 1.05 and (nodes < 100 or bulk >= climate.bulk * 0.9)
 
 
 def test_presets_are_the_models_of_their_names() -> None:
@@ -372,6 +388,21 @@ def simulate(tmp_path: Path, *options: str, trace: str | None = TRACE) -> tuple[
             ["--climate", "ec2-p3", "--nodes", "9", "--bulk", "0", "--profile", "gpt-2"],
             None,
             "--bulk 0.0: at least one",
+        ),
+        (
+            ["--climate", "ec2-p3", "--nodes", "9", "--bulk", "inf", "--profile", "gpt-2"],
+            None,
+            "--bulk inf: at least one node goes, and a finite number",
+        ),
+        (
+            ["--climate", "ec2-p3", "--nodes", "9", "--hours", "inf", "--profile", "gpt-2"],
+            None,
+            "--hours inf: above 0, and finite",
+        ),
+        (
+            ["--climate", "ec2-p3", "--nodes", "9", "--replaced-s", "inf", "--profile", "gpt-2"],
+            None,
+            "--replaced-s inf: not negative, and finite",
         ),
     ],
 )
