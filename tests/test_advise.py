@@ -336,6 +336,12 @@ INSTANCE = "a,spot=1,on-demand=2"
         ),
         (["--profile", "gpt-2", "--instance", f"{INSTANCE},climate=x"], TRACE, "there is no climate 'x'; there are"),
         (["--profile", "gpt-2", "--instance", INSTANCE, "--spot-price", "1"], TRACE, "have prices of their own"),
+        (
+            ["--profile", "gpt-2", "--instance", f"{INSTANCE},rate=0.1"],
+            TRACE,
+            "instance a: rate and nodes are those of a climate, and --trace has its own: leave them out",
+        ),
+        (["--profile", "gpt-2", "--hours", "2"], TRACE, "--hours: only for a --climate"),
         (["--profile", "gpt-2", "-n", "4"], TRACE, "--workers: only for a SCRIPT; name one, or leave it out"),
         (["--profile", "gpt-2", "train.py"], TRACE, "--profile gpt-2 and the script train.py: give one of them"),
         (["train.py"], TRACE, "-n is missing: how many local workers train.py is measured with"),

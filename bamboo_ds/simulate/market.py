@@ -51,11 +51,6 @@ class Market:
             yield at_ms / 1000, come, go
 
     @property
-    def initial(self) -> int:
-        """Number of nodes at the begin."""
-        return sum(change.at_ms == 0 for change in self.changes)
-
-    @property
     def losses(self) -> int:
         """Number of moments at which nodes go."""
         return len({change.at_ms for change in self.changes if change.what == "remove"})
@@ -92,13 +87,17 @@ class Market:
         """What happens from ``begin_s`` on, for ``seconds``; nodes that are there then are there at the begin.
 
         Raises:
-            ConfigError: there is nothing of the market in it.
+            ConfigError: it reaches beyond the market.
         """
         left = self.seconds - begin_s
-        length = left if seconds is None else min(seconds, left)
-        if begin_s < 0 or length <= 0:
+        length = left if seconds is None else seconds
+        if not 0 <= begin_s < self.seconds:
             raise ConfigError(
                 f"--from-s {begin_s:g} is not within the trace, which lasts {self.seconds:g} s: choose less"
+            )
+        if not 0 < length <= left:
+            raise ConfigError(
+                f"--seconds {length:g}: the nodes are known for {left:g} s from --from-s {begin_s:g} on: choose no more"
             )
         there: dict[str, None] = {}
         later = []
@@ -272,7 +271,7 @@ def drawn(climate: Climate, nodes: int, seconds: float, seed: int) -> Market:
                 go(at_s, who)
         else:
             later(at_s + draw.expovariate(1 / gap), "bulk", "")
-            (zone,) = draw.choices(names, most.values())
+            (zone,) = draw.choices(names, list(most.values()))
             if draw.random() * most[zone] >= bulks(zone):
                 continue
             size = 1 if climate.bulk == 1 else 1 + int(math.log(1 - draw.random()) / math.log(1 - 1 / climate.bulk))

@@ -71,11 +71,12 @@ class PolicyReport(Figures):
 class Memory(BaseModel):
     """What a device needs, in bytes, of the full job."""
 
+    mode: RedundancyMode = Field(description="redundancy.mode of the settings; there are no replicas in none")
     device: int | None = Field(description="null: not looked at")
     without: float = Field(description="stock DeepSpeed, the same pipelines and stages")
-    replicas: float = Field(description="with replicas of all stages")
-    fits: bool = Field(description="with replicas")
-    least_members: int | None = Field(description="fewest members on which the job with replicas fits; null: none")
+    replicas: float = Field(description="in this mode, with replicas of all stages where it has any")
+    fits: bool = Field(description="in this mode")
+    least_members: int | None = Field(description="fewest members on which the job fits in this mode; null: none")
 
 
 class Report(BaseModel):
@@ -174,6 +175,11 @@ class Simulation:
         if mode:
             redundancy = config.redundancy.model_copy(update={"mode": RedundancyMode(mode)})
             config = config.model_copy(update={"redundancy": redundancy})
+        if self.size[1] < 2:
+            raise ConfigError(
+                f"--policy {policy}: a pipeline of this package has two stages or more, and this job has --stages 1:"
+                " choose more of them, or another policy"
+            )
         pace = self.pace(config.redundancy.mode, whole=name == WHOLE)
         return BambooJob(market, pace, self.terms, config, seed)
 
@@ -311,6 +317,7 @@ class Simulation:
             else:
                 low = middle + 1
         return Memory(
+            mode=self.config.redundancy.mode,
             device=device,
             without=self.stock.need(stages, self.profile.micro_batches(pipelines)),
             replicas=full,
