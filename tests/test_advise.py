@@ -252,6 +252,8 @@ def test_the_verdict_where_nothing_is_good() -> None:
     assert slow.worth_it is False and slow.sentence.startswith("No: no setup is as fast as was asked for")
     none = verdict(None, [], [Rejected(what="a: 1 x 2", why="it is too dear")])
     assert (none.worth_it, none.sentence) == (False, "No: no setup trains on these nodes: a: 1 x 2: it is too dear")
+    some = ranked(1.0).model_copy(update={"cost_range": None})
+    assert "(some of 3 seeds have trained nothing: no range)" in verdict(some, [], []).sentence
     alone = verdict(ranked(1.0), [other("on-demand", 3.0, fast_enough=False)], [])
     assert alone.worth_it is True and "nothing else is as fast" in alone.sentence
     assert "checkpoint-restart on spot instances trains nothing at all" in alone.sentence

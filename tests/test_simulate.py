@@ -216,6 +216,25 @@ def test_seeds_draw_and_equal_ones_draw_alike() -> None:
     assert ranges["samples"][0] < ranges["samples"][1]
 
 
+def test_seeds_that_train_nothing_are_paid_for() -> None:
+    """The model does not fit on the single node of one of three seeds."""
+    markets = [nodes(4, 1000), nodes(1, 1000), nodes(4, 2000, (1900.0, "add", "x"))]
+    each = [simulation(market, model(memory=40 * 10**6)).run(["checkpoint-restart"])[0] for market in markets]
+    alone = [report.policies["checkpoint-restart"] for report in each]
+    assert [bool(figures.samples) for figures in alone] == [True, False, True] and alone[1].cost_per_million is None
+    one = Simulation(lambda seed: markets[seed], model(memory=40 * 10**6), FREE, pipelines=1)
+    found = one.run(["checkpoint-restart"], 3)[0].policies["checkpoint-restart"]
+    dollars = sum(figures.node_seconds for figures in alone) / 3600 * FREE.spot_price
+    assert found.cost_per_million == pytest.approx(dollars / sum(figures.samples for figures in alone) * 1e6)
+    assert found.range is not None and "samples" in found.range and "cost_per_million" not in found.range
+    assert found.idle == "the states of its stages do not fit on the members that there are (in 1 of 3 seeds)"
+    # Where all have trained the range is about that figure.
+    markets[1] = nodes(4, 1500)
+    found = one.run(["checkpoint-restart"], 3)[0].policies["checkpoint-restart"]
+    assert found.range is not None and found.idle is None
+    assert sum(found.range["cost_per_million"]) / 2 == pytest.approx(found.cost_per_million)
+
+
 # -- speed and memory ---------------------------------------------------------------------------------------
 
 #: docs/benchmarks.md, "Members lost and gained": members, measured speed against the full job of 8 members.

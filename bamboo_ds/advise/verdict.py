@@ -59,7 +59,8 @@ def verdict(best: Ranked | None, alternatives: Sequence[Alternative], rejected: 
 def _within(best: Ranked) -> str:
     replicas = "" if best.setup.mode.replicas else ", without replicas"
     if best.cost_range is None:
-        return f"{replicas} (of one seed: no range)"
+        why = "of one seed" if best.seeds == 1 else f"some of {best.seeds} seeds have trained nothing"
+        return f"{replicas} ({why}: no range)"
     return f"{replicas} ({best.cost_range[0]:,.2f} to {best.cost_range[1]:,.2f})"
 
 

@@ -113,8 +113,8 @@ def advise(
             given = None, of.climate
         elif trace is not None and (of.rate is not None or of.nodes is not None):
             raise ConfigError(
-                f"instance {of.name}: rate and nodes are those of a climate, and --trace has its own: leave them out, or"
-                " name a climate"
+                f"instance {of.name}: rate and nodes are those of a climate, and --trace has its own: leave them out,"
+                " or name a climate"
             )
         whole = market_of(*given, own, wanted, long, from_s, seconds, compress)
         return whole if limit is None else lambda seed: whole(seed).rented(limit)

@@ -50,7 +50,7 @@ class Figures(BaseModel):
     lost_s: float = Field(description="member-seconds of work that was lost, see `categories`")
     redone_s: float = Field(description="member-seconds of passes computed again by survivors")
     restarts: float = Field(description="from a checkpoint, or to take nodes in")
-    cost_per_million: float | None = Field(description="$ per million samples; null without any")
+    cost_per_million: float | None = Field(description="$ per million samples; null without any. Over seeds: $ of all")
     pause_s: float = Field(description="mean time that a loss delays the interrupted iteration by, without restarts")
     losses: float
     plans: float = Field(description="changes of plan")
@@ -62,10 +62,10 @@ class Figures(BaseModel):
 
 
 class PolicyReport(Figures):
-    """Means over the seeds; ``range``: 95 % confidence of these means, where there are several."""
+    """Means over the seeds, costs those of all samples; ``range``: their 95 % confidence, where all seeds have them."""
 
     range: dict[str, tuple[float, float]] | None = None
-    idle: str | None = Field(None, description="why the job did not train at the end")
+    idle: str | None = Field(None, description="why the job did not train at the end, and in how many of the seeds")
 
 
 class Memory(BaseModel):
@@ -190,6 +190,7 @@ class Simulation:
                 raise ConfigError(f"--policy {policy}: there is none of this name; there are {', '.join(POLICIES)}")
         found: dict[str, list[Figures]] = {policy: [] for policy in policies}
         outcomes: dict[str, Outcome] = {}
+        idle: dict[str, list[str]] = {policy: [] for policy in policies}
         markets = []
         for seed in range(seeds):
             market = self.rented(seed)
@@ -202,6 +203,7 @@ class Simulation:
                 if policy in done:
                     found[policy].append(self._figures(done[policy], market, limit))
                     outcomes.setdefault(policy, done[policy])
+                    idle[policy] += [why] if (why := done[policy].idle) else []
                 else:
                     found[policy].append(self._undisturbed(policy, market, limit, speeds))
         pipelines, stages = self.size
@@ -218,10 +220,7 @@ class Simulation:
             ),
             losses=fmean(sum(c.what == "remove" for c in m.changes) for m in markets),
             memory=self.memory(),
-            policies={
-                policy: _mean(each, outcomes[policy].idle if policy in outcomes else None)
-                for policy, each in found.items()
-            },
+            policies={policy: _mean(each, self._price(policy), idle[policy]) for policy, each in found.items()},
         )
         return report, outcomes
 
@@ -259,16 +258,12 @@ class Simulation:
         return self._planned[members]
 
     def _undisturbed(self, policy: str, market: Market, limit: float, speeds: Sequence[float]) -> Figures:
-        node_seconds, price, samples = market.node_seconds, self.terms.spot_price, limit
+        node_seconds, samples = market.node_seconds, limit
         if policy == ON_DEMAND:
             most = len(speeds) - 1
-            node_seconds, price, samples = (
-                most * market.seconds,
-                self.terms.on_demand_price,
-                speeds[-1] * market.seconds,
-            )
+            node_seconds, samples = most * market.seconds, speeds[-1] * market.seconds
         return Figures(
-            **_rates(samples, market.seconds, limit, node_seconds, price),
+            **_rates(samples, market.seconds, limit, node_seconds, self._price(policy)),
             goodput=1.0,
             node_goodput=1.0,
             **dict.fromkeys(("lost_s", "redone_s", "restarts", "pause_s", "losses"), 0.0),
@@ -276,6 +271,9 @@ class Simulation:
             node_seconds=node_seconds,
             categories={Category.PRODUCTIVE: node_seconds},
         )
+
+    def _price(self, policy: str) -> float:
+        return self.terms.on_demand_price if policy == ON_DEMAND else self.terms.spot_price
 
     # -- figures ------------------------------------------------------------------------------------------
 
@@ -331,15 +329,21 @@ def _rates(samples: float, seconds: float, limit: float, node_seconds: float, pr
         "samples": samples,
         "samples_per_s": samples / seconds,
         "limit_share": samples / limit if limit else None,
-        "cost_per_million": node_seconds / 3600 * price / samples * 1e6 if samples else None,
+        "cost_per_million": _cost(samples, node_seconds, price),
     }
+
+
+def _cost(samples: float, node_seconds: float, price: float) -> float | None:
+    """$ per million samples."""
+    return node_seconds / 3600 * price / samples * 1e6 if samples else None
 
 
 def _limit_samples(market: Market, start_s: float, speeds: Sequence[float]) -> float:
     return sum((end - begin) * speeds[count] for begin, end, count in market.counts(start_s))
 
 
-def _mean(each: Sequence[Figures], idle: str | None) -> PolicyReport:
+def _mean(each: Sequence[Figures], price: float, idle: Sequence[str]) -> PolicyReport:
+    """Of all seeds; ``idle``: why jobs did not train at the end, of the seeds of which there is such."""
     values: dict[str, object] = {}
     ranges: dict[str, tuple[float, float]] = {}
     for name in Figures.model_fields:
@@ -349,8 +353,19 @@ def _mean(each: Sequence[Figures], idle: str | None) -> PolicyReport:
             continue
         known = [value for figures in each if (value := getattr(figures, name)) is not None]
         values[name] = fmean(known) if known else None
-        if len(known) > 1:
+        if name == "cost_per_million":
+            # What a seed without any sample costs is paid, too. The range is that of a ratio of means (delta method).
+            samples = fmean(figures.samples for figures in each)
+            cost = _cost(samples, fmean(figures.node_seconds for figures in each), price)
+            values[name] = cost
+            if cost is not None:
+                paid = [(f.samples / samples, own) for f in each if (own := f.cost_per_million) is not None]
+                known = [cost + share * (own - cost) for share, own in paid]
+        if len(known) == len(each) > 1:
             times = _STUDENT[min(len(known) - 1, len(_STUDENT)) - 1]
             half = times * stdev(known) / math.sqrt(len(known))
             ranges[name] = fmean(known) - half, fmean(known) + half
-    return PolicyReport.model_validate({**values, "range": ranges or None, "idle": idle})
+    why = idle[0] if idle else None
+    if why and len(each) > 1:
+        why += f" (in {len(idle)} of {len(each)} seeds)"
+    return PolicyReport.model_validate({**values, "range": ranges or None, "idle": why})
