@@ -128,6 +128,22 @@ def test_no_setup_is_cheaper_than_the_one_that_is_advised() -> None:
         assert sum(best.dollars.values()) == pytest.approx(best.cost_per_million, rel=1e-3)
 
 
+def test_all_setups_save_for_the_restarts_that_they_have() -> None:
+    """With two pipelines losses are no restarts: intervals that went by losses would be too short."""
+    here = offer()
+    here = replace(here, terms=here.terms.model_copy(update={"host_gb_s": 1e-2}))
+    search = Search([here], finalists=6, seeds=2, pipelines=2)
+    ranking = search.run().ranking
+    assert {each.seeds for each in ranking} == {1, 2}
+    fewer = 0
+    for each in ranking:
+        pace, market = Screen(here, BambooConfig()).pace(each.setup), FEW.rented(each.setup.nodes)
+        by_losses = search._simulate(each.setup, 1, None)
+        assert each.checkpoint_s == pytest.approx(checkpoint_s(pace, market, here.terms, by_losses.restarts))
+        fewer += each.seeds == 1 and each.checkpoint_s > by_losses.checkpoint_s
+    assert fewer, "of those that are simulated with one seed, too"
+
+
 def test_the_fastest_setup_says_what_is_fast_enough() -> None:
     advice = Search([offer()], finalists=4, seeds=2, pipelines=2).run()
     fastest = max(each.samples_per_s for each in advice.ranking)
