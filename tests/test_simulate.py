@@ -216,25 +216,6 @@ def test_seeds_draw_and_equal_ones_draw_alike() -> None:
     assert ranges["samples"][0] < ranges["samples"][1]
 
 
-def test_seeds_that_train_nothing_are_paid_for() -> None:
-    """The model does not fit on the single node of one of three seeds."""
-    markets = [nodes(4, 1000), nodes(1, 1000), nodes(4, 2000, (1900.0, "add", "x"))]
-    each = [simulation(market, model(memory=40 * 10**6)).run(["checkpoint-restart"])[0] for market in markets]
-    alone = [report.policies["checkpoint-restart"] for report in each]
-    assert [bool(figures.samples) for figures in alone] == [True, False, True] and alone[1].cost_per_million is None
-    one = Simulation(lambda seed: markets[seed], model(memory=40 * 10**6), FREE, pipelines=1)
-    found = one.run(["checkpoint-restart"], 3)[0].policies["checkpoint-restart"]
-    dollars = sum(figures.node_seconds for figures in alone) / 3600 * FREE.spot_price
-    assert found.cost_per_million == pytest.approx(dollars / sum(figures.samples for figures in alone) * 1e6)
-    assert found.range is not None and "samples" in found.range and "cost_per_million" not in found.range
-    assert found.idle == "the states of its stages do not fit on the members that there are (in 1 of 3 seeds)"
-    # Where all have trained the range is about that figure.
-    markets[1] = nodes(4, 1500)
-    found = one.run(["checkpoint-restart"], 3)[0].policies["checkpoint-restart"]
-    assert found.range is not None and found.idle is None
-    assert sum(found.range["cost_per_million"]) / 2 == pytest.approx(found.cost_per_million)
-
-
 # -- speed and memory ---------------------------------------------------------------------------------------
 
 #: docs/benchmarks.md, "Members lost and gained": members, measured speed against the full job of 8 members.
@@ -337,21 +318,6 @@ def test_drawn_nodes() -> None:
     short = drawn(Climate(0.0, 1.0, 1, 2.0, 0.0), 10, 24 * 3600, 1)
     assert 110 <= sum(change.what == "remove" for change in short.changes) <= 120
     assert all(count == 10 for *_, count in short.counts() if count)
-
-
-@pytest.mark.parametrize("climate", [CLIMATES["bamboo-33"], CLIMATES["ec2-p3"], Climate(2.0, 6.0, 2, None, 3600.0)])
-@pytest.mark.parametrize("nodes", [4, 8, 32, 100])
-def test_living_nodes_are_lost_at_the_rate_of_the_climate(climate: Climate, nodes: int) -> None:
-    """Also of so few that a bulk takes all of a zone, and while some have not been replaced.
-
-    Losses in bulks vary more than single ones: their mean is off by ``sqrt(2 bulk / losses)`` as a rule.
-    """
-    markets = [drawn(climate, nodes, 48 * 3600, seed) for seed in range(60)]
-    lost = sum(change.what == "remove" for market in markets for change in market.changes)
-    expected = climate.hourly * sum(market.node_seconds for market in markets) / 3600
-    assert lost == pytest.approx(expected, rel=3 * (2 * climate.bulk / lost) ** 0.5)
-    bulk = lost / sum(market.losses for market in markets)
-    assert bulk <= climate.bulk * 1.05 and (nodes < 100 or bulk >= climate.bulk * 0.9)
 
 
 def test_presets_are_the_models_of_their_names() -> None:
@@ -474,32 +440,6 @@ def test_recorded_runs_are_predicted(tmp_path: Path) -> None:
     assert code == 2 and "leave out --profile" in said
     file.write_text("{}")
     assert "--measured" in simulate(tmp_path, "--measured", str(file), trace=None)[1]
-    for wrong, expected in (
-        ({"changes": [*recorded["changes"], (1001, "remove", "zz")]}, "changes:6: zz is not there"),
-        ({"changes": [*recorded["changes"], (900, "add", "zz")]}, "changes:6: 900000 ms is before the line above"),
-        ({"bamboo": {"redundancy": {"mode": "no"}}}, "redundancy.mode"),
-    ):
-        file.write_text(json.dumps({**recorded, **wrong}))
-        code, said = simulate(tmp_path, "--measured", str(file), trace=None)
-        assert code == 2 and expected in said, said
-
-
-def test_without_replicas_nothing_is_said_of_any(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
-    profile, config = tmp_path / "model.json", tmp_path / "ds_config.json"
-    profile.write_text(model(memory=10**9, pipelines=1).model_dump_json())
-    for mode, expected in (("none", "the job FITS into 0.9 GiB"), ("lazy-frc-lazy-brc", "replicas FIT into 0.9 GiB")):
-        config.write_text(json.dumps({"bamboo": {"redundancy": {"mode": mode}}}))
-        code, said = simulate(tmp_path, "--profile", str(profile), "--config", str(config), "--policy", "bamboo")
-        assert code == 0 and expected in said, said
-        assert ("with replicas" in said) == (mode != "none")
-
-
-def test_this_package_has_no_pipelines_of_one_stage(tmp_path: Path) -> None:
-    options = ["--profile", "bert-large", "--stages", "1", "--pipelines", "4"]
-    code, said = simulate(tmp_path, *options, "--policy", "limit,bamboo:none")
-    assert code == 2 and said.startswith("--policy bamboo:none: a pipeline of this package has two stages or more")
-    assert simulate(tmp_path, *options, "--policy", "checkpoint-restart,sample-dropping,on-demand,limit")[0] == 0
 
 
 def test_without_simpy(monkeypatch: pytest.MonkeyPatch) -> None:

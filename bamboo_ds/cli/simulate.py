@@ -76,8 +76,8 @@ market_options = together(
 
 @click.command()
 @market_options
-@click.option("--limit", type=click.IntRange(min=1), help="Nodes that the job rents at most.  [default: twice as many"
-              " as it has stages in all, which is all that can compute]")  # fmt: skip
+@click.option("--limit", type=click.IntRange(min=1), help="Nodes that each job rents at most.  [default: as many as"
+              " its policy can use]")  # fmt: skip
 @click.option("--profile", "profile_name", metavar="NAME|FILE", help="Of the model: bert-large, gpt-2,"
               " gpt-3-2.7b, gpt-3-6.7b, or a file of JSON.")  # fmt: skip
 @click.option("--pipelines", type=click.IntRange(min=1), help="Data-parallel pipelines.  [default: as many as there"
@@ -238,7 +238,18 @@ def _write(path: Path, events: Sequence[Any]) -> None:
 
 def _table(report: Report) -> Table:
     table = Table(box=None)
-    columns = "policy", "samples", "samples/s", "of the limit", "goodput", "lost s", "redone s", "restarts", "$/million"
+    columns = (
+        "policy",
+        "nodes",
+        "samples",
+        "samples/s",
+        "of the limit",
+        "goodput",
+        "lost s",
+        "redone s",
+        "restarts",
+        "$/million",
+    )
     for column in columns:
         table.add_column(column, justify="left" if column == "policy" else "right", no_wrap=True)
     for name, policy in report.policies.items():
@@ -249,6 +260,7 @@ def _table(report: Report) -> Table:
         cost = "–" if policy.cost_per_million is None else f"{policy.cost_per_million:,.2f}"
         table.add_row(
             name,
+            f"{policy.nodes:.1f}",
             f"{policy.samples:,.0f}",
             f"{policy.samples_per_s:.3f}{half.get('samples_per_s', '')}",
             share,
@@ -266,7 +278,7 @@ def _facts(report: Report) -> list[str]:
     found = [
         f"{report.profile}: {report.pipelines} pipelines of {report.stages} stages, {report.micro_batches}"
         f" micro-batches each; {report.seconds / 3600:.2f} h, {report.nodes[0]:.1f} nodes on average,"
-        f" {report.nodes[1]} at most,"
+        f" {report.nodes[1]} at most of a policy,"
         f" {report.losses:.0f} lost" + (f"; means of {report.seeds} seeds, ± 95 %" if report.seeds > 1 else "")
     ]
     # In a mode without replicas nothing is said of any.

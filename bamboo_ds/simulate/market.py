@@ -62,6 +62,11 @@ class Market:
             (self.seconds - change.at_ms / 1000) * (1 if change.what == "add" else -1) for change in self.changes
         )
 
+    @property
+    def most(self) -> int:
+        """The greatest number of nodes."""
+        return max(count for *_, count in self.counts())
+
     def counts(self, delay_s: float = 0.0) -> list[tuple[float, float, int]]:
         """Periods (begin, end, nodes); a node that comes later counts ``delay_s`` after it has come."""
         steps: list[tuple[float, int]] = []

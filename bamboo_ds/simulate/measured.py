@@ -98,7 +98,9 @@ def simulation(measured: Measured) -> Simulation:
     """The simulation of the recorded run, for :data:`PHASES` seeds."""
     config = parse_block(measured.bamboo)
     size = measured.pipelines, measured.stages
-    return Simulation(measured.market, measured.profile, measured.terms, config, *size, reshapes=measured.reshapes)
+    every = len(measured.changes)  # nodes that were there were rented
+    terms, reshapes = measured.terms, measured.reshapes
+    return Simulation(measured.market, measured.profile, terms, config, *size, every, reshapes)
 
 
 def compare(measured: Measured, report: Report) -> Sequence[Row]:

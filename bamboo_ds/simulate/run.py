@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, stdev
 
@@ -42,9 +42,10 @@ class Figures(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
+    nodes: float = Field(description="rented, on average")
     samples: float = Field(description="of committed steps, each once")
     samples_per_s: float = Field(description="over the whole time")
-    limit_share: float | None = Field(description="samples by those of the limit; null without any")
+    limit_share: float | None = Field(description="samples by the limit of the rented nodes; null without any")
     goodput: float | None = Field(description="productive share of the members' seconds, as of `bamboo goodput`")
     node_goodput: float | None = Field(description="the same of the seconds of all nodes, members or not")
     lost_s: float = Field(description="member-seconds of work that was lost, see `categories`")
@@ -88,8 +89,8 @@ class Report(BaseModel):
     micro_batches: int
     seconds: float
     seeds: int
-    nodes: tuple[float, int] = Field(description="mean and greatest number of nodes")
-    losses: float
+    nodes: tuple[float, int] = Field(description="mean and greatest number of nodes, of the policy that rents most")
+    losses: float = Field(description="of these nodes")
     memory: Memory
     policies: dict[str, PolicyReport]
 
@@ -105,7 +106,7 @@ class Simulation:
         config: settings of the job.
         pipelines, stages: its size; ``None``: the profile's, as many pipelines as there are nodes for on
             average.
-        limit: nodes that the job rents at most; ``None``: twice as many as it has roles, which is all that compute.
+        limit: nodes that a job rents at most; ``None``: as many as its policy can use, see :meth:`usable`.
         reshapes: stock DeepSpeed's checkpoints can be made such of another number of stages; else its jobs have whole
             pipelines of the job's own stages.
     """
@@ -153,10 +154,29 @@ class Simulation:
             self._paces[mode, whole] = Pace(self.profile, self.terms, *self.size, mode, blocks)
         return self._paces[mode, whole]
 
-    def rented(self, seed: int) -> Market:
-        """The nodes that the job rents."""
+    def rented(self, seed: int, policy: str = BAMBOO) -> Market:
+        """The nodes that the job of a policy rents."""
+        market = self.market(seed)
+        return market.rented(self.limit or self.usable(policy, market.most))
+
+    def usable(self, policy: str, most: int) -> int:
+        """Nodes that the job of a policy can use, of ``most``.
+
+        Stock DeepSpeed's job is the cheapest that is as fast as any on the nodes that this package's job can use.
+        """
         pipelines, stages = self.size
-        return self.market(seed).rented(self.limit or 2 * pipelines * stages)
+        roles = pipelines * stages
+        if policy == "sample-dropping":
+            return roles
+        if policy not in ("checkpoint-restart", ON_DEMAND, LIMIT):
+            return 2 * roles  # a role has an owner and a shadow
+        own, fastest = self.stock.best(min(most, 2 * roles)), self.stock.best(most)
+        wanted = max(own.speed if own else 0.0, self.profile.global_batch / self._planned_s(most)) if most else 0.0
+        found = [each for each in map(self.stock.best, range(1, most + 1)) if each is not None]
+        enough = [each for each in found if each.speed >= wanted]
+        best = min(enough, key=lambda each: each.size / each.speed) if enough else fastest
+        stock = best.size if best else most
+        return max(stock, 2 * roles) if policy == LIMIT else stock
 
     def job(self, policy: str, market: Market, seed: int) -> Training:
         """The job of a policy.
@@ -193,13 +213,13 @@ class Simulation:
         idle: dict[str, list[str]] = {policy: [] for policy in policies}
         markets = []
         for seed in range(seeds):
-            market = self.rented(seed)
-            markets.append(market)
-            jobs = {policy: self.job(policy, market, seed) for policy in policies if policy not in (ON_DEMAND, LIMIT)}
+            rented = {policy: self.rented(seed, policy) for policy in policies}
+            markets.append(max(rented.values(), key=lambda market: market.node_seconds))
+            jobs = {p: self.job(p, market, seed) for p, market in rented.items() if p not in (ON_DEMAND, LIMIT)}
             done = {policy: job.simulate() for policy, job in jobs.items()}
-            speeds = self._speeds(market, jobs.values())
-            limit = _limit_samples(market, self.terms.start_s, speeds)
-            for policy in policies:
+            speeds = self._speeds(rented.values(), jobs.values())
+            for policy, market in rented.items():
+                limit = _limit_samples(market, self.terms.start_s, speeds)
                 if policy in done:
                     found[policy].append(self._figures(done[policy], market, limit))
                     outcomes.setdefault(policy, done[policy])
@@ -216,7 +236,7 @@ class Simulation:
             seeds=seeds,
             nodes=(
                 fmean(m.node_seconds / m.seconds for m in markets),
-                max(n for m in markets for *_, n in m.counts()),
+                max(market.most for market in markets),
             ),
             losses=fmean(sum(c.what == "remove" for c in m.changes) for m in markets),
             memory=self.memory(),
@@ -226,24 +246,25 @@ class Simulation:
 
     # -- the limit ----------------------------------------------------------------------------------------
 
-    def _speeds(self, market: Market, jobs: Iterable[Training]) -> list[float]:
+    def _speeds(self, markets: Collection[Market], jobs: Iterable[Training]) -> list[float]:
         """By number of nodes, the samples per second of the fastest job without losses that they allow.
 
         That is the fastest of stock DeepSpeed's arrangements, of the job that the planner makes of them, without what
         replicas cost, and of all plans of so many members that a simulated job had.
         """
-        most = max(count for *_, count in market.counts())
+        most = max(market.most for market in markets)
         met: dict[int, float] = {}
         for job in jobs:
             for members, seconds in job.speeds.items():
                 met[members] = min(seconds, met.get(members, math.inf))
-        counts = {count for *_, count in market.counts(self.terms.start_s)} | {most}
+        counts = {count for market in markets for *_, count in market.counts(self.terms.start_s)}
+        counts |= {market.most for market in markets}
         speeds = [0.0]
         for members in range(1, most + 1):
             found = [speeds[-1]]
+            if stock := self.stock.best(members):
+                found.append(stock.speed)
             if members in counts:
-                stock = self.stock.best(members)
-                found += [stock.speed] if stock else []
                 found.append(self.profile.global_batch / self._planned_s(members))
             if members in met:
                 found.append(self.profile.global_batch / met[members])
@@ -251,6 +272,7 @@ class Simulation:
         return speeds
 
     def _planned_s(self, members: int) -> float:
+        members = min(members, self.usable(BAMBOO, members))
         if members not in self._planned:
             pace = self.pace(self.config.redundancy.mode)
             plan = planned(pace, members, self.config)
@@ -260,8 +282,9 @@ class Simulation:
     def _undisturbed(self, policy: str, market: Market, limit: float, speeds: Sequence[float]) -> Figures:
         node_seconds, samples = market.node_seconds, limit
         if policy == ON_DEMAND:
-            most = len(speeds) - 1
-            node_seconds, samples = most * market.seconds, speeds[-1] * market.seconds
+            # The fewest nodes that are as fast as all of them.
+            speed = speeds[market.most]
+            node_seconds, samples = speeds.index(speed) * market.seconds, speed * market.seconds
         return Figures(
             **_rates(samples, market.seconds, limit, node_seconds, self._price(policy)),
             goodput=1.0,
@@ -326,6 +349,7 @@ class Simulation:
 
 def _rates(samples: float, seconds: float, limit: float, node_seconds: float, price: float) -> dict[str, float | None]:
     return {
+        "nodes": node_seconds / seconds,
         "samples": samples,
         "samples_per_s": samples / seconds,
         "limit_share": samples / limit if limit else None,
