@@ -128,6 +128,22 @@ def test_no_setup_is_cheaper_than_the_one_that_is_advised() -> None:
         assert sum(best.dollars.values()) == pytest.approx(best.cost_per_million, rel=1e-3)
 
 
+def test_all_setups_save_for_the_restarts_that_they_have() -> None:
+    """With two pipelines losses are no restarts: intervals that went by losses would be too short."""
+    here = offer()
+    here = replace(here, terms=here.terms.model_copy(update={"host_gb_s": 1e-2}))
+    search = Search([here], finalists=6, seeds=2, pipelines=2)
+    ranking = search.run().ranking
+    assert {each.seeds for each in ranking} == {1, 2}
+    fewer = 0
+    for each in ranking:
+        pace, market = Screen(here, BambooConfig()).pace(each.setup), FEW.rented(each.setup.nodes)
+        by_losses = search._simulate(each.setup, 1, None)
+        assert each.checkpoint_s == pytest.approx(checkpoint_s(pace, market, here.terms, by_losses.restarts))
+        fewer += each.seeds == 1 and each.checkpoint_s > by_losses.checkpoint_s
+    assert fewer, "of those that are simulated with one seed, too"
+
+
 def test_the_fastest_setup_says_what_is_fast_enough() -> None:
     advice = Search([offer()], finalists=4, seeds=2, pipelines=2).run()
     fastest = max(each.samples_per_s for each in advice.ranking)
@@ -231,6 +247,10 @@ def other(policy: str, cost: float, fast_enough: bool = True) -> Alternative:
         (2.0, 3.0, 1.6, False, False, "No: checkpoint-restart on spot instances costs less, by a factor of 1.25"),
         (3.0, 2.0, 2.5, False, False, "No: stock DeepSpeed on demand costs less, by a factor of 1.50"),
         (1.0, 3.0, 1.15, False, None, "Too close to call: the ranges of checkpoint-restart on spot instances overlap"),
+        # A range that overlaps decides nothing where another alternative is clearly cheaper.
+        (2.0, 1.0, 2.05, False, False, "No: stock DeepSpeed on demand costs less, by a factor of 2.00"),
+        (2.0, 1.95, 1.0, False, False, "No: checkpoint-restart on spot instances costs less, by a factor of 2.00"),
+        (2.0, 1.95, 2.05, False, None, "Too close to call: the ranges of stock DeepSpeed on demand and checkpoint-re"),
         (2.0, 3.0, 1.0, True, True, "Yes: stock DeepSpeed on demand costs 1.50 times as much"),
     ],
 )
@@ -248,6 +268,8 @@ def test_the_verdict_where_nothing_is_good() -> None:
     assert slow.worth_it is False and slow.sentence.startswith("No: no setup is as fast as was asked for")
     none = verdict(None, [], [Rejected(what="a: 1 x 2", why="it is too dear")])
     assert (none.worth_it, none.sentence) == (False, "No: no setup trains on these nodes: a: 1 x 2: it is too dear")
+    some = ranked(1.0).model_copy(update={"cost_range": None})
+    assert "(some of 3 seeds have trained nothing: no range)" in verdict(some, [], []).sentence
     alone = verdict(ranked(1.0), [other("on-demand", 3.0, fast_enough=False)], [])
     assert alone.worth_it is True and "nothing else is as fast" in alone.sentence
     assert "checkpoint-restart on spot instances trains nothing at all" in alone.sentence
@@ -332,6 +354,12 @@ INSTANCE = "a,spot=1,on-demand=2"
         ),
         (["--profile", "gpt-2", "--instance", f"{INSTANCE},climate=x"], TRACE, "there is no climate 'x'; there are"),
         (["--profile", "gpt-2", "--instance", INSTANCE, "--spot-price", "1"], TRACE, "have prices of their own"),
+        (
+            ["--profile", "gpt-2", "--instance", f"{INSTANCE},rate=0.1"],
+            TRACE,
+            "instance a: rate and nodes are those of a climate, and --trace has its own: leave them out",
+        ),
+        (["--profile", "gpt-2", "--hours", "2"], TRACE, "--hours: only for a --climate"),
         (["--profile", "gpt-2", "-n", "4"], TRACE, "--workers: only for a SCRIPT; name one, or leave it out"),
         (["--profile", "gpt-2", "train.py"], TRACE, "--profile gpt-2 and the script train.py: give one of them"),
         (["train.py"], TRACE, "-n is missing: how many local workers train.py is measured with"),

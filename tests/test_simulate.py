@@ -281,7 +281,7 @@ def test_what_does_not_fit_is_not_used() -> None:
 
 def test_both_formats_of_traces() -> None:
     named = parse("# a trace\n1000,add,a\n1000,add,b\n3000,remove,a\n4000,add,a\n9000,remove,b\n", "t", 0)
-    assert named.seconds == 8 and named.initial == 2 and named.losses == 2
+    assert named.seconds == 8 and named.counts()[0] == (0.0, 2.0, 2) and named.losses == 2
     assert list(named.moments)[1:] == [(2.0, [], ["a"]), (3.0, ["a.2"], []), (8.0, [], ["b"])]
     counted = parse("time,count\n0,3\n60,1\n90,2\n120,2\n", "t", 0)
     assert counted.seconds == 120 and counted.node_seconds == 3 * 60 + 30 + 60
@@ -292,17 +292,19 @@ def test_both_formats_of_traces() -> None:
 
 def test_windows_of_a_trace() -> None:
     part = EVENTFUL.window(400, 350)
-    assert part.initial == 7 and part.seconds == 350
+    assert part.counts()[0] == (0.0, 100.0, 7) and part.seconds == 350
     assert [(c.at_ms, c.what, c.node) for c in part.changes[7:]] == [
         (100000, "remove", "n2"), (103000, "remove", "x"), (300000, "add", "y"), (300000, "add", "z")
     ]  # fmt: skip
     assert part.compressed(10).changes[7].at_ms == 10000 and part.compressed(10).seconds == 35
     # A job that wants five nodes takes another one for each that goes.
     rented = EVENTFUL.rented(5)
-    assert rented.initial == 5 and all(count <= 5 for *_, count in rented.counts())
+    assert rented.counts()[0][2] == 5 and all(count <= 5 for *_, count in rented.counts())
     assert rented.node_seconds < EVENTFUL.node_seconds
     with pytest.raises(ConfigError, match="--from-s 3000 is not within the trace, which lasts 2000 s"):
         EVENTFUL.window(3000, None)
+    with pytest.raises(ConfigError, match="--seconds 700: the nodes are known for 600 s from --from-s 1400 on"):
+        EVENTFUL.window(1400, 700)
 
 
 def test_drawn_nodes() -> None:
@@ -312,6 +314,7 @@ def test_drawn_nodes() -> None:
     assert lost / market.losses == pytest.approx(2.0, rel=0.2)
     for at_s, _, gone in market.moments:
         assert len({market.zones[node] for node in gone}) <= 1, at_s
+    assert len({market.zones[change.node] for change in market.changes if change.what == "remove"}) == 3
     short = drawn(Climate(0.0, 1.0, 1, 2.0, 0.0), 10, 24 * 3600, 1)
     assert 110 <= sum(change.what == "remove" for change in short.changes) <= 120
     assert all(count == 10 for *_, count in short.counts() if count)
@@ -364,6 +367,8 @@ def simulate(tmp_path: Path, *options: str, trace: str | None = TRACE) -> tuple[
         (["--profile", "gpt-2", "--spot-price", "-1"], TRACE, "--spot-price -1.0: Input should be greater than or"),
         (["--profile", "gpt-2", "--compress", "0"], TRACE, "--compress is 0.0: it must be a positive number"),
         (["--profile", "gpt-2", "--rate", "2"], TRACE, "--rate: only for a --climate; --limit bounds the nodes"),
+        (["--profile", "gpt-2", "--hours", "2", "--nodes", "9"], TRACE, "--nodes, --hours: only for a --climate"),
+        (["--profile", "gpt-2", "--seconds", "3601"], TRACE, "--seconds 3601: the nodes are known for 3600 s"),
         (["--profile", "gpt-2", "--climate", "ec2-p3"], None, "--climate needs --nodes: how many are wanted"),
         (["--profile", "gpt-2"], None, "give one of --trace and --climate"),
         (["--profile", "gpt-2", "--stages", "99"], TRACE, "--stages 99: profile gpt-2 has 50 layers; choose fewer"),
@@ -372,6 +377,21 @@ def simulate(tmp_path: Path, *options: str, trace: str | None = TRACE) -> tuple[
             ["--climate", "ec2-p3", "--nodes", "9", "--bulk", "0", "--profile", "gpt-2"],
             None,
             "--bulk 0.0: at least one",
+        ),
+        (
+            ["--climate", "ec2-p3", "--nodes", "9", "--bulk", "inf", "--profile", "gpt-2"],
+            None,
+            "--bulk inf: at least one node goes, and a finite number",
+        ),
+        (
+            ["--climate", "ec2-p3", "--nodes", "9", "--hours", "inf", "--profile", "gpt-2"],
+            None,
+            "--hours inf: above 0, and finite",
+        ),
+        (
+            ["--climate", "ec2-p3", "--nodes", "9", "--replaced-s", "inf", "--profile", "gpt-2"],
+            None,
+            "--replaced-s inf: not negative, and finite",
         ),
     ],
 )

@@ -37,7 +37,7 @@ class Offer:
     @cached_property
     def most(self) -> int:
         """The greatest number of nodes."""
-        return max((count for *_, count in self.market(0).counts()), default=0)
+        return self.market(0).most
 
     def simulation(self, config: BambooConfig, pipelines: int, stages: int, nodes: int) -> Simulation:
         """Of a job on it that rents so many nodes at most."""

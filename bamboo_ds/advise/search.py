@@ -5,8 +5,9 @@
     shapes of all instance types          that do not fit into a device's memory are left out, with what they need
       estimated in one mode               the best shapes
         x modes x blocks x spare nodes    estimated again: the finalists, among them the best of each mode and type
-          simulated with one seed         checkpoints at the interval of Young and Daly for the losses
-            the best, with all seeds      the same for the restarts that there were
+          simulated with one seed         checkpoints at the interval of Young and Daly for the losses,
+          simulated again                 for the restarts that there were: only now setups are ranked
+            the best, with all seeds      at the same intervals
 """
 
 from __future__ import annotations
@@ -194,10 +195,12 @@ class Search:
     def _simulated(self, chosen: Sequence[Setup]) -> list[Ranked]:
         """The finalists in their order; the first ones with all seeds."""
         found: dict[Setup, Ranked] = {}
-        thorough: set[Setup] = set()
+        restarts: dict[Setup, float] = {}
+        thorough: set[Setup] = set(chosen if self.seeds == 1 else ())
         for setup in chosen:
             self.tell(f"simulating {setup}")
-            found[setup] = self._simulate(setup, 1, None)
+            restarts[setup] = self._simulate(setup, 1, None).restarts
+            found[setup] = self._simulate(setup, 1, restarts[setup])
         while True:
             wanted = self._wanted([each.samples_per_s for each in found.values()])
             ranking = [each.model_copy(update={"fast_enough": each.samples_per_s >= wanted}) for each in found.values()]
@@ -208,7 +211,7 @@ class Search:
             for each in left:
                 self.tell(f"simulating {each.setup} with {self.seeds} seeds")
                 thorough.add(each.setup)
-                found[each.setup] = self._simulate(each.setup, self.seeds, each.restarts)
+                found[each.setup] = self._simulate(each.setup, self.seeds, restarts[each.setup])
 
     def _simulate(self, setup: Setup, seeds: int, restarts: float | None) -> Ranked:
         """``setup``, simulated; ``restarts``: for which checkpoints are to be made, if known."""

@@ -90,7 +90,7 @@ def shapes(
         market: its nodes; as many as there are at most may be members.
         pipelines, stages: the only ones that are wanted; ``None``: any.
     """
-    most = max((count for *_, count in market.counts()), default=0)
+    most = market.most
     layers = len(profile.each)
     wanted = [stages] if stages is not None else sorted({*_STAGES, profile.stages} - {1})
     micro_batches = profile.global_batch // profile.micro_batch
@@ -118,8 +118,7 @@ def shapes(
 
 def setups(shape: Shape, market: Market, modes: Iterable[RedundancyMode], blocks: Iterable[Blocks]) -> Iterator[Setup]:
     """``shape`` in each of ``modes``, with each of ``blocks`` and some numbers of spare nodes."""
-    most = max(count for *_, count in market.counts())
-    limits = sorted({min(most, round(shape.size * (1 + share))) for share in _SPARES})
+    limits = sorted({min(market.most, round(shape.size * (1 + share))) for share in _SPARES})
     for mode in modes:
         for each in blocks:
             for nodes in limits:

@@ -41,17 +41,17 @@ def verdict(best: Ranked | None, alternatives: Sequence[Alternative], rejected: 
         ((each.cost_per_million or 0.0, name, each) for name, each in against if each.fast_enough),
         key=lambda found: found[0],
     )
+    if not able:
+        return Verdict(worth_it=True, sentence=f"Yes: nothing else is as fast as was asked for: {figures}")
+    cost, name, cheapest = able[0]
+    if cost < best.cost_per_million and not _overlap(best, cheapest):
+        times = best.cost_per_million / cost
+        return Verdict(worth_it=False, sentence=f"No: {name} costs less, by a factor of {times:.2f}: {figures}")
     close = [name for _, name, each in able if _overlap(best, each)]
     if close:
         sentence = f"Too close to call: the ranges of {' and '.join(close)} overlap with that of the best setup"
         sentence += ", which more --seeds may part"
         return Verdict(worth_it=None, sentence=f"{sentence}: {figures}")
-    if not able:
-        return Verdict(worth_it=True, sentence=f"Yes: nothing else is as fast as was asked for: {figures}")
-    cost, name, _ = able[0]
-    if cost < best.cost_per_million:
-        times = best.cost_per_million / cost
-        return Verdict(worth_it=False, sentence=f"No: {name} costs less, by a factor of {times:.2f}: {figures}")
     times = cost / best.cost_per_million
     return Verdict(worth_it=True, sentence=f"Yes: {name} costs {times:.2f} times as much: {figures}")
 
@@ -59,7 +59,8 @@ def verdict(best: Ranked | None, alternatives: Sequence[Alternative], rejected: 
 def _within(best: Ranked) -> str:
     replicas = "" if best.setup.mode.replicas else ", without replicas"
     if best.cost_range is None:
-        return f"{replicas} (of one seed: no range)"
+        why = "of one seed" if best.seeds == 1 else f"some of {best.seeds} seeds have trained nothing"
+        return f"{replicas} ({why}: no range)"
     return f"{replicas} ({best.cost_range[0]:,.2f} to {best.cost_range[1]:,.2f})"
 
 

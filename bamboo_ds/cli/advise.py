@@ -68,7 +68,7 @@ def advise(
     trace: Path | None,
     climate: str | None,
     nodes: int | None,
-    hours: float,
+    hours: float | None,
     from_s: float,
     seconds: float | None,
     compress: float,
@@ -106,13 +106,17 @@ def advise(
         own = dict(weather)
         if of.rate is not None:
             own["rate"] = of.rate
-        given = (trace, climate)
+        given, wanted, long = (trace, climate), of.nodes or nodes, hours
         if of.trace is not None:
-            given, own = (Path(of.trace), None), dict.fromkeys(WEATHER)
+            given, own, wanted, long = (Path(of.trace), None), dict.fromkeys(WEATHER), None, None
         elif of.climate is not None:
             given = None, of.climate
-        wanted = of.nodes or (None if of.trace is not None else nodes)
-        whole = market_of(*given, own, wanted, hours, from_s, seconds, compress)
+        elif trace is not None and (of.rate is not None or of.nodes is not None):
+            raise ConfigError(
+                f"instance {of.name}: rate and nodes are those of a climate, and --trace has its own: leave them out,"
+                " or name a climate"
+            )
+        whole = market_of(*given, own, wanted, long, from_s, seconds, compress)
         return whole if limit is None else lambda seed: whole(seed).rented(limit)
 
     # All that can be wrong with the options is, before anything is started.

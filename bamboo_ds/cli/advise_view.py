@@ -99,6 +99,8 @@ def _notes(advice: Advice) -> Iterator[str]:
     several = sum(each.seeds > 1 for each in advice.ranking)
     if several:
         yield f"means of {advice.seeds} seeds, ± 95 %, where there is a ±; of one seed elsewhere"
+    if any(each.seeds > 1 and each.cost_per_million and not each.cost_range for each in advice.ranking):
+        yield "costs without a ± beside other figures with one: seeds that have trained nothing are paid for in them"
     yield f"{advice.estimated} setups were estimated, {len(advice.ranking)} simulated"
     yield "GiB: of a device with its role and replica; overhead: of iterations without losses, against no redundancy"
     for each in advice.ranking:

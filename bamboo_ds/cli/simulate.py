@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from ..simulate.run import Report
 
 _GIB = 2**30
-
+#: How long nodes are drawn for, unless told otherwise.
+_HOURS = 24.0
 
 #: What of the climate options replace.
 WEATHER = ("rate", "bulk", "zones", "lifetime_h", "replaced_s")
@@ -60,9 +61,7 @@ market_options = together(
     click.option(
         "--hours",
         type=click.FloatRange(min=0, min_open=True),
-        default=24.0,
-        show_default=True,
-        help="How long, where they are drawn.",
+        help=f"How long, where they are drawn.  [default: {_HOURS:g}]",
     ),
     click.option("--rate", type=float, help="Share of the nodes that is lost in an hour, in place of the climate's."),
     click.option("--bulk", type=float, help="Nodes that go at once, on average."),
@@ -77,8 +76,8 @@ market_options = together(
 
 @click.command()
 @market_options
-@click.option("--limit", type=click.IntRange(min=1), help="Nodes that the job rents at most.  [default: twice as many"
-              " as it has stages in all, which is all that can compute]")  # fmt: skip
+@click.option("--limit", type=click.IntRange(min=1), help="Nodes that each job rents at most.  [default: as many as"
+              " its policy can use]")  # fmt: skip
 @click.option("--profile", "profile_name", metavar="NAME|FILE", help="Of the model: bert-large, gpt-2,"
               " gpt-3-2.7b, gpt-3-6.7b, or a file of JSON.")  # fmt: skip
 @click.option("--pipelines", type=click.IntRange(min=1), help="Data-parallel pipelines.  [default: as many as there"
@@ -103,7 +102,7 @@ def simulate(
     trace: Path | None,
     climate: str | None,
     nodes: int | None,
-    hours: float,
+    hours: float | None,
     from_s: float,
     seconds: float | None,
     compress: float,
@@ -196,7 +195,7 @@ def market_of(
     climate: str | None,
     weather: dict[str, float | None],
     nodes: int | None,
-    hours: float,
+    hours: float | None,
     from_s: float,
     seconds: float | None,
     compress: float,
@@ -210,9 +209,11 @@ def market_of(
     text = ""
     if trace is not None:
         options = [f"--{name.replace('_', '-')}" for name, value in weather.items() if value is not None]
-        options += ["--nodes"] if nodes is not None else []
+        options += [name for name, value in (("--nodes", nodes), ("--hours", hours)) if value is not None]
         if options:
-            raise ConfigError(f"{', '.join(options)}: only for a --climate; --limit bounds the nodes of a trace")
+            raise ConfigError(
+                f"{', '.join(options)}: only for a --climate; --limit bounds the nodes of a trace, --seconds its length"
+            )
         text = trace.read_text()
     elif nodes is None:
         raise ConfigError("--climate needs --nodes: how many are wanted")
@@ -222,7 +223,7 @@ def market_of(
         if trace is not None:
             whole = parse(text, str(trace), seed)
         else:
-            whole = drawn(replace(CLIMATES[str(climate)], **given), nodes or 0, hours * 3600, seed)
+            whole = drawn(replace(CLIMATES[str(climate)], **given), nodes or 0, 3600 * (hours or _HOURS), seed)
         return whole.window(from_s, seconds).compressed(compress)
 
     return market
@@ -237,7 +238,18 @@ def _write(path: Path, events: Sequence[Any]) -> None:
 
 def _table(report: Report) -> Table:
     table = Table(box=None)
-    columns = "policy", "samples", "samples/s", "of the limit", "goodput", "lost s", "redone s", "restarts", "$/million"
+    columns = (
+        "policy",
+        "nodes",
+        "samples",
+        "samples/s",
+        "of the limit",
+        "goodput",
+        "lost s",
+        "redone s",
+        "restarts",
+        "$/million",
+    )
     for column in columns:
         table.add_column(column, justify="left" if column == "policy" else "right", no_wrap=True)
     for name, policy in report.policies.items():
@@ -248,6 +260,7 @@ def _table(report: Report) -> Table:
         cost = "–" if policy.cost_per_million is None else f"{policy.cost_per_million:,.2f}"
         table.add_row(
             name,
+            f"{policy.nodes:.1f}",
             f"{policy.samples:,.0f}",
             f"{policy.samples_per_s:.3f}{half.get('samples_per_s', '')}",
             share,
@@ -265,17 +278,19 @@ def _facts(report: Report) -> list[str]:
     found = [
         f"{report.profile}: {report.pipelines} pipelines of {report.stages} stages, {report.micro_batches}"
         f" micro-batches each; {report.seconds / 3600:.2f} h, {report.nodes[0]:.1f} nodes on average,"
-        f" {report.nodes[1]} at most,"
+        f" {report.nodes[1]} at most of a policy,"
         f" {report.losses:.0f} lost" + (f"; means of {report.seeds} seeds, ± 95 %" if report.seeds > 1 else "")
     ]
-    needs = f"a device needs {memory.without / _GIB:.1f} GiB, with replicas {memory.replicas / _GIB:.1f} GiB"
+    # In a mode without replicas nothing is said of any.
+    what, verbs, how = ("replicas", ("FIT", "do NOT fit"), "with replicas")
+    if not memory.mode.replicas:
+        what, verbs, how = ("the job", ("FITS", "does NOT fit"), f"with redundancy.mode {memory.mode.value}")
+    needs = f"a device needs {memory.without / _GIB:.1f} GiB, {how} {memory.replicas / _GIB:.1f} GiB"
     if memory.device is None:
         found.append(f"memory is not looked at: {needs}")
-    elif memory.fits:
-        least = f"they fit down to {memory.least_members} members" if memory.least_members else ""
-        found.append(f"replicas FIT into {memory.device / _GIB:.1f} GiB: {needs}; {least}")
     else:
-        found.append(f"replicas do NOT fit into {memory.device / _GIB:.1f} GiB: {needs}")
+        least = f"; down to {memory.least_members} members" if memory.least_members else ""
+        found.append(f"{what} {verbs[not memory.fits]} into {memory.device / _GIB:.1f} GiB: {needs}{least}")
     for name, policy in report.policies.items():
         if policy.refused:
             found.append(f"{name}: {policy.refused:g} plans were not used, since they do not fit")

@@ -51,11 +51,6 @@ class Market:
             yield at_ms / 1000, come, go
 
     @property
-    def initial(self) -> int:
-        """Number of nodes at the begin."""
-        return sum(change.at_ms == 0 for change in self.changes)
-
-    @property
     def losses(self) -> int:
         """Number of moments at which nodes go."""
         return len({change.at_ms for change in self.changes if change.what == "remove"})
@@ -66,6 +61,11 @@ class Market:
         return sum(
             (self.seconds - change.at_ms / 1000) * (1 if change.what == "add" else -1) for change in self.changes
         )
+
+    @property
+    def most(self) -> int:
+        """The greatest number of nodes."""
+        return max(count for *_, count in self.counts())
 
     def counts(self, delay_s: float = 0.0) -> list[tuple[float, float, int]]:
         """Periods (begin, end, nodes); a node that comes later counts ``delay_s`` after it has come."""
@@ -92,13 +92,17 @@ class Market:
         """What happens from ``begin_s`` on, for ``seconds``; nodes that are there then are there at the begin.
 
         Raises:
-            ConfigError: there is nothing of the market in it.
+            ConfigError: it reaches beyond the market.
         """
         left = self.seconds - begin_s
-        length = left if seconds is None else min(seconds, left)
-        if begin_s < 0 or length <= 0:
+        length = left if seconds is None else seconds
+        if not 0 <= begin_s < self.seconds:
             raise ConfigError(
                 f"--from-s {begin_s:g} is not within the trace, which lasts {self.seconds:g} s: choose less"
+            )
+        if not 0 < length <= left:
+            raise ConfigError(
+                f"--seconds {length:g}: the nodes are known for {left:g} s from --from-s {begin_s:g} on: choose no more"
             )
         there: dict[str, None] = {}
         later = []
@@ -172,8 +176,8 @@ class Climate:
     """How nodes are drawn.
 
     Attributes:
-        hourly: share of the nodes that is lost in an hour.
-        bulk: mean number of nodes that go at once; their number is geometric.
+        hourly: share of the living nodes that is lost in an hour, besides those whose lifetime ends.
+        bulk: mean number of nodes that go at once; their number is geometric, as far as the zone has so many.
         zones: among which nodes are spread; those that go at once are of one.
         lifetime_h: hours after which a node goes in any case; ``None``: any.
         replaced_s: mean seconds until another node comes in place of one that goes; exponential.
@@ -213,17 +217,17 @@ def drawn(climate: Climate, nodes: int, seconds: float, seed: int) -> Market:
     Raises:
         ConfigError: a figure that cannot be.
     """
-    wrong = [
-        (climate.hourly < 0 or not math.isfinite(climate.hourly), f"--rate {climate.hourly}: it is a share, from 0 on"),
-        (climate.bulk < 1, f"--bulk {climate.bulk}: at least one node goes"),
-        (climate.zones < 1, f"--zones {climate.zones}: there is at least one"),
-        (climate.lifetime_h is not None and climate.lifetime_h <= 0, f"--lifetime-h {climate.lifetime_h}: above 0"),
-        (climate.replaced_s < 0, f"--replaced-s {climate.replaced_s}: not negative"),
-        (nodes < 1, f"--nodes {nodes}: at least one"),
-        (not seconds > 0, "--hours: above 0"),
+    right = [
+        (0 <= climate.hourly < math.inf, f"--rate {climate.hourly}: it is a share, from 0 on"),
+        (1 <= climate.bulk < math.inf, f"--bulk {climate.bulk}: at least one node goes, and a finite number"),
+        (climate.zones >= 1, f"--zones {climate.zones}: there is at least one"),
+        (climate.lifetime_h is None or climate.lifetime_h > 0, f"--lifetime-h {climate.lifetime_h}: above 0"),
+        (0 <= climate.replaced_s < math.inf, f"--replaced-s {climate.replaced_s}: not negative, and finite"),
+        (nodes >= 1, f"--nodes {nodes}: at least one"),
+        (0 < seconds < math.inf, f"--hours {seconds / 3600:g}: above 0, and finite"),
     ]
-    for is_wrong, what in wrong:
-        if is_wrong:
+    for is_right, what in right:
+        if not is_right:
             raise ConfigError(what)
     draw = Random(seed)
     changes: list[Change] = []
@@ -251,9 +255,16 @@ def drawn(climate: Climate, nodes: int, seconds: float, seed: int) -> Market:
         changes.append(Change(at_s * 1000, "remove", node))
         later(at_s + (draw.expovariate(1 / climate.replaced_s) if climate.replaced_s else 0.0), "come", zones[node])
 
+    def bulks(zone: str) -> float:
+        """Bulks in an hour: times their mean size, which the zone bounds, they are ``hourly`` of the nodes there."""
+        count = len(there[zone])
+        return climate.hourly * count / (climate.bulk * (1 - (1 - 1 / climate.bulk) ** count)) if count else 0.0
+
     for number in range(nodes):
         come(0.0, names[number % climate.zones])
-    gap = math.inf if not climate.hourly else 3600 / (climate.hourly * nodes / climate.bulk)
+    # Zones never have more nodes than now: bulks are drawn for as many, and some do not happen where there are fewer.
+    most = {zone: bulks(zone) for zone in names}
+    gap = 3600 / sum(most.values()) if climate.hourly else math.inf
     if gap < math.inf:
         later(draw.expovariate(1 / gap), "bulk", "")
     while queue:
@@ -265,7 +276,9 @@ def drawn(climate: Climate, nodes: int, seconds: float, seed: int) -> Market:
                 go(at_s, who)
         else:
             later(at_s + draw.expovariate(1 / gap), "bulk", "")
-            zone = draw.choice(names)
+            (zone,) = draw.choices(names, list(most.values()))
+            if draw.random() * most[zone] >= bulks(zone):
+                continue
             size = 1 if climate.bulk == 1 else 1 + int(math.log(1 - draw.random()) / math.log(1 - 1 / climate.bulk))
             for node in draw.sample(there[zone], min(size, len(there[zone]))):
                 go(at_s, node)

@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ..chaos.schedule import Change
-from ..config import BambooConfig
+from ..chaos.schedule import Change, parse_trace
+from ..config import parse_block
 from ..errors import ConfigError
 from .market import Market
 from .profile import Profile
@@ -83,18 +83,24 @@ class Row(BaseModel):
 def load(path: Path) -> Measured:
     """The recorded run in a file; raises :class:`ConfigError` if it is none."""
     try:
-        return Measured.model_validate_json(path.read_bytes())
+        found = Measured.model_validate_json(path.read_bytes())
     except ValidationError as error:
         fault = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(map(str, fault["loc"])) or "file"
         raise ConfigError(f"--measured {path}: {where}: {fault['msg']}") from error
+    # Checked as the lines of a trace are.
+    lines = [f"{at_s * 1000},{what},{node}" for at_s, what, node in found.changes]
+    parse_trace("\n".join(lines), f"--measured {path}: changes")
+    return found
 
 
 def simulation(measured: Measured) -> Simulation:
     """The simulation of the recorded run, for :data:`PHASES` seeds."""
-    config = BambooConfig.model_validate(measured.bamboo)
+    config = parse_block(measured.bamboo)
     size = measured.pipelines, measured.stages
-    return Simulation(measured.market, measured.profile, measured.terms, config, *size, reshapes=measured.reshapes)
+    every = len(measured.changes)  # nodes that were there were rented
+    terms, reshapes = measured.terms, measured.reshapes
+    return Simulation(measured.market, measured.profile, terms, config, *size, every, reshapes)
 
 
 def compare(measured: Measured, report: Report) -> Sequence[Row]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, stdev
 
@@ -42,15 +42,16 @@ class Figures(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
+    nodes: float = Field(description="rented, on average")
     samples: float = Field(description="of committed steps, each once")
     samples_per_s: float = Field(description="over the whole time")
-    limit_share: float | None = Field(description="samples by those of the limit; null without any")
+    limit_share: float | None = Field(description="samples by the limit of the rented nodes; null without any")
     goodput: float | None = Field(description="productive share of the members' seconds, as of `bamboo goodput`")
     node_goodput: float | None = Field(description="the same of the seconds of all nodes, members or not")
     lost_s: float = Field(description="member-seconds of work that was lost, see `categories`")
     redone_s: float = Field(description="member-seconds of passes computed again by survivors")
     restarts: float = Field(description="from a checkpoint, or to take nodes in")
-    cost_per_million: float | None = Field(description="$ per million samples; null without any")
+    cost_per_million: float | None = Field(description="$ per million samples; null without any. Over seeds: $ of all")
     pause_s: float = Field(description="mean time that a loss delays the interrupted iteration by, without restarts")
     losses: float
     plans: float = Field(description="changes of plan")
@@ -62,20 +63,21 @@ class Figures(BaseModel):
 
 
 class PolicyReport(Figures):
-    """Means over the seeds; ``range``: 95 % confidence of these means, where there are several."""
+    """Means over the seeds, costs those of all samples; ``range``: their 95 % confidence, where all seeds have them."""
 
     range: dict[str, tuple[float, float]] | None = None
-    idle: str | None = Field(None, description="why the job did not train at the end")
+    idle: str | None = Field(None, description="why the job did not train at the end, and in how many of the seeds")
 
 
 class Memory(BaseModel):
     """What a device needs, in bytes, of the full job."""
 
+    mode: RedundancyMode = Field(description="redundancy.mode of the settings; there are no replicas in none")
     device: int | None = Field(description="null: not looked at")
     without: float = Field(description="stock DeepSpeed, the same pipelines and stages")
-    replicas: float = Field(description="with replicas of all stages")
-    fits: bool = Field(description="with replicas")
-    least_members: int | None = Field(description="fewest members on which the job with replicas fits; null: none")
+    replicas: float = Field(description="in this mode, with replicas of all stages where it has any")
+    fits: bool = Field(description="in this mode")
+    least_members: int | None = Field(description="fewest members on which the job fits in this mode; null: none")
 
 
 class Report(BaseModel):
@@ -87,8 +89,8 @@ class Report(BaseModel):
     micro_batches: int
     seconds: float
     seeds: int
-    nodes: tuple[float, int] = Field(description="mean and greatest number of nodes")
-    losses: float
+    nodes: tuple[float, int] = Field(description="mean and greatest number of nodes, of the policy that rents most")
+    losses: float = Field(description="of these nodes")
     memory: Memory
     policies: dict[str, PolicyReport]
 
@@ -104,7 +106,7 @@ class Simulation:
         config: settings of the job.
         pipelines, stages: its size; ``None``: the profile's, as many pipelines as there are nodes for on
             average.
-        limit: nodes that the job rents at most; ``None``: twice as many as it has roles, which is all that compute.
+        limit: nodes that a job rents at most; ``None``: as many as its policy can use, see :meth:`usable`.
         reshapes: stock DeepSpeed's checkpoints can be made such of another number of stages; else its jobs have whole
             pipelines of the job's own stages.
     """
@@ -152,10 +154,29 @@ class Simulation:
             self._paces[mode, whole] = Pace(self.profile, self.terms, *self.size, mode, blocks)
         return self._paces[mode, whole]
 
-    def rented(self, seed: int) -> Market:
-        """The nodes that the job rents."""
+    def rented(self, seed: int, policy: str = BAMBOO) -> Market:
+        """The nodes that the job of a policy rents."""
+        market = self.market(seed)
+        return market.rented(self.limit or self.usable(policy, market.most))
+
+    def usable(self, policy: str, most: int) -> int:
+        """Nodes that the job of a policy can use, of ``most``.
+
+        Stock DeepSpeed's job is the cheapest that is as fast as any on the nodes that this package's job can use.
+        """
         pipelines, stages = self.size
-        return self.market(seed).rented(self.limit or 2 * pipelines * stages)
+        roles = pipelines * stages
+        if policy == "sample-dropping":
+            return roles
+        if policy not in ("checkpoint-restart", ON_DEMAND, LIMIT):
+            return 2 * roles  # a role has an owner and a shadow
+        own, fastest = self.stock.best(min(most, 2 * roles)), self.stock.best(most)
+        wanted = max(own.speed if own else 0.0, self.profile.global_batch / self._planned_s(most)) if most else 0.0
+        found = [each for each in map(self.stock.best, range(1, most + 1)) if each is not None]
+        enough = [each for each in found if each.speed >= wanted]
+        best = min(enough, key=lambda each: each.size / each.speed) if enough else fastest
+        stock = best.size if best else most
+        return max(stock, 2 * roles) if policy == LIMIT else stock
 
     def job(self, policy: str, market: Market, seed: int) -> Training:
         """The job of a policy.
@@ -174,6 +195,11 @@ class Simulation:
         if mode:
             redundancy = config.redundancy.model_copy(update={"mode": RedundancyMode(mode)})
             config = config.model_copy(update={"redundancy": redundancy})
+        if self.size[1] < 2:
+            raise ConfigError(
+                f"--policy {policy}: a pipeline of this package has two stages or more, and this job has --stages 1:"
+                " choose more of them, or another policy"
+            )
         pace = self.pace(config.redundancy.mode, whole=name == WHOLE)
         return BambooJob(market, pace, self.terms, config, seed)
 
@@ -184,18 +210,20 @@ class Simulation:
                 raise ConfigError(f"--policy {policy}: there is none of this name; there are {', '.join(POLICIES)}")
         found: dict[str, list[Figures]] = {policy: [] for policy in policies}
         outcomes: dict[str, Outcome] = {}
+        idle: dict[str, list[str]] = {policy: [] for policy in policies}
         markets = []
         for seed in range(seeds):
-            market = self.rented(seed)
-            markets.append(market)
-            jobs = {policy: self.job(policy, market, seed) for policy in policies if policy not in (ON_DEMAND, LIMIT)}
+            rented = {policy: self.rented(seed, policy) for policy in policies}
+            markets.append(max(rented.values(), key=lambda market: market.node_seconds))
+            jobs = {p: self.job(p, market, seed) for p, market in rented.items() if p not in (ON_DEMAND, LIMIT)}
             done = {policy: job.simulate() for policy, job in jobs.items()}
-            speeds = self._speeds(market, jobs.values())
-            limit = _limit_samples(market, self.terms.start_s, speeds)
-            for policy in policies:
+            speeds = self._speeds(rented.values(), jobs.values())
+            for policy, market in rented.items():
+                limit = _limit_samples(market, self.terms.start_s, speeds)
                 if policy in done:
                     found[policy].append(self._figures(done[policy], market, limit))
                     outcomes.setdefault(policy, done[policy])
+                    idle[policy] += [why] if (why := done[policy].idle) else []
                 else:
                     found[policy].append(self._undisturbed(policy, market, limit, speeds))
         pipelines, stages = self.size
@@ -208,37 +236,35 @@ class Simulation:
             seeds=seeds,
             nodes=(
                 fmean(m.node_seconds / m.seconds for m in markets),
-                max(n for m in markets for *_, n in m.counts()),
+                max(market.most for market in markets),
             ),
             losses=fmean(sum(c.what == "remove" for c in m.changes) for m in markets),
             memory=self.memory(),
-            policies={
-                policy: _mean(each, outcomes[policy].idle if policy in outcomes else None)
-                for policy, each in found.items()
-            },
+            policies={policy: _mean(each, self._price(policy), idle[policy]) for policy, each in found.items()},
         )
         return report, outcomes
 
     # -- the limit ----------------------------------------------------------------------------------------
 
-    def _speeds(self, market: Market, jobs: Iterable[Training]) -> list[float]:
+    def _speeds(self, markets: Collection[Market], jobs: Iterable[Training]) -> list[float]:
         """By number of nodes, the samples per second of the fastest job without losses that they allow.
 
         That is the fastest of stock DeepSpeed's arrangements, of the job that the planner makes of them, without what
         replicas cost, and of all plans of so many members that a simulated job had.
         """
-        most = max(count for *_, count in market.counts())
+        most = max(market.most for market in markets)
         met: dict[int, float] = {}
         for job in jobs:
             for members, seconds in job.speeds.items():
                 met[members] = min(seconds, met.get(members, math.inf))
-        counts = {count for *_, count in market.counts(self.terms.start_s)} | {most}
+        counts = {count for market in markets for *_, count in market.counts(self.terms.start_s)}
+        counts |= {market.most for market in markets}
         speeds = [0.0]
         for members in range(1, most + 1):
             found = [speeds[-1]]
+            if stock := self.stock.best(members):
+                found.append(stock.speed)
             if members in counts:
-                stock = self.stock.best(members)
-                found += [stock.speed] if stock else []
                 found.append(self.profile.global_batch / self._planned_s(members))
             if members in met:
                 found.append(self.profile.global_batch / met[members])
@@ -246,6 +272,7 @@ class Simulation:
         return speeds
 
     def _planned_s(self, members: int) -> float:
+        members = min(members, self.usable(BAMBOO, members))
         if members not in self._planned:
             pace = self.pace(self.config.redundancy.mode)
             plan = planned(pace, members, self.config)
@@ -253,16 +280,13 @@ class Simulation:
         return self._planned[members]
 
     def _undisturbed(self, policy: str, market: Market, limit: float, speeds: Sequence[float]) -> Figures:
-        node_seconds, price, samples = market.node_seconds, self.terms.spot_price, limit
+        node_seconds, samples = market.node_seconds, limit
         if policy == ON_DEMAND:
-            most = len(speeds) - 1
-            node_seconds, price, samples = (
-                most * market.seconds,
-                self.terms.on_demand_price,
-                speeds[-1] * market.seconds,
-            )
+            # The fewest nodes that are as fast as all of them.
+            speed = speeds[market.most]
+            node_seconds, samples = speeds.index(speed) * market.seconds, speed * market.seconds
         return Figures(
-            **_rates(samples, market.seconds, limit, node_seconds, price),
+            **_rates(samples, market.seconds, limit, node_seconds, self._price(policy)),
             goodput=1.0,
             node_goodput=1.0,
             **dict.fromkeys(("lost_s", "redone_s", "restarts", "pause_s", "losses"), 0.0),
@@ -270,6 +294,9 @@ class Simulation:
             node_seconds=node_seconds,
             categories={Category.PRODUCTIVE: node_seconds},
         )
+
+    def _price(self, policy: str) -> float:
+        return self.terms.on_demand_price if policy == ON_DEMAND else self.terms.spot_price
 
     # -- figures ------------------------------------------------------------------------------------------
 
@@ -311,6 +338,7 @@ class Simulation:
             else:
                 low = middle + 1
         return Memory(
+            mode=self.config.redundancy.mode,
             device=device,
             without=self.stock.need(stages, self.profile.micro_batches(pipelines)),
             replicas=full,
@@ -321,18 +349,25 @@ class Simulation:
 
 def _rates(samples: float, seconds: float, limit: float, node_seconds: float, price: float) -> dict[str, float | None]:
     return {
+        "nodes": node_seconds / seconds,
         "samples": samples,
         "samples_per_s": samples / seconds,
         "limit_share": samples / limit if limit else None,
-        "cost_per_million": node_seconds / 3600 * price / samples * 1e6 if samples else None,
+        "cost_per_million": _cost(samples, node_seconds, price),
     }
+
+
+def _cost(samples: float, node_seconds: float, price: float) -> float | None:
+    """$ per million samples."""
+    return node_seconds / 3600 * price / samples * 1e6 if samples else None
 
 
 def _limit_samples(market: Market, start_s: float, speeds: Sequence[float]) -> float:
     return sum((end - begin) * speeds[count] for begin, end, count in market.counts(start_s))
 
 
-def _mean(each: Sequence[Figures], idle: str | None) -> PolicyReport:
+def _mean(each: Sequence[Figures], price: float, idle: Sequence[str]) -> PolicyReport:
+    """Of all seeds; ``idle``: why jobs did not train at the end, of the seeds of which there is such."""
     values: dict[str, object] = {}
     ranges: dict[str, tuple[float, float]] = {}
     for name in Figures.model_fields:
@@ -342,8 +377,19 @@ def _mean(each: Sequence[Figures], idle: str | None) -> PolicyReport:
             continue
         known = [value for figures in each if (value := getattr(figures, name)) is not None]
         values[name] = fmean(known) if known else None
-        if len(known) > 1:
+        if name == "cost_per_million":
+            # What a seed without any sample costs is paid, too. The range is that of a ratio of means (delta method).
+            samples = fmean(figures.samples for figures in each)
+            cost = _cost(samples, fmean(figures.node_seconds for figures in each), price)
+            values[name] = cost
+            if cost is not None:
+                paid = [(f.samples / samples, own) for f in each if (own := f.cost_per_million) is not None]
+                known = [cost + share * (own - cost) for share, own in paid]
+        if len(known) == len(each) > 1:
             times = _STUDENT[min(len(known) - 1, len(_STUDENT)) - 1]
             half = times * stdev(known) / math.sqrt(len(known))
             ranges[name] = fmean(known) - half, fmean(known) + half
-    return PolicyReport.model_validate({**values, "range": ranges or None, "idle": idle})
+    why = idle[0] if idle else None
+    if why and len(each) > 1:
+        why += f" (in {len(idle)} of {len(each)} seeds)"
+    return PolicyReport.model_validate({**values, "range": ranges or None, "idle": why})
