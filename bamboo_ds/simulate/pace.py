@@ -15,21 +15,23 @@ from itertools import accumulate
 from ..config import RedundancyMode
 from ..schedule import Hosts, PartProgress, RoleProgress, Timeline, hosts, needed, not_begun, settle, timeline
 from ..topology import BlockCosts, Layout, Plan, Role
-from ..topology.memory import StateBytes
+from ..topology.memory import StageMemory, StateBytes
+from ..topology.roles import MOST_BLOCKS
 from ..topology.room import member_bytes
 from .profile import Profile
 from .terms import Terms
 
 #: Iteration time against stock DeepSpeed by mode (docs/benchmarks.md, emulated devices, P = 8, M = 16), besides what
-#: replicas' gradients and updates take, which are counted by their bytes.
+#: replicas' gradients and updates take, which are counted by their bytes. Without eager passes there is nothing else
+#: that modes differ in: lazy replicas cost what this package costs without any.
 OVERHEAD = {
     RedundancyMode.NONE: 1.008,
-    RedundancyMode.LAZY: 1.0,
+    RedundancyMode.LAZY: 1.008,
     RedundancyMode.EAGER_FORWARD: 1.021,
     RedundancyMode.EAGER: 1.021,
 }
 #: Blocks of a stage where ``topology.blocks`` is "auto", at most.
-AUTO = 16
+AUTO = MOST_BLOCKS
 
 _Progress = Mapping[Role, RoleProgress]
 
