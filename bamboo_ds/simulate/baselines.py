@@ -322,7 +322,9 @@ class SampleDropping(_StockJob):
     def _recover(self) -> Run:
         """Finish the interrupted iteration without the pipelines that have lost members."""
         done, within = self._within()
-        left = (self.now.seconds if self.now else 0.0) - within
+        whole = self.now.seconds if self.now else 0.0
+        # Of an iteration that a loss has interrupted before, only the rest was under way.
+        left = (self._segment[1] if self._segment is not None and not done else whole) - within
         self._commit_segment()
         began = self._step_began if done or within else self.env.now
         while True:
