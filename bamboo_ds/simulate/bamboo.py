@@ -94,7 +94,9 @@ class BambooJob(Training):
         self._built: set[tuple[int, str]] = set()  # copies that are complete
         self._copied: set[tuple[int, str]] = set()  # those that the leader knows of
         self._copying: _Copies | None = None  # of the plan in force, as far as they are not complete
-        shares = [count * pace.state.owner for count in pace.parameters]
+        self._restarted: RestartRecord | None = None  # the newest restart
+        self._furthest = 0  # the newest step that there ever was
+        shares = [count * pace.state.copied for count in pace.parameters]
         self._copy_s = max(shares) / (terms.host_gb_s * 1e9)
         self._load_s = max(shares) / (terms.storage_gb_s * 1e9)
 
@@ -198,10 +200,9 @@ class BambooJob(Training):
 
     def _boundary(self) -> Run:
         if self.env.now >= self._checkpoint_due:
-            self._checkpoint_due = self.env.now + self.terms.checkpoint_s
-            whole = sum(self._pace.parameters) * self._pace.state.owner
-            written_s = max(self._load_s, whole / len(self.plan.members) / (self.terms.storage_gb_s * 1e9))
-            yield from self._checkpoint(self._copy_s, written_s)
+            begun, waits = self.env.now, not self._config.checkpoint.asynchronous
+            yield from self._checkpoint(self._copy_s, self._write_s, self.plan.owners, waits)
+            self._checkpoint_due = begun + self.terms.checkpoint_s
         arrived = self._copying is not None and self._copying.arrived
         self._complete()
         self._offer()
@@ -245,6 +246,12 @@ class BambooJob(Training):
         if not begun:
             self._step_began = self.env.now
         left, ordinary = self._stretch, self.iteration_s
+    @property
+    def _write_s(self) -> float:
+        """Seconds to write a checkpoint: each member an equal share, or what it cannot divide."""
+        whole = sum(self._pace.parameters) * self._pace.saved
+        return max(self._load_s, whole / max(1, len(self.members)) / (self.terms.storage_gb_s * 1e9))
+
         self.more_s = 0.0
         struck: float | None = self.env.now
         self._noticed = struck if self._noticed is None else self._noticed
@@ -336,8 +343,8 @@ class BambooJob(Training):
             self.env.process(self._travel(copies, seconds))
 
     def _size(self, rank: int) -> float:
-        """Bytes of a role's state."""
-        return self._pace.parameters[self._pace.layout.role(rank).stage] * self._pace.state.shadow
+        """Bytes of a role's state that are sent."""
+        return self._pace.parameters[self._pace.layout.role(rank).stage] * self._pace.state.copied
 
     def _travel(self, copies: _Copies, seconds: float) -> Run:
         yield self.env.timeout(seconds)

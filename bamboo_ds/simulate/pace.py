@@ -70,6 +70,7 @@ class Pace:
         cuts: where stages may be divided.
         costs: of their blocks, as members measure them.
         micro_batches: of a pipeline in an iteration.
+        saved: bytes per parameter in a checkpoint: all shards of the optimizer's state, and no gradients.
 
     Raises:
         ConfigError: the profile has too few layers or samples.
@@ -104,6 +105,7 @@ class Pace:
         self._message_s = terms.message_ms / 1000 + max(self._boundary[:-1], default=0) / (terms.network_gb_s * 1e9)
         kept = profile.precision, profile.optimizer, profile.zero, pipelines
         self.state = StateBytes(*kept, eager_backwards=mode.eager_backward)
+        self.saved = replace(self.state, zero=False).copied
         self._played = lru_cache(maxsize=512)(self._play)
         self._advanced = lru_cache(maxsize=512)(self._advance)
 

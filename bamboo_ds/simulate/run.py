@@ -312,7 +312,7 @@ class Simulation:
                 low = middle + 1
         return Memory(
             device=device,
-            without=self.stock.need(stages, self.profile.micro_batches(pipelines)),
+            without=self.stock.need(pipelines, stages, self.profile.micro_batches(pipelines)),
             replicas=full,
             fits=device is None or full <= device,
             least_members=least if device is None or full <= device else None,
