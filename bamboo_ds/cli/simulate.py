@@ -276,6 +276,7 @@ def _facts(report: Report) -> list[str]:
         found.append(f"replicas FIT into {memory.device / _GIB:.1f} GiB: {needs}; {least}")
     else:
         found.append(f"replicas do NOT fit into {memory.device / _GIB:.1f} GiB: {needs}")
+    found += [f"{name} is not modelled: it changes nothing here" for name in report.unmodelled]
     for name, policy in report.policies.items():
         if policy.refused:
             found.append(f"{name}: {policy.refused:g} plans were not used, since they do not fit")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate
 
 from ..config import RedundancyMode
@@ -255,6 +255,17 @@ class Pace:
 
     # -- memory -------------------------------------------------------------------------------------------
 
+    @cached_property
+    def memory(self) -> tuple[StageMemory, ...]:
+        """What roles take by stage, as workers tell it once they have measured their passes."""
+        states = map(self.state.of, self.parameters)
+        return tuple(replace(each, passes=round(self._passes(stage))) for stage, each in enumerate(states))
+
+    def _passes(self, stage: int) -> float:
+        """Bytes of the activations in flight, and of the tensors of the stage's boundary kept for a takeover."""
+        flying = min(self.layout.stages - stage, self.micro_batches)
+        return flying * self._kept[stage] + self.micro_batches * self._boundary[stage]
+
     def need(self, plan: Plan) -> float:
         """Bytes of the member that needs most under ``plan``: states, activations, tensors kept for a takeover."""
         known = member_bytes(plan, [self.state.of(count) for count in self.parameters])
@@ -264,9 +275,7 @@ class Pace:
                 need[member] += self.parameters[rank // self.layout.pipelines] * self.state.shadow
         for rank, owner in enumerate(plan.owners):
             if owner in need:
-                stage = rank // self.layout.pipelines
-                flying = min(self.layout.stages - stage, self.micro_batches)
-                need[owner] += flying * self._kept[stage] + self.micro_batches * self._boundary[stage]
+                need[owner] += self._passes(rank // self.layout.pipelines)
         return max(need.values(), default=0.0) + self.profile.workspace_bytes
 
     def fits(self, plan: Plan) -> bool:

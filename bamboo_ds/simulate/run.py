@@ -18,6 +18,7 @@ from .baselines import CheckpointRestart, SampleDropping, Stock
 from .market import Market
 from .pace import AUTO, Pace, Stretch
 from .profile import Profile
+from .settings import unmodelled
 from .terms import Terms
 from .training import Outcome, Training
 
@@ -90,6 +91,7 @@ class Report(BaseModel):
     nodes: tuple[float, int] = Field(description="mean and greatest number of nodes")
     losses: float
     memory: Memory
+    unmodelled: list[str] = Field(description="settings other than the default that simulations know nothing of")
     policies: dict[str, PolicyReport]
 
 
@@ -212,6 +214,7 @@ class Simulation:
             ),
             losses=fmean(sum(c.what == "remove" for c in m.changes) for m in markets),
             memory=self.memory(),
+            unmodelled=unmodelled(self.config),
             policies={
                 policy: _mean(each, outcomes[policy].idle if policy in outcomes else None)
                 for policy, each in found.items()
