@@ -167,9 +167,7 @@ class Foresighted(BambooJob):
         if self.known.between is None:
             return
         optimum = math.sqrt(2 * self._copy_s * self.known.between(self.fatal, self.env.now))
-        whole = sum(self._pace.parameters) * self._pace.state.owner
-        written_s = max(self._load_s, whole / max(1, len(self.members)) / (self.terms.storage_gb_s * 1e9))
-        interval = max(optimum, written_s, self.iteration_s)
+        interval = max(optimum, self._write_s, self.iteration_s)
         self.terms = self.terms.model_copy(update={"checkpoint_s": interval})
         self._checkpoint_due = min(self._checkpoint_due, self.env.now + interval)
 

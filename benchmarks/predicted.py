@@ -261,10 +261,11 @@ class Recording:
         """All of it as ``bamboo simulate --measured`` reads it. It begins with the first step that counts."""
         seconds, options = self.outcome["seconds"], spot["options"]
         before_s = -min(step["begin"] for step in self.outcome["done"])
+        profile = self._profile()
         terms = {
             "network_gb_s": _FAST_GB_S,
             "storage_gb_s": _FAST_GB_S,
-            "host_gb_s": _PARAMETERS * 16 * self.work["layers"] / self.stages / self.save_s / 1e9,
+            "host_gb_s": _host_gb_s(profile, self.pipelines, self.save_s),
             "checkpoint_s": max(1, self.outcome["more"]["save_every_steps"]) * self.step_s,
             "detection_s": self.loss_s[0],
             "rebuild_s": self.loss_s[1],
@@ -282,7 +283,6 @@ class Recording:
             "topology": {"blocks": blocks if blocks == "auto" else int(blocks)},
             "membership": {"settle_ms": 0},  # a part of what a loss takes
         }
-        profile = self._profile()
         terms["message_ms"] = self._message_ms(profile, terms, block)
         return Measured(
             source=source,
@@ -345,6 +345,11 @@ class Recording:
         return low
 
 
+def _host_gb_s(profile: Profile, pipelines: int, saved_s: float) -> float:
+    """The bandwidth by which a member's state is copied to host memory in so many seconds."""
+    return Stock(profile, Terms()).share(pipelines, profile.stages) / saved_s / 1e9
+
+
 def _mean(values: Iterable[float]) -> float:
     found = list(values)
     return fmean(found) if found else 0.0
@@ -365,14 +370,6 @@ def restarted(spot: dict[str, Any], folder: Path, source: str) -> Measured:
     pipelines, stages = work["shape"]["pipelines"], work["shape"]["stages"]
     step_s = fmean(step["end"] - step["begin"] for step in outcome["done"])
     before_s = -min(step["begin"] for step in outcome["done"])
-    terms = Terms(
-        network_gb_s=_FAST_GB_S,
-        storage_gb_s=_FAST_GB_S,
-        host_gb_s=_PARAMETERS * 16 * work["layers"] / stages / fmean(outcome["saves"]) / 1e9,
-        detection_s=0.0,
-        restart_s=fmean(pause["seconds"] for pause in outcome["pauses"]),
-        start_s=0.0,  # a node's process is forked with the others
-    )
 
     def made(times: float) -> Profile:
         forward_s = work["layer_s"] * times
@@ -383,6 +380,14 @@ def restarted(spot: dict[str, Any], folder: Path, source: str) -> Measured:
             global_batch=batch, stages=stages, precision="fp32",
         )  # fmt: skip
 
+    terms = Terms(
+        network_gb_s=_FAST_GB_S,
+        storage_gb_s=_FAST_GB_S,
+        host_gb_s=_host_gb_s(made(1.0), pipelines, fmean(outcome["saves"])),
+        detection_s=0.0,
+        restart_s=fmean(pause["seconds"] for pause in outcome["pauses"]),
+        start_s=0.0,  # a node's process is forked with the others
+    )
     now = [Stock(made(times), terms).arrangement(pipelines, stages) for times in (1.0, 2.0)]
     one, two = (each.seconds for each in now if each is not None)
     trace = folder / "trace.csv"

@@ -130,7 +130,7 @@ def checkpoint_s(pace: Pace, market: Market, terms: Terms, restarts: float | Non
         terms: what is assumed.
         restarts: from checkpoints, as a simulation has found; ``None``: as many as losses.
     """
-    state = max(pace.parameters) * pace.state.owner
+    state = max(pace.parameters) * pace.state.copied
     between_s = market.seconds / max(1.0, market.losses if restarts is None else restarts)
     optimum = young_daly_s(state / (terms.host_gb_s * 1e9), between_s)
     return max(optimum, state / (terms.storage_gb_s * 1e9))

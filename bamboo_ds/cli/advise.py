@@ -14,6 +14,7 @@ from ..config import BambooConfig, RedundancyMode, bamboo_config, config_path_fr
 from ..errors import ConfigError
 from ..simulate.market import Market
 from ..simulate.profile import Profile
+from ..simulate.settings import unmodelled
 from ..simulate.terms import Terms
 from ..simulate.training import import_simpy
 from .simulate import WEATHER, given_terms, market_of, market_options, profile_of, simulate, term_options
@@ -125,6 +126,8 @@ def advise(
         each(0)
     base = config_file or (config_path_from_argv(arguments) if script is not None else None)
     config = (bamboo_config(base) if base else None) or BambooConfig()
+    for name in unmodelled(config):
+        click.echo(f"bamboo: {name} is not modelled: it changes nothing here", err=True)
     import_simpy()
     if script is None:
         _only_with_a_script(workers=workers, write_profile=write_profile)

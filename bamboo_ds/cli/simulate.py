@@ -291,6 +291,7 @@ def _facts(report: Report) -> list[str]:
     else:
         least = f"; down to {memory.least_members} members" if memory.least_members else ""
         found.append(f"{what} {verbs[not memory.fits]} into {memory.device / _GIB:.1f} GiB: {needs}{least}")
+    found += [f"{name} is not modelled: it changes nothing here" for name in report.unmodelled]
     for name, policy in report.policies.items():
         if policy.refused:
             found.append(f"{name}: {policy.refused:g} plans were not used, since they do not fit")

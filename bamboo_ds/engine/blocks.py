@@ -25,11 +25,9 @@ from torch import nn
 
 from ..errors import UnsupportedError
 from ..topology import Layout
+from ..topology.roles import MOST_BLOCKS
 from .references import DEPTH, reached
 from .tracing import tensors_in
-
-#: The most blocks that a stage is cut into.
-MOST = 16
 
 
 def with_blocks(layout: Layout, module: Any, most: int | Literal["auto"]) -> Layout:
@@ -45,7 +43,7 @@ def with_blocks(layout: Layout, module: Any, most: int | Literal["auto"]) -> Lay
         return layout
     together = max(1, module.activation_checkpoint_interval)  # what is checkpointed together stays together
     groups = [-(-(stop - start) // together) for start, stop in pairwise(module.parts)]
-    limit = MOST if most == "auto" else most
+    limit = MOST_BLOCKS if most == "auto" else most
     blocks = tuple(max(1, min(limit, count)) for count in groups)
     return replace(layout, blocks=blocks) if max(blocks) > 1 else layout
 

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ..config import BambooConfig
-from ..control.leader.actions import Wait, WritePlan
+from ..control.leader.actions import Assign, StopJob, Wait, WritePlan
 from ..control.leader.boundary import policy_of
 from ..control.leader.decisions import Decider
+from ..control.leader.restarts import fatal_plan
 from ..control.leader.view import View
-from ..control.registry.records import LayoutRecord, MemberRecord, WorkerState
+from ..control.registry.records import LayoutRecord, MemberRecord, ProgressRecord, RestartRecord, WorkerState
 from ..observe import events as ev
 from ..topology import Candidate, Plan, initial_plan, with_redundancy
 from ..topology.planner import plan as best_plan
@@ -23,7 +24,9 @@ from .training import Run, Training
 def placed(pace: Pace, members: Sequence[Candidate], config: BambooConfig) -> Plan:
     """The plan of ``members`` if nobody holds any state yet: as after the start, when what it takes has been copied."""
     layout = pace.layout
-    plan = with_redundancy(initial_plan([f"rank {rank}" for rank in range(layout.size)]), layout, False)
+    plan = with_redundancy(
+        initial_plan([f"rank {rank}" for rank in range(layout.size)]), layout, False, memory=pace.memory
+    )
     plan = replace(plan, cuts=pace.cuts if layout.blocks else (), costs=pace.costs if layout.blocks else None)
     replicas = config.redundancy.mode.replicas
     topology, standby = config.topology, config.standby
@@ -34,7 +37,8 @@ def placed(pace: Pace, members: Sequence[Candidate], config: BambooConfig) -> Pl
 def planned(pace: Pace, count: int, config: BambooConfig) -> Plan:
     """The same of ``count`` members, each on a host of its own."""
     size = pace.layout.size
-    return placed(pace, [Candidate(f"m{n}", n, f"m{n}", home=n % size) for n in range(count)], config)
+    limit = config.topology.memory_limit
+    return placed(pace, [Candidate(f"m{n}", n, f"m{n}", home=n % size, memory=limit) for n in range(count)], config)
 
 
 @dataclass
@@ -94,7 +98,9 @@ class BambooJob(Training):
         self._built: set[tuple[int, str]] = set()  # copies that are complete
         self._copied: set[tuple[int, str]] = set()  # those that the leader knows of
         self._copying: _Copies | None = None  # of the plan in force, as far as they are not complete
-        shares = [count * pace.state.owner for count in pace.parameters]
+        self._restarted: RestartRecord | None = None  # the newest restart
+        self._furthest = 0  # the newest step that there ever was
+        shares = [count * pace.state.copied for count in pace.parameters]
         self._copy_s = max(shares) / (terms.host_gb_s * 1e9)
         self._load_s = max(shares) / (terms.storage_gb_s * 1e9)
 
@@ -107,8 +113,9 @@ class BambooJob(Training):
         self._records[node] = MemberRecord(
             **known, address="", pid=0, agent_pid=0, incarnation="", joiner=self.env.now > 0
         )
-        replicas = self._config.redundancy.mode.replicas
-        self._reports[node] = LayoutRecord(id=node, layout=self._pace.layout, redundant=replicas, iterators=False)
+        layout = self._pace.layout
+        told = {"redundant": self._config.redundancy.mode.replicas, "memory": self._config.topology.memory_limit}
+        self._reports[node] = LayoutRecord(id=node, layout=layout, iterators=False, **told)
         self._lead()
 
     def _lead(self) -> None:
@@ -154,8 +161,8 @@ class BambooJob(Training):
         )
 
     def _candidates(self) -> list[Candidate]:
-        facts = (self._records[node] for node in self.ready)
-        return [Candidate(r.id, r.slot, r.host, r.zone, r.home) for r in facts]
+        facts, limit = (self._records[node] for node in self.ready), self._config.topology.memory_limit
+        return [Candidate(r.id, r.slot, r.host, r.zone, r.home, memory=limit) for r in facts]
 
     def _write(self, plan: Plan, reason: str, lost: Sequence[str] = ()) -> None:
         lent = [(each.rank, *plan.lent_blocks(each)) for each in plan.lent]
@@ -169,26 +176,53 @@ class BambooJob(Training):
     # -- the job ------------------------------------------------------------------------------------------
 
     def _gather(self, first: bool = False) -> Run:
+        restart: RestartRecord | None = None
         while True:
             if not first:
+                restart = yield from self._assigned()
                 yield from self._hold(self.terms.restart_s + self._load_s)
             chosen = self._candidates()
             plan = placed(self._pace, chosen, self._config) if chosen else None
             if plan is not None and self._pace.fits(plan):
                 break
-            if first:
-                self.outcome.idle = "the states of its stages do not fit on the members that there are"
+            crowded = "the states of its stages do not fit on the members that there are"
+            self.outcome.idle = crowded if chosen else "there are no members"
             yield from self._wait()
         self.outcome.idle = None
         if first:
             self._begin()
         else:
+            self._restarted = restart
             self._restore()
         self._write(replace(plan, epoch=self.epoch + 1), "start")
         self._entered = True
         self._pace_up()
         self.more_s = self.terms.first_s
         self._checkpoint_due = self.env.now + self.terms.checkpoint_s
+
+    def _assigned(self) -> Run:
+        """The restart that the leader begins, as soon as it does; one of a job that has ended never does."""
+        while True:
+            action = self._decider.decide(self._ended(), self.env.now)
+            if isinstance(action, Assign):
+                return action.record
+            why, most = getattr(action, "reason", None), self._config.recovery.max_restarts
+            self.outcome.idle = why
+            if isinstance(action, StopJob) or not most:
+                self.outcome.idle = f"bamboo.recovery.max_restarts = {most}: {why or 'a fatal loss ends the job'}"
+                self._enter([])
+                yield self.env.event()
+            yield from self._wait()
+
+    def _ended(self) -> View:
+        """The job as its leader sees it after a fatal loss: all workers have ended, and agents of living ones wait."""
+        return View(
+            world_size=self._pace.layout.size,
+            plan=fatal_plan(self.plan, ()),
+            members={node: self._records[node].model_copy(update={"state": "waiting"}) for node in self.ready},
+            progress={"": ProgressRecord(id="", step=self._furthest, checkpoint=self.saved.path)},
+            restart=self._restarted,
+        )
 
     def _pace_up(self) -> None:
         """Iterations are those of the plan from now on."""
@@ -198,10 +232,9 @@ class BambooJob(Training):
 
     def _boundary(self) -> Run:
         if self.env.now >= self._checkpoint_due:
-            self._checkpoint_due = self.env.now + self.terms.checkpoint_s
-            whole = sum(self._pace.parameters) * self._pace.state.owner
-            written_s = max(self._load_s, whole / len(self.plan.members) / (self.terms.storage_gb_s * 1e9))
-            yield from self._checkpoint(self._copy_s, written_s)
+            begun, waits = self.env.now, not self._config.checkpoint.asynchronous
+            yield from self._checkpoint(self._copy_s, self._write_s, self.plan.owners, waits)
+            self._checkpoint_due = begun + self.terms.checkpoint_s
         arrived = self._copying is not None and self._copying.arrived
         self._complete()
         self._offer()
@@ -212,6 +245,12 @@ class BambooJob(Training):
             yield from self._change(self._written)
         self._copied = set(self._built)
         self._lead()
+
+    @property
+    def _write_s(self) -> float:
+        """Seconds to write a checkpoint: each member an equal share, or what it cannot divide."""
+        whole = sum(self._pace.parameters) * self._pace.saved
+        return max(self._load_s, whole / max(1, len(self.members)) / (self.terms.storage_gb_s * 1e9))
 
     def _change(self, action: WritePlan) -> Run:
         """Enter the plan that the leader has written since the last boundary."""
@@ -300,6 +339,7 @@ class BambooJob(Training):
         self.epoch, self._written = plan.epoch, None
         self._enter([member for member in self.members if member not in lost])
         self._noticed = None
+        self._furthest = max(self._furthest, self.step)
         yield from self._gather()
 
     # -- copies -------------------------------------------------------------------------------------------
@@ -336,8 +376,8 @@ class BambooJob(Training):
             self.env.process(self._travel(copies, seconds))
 
     def _size(self, rank: int) -> float:
-        """Bytes of a role's state."""
-        return self._pace.parameters[self._pace.layout.role(rank).stage] * self._pace.state.shadow
+        """Bytes of a role's state that are sent."""
+        return self._pace.parameters[self._pace.layout.role(rank).stage] * self._pace.state.copied
 
     def _travel(self, copies: _Copies, seconds: float) -> Run:
         yield self.env.timeout(seconds)

@@ -48,16 +48,18 @@ class Stock:
 
     def __init__(self, profile: Profile, terms: Terms, shape: tuple[int, int] | None = None) -> None:
         self.profile, self.terms, self._shape = profile, terms, shape
-        self.state = StateBytes(profile.precision, profile.optimizer)
         self._pipelines: dict[tuple[int, int], float] = {}
         self._best: dict[int, Arrangement | None] = {0: None}
 
-    def need(self, stages: int, micro_batches: int) -> float:
+    def _state(self, pipelines: int) -> StateBytes:
+        return StateBytes(self.profile.precision, self.profile.optimizer, self.profile.zero, pipelines)
+
+    def need(self, pipelines: int, stages: int, micro_batches: int) -> float:
         """Bytes of the member that needs most."""
-        need = 0.0
+        need, owned = 0.0, self._state(pipelines).owner
         for stage, layers in enumerate(self._parts(stages)):
             kept = sum(layer.kept_bytes + layer.boundary_bytes for layer in layers)
-            state = sum(layer.parameters for layer in layers) * self.state.owner
+            state = sum(layer.parameters for layer in layers) * owned
             need = max(need, state + min(stages - stage, micro_batches) * kept)
         return need + self.profile.workspace_bytes
 
@@ -68,7 +70,7 @@ class Stock:
         """
         profile = self.profile
         count = micro_batches or math.ceil(profile.global_batch / profile.micro_batch / pipelines)
-        if profile.memory_bytes is not None and self.need(stages, count) > profile.memory_bytes:
+        if profile.memory_bytes is not None and self.need(pipelines, stages, count) > profile.memory_bytes:
             return None
         seconds = self._pipeline_s(stages, count) + self._epilogue_s(pipelines, stages)
         samples = min(profile.global_batch, count * profile.micro_batch * pipelines)
@@ -145,20 +147,23 @@ class Stock:
             self._best[count] = best
         return self._best[members]
 
-    def copy_s(self, stages: int) -> float:
+    def copy_s(self, pipelines: int, stages: int) -> float:
         """Seconds to copy a member's state to host memory."""
-        return self._share(stages) / (self.terms.host_gb_s * 1e9)
+        return self.share(pipelines, stages) / (self.terms.host_gb_s * 1e9)
 
-    def load_s(self, stages: int) -> float:
+    def load_s(self, pipelines: int, stages: int) -> float:
         """Seconds to load a member's state."""
-        return self._share(stages) / (self.terms.storage_gb_s * 1e9)
+        return self.share(pipelines, stages) / (self.terms.storage_gb_s * 1e9)
 
     def write_s(self, members: int) -> float:
         """Seconds to write a checkpoint, each member an equal share."""
-        return self.profile.parameters * self.state.owner / members / (self.terms.storage_gb_s * 1e9)
+        whole = StateBytes(self.profile.precision, self.profile.optimizer).copied
+        return self.profile.parameters * whole / members / (self.terms.storage_gb_s * 1e9)
 
-    def _share(self, stages: int) -> float:
-        return max(sum(layer.parameters for layer in part) for part in self._parts(stages)) * self.state.owner
+    def share(self, pipelines: int, stages: int) -> float:
+        """Bytes of a member's state, without gradients."""
+        parameters = max(sum(layer.parameters for layer in part) for part in self._parts(stages))
+        return parameters * self._state(pipelines).copied
 
 
 def young_daly_s(copied_s: float, between_s: float) -> float:
@@ -190,8 +195,9 @@ class _StockJob(Training):
         self._emit(ev.Fatal, stages=[], members=list(lost), checkpoint=self.saved.path)
         self._enter([member for member in self.members if member not in lost])
 
-    def _save(self, now: Arrangement) -> Run:
-        yield from self._checkpoint(self.stock.copy_s(now.stages), self.stock.write_s(now.size))
+    def _save(self, now: Arrangement, whole: bool = False) -> Run:
+        copied_s = self.stock.copy_s(now.pipelines, now.stages)
+        yield from self._checkpoint(copied_s, self.stock.write_s(now.size), self.members, whole)
 
 
 class CheckpointRestart(_StockJob):
@@ -208,7 +214,7 @@ class CheckpointRestart(_StockJob):
 
     def _interval_s(self, now: Arrangement) -> float:
         """That of Young and Daly; not before the last checkpoint is written."""
-        optimum = young_daly_s(self.stock.copy_s(now.stages), self._between_losses_s)
+        optimum = young_daly_s(self.stock.copy_s(now.pipelines, now.stages), self._between_losses_s)
         return max(optimum, self.stock.write_s(now.size), now.seconds)
 
     def _recover(self) -> Run:
@@ -227,7 +233,7 @@ class CheckpointRestart(_StockJob):
                 self._begin()
                 break
             else:
-                yield from self._hold(self.terms.restart_s + self.stock.load_s(best.stages))
+                yield from self._hold(self.terms.restart_s + self.stock.load_s(best.pipelines, best.stages))
                 best = self.stock.best(len(self.ready))
                 if best is not None:
                     self._restore()
@@ -240,16 +246,16 @@ class CheckpointRestart(_StockJob):
         now = self.now
         assert now is not None
         best = self.stock.best(len(self.ready))
-        saved_s = self.stock.copy_s(now.stages) + self.stock.write_s(now.size)
-        pause_s = saved_s + self.terms.restart_s + self.stock.load_s(now.stages)
+        saved_s = self.stock.copy_s(now.pipelines, now.stages) + self.stock.write_s(now.size)
+        pause_s = saved_s + self.terms.restart_s + self.stock.load_s(now.pipelines, now.stages)
         if best is not None and (best.speed - now.speed) * self._between_losses_s > now.speed * pause_s:
             self._stop([])
-            yield from self._save(now)
-            yield self.env.timeout(self.stock.write_s(now.size))
+            yield from self._save(now, whole=True)
             yield from self._gather()
         elif self.env.now >= self._checkpoint_due:
-            self._checkpoint_due = self.env.now + self._interval_s(now)
+            begun = self.env.now
             yield from self._save(now)
+            self._checkpoint_due = begun + self._interval_s(now)
 
 
 class SampleDropping(_StockJob):
@@ -265,18 +271,20 @@ class SampleDropping(_StockJob):
         self._whole: list[tuple[str, ...]] = []
         self._building: dict[tuple[str, ...], bool] = {}  # pipelines, and whether they are complete
 
+    def _arrangement(self, pipelines: int) -> Arrangement | None:
+        return self.stock.arrangement(pipelines, self._stages, self.profile.micro_batches(self._most))
+
     def _arrange(self, lost: Sequence[str] = ()) -> None:
-        count = self.profile.micro_batches(self._most)
-        now = self.stock.arrangement(len(self._whole), self._stages, count)
+        now = self._arrangement(len(self._whole))
         assert now is not None
         self._arranged(now, [member for pipeline in self._whole for member in pipeline], lost)
 
     def _gather(self, first: bool = False) -> Run:
         while True:
             if not first:
-                yield from self._hold(self.terms.restart_s + self.stock.load_s(self._stages))
+                yield from self._hold(self.terms.restart_s + self.stock.load_s(self._most, self._stages))
             pipelines = min(self._most, len(self.ready) // self._stages)
-            fits = self.stock.arrangement(1, self._stages, self.profile.micro_batches(self._most)) is not None
+            fits = self._arrangement(max(1, pipelines)) is not None
             if pipelines and fits:
                 break
             self.outcome.idle = f"there are not {self._stages} members" if fits else "its stages do not fit on members"
@@ -295,8 +303,9 @@ class SampleDropping(_StockJob):
     def _boundary(self) -> Run:
         assert self.now is not None
         if self.env.now >= self._checkpoint_due:
-            self._checkpoint_due = self.env.now + self.terms.checkpoint_s
+            begun = self.env.now
             yield from self._save(self.now)
+            self._checkpoint_due = begun + self.terms.checkpoint_s
         self._building = {p: done for p, done in self._building.items() if all(node in self.ready for node in p)}
         complete = [pipeline for pipeline, done in self._building.items() if done]
         if complete:
@@ -313,8 +322,8 @@ class SampleDropping(_StockJob):
             self.env.process(self._build(pipeline))
 
     def _build(self, pipeline: tuple[str, ...]) -> Run:
-        share = self.stock.copy_s(self._stages) * self.terms.host_gb_s / self.terms.network_gb_s
-        yield self.env.timeout(share)
+        share = self.stock.share(len(self._whole), self._stages)
+        yield self.env.timeout(share / (self.terms.network_gb_s * 1e9))
         if pipeline in self._building:
             self._building[pipeline] = True
             self.tell()
@@ -322,14 +331,17 @@ class SampleDropping(_StockJob):
     def _recover(self) -> Run:
         """Finish the interrupted iteration without the pipelines that have lost members."""
         done, within = self._within()
-        left = (self.now.seconds if self.now else 0.0) - within
+        whole = self.now.seconds if self.now else 0.0
+        # Of an iteration that a loss has interrupted before, only the rest was under way.
+        left = (self._segment[1] if self._segment is not None and not done else whole) - within
         self._commit_segment()
         began = self._step_began if done or within else self.env.now
         while True:
             yield from self._hold(self.terms.detection_s)
             lost = self._absent()
             self._whole = [p for p in self._whole if not any(node in self.gone for node in p)]
-            if not self._whole:
+            # With ZeRO-1 fewer pipelines keep more each.
+            if not self._whole or self._arrangement(len(self._whole)) is None:
                 self._stop(lost)
                 yield from self._gather()
                 return

@@ -9,27 +9,29 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate
 
 from ..config import RedundancyMode
 from ..schedule import Hosts, PartProgress, RoleProgress, Timeline, hosts, needed, not_begun, settle, timeline
 from ..topology import BlockCosts, Layout, Plan, Role
-from ..topology.memory import StateBytes
+from ..topology.memory import StageMemory, StateBytes
+from ..topology.roles import MOST_BLOCKS
 from ..topology.room import member_bytes
 from .profile import Profile
 from .terms import Terms
 
 #: Iteration time against stock DeepSpeed by mode (docs/benchmarks.md, emulated devices, P = 8, M = 16), besides what
-#: replicas' gradients and updates take, which are counted by their bytes.
+#: replicas' gradients and updates take, which are counted by their bytes. Without eager passes there is nothing else
+#: that modes differ in: lazy replicas cost what this package costs without any.
 OVERHEAD = {
     RedundancyMode.NONE: 1.008,
-    RedundancyMode.LAZY: 1.0,
+    RedundancyMode.LAZY: 1.008,
     RedundancyMode.EAGER_FORWARD: 1.021,
     RedundancyMode.EAGER: 1.021,
 }
 #: Blocks of a stage where ``topology.blocks`` is "auto", at most.
-AUTO = 16
+AUTO = MOST_BLOCKS
 
 _Progress = Mapping[Role, RoleProgress]
 
@@ -68,6 +70,7 @@ class Pace:
         cuts: where stages may be divided.
         costs: of their blocks, as members measure them.
         micro_batches: of a pipeline in an iteration.
+        saved: bytes per parameter in a checkpoint: all shards of the optimizer's state, and no gradients.
 
     Raises:
         ConfigError: the profile has too few layers or samples.
@@ -102,6 +105,7 @@ class Pace:
         self._message_s = terms.message_ms / 1000 + max(self._boundary[:-1], default=0) / (terms.network_gb_s * 1e9)
         kept = profile.precision, profile.optimizer, profile.zero, pipelines
         self.state = StateBytes(*kept, eager_backwards=mode.eager_backward)
+        self.saved = replace(self.state, zero=False).copied
         self._played = lru_cache(maxsize=512)(self._play)
         self._advanced = lru_cache(maxsize=512)(self._advance)
 
@@ -251,6 +255,17 @@ class Pace:
 
     # -- memory -------------------------------------------------------------------------------------------
 
+    @cached_property
+    def memory(self) -> tuple[StageMemory, ...]:
+        """What roles take by stage, as workers tell it once they have measured their passes."""
+        states = map(self.state.of, self.parameters)
+        return tuple(replace(each, passes=round(self._passes(stage))) for stage, each in enumerate(states))
+
+    def _passes(self, stage: int) -> float:
+        """Bytes of the activations in flight, and of the tensors of the stage's boundary kept for a takeover."""
+        flying = min(self.layout.stages - stage, self.micro_batches)
+        return flying * self._kept[stage] + self.micro_batches * self._boundary[stage]
+
     def need(self, plan: Plan) -> float:
         """Bytes of the member that needs most under ``plan``: states, activations, tensors kept for a takeover."""
         known = member_bytes(plan, [self.state.of(count) for count in self.parameters])
@@ -260,9 +275,7 @@ class Pace:
                 need[member] += self.parameters[rank // self.layout.pipelines] * self.state.shadow
         for rank, owner in enumerate(plan.owners):
             if owner in need:
-                stage = rank // self.layout.pipelines
-                flying = min(self.layout.stages - stage, self.micro_batches)
-                need[owner] += flying * self._kept[stage] + self.micro_batches * self._boundary[stage]
+                need[owner] += self._passes(rank // self.layout.pipelines)
         return max(need.values(), default=0.0) + self.profile.workspace_bytes
 
     def fits(self, plan: Plan) -> bool:

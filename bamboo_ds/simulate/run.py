@@ -18,6 +18,7 @@ from .baselines import CheckpointRestart, SampleDropping, Stock
 from .market import Market
 from .pace import AUTO, Pace, Stretch
 from .profile import Profile
+from .settings import unmodelled
 from .terms import Terms
 from .training import Outcome, Training
 
@@ -92,6 +93,7 @@ class Report(BaseModel):
     nodes: tuple[float, int] = Field(description="mean and greatest number of nodes, of the policy that rents most")
     losses: float = Field(description="of these nodes")
     memory: Memory
+    unmodelled: list[str] = Field(description="settings other than the default that simulations know nothing of")
     policies: dict[str, PolicyReport]
 
 
@@ -240,6 +242,7 @@ class Simulation:
             ),
             losses=fmean(sum(c.what == "remove" for c in m.changes) for m in markets),
             memory=self.memory(),
+            unmodelled=unmodelled(self.config),
             policies={policy: _mean(each, self._price(policy), idle[policy]) for policy, each in found.items()},
         )
         return report, outcomes
@@ -340,7 +343,7 @@ class Simulation:
         return Memory(
             mode=self.config.redundancy.mode,
             device=device,
-            without=self.stock.need(stages, self.profile.micro_batches(pipelines)),
+            without=self.stock.need(pipelines, stages, self.profile.micro_batches(pipelines)),
             replicas=full,
             fits=device is None or full <= device,
             least_members=least if device is None or full <= device else None,

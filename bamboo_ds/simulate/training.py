@@ -51,7 +51,8 @@ class Outcome:
     """What a simulated job has done.
 
     Attributes:
-        samples: of committed steps, without those that were lost with a restart.
+        samples: of committed steps, without those that were lost with a restart, or with a job that does not train at
+            the end.
         events: of the whole job, in their order.
         outside_s: node-seconds before a node was admitted, or while the job had no place for it.
         pauses: by how many seconds each interrupted step took longer than one of the plan before.
@@ -106,6 +107,7 @@ class Training(ABC):
         self._segment: tuple[float, float] | None = None  # begin, and seconds of the first iteration
         self._step_began = 0.0
         self._checkpoint_due = float("inf")
+        self._saving: tuple[simpy.Process, Sequence[str]] | None = None  # the newest save, and who writes it
         self._moments = list(market.moments)
         first = self._moments.pop(0)[1] if self._moments and self._moments[0][0] == 0 else []
         if not market.ordered:
@@ -120,6 +122,8 @@ class Training(ABC):
         self.env.process(self._watch())
         self.env.run(until=self.market.seconds)
         self._commit_segment()
+        if self.outcome.idle is not None:
+            self.outcome.samples = self.saved.samples  # nothing else is left
         self._emit(ev.RunFinished, exit_code=0, run_seconds=self.market.seconds)
         for since in self._outside.values():
             self.outcome.outside_s += self.market.seconds - since
@@ -286,16 +290,33 @@ class Training(ABC):
 
     # -- checkpoints --------------------------------------------------------------------------------------
 
-    def _checkpoint(self, copied_s: float, written_s: float) -> Run:
-        """Copy to host memory, which training waits for, and write in the background."""
+    def _checkpoint(self, copied_s: float, written_s: float, writers: Sequence[str], whole: bool = False) -> Run:
+        """Copy to host memory, which training waits for, and write in the background.
+
+        Training waits for an earlier save as well, unless it has failed: a writer was lost before its end.
+
+        Args:
+            copied_s, written_s: what these take.
+            writers: members that write a part.
+            whole: training waits for the complete checkpoint.
+        """
+        if self._saving is not None and self._all_live(self._saving[1]):
+            yield self._saving[0]
         yield self.env.timeout(copied_s)
         saved = Checkpoint(self.step, self.outcome.samples, f"step{self.step}")
-        self.env.process(self._complete_save(saved, self.epoch, written_s))
+        save = self.env.process(self._complete_save(saved, self.epoch, written_s, writers))
+        self._saving = save, writers
+        if whole:
+            yield save
 
-    def _complete_save(self, saved: Checkpoint, epoch: int, seconds: float) -> Run:
+    def _all_live(self, members: Sequence[str]) -> bool:
+        return self.gone.keys().isdisjoint(members)
+
+    def _complete_save(self, saved: Checkpoint, epoch: int, seconds: float, writers: Sequence[str]) -> Run:
         restarts = self.outcome.facts.get("restarts", 0)
         yield self.env.timeout(seconds)
-        if restarts == self.outcome.facts.get("restarts", 0) and self.saved.step <= saved.step and self.members:
+        ended = restarts != self.outcome.facts.get("restarts", 0) or not self.members
+        if self._all_live(writers) and not ended and self.saved.step <= saved.step:
             self.saved = saved
             what = {"step": saved.step, "path": saved.path, "seconds": seconds, "bytes": 0}
             self._emit(ev.CheckpointSaved, epoch=epoch, **what)
@@ -307,6 +328,7 @@ class Training(ABC):
     def _restore(self) -> None:
         """The workers start again, from the newest checkpoint."""
         self._emit_losses(self._absent())
+        self._saving = None
         self.step, self.outcome.samples = self.saved.step, self.saved.samples
         self.outcome.facts["restarts"] = self.outcome.facts.get("restarts", 0) + 1
         what = {"number": int(self.outcome.facts["restarts"]), "slots": [], "checkpoint": self.saved.path}

@@ -10,6 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
+#: The most blocks that a stage is cut into where ``topology.blocks`` is "auto".
+MOST_BLOCKS = 16
+
 
 @dataclass(frozen=True, order=True)
 class Role:
