@@ -38,6 +38,8 @@ from bamboo_ds.simulate.terms import Terms
 _PARAMETERS = 1000
 #: Steps under a plan that are not ordinary yet.
 _FIRST = 2
+#: Times no farther apart are those of one moment.
+_SAME_S = 1e-3
 #: So exactly is the time of a message found: a step by two to the power of so many.
 _HALVINGS = 16
 #: Bandwidth of network and storage: states are small, and pauses are measured as wholes.
@@ -355,10 +357,17 @@ def _mean(values: Iterable[float]) -> float:
     return fmean(found) if found else 0.0
 
 
+def _whole_starts(pauses: list[dict[str, Any]]) -> list[float]:
+    """Seconds of the restarts that came to train: others end where the next one begins."""
+    nexts = [each["at"] for each in pauses[1:]] + [float("inf")]
+    pairs = zip(pauses, nexts, strict=True)
+    return [each["seconds"] for each, begin in pairs if begin - each["at"] - each["seconds"] > _SAME_S]
+
+
 def restarted(spot: dict[str, Any], folder: Path, source: str) -> Measured:
     """The recorded run of checkpoint-restart.
 
-    Its restarts and checkpoints take what they took on average; what is predicted is how many checkpoints there are,
+    Its restarts and checkpoints take what they took on average, those aside that a further loss began anew; what is predicted is how many checkpoints there are,
     and what is lost since the last one.
 
     Args:
@@ -385,7 +394,7 @@ def restarted(spot: dict[str, Any], folder: Path, source: str) -> Measured:
         storage_gb_s=_FAST_GB_S,
         host_gb_s=_host_gb_s(made(1.0), pipelines, fmean(outcome["saves"])),
         detection_s=0.0,
-        restart_s=fmean(pause["seconds"] for pause in outcome["pauses"]),
+        restart_s=fmean(_whole_starts(outcome["pauses"])),
         start_s=0.0,  # a node's process is forked with the others
     )
     now = [Stock(made(times), terms).arrangement(pipelines, stages) for times in (1.0, 2.0)]

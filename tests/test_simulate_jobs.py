@@ -72,6 +72,17 @@ def test_a_restart_waits_for_as_many_members_as_it_needs() -> None:
     assert [(event.time - done.events[0].time).total_seconds() for event in restarts(done)] == pytest.approx([1500])
 
 
+@pytest.mark.parametrize("policy", ["bamboo:none", "checkpoint-restart", "sample-dropping"])
+def test_a_loss_begins_a_restart_anew(policy: str) -> None:
+    """Members go at 500 and 520 s; a restart takes 30 s, and its workers are those that live at its end."""
+    changes = [(500.0, "remove", "n1"), (520.0, "remove", "n2"), (520.0, "add", "x"), (520.0, "add", "y")]
+    market = nodes(4, 1000, *changes)
+    terms = FREE.model_copy(update={"checkpoint_s": 100.0, "restart_s": 30.0})
+    done = simulation(market, model(pipelines=1), terms).job(policy, market, 0).simulate()
+    (restart,) = restarts(done)
+    assert (restart.time - done.events[0].time).total_seconds() == pytest.approx(550.0, abs=1e-3)
+
+
 @pytest.mark.parametrize(("checkpoint_s", "most"), [(1e9, 3), (60.0, None)])
 def test_restarts_in_a_row_that_get_nowhere_are_counted(checkpoint_s: float, most: int | None) -> None:
     """Without checkpoints no restart gets beyond the step of the first loss, as there is a loss every 200 s."""

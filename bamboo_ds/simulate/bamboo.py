@@ -180,7 +180,7 @@ class BambooJob(Training):
         while True:
             if not first:
                 restart = yield from self._assigned()
-                yield from self._hold(self.terms.restart_s + self._load_s)
+                yield from self._start_again(self.terms.restart_s + self._load_s)
             chosen = self._candidates()
             plan = placed(self._pace, chosen, self._config) if chosen else None
             if plan is not None and self._pace.fits(plan):

@@ -233,7 +233,8 @@ class CheckpointRestart(_StockJob):
                 self._begin()
                 break
             else:
-                yield from self._hold(self.terms.restart_s + self.stock.load_s(best.pipelines, best.stages))
+                restart_s = self.terms.restart_s + self.stock.load_s(best.pipelines, best.stages)
+                yield from self._start_again(restart_s, best.size)
                 best = self.stock.best(len(self.ready))
                 if best is not None:
                     self._restore()
@@ -282,7 +283,8 @@ class SampleDropping(_StockJob):
     def _gather(self, first: bool = False) -> Run:
         while True:
             if not first:
-                yield from self._hold(self.terms.restart_s + self.stock.load_s(self._most, self._stages))
+                restart_s = self.terms.restart_s + self.stock.load_s(self._most, self._stages)
+                yield from self._start_again(restart_s, self._most * self._stages)
             pipelines = min(self._most, len(self.ready) // self._stages)
             fits = self._arrangement(max(1, pipelines)) is not None
             if pipelines and fits:

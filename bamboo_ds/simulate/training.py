@@ -218,6 +218,14 @@ class Training(ABC):
                 struck = True
         return struck
 
+    def _start_again(self, seconds: float, count: int | None = None) -> Run:
+        """Wait for a restart of the first ``count`` of the members at hand; the loss of one of them begins it anew."""
+        begun = self.env.now
+        while (left := begun + seconds - self.env.now) > 0:
+            starting = list(self.ready)[:count]
+            yield from self._hold(left)
+            begun = max([begun, *(self.gone[node] for node in starting if node in self.gone)])
+
     def _wait(self) -> Run:
         """Wait for news, without training; losses are news."""
         self._news = self.env.event()
