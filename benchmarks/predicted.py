@@ -367,8 +367,8 @@ def _whole_starts(pauses: list[dict[str, Any]]) -> list[float]:
 def restarted(spot: dict[str, Any], folder: Path, source: str) -> Measured:
     """The recorded run of checkpoint-restart.
 
-    Its restarts and checkpoints take what they took on average, those aside that a further loss began anew; what is predicted is how many checkpoints there are,
-    and what is lost since the last one.
+    Its restarts and checkpoints take what they took on average, those aside that a further loss began anew; what is
+    predicted is how many checkpoints there are, and what is lost since the last one.
 
     Args:
         spot: content of the file of ``spot.py``.

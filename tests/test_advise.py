@@ -250,6 +250,7 @@ def other(policy: str, cost: float, fast_enough: bool = True) -> Alternative:
         # A range that overlaps decides nothing where another alternative is clearly cheaper.
         (2.0, 1.0, 2.05, False, False, "No: stock DeepSpeed on demand costs less, by a factor of 2.00"),
         (2.0, 1.95, 1.0, False, False, "No: checkpoint-restart on spot instances costs less, by a factor of 2.00"),
+        (2.0, 1.85, 1.82, False, False, "No: stock DeepSpeed on demand costs less, by a factor of 1.08"),
         (2.0, 1.95, 2.05, False, None, "Too close to call: the ranges of stock DeepSpeed on demand and checkpoint-re"),
         (2.0, 3.0, 1.0, True, True, "Yes: stock DeepSpeed on demand costs 1.50 times as much"),
     ],

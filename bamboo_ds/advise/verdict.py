@@ -43,15 +43,16 @@ def verdict(best: Ranked | None, alternatives: Sequence[Alternative], rejected: 
     )
     if not able:
         return Verdict(worth_it=True, sentence=f"Yes: nothing else is as fast as was asked for: {figures}")
-    cost, name, cheapest = able[0]
-    if cost < best.cost_per_million and not _overlap(best, cheapest):
-        times = best.cost_per_million / cost
-        return Verdict(worth_it=False, sentence=f"No: {name} costs less, by a factor of {times:.2f}: {figures}")
+    for cost, name, each in able:
+        if cost < best.cost_per_million and not _overlap(best, each):
+            times = best.cost_per_million / cost
+            return Verdict(worth_it=False, sentence=f"No: {name} costs less, by a factor of {times:.2f}: {figures}")
     close = [name for _, name, each in able if _overlap(best, each)]
     if close:
         sentence = f"Too close to call: the ranges of {' and '.join(close)} overlap with that of the best setup"
         sentence += ", which more --seeds may part"
         return Verdict(worth_it=None, sentence=f"{sentence}: {figures}")
+    cost, name, _ = able[0]
     times = cost / best.cost_per_million
     return Verdict(worth_it=True, sentence=f"Yes: {name} costs {times:.2f} times as much: {figures}")
 
