@@ -144,6 +144,22 @@ def test_all_setups_save_for_the_restarts_that_they_have() -> None:
     assert fewer, "of those that are simulated with one seed, too"
 
 
+def test_what_is_simulated_is_what_is_pasted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the bound on the memory of members, too."""
+    here, simulated = offer(profile=small(memory=2**30)), []
+    real = Offer.simulation
+
+    def noted(of: Offer, config: BambooConfig, *size: int) -> Any:
+        simulated.append(config)
+        return real(of, config, *size)
+
+    monkeypatch.setattr(Offer, "simulation", noted)
+    ranking = Search([here], finalists=3, seeds=1, pipelines=1).run().ranking
+    pasted = [bamboo_config({"bamboo": block(each.setup, BambooConfig(), here.profile)}) for each in ranking]
+    assert {each.topology.memory_limit_mb for each in pasted if each} == {1024}
+    assert all(each in simulated for each in pasted)
+
+
 def test_the_fastest_setup_says_what_is_fast_enough() -> None:
     advice = Search([offer()], finalists=4, seeds=2, pipelines=2).run()
     fastest = max(each.samples_per_s for each in advice.ranking)

@@ -134,20 +134,25 @@ class Advice(_Part):
         return first if first is not None and first.cost_per_million is not None else None
 
 
+def settings_of(setup: Setup, config: BambooConfig, profile: Profile) -> BambooConfig:
+    """The settings of a job with ``setup``: members hold no more than their devices, where their memory is known."""
+    own = setup.config(config)
+    if profile.memory_bytes is None or config.topology.memory_limit_mb is not None:
+        return own
+    return own.overridden({"topology.memory_limit_mb": (profile.memory_bytes - profile.workspace_bytes) // _MIB})
+
+
 def block(setup: Setup, config: BambooConfig, profile: Profile) -> dict[str, Any]:
     """The ``"bamboo"`` block of ``setup``: what is not a default of ``config``, and what was chosen.
 
     Args:
         setup: what was chosen.
         config: the settings that it was chosen for.
-        profile: of the model; where the memory of devices is known members hold no more than that.
+        profile: of the model, on the device.
     """
-    found: dict[str, Any] = setup.config(config).model_dump(mode="json", exclude_defaults=True)
+    found: dict[str, Any] = settings_of(setup, config, profile).model_dump(mode="json", exclude_defaults=True)
     found.setdefault("redundancy", {})["mode"] = setup.mode.value
-    topology = found.setdefault("topology", {})
-    topology["blocks"] = setup.blocks
-    if profile.memory_bytes is not None and config.topology.memory_limit_mb is None:
-        topology["memory_limit_mb"] = (profile.memory_bytes - profile.workspace_bytes) // _MIB
+    found.setdefault("topology", {})["blocks"] = setup.blocks
     return found
 
 

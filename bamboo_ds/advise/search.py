@@ -20,7 +20,7 @@ from statistics import fmean
 from ..config import BambooConfig, RedundancyMode
 from ..errors import ConfigError
 from ..simulate.run import BAMBOO
-from .advice import Advice, Alternative, Figures, Ranked, gib, paste
+from .advice import Advice, Alternative, Figures, Ranked, gib, paste, settings_of
 from .alternatives import by_cost, checkpoint_restart, on_demand
 from .offers import Offer
 from .screen import Estimate, Screen, checkpoint_s
@@ -224,7 +224,7 @@ class Search:
         steps = max(1, round(interval_s / full_s))
         saving = replace(offer, terms=offer.terms.model_copy(update={"checkpoint_s": interval_s}))
         size = setup.pipelines, setup.stages, setup.nodes
-        report, _ = saving.simulation(setup.config(self.config), *size).run([BAMBOO], seeds)
+        report, _ = saving.simulation(settings_of(setup, self.config, offer.profile), *size).run([BAMBOO], seeds)
         estimate = self._estimates[setup].cost_per_million
         return Ranked(
             setup=setup,
