@@ -150,9 +150,15 @@ def block(setup: Setup, config: BambooConfig, profile: Profile) -> dict[str, Any
         config: the settings that it was chosen for.
         profile: of the model, on the device.
     """
-    found: dict[str, Any] = settings_of(setup, config, profile).model_dump(mode="json", exclude_defaults=True)
+    own = settings_of(setup, config, profile)
+    found: dict[str, Any] = own.model_dump(mode="json", exclude_defaults=True)
     found.setdefault("redundancy", {})["mode"] = setup.mode.value
-    found.setdefault("topology", {})["blocks"] = setup.blocks
+    bound = own.topology.memory_limit_mb  # not as a number with a fraction
+    found["topology"] = {
+        **found.get("topology", {}),
+        "blocks": setup.blocks,
+        **({"memory_limit_mb": bound} if bound is not None else {}),
+    }
     return found
 
 
