@@ -153,12 +153,10 @@ def block(setup: Setup, config: BambooConfig, profile: Profile) -> dict[str, Any
     own = settings_of(setup, config, profile)
     found: dict[str, Any] = own.model_dump(mode="json", exclude_defaults=True)
     found.setdefault("redundancy", {})["mode"] = setup.mode.value
-    bound = own.topology.memory_limit_mb  # not as a number with a fraction
-    found["topology"] = {
-        **found.get("topology", {}),
-        "blocks": setup.blocks,
-        **({"memory_limit_mb": bound} if bound is not None else {}),
-    }
+    topology = found.setdefault("topology", {})
+    topology["blocks"] = setup.blocks
+    if own.topology.memory_limit_mb is not None:
+        topology["memory_limit_mb"] = own.topology.memory_limit_mb  # a whole number without a fraction
     return found
 
 

@@ -17,9 +17,11 @@ from typing import Any
 from common import WORKERS, Job, JobFailed, Watcher, ending, environment, fresh, wall, write_config
 
 from bamboo_ds.chaos.schedule import Change
+from bamboo_ds.observe import events as ev
 from bamboo_ds.observe.events import read_events
 from bamboo_ds.observe.goodput import account
 from bamboo_ds.observe.lives import Category
+from bamboo_ds.observe.tail import EventTail
 from tests.support.processes import Process, start
 
 from .crew import PATIENCE_S
@@ -33,8 +35,6 @@ _LOOK_S = 0.1
 _NOTICE_STEPS = 3
 #: Seconds for the job to do them, which may have to restart first.
 _END_S = 300.0
-#: Bytes of the end of a file of events that are read for the newest step: those of some hundred events.
-_TAIL = 1 << 16
 #: Seconds without etcd after which workers commit nothing: as few as may be.
 _FENCE_S = 10.0
 
@@ -124,7 +124,7 @@ class Elastic:
                 steps: int | None) -> int:  # fmt: skip
         """Wait for the end of the window; returns the step after which the job is to end."""
         job, journal, begun = Job(self.folder), self.folder / "chaos" / "faults.jsonl", time.monotonic()
-        events, first = self.folder / "events.jsonl", None
+        tail, newest, first = EventTail(self.folder / "events.jsonl"), 0, 0
         while process.poll() is None and chaos.poll() is None:
             time.sleep(_LOOK_S)
             begin = _begin(self.folder)
@@ -136,9 +136,10 @@ class Elastic:
                 continue
             if seconds is not None and time.time() < begin + seconds:
                 continue
-            newest = _newest_step(events)
-            if first is None:
-                first = max((e["step"] for e in job.events("step") if wall(e) <= begin), default=0)
+            for event in (event for _, event in tail.read() if isinstance(event, ev.Step)):
+                newest = max(newest, event.step)
+                if event.time.timestamp() <= begin:
+                    first = newest
             if steps is None or newest >= first + steps:
                 return newest + _NOTICE_STEPS
         text = (self.folder / "chaos.txt").read_text()
@@ -237,14 +238,6 @@ def _warm_job(folder: Path, slots: int, arguments: Sequence[str], name: str) -> 
         process = start(command, env, log.fileno())
     with ending(process):
         yield process
-
-
-def _newest_step(path: Path) -> int:
-    """The step that was told of last; 0: none in the last :data:`_TAIL` bytes. Long files take no more time to read."""
-    with open(path, "rb") as file:
-        file.seek(max(0, path.stat().st_size - _TAIL))
-        lines = file.read().split(b"\n")[1:-1]
-    return max((event["step"] for event in map(json.loads, lines) if event["event"] == "step"), default=0)
 
 
 def _records(folder: Path) -> list[dict[str, Any]]:

@@ -124,11 +124,8 @@ class Hub:
         else:
             pipeline.sent[stage] = _Sent(words["step"], content)
             key = words["step"], stage
-            if key not in self._digests:
-                self._digests[key] = words["digest"]
-            else:
-                self.checks += 1
-            if self._digests[key] != words["digest"]:
+            self.checks += key in self._digests
+            if self._digests.setdefault(key, words["digest"]) != words["digest"]:
                 self.problems.append(f"weights of stage {stage} differ before step {words['step']}")
         self._go_on()
 

@@ -163,9 +163,8 @@ class Restarts:
     def _end_of(self, step: int | None) -> float:
         """Seconds from the window's begin to the end of a step of the generation that runs."""
         assert self._current is not None and self._clock.begin is not None
-        return next(x["at"] for x in self._current.journal if x["what"] == "step" and x["step"] == step) - (
-            self._clock.begin
-        )
+        told = (line for line in self._current.journal if line["what"] == "step")
+        return next(line["at"] for line in told if line["step"] == step) - self._clock.begin
 
     def _turn(self, outcome: Outcome, until_s: float) -> None:
         """Do what is due, and what follows."""
