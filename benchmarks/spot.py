@@ -62,6 +62,9 @@ class Plan:
         changes: of the market, in milliseconds of the trace, and ``faults`` what they do to the job.
         seconds: how long the window is here; ``None``: until ``steps`` are done.
         prices: of a node for an hour: on demand, on the spot market.
+        spare: losses wait until bamboo can bear them.
+        spares: nodes beyond those of a full job.
+        save_every: steps between two checkpoints of the others; ``None``: by Young and Daly.
     """
 
     work: Work
@@ -73,6 +76,8 @@ class Plan:
     mapping: str
     prices: tuple[float, float]
     spare: bool
+    spares: int
+    save_every: int | None
     blocks: str
     torchft: Path
     folder: Path
@@ -112,7 +117,8 @@ def on_demand(plan: Plan, outcome: Outcome) -> Undisturbed:
     losses = job.losses
     step_s = median(step.end - step.begin for step in outcome.done)
     save_s = median(outcome.saves)
-    found = Undisturbed(losses, save_every(save_s, plan.until_loss_s, step_s), step_s, save_s)
+    every = save_every(save_s, plan.until_loss_s, step_s) if plan.save_every is None else plan.save_every
+    found = Undisturbed(losses, every, step_s, save_s)
     if plan.steps is not None:  # the rest of the losses does not need the time
         quick = Restarts(replace(plan.work, layer_s=0.0), plan.folder / "losses", plan.founders, (), 0, float("inf"))
         quick.run(Outcome("losses", "", 0.0), None, plan.steps + bamboo_every(plan, found) + MORE_STEPS)
@@ -129,7 +135,8 @@ def bamboo_every(plan: Plan, undisturbed: Undisturbed) -> int:
 def bamboo(plan: Plan, outcome: Outcome, undisturbed: Undisturbed) -> None:
     """See :mod:`spotting.elastic`."""
     folder, every = plan.folder / "bamboo", bamboo_every(plan, undisturbed)
-    job = Elastic(plan.work, folder, plan.changes, plan.compress, every, plan.spare, plan.blocks)
+    limit = plan.work.shape.size + plan.spares
+    job = Elastic(plan.work, folder, plan.changes, plan.compress, every, limit, plan.spare, plan.blocks)
     losses = job.run(outcome, plan.seconds, plan.steps)
     wrong = [step for step, loss in losses.items() if undisturbed.losses.get(step, loss) != loss]
     detail = f"workers that came to the end have seen {len(losses)} losses, {len(wrong)} of which differ"
@@ -197,7 +204,7 @@ def compare(plan: Plan, systems: Sequence[str]) -> tuple[list[Outcome], Undistur
     outcomes = [first]
     console.print(
         f"  {undisturbed.step_s:.3f} s per step; a checkpoint holds training for {undisturbed.save_s * 1000:.0f} ms; a "
-        f"loss every {plan.until_loss_s:.1f} s; so a checkpoint every {undisturbed.every} steps"
+        f"loss every {plan.until_loss_s:.1f} s; a checkpoint every {undisturbed.every} steps"
     )
     for name in systems:
         outcome = Outcome(name, TITLES[name], plan.prices[1])
@@ -226,13 +233,16 @@ def find_trace(name: str) -> Path:
     raise click.BadParameter(f"there is no trace {name!r}; known are: {known}", param_hint="--trace")
 
 
-def check_failures(systems: Sequence[str]) -> None:
-    """Refuse what has no meaning without a trace."""
+def check_failures(failures: int | None, systems: Sequence[str]) -> None:
+    """Refuse what has no meaning without a trace, or with one."""
     given = click.get_current_context().get_parameter_source
-    for option in ("--trace", "--begin-h", "--end-h", "--compress", "--mapping"):
+    refused = ("--mtbf-s", "--seed", "--spares"), "only with --failures"
+    if failures is not None:
+        refused = ("--trace", "--begin-h", "--end-h", "--compress", "--mapping"), "there is no trace with --failures"
+    for option in refused[0]:
         if given(option[2:].replace("-", "_")) is not ParameterSource.DEFAULT:
-            raise click.BadParameter("there is no trace with --failures: leave it out", param_hint=option)
-    for name in systems:
+            raise click.BadParameter(f"{refused[1]}: leave it out", param_hint=option)
+    for name in systems if failures is not None else ():
         if name not in WITH_FAILURES:
             known = ", ".join(WITH_FAILURES)
             raise click.BadParameter(f"{name} is not compared with --failures: {known}", param_hint="--system")
@@ -270,19 +280,23 @@ def check_failures(systems: Sequence[str]) -> None:
 @click.option("--failures", type=click.IntRange(min=10), metavar="STEPS", help="No trace: so many steps, with seeded "
               "losses, each replaced at once; only bamboo and checkpoint-restart.")  # fmt: skip
 @click.option("--mtbf-s", type=click.FloatRange(min=0.1), default=20.0, show_default=True, help="Mean time between two "
-              "of these.")  # fmt: skip
+              "of these, each of which is up to a quarter shorter or longer.")  # fmt: skip
+@click.option("--spares", type=click.IntRange(min=0), default=0, show_default=True, help="Nodes beyond those of the "
+              "full job, which are in it while these come.")  # fmt: skip
+@click.option("--save-every", "every", type=click.IntRange(min=1), metavar="STEPS", help="Between two checkpoints of "
+              "systems other than bamboo.  [default: by Young and Daly]")  # fmt: skip
 @click.option("--seed", type=int, default=1, show_default=True, help="Of these.")
 @click.option("--torchft", type=click.Path(file_okay=False, path_type=Path), default=HERE.parent / "out" / "torchft",
               help="Virtual environment that has torchft.  [default: out/torchft]")  # fmt: skip
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("out"), show_default=True)
-def main(trace: str, begin_h: float, end_h: float, compress: float, mapping: Choice, pipelines: int,
-         stages: int, layers: int, micro_batches: int, size: int, layer_ms: float, training: str | None, start_s: float,
-         failures: int | None, mtbf_s: float, seed: int, systems: tuple[str, ...], on_demand_price: float,
-         spot_price: float, spare_holders: bool, blocks: str, torchft: Path, out: Path) -> None:  # fmt: skip
+def main(trace: str, begin_h: float, end_h: float, compress: float, mapping: Choice, pipelines: int, stages: int,
+         layers: int, micro_batches: int, size: int, layer_ms: float, training: str | None, start_s: float,
+         failures: int | None, mtbf_s: float, spares: int, every: int | None, seed: int, systems: tuple[str, ...],
+         on_demand_price: float, spot_price: float, spare_holders: bool, blocks: str, torchft: Path,
+         out: Path) -> None:  # fmt: skip
     """Measure what systems make of a spot market, on EMULATED devices."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was started ends with this
-    if failures is not None:
-        check_failures(systems)
+    check_failures(failures, systems)
     compress = compress if failures is None else 1.0
     training = training or ("fp32" if failures is not None or mapping == "replace" else "bf16-zero1")
     settings = {**TRAININGS[training].config, "communication_data_type": "fp32"}
@@ -297,12 +311,13 @@ def main(trace: str, begin_h: float, end_h: float, compress: float, mapping: Cho
     else:
         systems = systems or WITH_FAILURES
         # Longer than any system that is of use needs.
-        part = seeded(work.shape.size, mtbf_s, 20 * failures * work.step_s(work.shape) + 3600, seed)
+        part = seeded(work.shape.size, mtbf_s, 20 * failures * work.step_s(work.shape) + 3600, seed, spares)
         source, seconds, mapping = f"seeded losses, one in {mtbf_s:g} s, seed {seed}", None, "replace"
-    changes, faults = market(part, work.shape.size, mapping, compress)
+    changes, faults = market(part, work.shape.size, mapping, compress, spares)
     plan = Plan(work, changes, faults, compress, seconds, failures, mapping, (on_demand_price, spot_price),
-                spare_holders, blocks, torchft.absolute(), out.resolve() / "jobs" / "spot")  # fmt: skip
-    facts = report.facts(source, training, plan.work, mapping, compress, seconds, failures, faults)
+                spare_holders, spares, every, blocks, torchft.absolute(),
+                out.resolve() / "jobs" / "spot")  # fmt: skip
+    facts = report.facts(source, training, plan.work, mapping, compress, seconds, failures, spares, faults)
     for line in facts:
         console.print(line, highlight=False)
     outcomes, undisturbed = compare(plan, systems or tuple(SYSTEMS))

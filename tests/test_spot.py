@@ -1,11 +1,17 @@
-"""The arithmetic of ``benchmarks/spot.py``: what the market does to a job, what supervisors decide, what it costs."""
+"""``benchmarks/spot.py``: what the market does to a job, what supervisors decide, what it costs, and what is told."""
 
 from __future__ import annotations
 
+import json
 import math
+import socket
+import struct
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
+from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,17 +22,19 @@ import pytest
 from bamboo_ds.chaos.schedule import Change, parse_trace
 from bamboo_ds.observe.lives import Category, Rank
 
+from .support.etcd import wait_until
+
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 
 @pytest.fixture(scope="module")
 def spot() -> Iterator[Any]:
-    """The pure modules, which programs import from their own folder."""
+    """The modules of the program, which imports them from its own folder."""
     sys.path.insert(0, str(BENCHMARKS))
     try:
-        from spotting import market, outcome
+        from spotting import elastic, hub, market, outcome
 
-        yield SimpleNamespace(market=market, outcome=outcome)
+        yield SimpleNamespace(elastic=elastic, hub=hub, market=market, outcome=outcome)
     finally:
         sys.path.remove(str(BENCHMARKS))
 
@@ -137,8 +145,29 @@ def test_seeded_losses_are_replaced_at_once(spot: Any) -> None:
     assert changes[: len(changes) // 2] == spot.market.seeded(4, 10.0, 2000.0, 7)[: len(changes) // 2]
     _, faults = spot.market.market(changes, 4, "replace", 1.0)
     assert {members for _, members in spot.market.members_over_time(faults, 4)} == {3, 4}
-    assert 60 <= sum(change.what == "remove" for change in changes) <= 140
-    assert spot.market.between_losses_s(faults, 1000.0) == pytest.approx(10.0, rel=0.4)
+    at_s = [change.at_ms / 1000 for change in changes if change.what == "remove"]
+    gaps = [after - before for before, after in pairwise([0.0, *at_s])]
+    assert 7.5 <= min(gaps) < 8.5 and 11.5 < max(gaps) <= 12.5
+    assert spot.market.between_losses_s(faults, 1000.0) == pytest.approx(10.0, rel=0.1)
+
+
+def test_spares_are_there_before_the_first_loss(spot: Any) -> None:
+    """They are the newest nodes, which are not lost; one that is lost is of the job."""
+    changes = spot.market.seeded(4, 10.0, 1000.0, 7, spares=2)
+    kept, faults = spot.market.market(changes, 4, "replace", 1.0, spares=2)
+    assert kept == changes
+    assert [(f.at_s, f.kind.value, f.target.name) for f in faults[:2]] == [
+        (0.0, "join", "node4"),
+        (0.0, "join", "node5"),
+    ]
+    assert {members for at_s, members in spot.market.members_over_time(faults, 4) if at_s} == {5, 6}
+    there: list[str] = []
+    for change in changes:
+        if change.what == "add":
+            there.append(change.node)
+        else:
+            assert there.index(change.node) < 4
+            there.remove(change.node)
 
 
 def test_only_living_nodes_cost(spot: Any) -> None:
@@ -194,3 +223,97 @@ def test_member_seconds_by_category(spot: Any) -> None:
     book.end("a", 106.0)
     found = {category: seconds for category, seconds in book.add(100.0, 110.0).items() if seconds}
     assert found == {Category.PRODUCTIVE: 3.0, Category.OTHER: 3.0, Category.STANDBY: 6.0}
+
+
+# -- what bamboo's events tell -------------------------------------------------------------------------------
+
+
+def told(event: str, at: float, **more: Any) -> dict[str, Any]:
+    return {"event": event, "time": datetime.fromtimestamp(at, UTC).isoformat(), **more}
+
+
+def test_steps_of_events(spot: Any) -> None:
+    """One told of by two members, one by nobody, and two that a restart has done again."""
+    steps = [(1, 101.0), (2, 102.0), (2, 102.1), (4, 104.0), (3, 113.0), (4, 114.0), (5, 115.0)]
+    events = [told("step", at, step=step, seconds=1.0, loss=float(step)) for step, at in steps]
+    found = spot.elastic._steps(events, [110.0], 100.0, 32)
+    assert [(step.number, step.end, step.loss) for step in found] == [
+        (1, 1.0, 1.0), (2, 2.0, 2.0), (3, 3.0, None), (4, 4.0, 4.0), (3, 13.0, 3.0), (4, 14.0, 4.0), (5, 15.0, 5.0),
+    ]  # fmt: skip
+    assert spot.elastic._steps(events, [], 100.0, 32)[-1].number == 5
+    assert len(spot.elastic._steps(events, [], 100.0, 32)) == 5, "without a restart nothing is done again"
+
+
+def test_pauses_of_events(spot: Any) -> None:
+    """The longest of each plan's; from a fatal loss to the first step after the restart."""
+    pause = {"epoch": 3, "pause_seconds": 0.2, "detection_seconds": 0.1, "redo_seconds": 0.5}
+    events = [
+        told("recovered", 110.0, **pause),
+        told("recovered", 110.1, **{**pause, "pause_seconds": 0.3}),
+        told("reconfigured", 112.0, epoch=4, pause_seconds=0.05),
+        told("fatal", 120.0),
+        told("step", 120.5, seconds=0.5),
+        told("restart", 125.0),
+        told("step", 131.0, seconds=1.0),
+    ]
+    found = [(p.kind, p.at, p.seconds, p.redone) for p in spot.elastic._pauses(events, 100.0)]
+    assert found == [
+        ("takeover", pytest.approx(9.2), pytest.approx(0.4), 0.5),
+        ("reconfiguration", pytest.approx(11.95), 0.05, 0.0),
+        ("restart", pytest.approx(20.0), pytest.approx(10.0), 0.0),
+    ]
+
+
+# -- sample dropping -----------------------------------------------------------------------------------------
+
+
+class Stage:
+    """The only stage of a pipeline, which has one weight."""
+
+    def __init__(self, address: str, slot: int, stack: ExitStack) -> None:
+        host, _, port = address.rpartition(":")
+        self._socket = stack.enter_context(socket.create_connection((host, int(port)), timeout=30))
+        self._stream = stack.enter_context(self._socket.makefile("rb"))
+        self._write({"slot": slot, "stage": 0})
+
+    def _write(self, words: dict[str, Any], content: bytes = b"") -> None:
+        self._socket.sendall(json.dumps(words).encode() + b"\n" + content)
+
+    def gradient(self, step: int, digest: str, value: float) -> None:
+        self._write({"step": step, "digest": digest, "bytes": 4}, struct.pack("f", value))
+
+    def state(self, content: bytes) -> None:
+        self._write({"bytes": len(content)}, content)
+
+    def answer(self) -> tuple[dict[str, Any], bytes]:
+        words = json.loads(self._stream.readline())
+        return words, self._stream.read(words.pop("bytes"))
+
+
+def test_pipelines_train_with_those_that_are_there(spot: Any) -> None:
+    """The mean is that of the living ones, weights are compared, and a new one goes on from a living one's state."""
+    with ExitStack() as stack:
+        hub = spot.hub.Hub(stages=1, every=100, first=2)
+        stack.callback(hub.close)
+        first, second = Stage(hub.address, 0, stack), Stage(hub.address, 1, stack)
+        assert [each.answer() for each in (first, second)] == [({"step": 0}, b"")] * 2
+        first.gradient(0, "a", 1.0)
+        second.gradient(0, "a", 3.0)
+        both = {"pipelines": 2, "state": False}
+        assert second.answer() == (both, struct.pack("f", 2.0)) == first.answer()
+        assert (hub.checks, hub.problems) == (1, [])
+        first.gradient(1, "b", 1.0)
+        second.gradient(1, "other", 1.0)
+        assert second.answer()[0] == both == first.answer()[0]
+        assert (hub.checks, hub.problems) == (2, ["weights of stage 0 differ before step 1"])
+
+        first.gradient(2, "c", 5.0)
+        hub.drop(1)
+        assert first.answer() == ({"pipelines": 1, "state": False}, struct.pack("f", 5.0))
+        third = Stage(hub.address, 2, stack)
+        wait_until(lambda: 2 in hub._pipelines and hub._pipelines[2].stages, "the third pipeline is there")
+        first.gradient(3, "d", 7.0)
+        assert first.answer() == ({"pipelines": 1, "state": True}, struct.pack("f", 7.0))
+        first.state(b"weights")
+        assert third.answer() == ({"step": 4}, b"weights")
+        assert hub.steps == [(1, (0, 1)), (2, (0, 1)), (3, (0,)), (4, (0,))]

@@ -29,6 +29,14 @@ class Instance(BaseModel):
     nodes: int | None = Field(None, ge=1, description="nodes that are wanted, where they are drawn")
     source: str = Field("", description="where prices and speed come from")
 
+    def replaces(self, option: str) -> bool:
+        """Whether a value for the market, by the name of its option without the dashes, means nothing for this type."""
+        if self.trace is not None:
+            return True
+        if option in ("trace", "climate"):
+            return self.climate is not None
+        return option in ("rate", "nodes") and getattr(self, option) is not None
+
 
 #: By the names that an option has for them.
 _KEYS = {name.replace("_", "-"): name for name in Instance.model_fields if name not in ("name", "source")}

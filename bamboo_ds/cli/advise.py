@@ -121,6 +121,7 @@ def advise(
         return whole if limit is None else lambda seed: whole(seed).rented(limit)
 
     # All that can be wrong with the options is, before anything is started.
+    _mean_something(types, {**weather, "trace": trace, "climate": climate, "nodes": nodes, "hours": hours})
     markets = [market(each) for each in types]
     for each in markets:
         each(0)
@@ -220,6 +221,14 @@ def _instances(options: Sequence[str], file: Path | None, terms: Terms) -> Seque
         if each.trace is not None and not Path(each.trace).is_file():
             raise ConfigError(f"instance {each.name}: there is no trace {each.trace}")
     return distinct(found)
+
+
+def _mean_something(types: Sequence[Instance], market: Mapping[str, object]) -> None:
+    """Refuse options of the market in whose place all instance types have their own."""
+    unused = [name for name, value in market.items() if value is not None and all(t.replaces(name) for t in types)]
+    if unused:
+        named = ", ".join(f"--{name.replace('_', '-')}" for name in unused)
+        raise ConfigError(f"{named}: every instance type has its own trace, climate, rate or nodes: leave it out")
 
 
 def _measured(

@@ -49,6 +49,7 @@ class Elastic:
         changes: of the market.
         compress: how many times faster than the trace.
         every: steps between two checkpoints, from which a fatal loss restarts; 0: none.
+        limit: members of the job at most.
         spare: losses wait until the job can bear them.
         blocks: the setting ``topology.blocks``.
     """
@@ -58,6 +59,7 @@ class Elastic:
     changes: Sequence[Change]
     compress: float
     every: int
+    limit: int
     spare: bool
     blocks: str
 
@@ -85,7 +87,7 @@ class Elastic:
                 "--trace",
                 str(trace),
             ]
-            command += ["--compress", str(self.compress), "--limit", str(slots), "--out", str(folder / "chaos")]
+            command += ["--compress", str(self.compress), "--limit", str(self.limit), "--out", str(folder / "chaos")]
             command += ["--no-picture", "--spare-holders" if self.spare else "--no-spare-holders"]
             with open(folder / "chaos.txt", "wb") as log:
                 chaos = subprocess.Popen(command, env=environment(), stdout=log, stderr=subprocess.STDOUT)

@@ -24,13 +24,14 @@ _MAPPINGS = {
 
 
 def facts(source: str, training: str, work: Work, mapping: str, compress: float, seconds: float | None,
-          steps: int | None, faults: Sequence[Fault]) -> list[str]:  # fmt: skip
+          steps: int | None, spares: int, faults: Sequence[Fault]) -> list[str]:  # fmt: skip
     """Lines that say what is measured."""
     within = [fault for fault in faults if seconds is None or fault.at_s < seconds]
     kills = sum(fault.kind is Kind.KILL_AGENT for fault in within)
     if seconds is None:
         length, pace = f"{steps} steps", "no trace"
         nodes = "each node that goes is replaced by a new one at the same moment"
+        nodes += f"; {spares} more than a full job needs" if spares else ""
     else:
         length = f"{seconds:.0f} s, {kills} losses and {len(within) - kills} joins"
         pace = f"{compress:g} times as fast as the trace: a second here stands for {compress:g} s"
