@@ -37,7 +37,7 @@ def spans(steps: int = 5, micro_batches: int = 3) -> list[Span]:
 
 JOB = Job(
     name="mine", source="a test", device="none", pipelines=1, layers=(3, 2), parameters=(10, 30, 0, 5, 5),
-    precision="bf16", optimizer="AdamW", samples=12,
+    precision="bf16", optimizer="AdamW", zero=False, samples=12,
     # Of stage 0: a micro-batch keeps 300 bytes, two are under way, three boundary tensors are kept.
     told={0: Told((2.0, 1.0), 2 * 300 + 3 * 40, 40), 1: Told((), 100 + 3 * 40, 0)}, retains=True,
 )  # fmt: skip
@@ -47,6 +47,7 @@ def test_a_profile_of_what_was_measured() -> None:
     profile = profile_of(JOB, spans())
     assert (profile.micro_batch, profile.global_batch, profile.stages) == (4, 12, 2)
     assert (profile.precision, profile.optimizer, profile.memory_bytes) == ("bf16", "AdamW", None)
+    assert [profile_of(replace(JOB, zero=zero), spans()).zero for zero in (False, True)] == [False, True]
     # Blocks of one layer and of two, with two thirds and one third of the time.
     assert [layer.forward_s for layer in profile.each] == pytest.approx([2 / 3, 1 / 6, 1 / 6, 1.5, 1.5])
     assert [layer.backward_s for layer in profile.each] == pytest.approx([4 / 3, 1 / 3, 1 / 3, 2.0, 2.0])

@@ -46,6 +46,7 @@ class Job:
         layers: their number, by stage.
         parameters: trainable ones, by layer.
         precision, optimizer: of the model.
+        zero: pipelines divide the optimizer's state among themselves.
         samples: of an iteration.
         told: by stage.
         retains: boundary tensors are kept until the commit, as they are where there are replicas.
@@ -59,6 +60,7 @@ class Job:
     parameters: tuple[int, ...]
     precision: Precision
     optimizer: str | None
+    zero: bool
     samples: int
     told: Mapping[int, Told]
     retains: bool
@@ -108,6 +110,7 @@ def profile_of(job: Job, spans: Iterable[Span]) -> Profile:
         global_batch=job.samples,
         stages=stages,
         precision=job.precision,
+        zero=job.zero,
         optimizer=job.optimizer or "adam",
     )
 

@@ -179,8 +179,6 @@ def _job(script: Path, command: str, built: Built, run: _Measurement, crowded: b
         rest.append("MORE WORKERS THAN CORES: times are too long if they compute there")
     if any(built.frozen):
         rest.append("frozen parameters are left out")
-    if built.zero:
-        rest.append("ZeRO is not modelled: states are taken to be whole")
     return Job(
         name=script.stem,
         source="; ".join(rest),
@@ -190,6 +188,7 @@ def _job(script: Path, command: str, built: Built, run: _Measurement, crowded: b
         parameters=built.each,
         precision=built.precision,  # type: ignore[arg-type]
         optimizer=built.optimizer,
+        zero=built.zero > 0,
         samples=run.samples,
         told=stages,
         retains=any(report.redundant for report in run.mirror.reports.values()),
