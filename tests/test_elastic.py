@@ -197,7 +197,7 @@ def assert_measured(result: Result, stages: dict[int, Told]) -> None:
     timelines = read_timelines(result.out / "events.jsonl")
     spans = [span for timeline in timelines for span in timeline.spans]
     layers = tuple(len(stages[stage].blocks) for stage in range(4))
-    known = {"parameters": (1,) * sum(layers), "precision": "fp32", "optimizer": "Adam", "retains": True}
+    known = {"parameters": (1,) * sum(layers), "precision": "fp32", "optimizer": "Adam", "zero": False, "retains": True}
     (samples,) = {event["samples"] for event in result.events("step")}
     told_of = {"name": "job", "source": "", "device": "", "pipelines": 1, "layers": layers, "samples": samples}
     profile = profile_of(MeasuredJob(**told_of, **known, told=stages), spans)
