@@ -216,6 +216,8 @@ def test_azure_tells_of_a_preemption_and_takes_the_acknowledgement() -> None:
         assert server.counts[server.NAME] == 1
         started = watching.next()  # the same event, now begun
         assert (started.kind, started.deadline_s) == ("preempt", 0.0)
+        assert watching.watcher.acknowledge(started)
+        assert server.acknowledged == ["e-mine"], "once for both notices of the event"
     assert not server.statuses[400]
 
 

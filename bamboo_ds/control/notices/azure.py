@@ -90,6 +90,7 @@ class AzureSource:
         self._machine: str | None = None
         self._answered = False
         self._events: dict[str, _Event] = {}
+        self._started: set[str] = set()  # events that were acknowledged
 
     async def poll(self, session: aiohttp.ClientSession) -> Notice | None:
         if self._machine is None:
@@ -121,6 +122,8 @@ class AzureSource:
         if len(event.resources) > 1:
             logger.info("event %s is not acknowledged: it names %s", event.id, ", ".join(event.resources))
             return False
+        if event.id in self._started:  # for another notice of it
+            return True
         answer = await request(
             session,
             "POST",
@@ -130,6 +133,7 @@ class AzureSource:
             json={"StartRequests": [{"EventId": event.id}]},
         )
         answer.expect(200, 202, 204)
+        self._started.add(event.id)
         return True
 
     async def _fetch_name(self, session: aiohttp.ClientSession) -> str:
