@@ -62,7 +62,7 @@ class Plan:
         changes: of the market, in milliseconds of the trace, and ``faults`` what they do to the job.
         seconds: how long the window is here; ``None``: until ``steps`` are done.
         prices: of a node for an hour: on demand, on the spot market.
-        spare: losses wait until bamboo can bear them.
+        spare_holders: losses wait until bamboo can bear them.
         spares: nodes beyond those of a full job.
         save_every: steps between two checkpoints of the others; ``None``: by Young and Daly.
     """
@@ -75,7 +75,7 @@ class Plan:
     steps: int | None
     mapping: str
     prices: tuple[float, float]
-    spare: bool
+    spare_holders: bool
     spares: int
     save_every: int | None
     blocks: str
@@ -117,7 +117,7 @@ def on_demand(plan: Plan, outcome: Outcome) -> Undisturbed:
     losses = job.losses
     step_s = median(step.end - step.begin for step in outcome.done)
     save_s = median(outcome.saves)
-    every = save_every(save_s, plan.until_loss_s, step_s) if plan.save_every is None else plan.save_every
+    every = plan.save_every or save_every(save_s, plan.until_loss_s, step_s)
     found = Undisturbed(losses, every, step_s, save_s)
     if plan.steps is not None:  # the rest of the losses does not need the time
         quick = Restarts(replace(plan.work, layer_s=0.0), plan.folder / "losses", plan.founders, (), 0, float("inf"))
@@ -136,7 +136,7 @@ def bamboo(plan: Plan, outcome: Outcome, undisturbed: Undisturbed) -> None:
     """See :mod:`spotting.elastic`."""
     folder, every = plan.folder / "bamboo", bamboo_every(plan, undisturbed)
     limit = plan.work.shape.size + plan.spares
-    job = Elastic(plan.work, folder, plan.changes, plan.compress, every, limit, plan.spare, plan.blocks)
+    job = Elastic(plan.work, folder, plan.changes, plan.compress, every, limit, plan.spare_holders, plan.blocks)
     losses = job.run(outcome, plan.seconds, plan.steps)
     wrong = [step for step, loss in losses.items() if undisturbed.losses.get(step, loss) != loss]
     detail = f"workers that came to the end have seen {len(losses)} losses, {len(wrong)} of which differ"
@@ -236,16 +236,16 @@ def find_trace(name: str) -> Path:
 def check_failures(failures: int | None, systems: Sequence[str]) -> None:
     """Refuse what has no meaning without a trace, or with one."""
     given = click.get_current_context().get_parameter_source
-    refused = ("--mtbf-s", "--seed", "--spares"), "only with --failures"
+    options, why = ("--mtbf-s", "--seed", "--spares"), "only with --failures"
     if failures is not None:
-        refused = ("--trace", "--begin-h", "--end-h", "--compress", "--mapping"), "there is no trace with --failures"
-    for option in refused[0]:
+        options, why = ("--trace", "--begin-h", "--end-h", "--compress", "--mapping"), "--failures has no trace"
+        others = [name for name in systems if name not in WITH_FAILURES]
+        if others:
+            text = f"{', '.join(others)}: not compared with --failures; choose of {', '.join(WITH_FAILURES)}"
+            raise click.BadParameter(text, param_hint="--system")
+    for option in options:
         if given(option[2:].replace("-", "_")) is not ParameterSource.DEFAULT:
-            raise click.BadParameter(f"{refused[1]}: leave it out", param_hint=option)
-    for name in systems if failures is not None else ():
-        if name not in WITH_FAILURES:
-            known = ", ".join(WITH_FAILURES)
-            raise click.BadParameter(f"{name} is not compared with --failures: {known}", param_hint="--system")
+            raise click.BadParameter(f"{why}: leave it out", param_hint=option)
 
 
 @click.command()
@@ -281,8 +281,8 @@ def check_failures(failures: int | None, systems: Sequence[str]) -> None:
               "losses, each replaced at once; only bamboo and checkpoint-restart.")  # fmt: skip
 @click.option("--mtbf-s", type=click.FloatRange(min=0.1), default=20.0, show_default=True, help="Mean time between two "
               "of these, each of which is up to a quarter shorter or longer.")  # fmt: skip
-@click.option("--spares", type=click.IntRange(min=0), default=0, show_default=True, help="Nodes beyond those of the "
-              "full job, which are in it while these come.")  # fmt: skip
+@click.option("--spares", type=click.IntRange(min=0), default=0, show_default=True, help="Nodes in reserve beyond "
+              "those of the full job: the newest ones, which are not lost.")  # fmt: skip
 @click.option("--save-every", "every", type=click.IntRange(min=1), metavar="STEPS", help="Between two checkpoints of "
               "systems other than bamboo.  [default: by Young and Daly]")  # fmt: skip
 @click.option("--seed", type=int, default=1, show_default=True, help="Of these.")

@@ -18,6 +18,7 @@ from typing import Any
 
 import click
 import pytest
+from click.testing import CliRunner
 
 from bamboo_ds.chaos.schedule import Change, parse_trace
 from bamboo_ds.observe.lives import Category, Rank
@@ -32,9 +33,10 @@ def spot() -> Iterator[Any]:
     """The modules of the program, which imports them from its own folder."""
     sys.path.insert(0, str(BENCHMARKS))
     try:
+        import spot as program
         from spotting import elastic, hub, market, outcome
 
-        yield SimpleNamespace(elastic=elastic, hub=hub, market=market, outcome=outcome)
+        yield SimpleNamespace(program=program, elastic=elastic, hub=hub, market=market, outcome=outcome)
     finally:
         sys.path.remove(str(BENCHMARKS))
 
@@ -168,6 +170,20 @@ def test_spares_are_there_before_the_first_loss(spot: Any) -> None:
         else:
             assert there.index(change.node) < 4
             there.remove(change.node)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--spares", "1"], "--spares: only with --failures: leave it out"),
+        (["--mtbf-s", "9"], "--mtbf-s: only with --failures: leave it out"),
+        (["--failures", "20", "--compress", "3"], "--compress: --failures has no trace: leave it out"),
+        (["--failures", "20", "--system", "torchft"], "torchft: not compared with --failures; choose of bamboo, "),
+    ],
+)
+def test_options_that_mean_nothing_are_refused(spot: Any, options: list[str], expected: str) -> None:
+    done = CliRunner().invoke(spot.program.main, options)
+    assert done.exit_code == 2 and expected in " ".join(done.output.split()), done.output
 
 
 def test_only_living_nodes_cost(spot: Any) -> None:

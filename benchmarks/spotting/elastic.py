@@ -50,7 +50,7 @@ class Elastic:
         compress: how many times faster than the trace.
         every: steps between two checkpoints, from which a fatal loss restarts; 0: none.
         limit: members of the job at most.
-        spare: losses wait until the job can bear them.
+        spare_holders: losses wait until the job can bear them.
         blocks: the setting ``topology.blocks``.
     """
 
@@ -60,7 +60,7 @@ class Elastic:
     compress: float
     every: int
     limit: int
-    spare: bool
+    spare_holders: bool
     blocks: str
 
     def run(self, outcome: Outcome, seconds: float | None, steps: int | None) -> dict[int, float]:
@@ -88,7 +88,7 @@ class Elastic:
                 str(trace),
             ]
             command += ["--compress", str(self.compress), "--limit", str(self.limit), "--out", str(folder / "chaos")]
-            command += ["--no-picture", "--spare-holders" if self.spare else "--no-spare-holders"]
+            command += ["--no-picture", "--spare-holders" if self.spare_holders else "--no-spare-holders"]
             with open(folder / "chaos.txt", "wb") as log:
                 chaos = subprocess.Popen(command, env=environment(), stdout=log, stderr=subprocess.STDOUT)
             try:

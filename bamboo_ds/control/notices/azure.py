@@ -90,7 +90,7 @@ class AzureSource:
         self._machine: str | None = None
         self._answered = False
         self._events: dict[str, _Event] = {}
-        self._started: set[str] = set()  # events that were acknowledged
+        self._acknowledged: set[str] = set()  # their ids
 
     async def poll(self, session: aiohttp.ClientSession) -> Notice | None:
         if self._machine is None:
@@ -122,7 +122,7 @@ class AzureSource:
         if len(event.resources) > 1:
             logger.info("event %s is not acknowledged: it names %s", event.id, ", ".join(event.resources))
             return False
-        if event.id in self._started:  # for another notice of it
+        if event.id in self._acknowledged:  # for another notice of it
             return True
         answer = await request(
             session,
@@ -133,7 +133,7 @@ class AzureSource:
             json={"StartRequests": [{"EventId": event.id}]},
         )
         answer.expect(200, 202, 204)
-        self._started.add(event.id)
+        self._acknowledged.add(event.id)
         return True
 
     async def _fetch_name(self, session: aiohttp.ClientSession) -> str:
