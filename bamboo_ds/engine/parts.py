@@ -93,7 +93,7 @@ class Parts:
         local.layers, local.optimizer = Layers(local.module), stage_optimizer(ds, groups, local)
         self.epoch = epoch = CurrentEpoch(job, layout, mode.eager_backward)
         self.progress = progress = Progress(torch.initial_seed())
-        history, batches, idle = History(layout.slices), Batches(layout.slices), IdleTimes()
+        history, batches, idle = History(layout.slices), Batches(layout.slices, binding.for_script), IdleTimes()
         beats, generators = Beats(job, progress), RoleGenerators(ds, layout, progress, history)
         recording = Recording(ds, binding, progress, channel.spans, settings.observe.timeline)
         self.accounts = accounts = Accounts(settings.observe.ledger, session.member)

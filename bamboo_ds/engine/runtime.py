@@ -8,7 +8,7 @@ bamboo job holds several roles, its own and the replica of another. Each has a :
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -364,6 +364,10 @@ class RuntimeBinding:
             yield
         finally:  # also where an optimizer raises: a script may go on to save what it has
             self.use(before)
+
+    def for_script(self) -> AbstractContextManager[None]:
+        """In the body the script's own code runs, and sees the engine as between two of its calls."""
+        return self.bound(self.local)
 
     def owned(self) -> list[StageRuntime]:
         """Runtimes that this member owns, by (stage, pipeline)."""
