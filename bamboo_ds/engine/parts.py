@@ -11,6 +11,7 @@ import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from ..comm.script import ScriptCollectives
+from ..comm.standing import Stand
 from ..config import BambooConfig
 from ..topology import Layout, Role
 from .accounts import Accounts
@@ -178,6 +179,18 @@ class Parts:
         )
         self.end = End(epoch, progress, commits, saves)
         ds.monitor = Monitors(ds.monitor, ds.global_rank, session, lambda: not joining.active and epoch.leads)
+
+    def stand(self) -> Stand | None:
+        """Where the script is, for members that wait for it; from any thread. ``None``: it replays, or is in neither
+        an operation nor a collective."""
+        call, begun, progress = self.progress.call, self.collectives.first_begun(), self.progress
+        if self.replay.under_way or (call is None and begun is None):
+            return None
+        rank, done = self.job.channel.rank, self.collectives.completed()
+        if call is not None:
+            return Stand(rank, *call, progress.steps, done=done)
+        assert begun is not None
+        return Stand(rank, progress.sequence, begun.name, progress.steps, begun.key, begun.number, begun.ranks, done)
 
     def leave(self) -> None:
         """The script has ended."""

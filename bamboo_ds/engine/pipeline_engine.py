@@ -86,7 +86,7 @@ class BambooPipelineEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed i
         job.has_engine = True
         with job.channel.activity.at_work():
             start(parts, exact)
-        job.session.script = parts.collectives
+        job.session.script, job.session.stand = parts.collectives, parts.stand
         parts.script.leave()
 
     # -- what scripts call --------------------------------------------------------------------------------

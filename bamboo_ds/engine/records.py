@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -110,6 +112,7 @@ class Progress:
         paused: seconds for which this member entered other plans since the last iteration.
         entered: everything that the current operation's commit needs of this member is there.
         resumed: the current operation was interrupted, and goes on from what there was.
+        call: number and name (see :class:`~.operation.Operation`) of the operation that the script is in.
         evaluating: an evaluation runs.
         at_boundary: the script has not gone on since the last operation.
         redone: of parts (by their first block) of roles taken over in the current operation: how many forward and
@@ -132,6 +135,7 @@ class Progress:
     paused: float = 0.0
     entered: bool = False
     resumed: bool = False
+    call: tuple[int, str] | None = None
     evaluating: bool = False
     at_boundary: bool = False
     redone: dict[tuple[Role, int], tuple[int, int]] = field(default_factory=dict)
@@ -147,6 +151,15 @@ class Progress:
         """What the commit of the current iteration has agreed on."""
         assert self.committed is not None
         return self.committed
+
+    @contextmanager
+    def calling(self, name: str) -> Iterator[None]:
+        """The body is the next operation, which the script has called as ``name``."""
+        self.call = self.sequence, name
+        try:
+            yield
+        finally:
+            self.call = None
 
     def end_operation(self) -> None:
         """The operation under way is finished."""
