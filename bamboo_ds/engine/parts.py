@@ -59,6 +59,7 @@ from .supply import BatchSupply
 from .takeover import Takeover
 from .tied import tied_stages
 from .training import Training
+from .visits import StageVisits
 from .wrappers import stage_optimizer
 
 if TYPE_CHECKING:
@@ -177,6 +178,9 @@ class Parts:
             *(ds, groups, binding, epoch, progress, replay, takeover, commits, copies, loader, saves, history),
             *(recording, settings.checkpoint.asynchronous),
         )
+        self.visits = StageVisits(
+            *(engine, groups, binding, epoch, progress, replay, takeover, commits, copies, saves, history)
+        )
         self.end = End(epoch, progress, commits, saves)
         ds.monitor = Monitors(ds.monitor, ds.global_rank, session, lambda: not joining.active and epoch.leads)
 
@@ -198,6 +202,7 @@ class Parts:
         with self.script.inside():
             if not self.joining.active:
                 self.takeover.run(self.end)
+                self.visits.tell_absent()
             self.copies.close()
             self.saves.close()
 

@@ -141,6 +141,11 @@ class BambooPipelineEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed i
         with self._parts.script.inside():
             return self._parts.checkpoints.load(load_dir, tag, *args, **kwargs)
 
+    def for_each_stage(self, function: Callable[[Any], Any]) -> list[Any]:
+        """See :func:`bamboo_ds.for_each_stage`."""
+        with self._parts.script.inside():
+            return self._parts.visits.visit(function)
+
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """As DeepSpeed's, for the modules of all roles that this member has or gets."""
         if self._parts.builder.compiled_with is None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ..comm.transport import Transport
+from ..errors import UnsupportedError
 from ..schedule import Decision
 from ..topology import Layout, Plan, Role
 from .commit import Committed
@@ -160,6 +161,14 @@ class Progress:
             yield
         finally:
             self.call = None
+
+    def check_idle(self) -> None:
+        """Raise :class:`UnsupportedError` where what an operation calls of the script calls the engine."""
+        if self.call is not None:
+            raise UnsupportedError(
+                f"the engine was called by a function that its {self.call[1]} has called: functions of "
+                "bamboo_ds.for_each_stage and bamboo_ds.on_plan_change must not call the engine"
+            )
 
     def end_operation(self) -> None:
         """The operation under way is finished."""

@@ -264,10 +264,11 @@ def _stop_after(departure: LeftRecord, what: str) -> StopJob:
 def _stop_without(departure: LeftRecord, by: str, plan: Plan) -> StopJob:
     """End a job in which ``by`` needs a member that has ended as if it had finished."""
     homes = dict(zip(plan.members, plan.homes, strict=True))
+    told = f"has ended with exit code 0 (the newest step that it told: {departure.step})"
     return StopJob(
         1,
-        f"the process of rank {homes[departure.id]} ({departure.id}) has ended with exit code 0 (the newest "
-        f"step that it told: {departure.step}), while rank {homes[by]} goes on. The scripts of all ranks must end after the same step",
+        f"the process of rank {homes[departure.id]} ({departure.id}) {told}, while rank {homes[by]} goes on. The "
+        "scripts of all ranks must end after the same step",
     )
 
 
