@@ -65,6 +65,18 @@ class ProtocolError(BambooError, RuntimeError):
     """A message arrived that the schedule does not expect. Always a defect; never ignored."""
 
 
+class CallsDiffer(BambooError, RuntimeError):
+    """The scripts of two members wait for each other for ever, since they do not make the same calls."""
+
+    def __init__(self, difference: str) -> None:
+        super().__init__(
+            f"{difference}. The scripts of all ranks must call train_batch, eval_batch, save_checkpoint and their own "
+            "collectives in the same order, and end after the same step. What only one rank knows (that training is to "
+            "stop, or that a checkpoint is due) it must tell the others first, as by torch.distributed.broadcast; "
+            "save_checkpoint is called on every rank"
+        )
+
+
 class ReplicaMismatch(BambooError, RuntimeError):
     """A replica differs from its owner time and again, although it was copied anew.
 

@@ -151,6 +151,16 @@ class ScriptCollectives:
         for work in self._open:
             work.decide(work.number <= best.get(work.key, 0))
 
+    def first_begun(self) -> ScriptWork | None:
+        """The first collective that this member has begun and not come out of; from any thread."""
+        return next(iter(tuple(self._open)), None)
+
+    def completed(self) -> dict[str, int] | None:
+        """How many collectives of each group this member has come out of in this gap; ``None``: it takes no part in
+        them. From any thread."""
+        first = dict(self._newcomers).get(self._session.member, -1)
+        return None if first >= self._gap else dict(self._done)
+
     @property
     def absent(self) -> set[str]:
         """Members of the plan whose scripts are not in this gap: they replay it."""
@@ -338,6 +348,16 @@ class ScriptWork(dist.Work):  # type: ignore[misc]
         return True
 
     synchronize = wait
+
+    @property
+    def name(self) -> str:
+        """What it is called."""
+        return self._collective.name
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Of its group."""
+        return self._handle.ranks
 
     def is_completed(self) -> bool:
         """Whether :meth:`wait` has nothing to wait for but the other members' word, or a recovery."""

@@ -65,6 +65,7 @@ class Evaluation:
     #: What those of other copies keep after it, where that is something else.
     _changed: dict[Role, Tree] = field(default_factory=dict, init=False)
 
+    call = "eval_batch"
     draws = watched = goes_on = True
     takes_steps = False
 

@@ -11,6 +11,7 @@ import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from ..comm.script import ScriptCollectives
+from ..comm.standing import Stand
 from ..config import BambooConfig
 from ..topology import Layout, Role
 from .accounts import Accounts
@@ -58,6 +59,7 @@ from .supply import BatchSupply
 from .takeover import Takeover
 from .tied import tied_stages
 from .training import Training
+from .visits import StageVisits
 from .wrappers import stage_optimizer
 
 if TYPE_CHECKING:
@@ -176,8 +178,23 @@ class Parts:
             *(ds, groups, binding, epoch, progress, replay, takeover, commits, copies, loader, saves, history),
             *(recording, settings.checkpoint.asynchronous),
         )
+        self.visits = StageVisits(
+            *(engine, groups, binding, epoch, progress, replay, takeover, commits, copies, saves, history)
+        )
         self.end = End(epoch, progress, commits, saves)
         ds.monitor = Monitors(ds.monitor, ds.global_rank, session, lambda: not joining.active and epoch.leads)
+
+    def stand(self) -> Stand | None:
+        """Where the script is, for members that wait for it; from any thread. ``None``: it replays, or is in neither
+        an operation nor a collective."""
+        call, begun, progress = self.progress.call, self.collectives.first_begun(), self.progress
+        if self.replay.under_way or (call is None and begun is None):
+            return None
+        rank, done = self.job.channel.rank, self.collectives.completed()
+        if call is not None:
+            return Stand(rank, *call, progress.steps, done=done)
+        assert begun is not None
+        return Stand(rank, progress.sequence, begun.name, progress.steps, begun.key, begun.number, begun.ranks, done)
 
     def leave(self) -> None:
         """The script has ended."""
@@ -185,6 +202,7 @@ class Parts:
         with self.script.inside():
             if not self.joining.active:
                 self.takeover.run(self.end)
+                self.visits.tell_absent()
             self.copies.close()
             self.saves.close()
 

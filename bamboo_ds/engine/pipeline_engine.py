@@ -86,7 +86,7 @@ class BambooPipelineEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed i
         job.has_engine = True
         with job.channel.activity.at_work():
             start(parts, exact)
-        job.session.script = parts.collectives
+        job.session.script, job.session.stand = parts.collectives, parts.stand
         parts.script.leave()
 
     # -- what scripts call --------------------------------------------------------------------------------
@@ -140,6 +140,11 @@ class BambooPipelineEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed i
         """
         with self._parts.script.inside():
             return self._parts.checkpoints.load(load_dir, tag, *args, **kwargs)
+
+    def for_each_stage(self, function: Callable[[Any], Any]) -> list[Any]:
+        """See :func:`bamboo_ds.for_each_stage`."""
+        with self._parts.script.inside():
+            return self._parts.visits.visit(function)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """As DeepSpeed's, for the modules of all roles that this member has or gets."""

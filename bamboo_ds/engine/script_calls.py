@@ -50,7 +50,12 @@ class ScriptCalls:
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """The body is a call of the script: what it does is the engine's."""
+        """The body is a call of the script: what it does is the engine's.
+
+        Raises:
+            UnsupportedError: it comes from within another one.
+        """
+        self.progress.check_idle()
         if not self._depth:
             self.collectives.flush()
             self.follow()
