@@ -100,7 +100,7 @@ class Parts:
         recording = Recording(ds, binding, progress, channel.spans, settings.observe.timeline)
         self.accounts = accounts = Accounts(settings.observe.ledger, session.member)
         brought = ds.client_lr_scheduler is not None and ds.lr_scheduler is not None
-        pristine = Pristine(ds.lr_scheduler, ds.basic_optimizer) if brought else None
+        pristine = Pristine(ds.lr_scheduler, ds.basic_optimizer, ds.client_lr_scheduler) if brought else None
         #: Settings of the process that decide how tensors are computed, equal on all members.
         self.flags = flags_here(ds.device)
         answers = {History.PREFIX: history.answer, FLAGS: lambda _: json.dumps(self.flags)}

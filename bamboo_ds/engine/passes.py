@@ -21,7 +21,6 @@ from .data import PARTS, Batches, as_payload
 from .deepspeed_adapter import DeepSpeedAdapter
 from .exactness import ExactChecks
 from .generators import RoleGenerators
-from .layers import copied
 from .recomputing import begin_forward
 from .records import Progress
 from .rng import Drawing, seeded_layers
@@ -175,7 +174,7 @@ class Passes:
         """
         again = self.layout.slices > 1 or not runtime.owned or runtime.divided
         if again and runtime.first_layers is None:
-            runtime.first_layers = copied(runtime.layers.capture())
+            runtime.first_layers = runtime.layers.undo()
 
 
 def _detached(value: Any) -> Payload:
