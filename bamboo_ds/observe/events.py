@@ -217,7 +217,8 @@ class Step(EventBase):
 
 
 class CollectiveIncomplete(EventBase):
-    """A collective of the script lacks parts of ranks. Emitted once for each place in the script that calls it."""
+    """A collective of the script has other parts in the place of some ranks'. Emitted once for each place in the script
+    that calls it."""
 
     event: Literal["collective_incomplete"] = "collective_incomplete"
     step: int = Field(ge=0, description="steps committed so far")
