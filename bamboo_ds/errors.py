@@ -113,10 +113,10 @@ class Inexact(BambooError, RuntimeError):
         self.differences = tuple(differences)
         more = f" (and {len(self.differences) - 1} more)" if len(self.differences) > 1 else ""
         super().__init__(
-            f"--check-exact: step {step}, stage {stage} of pipeline {pipeline}: {found}: {self.differences[0]}{more}. "
-            f"After a loss of this stage the job would go on with other results. Likely causes: {causes}. "
-            'docs/state.md lists what copies of a stage follow; "bamboo.redundancy.on_mismatch": "warn" trains on all '
-            "the same"
+            f"the check of the first steps: step {step}, stage {stage} of pipeline {pipeline}: {found}: "
+            f"{self.differences[0]}{more}. After a loss of this stage the job would go on with other results. Likely "
+            f"causes, and their cures: {causes}. docs/state.md lists what copies of a stage follow. To train on all "
+            'the same set "bamboo.redundancy.on_mismatch" to "warn", or "bamboo.redundancy.check_exact" to 0'
         )
 
 

@@ -118,7 +118,8 @@ class Parts:
         self.reduction = reduction = Reduction(ds, binding, epoch, tied_stages(ds.module))
         self.builder = builder = StageBuilder(ds, layout, groups, binding, pristine)
         stops = redundancy.on_mismatch == "stop"
-        self.checks = checks = ExactChecks(ds, stops, binding, epoch, progress, reduction, builder, beats)
+        asked = redundancy.check_exact is not None
+        self.checks = checks = ExactChecks(ds, stops, asked, binding, epoch, progress, reduction, builder, beats)
         self.slices = slices = SlicedPasses(ds, groups, binding)
         # Passes on other devices than CPUs go on after they have returned, unless launches wait for their kernels.
         waits = ds.device.type == "cpu" or os.environ.get("CUDA_LAUNCH_BLOCKING") == "1"

@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe import schedule as stock
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
@@ -26,7 +27,6 @@ from ..config import bamboo_config
 from ..errors import ConfigError
 from ..stages import built
 from ..supported import check_config, check_schedule, layout_of
-from ..variables import checked_steps
 from ..worker.job import current_job
 from .blocks import with_blocks
 from .parts import Parts
@@ -62,7 +62,7 @@ class BambooPipelineEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed i
         settings = bamboo_config(config)
         assert settings is not None
         settings = settings.overridden(job.channel.overrides)
-        exact = settings.redundancy.steps_to_check(checked_steps(os.environ))
+        exact = settings.redundancy.steps_to_check(get_accelerator().device_name())
         check_config(config)
         check_schedule()
         use_for_cuda(settings.comm.cuda_backend)

@@ -292,6 +292,14 @@ class StageRuntime:
         if layers is not None:
             self.layers.restore(layers)
 
+    def forget_passes(self) -> None:
+        """The same of a replica, which keeps what its owner has sent of the iteration."""
+        names = ("reduced", "measured", "reduced_loss", "received_layers")
+        kept, consumed = {name: getattr(self, name) for name in names}, dict(self.consumed)
+        self.begin_again()
+        vars(self).update(kept)
+        self.consumed.update(consumed)
+
 
 class RuntimeBinding:
     """Binds one of several runtimes to an engine's attributes (a few microseconds a switch).
