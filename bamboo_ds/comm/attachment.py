@@ -97,6 +97,7 @@ class Attachment:
         reason: why there is none.
         detached: whether collectives are no-ops.
         passing: whether the main thread computes a pass whose layers are whole.
+        drawing: whether the main thread draws batches, or what one member alone may have to draw again.
         slices: where the handles of slice groups lead now; ``None``: where they were made for.
         script: the script's own collectives, once there is an engine that recovers for them.
         torch_store: what torch.distributed's groups use as their store.
@@ -107,7 +108,7 @@ class Attachment:
         self.epoch: Epoch | None = None
         self.reason = "no epoch is attached yet"
         self.detached = True
-        self.passing = False
+        self.passing = self.drawing = False
         self.slices: SliceGroup | None = None
         self.script: ScriptCollectives | None = None
         self.torch_store = EpochStore(lambda: self.current)
@@ -139,6 +140,11 @@ class Attachment:
         """Whether the calling thread computes a pass that has no collectives; autograd's threads do as the main one."""
         thread = threading.current_thread()
         return self.passing and (thread is threading.main_thread() or isinstance(thread, threading._DummyThread))
+
+    @property
+    def in_draw(self) -> bool:
+        """Whether the calling thread draws batches."""
+        return self.drawing and threading.current_thread() is threading.main_thread()
 
     @contextmanager
     def acting_for(self, rank: int, answer: Answer) -> Iterator[None]:

@@ -21,6 +21,7 @@ from .inner import NCCL, kind_for
 from .monitored import not_passed, timed_out
 from .naming import NAME, making_groups_ours, naming_what_scripts_know, not_asking_for_devices
 from .participants import Participants, owning, surviving
+from .script import _caller
 from .work import CompletedWork
 
 Tensors = list[torch.Tensor]
@@ -210,6 +211,7 @@ class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         if acting is not None:
             acting.answer(self.ranks, collective.name, arguments)
             return CompletedWork()
+        self._check_draw(collective.name)
         context = attachment.context
         if context == "script":
             assert attachment.script is not None
@@ -226,6 +228,20 @@ class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         epoch, (key, ranks) = attachment.current, self._meant
         return start(epoch, key, owning(epoch.plan, ranks), collective, arguments, self._index, self.timeout)
 
+    def _check_draw(self, operation: str) -> None:
+        """Refuse communication while batches are drawn.
+
+        Raises:
+            UnsupportedError: they are.
+        """
+        if self._attachment.in_draw and len(self.ranks) > 1:
+            raise UnsupportedError(
+                f"the script communicates while it gives a batch: {operation} over ranks {list(self.ranks)}, called at "
+                f"{_caller()}. A member that draws the batches of a lost rank is alone, so an iterator or batch_fn "
+                "must not wait for other ranks. Let the iterators of the first and of the last stage read the same "
+                "batches, each by itself (what is random from a generator that is seeded with the batch's number)"
+            )
+
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier with its own timeout. A lost member raises ``PeerLost``, which names it.
 
@@ -238,6 +254,7 @@ class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
                 raise timed_out(limit)
             limit = self.timeout  # as gloo: the other ranks wait for rank 0
         attachment = self._attachment
+        self._check_draw("monitoredBarrier")
         try:
             if attachment.context != "engine" or attachment.detached or attachment.acting is not None:
                 self.barrier().wait(limit)
@@ -264,6 +281,7 @@ class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     def send(self, tensors: Tensors, destination: int, tag: int) -> Any:
         """To group rank ``destination``. Completes when the tensor may be changed."""
         tensor = p2p.check(tensors, tag)
+        self._check_draw("send")
         towards = self._towards(destination)
         if towards is None:
             return CompletedWork(tensors)
@@ -280,6 +298,7 @@ class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     def recv(self, tensors: Tensors, source: int, tag: int) -> Any:
         """From group rank ``source``."""
         tensor = p2p.check(tensors, tag)
+        self._check_draw("recv")
         towards = self._towards(source)
         if towards is None:
             return CompletedWork(tensors, source)
@@ -292,6 +311,7 @@ class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     def recv_anysource(self, tensors: Tensors, tag: int) -> Any:
         """From whoever sends first; ``source_rank()`` of the work tells."""
         tensor = p2p.check(tensors, tag)
+        self._check_draw("recv_anysource")
         if self._attachment.detached or self._attachment.context == "replay":
             return CompletedWork(tensors, self._index)
         epoch = self._attachment.current

@@ -270,6 +270,10 @@ class Session:
         """The main thread begins or ends a pass that has no collectives, see :attr:`Attachment.in_pass`."""
         self._attachment.passing = passing
 
+    def note_draw(self, drawing: bool) -> None:
+        """The main thread begins or ends to draw batches, see :attr:`Attachment.in_draw`."""
+        self._attachment.drawing = drawing
+
     def acting_for(self, rank: int, answer: Answer) -> AbstractContextManager[None]:
         """See :meth:`Attachment.acting_for`."""
         return self._attachment.acting_for(rank, answer)

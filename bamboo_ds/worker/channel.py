@@ -274,14 +274,22 @@ class WorkerChannel:
         layout: Layout,
         redundant: bool,
         iterators: bool = True,
+        apart: bool = False,
         stage: StageMemory | None = None,
         memory: int | None = None,
     ) -> None:
         """Report that the engine is built; see :class:`~bamboo_ds.control.registry.records.LayoutRecord`."""
-        told = LayoutRecord(
-            id=self.member, layout=layout, redundant=redundant, iterators=iterators, stage=stage, memory=memory
+        self._send(
+            LayoutRecord(
+                id=self.member,
+                layout=layout,
+                redundant=redundant,
+                iterators=iterators,
+                apart=apart,
+                stage=stage,
+                memory=memory,
+            )
         )
-        self._send(told)
 
     def report_state(
         self,
