@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -28,8 +29,13 @@ def patch_comm(module: ModuleType) -> None:
     patch(module, "init_distributed", wrap)
 
 
-def patch_engine(module: ModuleType) -> None:
-    """Make ``PipelineEngine(config=...)`` build a bamboo engine where the configuration has the block."""
+def patch_engine(module: ModuleType, before: Callable[[], None]) -> None:
+    """Make ``PipelineEngine(config=...)`` build a bamboo engine where the configuration has the block.
+
+    Args:
+        module: DeepSpeed's, of its engines.
+        before: called before such an engine is built.
+    """
     base = module.DeepSpeedEngine
     if MARK in base.__dict__:
         return
@@ -40,7 +46,11 @@ def patch_engine(module: ModuleType) -> None:
         model = kwargs.get("model")
         if settings is None and model is not None and hasattr(model, "stage_id"):
             stages.built(model, model.stage_id)
-        return object.__new__(cls if settings is None else _engine_class(cls))
+        if settings is None:
+            return object.__new__(cls)
+        built = _engine_class(cls)
+        before()
+        return object.__new__(built)
 
     base.__new__ = new
     setattr(base, MARK, True)
