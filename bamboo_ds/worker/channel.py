@@ -110,6 +110,8 @@ class WorkerChannel:
         self._stores: dict[int, tuple[str, int]] = {}
         self._peers: tuple[PeerAddress, ...] = ()
         self.contact: Contact | None = None
+        self._layout: LayoutRecord | None = None
+        self._every_rank = False
         self._progress = Heartbeat()
         self.activity = Activity()
         self._stalls = Stalls()
@@ -281,7 +283,16 @@ class WorkerChannel:
         told = LayoutRecord(
             id=self.member, layout=layout, redundant=redundant, iterators=iterators, stage=stage, memory=memory
         )
-        self._send(told)
+        self._layout = told.model_copy(update={"every_rank": self._every_rank})
+        self._send(self._layout)
+
+    def need_every_rank(self) -> None:
+        """Report that the script computes what only all ranks can, each in a process of its own. Idempotent."""
+        if not self._every_rank:
+            self._every_rank = True
+            if self._layout is not None:
+                self._layout = self._layout.model_copy(update={"every_rank": True})
+                self._send(self._layout)
 
     def report_state(
         self,

@@ -350,6 +350,11 @@ def current_job() -> Job:
     return _job
 
 
+def job_if_any() -> Job | None:
+    """This process's job, if it has one."""
+    return _job
+
+
 def is_replaying() -> bool:
     """See :func:`bamboo_ds.is_replaying`."""
     return _job is not None and _job.replaying

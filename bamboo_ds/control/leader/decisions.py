@@ -16,7 +16,7 @@ from ...topology.planner import initial_plan, takeover, with_redundancy
 from ..registry.records import LayoutRecord, LeftRecord, in_slot_order
 from .actions import Action, Feed, Loss, StopJob, Wait, WritePlan
 from .boundary import as_told, next_change, policy_of, ready_copies
-from .departures import vanished, wanted_feeder
+from .departures import every_rank, vanished, wanted_feeder
 from .failures import hopeless
 from .restarts import RestartLimits, Restarts, fatal_plan
 from .view import View
@@ -95,7 +95,7 @@ class Decider:
         if isinstance(action, Wait) and action.until is None and plan.layout is not None:
             if any(report.iterators for report in view.reports.values()):
                 for pipeline in hungry(plan):
-                    return _fed(view, plan, pipeline)
+                    return self._unfed(plan, pipeline) if every_rank(view) else _fed(view, plan, pipeline)
             redundant = any(report.redundant for report in view.reports.values())
             settings = self._settings
             topology, standby = settings.topology, settings.standby
@@ -152,6 +152,16 @@ class Decider:
         holders = holders_of(plan, ready_copies(view.workers, plan))
         new_plan = takeover(plan, gone, holders, view.candidates(plan).values())
         return WritePlan(new_plan, f"lost {who}", tuple(losses))
+
+    def _unfed(self, plan: Plan, pipeline: int) -> Action:
+        """A new worker could draw the batches of ``pipeline``, but not replay what all ranks have computed together."""
+        what = (
+            f"nobody draws the batches of pipeline {pipeline} any more, and a worker that joins cannot replay what the "
+            'script computes with an engine without a "bamboo" block'
+        )
+        if self._restarts is None:
+            return StopJob(EXIT_FATAL_LOSS, what)
+        return WritePlan(fatal_plan(plan, plan.members), what)
 
     def _loss(self, view: View, plan: Plan, member: str, now: float) -> Loss:
         noticed = self._first_seen("absent", plan.epoch, member, now)

@@ -228,6 +228,7 @@ class LayoutRecord(WorkerRecord):
         iterators: whether batches come from the script's iterators, which only the ends of a pipeline have.
         stage: what the stage takes that the member's script runs as.
         memory: bytes that the member may hold of roles; ``None``: any number.
+        every_rank: the script has an engine without the block, which computes with all ranks or not at all.
     """
 
     type: Literal["layout"] = "layout"
@@ -237,6 +238,7 @@ class LayoutRecord(WorkerRecord):
     iterators: bool = True
     stage: StageMemory | None = None
     memory: int | None = None
+    every_rank: bool = False
 
     @property
     def key(self) -> str:
