@@ -80,8 +80,8 @@ class Job:
             raise UnsupportedError(
                 f'this process has an engine with a "{BLOCK}" block already, and a job keeps one engine alive. Give '
                 f'deepspeed.initialize a configuration without "{BLOCK}" for any further model (evaluation, reward, '
-                "reference): it runs as in DeepSpeed, and a loss while it computes ends the job. Or train the models "
-                "in jobs of their own"
+                "reference): it runs as in DeepSpeed, but without a lost rank it cannot compute, and the job starts "
+                "again. Or train the models in jobs of their own"
             )
 
     # -- who speaks ---------------------------------------------------------------------------------
