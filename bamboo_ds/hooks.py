@@ -47,13 +47,26 @@ def patch_engine(module: ModuleType, before: Callable[[], None]) -> None:
         if settings is None and model is not None and hasattr(model, "stage_id"):
             stages.built(model, model.stage_id)
         if settings is None:
-            return object.__new__(cls)
+            return object.__new__(_further_class(cls))
         built = _engine_class(cls)
         before()
         return object.__new__(built)
 
     base.__new__ = new
     setattr(base, MARK, True)
+
+
+def _further_class(cls: type) -> type:
+    """The class of an engine without a block: ``cls``, or in a job that has the block what guards its calls."""
+    from .worker.further import engine_class
+    from .worker.job import job_if_any
+
+    job = job_if_any()
+    if job is None:
+        return cls
+    from deepspeed.runtime.pipe.engine import PipelineEngine
+
+    return engine_class(job, cls, issubclass(cls, PipelineEngine))
 
 
 def _engine_class(cls: type) -> type:

@@ -6,7 +6,7 @@ torch calls a backend's constructor with nothing of ours, so the attachment is o
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -54,6 +54,14 @@ class Acting(NamedTuple):
     thread: int
     rank: int
     answer: Answer
+
+
+class Founders(NamedTuple):
+    """Processes among which a thread communicates, see :meth:`Attachment.among_founders`."""
+
+    thread: int
+    of_rank: Mapping[int, str]
+    on_use: Callable[[], None]
 
 
 @dataclass(frozen=True)
@@ -113,6 +121,7 @@ class Attachment:
         self.script: ScriptCollectives | None = None
         self.torch_store = EpochStore(lambda: self.current)
         self._acting: Acting | None = None
+        self._founders: Founders | None = None
 
     @property
     def current(self) -> Epoch:
@@ -134,6 +143,14 @@ class Attachment:
         """For whom the calling thread acts, if not for itself."""
         acting = self._acting
         return acting if acting is not None and acting.thread == threading.get_ident() else None
+
+    @property
+    def founders(self) -> Founders | None:
+        """The only processes that the calling thread communicates with, if so; autograd's threads do as the caller."""
+        founders, thread = self._founders, threading.current_thread()
+        if founders is None or founders.thread == thread.ident or isinstance(thread, threading._DummyThread):
+            return founders
+        return None
 
     @property
     def in_pass(self) -> bool:
@@ -161,6 +178,22 @@ class Attachment:
             yield
         finally:
             self._acting = before
+
+    @contextmanager
+    def among_founders(self, of_rank: Mapping[int, str], on_use: Callable[[], None]) -> Iterator[None]:
+        """In the body every group of the calling thread is one of certain processes, and a loss is an error.
+
+        Nobody stands in for a rank: operations of groups with a process that is gone raise ``EpochChanged``.
+
+        Args:
+            of_rank: the process of each rank.
+            on_use: called before each operation of a group of several ranks.
+        """
+        before, self._founders = self._founders, Founders(threading.get_ident(), of_rank, on_use)
+        try:
+            yield
+        finally:
+            self._founders = before
 
     @contextmanager
     def among_slices(self, home: Sequence[int], ranks: Sequence[int]) -> Iterator[None]:

@@ -20,7 +20,7 @@ from .epoch import Epoch
 from .inner import NCCL, kind_for
 from .monitored import not_passed, timed_out
 from .naming import NAME, making_groups_ours, naming_what_scripts_know, not_asking_for_devices
-from .participants import Participants, owning, surviving
+from .participants import Participants, founding, owning, surviving
 from .script import _caller
 from .work import CompletedWork
 
@@ -195,13 +195,19 @@ class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     def _meant(self) -> tuple[str, tuple[int, ...]]:
         """Key and ranks of the group that operations are for: for layers of another stage, its slices."""
         slices = self._attachment.slices
+        if self._attachment.founders is not None:
+            return f"further/{self.key}", self.ranks
         if slices is not None and self.ranks in (slices.home, slices.ranks):
             return slices.key, slices.ranks
         return self.key, self.ranks
 
     def _among(self, epoch: Epoch) -> Participants:
-        """Who takes part in an operation, for the engine or for the script."""
-        script = self._attachment.script
+        """Who takes part in an operation: for the engine, for the script, or for an engine without the block."""
+        script, founders = self._attachment.script, self._attachment.founders
+        if founders is not None:
+            if len(self.ranks) > 1:
+                founders.on_use()
+            return founding(epoch.plan, self.ranks, founders.of_rank)
         if script is not None and self._attachment.context == "script":
             return surviving(epoch.plan, self.ranks, script.absent)
         return owning(epoch.plan, self._meant[1])
@@ -212,6 +218,8 @@ class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
             acting.answer(self.ranks, collective.name, arguments)
             return CompletedWork()
         self._check_draw(collective.name)
+        if attachment.founders is not None:
+            return self._start(collective, arguments)
         context = attachment.context
         if context == "script":
             assert attachment.script is not None
@@ -225,8 +233,11 @@ class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
                 "Leave it out (torch.nn.SyncBatchNorm, averages over the pipelines); tensor slices may communicate in "
                 "their group"
             )
-        epoch, (key, ranks) = attachment.current, self._meant
-        return start(epoch, key, owning(epoch.plan, ranks), collective, arguments, self._index, self.timeout)
+        return self._start(collective, arguments)
+
+    def _start(self, collective: Collective, arguments: tuple[Any, ...]) -> Any:
+        epoch = self._attachment.current
+        return start(epoch, self._meant[0], self._among(epoch), collective, arguments, self._index, self.timeout)
 
     def _check_draw(self, operation: str) -> None:
         """Refuse communication while batches are drawn.
@@ -312,12 +323,18 @@ class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         """From whoever sends first; ``source_rank()`` of the work tells."""
         tensor = p2p.check(tensors, tag)
         self._check_draw("recv_anysource")
-        if self._attachment.detached or self._attachment.context == "replay":
+        if self._unheard:
             return CompletedWork(tensors, self._index)
         epoch = self._attachment.current
         others = [member for member in self._among(epoch).members if member != epoch.member]
         key = self._stream(self._index, tag)
         return self._coalesced(p2p.RecvWork(epoch.receives, key, tensor, None, others, self.timeout))
+
+    @property
+    def _unheard(self) -> bool:
+        """Whether messages go nowhere, in silence: this process builds its engine alone, or replays."""
+        attachment = self._attachment
+        return attachment.founders is None and (attachment.detached or attachment.context == "replay")
 
     def _towards(self, index: int) -> tuple[Epoch, str] | None:
         """Epoch and member of a message to or from rank ``index`` of the group; ``None``: none goes, in silence.
@@ -325,7 +342,7 @@ class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         Raises:
             PeerLost: no surviving process runs as that rank.
         """
-        if self._attachment.detached or self._attachment.context == "replay":
+        if self._unheard:
             return None
         epoch = self._attachment.current
         among = self._among(epoch)

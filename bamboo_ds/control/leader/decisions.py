@@ -16,7 +16,7 @@ from ...topology.planner import initial_plan, takeover, with_redundancy
 from ..registry.records import LayoutRecord, LeftRecord, in_slot_order
 from .actions import Action, Feed, Loss, StopJob, Wait, WritePlan
 from .boundary import as_told, next_change, policy_of, ready_copies
-from .departures import drawing_ends, vanished, wanted_feeder
+from .departures import drawing_ends, every_rank, vanished, wanted_feeder
 from .failures import hopeless
 from .restarts import RestartLimits, Restarts, fatal_plan
 from .view import View
@@ -95,7 +95,7 @@ class Decider:
         if isinstance(action, Wait) and action.until is None and plan.layout is not None:
             for at in drawing_ends(view, plan):
                 if not set(at).intersection(plan.homes):
-                    return fed(view, plan, at)
+                    return self._unfed(plan, at) if every_rank(view) else fed(view, plan, at)
             redundant = any(report.redundant for report in view.reports.values())
             settings = self._settings
             topology, standby = settings.topology, settings.standby
@@ -152,6 +152,16 @@ class Decider:
         holders = holders_of(plan, ready_copies(view.workers, plan))
         new_plan = takeover(plan, gone, holders, view.candidates(plan).values())
         return WritePlan(new_plan, f"lost {who}", tuple(losses))
+
+    def _unfed(self, plan: Plan, at: tuple[int, ...]) -> Action:
+        """A new worker could draw the batches of the ends ``at``, but not replay what all ranks have computed."""
+        what = (
+            f"nobody draws the batches of rank {at[-1]} any more, and a worker that joins cannot replay what the "
+            'script computes with an engine without a "bamboo" block'
+        )
+        if self._restarts is None:
+            return StopJob(EXIT_FATAL_LOSS, what)
+        return WritePlan(fatal_plan(plan, plan.members), what)
 
     def _loss(self, view: View, plan: Plan, member: str, now: float) -> Loss:
         noticed = self._first_seen("absent", plan.epoch, member, now)

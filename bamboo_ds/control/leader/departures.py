@@ -91,8 +91,15 @@ def feeding(view: View, plan: Plan, candidates: Sequence[Candidate]) -> frozense
     return frozenset(kept)
 
 
+def every_rank(view: View) -> bool:
+    """Whether scripts compute what only all ranks can, each in a process that has been there from the beginning."""
+    return any(report.every_rank for report in view.reports.values())
+
+
 def wanted_feeder(view: View, plan: Plan) -> int | None:
     """The rank that a worker should run as which takes over drawing batches from a member that leaves, if any."""
+    if every_rank(view):
+        return None  # it could not replay what all ranks have computed together
     gone = going(view, plan)
     for at in drawing_ends(view, plan):
         able = [r for r in view.members.values() if r.home in at and (r.id in plan.members or r.joiner)]

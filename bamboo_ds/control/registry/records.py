@@ -232,6 +232,7 @@ class LayoutRecord(WorkerRecord):
             different batches.
         stage: what the stage takes that the member's script runs as.
         memory: bytes that the member may hold of roles; ``None``: any number.
+        every_rank: the script has an engine without the block, which computes with all ranks or not at all.
     """
 
     type: Literal["layout"] = "layout"
@@ -242,6 +243,7 @@ class LayoutRecord(WorkerRecord):
     apart: bool = False
     stage: StageMemory | None = None
     memory: int | None = None
+    every_rank: bool = False
 
     @property
     def key(self) -> str:
