@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import inspect
+import logging
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -11,6 +15,11 @@ from . import stages
 from .config import BLOCK, bamboo_config, has_block
 from .errors import ConfigError, UnsupportedError
 from .patching import MARK, patch
+
+logger = logging.getLogger("bamboo_ds")
+
+#: The option by which DeepSpeed's launcher tells scripts what ``LOCAL_RANK`` has, too.
+_LOCAL_RANK = ("--local_rank", "--local-rank")
 
 
 def patch_comm(module: ModuleType) -> None:
@@ -49,6 +58,7 @@ def patch_engine(module: ModuleType, before: Callable[[], None]) -> None:
         if settings is None:
             return object.__new__(_further_class(cls))
         built = _engine_class(cls)
+        align_local_rank(kwargs.get("args"), os.environ, sys.argv)
         before()
         return object.__new__(built)
 
@@ -85,7 +95,35 @@ def _engine_class(cls: type) -> type:
         )
     if cls is not PipelineEngine:
         raise UnsupportedError(
-            f'"{BLOCK}" does not support the pipeline engine {cls.__name__}; use a plain PipelineModule'
+            f'with "{BLOCK}" in the configuration deepspeed.initialize(model=…) makes the engine, of DeepSpeed\'s '
+            f"PipelineEngine. The script makes a {cls.__name__} ({_place(cls)}) instead: leave that out, and do what "
+            "it adds around the calls of the engine that deepspeed.initialize returns"
         )
     current_job()
     return BambooPipelineEngine
+
+
+def _place(cls: type) -> str:
+    """Where a class is defined."""
+    try:
+        return f"{inspect.getsourcefile(cls)}:{inspect.getsourcelines(cls)[1]}"
+    except (OSError, TypeError):  # there is no file
+        return cls.__module__
+
+
+def align_local_rank(arguments: Any, environ: Mapping[str, str], argv: Sequence[str]) -> None:
+    """Give the script's ``arguments`` the local rank that DeepSpeed goes by, where the option's default stands there.
+
+    DeepSpeed refuses another one, but its own launcher alone gives each process the option.
+    """
+    local = environ.get("LOCAL_RANK", "")
+    given = any(each.partition("=")[0] in _LOCAL_RANK for each in argv)
+    found = getattr(arguments, "local_rank", None)
+    if given or not local.isdecimal() or type(found) is not int or found < 0 or found == int(local):
+        return
+    logger.warning(
+        "args.local_rank is %d, the default of the script's own option, since no --local_rank is on the command line. "
+        "It is set to LOCAL_RANK now; where the script needs it before deepspeed.initialize it should read LOCAL_RANK",
+        found,
+    )
+    arguments.local_rank = int(local)
