@@ -192,13 +192,13 @@ def start(
         return alone(collective, arguments, rank, len(among.of_rank))
     device = collective.device(arguments)
     kind = GLOO if device is None else kind_for(device)
-    inner = epoch.groups.get(key, among.members, kind, timeout)
+    inner = epoch.groups.get(key, among.members, kind, timeout, device)
     with epoch.life.calling(collective.name):
         if among.complete:
             work, finish = _issue(inner, collective, arguments), None
         else:
             work, finish = Adapter(inner, among, epoch.member, rank).start(collective, arguments)
-    return epoch.groups.work(work, collective.name, among.members, finish, kind == GLOO, timeout)
+    return epoch.groups.work(work, collective.name, among.members, finish, kind, timeout, device)
 
 
 def _issue(inner: Any, collective: Collective, arguments: tuple[Any, ...]) -> Any:

@@ -115,6 +115,9 @@ class Session:
     def note_pass(self, passing: bool) -> None:
         pass
 
+    def confirm(self, operation: str) -> None:
+        pass
+
 
 class Job:
     """What a worker knows of its job. ``known``: the newest plan."""
