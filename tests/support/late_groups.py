@@ -4,6 +4,9 @@ A collective returns at once, and so does the ``wait`` of its work; the result c
 collective after the other as a device's stream does, and until then there is noise in the tensors that it writes. An
 abort completes everything that was begun, without an error, and leaves the noise. Members exchange what they contribute
 by files in a folder, so that nothing but an abort tells a collective of a loss.
+
+A processor has no stream in which its layers would wait for a result. ``in_order`` makes them wait where a stream does,
+in ``wait``: until the collective has ended, whatever it has ended by.
 """
 
 from __future__ import annotations
@@ -34,9 +37,9 @@ class LateWork(dist.Work):  # type: ignore[misc]
         waits: how often it was waited for.
     """
 
-    def __init__(self, written: list[torch.Tensor]) -> None:
+    def __init__(self, written: list[torch.Tensor], in_order: bool = False) -> None:
         super().__init__()
-        self._written = written
+        self._written, self._in_order = written, in_order
         self._ended = threading.Event()
         self._lock = threading.Lock()
         self.waits = 0
@@ -55,6 +58,8 @@ class LateWork(dist.Work):  # type: ignore[misc]
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         self.waits += 1
+        if self._in_order:
+            self._ended.wait()
         return True
 
     def is_completed(self) -> bool:
@@ -86,8 +91,9 @@ class LateGroup:
         aborted: set by :meth:`abort`.
     """
 
-    def __init__(self, folder: Path, rank: int, size: int, before: Before) -> None:
+    def __init__(self, folder: Path, rank: int, size: int, before: Before, in_order: bool) -> None:
         self._folder, self._rank, self._size, self._before = folder, rank, size, before
+        self._in_order = in_order
         self._number = 0
         self._begun: list[LateWork] = []
         self._stream: queue.Queue[Callable[[], None]] = queue.Queue()
@@ -120,7 +126,7 @@ class LateGroup:
     ) -> LateWork:
         number, mine = self._number, [tensor.detach().clone() for tensor in tensors]
         self._number += 1
-        work = LateWork(tensors)
+        work = LateWork(tensors, self._in_order)
         self._begun.append(work)
 
         def run() -> None:
@@ -144,7 +150,7 @@ class LateGroup:
             self._stream.get()()
 
 
-def install(folder: Path, before: Before = lambda group, operation, size: None) -> None:
+def install(folder: Path, before: Before, in_order: bool) -> None:
     """Have collectives of this process run in such groups, which meet in ``folder``."""
     modules = [importlib.import_module(f"bamboo_ds.comm.{name}") for name in _MODULES]
     inner: Any = modules[0]
@@ -157,7 +163,7 @@ def install(folder: Path, before: Before = lambda group, operation, size: None) 
         assert not missing, f"made before {missing} were set"
         if rank == 0:
             store.set("late", os.urandom(8).hex())
-        return LateGroup(folder / store.get("late").decode(), rank, size, before)
+        return LateGroup(folder / store.get("late").decode(), rank, size, before, in_order)
 
     for module in modules:
         for name, late in (("kind_for", lambda device: inner.NCCL), ("create_inner", create_late)):
