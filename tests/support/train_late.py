@@ -25,8 +25,9 @@ FAULT = {"rank": 3, "step": 2, "at": "late", "micro_batch": None}
 _HELD = ("0", "1")
 #: Elements of a reduction of gradients, or of a tensor between layers, at least.
 _MANY = 64
-#: Which of the first stage's reductions is held: it has one in an iteration, or 16 in its passes.
-_NUMBER, _NUMBER_SLICED = 3, 37
+#: Which of the first stage's reductions is held. It has one in an iteration, or 16 in its passes, two in each: the last
+#: one of the first backward pass, after which that counts as done.
+_NUMBER, _NUMBER_SLICED = 3, 38
 
 
 def main() -> None:
