@@ -114,7 +114,8 @@ class LateGroup:
         return self._begin("allreduce", tensors, combine)
 
     def broadcast(self, tensors: list[torch.Tensor], options: Any) -> LateWork:
-        return self._begin("broadcast", tensors, lambda parts: parts[options.rootRank])
+        root: int = options.rootRank
+        return self._begin("broadcast", tensors, lambda parts: parts[root], writes=self._rank != root)
 
     def abort(self) -> None:
         self.aborted.set()
@@ -122,11 +123,15 @@ class LateGroup:
             work.end(None)
 
     def _begin(
-        self, operation: str, tensors: list[torch.Tensor], combine: Callable[[list[list[torch.Tensor]]], Any]
+        self,
+        operation: str,
+        tensors: list[torch.Tensor],
+        combine: Callable[[list[list[torch.Tensor]]], Any],
+        writes: bool = True,
     ) -> LateWork:
         number, mine = self._number, [tensor.detach().clone() for tensor in tensors]
         self._number += 1
-        work = LateWork(tensors, self._in_order)
+        work = LateWork(tensors if writes else [], self._in_order)
         self._begun.append(work)
 
         def run() -> None:
