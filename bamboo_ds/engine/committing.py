@@ -50,6 +50,7 @@ class Commits:
         """
         if fenced:
             self.epoch.job.await_fence()
+        self.epoch.session.confirm("entering a commit")
         far = sum(not construction.near for construction in self.constructions.values())
         copies = torch.tensor([len(self.constructions), far], dtype=torch.float64)
         total = self.epoch.transport.all_reduce(torch.cat([vector, copies, self._newest()])).tolist()
