@@ -96,7 +96,8 @@ def test_late_steps_stand_where_those_in_time_stood() -> None:
     late, home = runtime_with(theirs, replica), runtime_with(mine, scheduler)
     position = SchedulerPosition.of(home)
     take_step(scheduler, 8)
-    position.restore(late, pristine)
+    late.pristine = pristine
+    position.restore(late)
     assert SchedulerPosition.of(late) == position != SchedulerPosition.of(home)
 
 
@@ -120,6 +121,7 @@ def test_groups_that_do_not_match() -> None:
         group["lr"] = 0.5
     Adjustable.of(mine).since(found).give(others)
     assert settings_of(others.attributes["basic_optimizer"])[0]["lr"] == 0.5
+    found = Adjustable.of(mine)
     groups[0]["lr"] = 0.25
     with pytest.raises(UnsupportedError, match="set all groups alike"):
         Adjustable.of(mine).since(found).give(others)

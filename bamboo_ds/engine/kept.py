@@ -46,7 +46,8 @@ def load_kept(runtime: StageRuntime, folder: str | Path, rank: int) -> None:
     kept: Tree = join(torch.load(file, weights_only=True)["kept"], [])
     runtime.layers.set_numbers(kept["numbers"])
     runtime.layers.changes.follow(kept["changes"], 0 if kept["changes"] else -1)
-    vars(runtime.optimizer.inner).update(kept["attributes"])
+    if kept["attributes"]:
+        vars(runtime.optimizer.inner).update(kept["attributes"])
 
 
 @contextmanager

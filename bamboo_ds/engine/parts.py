@@ -98,7 +98,7 @@ class Parts:
         recording = Recording(ds, binding, progress, channel.spans, settings.observe.timeline)
         self.accounts = accounts = Accounts(settings.observe.ledger, session.member)
         brought = ds.client_lr_scheduler is not None and ds.lr_scheduler is not None
-        pristine = Pristine(ds.lr_scheduler, ds.basic_optimizer) if brought else None
+        local.pristine = Pristine(ds.lr_scheduler, ds.basic_optimizer) if brought else None
         #: Settings of the process that decide how tensors are computed, equal on all members.
         self.flags = flags_here(ds.device)
         answers = {History.PREFIX: history.answer, FLAGS: lambda _: json.dumps(self.flags)}
@@ -114,7 +114,7 @@ class Parts:
 
         # Passes, reduction, commit, step.
         self.reduction = reduction = Reduction(ds, binding, epoch, tied_stages(ds.module))
-        self.builder = builder = StageBuilder(ds, layout, groups, binding, pristine)
+        self.builder = builder = StageBuilder(ds, layout, groups, binding)
         stops = redundancy.on_mismatch == "stop"
         self.checks = checks = ExactChecks(ds, stops, binding, epoch, progress, reduction, builder, beats)
         self.slices = slices = SlicedPasses(ds, groups, binding)
@@ -153,7 +153,7 @@ class Parts:
             binding, epoch, progress, recovery, commits, replication, checks, collectives, beats, announcements
         )
         self.resuming = resuming = Resuming(epoch, progress, history, joining)
-        self.loader = loader = Loader(ds, layout, groups, binding, progress, copies, replication, pristine)
+        self.loader = loader = Loader(ds, layout, groups, binding, progress, copies, replication)
         stage = local_stage(ds, layout, mode.eager_backward)
         report = partial(channel.report_layout, layout, mode.replicas, stage=stage, memory=limit)
         self.report_layout = partial(report, dataset is None)

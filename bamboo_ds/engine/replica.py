@@ -18,7 +18,7 @@ from ..state import Tree
 from .rebinding import Rebinding
 from .rng import left_alone
 from .runtime import StageRuntime
-from .schedulers import Pristine, bases_of, load_state
+from .schedulers import bases_of, load_scheduler
 from .tracing import content_checksum
 
 
@@ -156,12 +156,8 @@ def capture(runtime: StageRuntime) -> Tree:
     }
 
 
-def restore(runtime: StageRuntime, state: Tree, pristine: Pristine | None) -> None:
-    """Make ``runtime`` equal to the state that :func:`capture` gave on its owner.
-
-    Args:
-        pristine: what its scheduler was made of, if the script has brought it.
-    """
+def restore(runtime: StageRuntime, state: Tree) -> None:
+    """Make ``runtime`` equal to the state that :func:`capture` gave on its owner."""
     parameters = list(runtime.module.parameters())
     if len(parameters) != len(state["parameters"]):
         raise ProtocolError(
@@ -175,11 +171,10 @@ def restore(runtime: StageRuntime, state: Tree, pristine: Pristine | None) -> No
     runtime.layers.restore(state["layers"])
     runtime.train_only(state["trains"])
     scheduler = runtime.attributes["lr_scheduler"]
-    if scheduler is not None:
-        if pristine is None:
-            # DeepSpeed's schedulers begin with the learning rate that they find, and keep it for themselves.
-            vars(scheduler).update({k: v for k, v in state["scheduler_bases"].items() if k in vars(scheduler)})
-        load_state(scheduler, state["scheduler"], pristine, runtime.attributes["basic_optimizer"])
+    if scheduler is not None and runtime.pristine is None:
+        # DeepSpeed's schedulers begin with the learning rate that they find, and keep it for themselves.
+        vars(scheduler).update({k: v for k, v in state["scheduler_bases"].items() if k in vars(scheduler)})
+    load_scheduler(runtime, state["scheduler"])
     runtime.optimizer.restore(state["optimizer"])  # after the scheduler, which may change the groups
     runtime.attributes.update(state["counters"])
     runtime.checksum = None  # it is of the state before: the local runtime may have been another member's for long

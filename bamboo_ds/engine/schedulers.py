@@ -15,13 +15,12 @@ import logging
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from ..errors import UnsupportedError
 from ..state import Tree
-from .runtime import StageRuntime
 
 logger = logging.getLogger(__name__)
 
@@ -38,30 +37,49 @@ def take_step(scheduler: Any, samples: int) -> None:
         scheduler.step(samples)
 
 
+class Scheduled(Protocol):
+    """The runtime that a scheduler belongs to; see :class:`~.runtime.StageRuntime`."""
+
+    attributes: dict[str, Any]
+    pristine: Pristine | None
+
+
 class Pristine:
-    """A script's scheduler as it was before its first step, to make others of.
+    """A script's scheduler as it was when the engine got it, mostly before its first step, to make others of.
 
     Args:
-        scheduler: has not taken a step.
+        scheduler: the scheduler.
         optimizer: the one that it drives.
+        wrapper: DeepSpeed's optimizer around that one, which the scheduler may have been given instead.
+        shared: what every copy may refer to, as it does.
 
     Raises:
         UnsupportedError: it cannot be copied.
     """
 
-    def __init__(self, scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
+    def __init__(self, scheduler: Any, optimizer: Any, wrapper: Any = None, shared: tuple[Any, ...] = ()) -> None:
+        self._optimizer, self._wrapper = optimizer, wrapper
+        self._shared = {id(each): each for each in shared}
         try:
-            self._scheduler = copy.deepcopy(scheduler, {id(optimizer): optimizer})
+            self._scheduler = copy.deepcopy(scheduler, self._with(optimizer, wrapper))
         except Exception as error:  # whatever a script's object makes of being copied
             raise UnsupportedError(
                 f"the learning-rate scheduler {type(scheduler).__name__} cannot be copied ({error}), so no replica can "
                 "have one: keep in it only what copy.deepcopy can copy"
             ) from error
+        if not all(callable(getattr(scheduler, name, None)) for name in ("step", "state_dict", "load_state_dict")):
+            raise UnsupportedError(
+                f"the learning-rate scheduler {type(scheduler).__name__} lacks step, state_dict or load_state_dict, so "
+                "no replica can have its state: define them"
+            )
 
-    def clone(self, optimizer: torch.optim.Optimizer) -> Any:
+    def _with(self, optimizer: Any, wrapper: Any) -> dict[int, Any]:
+        """What a copy that drives ``optimizer`` refers to, by the ``id`` of what the original does."""
+        return {**self._shared, id(self._wrapper): wrapper, id(self._optimizer): optimizer}
+
+    def clone(self, optimizer: torch.optim.Optimizer, wrapper: Any = None) -> Any:
         """One more, that drives ``optimizer``."""
-        scheduler = copy.deepcopy(self._scheduler, {id(self._optimizer): optimizer})
+        scheduler = copy.deepcopy(self._scheduler, self._with(optimizer, wrapper))
         if hasattr(getattr(self._optimizer, "step", None), "_wrapped_by_lr_sched"):
             # torch's schedulers mark the step of their optimizer and warn about one without the mark.
             step = optimizer.step
@@ -75,20 +93,20 @@ class Pristine:
             optimizer.step = marked  # type: ignore[method-assign]
         return scheduler
 
-    def renew(self, scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
-        """Make ``scheduler``, which drives ``optimizer``, as it was before its first step; a script may hold it."""
-        known = {id(self._optimizer): optimizer, id(self._scheduler): scheduler}
+    def renew(self, scheduler: Any, optimizer: torch.optim.Optimizer, wrapper: Any = None) -> None:
+        """Make ``scheduler``, which drives ``optimizer``, as it was when the engine got it; a script may hold it."""
+        known = {**self._with(optimizer, wrapper), id(self._scheduler): scheduler}
         attributes = copy.deepcopy(vars(self._scheduler), known)
         vars(scheduler).clear()
         vars(scheduler).update(attributes)
 
 
-def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Learning rate and the like of each of the optimizer's groups."""
+def settings_of(optimizer: torch.optim.Optimizer | None) -> list[dict[str, Any]]:
+    """Learning rate and the like of each of the optimizer's groups; none without an optimizer."""
     # Some optimizers count their own steps in the groups.
     return [
         {name: _setting(value) for name, value in group.items() if name != "step" and _plain(_setting(value))}
-        for group in optimizer.param_groups
+        for group in (optimizer.param_groups if optimizer is not None else ())
     ]
 
 
@@ -143,29 +161,36 @@ class SchedulerPosition:
     groups: list[dict[str, Any]]
 
     @classmethod
-    def of(cls, runtime: StageRuntime) -> SchedulerPosition:
+    def of(cls, runtime: Scheduled) -> SchedulerPosition:
         """Of what ``runtime`` has. Its attributes must be up to date."""
         scheduler = runtime.attributes["lr_scheduler"]
         state = copy.deepcopy(scheduler.state_dict()) if scheduler is not None else None
         return cls(state, settings_of(runtime.attributes["basic_optimizer"]))
 
-    def restore(self, runtime: StageRuntime, pristine: Pristine | None) -> None:
+    def restore(self, runtime: Scheduled) -> None:
         """Restore this position into ``runtime``, whose optimizer has as many groups."""
-        scheduler, optimizer = (runtime.attributes[name] for name in ("lr_scheduler", "basic_optimizer"))
-        if scheduler is not None:
-            load_state(scheduler, self.state, pristine, optimizer)
+        optimizer = runtime.attributes["basic_optimizer"]
+        load_scheduler(runtime, self.state)
         for group, given in zip(optimizer.param_groups, self.groups, strict=True):
             put_settings(group, given)
 
 
-def load_state(scheduler: Any, state: Any, pristine: Pristine | None, optimizer: torch.optim.Optimizer) -> None:
+def load_scheduler(runtime: Scheduled, state: Any) -> None:
+    """Give the scheduler of ``runtime``, if it has one, the ``state`` of another one."""
+    scheduler, optimizer = (runtime.attributes[name] for name in ("lr_scheduler", "basic_optimizer"))
+    if scheduler is not None:
+        load_state(scheduler, state, runtime.pristine, optimizer, runtime.attributes.get("optimizer"))
+
+
+def load_state(scheduler: Any, state: Any, pristine: Pristine | None, optimizer: Any, wrapper: Any = None) -> None:
     """Give ``scheduler``, which drives ``optimizer``, the ``state`` of another one.
 
     Args:
         pristine: what it was made of, if it is a script's.
+        wrapper: DeepSpeed's optimizer around ``optimizer``.
     """
     if pristine is not None:
-        pristine.renew(scheduler, optimizer)
+        pristine.renew(scheduler, optimizer, wrapper)
     with _quietly():
         scheduler.load_state_dict(state)
     if pristine is not None:

@@ -79,17 +79,11 @@ class ScriptCalls:
         """Give to all roles what the script has set since it went on."""
         self.binding.refresh()
         local = self.binding.local
-        found = Adjustable.of(local)
         self._note_count()
-        if found != self._left:
-            changed = found.since(self._left)
-            for runtime in self.binding.runtimes.values():
-                if runtime is not local:
-                    changed.give(runtime)
-            self.copies.follow_settings(changed)
+        assigned = self._follow_settings() and not self.replay.under_way
         written = not (self.epoch.job.replaying or self.replay.joining.active) and self._follow_weights()
         frozen = local.trains() != self._trained and self._follow_freezing()
-        if written or frozen:
+        if written or frozen or assigned:
             self.announcements.tell(written, local.trained if frozen else None)
         check_step(local.attributes["basic_optimizer"])
         if self.builder.compiled_with is None:  # else the engine has compiled them for it
@@ -97,6 +91,28 @@ class ScriptCalls:
         if registered() != self._hooks:
             refuse_hooks(hooks_of(local.module, self._hooks))
             check_optimizer_hooks(local.attributes["basic_optimizer"])
+
+    def _follow_settings(self) -> bool:
+        """Give settings and attributes to all roles; whether attributes that members compare are among them."""
+        local = self.binding.local
+        changed = Adjustable.of(local).since(self._left, shared=(self.builder.ds.engine,))
+        if not changed:
+            return False
+        described = changed.assigned.described()
+        self.progress.assigned.update(described)
+        if changed.assigned.replacement is not None:
+            local.pristine = changed.assigned.replacement.pristine
+        joins = self.epoch.channel.joiner and self.epoch.job.replaying
+        if joins and self.replay.position != self.replay.joining.target:
+            return False  # what the others did long ago: copies that this member gets have it
+        for runtime in self.binding.runtimes.values():
+            if runtime is not local:
+                if not self.replay.under_way:
+                    changed.check(runtime)
+                changed.give(runtime)
+        self.binding.reload()
+        self.copies.follow_settings(changed)
+        return bool(described)
 
     def _follow_weights(self) -> bool:
         """Note whether the script has changed its stage, for the holders of the stage's replica.
