@@ -13,7 +13,7 @@ import inspect
 import types
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import torch
@@ -138,6 +138,11 @@ class Attributes:
                 if hasattr(getattr(wrapper, name, None), "__dict__"):
                     values[f"{_WRAPPER}.{name}"] = _scalars(getattr(wrapper, name))
         return cls(values, None if scheduler is None else bits(scheduler.state_dict()))
+
+    def as_if(self, values: Mapping[str, Mapping[str, Any]]) -> Attributes:
+        """The same, with what the scheduler and the module's attributes were in the earlier ``values``."""
+        engine = {**self.values[_ENGINE], "lr_scheduler": values[_ENGINE]["lr_scheduler"]}
+        return replace(self, values={**self.values, _ENGINE: engine, _MODULE: values[_MODULE]})
 
     def since(self, before: Attributes, runtime: StageRuntime, shared: tuple[Any, ...]) -> Assigned:
         """What has been assigned since ``before``.

@@ -9,7 +9,7 @@ through ``.data`` escapes this.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -44,6 +44,10 @@ class Adjustable:
         """Of ``runtime``, whose attributes must be up to date."""
         counters = {name: runtime.attributes[name] for name in _COUNTERS}
         return cls(runtime, counters, settings_of(runtime.attributes["basic_optimizer"]), Attributes.of(runtime))
+
+    def as_if(self, values: Mapping[str, Mapping[str, Any]]) -> Adjustable:
+        """The same, with the ``values`` that the scheduler and the module's attributes had before, to compare with."""
+        return replace(self, attributes=self.attributes.as_if(values))
 
     def since(self, before: Adjustable, shared: tuple[Any, ...] = ()) -> Adjusted:
         """What has been set since ``before``.

@@ -8,17 +8,26 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from ..comm.script import Lacking, ScriptCollectives, ThreadContext
-from ..errors import UnsupportedError
+from ..errors import EpochChanged, FatalLoss, UnsupportedError
 from .announcements import Announcements
 from .building import StageBuilder
 from .changes import CURE, Adjustable, Weights, check_local
 from .copies import Copies
-from .optimizers import HalfOptimizer
+from .optimizers import HalfOptimizer, NoOptimizer
 from .records import CurrentEpoch, Progress
-from .refusals import check_optimizer_hooks, check_step, hooks_of, refuse_compiled, refuse_hooks, registered
+from .refusals import (
+    check_optimizer,
+    check_optimizer_hooks,
+    check_step,
+    hooks_of,
+    refuse_compiled,
+    refuse_hooks,
+    registered,
+)
 from .replay import Replay
 from .runtime import RuntimeBinding
 from .takeover import Takeover
+from .wrappers import is_sharded, stage_optimizer
 
 logger = logging.getLogger("bamboo_ds")
 
@@ -80,7 +89,12 @@ class ScriptCalls:
         self.binding.refresh()
         local = self.binding.local
         self._note_count()
+        given = isinstance(local.optimizer, NoOptimizer) and local.attributes["basic_optimizer"] is not None
+        if given:
+            self._take_optimizer()
         assigned = self._follow_settings() and not self.replay.under_way
+        if given and not self.replay.under_way:
+            self._copy_optimizers()
         written = not (self.epoch.job.replaying or self.replay.joining.active) and self._follow_weights()
         frozen = local.trains() != self._trained and self._follow_freezing()
         if written or frozen or assigned:
@@ -91,6 +105,47 @@ class ScriptCalls:
         if registered() != self._hooks:
             refuse_hooks(hooks_of(local.module, self._hooks))
             check_optimizer_hooks(local.attributes["basic_optimizer"])
+
+    def _take_optimizer(self) -> None:
+        """The script has given an optimizer to an engine that had none, by ``engine._configure_optimizer``.
+
+        Raises:
+            UnsupportedError: it is one that copies of the stage could not have.
+            FatalLoss: this member computes a stage whose script is lost, and has given none.
+        """
+        local, plan, left = self.binding.local, self.epoch.plan, self._left.attributes.values
+        basic, wrapper = local.attributes["basic_optimizer"], local.attributes["optimizer"]
+        check_optimizer(basic, self.epoch.layout.copies > 1 or self.epoch.job.settings.redundancy.mode.replicas)
+        check_optimizer_hooks(basic)
+        if is_sharded(wrapper) and self.epoch.layout.copies > 1 and not self.epoch.layout.sharded:
+            raise UnsupportedError(
+                f"a {type(wrapper).__name__} that is given after deepspeed.initialize is not supported with several "
+                "pipelines: give the optimizer to deepspeed.initialize"
+            )
+        others = [
+            (runtime.role.pipeline, runtime.role.stage) for runtime in self.binding.owned() if runtime is not local
+        ]
+        if others:
+            checkpoint = self.epoch.job.newest_checkpoint(plan)
+            raise FatalLoss(others, plan.lost, checkpoint, part="an optimizer, given after deepspeed.initialize, of ")
+        local.optimizer = stage_optimizer(self.builder.ds, self.builder.groups, local)
+        for runtime in self.binding.replicas():
+            self.binding.drop(runtime.role)
+        self._left, self._weights, self._hooks = Adjustable.of(local), Weights(local.layers), registered()
+        self._left = self._left.as_if(left)
+
+    def _copy_optimizers(self) -> None:
+        """Copies of stages get their optimizers; all members do so before the same operation.
+
+        Raises:
+            FatalLoss: a loss has interrupted it.
+        """
+        try:
+            self.copies.copy_state(self.epoch.layout.roles)
+        except EpochChanged as error:
+            checkpoint = self.epoch.job.newest_checkpoint(self.epoch.plan)
+            raise FatalLoss([], self.epoch.plan.lost, checkpoint) from error
+        self.copies.tell_replicas()
 
     def _follow_settings(self) -> bool:
         """Give settings and attributes to all roles; whether attributes that members compare are among them."""
