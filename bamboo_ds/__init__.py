@@ -15,6 +15,7 @@ from .worker.plan_changes import PlanView
 __all__ = [
     "PlanView",
     "__version__",
+    "for_each_stage",
     "init_distributed",
     "is_replaying",
     "on_plan_change",
@@ -23,6 +24,7 @@ __all__ = [
 ]
 
 _Listener = TypeVar("_Listener", bound=Callable[[PlanView], object])
+_Result = TypeVar("_Result")
 _Installer = TypeVar("_Installer", bound=Installer)
 
 
@@ -97,6 +99,33 @@ def speaks_for(rank: int) -> bool:
     from .worker import job
 
     return job.speaks_for(rank)
+
+
+def for_each_stage(engine: Any, function: Callable[[Any], _Result]) -> list[_Result]:
+    """Call ``function(engine)`` once for each stage that this process computes now, by rank.
+
+    For files that each rank writes of its stage, such as adapters. In ``function`` the engine is that of the stage:
+    ``engine.module`` (use it, not the ``PipelineModule`` that the script has built), ``stage_id``, ``global_rank``,
+    ``grid``, ``is_first_stage()`` and ``torch.distributed.get_rank()`` are those of the rank whose stage it is. After
+    the loss of a rank the process that computes its stage calls ``function`` for it, also if the loss comes meanwhile;
+    then it may be called twice for a stage. When it returns on all ranks, ``function`` has returned for every stage.
+
+    Call it on all ranks. ``function`` must not change the stage, nor call collectives, nor methods of the engine such
+    as ``train_batch``. What it raises passes through. In a job without a ``"bamboo"`` block it is called once.
+
+    Args:
+        engine: what ``deepspeed.initialize`` has returned.
+        function: gets the engine.
+
+    Returns:
+        What ``function`` has returned, in the order of the ranks; nothing in a standby, and in a worker that replays
+        (:func:`is_replaying`): the job has done it before.
+
+    Raises:
+        UnsupportedError: ``function`` calls a collective, or the engine.
+    """
+    visit = getattr(type(engine), "for_each_stage", None)
+    return [function(engine)] if visit is None else visit(engine, function)
 
 
 def init_distributed(config: Any, **kwargs: Any) -> None:

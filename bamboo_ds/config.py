@@ -89,26 +89,31 @@ class RedundancyConfig(_Block):
         "stage are lost whose layers keep running statistics or the like, of which another pipeline has other ones: "
         "`stop`: that is a fatal loss; `warn`: the stage goes on with those",
     )
-    check_exact: int = Field(
-        0,
+    check_exact: int | None = Field(
+        None,
         ge=0,
         description="in so many steps from the first on rehearse the takeover of every stage and compare all that its "
-        "shadow computes, and the replicas, bit for bit; see [Checking exactness](../guides/exactness.md)",
+        "shadow computes, and the replicas, bit for bit; 0: never; `null`: 2, on other devices than CPUs 3, and 0 "
+        "without replicas; see [Checking exactness](../guides/exactness.md)",
     )
 
-    def steps_to_check(self, given: int | None = None) -> int:
-        """``check_exact``, or the number that is ``given`` in its place.
+    def steps_to_check(self, device: str = "cpu") -> int:
+        """How many steps are checked.
+
+        Args:
+            device: type of that on which members compute.
 
         Raises:
-            ConfigError: there are no replicas to check.
+            ConfigError: there are no replicas, and a check is asked for.
         """
-        steps = self.check_exact if given is None else given
-        if steps and not self.mode.replicas:
+        if self.check_exact and not self.mode.replicas:
             raise ConfigError(
-                f'"{BLOCK}.redundancy.check_exact" (--check-exact, BAMBOO_CHECK_EXACT) is {steps}, and '
+                f'"{BLOCK}.redundancy.check_exact" (--check-exact, BAMBOO_CHECK_EXACT) is {self.check_exact}, and '
                 f'"{BLOCK}.redundancy.mode" is "{self.mode.value}": there are no replicas to check; choose another mode'
             )
-        return steps
+        if self.check_exact is not None or not self.mode.replicas:
+            return self.check_exact or 0
+        return 2 if device == "cpu" else 3
 
 
 class MembershipConfig(_Block):

@@ -65,6 +65,18 @@ class ProtocolError(BambooError, RuntimeError):
     """A message arrived that the schedule does not expect. Always a defect; never ignored."""
 
 
+class CallsDiffer(BambooError, RuntimeError):
+    """The scripts of two members wait for each other for ever, since they do not make the same calls."""
+
+    def __init__(self, difference: str) -> None:
+        super().__init__(
+            f"{difference}. The scripts of all ranks must call train_batch, eval_batch, save_checkpoint and their own "
+            "collectives in the same order, and end after the same step. What only one rank knows (that training is to "
+            "stop, or that a checkpoint is due) it must tell the others first, as by torch.distributed.broadcast; "
+            "save_checkpoint is called on every rank"
+        )
+
+
 class ReplicaMismatch(BambooError, RuntimeError):
     """A replica differs from its owner time and again, although it was copied anew.
 
@@ -101,10 +113,10 @@ class Inexact(BambooError, RuntimeError):
         self.differences = tuple(differences)
         more = f" (and {len(self.differences) - 1} more)" if len(self.differences) > 1 else ""
         super().__init__(
-            f"--check-exact: step {step}, stage {stage} of pipeline {pipeline}: {found}: {self.differences[0]}{more}. "
-            f"After a loss of this stage the job would go on with other results. Likely causes: {causes}. "
-            'docs/state.md lists what copies of a stage follow; "bamboo.redundancy.on_mismatch": "warn" trains on all '
-            "the same"
+            f"the check of the first steps: step {step}, stage {stage} of pipeline {pipeline}: {found}: "
+            f"{self.differences[0]}{more}. After a loss of this stage the job would go on with other results. Likely "
+            f"causes, and their cures: {causes}. docs/state.md lists what copies of a stage follow. To train on all "
+            'the same set "bamboo.redundancy.on_mismatch" to "warn", or "bamboo.redundancy.check_exact" to 0'
         )
 
 

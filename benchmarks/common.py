@@ -94,7 +94,7 @@ def fresh(folder: Path) -> Path:
 
 
 def write_config(folder: Path, micro_batches: int, block: Mapping[str, Any] | None, **changes: Any) -> Path:
-    """A ``ds_config.json`` with the ``"bamboo"`` block ``block``, or none."""
+    """A ``ds_config.json`` with the ``"bamboo"`` block ``block``, or none; first steps are as long as all others."""
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": micro_batches,
@@ -103,7 +103,7 @@ def write_config(folder: Path, micro_batches: int, block: Mapping[str, Any] | No
         **changes,
     }
     if block is not None:
-        config["bamboo"] = dict(block)
+        config["bamboo"] = {**block, "redundancy": {"check_exact": 0, **block.get("redundancy", {})}}
     path = folder / "ds_config.json"
     path.write_text(json.dumps(config, indent=1))
     return path

@@ -36,6 +36,25 @@ class Big(nn.Linear):
 
 what = sys.argv[1]
 deepspeed.init_distributed()
+dist, size = torch.distributed, torch.distributed.get_world_size()
+half = dist.new_group([0, size - 1])
+count, most, mean = torch.ones(1), torch.ones(1), torch.ones(1)
+deepspeed.comm.all_reduce(count)  # as scripts count their ranks
+dist.all_reduce(most, dist.ReduceOp.MAX)
+dist.all_reduce(mean, group=half)
+assert [count.item(), most.item(), mean.item()] == [size, 1, 2], "every rank contributes what this one does"
+parts, names, scattered = [torch.zeros(1) for _ in range(size)], [None] * size, torch.zeros(1)
+dist.all_gather(parts, torch.ones(1))
+dist.all_gather_object(names, "rank")
+dist.reduce_scatter(scattered, [torch.full((1,), 1.0 + i) for i in range(size)])
+dist.all_to_all_single(torch.zeros(size), torch.ones(size))
+told = ["something"]
+dist.broadcast_object_list(told)
+dist.barrier()
+received = torch.full((1,), 5.0)
+dist.recv(received, 1)
+assert sum(parts).item() == size and names == ["rank"] * size and scattered.item() == size and told == ["something"]
+assert received.item() == 5 and dist.get_backend() == "gloo" and dist.get_rank() == 0
 layers = [TiedLayerSpec("ends", nn.Linear, 10, 20), LayerSpec(Big), nn.ReLU(), nn.Linear(20, 5)]
 layers += [TiedLayerSpec("ends", nn.Linear, 10, 20), TiedLayerSpec("ends", nn.Linear, 10, 20)]
 if what == "picky":

@@ -21,11 +21,12 @@ from bamboo_ds.cli import demo_train
 from bamboo_ds.config import parse_block
 from bamboo_ds.control.agent.command import worker_environment
 from bamboo_ds.control.settings import MemberOptions, parse_arguments
-from bamboo_ds.engine.exactness import ExactChecks, differences
+from bamboo_ds.engine.exactness import ExactChecks
+from bamboo_ds.engine.facts import as_text, differences, only_rounded
 from bamboo_ds.engine.lanes import RehearsalLanes, Stream
 from bamboo_ds.engine.optimizers import PlainOptimizer
 from bamboo_ds.engine.tracing import Traces, owner_of
-from bamboo_ds.errors import ConfigError
+from bamboo_ds.errors import ConfigError, Inexact
 from bamboo_ds.schedule import ResendActivation, ResendGrad, UseRole, rehearsal_passes, rehearsal_sends
 from bamboo_ds.topology import Layout, Role, initial_plan, with_redundancy
 from bamboo_ds.variables import checked_steps
@@ -92,7 +93,7 @@ def test_a_difference_ends_the_job(tmp_path: Path, culprits: tuple[str, ...], st
     """What passes differ in is found before the step."""
     result = inexact(tmp_path, "stop", *culprits)
     assert result.exit_code == 1
-    assert re.search(f"Inexact: --check-exact: {named}", result.output), result.output[-4000:]
+    assert re.search(f"Inexact: the check of the first steps: {named}", result.output), result.output[-4000:]
     assert len(result.events("step")) == steps
 
 
@@ -183,6 +184,42 @@ def test_differences_are_named_in_order_and_to_the_bit() -> None:
     assert differences({}, {"theirs": "1"}) == ["theirs (only the owner has it)"]
 
 
+def test_equal_objects_of_two_processes_are_one_text() -> None:
+    """They have other addresses and hashes there."""
+    first, second = SimpleNamespace(a=object()), SimpleNamespace(a=object())
+    assert repr(first) != repr(second) and as_text(first) == as_text(second)
+    assert as_text({"b", "a"}) == "{'a', 'b'}" and as_text(0.1) != as_text(0.1 + 2**-56)
+
+
+def test_what_may_be_rounding_does_not_end_a_job_on_devices_that_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = {"output of a layer": [1], "gradient": torch.tensor([1.0, -2.0, 0.0]), "losses": torch.tensor([0.5])}
+    rounded = {**theirs, "output of a layer": [2], "gradient": torch.tensor([1.0, -2.0, 0.1])}
+    wrong = {**theirs, "losses": torch.tensor([0.6])}
+    assert only_rounded(rounded, theirs) and not only_rounded(wrong, theirs)
+    unknown = {**theirs, "output of a layer": [2]}, {**rounded, "count": "1"}, {**rounded, "losses": "0.5"}
+    assert not any(only_rounded(mine, theirs) for mine in unknown)
+    told: list[str] = []
+    monkeypatch.setattr("bamboo_ds.engine.exactness.logger", SimpleNamespace(error=lambda _, e: told.append(str(e))))
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: enabled)
+    enabled = False
+
+    def ends(mine: Any, device: str = "cuda", asked: bool = False, what: str = "rehearsal") -> bool:
+        epoch = SimpleNamespace(layout=Layout(1, 2), channel=SimpleNamespace(event=lambda *_, **__: None))
+        ds, progress = SimpleNamespace(device=torch.device(device)), SimpleNamespace(steps=1)
+        checks: Any = ExactChecks(ds, True, asked, None, epoch, progress, None, None, None)  # type: ignore[arg-type]
+        try:
+            checks._compare(Role(0, 1), mine, theirs, what)
+        except Inexact:
+            return True
+        return False
+
+    assert not ends(theirs) and not told
+    assert not ends(rounded) and len(told) == 1 and "is not deterministic" in told[0]
+    assert ends(wrong) and ends(rounded, "cpu") and ends(rounded, asked=True) and ends(rounded, what="replica")
+    enabled = True
+    assert ends(rounded)
+
+
 class Stage(nn.Module):
     """As much of a ``PipelineModule`` as is looked at."""
 
@@ -237,7 +274,7 @@ def test_what_no_optimizer_steps_is_not_compared() -> None:
     binding = SimpleNamespace(runtimes={role: runtime})
     layout: Any = SimpleNamespace(layout=SimpleNamespace(stages=2))
     others: list[Any] = [None] * 4
-    checks = ExactChecks(SimpleNamespace(micro_batches=1), False, binding, layout, *others)  # type: ignore[arg-type]
+    checks = ExactChecks(SimpleNamespace(micro_batches=1), False, False, binding, layout, *others)  # type: ignore[arg-type]
     facts = checks._computed(role)
     assert [name for name in facts if name.startswith("gradient of ")] == ["gradient of 5.weight"]
 
@@ -270,10 +307,13 @@ def test_a_parameter_belongs_to_the_layer_that_uses_it() -> None:
 
 
 def test_the_number_of_steps_comes_from_the_block_the_option_or_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    block = parse_block({"redundancy": {"check_exact": 3}})
-    assert [block.redundancy.steps_to_check(given) for given in (None, 0, 5)] == [3, 0, 5]
-    without = parse_block({"redundancy": {"mode": "none"}})
-    assert without.redundancy.steps_to_check() == 0
+    usual, without = parse_block({}), parse_block({"redundancy": {"mode": "none"}})
+    devices = "cpu", "cuda"
+    assert [usual.redundancy.steps_to_check(device) for device in devices] == [2, 3]
+    assert [without.redundancy.steps_to_check(device) for device in devices] == [0, 0]
+    for steps in (0, 5):
+        told = usual.overridden({"redundancy.check_exact": steps})
+        assert [told.redundancy.steps_to_check(device) for device in devices] == [steps] * 2
     with pytest.raises(ConfigError, match=r'--check-exact, BAMBOO_CHECK_EXACT\) is 2, and .*mode" is "none"'):
         MemberOptions.from_block(without, job="j", address="", command=(), check_exact=2)
     with pytest.raises(ConfigError, match="BAMBOO_CHECK_EXACT is '-1': set it to the number of steps"):
@@ -293,7 +333,7 @@ def test_the_number_of_steps_comes_from_the_block_the_option_or_a_variable(monke
             "python",
         ]
         settings = parse_arguments(needed)
-        assert settings.bamboo.redundancy.check_exact == (told or 0)
+        assert settings.bamboo.redundancy.check_exact == told
         assert [option for option in settings.to_arguments() if option.startswith("--overrides")] == more
         assert worker_environment(settings, "m").get("BAMBOO_CHECK_EXACT") == (
             None if told is None else json.dumps(told)

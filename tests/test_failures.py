@@ -66,6 +66,8 @@ def test_the_end_of_a_worker_that_failed() -> None:
     # It did not get to its exit code.
     assert (ending(-9, error="ValueError: x").outcome, ending(-9, error="ValueError: x").code) == ("failed", 1)
     assert (ending(-9, done=True).outcome, ending(-9).outcome) == ("finished", "lost")
+    assert ending(0, step=7).abrupt and not ending(0, step=7, done=True).abrupt
+    assert not ending(0).abrupt, "what is no training job"
     # Whatever it does, these are no failures.
     for status in (0, -9, 86, 87, 88):
         assert ending(status, spared=True).error is None

@@ -274,6 +274,23 @@ def test_two_accusers_convict_after_a_moment() -> None:
     assert (action.losses[0].reason, action.losses[0].detail) == ("suspects", "a, c")
 
 
+@pytest.mark.parametrize("abrupt", [True, False])
+def test_a_member_that_has_ended_in_mid_training_is_no_loss(abrupt: bool) -> None:
+    """The others cannot go on as its script would; a member that has said that it has ended is accused by mistake."""
+    ended = left("b", "finished", reason="exit", detail="0", code=0, step=7, abrupt=abrupt)
+    view = View(world_size=4, plan=SECOND, members=members("a", "c", "d"), left={"b": ended})
+    assert decider().decide(view, 100.0) == Wait()
+    action = decider().decide(replace(view, suspicions=[suspicion("a", "b")]), 100.0)
+    if abrupt:
+        assert isinstance(action, StopJob) and action.code == 1
+        assert (
+            "rank 1 (b) has ended with exit code 0 (the newest step that it told: 7), while rank 0 goes on"
+            in action.reason
+        )
+    else:
+        assert action == Wait()
+
+
 def test_single_accuser_needs_a_silent_agent() -> None:
     one = decider()
     view = replace(all_well(), suspicions=[suspicion("a", "b")])

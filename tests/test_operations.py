@@ -45,6 +45,7 @@ LOSS = EpochChanged("another loss")
 class Operation:
     """Notes what becomes of it; interrupted as often as it is told to be."""
 
+    call = "train_batch"
     draws = watched = False
     takes_steps = goes_on = True
 

@@ -57,7 +57,9 @@ def test_precision(
 ) -> None:
     """Losses at instants at which gradients, scales, masters or shards of parameters are under way."""
     arguments = ("--steps", str(STEPS))
-    result = survive(tmp_path, reference, faults, stages, pipelines, arguments, micro_batches=4, **precision)
+    result = survive(
+        tmp_path, reference, faults, stages, pipelines, arguments, micro_batches=4, checked=True, **precision
+    )
     if precision is FP16_ZERO:
         skipped = {role["counters"][2] for role in result.roles().values()}
         assert 0 < min(skipped) < STEPS, "some iterations overflow, some do not"

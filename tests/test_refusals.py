@@ -414,11 +414,16 @@ def test_a_backward_pass_frees_its_part_of_the_budget(tmp_path: Path) -> None:
 
 @pytest.mark.integration
 def test_redundant_passes_without_memory(tmp_path: Path, reference: Reference) -> None:
-    """The loss comes in the same iteration; what the passes have changed of the layers' buffers is undone."""
+    """The loss comes in the same iteration; what the passes have changed of the layers' buffers is undone.
+
+    So is what a rehearsal has changed that lacks memory in a step before.
+    """
     # By then the first stage has received three gradients and tried a redundant forward before each of them.
     faults = [fault(1, 2, "BackwardPass", 5)]
-    bamboo = {"redundancy": {"verify_every": 2, "placement": "fixed"}}
-    arguments = ("--steps", "5", "--norm", "--exhaust-at", "2")
+    bamboo = {"redundancy": {"verify_every": 2, "placement": "fixed", "check_exact": None}}
+    arguments = ("--steps", "5", "--norm", "--exhaust-at", "1", "2")
     result = survive(tmp_path, reference, faults, 3, 1, arguments, bamboo=bamboo)
+    assert "the rehearsal of role (0,1) has exhausted the memory, and is left out: no memory is left" in result.output
+    assert "Not rehearsed (there is too little memory, see above): stage 0 of pipeline 0, stage 1" in result.output
     told = {(e["step"], *e["role"], e["dropped"]) for e in result.events("redundancy_exhausted")}
     assert (2, 0, 1, 2) in told

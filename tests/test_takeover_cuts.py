@@ -30,8 +30,9 @@ from bamboo_ds.engine.supply import BatchSupply
 from bamboo_ds.errors import FatalLoss, UnsupportedError
 from bamboo_ds.state import Tree
 from bamboo_ds.topology import Role
+from bamboo_ds.worker import plan_changes
 
-from .support.simulated_engine import Cut, Member, Spec, World, finite, same, state_of
+from .support.simulated_engine import RUNS, Cut, Member, Spec, World, finite, same, state_of
 from .support.simulated_network import SimulatedTransport
 from .support.simulated_worker import Fetching
 
@@ -64,6 +65,8 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     groups = SimpleNamespace(all_reduce=lambda tensor, group: group.all_reduce(tensor))
     for module in (reduction, ring):
         monkeypatch.setattr(module, "dist", groups)
+    listener: Any = lambda view: RUNS.get().look("on_plan_change")  # noqa: E731
+    monkeypatch.setattr(plan_changes, "_listeners", [listener])
     yield
     torch.set_num_threads(threads)
 
@@ -108,6 +111,7 @@ def check(world: World) -> None:
         assert member.fatal is None and member.losses == losses
         assert not member.epoch.begun or not set(member.epoch.plan.members) & set(world.killed)
         assert done_by(member) == done_by(expected.members["m0"])
+        assert member.strange == [], "the script's own code has run while another role was bound"
         for tag, saved in member.saves.collected.items():
             for role, state in saved.items():
                 owner = expected.members[expected.plan.owner(role)]
@@ -129,6 +133,7 @@ def done_by(member: Member) -> list[tuple[str, Any]]:
 def test_what_comes_first_makes_no_difference(spec: Spec) -> None:
     expected = undisturbed(spec, 0)
     losses = expected.members["m0"].losses
+    assert expected.members["m0"].looks["batch_fn"] > 0
     assert finite(expected) and len(set(losses)) == len(losses) >= spec.iterations
     for seed in range(1, 5):
         check(World(spec, seed).run())

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable
+from itertools import combinations
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,11 +15,13 @@ import torch
 from torch import distributed as dist
 
 from bamboo_ds import PlanView
+from bamboo_ds.comm import ring
 from bamboo_ds.comm.c10d import registry
-from bamboo_ds.comm.collectives import COLLECTIVES, Adapter, alone, neutral
+from bamboo_ds.comm.collectives import COLLECTIVES, Adapter, alone
 from bamboo_ds.comm.participants import surviving
+from bamboo_ds.comm.ring import reduced
 from bamboo_ds.comm.script import ScriptCollectives, ScriptWork
-from bamboo_ds.errors import ProtocolError
+from bamboo_ds.errors import ProtocolError, UnsupportedError
 from bamboo_ds.topology import Layout, Plan
 from bamboo_ds.worker import plan_changes as plan_change
 
@@ -45,10 +49,10 @@ def test_losses_inside_collectives_of_the_script_and_a_joiner(tmp_path: Path) ->
     config = write_config(tmp_path, {"recovery": {"max_restarts": 0, "suspect_after_s": 30}}, 6)
     with RunningJob(tmp_path, RANKS, ["--faults"], config, SCRIPT) as job:
 
-        def alive() -> float:
+        def alive() -> int:
             newest = [lines[-1] for lines in said(tmp_path).values() if lines and not lines[-1]["replaying"]]
             last = max((line for line in newest), key=lambda line: line["step"], default=None)
-            return last["alive"][0] if last else RANKS
+            return len({told["rank"] for told in last["objects"]}) if last else RANKS
 
         job.wait_for("both faults", lambda: len(list(tmp_path.glob("fault-*"))) == 2)
         job.wait_for("two ranks alone", lambda: alive() == 2)
@@ -65,22 +69,22 @@ def test_losses_inside_collectives_of_the_script_and_a_joiner(tmp_path: Path) ->
             if not line["replaying"]:
                 by_step.setdefault(line["step"], []).append(line)
     last = max(by_step)
-    counts = []
+    counts, totals = list[int](), list[list[float]]()
     assert not any(line["speaks"] for lines in members.values() for line in lines if line["replaying"])
     for step in range(last + 1):
         lines = sorted(by_step[step], key=lambda line: line["rank"])
         assert sorted(rank for line in lines for rank in line["speaks"]) == list(range(RANKS)), (step, lines)
         assert all(line["rank"] in line["speaks"] for line in lines)
-        for name in ("alive", "greatest", "broadcast", "gathered", "objects"):
+        for name in ("counted", "alike", "greatest", "broadcast", "gathered", "objects"):
             assert len({json.dumps(line[name]) for line in lines}) == 1, (step, name, lines)
-        count = int(lines[0]["alive"][0])
-        counts.append(count)
-        assert lines[0]["alive"] == [count] * 3
+        assert lines[0]["counted"] == [RANKS] * 3
+        totals.append(lines[0]["alike"])
         assert lines[0]["greatest"] == 3
         assert len({line["own"] for line in lines if "own" in line}) == 1
         assert [o["step"] for o in lines[0]["objects"]] == [step] * RANKS
         assert {o["rank"] for o in lines[0]["objects"]} == {line["rank"] for line in lines}
-    assert counts[:5] == [4] * 5 and counts[5] in (3, 4)
+        counts.append(len(lines))
+    assert counts[:5] == [4] * 5 and counts[5] == 3
     assert sorted(counts[6:], reverse=True)[0] == 3 and counts[-1] == 3 and 2 in counts
     check_the_lost(members)
     check_what_is_told(result, members)
@@ -91,6 +95,8 @@ def test_losses_inside_collectives_of_the_script_and_a_joiner(tmp_path: Path) ->
     expected = {f.read_text() for f in undisturbed.glob("losses-*.json")}
     assert len(expected) == 1
     assert {f.read_text() for f in tmp_path.glob("losses-*.json")} == expected
+    (stock_lines, *_) = said(undisturbed).values()
+    assert totals == [line["alike"] for line in stock_lines]
 
 
 @pytest.mark.integration
@@ -121,15 +127,15 @@ def check_the_lost(members: dict[str, list[dict[str, Any]]]) -> None:
     assert [line["to"] for line in losses if "to" in line] == [2, 0]
     assert {line["sent"] for line in lines if "sent" in line} == {"EpochChanged"}
     assert all(line["reduced"] == line["own"] for line in lines)
-    # The group of ranks 0, 2, 3: sums of rank + 1.
+    # The group of ranks 0, 2, 3: sums of rank + 1, in which ranks 0 or 3 stand for the lost ones, too; or a joiner.
     own = [line["own"] for line in lines]
-    assert own[:5] == [8] * 5 and set(own[6:]) <= {5, 4, 7} and own[6] == 5 and 4 in own
+    assert own[:5] == [8] * 5 and set(own[6:]) <= {6, 9, 10, 11, 12} and own[6] in (6, 9) and 12 in own
     after = next(line for line in lines if line["gathered"][0] != 0.0)
     assert after["broadcast"][0] in (after["step"], -1.0)
 
 
 def check_what_is_told(result: Result, members: dict[str, list[dict[str, Any]]]) -> None:
-    """Each place whose collective lacks a rank is told once, by the first member of its group, with what is missing."""
+    """Each place whose collective lacks a rank is told once, by the first member of its group, with the stand-in."""
     told = [event for event in result.events("collective_incomplete") if event["lost_ranks"] == [2]]
     places = [(e["operation"], e["place"].rpartition(" in ")[0], *e["ranks"], e["member"]) for e in told]
     assert len(set(places)) == len(places)
@@ -137,7 +143,7 @@ def check_what_is_told(result: Result, members: dict[str, list[dict[str, Any]]])
     operations = {operation for operation, *_ in places}
     assert {"allreduce", "allgather", "reduce"} <= operations
     assert not {"barrier", "broadcast"} & operations, "they lack nothing: the root lives"
-    assert "lost ranks (2) have no part in it, so its result is that of the surviving ranks alone" in result.output
+    assert "no process runs as ranks (2) now, and in the place of their parts are those that the" in result.output
     broadcasts = [e for e in result.events("collective_incomplete") if e["operation"] == "broadcast"]
     assert all(0 in event["lost_ranks"] for event in broadcasts) and len(broadcasts) >= 1
 
@@ -218,25 +224,120 @@ LOSSY = plan("acdx", (0, 2, 3, 3), "aacd")
 ALL = (0, 1, 2, 3)
 
 
+def options_of(shape: str, operator: str, root: int = 0) -> Any:
+    options: Any = getattr(registry, COLLECTIVES[shape].options)()
+    options.reduceOp = getattr(dist.ReduceOp, operator)
+    if hasattr(options, "rootRank"):
+        options.rootRank = root
+    return options
+
+
 @pytest.mark.parametrize("operator", ["SUM", "MAX", "MIN", "PRODUCT", "AVG"])
-@pytest.mark.parametrize("operation", ["allreduce", "reduce"])
-def test_reductions_are_among_the_living(operator: str, operation: str) -> None:
-    values = {member: torch.tensor([float(LOSSY.home(member) + 1), 1.0]) for member in LOSSY.members}
-    given = {member: value.clone() for member, value in values.items()}
+@pytest.mark.parametrize("operation", ["allreduce", "allreduce_coalesced", "reduce", "reduce_scatter"])
+def test_the_owner_of_a_lost_rank_s_stage_contributes_for_it(operator: str, operation: str) -> None:
+    values = {member: [torch.tensor([float(LOSSY.home(member) + 1)]), torch.ones(2)] for member in LOSSY.members}
+    values["x"][0].fill_(99.0)  # it runs as rank 3 beside d
+    found = {member: torch.zeros(1) for member in LOSSY.members}
 
     def call(run: Run, member: str, home: int) -> Any:
-        options: Any = registry.AllreduceOptions() if operation == "allreduce" else registry.ReduceOptions()
-        options.reduceOp = getattr(dist.ReduceOp, operator)
-        if operation == "reduce":
-            options.rootRank = 3
-        return run(operation, [values[member]], options)
+        options = options_of(operation, operator, 3)
+        if operation == "reduce_scatter":
+            return run(operation, [found[member]], [[values[member][0].clone() for _ in ALL]], options)
+        found[member] = values[member][0].clone()
+        tensors = [found[member], values[member][1]] if operation == "allreduce_coalesced" else [found[member]]
+        return run(operation, tensors, options)
 
     on_each(LOSSY, ALL, call)
-    # Ranks 0, 2, 3 with 1, 3, 4: once each.
-    expected = {"SUM": 8.0, "MAX": 4.0, "MIN": 1.0, "PRODUCT": 12.0, "AVG": 8.0 / 3}[operator]
-    for member, value in values.items():
-        gets = operation == "allreduce" or LOSSY.home(member) == 3
-        assert value[0].item() == pytest.approx(expected if gets else given[member][0].item())
+    # Ranks 0 to 3 with 1, 1, 3, 4.
+    expected = {"SUM": 9.0, "MAX": 4.0, "MIN": 1.0, "PRODUCT": 12.0, "AVG": 2.25}[operator]
+    for member, value in found.items():
+        gets = operation != "reduce" or LOSSY.home(member) == 3
+        assert value.item() == (expected if gets else values[member][0].item())
+
+
+FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+WHOLE = (torch.int64, torch.int32, torch.uint8, torch.bool)
+OPERATORS = [(operator, dtype) for operator in ("SUM", "PRODUCT", "MIN", "MAX") for dtype in FLOATS + WHOLE]
+OPERATORS += [(operator, dtype) for operator in ("BAND", "BOR", "BXOR") for dtype in WHOLE]
+
+
+def some_values(dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """Values with which sums and products are rounded, or wrap round, and comparisons are not of numbers."""
+    generator = torch.Generator().manual_seed(seed)
+    if not dtype.is_floating_point:
+        return torch.randint(0, 2 if dtype is torch.bool else 200, (37,), generator=generator).to(dtype)
+    values = torch.randn(37, generator=generator).to(dtype)
+    values[seed % 7], values[10], values[20 + seed % 3] = torch.nan, [-0.0, 0.0][seed % 2], torch.inf
+    return values
+
+
+def bits(tensor: torch.Tensor) -> list[int]:
+    """All of them, but those of truth values, and of what is not a number, which depend on the processor's path."""
+    flat = tensor.to(torch.int64) if tensor.dtype is torch.bool else tensor.clone()
+    if flat.dtype.is_floating_point:
+        flat[flat.isnan()] = torch.nan
+    return flat.view(torch.uint8).tolist()
+
+
+def by_gloo(rows: dict[Any, list[torch.Tensor]], operator_of: Callable[[Any], str]) -> dict[Any, torch.Tensor]:
+    """What a group of gloo makes of each row, which has a tensor for each rank."""
+    store, found = dist.HashStore(), dict[Any, torch.Tensor]()
+    size = len(next(iter(rows.values())))
+
+    def run(rank: int) -> None:
+        settings = dist.ProcessGroupGloo._Options()
+        settings._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        group = dist.ProcessGroupGloo(store, rank, size, settings)
+        for key, row in rows.items():
+            tensor = row[rank].clone()
+            group.allreduce([tensor], options_of("allreduce", operator_of(key))).wait()
+            if rank == 0:
+                found[key] = tensor
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert set(found) == set(rows)
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 6])
+def test_a_reduction_after_losses_has_the_bits_of_the_whole_group_s(size: int) -> None:
+    """Of values that all ranks have, and of such as only a lost rank and its host share, in the ring's order."""
+    names = "abcdef"[:size]
+    hosts = [("a",) * size]  # what all have alike
+    for lost in [lost for count in (1, 2) for lost in combinations(range(size), count) if count < size]:
+        alive = [rank for rank in range(size) if rank not in lost]
+        owners = "".join(names[rank if rank in alive else alive[rank % len(alive)]] for rank in range(size))
+        hosts.append(surviving(plan("".join(names[rank] for rank in alive), tuple(alive), owners), range(size)).hosts)
+    rows = {}
+    for operator, dtype in OPERATORS:
+        own = {name: some_values(dtype, index) for index, name in enumerate(names)}
+        rows[operator, dtype] = [torch.cat([own[group[rank]] for group in hosts]) for rank in range(size)]
+    expected = by_gloo(rows, lambda key: str(key[0]))
+    for key, row in rows.items():
+        found = reduced(row[0], size, getattr(dist.ReduceOp, key[0]), lambda piece, row=row: row)
+        assert bits(found) == bits(expected[key]), key
+
+
+def test_a_large_tensor_is_reduced_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ring, "_AT_ONCE", 0)
+    values = {member: some_values(torch.float32, index) for index, member in enumerate(LOSSY.members)}
+    given = {member: value.clone() for member, value in values.items()}
+    on_each(LOSSY, ALL, lambda run, member, _: run("allreduce", [values[member]], options_of("allreduce", "SUM")))
+    expected = by_gloo({0: [given[host] for host in "aacd"]}, lambda _: "SUM")[0]
+    assert all(bits(value) == bits(expected) for value in values.values())
+
+
+def test_reductions_that_gloo_does_not_have_are_refused() -> None:
+    group = surviving(LOSSY, ALL)
+    adapter = Adapter(None, group, "a", 0)
+    with pytest.raises(UnsupportedError, match="use SUM, AVG"):
+        adapter.start(COLLECTIVES["allreduce"], ([torch.ones(1)], SimpleNamespace(reduceOp=dist.ReduceOp.PREMUL_SUM)))
+    with pytest.raises(UnsupportedError, match=r"to_dense"):
+        adapter.start(COLLECTIVES["allreduce"], ([torch.ones(2).to_sparse()], options_of("allreduce", "SUM")))
 
 
 def test_every_rank_has_a_part_of_what_is_gathered() -> None:
@@ -286,21 +387,8 @@ def test_scatter_and_gather(root: int, expected: list[float]) -> None:
         assert [float(t) for t in row] == ([0.0, 0.0, 2.0, 3.0] if LOSSY.home(member) == root else [-1.0] * 4)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool])
-def test_neutral_values_change_nothing(dtype: torch.dtype) -> None:
-    value = torch.tensor([0, 1, 1], dtype=dtype)
-    operators = {"MAX": torch.maximum, "MIN": torch.minimum, "PRODUCT": torch.mul}
-    if not dtype.is_floating_point:
-        operators |= {"BAND": torch.bitwise_and, "BOR": torch.bitwise_or, "BXOR": torch.bitwise_xor}
-    if dtype is not torch.bool:
-        operators["SUM"] = torch.add
-    for name, operator in operators.items():
-        other = torch.full_like(value, neutral(getattr(dist.ReduceOp, name), dtype))
-        assert torch.equal(operator(value, other), value), name
-
-
 def test_whoever_has_no_peers_sees_a_group_of_the_full_size() -> None:
-    for operator, expected in ((dist.ReduceOp.SUM, 12.0), (dist.ReduceOp.MAX, 3.0)):
+    for operator, expected in ((dist.ReduceOp.SUM, 12.0), (dist.ReduceOp.MAX, 3.0), (dist.ReduceOp.PRODUCT, 81.0)):
         options, tensor = registry.AllreduceOptions(), torch.tensor([3.0])
         options.reduceOp = operator
         alone(COLLECTIVES["allreduce"], ([tensor], options), 1, 4, each=True)

@@ -1,13 +1,13 @@
 """Runs a script up to ``deepspeed.initialize``, alone and without communication, and tells what it has built.
 
 ``python -m bamboo_ds.cli.building RESULT SCRIPT ARGUMENTS``, or ``-m MODULE`` for ``SCRIPT``; ``RANK``, ``WORLD_SIZE``
-and so on are set as for a worker of rank 0. torch's process groups are fake: collectives do nothing. The layers of the
+and so on are set as for a worker of rank 0. The process groups are those of a worker that has no epoch: each rank
+contributes to a collective what this process does, so that a sum of ones counts the ranks. The layers of the
 ``PipelineModule`` are built on torch's meta device, where tensors have shapes and no memory.
 """
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import re
@@ -16,11 +16,15 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
 from ..processes import die_with_parent
 from ..topology.memory import optimizer_name
+
+#: Seconds after which a script's operation would fail; there is nothing that one could wait for.
+_WAIT_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -87,25 +91,28 @@ def main() -> None:
 def _stand_in(end: Callable[[Built], NoReturn]) -> None:
     import deepspeed
     import deepspeed.comm.comm
-    import torch.distributed
     from deepspeed.runtime.pipe.module import PipelineModule
+
+    from ..comm import attachment, backend, naming
+    from ..comm.c10d import dist
 
     sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]  # compiles
     original: Any = deepspeed.comm.comm.init_distributed
     original = getattr(original, "__wrapped__", original)  # without what makes a worker of this process
-    begin_groups: Any = torch.distributed.init_process_group
+    begin_groups = dist.init_process_group
+    attachment.publish(attachment.Attachment(timedelta(seconds=_WAIT_S), lambda reason: None))
+    backend.register()
 
     def init_process_group(*_: Any, **__: Any) -> None:
-        fake: Any = importlib.import_module("torch.testing._internal.distributed.fake_pg")
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        begin_groups("fake", rank=rank, world_size=size, store=fake.FakeStore())
+        begin_groups(naming.NAME, rank=rank, world_size=size, store=dist.HashStore())
 
     def init_distributed(*args: Any, **kwargs: Any) -> None:
-        if not torch.distributed.is_initialized():
+        if not dist.is_initialized():
             init_process_group()
         original(*args, **kwargs)
 
-    torch.distributed.init_process_group = init_process_group
+    dist.init_process_group = init_process_group
     for module in (deepspeed, deepspeed.comm, deepspeed.comm.comm):
         module.init_distributed = init_distributed
     package: Any = sys.modules["bamboo_ds"]

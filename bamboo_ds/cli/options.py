@@ -38,8 +38,14 @@ from ..variables import (
 
 _TIMEOUT_S = 5.0
 
-#: Settings of a job that ``bamboo advise`` measures: all instructions and all bytes are told, and nothing moves.
-MEASURED = {"observe.timeline": "all", "topology.memory_limit_mb": 2.0**40, "topology.min_gain": 0.99}
+#: Settings of a job that ``bamboo advise`` measures: all instructions and all bytes are told, and nothing moves. The
+#: first steps are as all others.
+MEASURED = {
+    "observe.timeline": "all",
+    "topology.memory_limit_mb": 2.0**40,
+    "topology.min_gain": 0.99,
+    "redundancy.check_exact": 0,
+}
 
 Command = Callable[..., None]
 
@@ -87,8 +93,8 @@ new_job = together(
         "--check-exact",
         type=click.IntRange(min=0),
         metavar="N",
-        help="In the first N steps rehearse the takeover of every stage and compare everything, bit for bit. "
-        "Overrides bamboo.redundancy.check_exact.",
+        help="In the first N steps rehearse the takeover of every stage and compare everything, bit for bit; 0: in "
+        "none. Overrides bamboo.redundancy.check_exact.",
     ),
 )
 #: What commands have that are about a job that runs; see :func:`~bamboo_ds.launchers.jobs.locate`.

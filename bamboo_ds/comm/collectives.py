@@ -19,6 +19,7 @@ from .c10d import dist, registry
 from .epoch import Epoch
 from .inner import GLOO, Pending, Several, kind_for
 from .participants import Participants
+from .ring import combination, reduced
 from .work import CompletedWork
 
 Tensors = Sequence[torch.Tensor]
@@ -189,16 +190,21 @@ def start(
     """
     if len(among.members) == 1 or epoch.member not in among.members:
         # A member that owns none of the ranks (a standby) has no part in it: the others do not wait for it.
-        return alone(collective, arguments, rank, len(among.of_rank))
+        return alone(collective, arguments, rank, len(among.of_rank), each=not among.by_role)
     device = collective.device(arguments)
     kind = GLOO if device is None else kind_for(device)
+    if collective.reduces and not (among.by_role or among.complete):
+        key = f"{key}/parts"  # what is begun when it is waited for must not meet what is begun when it is called
     inner = epoch.groups.get(key, among.members, kind, timeout)
+
+    def pending(work: Any, finish: Callable[[], None] | None = None) -> Any:
+        return epoch.groups.work(work, collective.name, among.members, finish, kind == GLOO, timeout)
+
     with epoch.life.calling(collective.name):
         if among.complete:
-            work, finish = _issue(inner, collective, arguments), None
-        else:
-            work, finish = Adapter(inner, among, epoch.member, rank).start(collective, arguments)
-    return epoch.groups.work(work, collective.name, among.members, finish, kind == GLOO, timeout)
+            return pending(_issue(inner, collective, arguments))
+        adapter = Adapter(inner, among, epoch.member, rank, lambda work: pending(work).wait())
+        return pending(*adapter.start(collective, arguments))
 
 
 def _issue(inner: Any, collective: Collective, arguments: tuple[Any, ...]) -> Any:
@@ -213,12 +219,11 @@ def alone(
 ) -> CompletedWork:
     """What a group of ``size`` ranks computes when all of them are this process.
 
-    Every rank gets what the caller (``rank``) passes. It is a member's whole contribution to a reduction, which
-    therefore leaves it as it is.
+    Every rank gets what the caller (``rank``) passes.
 
     Args:
-        each: every rank contributes what the caller passes, so that a sum is ``size`` times that: for a caller without
-            peers, whose script wants to see a group of that size.
+        each: every rank contributes what the caller passes to a reduction, so that a sum is ``size`` times that. Else
+            it is the contribution of all of them, and stays as it is.
     """
     *tensors, options = arguments
     parts, written = collective.parts(size, *tensors), collective.written(arguments)
@@ -233,30 +238,37 @@ def alone(
     elif collective.shape == "alltoall":
         for output in parts[0]:
             _copy(output, parts[1][rank])
-    if each and collective.reduces and options.reduceOp == dist.ReduceOp.SUM:
+    if each and collective.reduces and getattr(options, "rootRank", rank) == rank:
         for tensor in written:
-            tensor.detach().mul_(size)
+            _copy(tensor, reduced(tensor.detach().reshape(-1), size, options.reduceOp, lambda part: [part] * size))
     return CompletedWork(written)
 
 
 class Adapter:
     """Translates collectives over the ranks of a group to collectives of the members that take part.
 
-    A member calls each collective once, whatever the number of its roles. Its contribution counts once in reductions
-    (it has summed its roles' parts before) and stands for each of its ranks elsewhere.
+    A member calls each collective once, whatever the number of its roles. In reductions of the engine its contribution
+    counts once: it has summed its roles' parts before. Elsewhere it stands for each rank that the member is host of.
 
     Args:
         inner: group with one rank for each of ``among.members``.
         among: who takes part.
         member: this one.
         rank: the rank of the group for which results are meant.
+        settle: waits for a work of ``inner``.
     """
 
-    def __init__(self, inner: Any, among: Participants, member: str, rank: int) -> None:
-        self._inner, self._among, self._rank = inner, among, rank
+    def __init__(
+        self,
+        inner: Any,
+        among: Participants,
+        member: str,
+        rank: int,
+        settle: Callable[[Any], Any] = lambda work: work.wait(),
+    ) -> None:
+        self._inner, self._among, self._rank, self._settle = inner, among, rank, settle
         self._hosts = [among.members.index(host) for host in among.hosts]
         self._me = among.members.index(member)
-        self._speaks = among.speaks(member, rank)
 
     def start(self, collective: Collective, arguments: tuple[Any, ...]) -> Pending:
         """Begin it: its work, and what is to be done once after that."""
@@ -265,65 +277,91 @@ class Adapter:
         return run(collective.parts(len(self._hosts), *tensors), options)
 
     # -- reductions --------------------------------------------------------------------------------------
-    def _reducing(self, options: Any, tensors: Tensors) -> Callable[[], None] | None:
-        """Averages are over the ranks that have a process: sum, then divide."""
-        average = options.reduceOp == dist.ReduceOp.AVG
-        if average:
-            options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
-        if not self._speaks:
-            for tensor in tensors:
-                tensor.fill_(neutral(options.reduceOp, tensor.dtype))
-        if not average:
-            return None
-
-        def divide() -> None:
-            for tensor in tensors:
-                tensor.div_(sum(member is not None for member in self._among.of_rank))
-
-        return divide
-
     def _allreduce(self, tensors: Tensors, options: Any) -> Pending:
-        finish = self._reducing(options, tensors)
-        return self._inner.allreduce(tensors, options), finish
+        if self._among.by_role:
+            divide = self._averaging(options, tensors)
+            return self._inner.allreduce(tensors, options), divide
+        return self._by_rank(tensors, options)
 
     def _allreduce_coalesced(self, tensors: Tensors, options: Any) -> Pending:
-        finish = self._reducing(options, tensors)
-        return self._inner.allreduce_coalesced(tensors, options), finish
+        if self._among.by_role:
+            divide = self._averaging(options, tensors)
+            return self._inner.allreduce_coalesced(tensors, options), divide
+        return self._by_rank(tensors, options)
 
     def _reduce(self, tensors: Tensors, options: Any) -> Pending:
-        root = self._hosts[options.rootRank]
         if self._among.by_role:
-            divide = self._reducing(options, tensors)
+            divide, root = self._averaging(options, tensors), self._hosts[options.rootRank]
             options.rootRank = root
             return self._inner.reduce(tensors, options), divide if root == self._me else None
-        # Several members may run as the root: reduce for all, and the others keep what they have passed.
-        before = [tensor.clone() for tensor in tensors]
-        work, divide = self._allreduce(tensors, _options(registry.AllreduceOptions(), options))
-
-        def finish() -> None:
-            if divide is not None:
-                divide()
-            if options.rootRank != self._rank:
-                for tensor, old in zip(tensors, before, strict=True):
-                    tensor.copy_(old)
-
-        return work, finish
+        return self._by_rank(tensors, options, options.rootRank == self._rank)
 
     def _reduce_scatter(self, parts: Scattered, options: Any) -> Pending:
         """Reduce everything, keep our part."""
-        return _together(self._reduce_part(output, row, options) for output, row in parts)
-
-    def _reduce_part(self, output: torch.Tensor, row: Tensors, options: Any) -> Pending:
-        whole = torch.cat([part.reshape(-1) for part in row])
-        work, divide = self._allreduce([whole], _options(registry.AllreduceOptions(), options))
+        pending = [self._reduce_part(output, row, options) for output, row in parts]
 
         def finish() -> None:
-            if divide is not None:
-                divide()
+            for _, part in pending:
+                part()
+
+        return Several([(work, None) for work, _ in pending]), finish
+
+    def _reduce_part(self, output: torch.Tensor, row: Tensors, options: Any) -> tuple[Any, Callable[[], None]]:
+        whole = torch.cat([part.reshape(-1) for part in row])
+        work, reduce = self._allreduce([whole], _options(registry.AllreduceOptions(), options))
+
+        def finish() -> None:
+            if reduce is not None:
+                reduce()
             start = sum(part.numel() for part in row[: self._rank])
             _copy(output, whole[start : start + output.numel()])
 
         return work, finish
+
+    def _averaging(self, options: Any, tensors: Tensors) -> Callable[[], None] | None:
+        """An average of the members' contributions is asked for as their sum: what divides that."""
+        if options.reduceOp != dist.ReduceOp.AVG:
+            return None
+        options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
+
+        def divide() -> None:
+            for tensor in tensors:
+                tensor.div_(len(self._hosts))
+
+        return divide
+
+    def _by_rank(self, tensors: Tensors, options: Any, wanted: bool = True) -> Pending:
+        """Every rank contributes what its host has passed, in the order of a ring of all ranks.
+
+        All of it is done by whoever waits, piece by piece, so that large tensors need no room for all parts of them.
+
+        Args:
+            wanted: this member is to get the result.
+
+        Raises:
+            UnsupportedError: the operator has no such order, or a tensor is sparse.
+        """
+        combination(options.reduceOp)
+        if any(tensor.layout is not torch.strided for tensor in tensors):
+            raise UnsupportedError(
+                "reductions of sparse tensors are not supported while ranks of their group are lost or have several "
+                "processes: reduce dense ones (tensor.to_dense())"
+            )
+
+        def reduce() -> None:
+            flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+            total = reduced(flat, len(self._hosts), options.reduceOp, self._parts)
+            if wanted:
+                for tensor, found in zip(tensors, total.split([each.numel() for each in tensors]), strict=True):
+                    _copy(tensor.detach(), found)
+
+        return Several([]), reduce
+
+    def _parts(self, piece: torch.Tensor) -> Tensors:
+        """The parts of all ranks."""
+        gathered = self._room_for(piece)
+        self._settle(self._inner.allgather([gathered], [piece], registry.AllgatherOptions()))
+        return [gathered[host] for host in self._hosts]
 
     # -- distribution ------------------------------------------------------------------------------------
     def _broadcast(self, tensors: Tensors, options: Any) -> Pending:
@@ -407,17 +445,3 @@ def _options(target: Any, source: Any) -> Any:
     if hasattr(target, "reduceOp") and hasattr(source, "reduceOp"):
         target.reduceOp = source.reduceOp
     return target
-
-
-def neutral(operator: Any, dtype: torch.dtype) -> Any:
-    """What a process contributes to a reduction that must not change it."""
-    limits = torch.finfo(dtype) if dtype.is_floating_point else None if dtype is torch.bool else torch.iinfo(dtype)
-    if operator == dist.ReduceOp.MAX:
-        return False if limits is None else -torch.inf if dtype.is_floating_point else limits.min
-    if operator == dist.ReduceOp.MIN:
-        return True if limits is None else torch.inf if dtype.is_floating_point else limits.max
-    if operator == dist.ReduceOp.PRODUCT:
-        return 1
-    if operator == dist.ReduceOp.BAND:
-        return True if limits is None else -1 if dtype.is_signed else limits.max
-    return 0

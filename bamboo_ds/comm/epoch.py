@@ -20,6 +20,7 @@ from .lifetime import Lifetime
 from .links import Links
 from .mesh import Mesh
 from .p2p import Receives
+from .standing import Stand
 
 #: Seconds to find out who is gone when a collective failed.
 _PROBE = 0.1
@@ -36,6 +37,7 @@ class Epoch:
         on_peer_failure: as for ``Session``; called once per member.
         silence_s, awaited, tell_after_s: as for ``Session``.
         secret: the job's.
+        stand: tells where this member's script is.
 
     Attributes:
         number: the plan's.
@@ -56,13 +58,14 @@ class Epoch:
         awaited: Callable[[Sequence[str], float], None],
         tell_after_s: float,
         secret: JobSecret,
+        stand: Callable[[], Stand | None],
     ) -> None:
         self.plan = plan
         self.member = member
         self.timeout = timeout
         self.number = plan.epoch
         self.life = Lifetime(plan.epoch, on_peer_failure, self._explain)
-        self.links = Links(self.life, plan.members, member)
+        self.links = Links(self.life, plan.members, member, stand)
         self.receives = Receives(self.links)
         self.groups = Groups(self.links, self.store, member, address, timeout)
         self._mesh = Mesh(self.life, plan.members, member, secret, silence_s)

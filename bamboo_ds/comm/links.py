@@ -5,11 +5,13 @@ Sends are eager: a message is out when the kernel has taken it. What arrives is 
 
 from __future__ import annotations
 
+import math
 import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 
@@ -17,6 +19,7 @@ from ..errors import EpochChanged, NotMet
 from . import wire
 from .lifetime import Lifetime
 from .peer import Message, Peer
+from .standing import ASK_AFTER_S, Stand, Standings
 
 
 class Links:
@@ -25,6 +28,7 @@ class Links:
     Args:
         life: the epoch's.
         members: all of them, in the plan's order, and ``member``: this one.
+        stand: tells where this member's script is; see :class:`.standing.Standings`.
 
     Attributes:
         life: the epoch's.
@@ -32,7 +36,9 @@ class Links:
         waiting: how many threads wait, guarded by ``changed``.
     """
 
-    def __init__(self, life: Lifetime, members: Sequence[str], member: str) -> None:
+    def __init__(
+        self, life: Lifetime, members: Sequence[str], member: str, stand: Callable[[], Stand | None] = lambda: None
+    ) -> None:
         self.life = life
         self.changed = threading.Condition()
         self.waiting = 0
@@ -40,6 +46,7 @@ class Links:
         self._peers: dict[str, Peer] = {}
         self._inbox: dict[bytes, deque[Message]] = {}
         self._rounds = 0
+        self._standings = Standings(stand)
         life.call_on_abort(self._leave)
 
     def add(self, member: str, connection: socket.socket) -> None:
@@ -50,6 +57,9 @@ class Links:
     # -- messages ----------------------------------------------------------------------------------------
     def deliver(self, key: bytes, message: Message) -> None:
         """Put a message into the inbox (of this member's own roles, too)."""
+        if key in (Standings.ASK, Standings.ANSWER):
+            self._hear(key, message)
+            return
         with self.changed:
             self._inbox.setdefault(key, deque()).append(message)
             self.changed.notify_all()
@@ -118,24 +128,50 @@ class Links:
         Raises:
             EpochChanged: the epoch was aborted, or one of ``members`` left it.
             PeerLost: the connection to one of ``members`` broke.
+            CallsDiffer: it would not end, since another member's script makes other calls.
         """
         peers = self._known(members)
 
         def over() -> bool:
-            return self.life.aborted is not None or ready() or any(peer.failure is not None for peer in peers)
+            ended = self.life.aborted is not None or self._standings.difference is not None
+            return ended or ready() or any(peer.failure is not None for peer in peers)
 
         if not over():
             self.waiting += 1
             try:
-                self.changed.wait_for(over, None if timeout is None else timeout.total_seconds())
+                self._await(over, math.inf if timeout is None else timeout.total_seconds())
             finally:
                 self.waiting -= 1
         self.life.check(operation)
         if ready():
             return True
+        self._standings.check()
         for peer in peers:
             peer.check()
         return False
+
+    def _await(self, over: Callable[[], bool], seconds: float) -> None:
+        """Wait until ``over()``; after a while, and then more and more rarely, ask all others where they are."""
+        left, pause = seconds, ASK_AFTER_S
+        while not self.changed.wait_for(over, min(left, pause)) and left > pause:
+            left, pause = left - pause, 2 * pause
+            self.changed.release()  # a connection takes it while it is being written to
+            try:
+                for member in self._peers:
+                    self._tell(Standings.ASK, member)
+            finally:
+                self.changed.acquire()
+
+    def _tell(self, key: bytes, member: str) -> None:
+        with suppress(EpochChanged):  # found by the wait itself
+            self.send(member, wire.encode(key, 0, self._standings.tell()))
+
+    def _hear(self, key: bytes, message: Message) -> None:
+        if key == Standings.ASK:
+            self._tell(Standings.ANSWER, message.source)
+        self._standings.hear(message.payload())
+        with self.changed:
+            self.changed.notify_all()
 
     def flush(self) -> None:
         """Wait until every peer has read everything that was sent to it.

@@ -3,8 +3,8 @@
 An operation of the engine concerns roles: the owners of the ranks take part, and one that owns several stands for all
 of them. A script's own collective concerns processes: each runs as one rank, its *local rank*, and what it passes is of
 that rank alone. Several members may run as one rank (a standby does so beside the member that it could replace): the
-first of them in the plan *represents* the rank, the others get the results and contribute nothing. Lost ranks have no
-process: the collective is among the surviving ones.
+first of them in the plan *represents* the rank, the others get the results and contribute nothing. A lost rank has no
+process: its *host* contributes what it passes itself once more.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Participants:
     Attributes:
         members: all processes that call them, in the order of their ranks in the inner group.
         of_rank: for each of the group's ranks the member that represents it; ``None``: no process runs as that rank.
-        hosts: the same, but for a lost rank who stands in for it: the owner of its role if that takes part, else the
-            first member.
+        hosts: the same, but for a lost rank the member that stands in for it: the owner of its role if that takes part,
+            else the first member.
         by_role: a member stands for all of its roles; else only for the rank that it runs as.
     """
 

@@ -1,7 +1,9 @@
 """The collectives that a script calls itself, between the operations of its engine: logging, barriers, timers.
 
-They are among the surviving ranks (:mod:`.participants`), and a loss does not show in them: whoever is in one recovers
-as in an operation of the engine, and it goes on among those that are left.
+They are among the surviving ranks (:mod:`.participants`), and a loss does not show in them: a member that is in one
+recovers as in an operation of the engine, and it goes on among those that are left. For a lost rank the owner of its
+stage contributes once more what its own script passes, so that what all ranks have alike is summed up, counted and
+averaged as before.
 
 All members must come out of a collective alike. So it has two parts: the collective itself, then a meeting in which all
 tell each other that they have its result. If a member has come out of the meeting, all have the result; whoever was
@@ -77,7 +79,7 @@ class Lacking:
         lost: those that no process runs as.
         moved: those whose process does not compute the rank's own stage (any more): what it has of that is old.
         place: the line of the script that calls it, ``file:line in function``.
-        result: what it gives without the lost ranks.
+        result: what it gives in the place of the lost ranks' parts.
     """
 
     operation: str
@@ -151,6 +153,16 @@ class ScriptCollectives:
         for work in self._open:
             work.decide(work.number <= best.get(work.key, 0))
 
+    def first_begun(self) -> ScriptWork | None:
+        """The first collective that this member has begun and not come out of; from any thread."""
+        return next(iter(tuple(self._open)), None)
+
+    def completed(self) -> dict[str, int] | None:
+        """How many collectives of each group this member has come out of in this gap; ``None``: it takes no part in
+        them. From any thread."""
+        first = dict(self._newcomers).get(self._session.member, -1)
+        return None if first >= self._gap else dict(self._done)
+
     @property
     def absent(self) -> set[str]:
         """Members of the plan whose scripts are not in this gap: they replay it."""
@@ -219,7 +231,7 @@ class ScriptCollectives:
         moved = tuple(rank for rank, member in runs if member not in (None, plan.owners[rank]))
         if not (lost or moved) or self._on_lacking is None or group.members[0] != self._session.member:
             return
-        result = _without(collective, options, group)
+        result = _instead(collective, options, group)
         if result is None:
             return
         told = _caller(), collective.name, handle.key, lost
@@ -339,6 +351,16 @@ class ScriptWork(dist.Work):  # type: ignore[misc]
 
     synchronize = wait
 
+    @property
+    def name(self) -> str:
+        """What it is called."""
+        return self._collective.name
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Of its group."""
+        return self._handle.ranks
+
     def is_completed(self) -> bool:
         """Whether :meth:`wait` has nothing to wait for but the other members' word, or a recovery."""
         return self.over or self._work is None or bool(self._work.is_completed())
@@ -363,12 +385,10 @@ class ScriptWork(dist.Work):  # type: ignore[misc]
         return future
 
 
-def _without(collective: Collective, options: Any, group: Participants) -> str | None:
-    """What a collective gives without the part of the lost ranks of ``group``; ``None``: what it should."""
-    if collective.copies:
+def _instead(collective: Collective, options: Any, group: Participants) -> str | None:
+    """What a collective gives in the place of the lost ranks' parts; ``None``: it needs none of these."""
+    if collective.copies or collective.reduces:
         return "in the place of their parts are those that the owners of their stages have passed"
-    if collective.reduces:
-        return "its result is that of the surviving ranks alone"
     root = getattr(options, "rootRank", None)
     if collective.shape in ("broadcast", "scatter") and root is not None and group.of_rank[root] is None:
         return (

@@ -20,6 +20,7 @@ from .epoch import Epoch
 from .keyvalue import Server
 from .naming import NAME
 from .script import ScriptCollectives
+from .standing import Stand
 
 #: Seconds that the end of a session waits for gloo to let go of its threads.
 CLOSE_S = 2.0
@@ -72,7 +73,10 @@ class Session:
             awaited=awaited,
             tell_after_s=tell_after_s,
             secret=secret,
+            stand=lambda: self.stand(),
         )
+        #: Tells where the script is, see :class:`.standing.Stand`; from any thread.
+        self.stand: Callable[[], Stand | None] = lambda: None
         self._lock = threading.Lock()
         self._ended = 0  # the newest epoch known to have ended
         self._left: list[Epoch] = []

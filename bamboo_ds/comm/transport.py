@@ -145,6 +145,13 @@ class Transport:
             messages.clear()
         return [message.payload() for message in taken]
 
+    def discard(self, lane: Lane, below: int) -> None:
+        """Drop what of ``lane`` has arrived with a smaller number than ``below``, without a copy to its device."""
+        messages = self._inbox(lane)
+        with self._links.changed:
+            while messages and messages[0].sequence < below:
+                messages.popleft()
+
     def ready(self, lane: Lane) -> bool:
         """Whether :meth:`recv` would return at once (an undelivered message is there)."""
         return bool(self._inbox(lane))

@@ -16,7 +16,7 @@ from ..stages import built
 from ..state import join, split
 from ..topology import Layout, Role
 from .answers import ignore
-from .clones import clone_optimizer
+from .clones import begin_groups, clone_optimizer
 from .deepspeed_adapter import DeepSpeedAdapter
 from .groups import RoleGroups
 from .layers import Layers
@@ -156,6 +156,7 @@ class StageBuilder:
         else:
             with self.groups.acting_for(runtime.role, ignore):
                 ds.optimizer = ds.wrap_optimizer(basic, wrapper)
+        begin_groups(basic, state["optimizer"]["inner"]["param_groups"])
         ds.lr_scheduler = self._make_scheduler()
         ds.make_forward_hooks()
         self.binding.refresh()

@@ -87,6 +87,7 @@ class Weights:
         self._parameters = {name: (p, _count(p)) for name, p in layers.parameters.items()}
         self._buffers = {name: (buffer, _count(buffer)) for name, buffer in layers.buffers().items()}
         self._numbers = layers.numbers()
+        self._tensors = layers.tensors.marks()
         self._extra = {path: bits(state) for path, state in layers.extra().items()}
         self._gradients = {name: _version(p.grad) for name, p in layers.parameters.items()}
 
@@ -98,11 +99,11 @@ class Weights:
             tensor, count = self._buffers.get(name, (None, 0))
             if tensor is None or buffers.get(name) is not tensor or _count(tensor) != count:
                 tensors.append(name)
-        numbers = newer(self._layers.numbers(), self._numbers)
+        found = (newer(self._layers.numbers(), self._numbers), self._layers.tensors.since(self._tensors))
         extra = [path for path, state in self._layers.extra().items() if bits(state) != self._extra.get(path)]
         return [
             *tensors,
-            *(f"{layer}.{name}" for layer, names in numbers.items() for name in names),
+            *(f"{layer}.{name}" for attributes in found for layer, names in attributes.items() for name in names),
             *(f"the extra state of {path}" for path in extra),
         ]
 

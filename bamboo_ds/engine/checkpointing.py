@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ..comm.standing import END
 from ..errors import EpochChanged
 from ..observe.spans import Kind
 from ..schedule import RoleProgress
@@ -64,6 +65,7 @@ class Checkpoints:
     _complete: bool = field(default=False, init=False)
     _succeeded: bool = field(default=False, init=False)
 
+    call = "save_checkpoint"
     draws = watched = takes_steps = False
     goes_on = True
 
@@ -152,6 +154,7 @@ class End:
     commits: Commits
     saves: Saves
 
+    call = END
     draws = watched = takes_steps = goes_on = False
 
     def run(self, progress: Mapping[Role, RoleProgress] | None) -> None:

@@ -49,11 +49,20 @@ def clone_optimizer(
         clone.__dict__[name] = value
     clone.defaults = dict(original.defaults)
     clone.state = defaultdict(dict)
-    template = {k: v for k, v in original.param_groups[0].items() if k != "params"}
+    groups_here = original.param_groups or [original.defaults]
+    template = {k: v for k, v in groups_here[0].items() if k != "params"}
     clone.param_groups = [
         {**copy.deepcopy(template), "params": [parameters[name] for name in names]} for names in groups
     ]
     return clone
+
+
+def begin_groups(optimizer: torch.optim.Optimizer, given: list[dict[str, Any]]) -> None:
+    """Set the groups of a clone as their owner's, which are ``given``, were before the first step of a scheduler."""
+    for group, settings in zip(optimizer.param_groups, given, strict=True):
+        group.update({name: copy.deepcopy(value) for name, value in settings.items() if name != "params"})
+        if "initial_lr" in group:
+            group["lr"] = copy.deepcopy(group["initial_lr"])
 
 
 def _copied(original: torch.optim.Optimizer, name: str, value: Any, known: dict[int, Any]) -> Any:

@@ -74,6 +74,7 @@ class Copies:
         """Give what the layers of ``role`` keep after an evaluation to this member's copy of them, if it has one."""
         if role in self.binding.runtimes:
             self.binding.runtimes[role].layers.restore(layers)
+            self.binding.runtimes[role].layers.tensors.settle()
         elif role in self.constructions:
             self.constructions[role].kept.append(KeptLayers(self.progress.sequence, layers))
 
@@ -184,6 +185,7 @@ class Copies:
         assert runtime is not None
         if isinstance(kept, KeptLayers):
             runtime.layers.restore(kept.layers)
+            runtime.layers.tensors.settle()
             return
         if isinstance(kept, KeptSettings):
             self.binding.refresh()

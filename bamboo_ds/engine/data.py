@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,9 @@ from ..errors import ProtocolError, UnsupportedError
 from ..state import join, split
 
 PARTS = ("inputs", "labels")
+
+#: Makes a context in which the script's own code runs.
+ForScript = Callable[[], AbstractContextManager[object]]
 
 
 def as_payload(part: str, value: Any) -> Payload:
@@ -135,9 +139,13 @@ class PipelineBatches:
     A *source* has an iterator and draws from it; any other member that computes or shadows an end of the pipeline
     receives what it needs from a source. What was drawn or received is kept until :meth:`end`, so a takeover never
     draws again: each sample is consumed once.
+
+    Args:
+        for_script: iterators and what processes their batches run in it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, for_script: ForScript = nullcontext) -> None:
+        self._for_script = for_script
         self._iterator: Iterator[Any] | None = None
         self._shared = self._whole = False
         self._process: Callable[[Any], Any] | None = None
@@ -205,9 +213,12 @@ class PipelineBatches:
     def _draw(self, count: int) -> None:
         while len(self._drawn) < count:
             assert self._iterator is not None
-            batch = next(self._iterator)
+            with self._for_script():
+                batch = next(self._iterator)
+                if self._process is not None:
+                    batch = self._process(batch)
             # The iterator may fill the same tensors again: DeepSpeed copies what it loads, too.
-            self._drawn.append(_copied(self._process(batch) if self._process else batch))
+            self._drawn.append(_copied(batch))
             self._serve()
 
     def _part(self, part: str, micro_batch: int) -> Payload:
@@ -272,10 +283,11 @@ class Batches:
 
     Args:
         slices: tensor slices, each with a pipeline of its own. With several batches are sent as they are drawn.
+        for_script: see :class:`PipelineBatches`.
     """
 
-    def __init__(self, slices: int = 1) -> None:
-        self._slices = slices
+    def __init__(self, slices: int = 1, for_script: ForScript = nullcontext) -> None:
+        self._slices, self._for_script = slices, for_script
         self._pipelines: dict[int, PipelineBatches] = {}
         self._shared = False
         self._sources: Callable[[int], tuple[Iterator[Any] | None, bool]] = lambda pipeline: (None, False)
@@ -289,7 +301,7 @@ class Batches:
     def __getitem__(self, pipeline: int) -> PipelineBatches:
         batches = self._pipelines.get(pipeline)
         if batches is None:
-            batches = self._pipelines[pipeline] = PipelineBatches()
+            batches = self._pipelines[pipeline] = PipelineBatches(self._for_script)
             self._set_source(pipeline)
         return batches
 

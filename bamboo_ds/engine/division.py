@@ -89,7 +89,9 @@ class Division:
         if runtime is self.binding.local and (self.progress.changed or runtime.trained):
             layers = runtime.layers.capture(self.progress.changed)
             if runtime.first_layers is not None:  # passes that are done have changed them
-                kept = {name: runtime.first_layers[name] for name in ("buffers", "extra", "numbers")}
+                kept = {
+                    name: runtime.first_layers[name] for name in ("buffers", "extra", "numbers", "tensors", "whole")
+                }
                 layers = {**layers, **kept}
             told = as_message(copied({"layers": layers, "trains": runtime.trains()}))
         lane = self.epoch.lanes[Stream.CHANGES, runtime.role]

@@ -23,7 +23,6 @@ from .copies import Copies
 from .deepspeed_adapter import DeepSpeedAdapter
 from .history import History
 from .lanes import Stream
-from .layers import copied
 from .operation import Outcome
 from .passes import Passes
 from .recording import Recording
@@ -65,6 +64,7 @@ class Evaluation:
     #: What those of other copies keep after it, where that is something else.
     _changed: dict[Role, Tree] = field(default_factory=dict, init=False)
 
+    call = "eval_batch"
     draws = watched = goes_on = True
     takes_steps = False
 
@@ -142,12 +142,13 @@ class Evaluation:
                 self.binding.runtimes[role].layers.restore(layers)
         for runtime in self.binding.owned():
             if runtime.role not in self._before:
-                self._before[runtime.role] = copied(runtime.layers.capture())
+                self._before[runtime.role] = runtime.layers.undo()
 
     def _replicate_layers(self) -> None:
         for runtime in self.binding.owned():
-            layers = runtime.layers.capture()
-            same = bits(layers) == bits(self._before[runtime.role])
+            layers, before = runtime.layers.capture(), self._before[runtime.role]
+            kept = [name for name in before if name not in ("tensors", "whole")]
+            same = not layers["tensors"] and all(bits(layers[name]) == bits(before[name]) for name in kept)
             self.replication.send_layers(runtime.role, None if same else layers)
         plan, member = self.epoch.plan, self.epoch.member
         for role in (*plan.shadowed_by(member), *plan.learned_by(member)):
@@ -205,6 +206,7 @@ class Evaluation:
         self.history.add("evaluate", list(self.progress.vector))
         self.binding.begin_iteration()
         for runtime in self.binding.owned():
+            runtime.layers.tensors.settle()
             runtime.module.train()
         self.copies.advance(stepped=False)
         self.saves.poll()

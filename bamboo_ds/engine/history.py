@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Kind = Literal["train", "evaluate", "save", "load"]
+Kind = Literal["train", "evaluate", "save", "load", "visit"]
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class Done:
     Attributes:
         kind: ``train``: an iteration, with the losses of each pipeline, and whether optimizers skipped their step;
             ``evaluate``: an evaluation, with the loss of each pipeline; ``save``, ``load``: a checkpoint, with its
-            folder and tag (``None``: there was none).
+            folder and tag (``None``: there was none); ``visit``: a call for each stage.
         data: the result, as JSON values.
     """
 

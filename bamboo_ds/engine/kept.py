@@ -1,4 +1,4 @@
-"""What a restart needs of a role besides DeepSpeed's files: numbers of layers, attributes and types of the optimizer.
+"""What a restart needs of a role besides DeepSpeed's files: attributes of layers and of the optimizer, and types.
 
 And how often the script has changed the stage, since whoever takes it over does not. It is in a file of its own in the
 checkpoint, where there is anything, and only the job itself reads it when it starts again: a script that loads a
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ..state import Tree, join, split
+from .attributes import packed
 from .clones import kept_by, load_optimizer
 from .layers import newer
 from .runtime import StageRuntime
@@ -31,11 +32,12 @@ def file_of(folder: str | Path, rank: int) -> str:
 def save_kept(runtime: StageRuntime, folder: str | Path, rank: int, save: Callable[[Any, str], None]) -> None:
     """``save`` what ``runtime`` keeps, if there is anything."""
     numbers = {path: each for path, each in newer(runtime.layers.numbers(), runtime.layers.began).items() if each}
+    made = packed(runtime.layers.tensors.made())
     kept = {name: value for name, value in kept_by(runtime.optimizer.inner).items() if name not in _OF_ALL}
     count = runtime.layers.changes.count
-    if numbers or kept or count:
-        text, _ = split({"numbers": numbers, "attributes": kept, "changes": count})
-        save({"kept": text}, file_of(folder, rank))
+    if numbers or made or kept or count:
+        text, tensors = split({"numbers": numbers, "tensors": made, "attributes": kept, "changes": count})
+        save({"kept": text, "tensors": [tensor.cpu() for tensor in tensors]}, file_of(folder, rank))
 
 
 def load_kept(runtime: StageRuntime, folder: str | Path, rank: int) -> None:
@@ -43,8 +45,10 @@ def load_kept(runtime: StageRuntime, folder: str | Path, rank: int) -> None:
     file = Path(file_of(folder, rank))
     if not file.exists():
         return
-    kept: Tree = join(torch.load(file, weights_only=True)["kept"], [])
+    saved = torch.load(file, weights_only=True)
+    kept: Tree = join(saved["kept"], saved["tensors"])
     runtime.layers.set_numbers(kept["numbers"])
+    runtime.layers.set_tensors(kept["tensors"], whole=False)
     runtime.layers.changes.follow(kept["changes"], 0 if kept["changes"] else -1)
     vars(runtime.optimizer.inner).update(kept["attributes"])
 

@@ -1,12 +1,14 @@
 """What the layers of a stage keep besides their parameters, and change in their passes.
 
-That are buffers, what ``get_extra_state`` gives, and attributes that are numbers (counters, scales). A role's owner
-sends it with the reduced gradients of every iteration, since redundant passes change it on the replica as well.
+That are buffers, what ``get_extra_state`` gives, and attributes that are numbers (counters, scales) or tensors
+(caches). A role's owner sends it with the reduced gradients of every iteration, since redundant passes change it on the
+replica as well; of the tensors in attributes it sends those that have changed (:mod:`.attributes`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import logging
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from types import NoneType
 from typing import Any
@@ -16,8 +18,11 @@ from torch import nn
 
 from ..errors import UnsupportedError
 from ..state import Tree, join, split
+from .attributes import PlainTensors, holds_tensors, packed
 from .rng import GENERATORS
 from .tracing import checksum
+
+logger = logging.getLogger("bamboo_ds")
 
 #: Attributes of layers that are numbers (or ``None``, where there is no number yet), by the layers' names.
 Numbers = dict[str, dict[str, Any]]
@@ -58,6 +63,7 @@ class Layers:
     Attributes:
         generators: of random numbers, that layers keep as attributes, each with its name in the stage.
         began: numbers that every copy of the stage began with; only others have to be told.
+        tensors: that layers keep as plain attributes.
         changes: of the stage by its script.
     """
 
@@ -69,6 +75,8 @@ class Layers:
         self._late: set[str] = set()
         self.parameters = dict(module.named_parameters())
         self.began = self.numbers()
+        self.tensors = PlainTensors(self._named)
+        self._told: set[str] = set()
         self.changes = Changes()
         self._built = {name: checksum(buffer) for name, buffer in self.buffers().items()}
 
@@ -153,16 +161,22 @@ class Layers:
         """What ``get_extra_state`` gives, by the layers' names."""
         return {path: layer.get_extra_state() for path, layer in self._extra}
 
-    def numbers(self) -> Numbers:
-        """Numbers that layers keep as attributes."""
-        found = {}
+    def _named(self) -> Iterator[tuple[str, dict[str, Any], list[str]]]:
+        """Of all layers, their attributes and the names of those that may be numbers or tensors."""
         for path, attributes in self._attributes.items():
             count, names = self._names.get(path, (0, []))
             if count != len(attributes):
-                names = [name for name in attributes if name not in _OF_ALL]
+                computed = _computed(attributes)
+                names = [name for name in attributes if name not in _OF_ALL and name not in computed]
                 self._names[path] = len(attributes), names
-            found[path] = {n: attributes[n] for n in names if n in attributes and type(attributes[n]) in _NUMBERS}
-        return found
+            yield path, attributes, names
+
+    def numbers(self) -> Numbers:
+        """Numbers that layers keep as attributes."""
+        return {
+            path: {n: attributes[n] for n in names if n in attributes and type(attributes[n]) in _NUMBERS}
+            for path, attributes, names in self._named()
+        }
 
     def set_numbers(self, given: Numbers) -> None:
         """Set ``given`` numbers; all others as every copy of the stage began."""
@@ -170,45 +184,85 @@ class Layers:
         for path, attributes in self._attributes.items():
             began = self.began.get(path, {})
             if now[path] != began:
-                # Where the owner has begun with None there may be a cache by now, which every copy has for itself.
+                # Where the owner has begun with None there may be a tensor by now, which comes after the numbers.
                 attributes.update({name: value for name, value in began.items() if name in now[path]})
             attributes.update(given.get(path, {}))
 
-    def capture(self, parameters: Collection[str] = ()) -> Tree:
+    def set_tensors(self, given: Tree, whole: bool) -> None:
+        """Set tensors in attributes to what another copy of the stage has, all of it or what has changed there."""
+        like = next(self._module.parameters(), None)
+        device = torch.device("cpu") if like is None else like.device
+        self.tensors.put(given, whole, self.began, device)
+
+    def capture(self, parameters: Collection[str] = (), whole: bool = False) -> Tree:
         """What the layers keep now; tensors are theirs.
 
         Args:
             parameters: names of parameters that are to be in it, too.
+            whole: also tensors in attributes that have not changed since the copies of the stage were equal.
 
         Raises:
             UnsupportedError: see :meth:`check`.
         """
         self.check()
+        self._tell_objects()
         return {
             "buffers": {name: buffer.detach() for name, buffer in self.buffers().items()},
             "extra": self.extra(),
             "numbers": newer(self.numbers(), self.began),
+            "tensors": packed(self.tensors.now() if whole else self.tensors.changed()),
+            "whole": whole,
             "parameters": {n: self.parameters[n].detach() for n in sorted(parameters) if n in self.parameters},
             "changes": [self.changes.count, self.changes.last],
         }
+
+    def _tell_objects(self) -> None:
+        """Tell, once each, what was a number or ``None`` and has become what no copy of the stage gets."""
+        for path, began in self.began.items():
+            attributes = self._attributes.get(path, {})
+            for name in began:
+                value = attributes.get(name)
+                if type(value) in _NUMBERS or f"{path}.{name}" in self._told or holds_tensors(value):
+                    continue
+                self._told.add(f"{path}.{name}")
+                if not isinstance(value, GENERATORS):
+                    logger.warning(
+                        "attribute %r of layer %r, %s at first, has become a %s, which copies of the stage do not get: "
+                        "if the layer's results depend on it, keep tensors and numbers in attributes or buffers, or "
+                        "give it from get_extra_state",
+                        *(name, path, began[name], type(value).__qualname__),
+                    )
 
     def kept(self) -> list[str]:
         """Names of what is not as it was built; another pipeline has seen other batches, and may have other values."""
         changed = [name for name, buffer in self.buffers().items() if self._built.get(name) != checksum(buffer)]
         numbers = newer(self.numbers(), self.began)
         extra = [f"{path}._extra_state" for path in self.extra()]
-        return [*changed, *(f"{path}.{name}" for path in numbers for name in numbers[path]), *extra]
+        named = (f"{path}.{name}" for found in (numbers, self.tensors.made()) for path in found for name in found[path])
+        return [*changed, *named, *extra]
+
+    def undo(self) -> Tree:
+        """What :meth:`restore` makes the layers keep what they keep now again."""
+        return copied(self.capture(whole=True))
 
     def restore(self, given: Tree) -> None:
         """Take over what :meth:`capture` gave of another copy of the stage."""
         set_buffers(self._module, given["buffers"])
         self.set_numbers(given["numbers"])
+        self.set_tensors(given["tensors"], given["whole"])
         for path, layer in self._extra:
             layer.set_extra_state(given["extra"][path])
         with torch.no_grad():
             for name, value in given["parameters"].items():
                 self.parameters[name].copy_(value)
         self.changes.follow(*given["changes"])
+
+
+def _computed(attributes: Mapping[str, Any]) -> set[str]:
+    """Names of attributes that torch computes before each pass from parameters (``weight_norm``, ``prune``)."""
+    hooks = attributes.get("_forward_pre_hooks") or {}
+    ours = [hook for hook in hooks.values() if type(hook).__module__.startswith("torch.nn.utils.")]
+    return {str(getattr(hook, "name", None) or getattr(hook, "_tensor_name", "")) for hook in ours}
 
 
 def merged(mine: Tree, theirs: Tree, names: Collection[str]) -> Tree:
@@ -218,7 +272,7 @@ def merged(mine: Tree, theirs: Tree, names: Collection[str]) -> Tree:
         return theirs if (name if whole else name.rpartition(".")[0]) in names else mine
 
     found = dict(mine)
-    for kind, whole in (("buffers", False), ("extra", True), ("numbers", True)):
+    for kind, whole in (("buffers", False), ("extra", True), ("numbers", True), ("tensors", True)):
         either = {**mine[kind], **theirs[kind]}
         found[kind] = {name: of(name, whole)[kind][name] for name in either if name in of(name, whole)[kind]}
     return found

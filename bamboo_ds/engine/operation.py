@@ -28,6 +28,10 @@ class Outcome(Enum):
 class Operation(Protocol):
     """One operation."""
 
+    @property
+    def call(self) -> str:
+        """What the script has called for it."""
+
     def run(self, progress: Mapping[Role, RoleProgress] | None) -> None:
         """Do it, from ``progress`` if it was interrupted, up to and including the commit."""
 

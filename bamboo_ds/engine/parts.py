@@ -11,6 +11,7 @@ import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from ..comm.script import ScriptCollectives
+from ..comm.standing import Stand
 from ..config import BambooConfig
 from ..topology import Layout, Role
 from .accounts import Accounts
@@ -58,6 +59,7 @@ from .supply import BatchSupply
 from .takeover import Takeover
 from .tied import tied_stages
 from .training import Training
+from .visits import StageVisits
 from .wrappers import stage_optimizer
 
 if TYPE_CHECKING:
@@ -93,12 +95,12 @@ class Parts:
         local.layers, local.optimizer = Layers(local.module), stage_optimizer(ds, groups, local)
         self.epoch = epoch = CurrentEpoch(job, layout, mode.eager_backward)
         self.progress = progress = Progress(torch.initial_seed())
-        history, batches, idle = History(layout.slices), Batches(layout.slices), IdleTimes()
+        history, batches, idle = History(layout.slices), Batches(layout.slices, binding.for_script), IdleTimes()
         beats, generators = Beats(job, progress), RoleGenerators(ds, layout, progress, history)
         recording = Recording(ds, binding, progress, channel.spans, settings.observe.timeline)
         self.accounts = accounts = Accounts(settings.observe.ledger, session.member)
         brought = ds.client_lr_scheduler is not None and ds.lr_scheduler is not None
-        pristine = Pristine(ds.lr_scheduler, ds.basic_optimizer) if brought else None
+        pristine = Pristine(ds.lr_scheduler, ds.basic_optimizer, ds.client_lr_scheduler) if brought else None
         #: Settings of the process that decide how tensors are computed, equal on all members.
         self.flags = flags_here(ds.device)
         answers = {History.PREFIX: history.answer, FLAGS: lambda _: json.dumps(self.flags)}
@@ -116,7 +118,8 @@ class Parts:
         self.reduction = reduction = Reduction(ds, binding, epoch, tied_stages(ds.module))
         self.builder = builder = StageBuilder(ds, layout, groups, binding, pristine)
         stops = redundancy.on_mismatch == "stop"
-        self.checks = checks = ExactChecks(ds, stops, binding, epoch, progress, reduction, builder, beats)
+        asked = redundancy.check_exact is not None
+        self.checks = checks = ExactChecks(ds, stops, asked, binding, epoch, progress, reduction, builder, beats)
         self.slices = slices = SlicedPasses(ds, groups, binding)
         # Passes on other devices than CPUs go on after they have returned, unless launches wait for their kernels.
         waits = ds.device.type == "cpu" or os.environ.get("CUDA_LAUNCH_BLOCKING") == "1"
@@ -176,8 +179,23 @@ class Parts:
             *(ds, groups, binding, epoch, progress, replay, takeover, commits, copies, loader, saves, history),
             *(recording, settings.checkpoint.asynchronous),
         )
+        self.visits = StageVisits(
+            *(engine, groups, binding, epoch, progress, replay, takeover, commits, copies, saves, history)
+        )
         self.end = End(epoch, progress, commits, saves)
         ds.monitor = Monitors(ds.monitor, ds.global_rank, session, lambda: not joining.active and epoch.leads)
+
+    def stand(self) -> Stand | None:
+        """Where the script is, for members that wait for it; from any thread. ``None``: it replays, or is in neither
+        an operation nor a collective."""
+        call, begun, progress = self.progress.call, self.collectives.first_begun(), self.progress
+        if self.replay.under_way or (call is None and begun is None):
+            return None
+        rank, done = self.job.channel.rank, self.collectives.completed()
+        if call is not None:
+            return Stand(rank, *call, progress.steps, done=done)
+        assert begun is not None
+        return Stand(rank, progress.sequence, begun.name, progress.steps, begun.key, begun.number, begun.ranks, done)
 
     def leave(self) -> None:
         """The script has ended."""
@@ -185,6 +203,7 @@ class Parts:
         with self.script.inside():
             if not self.joining.active:
                 self.takeover.run(self.end)
+                self.visits.tell_absent()
             self.copies.close()
             self.saves.close()
 

@@ -21,7 +21,6 @@ from .data import PARTS, Batches, as_payload
 from .deepspeed_adapter import DeepSpeedAdapter
 from .exactness import ExactChecks
 from .generators import RoleGenerators
-from .layers import copied
 from .recomputing import begin_forward
 from .records import Progress
 from .rng import Drawing, seeded_layers
@@ -50,7 +49,8 @@ class Passes:
     checks: ExactChecks
     times: BlockTimes
     kept: PassBytes
-    _loading: int = field(default=0, init=False)
+    #: What is loaded.
+    _batch: Any = field(default=None, init=False)
 
     def use_role(self, role: Role, part: int = 0) -> None:
         """Bind the runtime of ``role``; passes act on the part of it that begins with block ``part``."""
@@ -72,19 +72,23 @@ class Passes:
             self.ds.stage_id = stage
 
     def load(self, buffer_id: int) -> None:
-        """Load what the bound role needs of a micro-batch: inputs at the first stage, labels at the last one."""
-        self._loading = buffer_id
-        with self._in_part(self.binding.current):
+        """Load what the bound role needs of a micro-batch: inputs at the first stage, labels at the last one.
+
+        The script's iterator is drawn from before a part of a stage is taken for one.
+        """
+        runtime = self.binding.current
+        first, last = self._at_ends(runtime)
+        drawn = self.batches[runtime.role.pipeline].batch(buffer_id, first, last)
+        batch = self._batch = self.slices.processed(drawn)
+        if self.accounts.on and not self.progress.evaluating:
+            runtime.consumed[buffer_id] = payload_checksum(as_payload(PARTS[last], batch[last]))
+        with self._in_part(runtime):
             self.ds.load_micro_batch(buffer_id)
+        self._batch = None
 
     def next_batch(self) -> Any:
         """The batch that DeepSpeed asks for while it loads."""
-        runtime, last = self.binding.current, self.ds.is_last_stage()
-        drawn = self.batches[runtime.role.pipeline].batch(self._loading, self.ds.is_first_stage(), last)
-        batch = self.slices.processed(drawn)
-        if self.accounts.on and not self.progress.evaluating:
-            runtime.consumed[self._loading] = payload_checksum(as_payload(PARTS[last], batch[last]))
-        return batch
+        return self._batch
 
     def forward(self, buffer_id: int) -> None:
         """The forward pass of a micro-batch; passes of a role come in the order of its micro-batches."""
@@ -170,7 +174,7 @@ class Passes:
         """
         again = self.layout.slices > 1 or not runtime.owned or runtime.divided
         if again and runtime.first_layers is None:
-            runtime.first_layers = copied(runtime.layers.capture())
+            runtime.first_layers = runtime.layers.undo()
 
 
 def _detached(value: Any) -> Payload:

@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe import schedule as stock
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
@@ -26,7 +27,6 @@ from ..config import bamboo_config
 from ..errors import ConfigError
 from ..stages import built
 from ..supported import check_config, check_schedule, layout_of
-from ..variables import checked_steps
 from ..worker.job import current_job
 from .blocks import with_blocks
 from .parts import Parts
@@ -62,7 +62,7 @@ class BambooPipelineEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed i
         settings = bamboo_config(config)
         assert settings is not None
         settings = settings.overridden(job.channel.overrides)
-        exact = settings.redundancy.steps_to_check(checked_steps(os.environ))
+        exact = settings.redundancy.steps_to_check(get_accelerator().device_name())
         check_config(config)
         check_schedule()
         use_for_cuda(settings.comm.cuda_backend)
@@ -86,7 +86,7 @@ class BambooPipelineEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed i
         job.has_engine = True
         with job.channel.activity.at_work():
             start(parts, exact)
-        job.session.script = parts.collectives
+        job.session.script, job.session.stand = parts.collectives, parts.stand
         parts.script.leave()
 
     # -- what scripts call --------------------------------------------------------------------------------
@@ -140,6 +140,11 @@ class BambooPipelineEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed i
         """
         with self._parts.script.inside():
             return self._parts.checkpoints.load(load_dir, tag, *args, **kwargs)
+
+    def for_each_stage(self, function: Callable[[Any], Any]) -> list[Any]:
+        """See :func:`bamboo_ds.for_each_stage`."""
+        with self._parts.script.inside():
+            return self._parts.visits.visit(function)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """As DeepSpeed's, for the modules of all roles that this member has or gets."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ..comm.transport import Transport
+from ..errors import UnsupportedError
 from ..schedule import Decision
 from ..topology import Layout, Plan, Role
 from .commit import Committed
@@ -110,6 +113,7 @@ class Progress:
         paused: seconds for which this member entered other plans since the last iteration.
         entered: everything that the current operation's commit needs of this member is there.
         resumed: the current operation was interrupted, and goes on from what there was.
+        call: number and name (see :class:`~.operation.Operation`) of the operation that the script is in.
         evaluating: an evaluation runs.
         at_boundary: the script has not gone on since the last operation.
         redone: of parts (by their first block) of roles taken over in the current operation: how many forward and
@@ -132,6 +136,7 @@ class Progress:
     paused: float = 0.0
     entered: bool = False
     resumed: bool = False
+    call: tuple[int, str] | None = None
     evaluating: bool = False
     at_boundary: bool = False
     redone: dict[tuple[Role, int], tuple[int, int]] = field(default_factory=dict)
@@ -147,6 +152,23 @@ class Progress:
         """What the commit of the current iteration has agreed on."""
         assert self.committed is not None
         return self.committed
+
+    @contextmanager
+    def calling(self, name: str) -> Iterator[None]:
+        """The body is the next operation, which the script has called as ``name``."""
+        self.call = self.sequence, name
+        try:
+            yield
+        finally:
+            self.call = None
+
+    def check_idle(self) -> None:
+        """Raise :class:`UnsupportedError` where what an operation calls of the script calls the engine."""
+        if self.call is not None:
+            raise UnsupportedError(
+                f"the engine was called by a function that its {self.call[1]} has called: functions of "
+                "bamboo_ds.for_each_stage and bamboo_ds.on_plan_change must not call the engine"
+            )
 
     def end_operation(self) -> None:
         """The operation under way is finished."""

@@ -107,7 +107,8 @@ class RecoveryProtocol:
         seconds = planned - noticed, time.monotonic() - planned
         self.progress.recovery = Recovery(decision, noticed, *seconds, *redone)
         self.announcements.tell_again()
-        plan_change.tell(plan, self.epoch.member)
+        with self.binding.for_script():
+            plan_change.tell(plan, self.epoch.member)
         return decision
 
     def enter(self, plan: Plan) -> None:

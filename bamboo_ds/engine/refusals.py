@@ -66,7 +66,7 @@ def hooks_of(module: nn.Module, since: int = 0) -> Hooks:
     for name, part in module.named_modules():
         where = f"module {name!r}" if name else "the PipelineModule"
         for kind, hooks in vars(part).items():
-            if hooks and kind.endswith("_hooks") and isinstance(hooks, dict):
+            if kind.endswith("_hooks") and isinstance(hooks, dict):
                 found.update((where, kind.strip("_"), _name(hook)) for n, hook in hooks.items() if n >= since)
     for name, parameter in module.named_parameters():
         for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"):
@@ -176,7 +176,7 @@ def check_step(optimizer: Any) -> None:
     step = vars(optimizer).get("step")
     if getattr(step, "_wrapped_by_lr_sched", False) or getattr(step, "_with_counter", False):  # torch's schedulers
         step = getattr(step, "__wrapped__", None)
-    if step not in (None, type(optimizer).step):
+    if step is not None and step is not type(optimizer).step:
         raise UnsupportedError(
             f"the script has put a `step` of its own into its optimizer {type(optimizer).__name__}, which the "
             "optimizers of other copies of the stage lack: define it in a subclass"

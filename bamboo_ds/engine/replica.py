@@ -161,7 +161,7 @@ def capture(runtime: StageRuntime) -> Tree:
         "trains": runtime.trains(),
         "sliced": [n for n, p in runtime.module.named_parameters() if is_model_parallel_parameter(p)],
         "parameters": [p.detach() for p in runtime.module.parameters()],
-        "layers": runtime.layers.capture(),
+        "layers": runtime.layers.capture(whole=True),
         "began": runtime.layers.began,
         "optimizer": runtime.optimizer.capture(),
         "scheduler": scheduler.state_dict() if scheduler is not None else None,
@@ -187,6 +187,7 @@ def restore(runtime: StageRuntime, state: Tree, pristine: Pristine | None) -> No
             target.copy_(source)
     runtime.layers.began = state["began"]
     runtime.layers.restore(state["layers"])
+    runtime.layers.tensors.settle()
     runtime.train_only(state["trains"])
     scheduler = runtime.attributes["lr_scheduler"]
     if scheduler is not None:
@@ -194,6 +195,8 @@ def restore(runtime: StageRuntime, state: Tree, pristine: Pristine | None) -> No
             # DeepSpeed's schedulers begin with the learning rate that they find, and keep it for themselves.
             vars(scheduler).update({k: v for k, v in state["scheduler_bases"].items() if k in vars(scheduler)})
         load_state(scheduler, state["scheduler"], pristine, runtime.attributes["basic_optimizer"])
+        if pristine is not None:  # lists with a number for each of the groups, which a state may leave out
+            vars(scheduler).update({k: v for k, v in state["scheduler_bases"].items() if k in vars(scheduler)})
     runtime.optimizer.restore(state["optimizer"])  # after the scheduler, which may change the groups
     runtime.attributes.update(state["counters"])
     runtime.checksum = None  # it is of the state before: the local runtime may have been another member's for long

@@ -7,15 +7,14 @@ another sum. So all contributions travel, and every member adds them in the orde
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import distributed as dist
 
-#: Bytes of a segment of gloo's ring all-reduce at most.
-_SEGMENT = 1 << 20
+from ..comm.ring import chunks
 
 
 @dataclass(frozen=True)
@@ -34,29 +33,6 @@ class Shares:
 def shares_of(owners: Sequence[str], own: Sequence[int]) -> Shares | None:
     """The shares of ranks that ``owners`` have, of which ``own`` are this member's; ``None``: each is another's."""
     return Shares(len(owners), tuple(own)) if len(set(owners)) < len(owners) else None
-
-
-def chunks(count: int, elements: int, size: int) -> Iterator[tuple[int, int, list[int]]]:
-    """The parts of a tensor that gloo's ring sums in one order.
-
-    Args:
-        count: of ranks.
-        elements: of the tensor.
-        size: bytes of an element.
-
-    Returns:
-        Begin and end of each, and the order of the ranks, the second of which adds its own to that of the first.
-    """
-    segments = max(_quotient(elements * size, size * (_SEGMENT // size) * count), 2)  # of each rank
-    length = segments * _quotient(_quotient(elements * size, segments * count), size)
-    for number in range(count):
-        begin, end = number * length, min((number + 1) * length, elements)
-        if begin < end:
-            yield begin, end, [(number - 1 - i) % count for i in range(count)]
-
-
-def _quotient(dividend: int, divisor: int) -> int:
-    return -(-dividend // divisor)
 
 
 def all_reduce(flats: Sequence[torch.Tensor], shares: Shares, group: Any) -> torch.Tensor:

@@ -8,7 +8,7 @@ bamboo job holds several roles, its own and the replica of another. Each has a :
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -292,6 +292,14 @@ class StageRuntime:
         if layers is not None:
             self.layers.restore(layers)
 
+    def forget_passes(self) -> None:
+        """The same of a replica, which keeps what its owner has sent of the iteration."""
+        names = ("reduced", "measured", "reduced_loss", "received_layers")
+        kept, consumed = {name: getattr(self, name) for name in names}, dict(self.consumed)
+        self.begin_again()
+        vars(self).update(kept)
+        self.consumed.update(consumed)
+
 
 class RuntimeBinding:
     """Binds one of several runtimes to an engine's attributes (a few microseconds a switch).
@@ -364,6 +372,10 @@ class RuntimeBinding:
             yield
         finally:  # also where an optimizer raises: a script may go on to save what it has
             self.use(before)
+
+    def for_script(self) -> AbstractContextManager[None]:
+        """In the body the script's own code runs, and sees the engine as between two of its calls."""
+        return self.bound(self.local)
 
     def owned(self) -> list[StageRuntime]:
         """Runtimes that this member owns, by (stage, pipeline)."""

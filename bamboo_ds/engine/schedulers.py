@@ -13,6 +13,7 @@ import functools
 import io
 import logging
 import sys
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,7 @@ import torch
 
 from ..errors import UnsupportedError
 from ..state import Tree
+from .group_lists import fit
 from .runtime import StageRuntime
 
 logger = logging.getLogger(__name__)
@@ -44,24 +46,32 @@ class Pristine:
     Args:
         scheduler: has not taken a step.
         optimizer: the one that it drives.
+        given: what the script has given to ``deepspeed.initialize``: the scheduler, or a function that makes one.
 
     Raises:
         UnsupportedError: it cannot be copied.
     """
 
-    def __init__(self, scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, scheduler: Any, optimizer: torch.optim.Optimizer, given: Any = None) -> None:
         self._optimizer = optimizer
-        try:
-            self._scheduler = copy.deepcopy(scheduler, {id(optimizer): optimizer})
-        except Exception as error:  # whatever a script's object makes of being copied
-            raise UnsupportedError(
-                f"the learning-rate scheduler {type(scheduler).__name__} cannot be copied ({error}), so no replica can "
-                "have one: keep in it only what copy.deepcopy can copy"
-            ) from error
+        self._scheduler = _copied(scheduler, optimizer)
+        self._make: Any = given if given is not scheduler and callable(given) else None
+        #: Of schedulers that it has made: a copy as they were before their first step, and their optimizers.
+        self._made: list[tuple[weakref.ref[Any], Any, torch.optim.Optimizer]] = []
 
     def clone(self, optimizer: torch.optim.Optimizer) -> Any:
-        """One more, that drives ``optimizer``."""
+        """One more, that drives ``optimizer``, whose groups are set as before a first step.
+
+        Raises:
+            UnsupportedError: none can be made for these groups.
+        """
+        if self._make is not None:
+            scheduler = self._make(optimizer)
+            self._made = [each for each in self._made if each[0]() is not None]
+            self._made.append((weakref.ref(scheduler), _copied(scheduler, optimizer), optimizer))
+            return scheduler
         scheduler = copy.deepcopy(self._scheduler, {id(self._optimizer): optimizer})
+        fit(scheduler, self._optimizer.param_groups, optimizer.param_groups)
         if hasattr(getattr(self._optimizer, "step", None), "_wrapped_by_lr_sched"):
             # torch's schedulers mark the step of their optimizer and warn about one without the mark.
             step = optimizer.step
@@ -77,10 +87,22 @@ class Pristine:
 
     def renew(self, scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
         """Make ``scheduler``, which drives ``optimizer``, as it was before its first step; a script may hold it."""
-        known = {id(self._optimizer): optimizer, id(self._scheduler): scheduler}
-        attributes = copy.deepcopy(vars(self._scheduler), known)
+        made = [(copied, its) for known, copied, its in self._made if known() is scheduler]
+        original, before = made[0] if made else (self._scheduler, self._optimizer)
+        attributes = copy.deepcopy(vars(original), {id(before): optimizer, id(original): scheduler})
         vars(scheduler).clear()
         vars(scheduler).update(attributes)
+        fit(scheduler, before.param_groups, optimizer.param_groups)
+
+
+def _copied(scheduler: Any, optimizer: torch.optim.Optimizer) -> Any:
+    try:
+        return copy.deepcopy(scheduler, {id(optimizer): optimizer})
+    except Exception as error:  # whatever a script's object makes of being copied
+        raise UnsupportedError(
+            f"the learning-rate scheduler {type(scheduler).__name__} cannot be copied ({error}), so no replica can "
+            "have one: keep in it only what copy.deepcopy can copy"
+        ) from error
 
 
 def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

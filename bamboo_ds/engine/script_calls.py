@@ -50,7 +50,12 @@ class ScriptCalls:
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """The body is a call of the script: what it does is the engine's."""
+        """The body is a call of the script: what it does is the engine's.
+
+        Raises:
+            UnsupportedError: it comes from within another one.
+        """
+        self.progress.check_idle()
         if not self._depth:
             self.collectives.flush()
             self.follow()
@@ -173,14 +178,14 @@ class ScriptCalls:
             self._depth -= 1
 
     def tell(self, lacking: Lacking) -> None:
-        """A collective of the script goes on without parts of ranks."""
+        """A collective of the script goes on with other parts than those of lost ranks."""
         listed = {name: ", ".join(map(str, getattr(lacking, name))) for name in ("ranks", "lost", "moved")}
-        lost = f"lost ranks ({listed['lost']}) have no part in it, so {lacking.result}" if lacking.lost else ""
+        lost = f"no process runs as ranks ({listed['lost']}) now, and {lacking.result}" if lacking.lost else ""
         moved = f"other members compute the stages of ranks ({listed['moved']}) now" if lacking.moved else ""
         logger.warning(
-            "%s over ranks %s, called at %s: %s. What a script sums up from the parameters or optimizer states of each "
-            "rank, such as a norm over all stages, is wrong until each rank has a process that computes its stage "
-            "again. This is said once for each place",
+            "%s over ranks %s, called at %s: %s. Sums and means of what all ranks have alike are right; those of "
+            "parameters or optimizer states of each rank, such as a norm over all stages, are wrong until each rank "
+            "has a process that computes its stage again. This is said once for each place",
             lacking.operation,
             listed["ranks"],
             lacking.place,

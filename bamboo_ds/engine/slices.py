@@ -95,5 +95,5 @@ class SlicedPasses:
         """
         if self._groups.layout.slices == 1 or not self._ds.batch_fn:
             return batch
-        with self.among():
+        with self.among(), self._binding.for_script():
             return self._ds.batch_fn(batch)

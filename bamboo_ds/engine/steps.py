@@ -90,6 +90,7 @@ class Steps:
         runtime.optimizer.apply(runtime.reduced)
         if runtime.received_layers is not None:
             runtime.layers.restore(runtime.received_layers)
+        runtime.layers.tensors.settle()
 
     def _note_checksum(self, runtime: StageRuntime) -> None:
         runtime.checksum = None

@@ -121,4 +121,5 @@ class BatchSupply:
 
     def write_ledger(self, plan: Plan) -> None:
         """Write the lines of the last iteration that are due under ``plan``."""
-        self.accounts.write(plan, self.dataset)
+        with self.binding.for_script():  # a dataset may tell its length itself
+            self.accounts.write(plan, self.dataset)

@@ -61,9 +61,10 @@ class Takeover:
         Raises:
             FatalLoss: a stage has no holder left.
             Evicted: this member was taken for lost.
+            CallsDiffer: the scripts of other members have called something else.
         """
         self.recovery.operation, begin = operation, time.monotonic()
-        with self.epoch.channel.activity.at_work():
+        with self.epoch.channel.activity.at_work(), self.progress.calling(operation.call):
             outcome = self._attempt(operation) if self.epoch.session.aborted is None else Outcome.INTERRUPTED
             while outcome is Outcome.INTERRUPTED:
                 outcome = self._recover_and_attempt(operation)

@@ -69,6 +69,7 @@ class Training:
     tags: JobTags
     _begin: float = field(default=0.0, init=False)
 
+    call = "train_batch"
     watched = takes_steps = goes_on = True
 
     def train_batch(self, data_iter: Any) -> torch.Tensor:

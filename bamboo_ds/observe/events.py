@@ -217,7 +217,8 @@ class Step(EventBase):
 
 
 class CollectiveIncomplete(EventBase):
-    """A collective of the script lacks parts of ranks. Emitted once for each place in the script that calls it."""
+    """A collective of the script has other parts in the place of some ranks'. Emitted once for each place in the script
+    that calls it."""
 
     event: Literal["collective_incomplete"] = "collective_incomplete"
     step: int = Field(ge=0, description="steps committed so far")
@@ -265,7 +266,7 @@ class ReplicaMismatch(EventBase):
 
 
 class ExactMismatch(EventBase):
-    """`--check-exact`: the shadow of a stage computes or holds something else than the stage's owner."""
+    """The check of the first steps: the shadow of a stage computes or holds something else than the stage's owner."""
 
     event: Literal["exact_mismatch"] = "exact_mismatch"
     step: int = Field(ge=0, description="steps committed when the difference was found")
@@ -278,7 +279,7 @@ class ExactMismatch(EventBase):
 
 
 class ExactChecked(EventBase):
-    """`--check-exact` has ended without a difference."""
+    """The check of the first steps has ended without a difference."""
 
     event: Literal["exact_checked"] = "exact_checked"
     step: int = Field(ge=0, description="steps committed so far")

@@ -59,7 +59,7 @@ class Kind(str, Enum):
     COMMIT = "Commit"
     STEP = "OptimizerStep"
     STEP_REPLICA = "StepReplica"
-    #: An iteration of ``--check-exact`` that is done again.
+    #: An iteration that the check of the first steps does again.
     REHEARSE = "Rehearse"
     #: From the interruption to the plan of the next epoch.
     AWAIT_PLAN = "AwaitPlan"

@@ -1,5 +1,5 @@
 """Moving a role's state between members."""
 
-from .tree import Tree, join, split
+from .tree import ARRAYS, Tree, join, split
 
-__all__ = ["Tree", "join", "split"]
+__all__ = ["ARRAYS", "Tree", "join", "split"]

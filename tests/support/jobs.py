@@ -46,7 +46,9 @@ def environment() -> dict[str, str]:
 
 
 def write_config(folder: Path, bamboo: dict[str, Any] | None, micro_batches: int = 6, **changes: Any) -> Path:
-    """A ``ds_config.json``. Unless ``bamboo`` sets them, leases are so long that a busy machine costs none."""
+    """A ``ds_config.json``. Unless ``bamboo`` sets them, leases are so long that a busy machine costs none, and the
+    first steps are not checked.
+    """
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 4,
         "gradient_accumulation_steps": micro_batches,
@@ -58,7 +60,10 @@ def write_config(folder: Path, bamboo: dict[str, Any] | None, micro_batches: int
     config.update(changes)
     config = {k: v for k, v in config.items() if v is not None}
     if bamboo is not None:
-        config["bamboo"] = bamboo | {"membership": {"lease_ttl_s": LEASE_TTL_S} | bamboo.get("membership", {})}
+        usual = {"membership": {"lease_ttl_s": LEASE_TTL_S}}
+        if bamboo.get("redundancy", {}).get("mode") != "none":
+            usual["redundancy"] = {"check_exact": 0}
+        config["bamboo"] = bamboo | {part: {**values, **bamboo.get(part, {})} for part, values in usual.items()}
     path = folder / "ds_config.json"
     path.write_text(json.dumps(config))
     return path

@@ -8,8 +8,10 @@ of a pipeline share if that is wanted.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
@@ -113,13 +115,41 @@ class _Builder(StageBuilder):
         return runtime
 
 
-def _batches(seed: int, drawn: list[int]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """What the script of a member at an end of a pipeline reads, in the same tensors always; ``drawn`` counts it."""
+def _batches(seed: int, drawn: list[int], look: Callable[[str], None]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """What the script of a member at an end of a pipeline reads, in the same tensors always.
+
+    Args:
+        drawn: counts it.
+        look: called wherever the script's own code runs.
+    """
     generator = torch.Generator().manual_seed(seed)
     inputs, labels = torch.empty(2, WIDTH), torch.empty(2, WIDTH)
     while True:
+        look("the iterator")
         drawn[0] += 1
         yield inputs.normal_(generator=generator), labels.normal_(generator=generator)
+
+
+class Watched(TensorDataset):
+    """A data set whose samples the script makes; ``look``: see :func:`_batches`."""
+
+    def __init__(self, look: Callable[[str], None], *tensors: torch.Tensor) -> None:
+        super().__init__(*tensors)
+        self._look = look
+
+    def __getitem__(self, index: int) -> Any:
+        """A sample."""
+        self._look("the data set")
+        return super().__getitem__(index)
+
+    def __len__(self) -> int:
+        """Their number."""
+        self._look("the data set's length")
+        return super().__len__()
+
+
+#: The member whose script runs; of each of the threads that take turns its own.
+RUNS: ContextVar[Member] = ContextVar("RUNS")
 
 
 class Member:
@@ -129,6 +159,8 @@ class Member:
         spec, layout = world.spec, world.layout
         self.world, self.name, self.layout = world, name, layout
         self.drawn, self.evaluated, self.losses = [0], [0], []  # type: ignore[var-annotated]
+        self.looks: Counter[str] = Counter()
+        self.strange: list[tuple[str, Any]] = []
         self.fatal: FatalLoss | UnsupportedError | None = None
         self.started = self.left = self.ended = False
         self.session: Any = Session(name, world.network)
@@ -142,7 +174,7 @@ class Member:
             is_data_parallel=layout.pipelines > 1,
             communication_data_type=torch.float32,
             pipeline_enable_backward_allreduce=True,
-            batch_fn=None,
+            batch_fn=self._process,
             timers=None,
             gradient_clipping=lambda: CLIPPING,
             train_batch_size=lambda: 1,
@@ -152,13 +184,13 @@ class Member:
         )
         role = layout.role(rank)
         at_end = role.stage in (0, layout.stages - 1)
-        engine.__dict__["data_iterator"] = _batches(100 + role.pipeline, self.drawn) if at_end else None
+        engine.__dict__["data_iterator"] = _batches(100 + role.pipeline, self.drawn, self.look) if at_end else None
         dataset = None
         if spec.dataset:
-            samples = TensorDataset(*torch.randn(2, 20, WIDTH, generator=torch.Generator().manual_seed(3)))
+            samples = Watched(self.look, *torch.randn(2, 20, WIDTH, generator=torch.Generator().manual_seed(3)))
             dataset = Dataset(samples, layout.pipelines, 2, lambda sampler: DataLoader(samples, 2, sampler=sampler))
             engine.__dict__["data_iterator"] = None
-        self._held_out = _batches(200 + role.pipeline, self.evaluated) if at_end else None
+        self._held_out = _batches(200 + role.pipeline, self.evaluated, self.look) if at_end else None
         self.engine, self.ds = engine, SimulatedDeepSpeed(engine)
         ds: Any = self.ds
         self.groups = groups = RoleGroups(self.session, layout)
@@ -169,7 +201,7 @@ class Member:
         mode = RedundancyMode(spec.mode)
         self.epoch = epoch = CurrentEpoch(self.job, layout, mode.eager_backward)
         random = Random(world.random.random())
-        history, batches, idle = History(), Batches(), DrawnIdleTimes(random)
+        history, batches, idle = History(), Batches(1, binding.for_script), DrawnIdleTimes(random)
         beats, generators = Beats(self.job, progress), RoleGenerators(ds, layout, progress, history)
         recording = Recording(ds, binding, progress, None, "off")
         accounts = Accounts(str(spec.ledger) if spec.ledger else None, name)
@@ -282,8 +314,25 @@ class Member:
         runtime.begin_iteration()
         return runtime
 
+    def _process(self, batch: Any) -> Any:
+        self.look("batch_fn")
+        return batch
+
+    def look(self, where: str) -> None:
+        """Note what the script's own code finds in the engine, if that is not what its role has."""
+        self.looks[where] += 1
+        if not hasattr(self, "binding"):
+            return  # nothing can be bound yet
+        seen, local = self.engine.__dict__, self.binding.local
+        own = local.attributes
+        same = seen["module"] is own["module"] and seen["optimizer"] is own["optimizer"] and seen["grid"] is own["grid"]
+        place = seen["stage_id"], seen["global_rank"]
+        if not same or place != (local.role.stage, self.layout.rank(local.role)) or self.binding.current is not local:
+            self.strange.append((where, place))
+
     def run(self) -> None:
         """The script."""
+        RUNS.set(self)
         try:
             if self.job.channel.joiner:
                 self.joining.begin({})

@@ -35,11 +35,13 @@ def survive(
     bamboo: dict[str, Any] | None = None,
     script: Path = TRAIN,
     healing: bool = False,
+    checked: bool = False,
     **config: Any,
 ) -> Result:
     """Run ``script`` with ``faults`` and compare with the undisturbed run: stock DeepSpeed's, or ours with ``own``.
 
-    With ``healing`` each fault waits until redundancy has healed, and the job ends soon after the last one.
+    With ``healing`` each fault waits until redundancy has healed, and the job ends soon after the last one. With
+    ``checked`` the first steps are checked as they are by default; the faults strike after them.
     """
     pace: list[str] = []
     if healing:
@@ -47,10 +49,12 @@ def survive(
         pace = slow_until(folder / mark(faults[-1]), 0.1)
     elif "--steps" not in arguments:
         arguments = ("--steps", str(STEPS), *arguments)
-    file = write_config(folder, {"redundancy": {"verify_every": 2}, **(bamboo or {})}, micro_batches, **config)
+    block = {"redundancy": {"verify_every": 2, **({"check_exact": None} if checked else {})}, **(bamboo or {})}
+    file = write_config(folder, block, micro_batches, **config)
     command = ["--stages", str(stages), *arguments, *pace, "--faults", json.dumps(faults)]
     result = run_bamboo(folder, stages * pipelines, command, file, script)
     assert result.exit_code == 0, result.output[-4000:]
+    assert not checked or len(result.events("exact_checked")) == 1, result.output[-4000:]
     length = result.length if healing else ()
     undisturbed = reference(stages, pipelines, micro_batches, *arguments, *length, own=own, script=script, **config)
     assert_equal(result, undisturbed, faults)

@@ -188,13 +188,13 @@ def keep_small(optimizer: torch.optim.Optimizer, *_: Any) -> None:
                 parameter.clamp_(-0.1, 0.1)
 
 
-def exhaust(step: int) -> None:
-    """Let the third redundant forward of each replica in ``step`` exhaust the memory."""
+def exhaust(steps: list[int]) -> None:
+    """Let the third forward of each replica in ``steps`` exhaust the memory."""
 
     def check(layer: nn.Module, inputs: Any) -> None:
         engine = ENGINES[0] if ENGINES else None
         parts = getattr(engine, "_parts", None)
-        if parts is None or parts.progress.steps != step:
+        if parts is None or parts.progress.steps not in steps:
             return
         runtime = parts.binding.current
         if not runtime.owned and runtime.part.forwards == 2:
@@ -320,7 +320,7 @@ def main() -> None:
     parser.add_argument("--optimizer", default="config")
     parser.add_argument("--hooks", action="store_true", help="of layers, parameters and the optimizer")
     parser.add_argument("--freeze-at", type=int, default=-1, help="no biases are trained from this step on")
-    parser.add_argument("--exhaust-at", type=int, default=-1, help="redundant passes lack memory in this step")
+    parser.add_argument("--exhaust-at", type=int, nargs="*", default=[], help="replicas lack memory in these steps")
     parser.add_argument("--count-samples", action="store_true", help="a client optimizer, a scheduler like Megatron's")
     parser.add_argument("--adjust", action="store_true", help="set learning rates and the count of steps by hand")
     parser.add_argument("--dropout", type=float, default=0.0)
@@ -367,7 +367,7 @@ def main() -> None:
         scheduler = SampleScheduler(optimizer, 1000)
     if arguments.hooks:
         bamboo_ds.on_stage_built(install_hooks)
-    if arguments.exhaust_at >= 0:
+    if arguments.exhaust_at:
         exhaust(arguments.exhaust_at)
     engine, *_ = deepspeed.initialize(
         args=arguments,

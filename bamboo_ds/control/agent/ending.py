@@ -91,6 +91,7 @@ class Ending:
                 "code": code,
                 "error": error,
                 "step": self.step,
+                "abrupt": outcome == "finished" and not self.done and self.step is not None,
                 "since": since,
                 "boot": boot_id(),
             }

@@ -168,7 +168,12 @@ class Decider:
         living = set(plan.members) & set(view.members)
         for suspicion in view.suspicions:
             one_of_us = {suspicion.by, suspicion.accused} <= living and suspicion.by != suspicion.accused
-            if suspicion.epoch == plan.epoch and one_of_us:
+            if suspicion.epoch != plan.epoch:
+                continue
+            departure = view.left.get(suspicion.accused)
+            if departure is not None and departure.abrupt:
+                return _stop_without(departure, suspicion.by, plan)
+            if one_of_us:
                 accusers.setdefault(suspicion.accused, []).append(suspicion.by)
         wake: list[float] = []
         for accused in sorted(accusers, key=lambda m: (-len(accusers[m]), -view.members[m].slot)):
@@ -254,6 +259,17 @@ def _stop_after(departure: LeftRecord, what: str) -> StopJob:
     reason = f"member {departure.id} {what} ({departure.reason}: {departure.detail})"
     own_code = departure.outcome in ("failed", "fatal")
     return StopJob(departure.code if own_code else EXIT_FATAL_LOSS, reason)
+
+
+def _stop_without(departure: LeftRecord, by: str, plan: Plan) -> StopJob:
+    """End a job in which ``by`` needs a member that has ended as if it had finished."""
+    homes = dict(zip(plan.members, plan.homes, strict=True))
+    told = f"has ended with exit code 0 (the newest step that it told: {departure.step})"
+    return StopJob(
+        1,
+        f"the process of rank {homes[departure.id]} ({departure.id}) {told}, while rank {homes[by]} goes on. The "
+        "scripts of all ranks must end after the same step",
+    )
 
 
 def _described(report: LayoutRecord) -> str:
