@@ -57,8 +57,7 @@ class Saver:
         if is_main_process():
             (folder / "tmp").mkdir(parents=True)
         dist.barrier()
-        for_each_stage = getattr(bamboo_ds, "for_each_stage", lambda engine, write: write())  # STANDIN
-        for_each_stage(self.engine, lambda *_: self._write(folder / "tmp"))
+        bamboo_ds.for_each_stage(self.engine, lambda engine: self._write(engine, folder / "tmp"))
         dist.barrier()
         if is_main_process():
             whole: dict[str, torch.Tensor] = {}
@@ -66,11 +65,10 @@ class Saver:
                 whole.update(torch.load(path, weights_only=True))
             torch.save(whole, folder / "adapter_model.bin")
 
-    def _write(self, folder: Path) -> None:
-        if self.engine.grid.get_data_parallel_rank() == 0:
-            trained = [p for p in self.engine.module.parameters() if p.requires_grad]
-            part = {p.original_name: p.detach() for p in trained}
-            torch.save(part, folder / f"state_dict_{self.engine.grid.get_pipe_parallel_rank()}.bin")
+    def _write(self, engine: Any, folder: Path) -> None:
+        if engine.grid.get_data_parallel_rank() == 0:
+            part = {p.original_name: p.detach() for p in engine.module.parameters() if p.requires_grad}
+            torch.save(part, folder / f"state_dict_{engine.grid.get_pipe_parallel_rank()}.bin")
 
     def need_to_checkpoint(self, step: int) -> bool:
         """What the main process decides."""
