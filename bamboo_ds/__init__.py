@@ -131,7 +131,8 @@ def for_each_stage(engine: Any, function: Callable[[Any], _Result]) -> list[_Res
 def init_distributed(config: Any, **kwargs: Any) -> None:
     """``deepspeed.init_distributed`` for scripts that pass their DeepSpeed configuration as a dict.
 
-    A script whose configuration is a file on its command line (``--deepspeed_config``) need not call this.
+    A script under ``bamboo run`` or ``bamboo launch``, or whose configuration is a file on its command line
+    (``--deepspeed_config``), need not call this.
 
     Args:
         config: DeepSpeed's configuration, as a mapping or the path of a JSON file.

@@ -8,7 +8,9 @@ patches modules when (and if) they are imported:
 * ``deepspeed.runtime.engine``: constructing a ``PipelineEngine`` with a ``"bamboo"`` block in its
   configuration gives a :class:`~bamboo_ds.engine.BambooPipelineEngine`;
 * ``torch.utils.cpp_extension``: a worker that compiles an extension, or waits for one, says so (:mod:`.compiling`);
-* Megatron's that print and write (see :mod:`.megatron`): they ask who speaks for a lost rank.
+* Megatron's that print and write (see :mod:`.megatron`): they ask who speaks for a lost rank. Once more when the engine
+  is built: a package that imports torch itself (GPT-NeoX) defines its functions after this hook has looked at it, and
+  its modules may have imported them from each other before.
 
 Submodules are hooked rather than ``deepspeed`` itself because DeepSpeed imports torch: by the time that
 torch calls this function, ``deepspeed`` is usually half imported already. Without a block everything that
@@ -35,7 +37,7 @@ def _patch_comm(module: ModuleType) -> None:
 def _patch_engine(module: ModuleType) -> None:
     from . import hooks
 
-    hooks.patch_engine(module)
+    hooks.patch_engine(module, _patch_megatron_again)
 
 
 def _patch_extensions(module: ModuleType) -> None:
@@ -44,10 +46,12 @@ def _patch_extensions(module: ModuleType) -> None:
     compiling.patch(module)
 
 
-#: Modules that define what Megatron prints and writes with, in versions of Megatron-DeepSpeed and of Megatron's core.
+#: Modules that define what Megatron prints and writes with, in versions of Megatron-DeepSpeed, GPT-NeoX and Megatron's
+#: core.
 _MEGATRON = (
     "megatron",
     "megatron.utils",
+    "megatron.logging",
     "megatron.global_vars",
     "megatron.training",
     "megatron.timers",
@@ -61,6 +65,12 @@ def _patch_megatron(module: ModuleType) -> None:
     from . import megatron
 
     megatron.patch(module)
+
+
+def _patch_megatron_again() -> None:
+    from . import megatron
+
+    megatron.patch_everywhere(_MEGATRON)
 
 
 _PATCHES: dict[str, Callable[[ModuleType], None]] = {

@@ -170,6 +170,24 @@ class FatalLoss(BambooError, RuntimeError):
         super().__init__(f"{what} (lost members: {who}); {cure}")
 
 
+class FurtherEngineLost(BambooError, RuntimeError):
+    """An engine without the block cannot compute any more: ranks that it has been built with are lost.
+
+    Attributes:
+        ranks: those ranks, as far as they are known.
+    """
+
+    def __init__(self, what: str, found: str, ranks: Sequence[int] = ()) -> None:
+        self.ranks = tuple(ranks)
+        super().__init__(
+            f'{what}, of an engine without a "bamboo" block: {found}. Only the engine with the block goes on when '
+            "ranks are lost; this one's results would be made up. The job starts again with a worker for every rank, "
+            "as often as bamboo.recovery.max_restarts allows. For a job that goes on without them make the further "
+            "model (reference, reward, evaluation) part of the pipeline, as frozen layers, or give each rank a copy of "
+            "its own that it evaluates without communication"
+        )
+
+
 class StoreError(BambooError, RuntimeError):
     """etcd cannot be reached or refused a request."""
 

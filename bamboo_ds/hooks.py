@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import logging
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -10,6 +15,11 @@ from . import stages
 from .config import BLOCK, bamboo_config, has_block
 from .errors import ConfigError, UnsupportedError
 from .patching import MARK, patch
+
+logger = logging.getLogger("bamboo_ds")
+
+#: The option by which DeepSpeed's launcher tells scripts what ``LOCAL_RANK`` has, too.
+_LOCAL_RANK = ("--local_rank", "--local-rank")
 
 
 def patch_comm(module: ModuleType) -> None:
@@ -28,8 +38,13 @@ def patch_comm(module: ModuleType) -> None:
     patch(module, "init_distributed", wrap)
 
 
-def patch_engine(module: ModuleType) -> None:
-    """Make ``PipelineEngine(config=...)`` build a bamboo engine where the configuration has the block."""
+def patch_engine(module: ModuleType, before: Callable[[], None]) -> None:
+    """Make ``PipelineEngine(config=...)`` build a bamboo engine where the configuration has the block.
+
+    Args:
+        module: DeepSpeed's, of its engines.
+        before: called before such an engine is built.
+    """
     base = module.DeepSpeedEngine
     if MARK in base.__dict__:
         return
@@ -40,10 +55,28 @@ def patch_engine(module: ModuleType) -> None:
         model = kwargs.get("model")
         if settings is None and model is not None and hasattr(model, "stage_id"):
             stages.built(model, model.stage_id)
-        return object.__new__(cls if settings is None else _engine_class(cls))
+        if settings is None:
+            return object.__new__(_further_class(cls))
+        built = _engine_class(cls)
+        align_local_rank(kwargs.get("args"), os.environ, sys.argv)
+        before()
+        return object.__new__(built)
 
     base.__new__ = new
     setattr(base, MARK, True)
+
+
+def _further_class(cls: type) -> type:
+    """The class of an engine without a block: ``cls``, or in a job that has the block what guards its calls."""
+    from .worker.further import engine_class
+    from .worker.job import job_if_any
+
+    job = job_if_any()
+    if job is None:
+        return cls
+    from deepspeed.runtime.pipe.engine import PipelineEngine
+
+    return engine_class(job, cls, issubclass(cls, PipelineEngine))
 
 
 def _engine_class(cls: type) -> type:
@@ -62,7 +95,35 @@ def _engine_class(cls: type) -> type:
         )
     if cls is not PipelineEngine:
         raise UnsupportedError(
-            f'"{BLOCK}" does not support the pipeline engine {cls.__name__}; use a plain PipelineModule'
+            f'with "{BLOCK}" in the configuration deepspeed.initialize(model=…) makes the engine, of DeepSpeed\'s '
+            f"PipelineEngine. The script makes a {cls.__name__} ({_place(cls)}) instead: leave that out, and do what "
+            "it adds around the calls of the engine that deepspeed.initialize returns"
         )
     current_job()
     return BambooPipelineEngine
+
+
+def _place(cls: type) -> str:
+    """Where a class is defined."""
+    try:
+        return f"{inspect.getsourcefile(cls)}:{inspect.getsourcelines(cls)[1]}"
+    except (OSError, TypeError):  # there is no file
+        return cls.__module__
+
+
+def align_local_rank(arguments: Any, environ: Mapping[str, str], argv: Sequence[str]) -> None:
+    """Give the script's ``arguments`` the local rank that DeepSpeed goes by, where the option's default stands there.
+
+    DeepSpeed refuses another one, but its own launcher alone gives each process the option.
+    """
+    local = environ.get("LOCAL_RANK", "")
+    given = any(each.partition("=")[0] in _LOCAL_RANK for each in argv)
+    found = getattr(arguments, "local_rank", None)
+    if given or not local.isdecimal() or type(found) is not int or found < 0 or found == int(local):
+        return
+    logger.warning(
+        "args.local_rank is %d, the default of the script's own option, since no --local_rank is on the command line. "
+        "It is set to LOCAL_RANK now; where the script needs it before deepspeed.initialize it should read LOCAL_RANK",
+        found,
+    )
+    arguments.local_rank = int(local)

@@ -11,7 +11,8 @@ import copy
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
@@ -36,6 +37,21 @@ def patch(module: ModuleType) -> None:
     for name, wrap in _WRAPPERS.items():
         if getattr(vars(module).get(name), "__module__", None) == module.__name__:
             patching.patch(module, name, functools.partial(wrap, module=module))
+
+
+def patch_everywhere(names: Iterable[str]) -> None:
+    """Wrap what the modules ``names`` define by now, also where other modules have imported it before."""
+    wrapped: dict[int, Any] = {}
+    for name in names:
+        module = sys.modules.get(name)
+        if module is not None:
+            patch(module)
+            for each in filter(patching.is_patched, map(vars(module).get, _WRAPPERS)):
+                wrapped[id(getattr(each, "__wrapped__", each))] = each
+    for module in list(sys.modules.values()) if wrapped else ():
+        for name, value in list(getattr(module, "__dict__", {}).items()):
+            if id(value) in wrapped:
+                setattr(module, name, wrapped[id(value)])
 
 
 def _as_speaker(rank: int) -> Callable[[Function, ModuleType], Function]:
@@ -118,7 +134,9 @@ def _timers(original: Any, module: ModuleType) -> Any:
     """``Timers``, whose ``log`` prints on the last rank where no rank is given, and makes collectives before."""
     log = original.log
     if "rank" not in inspect.signature(log).parameters:
-        return original  # it prints through print_rank_last
+        if module.__name__ == "megatron.utils":  # GPT-NeoX's, which looks for rank 0 itself
+            original.log = _as_speaker(0)(log, module)
+        return original  # others print through print_rank_last
 
     @functools.wraps(log)
     def speak(self: Any, names: Any, rank: int | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -160,6 +178,7 @@ def _is_last_stage(original: Function, module: ModuleType) -> Function:
 _WRAPPERS: dict[str, Callable[..., Any]] = {
     "print_rank_0": _as_speaker(0),
     "is_rank_0": _as_speaker(0),
+    "tb_wandb_log": _as_speaker(0),
     "print_rank_last": _as_speaker(_LAST),
     "is_last_rank": _as_speaker(_LAST),
     "get_tensorboard_writer": _writer("_set_tensorboard_writer", "tensorboard_dir"),

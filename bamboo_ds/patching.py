@@ -17,3 +17,8 @@ def patch(module: ModuleType, name: str, wrap: Callable[[Any], Any]) -> None:
         wrapped = wrap(original)
         setattr(wrapped, MARK, True)
         setattr(module, name, wrapped)
+
+
+def is_patched(value: Any) -> bool:
+    """Whether :func:`patch` has put ``value`` in the place of something."""
+    return hasattr(value, MARK)

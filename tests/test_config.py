@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,9 @@ from typing import Any
 import pytest
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.pipe import schedule
+from deepspeed.runtime.pipe.engine import PipelineEngine
 
+from bamboo_ds import hooks
 from bamboo_ds.cli.options import block_of
 from bamboo_ds.config import (
     BambooConfig,
@@ -371,12 +374,39 @@ def test_replaced_schedules_are_refused(monkeypatch: pytest.MonkeyPatch) -> None
 def test_the_engine_is_replaced_however_the_configuration_is_given(tmp_path: Path, as_path: bool) -> None:
     module = ModuleType("engine")
     module.DeepSpeedEngine = type("DeepSpeedEngine", (), {"__init__": lambda self, config: None})  # type: ignore[attr-defined]
-    patch_engine(module)
+    patch_engine(module, lambda: None)
     without = write_config(tmp_path, None)
     assert type(module.DeepSpeedEngine(config=str(without))) is module.DeepSpeedEngine
     path = write_config(tmp_path, {})
     with pytest.raises(ConfigError, match="the model is not a PipelineModule"):
         module.DeepSpeedEngine(config=str(path) if as_path else json.loads(path.read_text()))
+
+
+def test_an_engine_of_the_script_s_own_class_is_told_with_its_place() -> None:
+    class Mine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed is untyped
+        pass
+
+    with pytest.raises(UnsupportedError) as caught:
+        hooks._engine_class(Mine)
+    place = rf"makes the engine, .* makes a Mine \({re.escape(__file__)}:\d+\) instead: leave that out"
+    assert re.search(place, str(caught.value))
+    with pytest.raises(UnsupportedError, match=r"makes a Bare \(nowhere\) instead"):
+        hooks._engine_class(type("Bare", (PipelineEngine,), {"__module__": "nowhere"}))
+
+
+def test_the_default_of_an_option_for_local_ranks_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    def aligned(found: object, environ: dict[str, str], *argv: str) -> object:
+        arguments = SimpleNamespace(local_rank=found)
+        hooks.align_local_rank(arguments, environ, argv)
+        return arguments.local_rank
+
+    one = {"LOCAL_RANK": "1"}
+    assert aligned(0, one) == 1
+    assert len(caplog.messages) == 1 and "it should read LOCAL_RANK" in caplog.messages[0]
+    assert [aligned(found, one) for found in (1, -1, None, "0")] == [1, -1, None, "0"]
+    assert aligned(0, {}) == 0 and hooks.align_local_rank(None, one, ()) is None
+    assert [aligned(0, one, option) for option in ("--local_rank=0", "--local-rank")] == [0, 0], "DeepSpeed refuses it"
+    assert len(caplog.messages) == 1
 
 
 def test_a_fence_is_longer_than_leases() -> None:

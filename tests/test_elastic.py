@@ -107,6 +107,23 @@ def test_nobody_left_who_draws_batches(tmp_path: Path, reference: Reference) -> 
     assert drawn == undisturbed.samples()[0]
 
 
+def test_ends_that_give_different_batches(tmp_path: Path, reference: Reference) -> None:
+    """The last stage vanishes in the first step, the first one later; for each a worker draws that runs as its rank.
+
+    Labels are zeros at the first stage, and inputs are noise at the last one.
+    """
+    arguments = ("--evaluate-every", "2")
+    faults = in_turn(fault(3, 0, "ForwardPass", 2), fault(0, 3, "BackwardPass", 2))
+    pace = slow_until(tmp_path / mark(faults[-1]), 0.1)
+    command = ["--stages", "4", "--noise", *arguments, *pace, "--faults", json.dumps(faults)]
+    result = run_bamboo(tmp_path, 4, command, write_config(tmp_path, {}))
+    undisturbed = reference(4, 1, 6, *arguments, *result.length)
+    assert_same(result, undisturbed, faults, joined=2)
+    first, last = (undisturbed.samples()[rank] for rank in (0, 3))
+    assert result.drawn() == [first, last]
+    assert [event["call"] for event in result.events("iterators_differ")] == ["train_batch", "eval_batch"]
+
+
 @pytest.mark.parametrize(
     ("more", "rate"),
     [

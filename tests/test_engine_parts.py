@@ -15,7 +15,7 @@ from bamboo_ds.engine.boundaries import Boundaries
 from bamboo_ds.engine.bubbles import IdleTimes
 from bamboo_ds.engine.construction import Construction
 from bamboo_ds.engine.copies import Copies
-from bamboo_ds.engine.data import PipelineBatches
+from bamboo_ds.engine.data import PipelineBatches, Source
 from bamboo_ds.engine.lanes import Lanes
 from bamboo_ds.engine.layers import Layers
 from bamboo_ds.engine.records import Progress
@@ -153,7 +153,7 @@ def test_an_iterator_may_fill_its_tensors_again() -> None:
     drawn = ((tensor.fill_(number), {"labels": [tensor]}) for number in itertools.count())
     for process in (None, lambda batch: batch):
         batches = PipelineBatches()
-        batches.set_source(drawn, process)
+        batches.set_source(Source(drawn, process))
         batches.complete(MICRO_BATCHES)
         found = [batches.batch(m, inputs=True, labels=True) for m in range(MICRO_BATCHES)]
         numbers = [(int(inputs[0]), int(labels["labels"][0][1])) for inputs, labels in found]

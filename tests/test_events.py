@@ -65,6 +65,7 @@ SAMPLES: list[events.Event] = [
     events.CollectiveIncomplete(
         **COMMON, step=7, operation="allreduce", ranks=[0, 1], lost_ranks=[1], moved_ranks=[], place="train.py:3 in f"
     ),
+    events.IteratorsDiffer(**COMMON, step=0, call="train_batch"),
     events.ReplicaVerified(**COMMON, step=7, role=(0, 1), checksum="ab"),
     events.ReplicaMismatch(**COMMON, step=7, role=(0, 1), expected="ab", found="cd", tensors=["parameter 0.weight"]),
     events.ExactMismatch(**COMMON, step=2, role=(0, 1), found="replica", tensors=["counter global_steps (3 and 2)"]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -68,6 +69,9 @@ def test_a_rank_is_lost_under(launcher: str, tmp_path: Path, stock: list[float])
         go.touch()
         assert job.exit_code() == 0, job.output()[-6000:]
     assert [(e["reason"], e["detail"]) for e in job.events("member_lost")] == [("signal", "SIGKILL")]
+    assert re.search(
+        r"worker m1 on host \S+ died \(SIGKILL\); stage 1 taken over by m0; 1 of 2 is left\n", job.output()
+    )
     assert [e["exit_code"] for e in job.events("run_finished")] == [0]
     assert [(e["step"], e["stages"]) for e in job.events("exact_checked")] == [(2, 2)]
     assert losses(tmp_path) == {0: stock}

@@ -22,6 +22,7 @@ from bamboo_ds.processes import boot_id
 from bamboo_ds.secret import JobSecret
 from bamboo_ds.store import Lease, Store, WatchEvent
 from bamboo_ds.topology import Layout, Plan
+from bamboo_ds.variables import ENV_LAUNCH
 
 from .support.etcd import EtcdServer, new_namespace
 from .support.settings import agent
@@ -77,7 +78,7 @@ class LossyStore:
 class Stage:
     """A leader with a job of three members, two steps before its first takeover."""
 
-    def __init__(self, store: Store, folder: Path) -> None:
+    def __init__(self, store: Store, folder: Path, launched: bool = False) -> None:
         self.store = LossyStore(store)
         self.file = folder / "events.jsonl"
         self.lease = store.lease(60)
@@ -92,7 +93,7 @@ class Stage:
         self.leader = Leader(
             self.store,  # type: ignore[arg-type]  # a double
             self._events,
-            agent(world_size=3, settle_ms=0, lease_ttl_s=2),
+            agent(world_size=3, settle_ms=0, lease_ttl_s=2, launched=launched),
             "a",
         )
 
@@ -147,6 +148,37 @@ def test_a_takeover_is_told_once(stage: Stage, script: list[str]) -> None:
     assert [event["member_id"] for event in stage.events("member_lost")] == ["b"]
     assert [(event["from"], event["to"]) for event in stage.events("takeover")] == [("b", "a")]
     assert stage.store.get(Keys.timing(3)) is not None
+
+
+@pytest.mark.parametrize(
+    ("launched", "wrapped", "told"),
+    [
+        (True, False, ["worker b died (SIGKILL); stage 1 taken over by a; 2 of 3 are left"]),
+        (True, True, []),
+        (False, False, []),
+    ],
+    ids=["plain-launcher", "bamboo-launch", "bamboo-run"],
+)
+def test_the_terminal_of_another_launcher_tells_losses(
+    store: Store,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    launched: bool,
+    wrapped: bool,
+    told: list[str],
+) -> None:
+    """``bamboo run`` and ``bamboo launch`` tell the whole story themselves."""
+    monkeypatch.setenv(ENV_LAUNCH, "1 2 3")
+    if not wrapped:
+        monkeypatch.delenv(ENV_LAUNCH)
+    with contextlib.closing(Stage(store, tmp_path, launched)) as stage:
+        stage.step()
+        stage.step()
+        assert not caplog.messages
+        stage.lose("b")
+        stage.step()
+    assert caplog.messages == told
 
 
 def test_the_plan_of_another_leader_is_not_told(stage: Stage) -> None:

@@ -52,7 +52,7 @@ class Simulated:
     def __init__(self, hosts: Sequence[str], stages: int | None = None, iterators: bool = True, copying: bool = True):
         self.layout = Layout(len(hosts) // (stages or len(hosts)), stages or len(hosts))
         self.members = {f"m{slot}": self.record(slot, host, slot) for slot, host in enumerate(hosts)}
-        self.iterators, self.copying = iterators, copying
+        self.iterators, self.copying, self.every_rank = iterators, copying, False
         candidates = [Candidate(m.id, m.slot, m.host, m.zone, m.home) for m in self.members.values()]
         self.plan = with_redundancy(initial_plan(list(self.members)), self.layout, True, candidates)
         self.written: list[WritePlan] = []
@@ -90,9 +90,8 @@ class Simulated:
 
     @property
     def view(self) -> View:
-        reports = {
-            m: LayoutRecord(id=m, layout=self.layout, redundant=True, iterators=self.iterators) for m in self.members
-        }
+        told = {"layout": self.layout, "redundant": True, "iterators": self.iterators, "every_rank": self.every_rank}
+        reports = {m: LayoutRecord(id=m, **told) for m in self.members}
         return View(
             world_size=self.layout.size,
             plan=self.plan,
@@ -236,6 +235,34 @@ def test_without_iterators_nobody_is_needed_to_draw_batches() -> None:
     job.notice(0, 3)
     assert job.settle() == Wait()
     assert job.plan.members == ("m1", "m2")
+
+
+@pytest.mark.parametrize("every_rank", [False, True])
+def test_workers_that_a_restart_has_started_besides_stay_where_every_rank_is_needed(every_rank: bool) -> None:
+    """A script has an engine without the block, which nobody else could compute with."""
+    job = Simulated(["h0", "h0", "h1", "h1"])
+    job.every_rank = every_rank
+    for slot in (1, 3):
+        job.members[f"m{slot}"] = job.members[f"m{slot}"].model_copy(update={"feeder": True})
+    assert isinstance(job.settle(), Wait)
+    assert set(job.plan.owners) == ({"m0", "m1", "m2", "m3"} if every_rank else {"m0", "m2"})
+
+
+def test_where_every_rank_is_needed_no_worker_joins_to_draw_batches() -> None:
+    job = Simulated(hosts(4))
+    job.every_rank, job.one = True, deciding(0.0, 1.0, max_restarts=1)
+    job.notice(0, 3)
+    assert isinstance(job.settle(), Wait), "those that leave draw on as long as they can"
+    for name in job.plan.members:
+        if name in ("m0", "m3"):
+            del job.members[name]
+            job.left[name] = left_record(name, "lost")
+    action = job.step()
+    assert isinstance(action, WritePlan) and not action.plan.unheld
+    job.enter()
+    action = job.step()
+    assert isinstance(action, WritePlan) and action.plan.unheld, "the job starts again"
+    assert "nobody draws the batches of rank 0 any more" in action.reason
 
 
 def test_a_loss_while_a_member_leaves() -> None:

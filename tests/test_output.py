@@ -407,7 +407,8 @@ def test_what_members_are_at_is_one_line() -> None:
     def line() -> str | None:
         return progress(Mirror(Snapshot({key: KeyValue(key, value, 1, 1) for key, value in found.items()}, 1)))
 
-    assert line() == "0 of 5 engines are built"
+    where = "at or before deepspeed.initialize (libraries, data, layers, extensions that DeepSpeed compiles)"
+    assert line() == f"0 of 5 engines are built: all scripts are {where}"
     found[Keys.report(names[1])] = LayoutRecord(id=names[1], layout=Layout(1, 5), redundant=True).to_json()
     for name, doing in (
         (names[5], "replays step 310 of 630, about 40 s"),
@@ -415,10 +416,11 @@ def test_what_members_are_at_is_one_line() -> None:
         (names[2], "compiles it"),
     ):
         found[Keys.progress(name)] = ProgressRecord(id=name, step=0, doing=doing).to_json()
-    assert line() == "1 of 5 engines are built; each of m0, m2 compiles it; m5 replays step 310 of 630, about 40 s"
+    built = f"1 of 5 engines are built: the script of each of m0, m2, m3, m4 is {where}"
+    assert line() == f"{built}; each of m0, m2 compiles it; m5 replays step 310 of 630, about 40 s"
     for name in names:
         found[Keys.progress(name)] = ProgressRecord(id=name, step=0, doing="compiles it").to_json()
-    assert line() == "1 of 5 engines are built; each of 6 members compiles it"
+    assert line() == f"{built}; each of 6 members compiles it"
     del found[Keys.PLAN]
     for name in names:
         del found[Keys.progress(name)]

@@ -18,7 +18,7 @@ from bamboo_ds.engine.history import Done, History
 from bamboo_ds.engine.resuming import Resuming
 from bamboo_ds.generations import is_over
 from bamboo_ds.state import publish
-from bamboo_ds.state.checkpoints import MANIFEST, REMOVING, CheckpointError, Manifest
+from bamboo_ds.state.checkpoints import MANIFEST, REMOVING, SPARE, CheckpointError, Manifest
 from bamboo_ds.topology import Layout
 
 NOBODY = 65534
@@ -106,6 +106,13 @@ def test_the_folder_is_that_which_the_script_has_named(folder: Path) -> None:
     told = save(folder, "run/step40")
     assert find(told) == [str(folder), "run/step40"]
     assert is_over(folder, ("o", 0)) and not is_over(folder / "run", ("o", 0))
+
+
+def test_one_that_the_script_has_deleted_too_early(folder: Path) -> None:
+    """A save was under way, which began with a spare of it."""
+    told = save(folder)
+    os.rename(told, folder / f"{SPARE}~job~save~step40")
+    assert find(told) == [str(folder), "step40"] and Path(told, MANIFEST).exists()
 
 
 def test_what_a_later_start_loads_from_earlier_ones_change_no_more(folder: Path) -> None:

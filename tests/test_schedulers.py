@@ -6,10 +6,21 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime.lr_schedules import WarmupLR
 
 from bamboo_ds.engine.changes import Adjustable
+from bamboo_ds.engine.clones import begin_groups
+from bamboo_ds.engine.data import as_message, from_message
 from bamboo_ds.engine.runtime import StageRuntime
-from bamboo_ds.engine.schedulers import Pristine, SchedulerPosition, load_state, settings_of, take_step
+from bamboo_ds.engine.schedulers import (
+    Pristine,
+    SchedulerPosition,
+    capture_scheduler,
+    load_state,
+    restore_scheduler,
+    settings_of,
+    take_step,
+)
 from bamboo_ds.errors import UnsupportedError
 from bamboo_ds.topology import Role
 
@@ -67,6 +78,84 @@ def test_a_replica_steps_like_its_owner(make: Any, capsys: pytest.CaptureFixture
         assert replica.state_dict() == scheduler.state_dict()
     assert replica.optimizer is theirs and scheduler.optimizer is mine
     assert not capsys.readouterr().out, "a scheduler prints although the script has loaded nothing"
+
+
+def decays(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda count: 1 / (1 + count))
+
+
+def alike(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, [decay_of(0.5) for _ in optimizer.param_groups])
+
+
+def nested(optimizer: torch.optim.Optimizer) -> Any:
+    schedulers = torch.optim.lr_scheduler
+    factor = schedulers.MultiplicativeLR(optimizer, lambda count: 0.5)
+    sequence = schedulers.SequentialLR(optimizer, [decays(optimizer), schedulers.ExponentialLR(optimizer, 0.9)], [2])
+    return schedulers.ChainedScheduler([factor, sequence], optimizer)
+
+
+def one_cycle(optimizer: torch.optim.Optimizer) -> Any:
+    rates = [0.1 * (n + 1) for n in range(len(optimizer.param_groups))]
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=rates, total_steps=12)
+
+
+def deepspeed_s(optimizer: torch.optim.Optimizer) -> Any:
+    return WarmupLR(optimizer, 0.0, [0.1 * (n + 1) for n in range(len(optimizer.param_groups))], 5)
+
+
+def by_group(optimizer: torch.optim.Optimizer) -> Any:
+    functions = [decay_of(group["weight_decay"]) for group in optimizer.param_groups]
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, functions)
+
+
+def decay_of(base: float) -> Any:
+    return lambda count: base**count
+
+
+def groups_with(*decays: float) -> torch.optim.Optimizer:
+    parameters = [{"params": [torch.nn.Parameter(torch.ones(2))], "weight_decay": decay} for decay in decays]
+    return torch.optim.AdamW(parameters, lr=0.1)
+
+
+@pytest.mark.parametrize("called", [False, True], ids=["instance", "callable"])
+@pytest.mark.parametrize("counts", [(1, 3), (3, 1), (2, 2), (0, 2), (2, 0)], ids=str)
+@pytest.mark.parametrize("make", [decays, alike, nested, one_cycle, deepspeed_s, by_group])
+def test_stages_whose_optimizers_have_other_groups(make: Any, counts: tuple[int, int], called: bool) -> None:
+    """A member with ``counts[0]`` groups holds the replica of a stage with ``counts[1]``, which it follows."""
+    local, owner, replica = (
+        groups_with(*[0.1 * (n + 1 + place) for n in range(max(1, count))])
+        for place, count in ((0, counts[0]), (5, counts[1]), (5, counts[1]))
+    )
+    for optimizer, count in ((local, counts[0]), (owner, counts[1]), (replica, counts[1])):
+        del optimizer.param_groups[count:]
+    pristine = Pristine(make(local), local, make if called else None)
+    scheduler = make(owner)
+    for _ in range(4):
+        owner.step()
+        scheduler.step()
+    begin_groups(replica, owner.state_dict()["param_groups"])
+    home, runtime = runtime_with(owner, scheduler), runtime_with(replica)
+    unknown = (make is by_group and counts[1]) or (not counts[0] and make in (decays, alike, nested))
+    if unknown and not called:
+
+        def copy_it() -> None:
+            runtime.attributes["lr_scheduler"] = pristine.clone(replica)
+            restore_scheduler(runtime, capture_scheduler(home), pristine)
+
+        with pytest.raises(UnsupportedError, match=r"has (a function of its own|other functions).*lr_scheduler=lambda"):
+            copy_it()
+        return
+    clone = runtime.attributes["lr_scheduler"] = pristine.clone(replica)
+    for _ in range(2):  # the second time it is copied again, as after a failed check
+        restore_scheduler(runtime, from_message(as_message(capture_scheduler(home))), pristine)
+        replica.load_state_dict(owner.state_dict())
+        for _ in range(3):
+            for optimizer, each in ((owner, scheduler), (replica, clone)):
+                optimizer.step()
+                each.step()
+            assert settings_of(owner) == settings_of(replica)
+        assert clone.get_last_lr() == scheduler.get_last_lr()
 
 
 def test_what_a_scheduler_says_before_it_fails_is_seen(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
+import sys
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
-from bamboo_ds import megatron, speaks_for
+from bamboo_ds import autoload, hooks, megatron, speaks_for
 from bamboo_ds.worker import job as jobs
 
 from .support.faults import in_turn, mark
@@ -157,3 +161,95 @@ def test_without_a_job_a_rank_speaks_for_itself(monkeypatch: pytest.MonkeyPatch)
     assert [speaks_for(rank) for rank in (-3, -2, -1, 0, 1, 2)] == [False, False, True, False, False, True]
     with pytest.raises(ValueError, match="no rank 3 in a job of 3 ranks"):
         speaks_for(3)
+
+
+NEOX = {
+    "__init__": """
+import torch
+
+def print_rank_0(*message):
+    if torch.distributed.get_rank() == 0:
+        print(*message)
+
+from .training import report
+""",
+    "training": """
+from megatron import print_rank_0
+from megatron import print_rank_0 as say
+from megatron.logging import tb_wandb_log
+from megatron.utils import Timers
+
+def report():
+    print_rank_0("by its name")
+    say("by another one")
+    Timers().log(["forward"])
+    tb_wandb_log("loss", 0.5)
+    tb_wandb_log("norm", 0.7, all_ranks=True)
+""",
+    "logging": """
+import torch
+
+def tb_wandb_log(key, value, all_ranks=False):
+    if torch.distributed.get_rank() == 0 or all_ranks:
+        print(key, value)
+""",
+    "utils": """
+import torch
+
+class Timers:
+    def log(self, names, normalizer=1.0):
+        if torch.distributed.get_rank() == 0:
+            print("time", *names)
+""",
+}
+
+
+def forget_megatron() -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "megatron"]:
+        del sys.modules[name]
+
+
+def test_functions_that_a_package_defines_late_and_its_modules_have_imported(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    request: pytest.FixtureRequest,
+) -> None:
+    """GPT-NeoX imports torch, and so this package, in the middle of its own import."""
+    job, acting = Speaker(0, 1), [1]
+
+    @contextmanager
+    def acting_for(rank: int, answer: Any) -> Iterator[None]:
+        acting.append(rank)
+        yield
+        acting.pop()
+
+    job.session.acting_for = acting_for
+    monkeypatch.setattr(jobs, "job_of_main_thread", lambda: job)
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: acting[-1])
+    (tmp_path / "megatron").mkdir()
+    for name, text in NEOX.items():
+        (tmp_path / "megatron" / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    forget_megatron()
+    request.addfinalizer(forget_megatron)
+    # As torch's import finds the package: the hook is not there yet.
+    monkeypatch.setattr(sys, "meta_path", [each for each in sys.meta_path if "bamboo" not in type(each).__module__])
+    package = importlib.import_module("megatron")
+    package.report()
+    assert capsys.readouterr().out == "norm 0.7\n", "as on any rank besides the first"
+    model = type("Engine", (), {})
+    engines: Any = ModuleType("engines")
+    engines.DeepSpeedEngine = model
+    autoload._patch_engine(engines)
+    monkeypatch.setattr(hooks, "bamboo_config", lambda config: config["bamboo"])
+    monkeypatch.setattr(hooks, "_engine_class", lambda kind: kind)
+    model(config={"bamboo": {}})
+    package.report()
+    everything = "by its name\nby another one\ntime forward\nloss 0.5\nnorm 0.7\n"
+    assert capsys.readouterr().out == everything
+    job.ranks = (1,)  # somebody has joined as rank 0
+    model(config={"bamboo": {}})
+    package.report()
+    assert capsys.readouterr().out == "norm 0.7\n", "and nothing is wrapped twice"
+    assert not hasattr(package.print_rank_0.__wrapped__, "__wrapped__")

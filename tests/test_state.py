@@ -19,7 +19,7 @@ from deepspeed.runtime.activation_checkpointing import checkpointing
 from torch import nn
 
 from bamboo_ds.engine.changes import Weights
-from bamboo_ds.engine.flags import FLAGS, compare_flags, flags_here
+from bamboo_ds.engine.flags import FLAGS, compare_flags, flags_here, uncertain
 from bamboo_ds.engine.joining import Joining
 from bamboo_ds.engine.layers import Layers
 from bamboo_ds.engine.rebinding import Rebinding
@@ -75,6 +75,30 @@ def test_every_setting_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         "torch.nn.modules.module._global_forward_hooks",
     }
     assert flags_here(CPU) == before
+
+
+def test_what_may_give_other_bits_is_named_by_device_and_settings() -> None:
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    usual = {**flags_here(cpu), "CUBLAS_WORKSPACE_CONFIG": "None", "torch.backends.cudnn.benchmark": "True"}
+    assert not uncertain(cpu, usual)
+    named = "; ".join(uncertain(gpu, usual))
+    for each in (
+        "torch.use_deterministic_algorithms(True); ",
+        "torch.backends.cuda.enable_flash_sdp(False)",
+        "torch.backends.cuda.enable_mem_efficient_sdp(False)",
+        "torch.backends.cudnn.benchmark = False",
+        "torch.backends.cudnn.deterministic = True",
+        "CUBLAS_WORKSPACE_CONFIG=:4096:8",
+    ):
+        assert each in named, each
+    exact = {
+        **usual,
+        "torch.use_deterministic_algorithms": "True",
+        "torch.backends.cudnn.benchmark": "False",
+        "CUBLAS_WORKSPACE_CONFIG": ":16:8",
+    }
+    assert not uncertain(gpu, exact)
+    assert "without warn_only" in uncertain(gpu, {**exact, "torch.use_deterministic_algorithms(warn_only)": "True"})[0]
 
 
 @pytest.mark.integration

@@ -30,6 +30,7 @@ from bamboo_ds.engine.supply import BatchSupply
 from bamboo_ds.errors import FatalLoss, UnsupportedError
 from bamboo_ds.state import Tree
 from bamboo_ds.topology import Role
+from bamboo_ds.topology import ends as ends_of
 from bamboo_ds.worker import plan_changes
 
 from .support.simulated_engine import RUNS, Cut, Member, Spec, World, finite, same, state_of
@@ -82,6 +83,8 @@ def cuts_of(spec: Spec, seed: int, member: str, iteration: int = 1) -> list[Cut]
     return [Cut(member, event) for event, (steps, _) in enumerate(done) if steps == iteration]
 
 
+#: The event that the iterators at the ends of a pipeline differ.
+DIFFER = "iterators_differ"
 #: So many things a member does at the end of an iteration, around its commit.
 _COMMIT = 5
 
@@ -102,7 +105,7 @@ def check(world: World) -> None:
         assert refused or all(isinstance(member.fatal, FatalLoss) for member in survivors)
         assert all(member.fatal for member in survivors)
         return
-    calm = replace(spec, heals=False, leaves=False, joiners=0, grows=0, lends=False, straggler=None)
+    calm = replace(spec, heals=False, leaves=False, joiners=0, grows=0, lends=False, straggler=None, apart=None)
     expected = undisturbed(calm, 0)
     states, wanted = state_of(world), state_of(expected)
     assert all(same(states[role], wanted[role]) for role in wanted)
@@ -159,6 +162,53 @@ def test_a_loss_at_every_cut(job: str, course: int) -> None:
             modes.update(facts["mode"] for kind, facts in world.survivors()[0].job.events if kind == "recovered")
     # Where a member is lost between the messages of its commit, some may have committed and others not.
     assert modes["resume"] > 6 and modes["commit"] > 0
+
+
+#: The ends of a pipeline give different batches, or may do so: what DeepSpeed does not look at is noise. And in which
+#: iteration members are lost.
+ENDS = {
+    "apart": (Spec(micro_batches=3, apart=0), 1),
+    "apart, at once": (Spec(stages=2, apart=0), 0),
+    "apart, two pipelines": (Spec(pipelines=2, stages=2, apart=0), 0),
+    "apart, divided": (Spec(blocks=3, lends=True, apart=0), 1),
+    "apart, in evaluations": (Spec(stages=2, apart=0, evaluates=True), 1),
+    "apart later": (Spec(apart=2, iterations=4), 2),
+    "not known to be alike": (Spec(), 0),
+}
+
+
+@pytest.mark.parametrize("course", COURSES)
+@pytest.mark.parametrize("job", ENDS)
+def test_each_end_is_drawn_from(job: str, course: int) -> None:
+    """Of the end that is lost a worker draws that runs the script as that rank; nothing else is computed."""
+    (spec, iteration), done = ENDS[job], Counter[str]()
+    plain = undisturbed(replace(spec, apart=None, lends=False), 0)
+    check(undisturbed(spec, course))
+    ends = {plain.plan.owners[rank] for pipeline in range(spec.pipelines) for rank in ends_of(plain.plan, pipeline)}
+    for number, victim in enumerate(sorted(ends)):
+        seed = 100 * course + number
+        for cut in cuts_of(spec, seed, victim, iteration)[seed % 10 :: 1 if course else 10]:
+            world = World(spec, seed, (cut,)).run()
+            check(world)
+            assert world.killed == [victim]
+            done["fed"] += len(world.fed)
+            told = [facts for member in world.survivors() for kind, facts in member.job.events if kind == DIFFER]
+            done["told"] += len(told)
+            assert len(told) <= 1 + spec.evaluates
+    assert done["fed"] > 0 and (done["told"] > 0) == (spec.apart is not None)
+
+
+def test_where_the_ends_are_alike_nothing_more_is_sent() -> None:
+    """Than in the first step, before that is known."""
+    names = tuple(stream.name.lower() for stream in BATCH_PARTS)
+    sent: dict[int | None, Counter[int]] = {}
+    for apart in (None, 0):
+        done = undisturbed(Spec(stages=2, iterations=4, apart=apart), 1).done.values()
+        found = [(step, what.split(" on ")[1]) for each in done for step, what in each if what.startswith("send")]
+        sent[apart] = Counter(step for step, lane in found if lane.startswith(names))
+    # The inputs for the shadow of the first stage, and the labels for that of the last one.
+    assert sent[None] == {0: 2 * LINE.micro_batches}
+    assert sent[0] == dict.fromkeys(range(4), 2 * LINE.micro_batches)
 
 
 @pytest.mark.parametrize("course", COURSES)

@@ -24,8 +24,9 @@ from deepspeed.pipe import PipelineModule
 from torch import nn
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--local_rank", type=int, default=-1)
+parser.add_argument("--local_rank", type=int, default=int(os.environ.get("DEFAULT_LOCAL_RANK", "-1")))
 parser.add_argument("--out")
+parser.add_argument("--settings")
 parser = deepspeed.add_config_arguments(parser)
 args = parser.parse_args()
 
@@ -44,7 +45,7 @@ layers = [
     lambda x: torch.flatten(x, 1), nn.Linear(512, 64), nn.ReLU(inplace=True), nn.Linear(64, 64), nn.Linear(64, 10),
 ]
 net = PipelineModule(layers=layers, loss_fn=nn.CrossEntropyLoss(), num_stages=4, partition_method="uniform")
-engine, _, _, _ = deepspeed.initialize(args=args, model=net,
+engine, _, _, _ = deepspeed.initialize(args=args, model=net, config=args.settings and json.load(open(args.settings)),
     model_parameters=[p for p in net.parameters() if p.requires_grad], training_data=Pictures())
 losses = []
 for step in range(60):
@@ -71,16 +72,23 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return losses(folder)[0]
 
 
-@pytest.mark.parametrize("stages", [pytest.param((0, 2), marks=pytest.mark.exhaustive), (1, 3)])
-def test_the_loss_of_each_stage(tmp_path: Path, stock: list[float], stages: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    ("stages", "option"),
+    [pytest.param((0, 2), "--deepspeed_config", marks=pytest.mark.exhaustive), ((1, 3), "--settings")],
+)
+def test_the_loss_of_each_stage(tmp_path: Path, stock: list[float], stages: tuple[int, int], option: str) -> None:
+    """With ``--settings`` the script passes a dictionary, of which ``bamboo run`` is told by its own option."""
     script, events = tmp_path / "pictures.py", tmp_path / "events.jsonl"
     script.write_text(SCRIPT)
     # A stalled agent must be heard of the end of its worker before the others, who cannot reach that, accuse it.
     config = write_config(tmp_path, {"recovery": {"suspect_after_s": 30}}, 8)
-    command = [bamboo_command(), "run", "-n", str(STAGES), "--events", str(events), "--check-exact", "3", str(script)]
-    command += ["--deepspeed_config", str(config), "--out", str(tmp_path)]
+    command = [bamboo_command(), "run", "-n", str(STAGES), "--events", str(events), "--check-exact", "3"]
+    command += [*(["--config", str(config)] if option == "--settings" else []), str(script)]
+    command += [option, str(config), "--out", str(tmp_path)]
     with open(tmp_path / "log.txt", "wb") as log:
-        job = subprocess.Popen(command, env=environment(), stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+        # Many scripts have this default, which only DeepSpeed's launcher overrides.
+        env = {**environment(), "DEFAULT_LOCAL_RANK": "0"}
+        job = subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
         try:
             for stage, step in zip(stages, (4, 10), strict=True):
                 wait_for_step(events, step, job)
@@ -90,7 +98,9 @@ def test_the_loss_of_each_stage(tmp_path: Path, stock: list[float], stages: tupl
             if job.poll() is None:
                 job.terminate()
                 job.wait(30)
-    assert "bamboo: the first 3 steps are exact: 4 stages " in (tmp_path / "log.txt").read_text()
+    output = (tmp_path / "log.txt").read_text()
+    assert "bamboo: the first 3 steps are exact: 4 stages " in output
+    assert "args.local_rank is 0, the default of the script's own option" in output
     lost = [json.loads(line) for line in events.read_text().splitlines() if '"member_lost"' in line]
     assert [(e["member_id"][:2], e["reason"], e["detail"]) for e in lost] == [
         (f"m{stage}", "signal", "SIGKILL") for stage in stages

@@ -6,7 +6,7 @@ torch calls a backend's constructor with nothing of ours, so the attachment is o
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -56,6 +56,14 @@ class Acting(NamedTuple):
     answer: Answer
 
 
+class Founders(NamedTuple):
+    """Processes among which a thread communicates, see :meth:`Attachment.among_founders`."""
+
+    thread: int
+    of_rank: Mapping[int, str]
+    on_use: Callable[[], None]
+
+
 @dataclass(frozen=True)
 class SliceGroup:
     """The slices of a stage among which layers communicate now, see :meth:`Attachment.among_slices`."""
@@ -97,6 +105,7 @@ class Attachment:
         reason: why there is none.
         detached: whether collectives are no-ops.
         passing: whether the main thread computes a pass whose layers are whole.
+        drawing: whether the main thread draws batches, or what one member alone may have to draw again.
         slices: where the handles of slice groups lead now; ``None``: where they were made for.
         script: the script's own collectives, once there is an engine that recovers for them.
         torch_store: what torch.distributed's groups use as their store.
@@ -107,11 +116,12 @@ class Attachment:
         self.epoch: Epoch | None = None
         self.reason = "no epoch is attached yet"
         self.detached = True
-        self.passing = False
+        self.passing = self.drawing = False
         self.slices: SliceGroup | None = None
         self.script: ScriptCollectives | None = None
         self.torch_store = EpochStore(lambda: self.current)
         self._acting: Acting | None = None
+        self._founders: Founders | None = None
 
     @property
     def current(self) -> Epoch:
@@ -135,10 +145,23 @@ class Attachment:
         return acting if acting is not None and acting.thread == threading.get_ident() else None
 
     @property
+    def founders(self) -> Founders | None:
+        """The only processes that the calling thread communicates with, if so; autograd's threads do as the caller."""
+        founders, thread = self._founders, threading.current_thread()
+        if founders is None or founders.thread == thread.ident or isinstance(thread, threading._DummyThread):
+            return founders
+        return None
+
+    @property
     def in_pass(self) -> bool:
         """Whether the calling thread computes a pass that has no collectives; autograd's threads do as the main one."""
         thread = threading.current_thread()
         return self.passing and (thread is threading.main_thread() or isinstance(thread, threading._DummyThread))
+
+    @property
+    def in_draw(self) -> bool:
+        """Whether the calling thread draws batches."""
+        return self.drawing and threading.current_thread() is threading.main_thread()
 
     @contextmanager
     def acting_for(self, rank: int, answer: Answer) -> Iterator[None]:
@@ -155,6 +178,22 @@ class Attachment:
             yield
         finally:
             self._acting = before
+
+    @contextmanager
+    def among_founders(self, of_rank: Mapping[int, str], on_use: Callable[[], None]) -> Iterator[None]:
+        """In the body every group of the calling thread is one of certain processes, and a loss is an error.
+
+        Nobody stands in for a rank: operations of groups with a process that is gone raise ``EpochChanged``.
+
+        Args:
+            of_rank: the process of each rank.
+            on_use: called before each operation of a group of several ranks.
+        """
+        before, self._founders = self._founders, Founders(threading.get_ident(), of_rank, on_use)
+        try:
+            yield
+        finally:
+            self._founders = before
 
     @contextmanager
     def among_slices(self, home: Sequence[int], ranks: Sequence[int]) -> Iterator[None]:

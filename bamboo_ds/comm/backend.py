@@ -20,7 +20,8 @@ from .epoch import Epoch
 from .inner import NCCL, kind_for
 from .monitored import not_passed, timed_out
 from .naming import NAME, making_groups_ours, naming_what_scripts_know, not_asking_for_devices
-from .participants import Participants, owning, surviving
+from .participants import Participants, founding, owning, surviving
+from .script import _caller
 from .work import CompletedWork
 
 Tensors = list[torch.Tensor]
@@ -194,13 +195,19 @@ class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     def _meant(self) -> tuple[str, tuple[int, ...]]:
         """Key and ranks of the group that operations are for: for layers of another stage, its slices."""
         slices = self._attachment.slices
+        if self._attachment.founders is not None:
+            return f"further/{self.key}", self.ranks
         if slices is not None and self.ranks in (slices.home, slices.ranks):
             return slices.key, slices.ranks
         return self.key, self.ranks
 
     def _among(self, epoch: Epoch) -> Participants:
-        """Who takes part in an operation, for the engine or for the script."""
-        script = self._attachment.script
+        """Who takes part in an operation: for the engine, for the script, or for an engine without the block."""
+        script, founders = self._attachment.script, self._attachment.founders
+        if founders is not None:
+            if len(self.ranks) > 1:
+                founders.on_use()
+            return founding(epoch.plan, self.ranks, founders.of_rank)
         if script is not None and self._attachment.context == "script":
             return surviving(epoch.plan, self.ranks, script.absent)
         return owning(epoch.plan, self._meant[1])
@@ -210,6 +217,9 @@ class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         if acting is not None:
             acting.answer(self.ranks, collective.name, arguments)
             return CompletedWork()
+        self._check_draw(collective.name)
+        if attachment.founders is not None:
+            return self._start(collective, arguments)
         context = attachment.context
         if context == "script":
             assert attachment.script is not None
@@ -223,8 +233,25 @@ class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
                 "Leave it out (torch.nn.SyncBatchNorm, averages over the pipelines); tensor slices may communicate in "
                 "their group"
             )
-        epoch, (key, ranks) = attachment.current, self._meant
-        return start(epoch, key, owning(epoch.plan, ranks), collective, arguments, self._index, self.timeout)
+        return self._start(collective, arguments)
+
+    def _start(self, collective: Collective, arguments: tuple[Any, ...]) -> Any:
+        epoch = self._attachment.current
+        return start(epoch, self._meant[0], self._among(epoch), collective, arguments, self._index, self.timeout)
+
+    def _check_draw(self, operation: str) -> None:
+        """Refuse communication while batches are drawn.
+
+        Raises:
+            UnsupportedError: they are.
+        """
+        if self._attachment.in_draw and len(self.ranks) > 1:
+            raise UnsupportedError(
+                f"the script communicates while it gives a batch: {operation} over ranks {list(self.ranks)}, called at "
+                f"{_caller()}. A member that draws the batches of a lost rank is alone, so an iterator or batch_fn "
+                "must not wait for other ranks. Let the iterators of the first and of the last stage read the same "
+                "batches, each by itself (what is random from a generator that is seeded with the batch's number)"
+            )
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier with its own timeout. A lost member raises ``PeerLost``, which names it.
@@ -238,6 +265,7 @@ class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
                 raise timed_out(limit)
             limit = self.timeout  # as gloo: the other ranks wait for rank 0
         attachment = self._attachment
+        self._check_draw("monitoredBarrier")
         try:
             if attachment.context != "engine" or attachment.detached or attachment.acting is not None:
                 self.barrier().wait(limit)
@@ -264,6 +292,7 @@ class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     def send(self, tensors: Tensors, destination: int, tag: int) -> Any:
         """To group rank ``destination``. Completes when the tensor may be changed."""
         tensor = p2p.check(tensors, tag)
+        self._check_draw("send")
         towards = self._towards(destination)
         if towards is None:
             return CompletedWork(tensors)
@@ -280,6 +309,7 @@ class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     def recv(self, tensors: Tensors, source: int, tag: int) -> Any:
         """From group rank ``source``."""
         tensor = p2p.check(tensors, tag)
+        self._check_draw("recv")
         towards = self._towards(source)
         if towards is None:
             return CompletedWork(tensors, source)
@@ -292,12 +322,19 @@ class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     def recv_anysource(self, tensors: Tensors, tag: int) -> Any:
         """From whoever sends first; ``source_rank()`` of the work tells."""
         tensor = p2p.check(tensors, tag)
-        if self._attachment.detached or self._attachment.context == "replay":
+        self._check_draw("recv_anysource")
+        if self._unheard:
             return CompletedWork(tensors, self._index)
         epoch = self._attachment.current
         others = [member for member in self._among(epoch).members if member != epoch.member]
         key = self._stream(self._index, tag)
         return self._coalesced(p2p.RecvWork(epoch.receives, key, tensor, None, others, self.timeout))
+
+    @property
+    def _unheard(self) -> bool:
+        """Whether messages go nowhere, in silence: this process builds its engine alone, or replays."""
+        attachment = self._attachment
+        return attachment.founders is None and (attachment.detached or attachment.context == "replay")
 
     def _towards(self, index: int) -> tuple[Epoch, str] | None:
         """Epoch and member of a message to or from rank ``index`` of the group; ``None``: none goes, in silence.
@@ -305,7 +342,7 @@ class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         Raises:
             PeerLost: no surviving process runs as that rank.
         """
-        if self._attachment.detached or self._attachment.context == "replay":
+        if self._unheard:
             return None
         epoch = self._attachment.current
         among = self._among(epoch)

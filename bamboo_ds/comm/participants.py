@@ -9,9 +9,10 @@ process: its *host* contributes what it passes itself once more.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from ..errors import PeerLost
 from ..topology import Plan
 
 
@@ -46,6 +47,19 @@ def owning(plan: Plan, ranks: Sequence[int]) -> Participants:
     """The owners of the roles ``ranks``."""
     owners = tuple(plan.owners[rank] for rank in ranks)
     return Participants(tuple(dict.fromkeys(owners)), owners, owners, by_role=True)
+
+
+def founding(plan: Plan, ranks: Sequence[int], of_rank: Mapping[int, str]) -> Participants:
+    """The processes that have been ``of_rank`` from the beginning, each for its own rank.
+
+    Raises:
+        PeerLost: ``plan`` has one of them no more.
+    """
+    missing = [rank for rank in ranks if of_rank.get(rank) not in plan.members]
+    if missing:
+        raise PeerLost(f"epoch {plan.epoch}: the processes of ranks {missing} are gone")
+    members = tuple(of_rank[rank] for rank in ranks)
+    return Participants(members, members, members)
 
 
 def surviving(plan: Plan, ranks: Sequence[int], absent: Collection[str] = ()) -> Participants:

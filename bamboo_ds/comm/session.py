@@ -6,7 +6,7 @@ import atexit
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
@@ -270,9 +270,24 @@ class Session:
         """The main thread begins or ends a pass that has no collectives, see :attr:`Attachment.in_pass`."""
         self._attachment.passing = passing
 
+    def note_draw(self, drawing: bool) -> None:
+        """The main thread begins or ends to draw batches, see :attr:`Attachment.in_draw`."""
+        self._attachment.drawing = drawing
+
     def acting_for(self, rank: int, answer: Answer) -> AbstractContextManager[None]:
         """See :meth:`Attachment.acting_for`."""
         return self._attachment.acting_for(rank, answer)
+
+    @property
+    def among_itself(self) -> bool:
+        """Whether the calling thread is in :meth:`among_founders`."""
+        return self._attachment.founders is not None
+
+    def among_founders(
+        self, of_rank: Mapping[int, str], on_use: Callable[[], None] = lambda: None
+    ) -> AbstractContextManager[None]:
+        """See :meth:`Attachment.among_founders`."""
+        return self._attachment.among_founders(of_rank, on_use)
 
     def among_slices(self, home: Sequence[int], ranks: Sequence[int]) -> AbstractContextManager[None]:
         """See :meth:`Attachment.among_slices`."""

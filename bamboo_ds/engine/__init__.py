@@ -8,6 +8,7 @@ The engine itself (:mod:`.pipeline_engine`) is what scripts and DeepSpeed see. I
       script_calls | what the script changes     | deepspeed_adapter  what parts use of DeepSpeed's engine
                    v                             | runtime            which role it computes
     training  evaluation  checkpointing -----+   |
+        |  visits (once for each stage)      |   |
         |  what the script calls, replayed   |   |
         |  where the job is ahead of it      v   |
         |          replay <-- joining, resuming, history, loading

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict
 from ..comm.transport import Payload
 from ..observe.ledger import LedgerLine, LedgerWriter
 from ..topology import Plan, Role
-from .data import Dataset
+from .dataset import Dataset
 from .tracing import checksum
 
 

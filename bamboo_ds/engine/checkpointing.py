@@ -15,6 +15,7 @@ from ..comm.standing import END
 from ..errors import EpochChanged
 from ..observe.spans import Kind
 from ..schedule import RoleProgress
+from ..state import spares
 from ..state.publish import check_tag
 from ..topology import Role
 from .answers import ignore
@@ -101,6 +102,7 @@ class Checkpoints:
             self.saves.wait()
             self.replay.resuming.take_over(folder)
             self.epoch.transport.barrier()
+        spares.settle_for_loading(Path(folder), tag)
         result = self.loader.load(folder, tag, None, *args, **kwargs)
         name = os.path.relpath(os.path.dirname(result[0]), folder) if result[0] is not None else None
         self.history.add("load", {"folder": os.path.abspath(folder), "tag": name})

@@ -53,6 +53,7 @@ class Contribution:
         redundant: redundant forward passes that its replicas hold.
         mismatches: roles whose replica failed its check here.
         consumed: checksum of each micro-batch that the first and last stages it owns have consumed; with a ledger only.
+        drawn: checksum of what the iterator at an end of a pipeline has given, if it speaks for that end.
     """
 
     losses: Mapping[int, Sequence[float]]
@@ -60,6 +61,7 @@ class Contribution:
     redundant: int = 0
     mismatches: Sequence[Role] = ()
     consumed: Mapping[Role, Sequence[int]] = field(default_factory=dict)
+    drawn: Mapping[Role, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ class Committed:
     """The sum over all members: losses by pipeline, squares by norm and rank, mismatches.
 
     ``consumed`` has one entry per pipeline: the checksums of its inputs, then those of its labels, by micro-batch.
-    ``overflow``: some role's gradients overflowed.
+    ``overflow``: some role's gradients overflowed. ``alike``: see :func:`alike`.
     """
 
     losses: tuple[tuple[float, ...], ...]
@@ -76,10 +78,28 @@ class Committed:
     mismatches: tuple[Role, ...]
     consumed: tuple[tuple[int, ...], ...] = ()
     overflow: bool = False
+    alike: bool | None = None
 
     def skipped(self) -> bool:
         """Whether an optimizer that leaves out a step on overflow has done so: a norm may overflow by itself."""
         return self.overflow or not all(math.isfinite(x) for norm in self.squares for x in norm)
+
+
+def encode_drawn(layout: Layout, drawn: Mapping[Role, int]) -> torch.Tensor:
+    """Checksums of what iterators have given, as float64, by pipeline and end; 0 where nothing was drawn for an end."""
+    vector = torch.zeros(2 * layout.pipelines, dtype=torch.float64)
+    for role, checksum in drawn.items():
+        vector[2 * role.pipeline + bool(role.stage)] = checksum + 1  # CRC-32 is exact in a float64
+    return vector
+
+
+def alike(drawn: Sequence[float]) -> bool | None:
+    """Whether the ends of each pipeline have given the same, by the sum of :func:`encode_drawn`.
+
+    ``None``: of no pipeline both have given something.
+    """
+    both = [pair for pair in zip(drawn[::2], drawn[1::2], strict=True) if all(pair)]
+    return all(first == last for first, last in both) if both else None
 
 
 def encode(layout: Layout, form: Form, mine: Contribution) -> torch.Tensor:
@@ -108,16 +128,21 @@ def encode(layout: Layout, form: Form, mine: Contribution) -> torch.Tensor:
     for role, found in mine.consumed.items():
         if len(found) != form.accounted:
             raise ProtocolError(f"role {role} accounts for {len(found)} micro-batches, expected {form.accounted}")
-        # CRC-32 is exact in a float64.
         at = flags + 2 * layout.size + (2 * role.pipeline + bool(role.stage)) * form.accounted
         vector[at : at + form.accounted] = torch.tensor(found, dtype=torch.float64)
+    vector[_drawn(layout)] = encode_drawn(layout, mine.drawn)
     vector[-1] = mine.redundant
     return vector
 
 
 def _length(layout: Layout, form: Form) -> int:
-    per_pipeline = form.losses + 2 * form.accounted
+    per_pipeline = form.losses + 2 * form.accounted + 2
     return layout.pipelines * per_pipeline + (form.norms + 2) * layout.size + 1
+
+
+def _drawn(layout: Layout) -> slice:
+    """Where the vector has what :func:`encode_drawn` gives."""
+    return slice(-1 - 2 * layout.pipelines, -1)
 
 
 def decode(layout: Layout, form: Form, vector: Sequence[float]) -> Committed:
@@ -129,7 +154,8 @@ def decode(layout: Layout, form: Form, vector: Sequence[float]) -> Committed:
     norms = [vector[base + n * layout.size : base + (n + 1) * layout.size] for n in range(form.norms)]
     flags = base + form.norms * layout.size
     overflow, mismatches = vector[flags : flags + layout.size], vector[flags + layout.size : flags + 2 * layout.size]
-    checksums = tuple(map(int, vector[flags + 2 * layout.size : -1]))
+    drawn = _drawn(layout)
+    checksums = tuple(map(int, vector[flags + 2 * layout.size : drawn.start]))
     return Committed(
         losses=tuple(tuple(vector[d * values : (d + 1) * values]) for d in range(layout.pipelines)),
         squares=tuple(map(tuple, norms)),
@@ -137,6 +163,7 @@ def decode(layout: Layout, form: Form, vector: Sequence[float]) -> Committed:
         mismatches=tuple(layout.role(rank) for rank, flag in enumerate(mismatches) if flag),
         consumed=tuple(checksums[d * each : (d + 1) * each] for d in range(layout.pipelines)) if each else (),
         overflow=any(overflow),
+        alike=alike(vector[drawn]),
     )
 
 

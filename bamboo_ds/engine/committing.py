@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..topology import Role
+from ..topology import Role, end_sources
 from .accounts import Accounts
 from .commit import Committed, Contribution, Form, Measured, decode, encode
 from .construction import Construction
@@ -92,6 +92,13 @@ class Commits:
             return False
         return stage not in (0, last) or len(runtime.consumed) >= self._accounted()
 
+    def drawn(self) -> dict[Role, int]:
+        """Checksum of what this member's iterator has given in this operation, if it speaks for its end."""
+        role, plan = self.binding.local.role, self.epoch.plan
+        found = self.batches[role.pipeline].digest
+        speaks = self.epoch.member in end_sources(plan, plan.world.rank(role))[:1]
+        return {role: found} if found is not None and speaks else {}
+
     def _contribution(self) -> Contribution:
         losses: dict[int, Sequence[float]] = {}
         measured: dict[Role, Measured] = {}
@@ -104,4 +111,4 @@ class Commits:
         mismatches = [r.role for r in self.binding.replicas() if not r.valid]
         redundant = [replica.part.forwards for replica in self.binding.replicas() if not replica.helps]
         ahead = sum(redundant) - self.checks.redone
-        return Contribution(losses, measured, ahead, mismatches, consumed)
+        return Contribution(losses, measured, ahead, mismatches, consumed, self.drawn())

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from deepspeed.runtime.dataloader import RepeatingLoader
-from torch.utils._pytree import tree_map_only
-from torch.utils.data import DistributedSampler
+from torch.utils._pytree import tree_flatten, tree_map_only
 
 from ..comm.transport import Lane, Payload, Transport
 from ..errors import ProtocolError, UnsupportedError
 from ..state import join, split
+from .dataset import Dataset
+from .tracing import checksum
 
 PARTS = ("inputs", "labels")
 
@@ -54,91 +55,65 @@ def from_message(payload: Payload) -> Any:
     return join(payload[0].cpu().numpy().tobytes().decode(), payload[1:])
 
 
+def digest(value: Any, crc: int = 0) -> int:
+    """CRC-32 of what is in ``value``, going on from ``crc``: of tensors all they contain, of other objects the type."""
+    leaves, structure = tree_flatten(value)
+    crc = zlib.crc32(str(structure).encode(), crc)
+    for leaf in leaves:
+        if torch.is_tensor(leaf) and leaf.layout is torch.strided:
+            crc = checksum(leaf, crc)
+        else:
+            plain = leaf is None or isinstance(leaf, (bool, int, float, str, bytes))
+            crc = zlib.crc32(repr(leaf if plain else type(leaf)).encode(), crc)
+    return crc
+
+
 def _copied(batch: Any) -> Any:
     """``batch`` with tensors of its own."""
     return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), batch)
 
 
-class _ResumedSampler(DistributedSampler):  # type: ignore[type-arg]
-    """The sampler that DeepSpeed makes for a pipeline, without the first samples of its first pass."""
+@dataclass(frozen=True)
+class Source:
+    """Where this member's batches of one pipeline come from in an operation.
 
-    def __init__(self, dataset: Any, pipelines: int, pipeline: int, skipped: int) -> None:
-        super().__init__(dataset, num_replicas=pipelines, rank=pipeline, shuffle=False)
-        self._skipped = skipped
-
-    def __iter__(self) -> Iterator[int]:
-        indices = list(super().__iter__())[self._skipped :]
-        self._skipped = 0
-        return iter(indices)
-
-
-@dataclass
-class _Stream:
-    """An open loader of one pipeline and the number of the batch that it gives next."""
-
-    loader: Iterator[Any]
-    position: int
-
-
-class Dataset:
-    """Batches of every pipeline from the ``training_data`` that all members have.
-
-    What batch k of pipeline d contains depends on k and d only, so any member can read it.
-
-    Args:
-        data: the dataset.
-        pipelines: their number.
-        batch_size: samples of a micro-batch.
-        loader: makes DeepSpeed's loader with a sampler.
+    Attributes:
+        iterator: of the script; ``None``: this member is no source.
+        process: applied to each batch.
+        parts: what this member takes from the iterator; other parts it receives.
+        shared: every member that needs batches has such an iterator, so none serves others.
+        whole: batches have no known parts yet, and are sent as they are.
     """
 
-    def __init__(self, data: Any, pipelines: int, batch_size: int, loader: Callable[[Any], Any]) -> None:
-        self._data, self._pipelines, self._batch_size, self._loader = data, pipelines, batch_size, loader
-        self._streams: dict[int, _Stream] = {}
-        self._batches_per_pass: int | None = None
+    iterator: Iterator[Any] | None = None
+    process: Callable[[Any], Any] | None = None
+    parts: tuple[str, ...] = PARTS
+    shared: bool = False
+    whole: bool = False
 
-    def adopt(self, pipeline: int, loader: Iterator[Any]) -> None:
-        """Use a loader that exists already and has given nothing yet."""
-        self._streams[pipeline] = _Stream(loader, 0)
 
-    def batch(self, pipeline: int, position: int) -> Any:
-        """Batch ``position`` of ``pipeline``, counted from the start of training; best asked for in order."""
-        stream = self._streams.get(pipeline)
-        if stream is None or stream.position != position:
-            stream = self._streams[pipeline] = _Stream(self._open(pipeline, position), position)
-        stream.position += 1
-        return next(stream.loader)
+@dataclass(frozen=True)
+class Served:
+    """What this member sends on a lane.
 
-    def indices(self, pipeline: int, position: int) -> tuple[int, list[int]]:
-        """Which pass over the dataset batch ``position`` belongs to, and the indices of its samples.
+    Attributes:
+        part: of batches.
+        first: micro-batch that comes next.
+        apart: only where the ends of the pipeline are, since the other member has an iterator, too.
+    """
 
-        Where the pipelines do not divide the dataset, the sampler completes a pass with its first samples.
-        """
-        if self._batches_per_pass is None:
-            self._batches_per_pass = len(self._loader(_ResumedSampler(self._data, self._pipelines, pipeline, 0)))
-        number, batch = divmod(position, self._batches_per_pass)
-        share = -(-len(self._data) // self._pipelines)
-        ordinals = range(batch * self._batch_size, min((batch + 1) * self._batch_size, share))
-        return number, [(pipeline + k * self._pipelines) % len(self._data) for k in ordinals]
-
-    @property
-    def size(self) -> int:
-        """Number of samples."""
-        return len(self._data)
-
-    def _open(self, pipeline: int, position: int) -> Iterator[Any]:
-        with torch.random.fork_rng(devices=[]):  # a loader draws a seed for its workers
-            passes = self._loader(_ResumedSampler(self._data, self._pipelines, pipeline, 0))
-            skipped = position % len(passes) * self._batch_size
-            return iter(RepeatingLoader(self._loader(_ResumedSampler(self._data, self._pipelines, pipeline, skipped))))
+    part: str
+    first: int
+    apart: bool = False
 
 
 class PipelineBatches:
     """The micro-batches of one pipeline in the current operation.
 
     A *source* has an iterator and draws from it; any other member that computes or shadows an end of the pipeline
-    receives what it needs from a source. What was drawn or received is kept until :meth:`end`, so a takeover never
-    draws again: each sample is consumed once.
+    receives what it needs from a source. Where the ends of the pipeline are apart (:mod:`~bamboo_ds.topology.sources`)
+    a source takes only the part of its own end from its iterator. What was drawn or received is kept until :meth:`end`,
+    so a takeover never draws again: each sample is consumed once.
 
     Args:
         for_script: iterators and what processes their batches run in it.
@@ -146,31 +121,28 @@ class PipelineBatches:
 
     def __init__(self, for_script: ForScript = nullcontext) -> None:
         self._for_script = for_script
-        self._iterator: Iterator[Any] | None = None
-        self._shared = self._whole = False
-        self._process: Callable[[Any], Any] | None = None
+        self._source = Source()
+        self._apart = False
         self._drawn: list[Any] = []
+        self._digest = 0
         self._received: dict[str, list[Payload]] = {part: [] for part in PARTS}
         self._transport: Transport | None = None
-        self._serving: dict[Lane, tuple[str, int]] = {}
+        self._serving: dict[Lane, Served] = {}
         self._sources: dict[str, Lane] = {}
 
-    def set_source(
-        self,
-        iterator: Iterator[Any] | None,
-        process: Callable[[Any], Any] | None,
-        shared: bool = False,
-        whole: bool = False,
-    ) -> None:
-        """Where batches come from in the current operation.
+    def set_source(self, source: Source, apart: bool = False) -> None:
+        """An operation begins: where batches come from in it, and whether the ends of the pipeline are apart."""
+        self._source, self._apart = source, apart
 
-        Args:
-            iterator: of this pipeline; ``None``: this member is no source.
-            process: applied to each batch.
-            shared: every member that needs batches has such an iterator, so none serves others.
-            whole: batches have no known parts yet, and are sent as they are.
-        """
-        self._iterator, self._process, self._shared, self._whole = iterator, process, shared, whole
+    @property
+    def digest(self) -> int | None:
+        """Checksum of all that was drawn here in this operation; ``None``: this member is no source."""
+        return None if self._source.iterator is None or self._source.shared else self._digest
+
+    @property
+    def own(self) -> tuple[str, ...]:
+        """Parts that this member draws."""
+        return () if self._source.iterator is None else self._source.parts
 
     @property
     def received(self) -> dict[str, int]:
@@ -180,14 +152,14 @@ class PipelineBatches:
     def connect(
         self,
         transport: Transport,
-        serving: Mapping[Lane, tuple[str, int]],
+        serving: Mapping[Lane, Served],
         sources: Mapping[str, Lane],
     ) -> None:
         """Use the lanes of a new epoch.
 
         Args:
             transport: the epoch's.
-            serving: lanes on which this member, a source, sends a part, and the first that each needs.
+            serving: lanes on which this member, a source, sends a part.
             sources: the lanes on which this member receives each part.
         """
         self._transport, self._serving, self._sources = transport, dict(serving), dict(sources)
@@ -202,23 +174,29 @@ class PipelineBatches:
             StopIteration: the iterator is exhausted.
             EpochChanged: while a part was awaited.
         """
-        if self._iterator is not None:
+        wanted = [part for part, asked in zip(PARTS, (inputs, labels), strict=True) if asked]
+        if self._source.whole:
+            wanted = wanted[:1]  # which gives all of it
+        if set(wanted) <= set(self.own):
             self._draw(micro_batch + 1)
             return self._drawn[micro_batch]
-        if self._whole:
-            return from_message(self._part("inputs" if inputs else "labels", micro_batch))
-        wanted = {"inputs": inputs, "labels": labels}
-        return tuple(self._part(part, micro_batch) if wanted[part] else None for part in PARTS)
+        if self._source.whole:
+            return from_message(self._part(wanted[0], micro_batch))
+        return tuple(self._part(part, micro_batch) if part in wanted else None for part in PARTS)
 
     def _draw(self, count: int) -> None:
         while len(self._drawn) < count:
-            assert self._iterator is not None
+            source = self._source
+            assert source.iterator is not None
             with self._for_script():
-                batch = next(self._iterator)
-                if self._process is not None:
-                    batch = self._process(batch)
+                batch = next(source.iterator)
+                if source.process is not None:
+                    batch = source.process(batch)
             # The iterator may fill the same tensors again: DeepSpeed copies what it loads, too.
             self._drawn.append(_copied(batch))
+            if not source.shared:
+                seen = batch if source.whole or not isinstance(batch, (list, tuple)) else batch[: len(PARTS)]
+                self._digest = digest(seen, self._digest)
             self._serve()
 
     def _part(self, part: str, micro_batch: int) -> Payload:
@@ -232,7 +210,7 @@ class PipelineBatches:
 
     def ready(self, micro_batch: int, part: str) -> bool:
         """Whether :meth:`batch` would not wait for another member for this part."""
-        if self._iterator is not None or len(self._received[part]) > micro_batch:
+        if part in self.own or len(self._received[part]) > micro_batch:
             return True
         lane = self._sources.get(part)
         if lane is None or self._transport is None or len(self._received[part]) < micro_batch:
@@ -241,12 +219,12 @@ class PipelineBatches:
 
     def draw_ahead(self, micro_batches: int) -> None:
         """Draw everything that others need now."""
-        if self._iterator is not None and self._serving and not self._shared:
+        if self._source.iterator is not None and self._in_use() and not self._source.shared:
             self._draw(micro_batches)
 
     def complete(self, micro_batches: int) -> None:
         """A source draws what it has not needed, so that all sources consume the same number of batches."""
-        if self._iterator is not None and (self._drawn or not self._shared):
+        if self._source.iterator is not None and (self._drawn or not self._source.shared):
             self._draw(micro_batches)
 
     def end(self, micro_batches: int) -> None:
@@ -254,28 +232,33 @@ class PipelineBatches:
 
         It has arrived already: its sender drained its sends before it entered the commit.
         """
-        if self._iterator is None:
-            for part in self._sources:
+        for part in self._sources:
+            if part not in self.own:
                 self._part(part, micro_batches - 1)
         self.drop()
 
     def drop(self) -> None:
         """Forget everything of the current operation."""
         self._drawn.clear()
+        self._digest = 0
         for values in self._received.values():
             values.clear()
-        self._serving = {lane: (part, 0) for lane, (part, _) in self._serving.items()}
+        self._serving = {lane: replace(served, first=0) for lane, served in self._serving.items()}
+
+    def _in_use(self) -> dict[Lane, Served]:
+        """Lanes on which this member sends in this operation."""
+        return {lane: served for lane, served in self._serving.items() if self._apart or not served.apart}
 
     def _serve(self) -> None:
-        if self._shared:
+        if self._source.shared:
             return
-        for lane, (part, sent) in self._serving.items():
-            for m in range(sent, len(self._drawn)):
+        for lane, served in self._in_use().items():
+            for m in range(served.first, len(self._drawn)):
                 assert self._transport is not None
-                batch = self._drawn[m]
-                message = as_message(batch) if self._whole else as_payload(part, batch[PARTS.index(part)])
+                batch, part = self._drawn[m], served.part
+                message = as_message(batch) if self._source.whole else as_payload(part, batch[PARTS.index(part)])
                 self._transport.send(lane, m, message)
-            self._serving[lane] = part, max(sent, len(self._drawn))
+            self._serving[lane] = replace(served, first=max(served.first, len(self._drawn)))
 
 
 class Batches:
@@ -289,9 +272,8 @@ class Batches:
     def __init__(self, slices: int = 1, for_script: ForScript = nullcontext) -> None:
         self._slices, self._for_script = slices, for_script
         self._pipelines: dict[int, PipelineBatches] = {}
-        self._shared = False
-        self._sources: Callable[[int], tuple[Iterator[Any] | None, bool]] = lambda pipeline: (None, False)
-        self._process: Callable[[Any], Any] | None = None
+        self._shared = self._apart = False
+        self._sources: Callable[[int], Source] = lambda pipeline: Source()
 
     @property
     def shared(self) -> bool:
@@ -305,17 +287,28 @@ class Batches:
             self._set_source(pipeline)
         return batches
 
-    def _set_source(self, pipeline: int) -> None:
-        iterator, shared = self._sources(pipeline)
-        process = self._process if self._slices == 1 else None
-        self._pipelines[pipeline].set_source(iterator, process, shared, self._slices > 1)
+    @property
+    def apart(self) -> bool:
+        """Whether the ends of a pipeline are in this operation."""
+        return self._apart
 
-    def use_iterator(self, pipeline: int, iterator: Iterator[Any] | None, process: Callable[[Any], Any] | None) -> None:
-        """In this operation batches come from the script's iterators, this member's being for ``pipeline``."""
-        self._sources = lambda d: (iterator if d == pipeline else None, False)
-        self._shared = False
-        self._begin(process)
-        if iterator is not None:
+    def _set_source(self, pipeline: int) -> None:
+        source = self._sources(pipeline)
+        process = source.process if self._slices == 1 else None
+        source = replace(source, process=process, whole=self._slices > 1)
+        self._pipelines[pipeline].set_source(source, self._apart)
+
+    def use_iterator(self, pipeline: int, source: Source, apart: bool) -> None:
+        """In this operation batches come from the script's iterators, this member's being for ``pipeline``.
+
+        Args:
+            pipeline: whose end this member's script runs as.
+            source: this member's.
+            apart: the ends of a pipeline are.
+        """
+        self._sources = lambda d: source if d == pipeline else Source()
+        self._begin(shared=False, apart=apart)
+        if source.iterator is not None:
             self[pipeline]  # drawn from in any case, to keep pace with the other sources
 
     def use_dataset(self, dataset: Dataset, position: int, process: Callable[[Any], Any] | None) -> None:
@@ -327,14 +320,21 @@ class Batches:
                 yield dataset.batch(pipeline // self._slices, at)
                 at += 1
 
-        self._sources = lambda pipeline: (read(pipeline), True)
-        self._shared = True
-        self._begin(process)
+        self._sources = lambda pipeline: Source(read(pipeline), process, shared=True)
+        self._begin(shared=True, apart=False)
 
-    def _begin(self, process: Callable[[Any], Any] | None) -> None:
-        self._process = process
+    def _begin(self, shared: bool, apart: bool) -> None:
+        self._shared, self._apart = shared, apart
         for pipeline in self._pipelines:
             self._set_source(pipeline)
+
+    def skip(self, iterator: Iterator[Any], process: Callable[[Any], Any] | None, count: int) -> None:
+        """Draw what the others drew in an operation that is replayed; ``process`` may draw random numbers, too."""
+        with self._for_script():
+            for _ in range(count):
+                batch = next(iterator)
+                if process is not None and self._slices == 1:
+                    process(batch)
 
     @property
     def received(self) -> dict[str, dict[str, int]]:
@@ -344,20 +344,20 @@ class Batches:
     def connect(
         self,
         transport: Transport,
-        serving: Iterable[tuple[int, Lane, str, int]],
+        serving: Iterable[tuple[int, Lane, Served]],
         sources: Iterable[tuple[int, Lane, str]],
     ) -> None:
         """Use the lanes of a new epoch, see :meth:`PipelineBatches.connect`.
 
         Args:
             transport: the epoch's.
-            serving: pipeline, lane, part and first micro-batch wanted, where this member serves others.
+            serving: pipeline, lane and what is sent, where this member serves others.
             sources: pipeline, lane and part, where it is served.
         """
-        outgoing: dict[int, dict[Lane, tuple[str, int]]] = {}
+        outgoing: dict[int, dict[Lane, Served]] = {}
         incoming: dict[int, dict[str, Lane]] = {}
-        for pipeline, lane, part, first in serving:
-            outgoing.setdefault(pipeline, {})[lane] = part, first
+        for pipeline, lane, served in serving:
+            outgoing.setdefault(pipeline, {})[lane] = served
         for pipeline, lane, part in sources:
             incoming.setdefault(pipeline, {})[part] = lane
         for pipeline in sorted({*self._pipelines, *outgoing, *incoming}):

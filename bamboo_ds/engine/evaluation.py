@@ -5,7 +5,7 @@ Layers may keep what they see in an evaluation, too (counts, larger caches): oth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ from ..state import Tree
 from ..topology import Role
 from .beats import Beats
 from .changes import bits
-from .commit import mean_over_copies
+from .commit import alike, encode_drawn, mean_over_copies
 from .committing import Commits
 from .copies import Copies
 from .deepspeed_adapter import DeepSpeedAdapter
@@ -54,7 +54,6 @@ class Evaluation:
     history: History
     beats: Beats
     recording: Recording
-    report_iterators: Callable[[], None]
     _micro_batches: int = field(default=0, init=False)
     _reduce: str | None = field(default=None, init=False)
     _losses: dict[int, Any] = field(default_factory=dict, init=False)
@@ -89,24 +88,29 @@ class Evaluation:
         if self.supply.dataset is not None and not self._told_iterators:
             # Any member can draw from the dataset, but not from what the script evaluates on.
             self._told_iterators = True
-            self.report_iterators()
+            self.supply.needs.tell(iterators=True)
         ds.eval_return_logits, ds.compute_loss = return_logits, compute_loss
         self._reduce, self._losses = reduce_output, {}
-        self.supply.use_iterator(data_iter)
+        self.supply.use_iterator("evaluate", data_iter)
         self.takeover.run(self)
         ds.module.eval()  # DeepSpeed leaves it so until the next iteration
         ds.eval_return_logits, ds.compute_loss = False, True
         found, self._losses = self._losses, {}
         result: Any = found.get(self.binding.local.role.pipeline)
         if compute_loss and (bcast_loss or ds.monitor.enabled or ds.is_last_stage()) and reduce_output is not None:
-            assert self.progress.vector is not None
-            result = self._mean(self.progress.vector)
+            result = self._mean(self._agreed()[0])
         if ds.monitor.enabled and result is not None:
             ds.monitor.write_events([("Train/Samples/eval_loss", result.mean().item(), ds.global_samples)])
         if return_logits:
             outputs, ds.outputs = ds.outputs, None
             return result, outputs
         return result
+
+    def _agreed(self) -> tuple[list[float], bool | None]:
+        """The losses by pipeline, and whether the ends of pipelines are alike, as the commit has agreed."""
+        assert self.progress.vector is not None
+        pipelines = self.epoch.layout.pipelines
+        return list(self.progress.vector[:pipelines]), alike(self.progress.vector[pipelines:])
 
     def _mean(self, losses: Any) -> torch.Tensor:
         return mean_over_copies(self.epoch.layout, self.binding.local.role, losses).to(self.ds.device)
@@ -185,7 +189,7 @@ class Evaluation:
         self.supply.batches.complete(self._micro_batches)
         self.epoch.transport.drain()
         self.progress.entered = True
-        self.commits.agree(vector)
+        self.commits.agree(torch.cat([vector, encode_drawn(self.epoch.layout, self.commits.drawn())]))
 
     def repeatable(self) -> bool:
         """The outputs of a last stage died with its owner; the others may have entered long before it was through."""
@@ -202,8 +206,9 @@ class Evaluation:
             self.copies.follow_layers(role, layers)
         self._before.clear()
         self._changed.clear()
-        assert self.progress.vector is not None
-        self.history.add("evaluate", list(self.progress.vector))
+        losses, same = self._agreed()
+        self.supply.note_ends("evaluate", same)
+        self.history.add("evaluate", losses, same)
         self.binding.begin_iteration()
         for runtime in self.binding.owned():
             runtime.layers.tensors.settle()

@@ -45,6 +45,8 @@ _VARIABLES = (
     "ONEDNN_DEFAULT_FPMATH_MODE",
     "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
 )
+#: With which cuBLAS gives the same bits each time.
+_CUBLAS = (":4096:8", ":16:8")
 #: Of DeepSpeed's activation checkpointing.
 _CHECKPOINTING = ("PARTITION_ACTIVATIONS", "CPU_CHECKPOINT", "CONTIGUOUS_CHECKPOINTING", "num_layers")
 
@@ -100,6 +102,34 @@ def _read(setting: Callable[[], Any]) -> Any:
 
 def _called(hook: Any) -> str:
     return str(getattr(hook, "__qualname__", type(hook).__qualname__))
+
+
+def uncertain(device: torch.device, flags: Mapping[str, str]) -> list[str]:
+    """What a script may set so that a pass which is done again gives the same bits, by the names by which it does.
+
+    Args:
+        device: on which the process computes. On CPUs torch's kernels give the same bits each time.
+        flags: what :func:`flags_here` gives.
+    """
+    if device.type == "cpu":
+        return []
+    asked = flags["torch.use_deterministic_algorithms"] == "True"
+    only_warned = flags["torch.use_deterministic_algorithms(warn_only)"] == "True"
+    found = []
+    if not asked or only_warned:
+        found.append("torch.use_deterministic_algorithms(True)" + (" without warn_only" if asked else ""))
+        found += [
+            f"torch.backends.cuda.enable_{kind}_sdp(False) (or the line before: backward passes of attention)"
+            for kind in ("flash", "mem_efficient", "cudnn")
+            if flags[f"torch.backends.cuda.enable_{kind}_sdp"] == "True"
+        ]
+    if flags["torch.backends.cudnn.benchmark"] == "True":
+        found.append("torch.backends.cudnn.benchmark = False")
+    if not asked and flags["torch.backends.cudnn.deterministic"] != "True":
+        found.append("torch.backends.cudnn.deterministic = True")
+    if flags["CUBLAS_WORKSPACE_CONFIG"] not in _CUBLAS:
+        found.append(f"CUBLAS_WORKSPACE_CONFIG={_CUBLAS[0]} in the environment")
+    return found
 
 
 def compare_flags(flags: Mapping[str, Mapping[str, str]], first: str) -> None:

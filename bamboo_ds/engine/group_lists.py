@@ -1,87 +1,111 @@
-"""What learning-rate schedulers have once for each of their optimizer's groups, of which other stages have others."""
+"""What learning-rate schedulers have once for each of their optimizer's groups, of which other stages have others.
+
+Lists of numbers travel with a scheduler's state. Functions cannot, so those of a copy are compared with its owner's by
+the code that they were made by and the numbers that it was given.
+"""
 
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch.optim import lr_scheduler
 
 from ..errors import UnsupportedError
+from ..state import Tree
 
 _PLAIN = (bool, int, float, str, type(None))
-#: Settings of groups that schedulers change.
-_CHANGED = {"params", "lr", "initial_lr", "min_lr", "max_lr", "base_lr", "momentum", "max_momentum", "base_momentum"}
-
-Groups = Sequence[Mapping[str, Any]]
+_CURE = "give deepspeed.initialize a function that makes the scheduler, lr_scheduler=lambda optimizer: ..."
 
 
-def fit(scheduler: Any, own: Groups, others: Groups) -> None:
-    """Give ``scheduler``, made for the groups ``own``, a function for each group of ``others``.
-
-    Lists of numbers come with the state of the scheduler that drives these.
+def fit(scheduler: Any, own: int, others: int) -> None:
+    """Give ``scheduler``, made for ``own`` groups, a function for each of ``others``.
 
     Raises:
-        UnsupportedError: its groups have different functions, and these are other groups.
+        UnsupportedError: these are more or fewer, and its groups have different functions.
     """
-    attributes = vars(scheduler)
-    for name, value in list(attributes.items()):
+    if own == others:
+        return
+    for holder, name, value in _functions(scheduler, own):
+        if others and (not own or any(_made_by(each) != _made_by(value[0]) for each in value)):
+            raise UnsupportedError(
+                f"the learning-rate scheduler {type(scheduler).__name__} has a function of its own for each of the "
+                f"optimizer's {own} groups ({name}), and another stage has other groups ({others}): {_CURE}"
+            )
+        vars(holder)[name] = [copy.deepcopy(value[0]) for _ in range(others)]
+
+
+def functions_of(scheduler: Any, groups: int) -> Tree:
+    """By what the functions were made that ``scheduler`` has for each of its ``groups``."""
+    return [[name, [_made_by(each) for each in value]] for _, name, value in _functions(scheduler, groups)]
+
+
+def compare_functions(scheduler: Any, groups: int, theirs: Tree) -> None:
+    """Compare the functions of a replica's ``scheduler`` with its owner's.
+
+    Raises:
+        UnsupportedError: they are others.
+    """
+    mine = functions_of(scheduler, groups)
+    if mine != theirs:
+        names = sorted({name for name, _ in [*mine, *theirs]})
+        raise UnsupportedError(
+            f"the learning-rate scheduler {type(scheduler).__name__} has other functions ({', '.join(names)}) for the "
+            f"groups of this stage than for those of another one, or gets others when it is made again: {_CURE} that "
+            "gives each group its function by the group's settings"
+        )
+
+
+def _functions(scheduler: Any, groups: int) -> Iterator[tuple[Any, str, Sequence[Any]]]:
+    """Lists of functions for each of the groups: what has them, their name, the list."""
+    for name, value in list(vars(scheduler).items()):
         if not isinstance(value, (list, tuple)):
             continue
         if any(hasattr(each, "state_dict") for each in value):  # schedulers in turn
             for each in value:
-                fit(each, own, others)
-        elif _per_group(scheduler, name, value, len(own)) and not _same(value, own, others):
-            if not own or not all(_alike(value[0], each) for each in value):
-                raise UnsupportedError(
-                    f"the learning-rate scheduler {type(scheduler).__name__} has a function of its own for each of the "
-                    f"optimizer's {len(own)} groups ({name}), and another stage has other groups ({len(others)}): give "
-                    "deepspeed.initialize a function that makes the scheduler, lr_scheduler=lambda optimizer: ..."
-                )
-            attributes[name] = type(value)([copy.deepcopy(value[0]) for _ in others])
+                yield from _functions(each, groups)
+        elif _per_group(scheduler, name, value, groups):
+            yield scheduler, name, value
 
 
 def _per_group(scheduler: Any, name: str, value: Sequence[Any], groups: int) -> bool:
-    """Whether ``value`` has something else than numbers for each group."""
     if name == "lr_lambdas" and isinstance(scheduler, (lr_scheduler.LambdaLR, lr_scheduler.MultiplicativeLR)):
         return True
-    return len(value) == groups and any(not _numbers(each) for each in value)
+    return len(value) == groups and any(map(callable, value))
 
 
-def _numbers(value: Any) -> bool:
-    """Whether ``value`` can travel with a state."""
+def _made_by(function: Any) -> str:
+    """Equal for functions that were made by the same code from the same values, as far as these are plain."""
+    if isinstance(function, functools.partial):
+        return f"{_made_by(function.func)}({_values([*function.args, *sorted(function.keywords.items())])})"
+    if inspect.ismethod(function):
+        return _made_by(function.__func__)
+    if not inspect.isfunction(function):
+        return type(function).__qualname__
+    given = [*(function.__defaults__ or ()), *(_content(cell) for cell in function.__closure__ or ())]
+    code = function.__code__
+    return f"{function.__qualname__}:{code.co_firstlineno}:{code.co_code.hex()}:{code.co_names}({_values(given)})"
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # a variable without a value yet
+        return None
+
+
+def _values(values: Any) -> str:
+    return ", ".join(map(_value, values))
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, _PLAIN):
+        return repr(value)
     if isinstance(value, Mapping):
-        return all(map(_numbers, value.values()))
+        return f"{{{_values(value.items())}}}"
     if isinstance(value, (list, tuple)):
-        return all(map(_numbers, value))
-    return isinstance(value, _PLAIN) or hasattr(value, "dtype")
-
-
-def _same(value: Sequence[Any], own: Groups, others: Groups) -> bool:
-    """Whether what is there for the groups ``own`` is there for ``others``."""
-    return len(own) == len(others) and (
-        all(_alike(value[0], each) for each in value)
-        or all(_settings(mine) == _settings(other) for mine, other in zip(own, others, strict=True))
-    )
-
-
-def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if name not in _CHANGED and isinstance(value, _PLAIN)}
-
-
-def _alike(one: Any, other: Any) -> bool:
-    """Whether two functions do the same: they are the same, or were made by the same code from the same values."""
-    if one is other:
-        return True
-    if not (inspect.isfunction(one) and inspect.isfunction(other)):
-        return False
-    mine, theirs = ([*(f.__defaults__ or ()), *inspect.getclosurevars(f).nonlocals.items()] for f in (one, other))
-    return one.__code__ is other.__code__ and len(mine) == len(theirs) and all(map(_equal, mine, theirs))
-
-
-def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, tuple) and isinstance(other, tuple):
-        return len(one) == len(other) and all(map(_equal, one, other))
-    return one is other or (isinstance(one, _PLAIN) and isinstance(other, _PLAIN) and one == other)
+        return f"[{_values(value)}]"
+    return _made_by(value) if callable(value) else type(value).__qualname__

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from ..comm.attachment import Answer, slices_name
@@ -60,6 +61,15 @@ class RoleGroups:
     def note_pass(self, passing: bool) -> None:
         """The main thread begins or ends a pass. Layers that are whole call no collectives in it."""
         self._session.note_pass(passing and self.layout.slices == 1)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """In the body the script gives batches, and must not communicate; tensor slices read theirs together."""
+        self._session.note_draw(self.layout.slices == 1)
+        try:
+            yield
+        finally:
+            self._session.note_draw(False)
 
     def among_slices(self, local: Role, role: Role) -> AbstractContextManager[None]:
         """In the body layers communicate with the other slices of ``role``; the script's stage is that of ``local``."""

@@ -19,10 +19,13 @@ class Done:
             ``evaluate``: an evaluation, with the loss of each pipeline; ``save``, ``load``: a checkpoint, with its
             folder and tag (``None``: there was none); ``visit``: a call for each stage.
         data: the result, as JSON values.
+        alike: whether the iterators of both ends of each pipeline have given the same batches; ``None``: that was not
+            compared.
     """
 
     kind: Kind
     data: Any
+    alike: bool | None = None
 
 
 class History:
@@ -38,6 +41,7 @@ class History:
     def __init__(self, slices: int = 1) -> None:
         self._slices = slices
         self._done: list[Done] = []
+        self._alike: dict[Kind, bool] = {}
         #: Number of iterations among them.
         self.steps = 0
 
@@ -47,14 +51,25 @@ class History:
     def __getitem__(self, number: int) -> Done:
         return self._done[number]
 
-    def add(self, kind: Kind, data: Any) -> None:
-        """Note an operation."""
-        self._done.append(Done(kind, data))
+    def add(self, kind: Kind, data: Any, alike: bool | None = None) -> None:
+        """Note an operation; see :class:`Done`."""
+        self._done.append(Done(kind, data, alike))
         self.steps += kind == "train"
+        if alike is not None:
+            self._alike[kind] = alike and self._alike.get(kind, True)
 
-    def add_iteration(self, losses: Sequence[Sequence[float]], skipped: bool) -> None:
+    def add_iteration(self, losses: Sequence[Sequence[float]], skipped: bool, alike: bool | None = None) -> None:
         """Note an iteration: its losses by pipeline, and whether the optimizers left out their step."""
-        self.add("train", {"losses": [list(each) for each in losses], "skipped": skipped})
+        self.add("train", {"losses": [list(each) for each in losses], "skipped": skipped}, alike)
+
+    def alike(self, kind: Kind) -> bool | None:
+        """Whether the ends of pipelines have given the same in all operations of ``kind`` that were compared."""
+        return self._alike.get(kind)
+
+    @property
+    def differs(self) -> bool:
+        """Whether the ends of a pipeline have ever given different batches."""
+        return not all(self._alike.values())
 
     @classmethod
     def key(cls, first: int) -> str:
@@ -67,9 +82,9 @@ class History:
 
     def extend(self, answer: str) -> int:
         """Take over what another member has answered; returns how much that was."""
-        new = [Done(kind, data) for kind, data in json.loads(answer)]
-        self._done += new
-        self.steps += sum(done.kind == "train" for done in new)
+        new = [Done(*each) for each in json.loads(answer)]
+        for done in new:
+            self.add(done.kind, done.data, done.alike)
         return len(new)
 
     def first(self, count: int, *more: Done) -> str:
@@ -95,10 +110,14 @@ class History:
         return found[::-1]
 
 
+def _fields(done: Done) -> list[Any]:
+    return [done.kind, done.data, *([] if done.alike is None else [done.alike])]
+
+
 def _as_text(done: Sequence[Done]) -> str:
     """A JSON list.
 
     Made of one operation at a time: in one call the history of a long job would hold the interpreter's lock for
     seconds, and no heartbeat would go out.
     """
-    return f"[{', '.join(json.dumps([each.kind, each.data]) for each in done)}]"
+    return f"[{', '.join(json.dumps(_fields(each)) for each in done)}]"

@@ -6,7 +6,7 @@ from enum import IntEnum
 from itertools import chain
 
 from ..comm.transport import Lane
-from ..topology import Plan, Role, batch_sources
+from ..topology import Plan, Role, batch_sources, end_sources
 
 
 class Stream(IntEnum):
@@ -110,7 +110,8 @@ class Lanes:
                 self._add(Stream.REPLICA, role, owner, shadow)
                 self._add(Stream.STATE, role, owner, shadow)
                 self._tell(plan, role, shadow)
-            sources = batch_sources(plan, role.pipeline)
+            # Those of the end itself are right in any case.
+            sources = end_sources(plan, layout.rank(role)) or batch_sources(plan, role.pipeline)
             if not sources:
                 continue
             for stage, to_owner, to_shadow in (

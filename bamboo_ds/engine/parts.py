@@ -25,7 +25,8 @@ from .checkpointing import Checkpoints, End
 from .committing import Commits
 from .construction import Construction, Snapshots
 from .copies import Copies
-from .data import Batches, Dataset
+from .data import Batches
+from .dataset import Dataset
 from .deepspeed_adapter import DeepSpeedAdapter
 from .division import Division
 from .evaluation import Evaluation
@@ -40,6 +41,7 @@ from .loading import Loader
 from .mismatches import Mismatches
 from .monitors import JobTags, Monitors
 from .passes import Passes
+from .reading import Reading
 from .recording import Recording
 from .records import CurrentEpoch, Progress
 from .recovery import RecoveryProtocol
@@ -55,7 +57,7 @@ from .script_calls import ScriptCalls
 from .slices import SlicedPasses, mode_for
 from .stage_memory import PassBytes, local_stage
 from .steps import Steps
-from .supply import BatchSupply
+from .supply import BatchSupply, Needs
 from .takeover import Takeover
 from .tied import tied_stages
 from .training import Training
@@ -95,7 +97,11 @@ class Parts:
         local.layers, local.optimizer = Layers(local.module), stage_optimizer(ds, groups, local)
         self.epoch = epoch = CurrentEpoch(job, layout, mode.eager_backward)
         self.progress = progress = Progress(torch.initial_seed())
-        history, batches, idle = History(layout.slices), Batches(layout.slices, binding.for_script), IdleTimes()
+        history, batches, idle = (
+            History(layout.slices),
+            Batches(layout.slices, Reading(binding, groups).batches),
+            IdleTimes(),
+        )
         beats, generators = Beats(job, progress), RoleGenerators(ds, layout, progress, history)
         recording = Recording(ds, binding, progress, channel.spans, settings.observe.timeline)
         self.accounts = accounts = Accounts(settings.observe.ledger, session.member)
@@ -112,7 +118,12 @@ class Parts:
             session, lambda: self.script.place(), lambda: self.script.recover(), lambda told: self.script.tell(told)
         )
         dataset = _dataset_of(ds, layout)
-        self.supply = supply = BatchSupply(ds, binding, epoch, progress, batches, accounts, dataset, ds.data_iterator)
+        stage, limit = local_stage(ds, layout, mode.eager_backward), settings.topology.memory_limit
+        needs = Needs(partial(channel.report_layout, layout, mode.replicas, stage=stage, memory=limit), dataset is None)
+        self.report_layout = needs.tell_all
+        self.supply = supply = BatchSupply(
+            ds, binding, epoch, progress, batches, accounts, dataset, ds.data_iterator, history, needs
+        )
 
         # Passes, reduction, commit, step.
         self.reduction = reduction = Reduction(ds, binding, epoch, tied_stages(ds.module))
@@ -125,7 +136,6 @@ class Parts:
         waits = ds.device.type == "cpu" or os.environ.get("CUDA_LAUNCH_BLOCKING") == "1"
         self.times = times = BlockTimes(bool(layout.blocks) and waits)
         retains = mode.replicas or layout.slices > 1
-        limit = settings.topology.memory_limit
         kept = PassBytes(ds, layout, limit is not None, retains)
         self.passes = passes = Passes(
             ds, layout, binding, progress, batches, accounts, slices, generators, idle, checks, times, kept
@@ -157,9 +167,6 @@ class Parts:
         )
         self.resuming = resuming = Resuming(epoch, progress, history, joining)
         self.loader = loader = Loader(ds, layout, groups, binding, progress, copies, replication, pristine)
-        stage = local_stage(ds, layout, mode.eager_backward)
-        report = partial(channel.report_layout, layout, mode.replicas, stage=stage, memory=limit)
-        self.report_layout = partial(report, dataset is None)
         self.replay = replay = Replay(job, progress, history, joining, resuming, loader, takeover, self.report_layout)
         self.script = ScriptCalls(
             *(binding, epoch, progress, builder, copies, replay, takeover, collectives, announcements)
@@ -173,7 +180,7 @@ class Parts:
         )
         self.evaluation = Evaluation(
             *(ds, binding, epoch, progress, supply, replay, takeover, passes, replication, commits, copies, saves),
-            *(history, beats, recording, report),
+            *(history, beats, recording),
         )
         self.checkpoints = Checkpoints(
             *(ds, groups, binding, epoch, progress, replay, takeover, commits, copies, loader, saves, history),

@@ -121,7 +121,8 @@ class BambooPipelineEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed i
     ) -> bool:
         """As DeepSpeed's. The folder of the checkpoint appears when it is complete, never before.
 
-        It returns after a copy to host memory (``bamboo.checkpoint.asynchronous``); a failure to write is an event.
+        It returns after a copy to host memory (``bamboo.checkpoint.asynchronous``); a failure to write is an event. The
+        script may delete older checkpoints then: the newest comes back if this one does not get complete.
 
         Returns:
             Whether the checkpoint is being written, or complete if it was waited for.

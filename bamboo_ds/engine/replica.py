@@ -18,7 +18,7 @@ from ..state import Tree
 from .rebinding import Rebinding
 from .rng import left_alone
 from .runtime import StageRuntime
-from .schedulers import Pristine, bases_of, load_state
+from .schedulers import Pristine, capture_scheduler, restore_scheduler
 from .tracing import content_checksum
 
 #: Types of what a script marks parameters with.
@@ -153,7 +153,6 @@ _COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
 
 def capture(runtime: StageRuntime) -> Tree:
     """The role's full state: what a replica must equal. The runtime's attributes must be up to date."""
-    scheduler = runtime.attributes["lr_scheduler"]
     return {
         "groups": group_names(runtime),
         "structure": structure_of(runtime.module),
@@ -164,8 +163,7 @@ def capture(runtime: StageRuntime) -> Tree:
         "layers": runtime.layers.capture(whole=True),
         "began": runtime.layers.began,
         "optimizer": runtime.optimizer.capture(),
-        "scheduler": scheduler.state_dict() if scheduler is not None else None,
-        "scheduler_bases": bases_of(scheduler),
+        "scheduler": capture_scheduler(runtime),
         "counters": {name: runtime.attributes[name] for name in _COUNTERS},
     }
 
@@ -189,14 +187,7 @@ def restore(runtime: StageRuntime, state: Tree, pristine: Pristine | None) -> No
     runtime.layers.restore(state["layers"])
     runtime.layers.tensors.settle()
     runtime.train_only(state["trains"])
-    scheduler = runtime.attributes["lr_scheduler"]
-    if scheduler is not None:
-        if pristine is None:
-            # DeepSpeed's schedulers begin with the learning rate that they find, and keep it for themselves.
-            vars(scheduler).update({k: v for k, v in state["scheduler_bases"].items() if k in vars(scheduler)})
-        load_state(scheduler, state["scheduler"], pristine, runtime.attributes["basic_optimizer"])
-        if pristine is not None:  # lists with a number for each of the groups, which a state may leave out
-            vars(scheduler).update({k: v for k, v in state["scheduler_bases"].items() if k in vars(scheduler)})
+    restore_scheduler(runtime, state["scheduler"], pristine)
     runtime.optimizer.restore(state["optimizer"])  # after the scheduler, which may change the groups
     runtime.attributes.update(state["counters"])
     runtime.checksum = None  # it is of the state before: the local runtime may have been another member's for long

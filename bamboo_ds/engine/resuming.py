@@ -12,6 +12,7 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ..state import spares
 from ..state.checkpoints import MAX_DEPTH, CheckpointError, folder_of, newest_complete, read_manifest
 from ..state.publish import put_back, take_over
 from .history import History
@@ -53,13 +54,14 @@ class Resuming:
         for folder in list(Path(told).parents)[:MAX_DEPTH]:
             try:
                 newest = newest_complete(folder, job)
-                if newest is None and not (folder.is_dir() and put_back(folder, job)):
+                if newest is None and not (folder.is_dir() and (put_back(folder, job) + spares.settle(folder, job))):
                     continue
                 root = folder if newest is None else folder_of(newest.path)
             except (CheckpointError, OSError) as error:
                 problems.append(str(error))
                 continue
             take_over(root, job, self.epoch.plan.lineage)
+            spares.settle(root, job)
             found = newest_complete(root, job, checksums=True)
             if found is not None:
                 return str(root), found.tag

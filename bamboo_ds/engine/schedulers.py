@@ -22,7 +22,7 @@ import torch
 
 from ..errors import UnsupportedError
 from ..state import Tree
-from .group_lists import fit
+from .group_lists import compare_functions, fit, functions_of
 from .runtime import StageRuntime
 
 logger = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ class Pristine:
             self._made.append((weakref.ref(scheduler), _copied(scheduler, optimizer), optimizer))
             return scheduler
         scheduler = copy.deepcopy(self._scheduler, {id(self._optimizer): optimizer})
-        fit(scheduler, self._optimizer.param_groups, optimizer.param_groups)
+        fit(scheduler, len(self._optimizer.param_groups), len(optimizer.param_groups))
         if hasattr(getattr(self._optimizer, "step", None), "_wrapped_by_lr_sched"):
             # torch's schedulers mark the step of their optimizer and warn about one without the mark.
             step = optimizer.step
@@ -92,7 +92,7 @@ class Pristine:
         attributes = copy.deepcopy(vars(original), {id(before): optimizer, id(original): scheduler})
         vars(scheduler).clear()
         vars(scheduler).update(attributes)
-        fit(scheduler, before.param_groups, optimizer.param_groups)
+        fit(scheduler, len(before.param_groups), len(optimizer.param_groups))
 
 
 def _copied(scheduler: Any, optimizer: torch.optim.Optimizer) -> Any:
@@ -149,8 +149,8 @@ def _unset(value: Any) -> Any:
 
 
 def bases_of(scheduler: Any) -> Tree:
-    """Numbers that a scheduler was made with or keeps, by attribute; none without a scheduler."""
-    return {} if scheduler is None else {name: value for name, value in vars(scheduler).items() if _numbers(value)}
+    """Numbers that a scheduler was made with or keeps, by attribute."""
+    return {name: value for name, value in vars(scheduler).items() if _numbers(value)}
 
 
 @dataclass(frozen=True)
@@ -178,6 +178,37 @@ class SchedulerPosition:
             load_state(scheduler, self.state, pristine, optimizer)
         for group, given in zip(optimizer.param_groups, self.groups, strict=True):
             put_settings(group, given)
+
+
+def capture_scheduler(runtime: StageRuntime) -> Tree:
+    """What a copy of the scheduler of ``runtime`` must have; ``None`` if there is none."""
+    scheduler, optimizer = (runtime.attributes[name] for name in ("lr_scheduler", "basic_optimizer"))
+    if scheduler is None:
+        return None
+    functions = functions_of(scheduler, len(optimizer.param_groups))
+    return {"state": scheduler.state_dict(), "bases": bases_of(scheduler), "functions": functions}
+
+
+def restore_scheduler(runtime: StageRuntime, given: Tree, pristine: Pristine | None) -> None:
+    """Give the scheduler of ``runtime`` what :func:`capture_scheduler` gave of its owner's.
+
+    Raises:
+        UnsupportedError: it is another one.
+    """
+    scheduler, optimizer = (runtime.attributes[name] for name in ("lr_scheduler", "basic_optimizer"))
+    if scheduler is None:
+        return
+    compare_functions(scheduler, len(optimizer.param_groups), given["functions"])
+
+    def put_bases() -> None:
+        own = vars(scheduler)
+        own.update({name: value for name, value in given["bases"].items() if name in own})
+
+    if pristine is None:  # DeepSpeed's begin with the learning rate that they find, and keep it for themselves
+        put_bases()
+    load_state(scheduler, given["state"], pristine, optimizer)
+    if pristine is not None:  # some have lists with a number for each group, which their state leaves out
+        put_bases()
 
 
 def load_state(scheduler: Any, state: Any, pristine: Pristine | None, optimizer: torch.optim.Optimizer) -> None:

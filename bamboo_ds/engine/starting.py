@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ..errors import EpochChanged, ProtocolError
 from ..observe import logs
 from ..worker import plan_changes as plan_change
-from .flags import compare_flags
+from .flags import compare_flags, uncertain
 from .handshake import StartReport
 
 if TYPE_CHECKING:
@@ -81,6 +81,14 @@ def _agree(parts: Parts, exact: int) -> StartReport:
     leads = plan.owners[0]
     agreed = reports[leads]
     compare_flags({member: report.flags for member, report in reports.items()}, leads)
+    unsure = uncertain(parts.ds.device, parts.flags)
+    if unsure and parts.epoch.leads and parts.job.settings.redundancy.mode.replicas:
+        logger.warning(
+            "on this %s kernels may give other bits each time, so that after a loss the results may differ in the last "
+            "ones. For equal bits set: %s",
+            parts.ds.device.type,
+            "; ".join(unsure),
+        )
     parts.flags.clear()
     parts.flags.update(agreed.flags)
     parts.progress.seed, parts.saves.nonce = agreed.seed, agreed.nonce

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 
 from ..comm.script import ScriptCollectives
 from ..errors import EpochChanged
-from ..topology import hungry
 from .announcements import Announcements
 from .beats import Beats
 from .committing import Commits
@@ -75,7 +74,7 @@ class Takeover:
         """Do what the last recovery has decided on, or all of ``operation``."""
         decision = self.progress.pending
         try:
-            if operation.draws and hungry(self.epoch.plan):
+            if operation.draws and self.recovery.supply.hungry():
                 self._await_source()
             self.progress.resumed = decision is not None
             with self.beats.busy(operation.watched):
@@ -131,15 +130,17 @@ class Takeover:
         self.progress.at_boundary = False
 
     def _await_source(self) -> None:
-        """Wait for a member that can draw the batches of all pipelines; the leader has one started.
+        """Wait for members that can draw the batches of all pipelines; the leader has them started.
 
         Raises:
             EpochChanged: there is a new plan.
             TimeoutError: there is none within the timeout of the process groups.
         """
-        plan = self.epoch.plan
-        pipelines = ", ".join(map(str, hungry(plan)))
-        logger.warning("no member left has an iterator over the batches of pipeline %s: waiting for one", pipelines)
+        plan, supply = self.epoch.plan, self.recovery.supply
+        ranks = ", ".join(map(str, supply.hungry()))
+        alike = "" if supply.batches.apart else ", or of one that draws the same,"
+        logger.warning("no member left has the iterator of rank %s%s: waiting for a worker that draws it", ranks, alike)
+        supply.needs.tell(apart=supply.batches.apart or supply.needs.apart)
         plan = self.epoch.channel.wait_plan(plan.epoch, self.epoch.session.timeout.total_seconds())
         raise EpochChanged(f"epoch {plan.epoch} follows")
 

@@ -167,7 +167,8 @@ class Training:
                 runtime.trained = None
         end_iteration()
         self.redundant.end_iteration()
-        self.history.add_iteration(agreed.losses, self.steps.skipped())
+        self.supply.note_ends("train", agreed.alike)
+        self.history.add_iteration(agreed.losses, self.steps.skipped(), agreed.alike)
         progress.steps += 1
         progress.consumed += self.ds.micro_batches
         self.steps.advance_local()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ..control.registry.keys import slot_of
 from ..control.registry.mirror import Mirror
 
@@ -16,13 +18,22 @@ def progress(mirror: Mirror) -> str | None:
     plan, parts = mirror.plan, []
     if plan is not None and plan.layout is None and plan.members:
         built = len(mirror.reports.keys() & set(plan.members))
-        parts.append(f"{built} of {len(plan.members)} engines are built")
+        parts.append(f"{built} of {len(plan.members)} engines are built{_missing(mirror, plan.members)}")
     found: dict[str, list[str]] = {}
     for member in sorted(mirror.members, key=slot_of):
         record = mirror.progress.get(member)
         if record is not None and record.doing is not None:
             found.setdefault(record.doing, []).append(member.partition("-")[0])
     return "; ".join([*parts, *(f"{_listed(names)} {doing}" for doing, names in found.items())]) or None
+
+
+def _missing(mirror: Mirror, members: Sequence[str]) -> str:
+    """Whose engines are not built, and where their scripts are then."""
+    missing = [member.partition("-")[0] for member in members if member not in mirror.reports]
+    if not missing:
+        return ""
+    who = "all scripts are" if len(missing) == len(members) else f"the script of {_listed(missing)} is"
+    return f": {who} at or before deepspeed.initialize (libraries, data, layers, extensions that DeepSpeed compiles)"
 
 
 def _listed(names: list[str]) -> str:

@@ -230,6 +230,18 @@ class CollectiveIncomplete(EventBase):
     place: str = Field(description="where the script calls it")
 
 
+class IteratorsDiffer(EventBase):
+    """The script's iterators at the two ends of a pipeline have given different batches for the first time.
+
+    From then on each is drawn from for its part, if need be by a worker that is started for that.
+    """
+
+    event: Literal["iterators_differ"] = "iterators_differ"
+    step: int = Field(ge=0, description="steps committed before that")
+    global_step: int | None = GLOBAL_STEP
+    call: str = Field(description="`train_batch` or `eval_batch`, whose iterators they are")
+
+
 class RedundancyExhausted(EventBase):
     """A redundant pass has exhausted the memory of its device: none follows in this step."""
 
@@ -350,6 +362,7 @@ Event = (
     | ReplicaBuilt
     | Step
     | CollectiveIncomplete
+    | IteratorsDiffer
     | RedundancyExhausted
     | ReplicaVerified
     | ReplicaMismatch

@@ -44,7 +44,7 @@ MANIFEST = "bamboo_manifest.json"
 LOSSES = "bamboo_losses.json"
 HISTORY = "bamboo_history.json"
 SAVE = ".save.json"
-PARTIAL, REMOVING, REPLACED = ".bamboo-partial", ".bamboo-removing", ".bamboo-replaced"
+PARTIAL, REMOVING, REPLACED, SPARE = ".bamboo-partial", ".bamboo-removing", ".bamboo-replaced", ".bamboo-spare"
 #: Separates the fields of a hidden folder's name; cannot occur in names of jobs and ids of saves.
 SEPARATOR = "~"
 #: How deep a tag may be nested (``a/b`` is two).

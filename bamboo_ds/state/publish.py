@@ -331,6 +331,11 @@ def _delete(doomed: Path) -> None:
     logger.warning("%s cannot be deleted yet: %s", doomed, problem)
 
 
+def hidden_name(folder: Path, job: str) -> Path:
+    """Name of a folder that the next :func:`clean` removes, unless it has got another name by then."""
+    return _hidden_name(folder, REMOVING, job)
+
+
 def _hidden_name(folder: Path, kind: str, job: str) -> Path:
     return folder / SEPARATOR.join((kind, job, secrets.token_hex(4)))
 

@@ -26,7 +26,7 @@ from pathlib import Path
 
 from ..generations import Lineage
 from ..topology.roles import Layout
-from . import publish
+from . import publish, spares
 from .checkpoints import CheckpointError, Manifest, SaveRecord, read_manifest
 from .writer import HostFile, KnownFolder, Save, SaveAborted, SaveFailed, SaveResult, check_lineage, perform
 
@@ -35,6 +35,8 @@ logger = logging.getLogger("bamboo_ds")
 THREAD = "bamboo-checkpoint"
 _INTERRUPT_POLL_S = 0.05  # how often a waiting main thread looks whether it is needed elsewhere
 _EXIT_TIMEOUT_S = 10.0
+#: Seconds that the main thread waits until the checkpoint before the new one is safe from its script; a few links.
+_SPARE_TIMEOUT_S = 2.0
 
 
 Callback = Callable[[SaveResult], None]
@@ -170,7 +172,7 @@ class CheckpointSaver:
             self._opened().parts[rank] = list(files)
 
     def submit(self) -> None:
-        """Hand the collected files to the writer. Returns at once."""
+        """Hand the collected files to the writer. Returns when the newest checkpoint may be deleted, or soon."""
         with self._changed:
             save, self._open = self._opened(), None
             self._used.add(save.record.save_id)
@@ -178,6 +180,8 @@ class CheckpointSaver:
             self._alive_at = time.monotonic()
             self._thread = self._thread or _started(self._work)
             self._changed.notify_all()
+            if save.leads:
+                self._changed.wait_for(lambda: save.spared or self._closing, _SPARE_TIMEOUT_S)
 
     def skip(self) -> None:
         """A save takes place without this member, which owns no role: earlier ones have ended where they are led."""
@@ -334,7 +338,19 @@ class CheckpointSaver:
                 self._changed.notify_all()
 
     def _run(self, save: Save) -> SaveResult:
-        """Carry out ``save``; any exception becomes the result's error."""
+        """Carry out ``save``; the checkpoint before it is kept until then."""
+        if not save.leads:
+            return self._written(save)
+        spares.make(save.folder, save.record.job, save.record.save_id)
+        with self._changed:
+            save.spared = True
+            self._changed.notify_all()
+        result = self._written(save)
+        spares.end(save.folder, save.record.job)
+        return result
+
+    def _written(self, save: Save) -> SaveResult:
+        """Write ``save``; any exception becomes the result's error."""
         record = save.record
         result = SaveResult(save.folder, record.tag, record.save_id, record.step)
         try:

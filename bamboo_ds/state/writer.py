@@ -31,7 +31,7 @@ from pydantic import ValidationError
 
 from ..errors import BambooError
 from ..generations import is_over, supersede
-from . import publish
+from . import publish, spares
 from .checkpoints import (
     HISTORY,
     LOSSES,
@@ -121,6 +121,7 @@ class Save:
         history: gives the JSON list of what the job has done; ``None``: none is kept.
         timeout_s: for how many seconds nothing may move in the partial folder.
         known: the folder as this process has seen it before; ``None`` the first time.
+        spared: what keeps the checkpoint before this one is there, or cannot be had.
         parts: files by rank of the role; emptied while they are written.
         gone: ranks whose members are lost: their missing files will never come.
         written: bytes that this member has written.
@@ -141,6 +142,7 @@ class Save:
     written: int = 0
     total: int = 0
     parts_done: bool = False
+    spared: bool = False
 
     @property
     def partial(self) -> Path:
@@ -242,6 +244,7 @@ def _enter(save: Save, control: Control) -> None:
             supersede(save.folder, save.record.lineage)
             check_lineage(save)
             publish.clean(save.folder, save.record.job, (save.record.save_id,), save.record.lineage)
+            spares.settle(save.folder, save.record.job, (save.record.save_id,))
             publish.open_partial(save.folder, save.record)
             return
         if time.monotonic() > deadline:

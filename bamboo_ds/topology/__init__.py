@@ -10,7 +10,7 @@ from .plan import Lent, Plan, Side, part_hosts
 from .planner import initial_plan, takeover, with_redundancy
 from .roles import Layout, Role
 from .room import Room, while_copying
-from .sources import batch_sources, ends, hungry
+from .sources import batch_sources, end_sources, ends, hungry, source_ends
 
 # The function ``planner.plan`` is not here: it would hide the module ``plan``.
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "StageMemory",
     "batch_sources",
     "divided",
+    "end_sources",
     "ends",
     "explain",
     "holders_of",
@@ -41,6 +42,7 @@ __all__ = [
     "predicted_s",
     "settled",
     "short_of_memory",
+    "source_ends",
     "takeover",
     "undivided",
     "while_copying",

@@ -1,4 +1,9 @@
-"""Members that can draw the batches of a pipeline, where scripts bring their own iterators."""
+"""Members that can draw the batches of a pipeline, where scripts bring their own iterators.
+
+A pipeline takes its inputs from the iterator of its first stage, and its labels from that of its last stage. Where both
+are *alike*, giving the same batches, one of them serves for the other. Where they are *apart* each end needs a member
+whose script runs as that end.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +17,32 @@ def ends(plan: Plan, pipeline: int) -> tuple[int, ...]:
     return tuple(layout.rank(Role(pipeline, stage)) for stage in sorted({0, layout.stages - 1}, reverse=True))
 
 
-def batch_sources(plan: Plan, pipeline: int) -> tuple[str, ...]:
-    """Members whose scripts have an iterator over the batches of ``pipeline``, the one that serves others first.
+def source_ends(plan: Plan, apart: bool) -> tuple[tuple[int, ...], ...]:
+    """Groups of ranks at the ends of pipelines: at one rank of each group some member must be at home.
 
-    These are the members at home at its ends. Best are those that also own an end, since they draw in time anyway.
+    Args:
+        plan: the plan.
+        apart: whether the two ends of a pipeline are.
     """
-    at = ends(plan, pipeline)
+    groups = [ends(plan, pipeline) for pipeline in range(plan.world.pipelines)]
+    return tuple((rank,) for group in groups for rank in group) if apart else tuple(groups)
+
+
+def end_sources(plan: Plan, *at: int) -> tuple[str, ...]:
+    """Members at home at one of the ranks ``at``, which are ends of one pipeline; the one that serves others first.
+
+    Best are those that also own an end, since they draw in time anyway.
+    """
     found = [member for end in at for member, home in zip(plan.members, plan.homes, strict=True) if home == end]
-    return tuple(sorted(found, key=lambda member: all(plan.owners[end] != member for end in at)))
+    owners = {plan.owners[rank] for end in at for rank in ends(plan, plan.world.role(end).pipeline)}
+    return tuple(sorted(found, key=lambda member: member not in owners))
 
 
-def hungry(plan: Plan) -> tuple[int, ...]:
-    """Pipelines without data: all members at home at their ends are gone."""
-    return tuple(d for d in range(plan.world.pipelines) if not batch_sources(plan, d))
+def batch_sources(plan: Plan, pipeline: int) -> tuple[str, ...]:
+    """Members whose scripts have an iterator over the batches of ``pipeline``, the one that serves others first."""
+    return end_sources(plan, *ends(plan, pipeline))
+
+
+def hungry(plan: Plan, apart: bool) -> tuple[tuple[int, ...], ...]:
+    """Groups of :func:`source_ends` without data: all members at home there are gone."""
+    return tuple(group for group in source_ends(plan, apart) if not set(group).intersection(plan.homes))

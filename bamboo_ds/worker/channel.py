@@ -110,6 +110,8 @@ class WorkerChannel:
         self._stores: dict[int, tuple[str, int]] = {}
         self._peers: tuple[PeerAddress, ...] = ()
         self.contact: Contact | None = None
+        self._layout: LayoutRecord | None = None
+        self._every_rank = False
         self._progress = Heartbeat()
         self.activity = Activity()
         self._stalls = Stalls()
@@ -274,14 +276,30 @@ class WorkerChannel:
         layout: Layout,
         redundant: bool,
         iterators: bool = True,
+        apart: bool = False,
         stage: StageMemory | None = None,
         memory: int | None = None,
     ) -> None:
         """Report that the engine is built; see :class:`~bamboo_ds.control.registry.records.LayoutRecord`."""
-        told = LayoutRecord(
-            id=self.member, layout=layout, redundant=redundant, iterators=iterators, stage=stage, memory=memory
+        self._layout = LayoutRecord(
+            id=self.member,
+            layout=layout,
+            redundant=redundant,
+            iterators=iterators,
+            apart=apart,
+            every_rank=self._every_rank,
+            stage=stage,
+            memory=memory,
         )
-        self._send(told)
+        self._send(self._layout)
+
+    def need_every_rank(self) -> None:
+        """Report that the script computes what only all ranks can, each in a process of its own. Idempotent."""
+        if not self._every_rank:
+            self._every_rank = True
+            if self._layout is not None:
+                self._layout = self._layout.model_copy(update={"every_rank": True})
+                self._send(self._layout)
 
     def report_state(
         self,

@@ -12,7 +12,17 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from ..errors import EXIT_EVICTED, EXIT_FATAL_LOSS, EXIT_LEFT, AbortFailed, EpochChanged, Evicted, FatalLoss, Isolated
+from ..errors import (
+    EXIT_EVICTED,
+    EXIT_FATAL_LOSS,
+    EXIT_LEFT,
+    AbortFailed,
+    EpochChanged,
+    Evicted,
+    FatalLoss,
+    FurtherEngineLost,
+    Isolated,
+)
 
 if TYPE_CHECKING:
     from ..comm.session import Session
@@ -149,7 +159,7 @@ def exit_code_of(error: BaseException | None) -> int | None:
         if isinstance(error, (Evicted, Isolated, AbortFailed)):
             return EXIT_EVICTED
         # A loss that has hit what cannot be repeated, too: building the engine, loading, the script's sends.
-        if isinstance(error, (FatalLoss, EpochChanged)):
+        if isinstance(error, (FatalLoss, FurtherEngineLost, EpochChanged)):
             return EXIT_FATAL_LOSS
         error = error.__cause__ or error.__context__
     return None

@@ -80,8 +80,8 @@ class Job:
             raise UnsupportedError(
                 f'this process has an engine with a "{BLOCK}" block already, and a job keeps one engine alive. Give '
                 f'deepspeed.initialize a configuration without "{BLOCK}" for any further model (evaluation, reward, '
-                "reference): it runs as in DeepSpeed, and a loss while it computes ends the job. Or train the models "
-                "in jobs of their own"
+                "reference): it runs as in DeepSpeed, but without a lost rank it cannot compute, and the job starts "
+                "again. Or train the models in jobs of their own"
             )
 
     # -- who speaks ---------------------------------------------------------------------------------
@@ -347,6 +347,11 @@ def current_job() -> Job:
         raise ConfigError(
             f'the configuration has a "{BLOCK}" block, but the process groups are not bamboo\'s: {HOW_TO_START}'
         )
+    return _job
+
+
+def job_if_any() -> Job | None:
+    """This process's job, if it has one."""
     return _job
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from bamboo_ds.state import writer
-from bamboo_ds.state.checkpoints import PARTIAL, REMOVING, REPLACED, hidden
+from bamboo_ds.state.checkpoints import PARTIAL, REMOVING, REPLACED, SPARE, hidden
 from bamboo_ds.state.hostcopy import HostCopy
 from bamboo_ds.state.saver import CheckpointSaver
 from bamboo_ds.state.writer import HostFile, SaveResult
@@ -88,7 +88,7 @@ def save_all(pair: list[Member], step: int, **settings: Any) -> None:
 
 def rest(folder: Path) -> list[Path]:
     """Hidden folders that are left."""
-    return [path for kind in (PARTIAL, REMOVING, REPLACED) for path in hidden(folder, kind)]
+    return [path for kind in (PARTIAL, REMOVING, REPLACED, SPARE) for path in hidden(folder, kind)]
 
 
 @contextmanager

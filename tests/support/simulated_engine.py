@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -23,7 +24,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from bamboo_ds.config import RedundancyConfig, RedundancyMode
+from bamboo_ds.control.leader.actions import Feed, WritePlan
 from bamboo_ds.control.leader.boundary import next_change, policy_of, ready_copies
+from bamboo_ds.control.leader.decisions import fed
 from bamboo_ds.control.leader.restarts import fatal_plan
 from bamboo_ds.control.leader.view import View
 from bamboo_ds.control.registry.records import LayoutRecord, MemberRecord, WorkerState
@@ -37,7 +40,8 @@ from bamboo_ds.engine.checkpointing import Checkpoints, End
 from bamboo_ds.engine.committing import Commits
 from bamboo_ds.engine.construction import Construction
 from bamboo_ds.engine.copies import Copies
-from bamboo_ds.engine.data import Batches, Dataset
+from bamboo_ds.engine.data import Batches
+from bamboo_ds.engine.dataset import Dataset
 from bamboo_ds.engine.division import Division
 from bamboo_ds.engine.evaluation import Evaluation
 from bamboo_ds.engine.exactness import ExactChecks
@@ -51,6 +55,7 @@ from bamboo_ds.engine.mismatches import Mismatches
 from bamboo_ds.engine.monitors import JobTags
 from bamboo_ds.engine.passes import Passes
 from bamboo_ds.engine.pipeline_engine import BambooPipelineEngine
+from bamboo_ds.engine.reading import Reading
 from bamboo_ds.engine.recording import Recording
 from bamboo_ds.engine.records import CurrentEpoch, Progress
 from bamboo_ds.engine.recovery import RecoveryProtocol
@@ -63,7 +68,7 @@ from bamboo_ds.engine.script_calls import ScriptCalls
 from bamboo_ds.engine.slices import SlicedPasses
 from bamboo_ds.engine.stage_memory import PassBytes
 from bamboo_ds.engine.steps import Steps
-from bamboo_ds.engine.supply import BatchSupply
+from bamboo_ds.engine.supply import BatchSupply, Needs
 from bamboo_ds.engine.takeover import Takeover
 from bamboo_ds.engine.training import Training
 from bamboo_ds.engine.wrappers import stage_optimizer
@@ -184,13 +189,13 @@ class Member:
         )
         role = layout.role(rank)
         at_end = role.stage in (0, layout.stages - 1)
-        engine.__dict__["data_iterator"] = _batches(100 + role.pipeline, self.drawn, self.look) if at_end else None
+        engine.__dict__["data_iterator"] = self._iterator(100, self.drawn) if at_end else None
         dataset = None
         if spec.dataset:
             samples = Watched(self.look, *torch.randn(2, 20, WIDTH, generator=torch.Generator().manual_seed(3)))
             dataset = Dataset(samples, layout.pipelines, 2, lambda sampler: DataLoader(samples, 2, sampler=sampler))
             engine.__dict__["data_iterator"] = None
-        self._held_out = _batches(200 + role.pipeline, self.evaluated, self.look) if at_end else None
+        self._held_out = self._iterator(200, self.evaluated) if at_end else None
         self.engine, self.ds = engine, SimulatedDeepSpeed(engine)
         ds: Any = self.ds
         self.groups = groups = RoleGroups(self.session, layout)
@@ -201,7 +206,7 @@ class Member:
         mode = RedundancyMode(spec.mode)
         self.epoch = epoch = CurrentEpoch(self.job, layout, mode.eager_backward)
         random = Random(world.random.random())
-        history, batches, idle = History(), Batches(1, binding.for_script), DrawnIdleTimes(random)
+        history, batches, idle = History(), Batches(1, Reading(binding, groups).batches), DrawnIdleTimes(random)
         beats, generators = Beats(self.job, progress), RoleGenerators(ds, layout, progress, history)
         recording = Recording(ds, binding, progress, None, "off")
         accounts = Accounts(str(spec.ledger) if spec.ledger else None, name)
@@ -215,7 +220,8 @@ class Member:
         constructions: dict[Role, Construction] = {}
         settings = RedundancyConfig.model_validate({"mode": spec.mode, "verify_every": 1})
 
-        supply = BatchSupply(ds, binding, epoch, progress, batches, accounts, dataset, None)
+        needs = Needs(partial(world.note_needs, name), dataset is None)
+        supply = BatchSupply(ds, binding, epoch, progress, batches, accounts, dataset, None, history, needs)
         tied = {0, layout.stages - 1} if spec.tied else set()
         reduction = Reduction(ds, binding, epoch, tied)
         builder = _Builder(ds, layout, groups, binding, None)
@@ -264,7 +270,7 @@ class Member:
         )
         self.evaluation = Evaluation(
             *(ds, binding, epoch, progress, supply, replay, self.takeover, self.passes, self.replication),
-            *(self.commits, self.copies, saves, history, beats, recording, lambda: None),
+            *(self.commits, self.copies, saves, history, beats, recording),
         )
         self.checkpoints = Checkpoints(
             *(ds, groups, binding, epoch, progress, replay, self.takeover, self.commits, self.copies),
@@ -313,6 +319,15 @@ class Member:
         runtime.layers, runtime.optimizer = Layers(module), kind(self.ds, self.groups, runtime)
         runtime.begin_iteration()
         return runtime
+
+    def _iterator(self, seed: int, drawn: list[int]) -> Any:
+        """The script's, at an end of a pipeline; where the ends are apart, what DeepSpeed does not look at is noise."""
+        role = self.layout.role(self.job.channel.rank)
+        noise = torch.Generator().manual_seed(1)
+        for number, batch in enumerate(_batches(seed + role.pipeline, drawn, self.look)):
+            if self.world.spec.apart is not None and number >= self.world.spec.apart:
+                batch[role.stage == 0].normal_(generator=noise)
+            yield batch
 
     def _process(self, batch: Any) -> Any:
         self.look("batch_fn")
@@ -421,6 +436,7 @@ class Spec:
         checked: how many first steps are checked for exactness.
         straggler: a member that is slow for some iterations. Without one, what members measure is drawn.
         room: so many stages each member may hold.
+        apart: from this batch on, the iterators at the ends of a pipeline give different ones.
     """
 
     pipelines: int = 1
@@ -445,6 +461,7 @@ class Spec:
     checked: int = 0
     straggler: str | None = None
     room: int | None = None
+    apart: int | None = None
 
     @property
     def operations(self) -> int:
@@ -498,6 +515,9 @@ class World:
     leaving: str | None = field(default=None, init=False)
     most: int = field(default=0, init=False)
     awaited: list[bool] = field(default_factory=list, init=False)
+    waiting: set[str] = field(default_factory=set, init=False)
+    needs: dict[str, bool] = field(default_factory=dict, init=False)
+    fed: list[str] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         self.random = Random(self.seed)
@@ -560,7 +580,24 @@ class World:
 
     def _report(self, name: str) -> LayoutRecord:
         iterators = self.spec.evaluates or not self.spec.dataset
-        return LayoutRecord(id=name, layout=self.layout, redundant=True, iterators=iterators, memory=self.spec.room)
+        return LayoutRecord(
+            id=name,
+            layout=self.layout,
+            redundant=True,
+            iterators=iterators,
+            apart=self.needs.get(name, False),
+            memory=self.spec.room,
+        )
+
+    def note_needs(self, name: str, iterators: bool, apart: bool) -> None:
+        """A member tells what it needs to have batches."""
+        self.needs[name] = apart
+        self._reports[name] = self._report(name)
+
+    @property
+    def apart(self) -> bool:
+        """Whether both ends of a pipeline need a member, as far as the leader knows."""
+        return any(self.needs.get(name) for name in self.plan.members)
 
     def held(self, name: str) -> set[Role]:
         """The roles whose state member ``name`` has, or makes a copy of."""
@@ -570,12 +607,13 @@ class World:
     def wait_for_admission(self, name: str) -> None:
         """A member has come to where the job is."""
         self._reports[name] = self._report(name)
+        self.waiting.add(name)
         self._planned = None
 
     def starves(self, lost: Collection[str] = ()) -> bool:
         """Whether nobody would be left who has the batches of some pipeline."""
         plan = takeover(self.plan, lost) if lost else self.plan
-        return bool(hungry(plan)) and (self.spec.evaluates or not self.spec.dataset)
+        return bool(hungry(plan, self.apart)) and (self.spec.evaluates or not self.spec.dataset)
 
     def survivors(self) -> list[Member]:
         """Members that live and have not left."""
@@ -597,15 +635,49 @@ class World:
         if any(member.fatal for member in self.survivors()):
             return [*found, self._plan_end]
         coming = min(self.spec.joiners, len(self.killed)) + self.spec.grows * (len(self.killed) == len(self.cuts))
-        if started and len(self.members) < self.layout.size + coming and not self.over():
+        if started and len(self.members) < self.layout.size + len(self.fed) + coming and not self.over():
             found.append(self._join)
         if self.network.dead.intersection(self.plan.members):
             found.append(self._plan_losses)
+        elif started and not self.over() and self._feeding() is not None:
+            found.append(self._feed)
         elif self.spec.heals and started and self._healing() is not None:
             found.append(self._heal)
         elif self.switch and started and any(self.plan.shadows) and not (self.switched or self.plan.lost):
             found.append(self._plan_switch)
         return found
+
+    def _feeding(self) -> Plan | int | None:
+        """The plan that admits a member which draws batches that nobody draws, or the rank that one has to run as."""
+        if not self.starves():
+            return None
+        gone = {name for name, member in self.members.items() if member.left} | self.network.dead
+        living = {name: record for name, record in self._records.items() if name not in gone}
+        view = View(self.layout.size, self.plan, living, self._records, reports=self._told(), workers=self.states)
+        (at, *_) = hungry(self.plan, self.apart)
+        action = fed(view, self.plan, at)
+        return action.plan if isinstance(action, WritePlan) else action.rank if isinstance(action, Feed) else None
+
+    def _told(self) -> dict[str, LayoutRecord]:
+        """Reports of members whose engines are built; of those that join, once they wait to be admitted."""
+        joined = {name for name, record in self._records.items() if record.joiner}
+        waiting = {name for name in joined if self.members[name].joining.active and name in self.waiting}
+        return {
+            name: report
+            for name, report in self._reports.items()
+            if name not in joined or name in waiting or name in self.plan.members
+        }
+
+    def _feed(self) -> None:
+        """What the leader does about batches that nobody draws."""
+        wanted = self._feeding()
+        if isinstance(wanted, Plan):
+            self.plan = wanted
+            return
+        assert wanted is not None
+        name = f"f{len(self.fed)}"
+        self.fed.append(name)
+        self._begin(name, wanted, feeder=True)
 
     def _healing(self) -> Plan | None:
         """What the leader wants next."""
@@ -622,11 +694,24 @@ class World:
 
     def _join(self) -> None:
         """A member begins to run the script, in the place of one that is lost as long as there is one."""
-        number = len(self.members) - self.layout.size
-        name, slot = f"j{number}", len(self.members)
+        number = len(self.members) - self.layout.size - len(self.fed)
+        name = f"j{number}"
         home = self._records[self.killed[number]].home if number < len(self.killed) else number % self.layout.size
+        self._begin(name, home)
+
+    def _begin(self, name: str, home: int, feeder: bool = False) -> None:
+        """A worker begins to run the script as rank ``home``."""
         record = MemberRecord(
-            id=name, slot=slot, host=name, address="h", pid=1, agent_pid=2, incarnation="x", home=home, joiner=True
+            id=name,
+            slot=len(self.members),
+            host=name,
+            address="h",
+            pid=1,
+            agent_pid=2,
+            incarnation="x",
+            home=home,
+            joiner=True,
+            feeder=feeder,
         )
         self._records[name], self.done[name] = record, []
         member = self.members[name] = Member(self, name, home, self.plan, joiner=True)
@@ -661,7 +746,6 @@ class World:
         holders = holders_of(self.plan, ready_copies(self.states, self.plan))
         self.plan = takeover(self.plan, self.network.dead, holders)
         self.taken_over.append(self.plan)
-        assert self.plan.unheld or not self.starves(), "nobody is left with the batches"
 
     def _plan_end(self) -> None:
         """A member cannot go on, so nobody can."""

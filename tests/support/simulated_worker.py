@@ -115,6 +115,9 @@ class Session:
     def note_pass(self, passing: bool) -> None:
         pass
 
+    def note_draw(self, drawing: bool) -> None:
+        pass
+
 
 class Job:
     """What a worker knows of its job. ``known``: the newest plan."""
@@ -135,6 +138,7 @@ class Job:
             joiner=joiner,
             rank=rank,
             await_boundary=self._await_boundary,
+            wait_plan=lambda after, timeout_s: self.next_plan(after),
             wait_peers=lambda timeout_s: [state.place for state in world.states.values()],
         )
 

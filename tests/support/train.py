@@ -131,12 +131,17 @@ def iterator(arguments: argparse.Namespace, pipeline: int, pipelines: int, batch
     """Micro-batches of one pipeline: pipeline d reads the samples with index = d modulo D."""
     data = Samples(1 << 20, arguments.model, ledger)
     index = pipeline
+    noise = torch.Generator().manual_seed(int(os.environ["RANK"]))
     while True:
         samples = []
         for _ in range(batch):
             samples.append(data[index])
             index += pipelines
         inputs, labels = torch.utils.data.default_collate(samples)
+        if arguments.noise:
+            first = os.environ["RANK"] == str(pipeline)
+            labels = torch.zeros_like(labels) if first else labels
+            inputs = inputs if first else torch.randn(inputs.shape, generator=noise)
         yield (tuple(inputs) if isinstance(inputs, list) else inputs), labels
 
 
@@ -329,6 +334,7 @@ def main() -> None:
     parser.add_argument("--cache", action="store_true", help="layers make a buffer in their first pass")
     parser.add_argument("--compile", action="store_true", help="the engine's modules")
     parser.add_argument("--instances", action="store_true")
+    parser.add_argument("--noise", action="store_true", help="where DeepSpeed does not look at a part of a batch")
     parser.add_argument("--training-data", action="store_true")
     parser.add_argument("--checkpoint-activations", type=int, default=0)
     parser.add_argument("--evaluate-every", type=int, default=0)

@@ -31,7 +31,7 @@ from ...topology import (
 from ...topology.planner import plan as best_plan
 from ..registry.records import WorkerState, in_slot_order
 from .actions import WritePlan
-from .departures import feeding, going, handover, needed, waits
+from .departures import every_rank, feeding, going, handover, needed, waits
 from .view import View
 
 
@@ -150,7 +150,8 @@ def _told(workers: Mapping[str, WorkerState], plan: Plan, rank: int) -> tuple[in
 def _candidates(view: View, plan: Plan) -> Sequence[Candidate]:
     """The members of the plan and those that wait to be admitted, in the order of their slots."""
     records = in_slot_order(r for r in view.members.values() if r.id in plan.members or waits(view, r))
-    facts = view.candidates(plan, going(view, plan) | {r.id for r in records if r.feeder})
+    spare = frozenset() if every_rank(view) else {r.id for r in records if r.feeder}
+    facts = view.candidates(plan, going(view, plan) | spare)
     return [facts[record.id] for record in records]
 
 

@@ -10,13 +10,13 @@ from dataclasses import replace
 
 from ...config import BambooConfig
 from ...errors import EXIT_FATAL_LOSS
-from ...topology import Layout, StageMemory, ends, holders_of, hungry
+from ...topology import Layout, StageMemory, holders_of
 from ...topology.plan import Plan
 from ...topology.planner import initial_plan, takeover, with_redundancy
 from ..registry.records import LayoutRecord, LeftRecord, in_slot_order
 from .actions import Action, Feed, Loss, StopJob, Wait, WritePlan
 from .boundary import as_told, next_change, policy_of, ready_copies
-from .departures import vanished, wanted_feeder
+from .departures import drawing_ends, every_rank, vanished, wanted_feeder
 from .failures import hopeless
 from .restarts import RestartLimits, Restarts, fatal_plan
 from .view import View
@@ -93,9 +93,9 @@ class Decider:
             until = view.trusted_from if action.until is None else min(view.trusted_from, action.until)
             return Wait(until)
         if isinstance(action, Wait) and action.until is None and plan.layout is not None:
-            if any(report.iterators for report in view.reports.values()):
-                for pipeline in hungry(plan):
-                    return _fed(view, plan, pipeline)
+            for at in drawing_ends(view, plan):
+                if not set(at).intersection(plan.homes):
+                    return self._unfed(plan, at) if every_rank(view) else fed(view, plan, at)
             redundant = any(report.redundant for report in view.reports.values())
             settings = self._settings
             topology, standby = settings.topology, settings.standby
@@ -152,6 +152,16 @@ class Decider:
         holders = holders_of(plan, ready_copies(view.workers, plan))
         new_plan = takeover(plan, gone, holders, view.candidates(plan).values())
         return WritePlan(new_plan, f"lost {who}", tuple(losses))
+
+    def _unfed(self, plan: Plan, at: tuple[int, ...]) -> Action:
+        """A new worker could draw the batches of the ends ``at``, but not replay what all ranks have computed."""
+        what = (
+            f"nobody draws the batches of rank {at[-1]} any more, and a worker that joins cannot replay what the "
+            'script computes with an engine without a "bamboo" block'
+        )
+        if self._restarts is None:
+            return StopJob(EXIT_FATAL_LOSS, what)
+        return WritePlan(fatal_plan(plan, plan.members), what)
 
     def _loss(self, view: View, plan: Plan, member: str, now: float) -> Loss:
         noticed = self._first_seen("absent", plan.epoch, member, now)
@@ -219,9 +229,8 @@ class Decider:
         return self._since.setdefault((what, epoch, member), now)
 
 
-def _fed(view: View, plan: Plan, pipeline: int) -> Action:
-    """Admit a member that can draw the batches of ``pipeline``, at once: nobody comes to a boundary without them."""
-    at = ends(plan, pipeline)
+def fed(view: View, plan: Plan, at: tuple[int, ...]) -> Action:
+    """Admit a member at home at one of the ends ``at``, at once: nobody comes to a boundary without its batches."""
     able = [r for r in in_slot_order(view.members.values()) if r.joiner and r.home in at and r.id not in plan.members]
     ready = [r for r in able if r.id in view.reports]
     if ready:
@@ -233,7 +242,7 @@ def _fed(view: View, plan: Plan, pipeline: int) -> Action:
             lost=(),
             immediate=True,
         )
-        return WritePlan(new_plan, f"{ready[0].id} draws the batches of pipeline {pipeline}")
+        return WritePlan(new_plan, f"{ready[0].id} draws the batches of rank {ready[0].home}")
     return Wait() if able else Feed(at[-1])
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ...topology import Candidate, Plan, ends
+from ...topology import Candidate, Plan, source_ends
 from ...topology.planner import takeover
 from ..registry.records import MemberRecord, NoticeRecord
 from .view import View
@@ -70,10 +70,9 @@ def going(view: View, plan: Plan) -> frozenset[str]:
 
 
 def needed(view: View, plan: Plan, candidates: Sequence[Candidate]) -> frozenset[str]:
-    """Members that leave but must stay as long as they can: the last ones that draw the batches of some pipeline."""
+    """Members that leave but must stay as long as they can: the last ones that draw the batches of some end."""
     gone, kept = going(view, plan), set()
-    for pipeline in _fed_by_iterators(view, plan):
-        at = ends(plan, pipeline)
+    for at in drawing_ends(view, plan):
         sources = [c for c in candidates if c.home in at]
         leaving = [c for c in sources if c.id in gone and c.id in plan.members]
         if leaving and len(leaving) == len(sources):
@@ -84,8 +83,7 @@ def needed(view: View, plan: Plan, candidates: Sequence[Candidate]) -> frozenset
 def feeding(view: View, plan: Plan, candidates: Sequence[Candidate]) -> frozenset[str]:
     """Members that are there only for the batches of some pipeline, which nobody else draws who stays."""
     gone, kept = going(view, plan), set()
-    for pipeline in _fed_by_iterators(view, plan):
-        at = ends(plan, pipeline)
+    for at in drawing_ends(view, plan):
         staying = [c for c in candidates if c.home in at and c.id not in gone]
         feeders = [c for c in staying if view.members[c.id].feeder]
         if feeders and len(feeders) == len(staying):
@@ -93,11 +91,17 @@ def feeding(view: View, plan: Plan, candidates: Sequence[Candidate]) -> frozense
     return frozenset(kept)
 
 
+def every_rank(view: View) -> bool:
+    """Whether scripts compute what only all ranks can, each in a process that has been there from the beginning."""
+    return any(report.every_rank for report in view.reports.values())
+
+
 def wanted_feeder(view: View, plan: Plan) -> int | None:
     """The rank that a worker should run as which takes over drawing batches from a member that leaves, if any."""
+    if every_rank(view):
+        return None  # it could not replay what all ranks have computed together
     gone = going(view, plan)
-    for pipeline in _fed_by_iterators(view, plan):
-        at = ends(plan, pipeline)
+    for at in drawing_ends(view, plan):
         able = [r for r in view.members.values() if r.home in at and (r.id in plan.members or r.joiner)]
         if able and all(r.id in gone or r.state == "leaving" for r in able) and not gone.isdisjoint(r.id for r in able):
             return at[-1]
@@ -149,7 +153,8 @@ def vanished(view: View, plan: Plan) -> list[str]:
     ]
 
 
-def _fed_by_iterators(view: View, plan: Plan) -> range:
-    """Pipelines whose batches come from the scripts' iterators."""
-    iterators = any(report.iterators for report in view.reports.values())
-    return range(plan.world.pipelines if iterators else 0)
+def drawing_ends(view: View, plan: Plan) -> tuple[tuple[int, ...], ...]:
+    """Groups of ranks at the ends of pipelines, from one of each of which the scripts' iterators have to be drawn."""
+    if not any(report.iterators for report in view.reports.values()):
+        return ()
+    return source_ends(plan, any(view.reports[m].apart for m in plan.members if m in view.reports))

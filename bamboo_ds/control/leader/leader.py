@@ -7,6 +7,7 @@ been deposed without knowing loses the compare-and-swap on the plan.
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 import time
 from collections.abc import Callable, Mapping
@@ -46,6 +47,7 @@ from .actions import Assign, Feed, Loss, StopJob, Wait, WritePlan
 from .decisions import Decider
 from .departures import Deadlines, going
 from .pruning import obsolete
+from .told import loss_line, told_here
 from .view import View
 
 logger = logging.getLogger("bamboo_ds.control.leader")
@@ -61,11 +63,12 @@ class _Attempt:
     Attributes:
         action: with the plan's nonce.
         old: the plan that it replaces.
-        members, progress: those known at that time.
+        members, progress: those known at that time; known: also members that are gone.
     """
 
     action: WritePlan
     old: Plan | None
+    known: Mapping[str, MemberRecord]
     members: Mapping[str, MemberRecord]
     progress: Mapping[str, ProgressRecord]
 
@@ -247,7 +250,9 @@ class Leader:
             timing = TimingRecord(epoch=new_plan.epoch, detection_s=max(detections, default=None), plan_s=taken)
             self._store.put(Keys.timing(new_plan.epoch), timing.to_json())
         # Several may be under way if answers are lost; etcd takes one of them at most.
-        self._attempts.append(_Attempt(replace(action, plan=new_plan), mirror.plan, mirror.members, mirror.progress))
+        self._attempts.append(
+            _Attempt(replace(action, plan=new_plan), mirror.plan, mirror.known, mirror.members, mirror.progress)
+        )
         if self._store.compare_and_swap(Keys.PLAN, mirror.revision(Keys.PLAN), new_plan.to_json()):
             self._won(self._attempts[-1])
         elif len(self._attempts) == 1:
@@ -301,25 +306,40 @@ class Leader:
     def _tell_stop(self, action: StopJob, mirror: Mirror) -> None:
         logger.error("ending the job: %s", action.reason)
         epoch = mirror.plan.epoch if mirror.plan else 0
-        self._emit_losses(action.losses, epoch)
+        for event in self._losses(action.losses, epoch):
+            emit_or_log(self._events, event)
         if action.losses:
             self._emit_fatal([], action.losses, epoch, mirror.progress)
 
     # -- events -------------------------------------------------------------------------------------
 
+    def _event(self, kind: Callable[..., Event], epoch: int, **fields: Any) -> Event:
+        return kind(job=self._settings.job, member=self._member, epoch=epoch, **fields)
+
     def _emit(self, kind: Callable[..., Event], epoch: int, **fields: Any) -> None:
-        emit_or_log(self._events, kind(job=self._settings.job, member=self._member, epoch=epoch, **fields))
+        emit_or_log(self._events, self._event(kind, epoch, **fields))
+
+    def _joined(self, member: MemberRecord, epoch: int) -> Event:
+        return self._event(MemberJoined, epoch, member_id=member.id, host=member.host, rank=member.home)
+
+    def _written_plan(self, plan: Plan, reason: str) -> Event:
+        whole = {name: list(getattr(plan, name)) for name in ("members", "owners", "shadows", "lost")}
+        lent = [(each.rank, *plan.lent_blocks(each)) for each in plan.lent]
+        pipelines = plan.layout.pipelines if plan.layout else None
+        return self._event(PlanWritten, plan.epoch, **whole, pipelines=pipelines, lent=lent, reason=reason)
 
     def _emit_changes(self, attempt: _Attempt) -> None:
         old, action, new = attempt.old, attempt.action, attempt.action.plan
-        for member in in_slot_order(attempt.members.values()):
+        members = in_slot_order(attempt.members.values())
+        for member in members:
             if member.id in new.members and (old is None or member.id not in old.members):
-                self._emit(MemberJoined, new.epoch, member_id=member.id, host=member.host, rank=member.home)
-        self._emit_losses(action.losses, old.epoch if old else 0)
-        whole = {name: list(getattr(new, name)) for name in ("members", "owners", "shadows", "lost")}
-        lent = [(each.rank, *new.lent_blocks(each)) for each in new.lent]
-        pipelines = new.layout.pipelines if new.layout else None
-        self._emit(PlanWritten, new.epoch, **whole, pipelines=pipelines, lent=lent, reason=action.reason)
+                emit_or_log(self._events, self._joined(member, new.epoch))
+        lost, written = self._losses(action.losses, old.epoch if old else 0), self._written_plan(new, action.reason)
+        for event in (*lost, written):
+            emit_or_log(self._events, event)
+        if lost and old is not None and told_here(self._settings, os.environ):
+            known = [self._joined(each, old.epoch) for each in attempt.known.values()]
+            logger.warning("%s", loss_line([*known, self._written_plan(old, ""), *lost, written]))
         short = new.unshadowed, new.crowded
         if new.layout and short != ((old.unshadowed, old.crowded) if old else ((), ())):
             roles = [new.layout.role(rank) for rank in new.unshadowed]
@@ -338,10 +358,17 @@ class Leader:
                 change = {"role": (role.pipeline, role.stage), "from": before, "to": after}
                 self._emit(Takeover, new.epoch, **change)
 
-    def _emit_losses(self, losses: tuple[Loss, ...], epoch: int) -> None:
-        for loss in losses:
-            how = {"reason": loss.reason, "detail": loss.detail, "detection_seconds": loss.detection_s}
-            self._emit(MemberLost, epoch, member_id=loss.member, **how)
+    def _losses(self, losses: tuple[Loss, ...], epoch: int) -> list[Event]:
+        return [
+            self._event(
+                *(MemberLost, epoch),
+                member_id=loss.member,
+                reason=loss.reason,
+                detail=loss.detail,
+                detection_seconds=loss.detection_s,
+            )
+            for loss in losses
+        ]
 
     def _emit_fatal(
         self,

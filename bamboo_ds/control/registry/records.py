@@ -228,8 +228,11 @@ class LayoutRecord(WorkerRecord):
     Attributes:
         redundant: whether roles are to be shadowed.
         iterators: whether batches come from the script's iterators, which only the ends of a pipeline have.
+        apart: whether both ends of a pipeline need a member with their iterator, since these give, or may give,
+            different batches.
         stage: what the stage takes that the member's script runs as.
         memory: bytes that the member may hold of roles; ``None``: any number.
+        every_rank: the script has an engine without the block, which computes with all ranks or not at all.
     """
 
     type: Literal["layout"] = "layout"
@@ -237,8 +240,10 @@ class LayoutRecord(WorkerRecord):
     layout: Layout
     redundant: bool
     iterators: bool = True
+    apart: bool = False
     stage: StageMemory | None = None
     memory: int | None = None
+    every_rank: bool = False
 
     @property
     def key(self) -> str:

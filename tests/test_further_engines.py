@@ -1,0 +1,142 @@
+"""Engines without the block in a job with it: what a loss leaves of them is an error, or right."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from bamboo_ds.errors import EXIT_FATAL_LOSS, EpochChanged, FurtherEngineLost, PeerLost, UnsupportedError
+from bamboo_ds.worker.exit import exit_code_of
+from bamboo_ds.worker.further import engine_class
+
+from .support.jobs import SUPPORT, run_bamboo, run_stock, write_config
+
+SCRIPT = SUPPORT / "train_further_engines.py"
+ENGINES = ("reference", "engine", "copy")
+
+
+def said(folder: Path) -> dict[tuple[int, int], list[list[Any]]]:
+    """What each rank has told, by the start of the job and the rank."""
+    found = {}
+    for file in folder.glob("said-*.jsonl"):
+        _, start, rank, _ = file.stem.split("-")
+        found[int(start), int(rank)] = [json.loads(line) for line in file.read_text().splitlines()]
+    return found
+
+
+@pytest.mark.integration
+def test_no_number_is_made_up_for_a_reference_model_and_the_job_goes_on(tmp_path: Path) -> None:
+    folders = [tmp_path / "stock", tmp_path / "ours"]
+    for folder in folders:
+        folder.mkdir()
+    stock = run_stock(folders[0], 2, [], write_config(folders[0], None, 2), SCRIPT)
+    assert stock.exit_code == 0, stock.output[-4000:]
+    undisturbed = {rank: lines for (_, rank), lines in said(folders[0]).items()}
+    assert [line[:2] for line in undisturbed[0]] == [[step, name] for step in range(1, 6) for name in ENGINES]
+    result = run_bamboo(folders[1], 2, ["--faults"], write_config(folders[1], {}, 2), SCRIPT)
+    assert result.exit_code == 0, result.output[-6000:]
+    assert sorted(file.name for file in result.out.glob("fault-*")) == ["fault-0", "fault-1"]
+    assert [event["number"] for event in result.events("restart")] == [1, 2]
+    found = said(result.out)
+    for (_, rank), lines in found.items():
+        assert lines == undisturbed[rank][: len(lines)]
+    # The evaluation of step 2 gives nothing; step 3 is finished without rank 1, and then the next evaluation fails.
+    assert [len(found[start, 0]) for start in range(3)] == [3, 9, 15]
+    assert len(found[2, 1]) == 15
+    told = [line for line in result.output.splitlines() if "FurtherEngineLost: eval_batch()" in line]
+    assert len(told) == 2 and all("the processes that were ranks 1 when it was built are gone" in line for line in told)
+
+
+# -- without processes ----------------------------------------------------------------------------------
+
+
+class Session:
+    """In the place of a worker's data plane."""
+
+    def __init__(self, plan: Any) -> None:
+        self.plan = plan
+        self.founders: list[dict[int, str]] = []
+
+    @property
+    def among_itself(self) -> bool:
+        return bool(self.founders)
+
+    def among_founders(self, founders: dict[int, str], on_use: Any) -> Any:
+        session = self
+
+        class Among:
+            def __enter__(self) -> None:
+                session.founders.append(founders)
+
+            def __exit__(self, *_: object) -> None:
+                session.founders.pop()
+
+        return Among()
+
+
+class Engine:
+    """In the place of DeepSpeed's."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+
+    def train_batch(self) -> str:
+        return self.forward()
+
+    def forward(self) -> str:
+        if self.error is not None:
+            raise self.error
+        return "computed"
+
+
+class Worker:
+    """In the place of one of members a and b, or of one that joins."""
+
+    def __init__(self, joiner: bool = False) -> None:
+        plan = SimpleNamespace(members=("a", "b"), homes=(0, 1))
+        self.channel = SimpleNamespace(joiner=joiner, world_size=2, newest_plan=plan, need_every_rank=lambda: None)
+        self.session = Session(plan)
+
+
+def worker(joiner: bool = False) -> Any:
+    return Worker(joiner)
+
+
+def test_calls_of_a_pipeline_need_all_who_have_built_it() -> None:
+    job = worker()
+    made = engine_class(job, Engine, pipeline=True)()
+    assert isinstance(made, Engine) and made.train_batch() == "computed" and not job.session.founders
+    job.channel.newest_plan = SimpleNamespace(members=("a", "x"), homes=(0, 1))  # x has joined as rank 1
+    with pytest.raises(
+        FurtherEngineLost, match=r"train_batch\(\), of an engine .*: the processes that were ranks 1"
+    ) as e:
+        made.train_batch()
+    assert e.value.ranks == (1,) and exit_code_of(e.value) == EXIT_FATAL_LOSS
+
+
+def test_an_engine_that_asks_nobody_goes_on() -> None:
+    job = worker()
+    made = engine_class(job, Engine, pipeline=False)()
+    job.channel.newest_plan = SimpleNamespace(members=("a",), homes=(0,))
+    assert made.forward() == "computed"
+
+
+@pytest.mark.parametrize(
+    ("error", "ranks"), [(PeerLost("gone", "b"), (1,)), (EpochChanged("over"), ()), (PeerLost("gone", None), ())]
+)
+def test_a_loss_in_the_middle_is_an_error(error: EpochChanged, ranks: tuple[int, ...]) -> None:
+    made = engine_class(worker(), Engine, pipeline=False)(error)
+    with pytest.raises(FurtherEngineLost, match=r"forward\(\), of an engine") as raised:
+        made.forward()
+    assert raised.value.ranks == ranks and raised.value.__cause__ is error
+
+
+def test_a_worker_that_joins_is_told() -> None:
+    with pytest.raises(UnsupportedError, match="a worker that joins cannot compute what it has computed"):
+        engine_class(worker(joiner=True), Engine, pipeline=True)
+    made = engine_class(worker(joiner=True), Engine, pipeline=False)()
+    assert made.forward() == "computed"
