@@ -22,6 +22,7 @@ export BAMBOO_TEST_FORK := $(or $(FORK),1)
 PYTEST := $(BIN)/python -m pytest --numprocesses 4 --dist loadgroup --no-loadscope-reorder
 TIMES := $(CURDIR)/$(VENV)/times.jsonl
 RECIPES := $(VENV)/recipes
+TRANSFORMERS := $(VENV)/transformers
 CHECKERS := skypilot==0.14.1 helm-python-sdk==0.2.2 kubernetes-validate==1.37.0 \
   cloudcoil.models.prometheus_operator==0.80.1.0
 
@@ -70,13 +71,19 @@ exhaustive: install
 # Jobs on the tools that users have, as Debian has them, with real hosts that are lost. Needs root, and
 # apt-get install iproute2 openssh-server pdsh slurm-wlm munge etcd-server etcd-client openssl systemd prometheus
 # The page's tests also need chromium, chromium-driver and the extra [browser], and are skipped without them.
-real: install $(RECIPES)/.installed
+real: install $(RECIPES)/.installed $(TRANSFORMERS)/.installed
 	$(BIN)/python -m pytest -m real tests/real
 
 # What checks the recipes for clusters, apart from what they are checked with: SkyPilot alone brings a hundred packages.
 $(RECIPES)/.installed: Makefile
 	test -x $(RECIPES)/bin/python || $(PYTHON) -m venv $(RECIPES)
 	$(RECIPES)/bin/python -m pip install --quiet --no-compile $(CHECKERS)
+	touch $@
+
+# A folder that a script adds to its path, after .venv's own packages.
+$(TRANSFORMERS)/.installed: Makefile
+	rm -rf $(TRANSFORMERS)
+	$(BIN)/python -m pip install --quiet --no-compile --target $(TRANSFORMERS) transformers==4.57.6
 	touch $@
 
 # Tables of settings, events and options in docs/ are made from the code.

@@ -62,12 +62,13 @@ def before_init_distributed(timeout: timedelta | None = None, config: Any = None
             raise ConfigError(f"torch.distributed was initialised by someone else already: {HOW_TO_START}")
         return
     _disable_shared_memory_collectives()
-    from .worker import job
+    from .worker import job, objects
     from .worker.channel import WorkerChannel
 
     channel = WorkerChannel.from_environment()
     assert channel is not None
     job.begin(job.Job(channel, settings, timeout or _DEFAULT_TIMEOUT))
+    objects.patch()
     _begun = True
 
 

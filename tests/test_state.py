@@ -186,10 +186,12 @@ class Around(nn.Module):
 
 def test_copies_of_a_stage_have_parts_of_their_own() -> None:
     shared, settings = nn.Linear(2, 2), {"width": 2}
+    shared.weight.original_name = "head.weight"  # type: ignore[attr-defined]
     given = [LayerSpec(Around, shared, scale=nn.Parameter(torch.ones(1)), settings=settings) for _ in range(2)]
     copies: dict[int, Any] = {}
     first, second = (with_own_parts(spec, copies).build() for spec in given)
     assert first.inner is second.inner and first.inner is not shared and first.inner.weight.equal(shared.weight)
+    assert first.inner.weight.original_name == "head.weight", "what a script calls a parameter in its files"
     assert first.scale is not second.scale and first.scale is not given[0].module_kwargs["scale"]
     assert first.settings is settings and given[0].module_args == (shared,)
     plain = LayerSpec(nn.Linear, 2, 2)

@@ -75,7 +75,7 @@ def test_losses_inside_collectives_of_the_script_and_a_joiner(tmp_path: Path) ->
         lines = sorted(by_step[step], key=lambda line: line["rank"])
         assert sorted(rank for line in lines for rank in line["speaks"]) == list(range(RANKS)), (step, lines)
         assert all(line["rank"] in line["speaks"] for line in lines)
-        for name in ("counted", "alike", "greatest", "broadcast", "gathered", "objects"):
+        for name in ("counted", "alike", "greatest", "broadcast", "gathered", "objects", "told"):
             assert len({json.dumps(line[name]) for line in lines}) == 1, (step, name, lines)
         assert lines[0]["counted"] == [RANKS] * 3
         totals.append(lines[0]["alike"])
@@ -83,6 +83,8 @@ def test_losses_inside_collectives_of_the_script_and_a_joiner(tmp_path: Path) ->
         assert len({line["own"] for line in lines if "own" in line}) == 1
         assert [o["step"] for o in lines[0]["objects"]] == [step] * RANKS
         assert {o["rank"] for o in lines[0]["objects"]} == {line["rank"] for line in lines}
+        (of_rank_0,) = (line["rank"] for line in lines if 0 in line["speaks"])
+        assert lines[0]["told"] == [{"rank": of_rank_0, "step": step}, "x" * step]
         counts.append(len(lines))
     assert counts[:5] == [4] * 5 and counts[5] == 3
     assert sorted(counts[6:], reverse=True)[0] == 3 and counts[-1] == 3 and 2 in counts

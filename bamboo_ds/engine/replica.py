@@ -21,6 +21,9 @@ from .runtime import StageRuntime
 from .schedulers import capture_scheduler, restore_scheduler
 from .tracing import content_checksum
 
+#: Types of what a script marks parameters with.
+_MARKS = (str, int, float, bool, type(None))
+
 
 def build_stage_module(module: Any, stage: int, device: torch.device) -> Any:
     """Another stage of the PipelineModule ``module``, freshly built and not initialised to anything in particular.
@@ -41,9 +44,9 @@ def build_stage_module(module: Any, stage: int, device: torch.device) -> Any:
     layers = {*module.fwd_map, "tied_modules"}
     for name, child in module._modules.items():
         if name not in layers:
-            other.add_module(name, copy.deepcopy(child, copies))
+            other.add_module(name, _copied(child, copies))
     for name, parameter in module._parameters.items():
-        other.register_parameter(name, copy.deepcopy(parameter, copies))
+        other.register_parameter(name, _copied(parameter, copies))
     for name, buffer in module._buffers.items():
         other.register_buffer(name, copy.deepcopy(buffer), persistent=name not in module._non_persistent_buffers_set)
     own = Rebinding(copies)
@@ -79,18 +82,29 @@ def with_own_parts(spec: Any, copies: dict[int, Any]) -> Any:
         copies: what was copied before, by ``id``; specs of a stage that share a part go on sharing it.
     """
     if isinstance(spec, nn.Module):
-        return copy.deepcopy(spec, copies)
+        return _copied(spec, copies)
     if not isinstance(spec, LayerSpec):
         return spec
     parts = (nn.Module, torch.Tensor)
     if not any(isinstance(each, parts) for each in (*spec.module_args, *spec.module_kwargs.values())):
         return spec
     own: Any = copy.copy(spec)
-    own.module_args = tuple(copy.deepcopy(v, copies) if isinstance(v, parts) else v for v in spec.module_args)
-    own.module_kwargs = {
-        n: copy.deepcopy(v, copies) if isinstance(v, parts) else v for n, v in spec.module_kwargs.items()
-    }
+    own.module_args = tuple(_copied(v, copies) if isinstance(v, parts) else v for v in spec.module_args)
+    own.module_kwargs = {n: _copied(v, copies) if isinstance(v, parts) else v for n, v in spec.module_kwargs.items()}
     return own
+
+
+def _copied(part: Any, copies: dict[int, Any]) -> Any:
+    """A deep copy of a module or tensor, with the marks that a script has put on parameters, such as names in files.
+
+    torch copies no attributes of parameters.
+    """
+    copied = copy.deepcopy(part, copies)
+    for original in part.parameters() if isinstance(part, nn.Module) else [part]:
+        if id(original) in copies:
+            marks = {name: value for name, value in vars(original).items() if isinstance(value, _MARKS)}
+            vars(copies[id(original)]).update(marks)
+    return copied
 
 
 def structure_of(module: nn.Module) -> dict[str, str]:

@@ -74,6 +74,21 @@ class Checker(Tool):
         return Tool.number(told)
 
 
+@dataclass(frozen=True)
+class Library(Checker):
+    """A package of PyPI that ``make real`` installs in a folder of its own, for scripts to import."""
+
+    def path(self) -> str | None:
+        """The folder."""
+        path = Path(sys.prefix, self.package)
+        return str(path) if (path / ".installed").exists() else None
+
+    def number(self) -> str:
+        """Its version."""
+        found = metadata.distributions(name=self.package, path=[str(self.path())])
+        return next((each.version for each in found), "unknown")
+
+
 TOOLS = {
     "sshd": Tool("openssh-server", "sshd", ("-V",)),
     "pdsh": Tool("pdsh", "pdsh", ("-V",)),
@@ -87,6 +102,7 @@ TOOLS = {
     "prometheus-operator": Checker("cloudcoil.models.prometheus_operator"),
     "helm-python-sdk": Checker("helm-python-sdk"),
     "SkyPilot": Checker("skypilot"),
+    "transformers": Library("transformers"),
     "promtool": Tool("prometheus", "promtool"),
 }
 #: How each test ended.

@@ -125,6 +125,9 @@ def main() -> None:
         objects: list[Any] = [None] * RANKS
         dist.all_gather_object(objects, {"rank": rank, "step": step})
         said["objects"] = objects
+        told = [{"rank": rank, "step": step} if rank == 0 or dies else None, "x" * step]
+        dist.broadcast_object_list(told, src=0)
+        said["told"] = told
         if rank == 3 and any(view.lost for view in views):
             # Nobody runs as the lost rank: neither may a message to it wait for ever.
             lost = next(r for r in range(RANKS) if r not in views[-1].ranks)

@@ -1,0 +1,141 @@
+"""A script that drives DeepSpeed as diffusion-pipe does: what is to be told from the noise depends on the noise.
+
+train_like_diffusion_pipe.py --deepspeed_config FILE --out FOLDER --stages P [--steps N] ...
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed import comm as dist
+from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.pipe.schedule import LoadMicroBatch, TrainSchedule
+from noise import FinalLayer, InitialLayer, PipelineDataLoader, TransformerLayer, loss_of
+from torch.utils.checkpoint import checkpoint
+from train import dump, end_of, wait_a_little
+
+
+def apply_patches() -> None:
+    """A step of the schedule begins with the batch, at both ends, and layers count with all of their parameters."""
+    steps = TrainSchedule.steps
+
+    def load_first(schedule: TrainSchedule) -> Iterator[list[Any]]:
+        for commands in steps(schedule):
+            yield sorted(commands, key=lambda command: not isinstance(command, LoadMicroBatch))
+
+    def count_all(module: PipelineModule) -> list[int]:
+        return [sum(p.numel() for p in layer.parameters()) for layer in module._layer_specs]
+
+    TrainSchedule.steps, PipelineModule._count_layer_params = load_first, count_all
+
+
+class ManualPipelineModule(PipelineModule):
+    """Stages that begin where the configuration says."""
+
+    def __init__(self, *arguments: Any, split: list[int], **options: Any) -> None:
+        self.manual_partition_split = split
+        super().__init__(*arguments, **options)
+
+    def _partition_layers(self, method: str = "uniform") -> None:
+        if method != "manual":
+            super()._partition_layers(method)
+            return
+        stage = self._topo.get_coord(self.global_rank).pipe
+        self.parts = [0, *self.manual_partition_split, len(self._layer_specs)]
+        self._set_bounds(start=self.parts[stage], stop=self.parts[stage + 1])
+
+
+def data_iterator_for_step(loader: PipelineDataLoader, engine: Any, count: int) -> Iterator[Any] | None:
+    """Everything that one call needs, drawn before it."""
+    if not (engine.is_first_stage() or engine.is_last_stage()):
+        return None
+    return iter([next(loader) for _ in range(count)])
+
+
+def evaluate(engine: Any, loader: PipelineDataLoader) -> float:
+    losses = []
+    with torch.no_grad():
+        while loader.epoch == 1:
+            engine.reset_activation_shape()
+            iterator = data_iterator_for_step(loader, engine, loader.pieces)
+            losses.append(engine.eval_batch(iterator, num_micro_batches=loader.pieces).item())
+            loader.sync_epoch()
+    loader.reset()
+    return sum(losses) / len(losses)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--local_rank", type=int, default=-1)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--stages", type=int, required=True)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--slow-until", type=Path, default=None)
+    parser.add_argument("--slow-s", type=float, default=0.3)
+    parser.add_argument("--end-after", type=int, default=0)
+    parser.add_argument("--faults", default="[]")
+    arguments = deepspeed.add_config_arguments(parser).parse_args()
+    apply_patches()
+    deepspeed.init_distributed()
+    torch.manual_seed(7)
+    run = [str(arguments.out / "run")] if dist.get_rank() == 0 else [None]
+    torch.distributed.broadcast_object_list(run, src=0)
+    config = json.loads(Path(arguments.deepspeed_config).read_text())
+    arguments.deepspeed_config = None
+    layers: list[Any] = [InitialLayer(), *(TransformerLayer() for _ in range(2 * arguments.stages)), FinalLayer()]
+    net = ManualPipelineModule(
+        layers=layers,
+        num_stages=arguments.stages,
+        partition_method="manual",
+        split=[2 + 2 * stage for stage in range(arguments.stages - 1)],
+        dynamic_shape=True,
+        activation_checkpoint_interval=1,
+        checkpointable_layers=["TransformerLayer"],
+        activation_checkpoint_func=partial(checkpoint, use_reentrant=False),
+    )
+    trained = [p for p in net.parameters() if p.requires_grad]
+    engine, *_ = deepspeed.initialize(args=arguments, model=net, config=config)
+    engine._support_torch_style_backward = True
+    net.loss_fn = loss_of
+
+    def get_optimizer(parameters: Any) -> torch.optim.Optimizer:
+        matrices, vectors = [p for p in parameters if p.ndim > 1], [p for p in parameters if p.ndim == 1]
+        return torch.optim.AdamW([{"params": matrices}, {"params": vectors, "weight_decay": 0.0}], lr=1e-2)
+
+    engine._configure_optimizer(get_optimizer, trained)
+    grid, pieces, size = engine.grid, engine.gradient_accumulation_steps(), engine.train_micro_batch_size_per_gpu()
+    engine.first_last_stage_group = dist.new_group(ranks=[grid.pp_group[0], grid.pp_group[-1]])
+    engine.communication_data_type = torch.float32
+    engine.lr_scheduler = torch.optim.lr_scheduler.LinearLR(engine.optimizer, start_factor=1 / 5, total_iters=5)
+    if arguments.faults != "[]":
+        from faults import install
+
+        install(engine, arguments.faults, str(arguments.out))
+    loader, held_out = PipelineDataLoader(engine, size, pieces, 50, 0), PipelineDataLoader(engine, size, 2, 2, 1000)
+    evaluations, losses = [evaluate(engine, held_out)], []
+    while engine.global_steps < end_of(arguments, engine.global_steps):
+        if arguments.slow_until is not None:
+            wait_a_little(arguments.slow_until, arguments.slow_s)
+        if engine.global_steps == 3:
+            engine.set_train_batch_size(engine.train_batch_size() // pieces * 3)
+        engine.reset_activation_shape()
+        iterator = loader if engine.is_first_stage() or engine.is_last_stage() else None
+        losses.append(engine.train_batch(iterator).item())
+        loader.sync_epoch()
+        if engine.global_steps % 4 == 0:
+            evaluations.append(evaluate(engine, held_out))
+    if engine.global_steps % 3 == 0:
+        state = {"step": engine.global_steps, "examples": engine.global_samples, "run": run[0]}
+        engine.save_checkpoint(run[0], client_state=state, save_latest=True, exclude_frozen_parameters=True)
+    dump(engine, arguments.out, dist.get_rank(), {"losses": losses, "evaluations": evaluations})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""A script that drives DeepSpeed as GPT-NeoX does; it knows nothing of bamboo. See ``like_neox``.
+
+train_like_neox.py --deepspeed_config FILE --out FOLDER --stages P [--steps N] ...
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+if __name__ == "__main__":
+    import lean_torch  # before torch
+
+import deepspeed
+import torch
+from train import dump, end_of, wait_a_little
+
+sys.path.insert(0, str(Path(__file__).parent / "like_neox"))
+
+from megatron import NeoXArgs
+from megatron.training import setup_model_and_optimizer, train
+
+
+def texts(args: NeoXArgs, seed: int, size: int) -> Iterator[dict[str, torch.Tensor]]:
+    """Batches of one token more than the model sees."""
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        yield {"text": torch.randint(0, args.vocabulary, (size, args.sequence + 1), generator=generator)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--deepspeed_config", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--stages", type=int, required=True)
+    parser.add_argument("--pos-emb", choices=("rotary", "alibi"), default="rotary")
+    parser.add_argument("--untied", action="store_true")
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--slow-until", type=Path, default=None)
+    parser.add_argument("--slow-s", type=float, default=0.3)
+    parser.add_argument("--end-after", type=int, default=0)
+    parser.add_argument("--faults", default="[]")
+    given = parser.parse_args()
+    config = json.loads(given.deepspeed_config.read_text())
+    extra = {name: config.pop(name) for name in ("bamboo",) if name in config}
+    args = NeoXArgs(config, extra, given.stages, given.out / "checkpoints", given.pos_emb, not given.untied)
+    lean_torch.install()
+    deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
+    rank = torch.distributed.get_rank()
+    torch.manual_seed(1234)
+    engine, _ = setup_model_and_optimizer(args)
+    if given.faults != "[]":
+        from faults import install
+
+        install(engine, given.faults, str(given.out))
+    ends, size = engine.is_first_stage() or engine.is_last_stage(), config["train_micro_batch_size_per_gpu"]
+
+    def batches(seed: int) -> Iterator[dict[str, torch.Tensor]] | None:
+        return texts(args, seed + engine.grid.data_parallel_id, size) if ends else None
+
+    def goes_on(iteration: int) -> bool:
+        if given.slow_until is not None:
+            wait_a_little(given.slow_until, given.slow_s)
+        return iteration < end_of(given, iteration)
+
+    losses, evaluations = train(args, engine, batches(1), lambda: batches(1000), goes_on)
+    kept = sorted(folder.name for folder in args.save.glob("global_step*"))
+    dump(engine, given.out, rank, {"losses": losses, "evaluations": evaluations, "kept": kept})
+
+
+if __name__ == "__main__":
+    main()
