@@ -6,6 +6,7 @@ import ast
 import functools
 import inspect
 import json
+import re
 import textwrap
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,15 +25,19 @@ from bamboo_ds.engine.committing import Commits
 from bamboo_ds.engine.construction import Construction, KeptSettings
 from bamboo_ds.engine.layers import Layers
 from bamboo_ds.engine.records import Progress
-from bamboo_ds.engine.replica import build_stage_module
+from bamboo_ds.engine.refusals import check_optimizer, check_optimizer_hooks
+from bamboo_ds.engine.replica import build_stage_module, capture, restore
 from bamboo_ds.engine.runtime import BOUND_ATTRIBUTES, StageRuntime
 from bamboo_ds.engine.schedulers import Pristine, settings_of, take_step
-from bamboo_ds.errors import Isolated, UnsupportedError
+from bamboo_ds.engine.training import Training
+from bamboo_ds.engine.wrappers import stage_optimizer
+from bamboo_ds.errors import ConfigError, Isolated, UnsupportedError
 from bamboo_ds.topology import Role
 
 from .support.jobs import SUPPORT
 from .support.surviving import Reference, fault, survive_in_turn
 
+ROOT = Path(__file__).parents[1]
 SCRIPT = SUPPORT / "train_assigning.py"
 
 
@@ -71,6 +76,19 @@ def test_every_attribute_has_a_treatment() -> None:
     assert len(of_modules) > 20
     assert of_modules <= set(MODULE), "classify these in engine/assigned.py and docs/state.md"
     assert all(each.kind in ("followed", "own") or each.cure for each in (*ENGINE.values(), *MODULE.values()))
+
+
+def test_the_table_is_that_of_the_code() -> None:
+    kinds = {"replicated": "followed", "refused": "refused", "own": "own"}
+    found: dict[str, dict[str, str]] = {"engine": {}, "PipelineModule": {}}
+    for line in (ROOT / "docs" / "state.md").read_text().splitlines():
+        state, treatment, *_ = [*line.strip("| ").split(" | "), ""]
+        head, _, names = state.partition(": ")
+        for place, known in found.items():
+            if names and head in (f"of the {place}", f"of the `{place}`"):
+                known.update(dict.fromkeys(re.findall("`([^`]+)`", names), kinds[treatment]))
+    assert found["engine"] == {name: each.kind for name, each in ENGINE.items()}
+    assert found["PipelineModule"] == {name: each.kind for name, each in MODULE.items()}
 
 
 # -- the means ------------------------------------------------------------------------------------------------
@@ -210,6 +228,28 @@ def test_attributes_of_optimizers_are_those_of_every_copy() -> None:
     basic.average = torch.zeros(2)
     with pytest.raises(UnsupportedError, match=r"engine\.basic_optimizer\.average .*numbers, text and functions only"):
         changed(mine, before)
+
+
+def test_an_engine_without_an_optimizer() -> None:
+    ds: Any = SimpleNamespace()
+    mine, theirs = runtimes()
+    for runtime in (mine, theirs):
+        runtime.attributes.update(optimizer=None, basic_optimizer=None)
+        runtime.optimizer = stage_optimizer(ds, ds, runtime)
+        runtime.layers = Layers(runtime.module)
+        check_optimizer(None, copied=True), check_optimizer_hooks(None)
+    with torch.no_grad():
+        theirs.module.get_parameter("1.weight").zero_()
+    runtime = StageRuntime(Role(0, 1), owned=False)
+    runtime.attributes = {**theirs.attributes, "module": build_stage_module(mine.module, 1, torch.device("cpu"))}
+    runtime.layers, runtime.optimizer = Layers(runtime.module), stage_optimizer(ds, ds, runtime)
+    restore(runtime, capture(theirs))
+    assert not runtime.module.get_parameter("1.weight").any() and len(list(runtime.tensors())) == 2
+    replay: Any = SimpleNamespace(recorded=lambda kind: pytest.fail("it is refused before"))
+    training = Training.__new__(Training)
+    training.binding, training.replay = SimpleNamespace(local=mine), replay  # type: ignore[assignment]
+    with pytest.raises(ConfigError, match="must provide optimizer during init"):
+        training.train_batch(None)
 
 
 def rates(runtime: StageRuntime, steps: int) -> list[Any]:
