@@ -113,6 +113,13 @@ class Layers:
         now = self.numbers()
         self.began.update({path: now[path] for path in now if path not in self.began})
 
+    def look_again(self) -> None:
+        """The script has put other modules besides the layers into the stage, into every copy of it."""
+        self._names.clear()
+        self._look()
+        self.began.update({path: each for path, each in self.numbers().items() if path not in self.began})
+        self._built.update({n: checksum(buffer) for n, buffer in self.buffers().items() if n not in self._built})
+
     def compiled(self) -> frozenset[str]:
         """Names of layers that are compiled where they are (``layer.compile()``)."""
         found = (path for path, layer in self._modules if layer._compiled_call_impl is not None)
