@@ -395,6 +395,7 @@ def test_the_commit_compares(members: Any, error: Any, message: str) -> None:
     plan = SimpleNamespace(members=("m0", "m1"), epoch=1)
     epoch: Any = SimpleNamespace(job=job, channel=channel, plan=plan, member="m0", owns=lambda role: True)
     epoch.transport = Transport(members, "m0")
+    epoch.session = SimpleNamespace(confirm=lambda operation: None)
     nothing: Any = SimpleNamespace(busy=False)
     commits = Commits(nothing, nothing, epoch, progress, nothing, nothing, nothing, nothing, {})
     if error is None:

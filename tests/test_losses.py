@@ -67,7 +67,7 @@ def test_losses_in_the_first_iteration(tmp_path: Path, reference: Reference) -> 
 
 
 def test_loss_between_iterations(tmp_path: Path, reference: Reference) -> None:
-    survive(tmp_path, reference, [fault(2, 2, "._exec_schedule"), fault(0, 4, "._exec_schedule")])
+    survive(tmp_path, reference, [fault(2, 2, ".training.run_iteration"), fault(0, 4, ".training.run_iteration")])
 
 
 def test_adjacent_losses_are_fatal_and_say_so(tmp_path: Path) -> None:

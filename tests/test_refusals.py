@@ -259,6 +259,10 @@ hooked = build()
 next(hooked.parameters()).register_hook(lambda gradient: gradient)
 refused("parameter", begin, hooked)
 net = build()
+aggregate = deepspeed.PipelineEngine._aggregate_total_loss
+deepspeed.PipelineEngine._aggregate_total_loss = lambda engine: 100 * aggregate(engine)
+refused("aggregate", begin, net)
+deepspeed.PipelineEngine._aggregate_total_loss = aggregate
 engine = begin(net)
 data = iterator(argparse.Namespace(model="mlp"), 0, 1, 4, None)
 handle = net.register_forward_hook(lambda *_: None)
@@ -284,6 +288,10 @@ before = layer.weight
 layer.weight = nn.Parameter(before.detach().clone())
 refused("replaced", engine.train_batch, data)
 layer.weight = before
+reduction = deepspeed.runtime.pipe.schedule.ReduceGrads
+reduce, engine._INSTRUCTION_MAP[reduction] = engine._INSTRUCTION_MAP[reduction], lambda engine: None
+refused("instruction", engine.train_batch, data)
+engine._INSTRUCTION_MAP[reduction] = reduce
 SUMS.append(1)
 engine.train_batch(data)
 """
@@ -301,6 +309,8 @@ def test_a_job_says_what_it_refuses(tmp_path: Path) -> None:
         "late REFUSED the script has registered hooks",
         "hook REFUSED the script has registered hooks",
         "compiled REFUSED the script has compiled ",
+        "aggregate REFUSED the script has replaced PipelineEngine._aggregate_total_loss of DeepSpeed by <lambda> (",
+        "instruction REFUSED the script has replaced PipelineEngine._INSTRUCTION_MAP[ReduceGrads] of DeepSpeed by ",
         "replaced REFUSED the script has put other parameters in the place of ",
         "optimizer REFUSED the hook <lambda> of optimizer Summing uses a PipelineModule",
         "optimizer Summing (or its hook, or its scheduler) calls a collective, allreduce over ranks [0, 1], in its",

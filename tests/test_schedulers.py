@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import enum
+from collections import defaultdict, namedtuple
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from deepspeed.runtime.lr_schedules import WarmupLR
 
 from bamboo_ds.engine.changes import Adjustable
-from bamboo_ds.engine.clones import begin_groups
+from bamboo_ds.engine.clones import begin_groups, kept_by, put_kept
 from bamboo_ds.engine.data import as_message, from_message
 from bamboo_ds.engine.runtime import StageRuntime
 from bamboo_ds.engine.schedulers import (
@@ -25,6 +28,7 @@ from bamboo_ds.errors import UnsupportedError
 from bamboo_ds.topology import Role
 
 from .support.sample_scheduler import SampleScheduler
+from .test_attributes import Odd
 
 
 def optimizer_of(groups: int = 2) -> torch.optim.Optimizer:
@@ -157,6 +161,62 @@ def test_stages_whose_optimizers_have_other_groups(make: Any, counts: tuple[int,
                 each.step()
             assert settings_of(owner) == settings_of(replica)
         assert clone.get_last_lr() == scheduler.get_last_lr()
+
+
+class Mode(enum.StrEnum):
+    FAST = "fast"
+
+
+class Keeping(torch.optim.lr_scheduler.LRScheduler):
+    """Has attributes of every kind, all of which torch puts into its state."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.table, self.last, self.mode = numpy.linspace(0.1, 1.0, 20), torch.zeros(3), Mode.FAST
+        self.counts, self.odd, self.function = defaultdict(int), Odd(), len
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float]:  # type: ignore[override]
+        assert self.mode is Mode.FAST and self.function is len
+        self.counts[self.last_epoch % 3] += 1
+        self.last = self.last + self.counts[0]
+        return [float(self.table[self.last_epoch] + self.last.sum()) for _ in self.optimizer.param_groups]
+
+
+def test_attributes_of_every_kind() -> None:
+    mine, theirs = optimizer_of(), optimizer_of(3)
+    scheduler = Keeping(mine)
+    pristine = Pristine(scheduler, mine)
+    for _ in range(4):
+        scheduler.step()
+    home = runtime_with(mine, scheduler)
+    replica = runtime_with(theirs, pristine.clone(theirs))
+    home.pristine = replica.pristine = pristine
+    clone = replica.attributes["lr_scheduler"]
+    restore_scheduler(replica, from_message(as_message(capture_scheduler(home))))
+    for _ in range(3):
+        for each in (scheduler, clone):
+            each.step()
+        assert settings_of(theirs)[2]["lr"] == settings_of(mine)[0]["lr"]
+    position = SchedulerPosition.of(home)
+    assert position == SchedulerPosition.of(home) != SchedulerPosition.of(replica), "these have other groups"
+    position.restore(home)
+    assert SchedulerPosition.of(home) == position and scheduler.mode is Mode.FAST
+    scheduler.last = scheduler.last + 1
+    assert SchedulerPosition.of(home) != position
+
+
+def test_what_optimizers_count_keeps_its_types() -> None:
+    mine: Any = optimizer_of()
+    theirs: Any = optimizer_of()
+    pair = namedtuple("pair", "one other")
+    for each in (mine, theirs):
+        each.counts, each.pair, each.mode, each.number = defaultdict(int), pair(0, 0), Mode.FAST, numpy.int64(3)
+    mine.counts["steps"] += 2
+    mine.pair, mine.number = pair(1, 2), numpy.int64(5)
+    put_kept(theirs, from_message(as_message(kept_by(mine))))
+    theirs.counts["others"] += 1
+    assert theirs.counts == {"steps": 2, "others": 1} and theirs.pair.other == 2 and theirs.mode is Mode.FAST
+    assert theirs.number == 5 and type(theirs.number) is numpy.int64
 
 
 def test_what_a_scheduler_says_before_it_fails_is_seen(capsys: pytest.CaptureFixture[str]) -> None:

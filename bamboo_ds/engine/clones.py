@@ -14,6 +14,7 @@ from torch import nn
 
 from ..errors import UnsupportedError
 from ..state import Tree
+from .portable import completed, travels
 
 #: What every optimizer has of its own, or gets anew when it is cloned.
 _OWN = {"state", "param_groups", "step"}
@@ -89,10 +90,16 @@ def _copied(original: torch.optim.Optimizer, name: str, value: Any, known: dict[
 
 
 def kept_by(optimizer: torch.optim.Optimizer | None) -> Tree:
-    """What ``optimizer`` counts in attributes of its own: numbers and text, also in lists and dictionaries."""
+    """What ``optimizer`` counts in attributes of its own: numbers, arrays and text, also in lists and dictionaries."""
     if optimizer is None:
         return {}
     return {n: v for n, v in vars(optimizer).items() if n not in _OWN and n != "defaults" and _plain(v)}
+
+
+def put_kept(optimizer: torch.optim.Optimizer, given: Tree) -> None:
+    """Give ``optimizer`` what :func:`kept_by` gave of another one; dictionaries and tuples stay of their types."""
+    own = vars(optimizer)
+    own.update({name: completed(value, own.get(name)) for name, value in given.items()})
 
 
 def _plain(value: Any) -> bool:
@@ -102,7 +109,7 @@ def _plain(value: Any) -> bool:
         return all(_plain(k) and _plain(v) for k, v in value.items())
     if isinstance(value, (list, tuple)):
         return all(map(_plain, value))
-    return value is None or isinstance(value, (bool, int, float, str))
+    return travels(value) and not torch.is_tensor(value)
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, given: Tree) -> None:

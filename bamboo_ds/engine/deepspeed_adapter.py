@@ -112,8 +112,8 @@ class DeepSpeedAdapter:
     # -- instructions and passes --------------------------------------------------------------------------
 
     def execute(self, instruction: PipeInstruction) -> None:
-        """Execute an instruction as the engine's ``_INSTRUCTION_MAP`` has it."""
-        self.engine._INSTRUCTION_MAP[type(instruction)](self.engine, **instruction.kwargs)
+        """Execute an instruction as the engine's ``HANDLERS`` have it."""
+        self.engine.HANDLERS[type(instruction)](self.engine, **instruction.kwargs)
 
     def load_micro_batch(self, buffer_id: int) -> None:
         """DeepSpeed's; it asks the engine's ``_next_batch`` for the batch."""

@@ -16,7 +16,7 @@ import torch
 
 from ..state import Tree, join, split
 from .attributes import packed
-from .clones import kept_by, load_optimizer
+from .clones import kept_by, load_optimizer, put_kept
 from .layers import newer
 from .runtime import StageRuntime
 
@@ -51,7 +51,7 @@ def load_kept(runtime: StageRuntime, folder: str | Path, rank: int) -> None:
     runtime.layers.set_tensors(kept["tensors"], whole=False)
     runtime.layers.changes.follow(kept["changes"], 0 if kept["changes"] else -1)
     if kept["attributes"]:
-        vars(runtime.optimizer.inner).update(kept["attributes"])
+        put_kept(runtime.optimizer.inner, kept["attributes"])
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from ..errors import ProtocolError
 from ..state import Tree
 from ..topology import Role
 from .answers import Recorder
-from .clones import kept_by, load_optimizer
+from .clones import kept_by, load_optimizer, put_kept
 from .commit import Measured
 from .ring import Shares, all_reduce
 
@@ -217,7 +217,7 @@ class StageOptimizer(ABC):
         """Take over what :meth:`capture` gave elsewhere."""
         with without_state_hooks(self.inner):
             load_optimizer(self.inner, state["inner"])
-        vars(self.inner).update(state["attributes"])
+        put_kept(self.inner, state["attributes"])
         with torch.no_grad():
             for mine, given in zip(self.masters(), state["masters"], strict=True):
                 mine.copy_(given)

@@ -12,7 +12,8 @@ read and set on the engine (:mod:`.runtime`, :mod:`.deepspeed_adapter`).
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -31,6 +32,7 @@ from ..worker.job import current_job
 from .blocks import with_blocks
 from .parts import Parts
 from .refusals import check_hooks, check_layers, check_named_optimizer, check_optimizer, check_optimizer_hooks
+from .replaced import Replacements
 from .starting import start
 from .tied import loading_alone
 from .wrappers import is_sharded
@@ -65,6 +67,7 @@ class BambooPipelineEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed i
         exact = settings.redundancy.steps_to_check(get_accelerator().device_name())
         check_config(config)
         check_schedule()
+        self._replacements = replacements = Replacements(type(self))
         use_for_cuda(settings.comm.cuda_backend)
         layout = layout_of(module)
         job.check_first_engine()
@@ -78,6 +81,7 @@ class BambooPipelineEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed i
         if self.has_moe_layers:
             raise ConfigError('mixture-of-experts layers are not supported together with "bamboo" yet')
         check_optimizer_hooks(self.basic_optimizer)
+        replacements.check(self)
         job.settings = settings
         check_optimizer(self.basic_optimizer, copied)
         layout = replace(layout, sharded=layout.copies > 1 and is_sharded(self.optimizer))
@@ -89,11 +93,18 @@ class BambooPipelineEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed i
         job.session.script, job.session.stand = parts.collectives, parts.stand
         parts.script.leave()
 
+    @contextmanager
+    def _inside(self) -> Iterator[None]:
+        """The body is a call of the script."""
+        self._replacements.check(self)
+        with self._parts.script.inside():
+            yield
+
     # -- what scripts call --------------------------------------------------------------------------------
 
     def train_batch(self, data_iter: Any = None) -> Any:
         """As DeepSpeed's; a member that joins gets the results of iterations that were done before it came."""
-        with self._parts.script.inside():
+        with self._inside():
             return self._parts.training.train_batch(data_iter)
 
     def eval_batch(
@@ -106,7 +117,7 @@ class BambooPipelineEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed i
         num_micro_batches: int | None = None,
     ) -> Any:
         """As DeepSpeed's; an evaluation that a loss interrupts is done again with the same batches."""
-        with self._parts.script.inside():
+        with self._inside():
             return self._parts.evaluation.eval_batch(
                 data_iter, return_logits, compute_loss, reduce_output, bcast_loss, num_micro_batches
             )
@@ -130,7 +141,7 @@ class BambooPipelineEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed i
         Raises:
             CheckpointError: ``tag`` cannot name a checkpoint inside ``save_dir``.
         """
-        with self._parts.script.inside():
+        with self._inside():
             return self._parts.checkpoints.save(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
 
     def load_checkpoint(self, load_dir: str, tag: str | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -139,7 +150,7 @@ class BambooPipelineEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed i
         A member that joins gets the newest checkpoint that the job has written since, if that is in ``load_dir``, and
         goes on from there.
         """
-        with self._parts.script.inside():
+        with self._inside():
             return self._parts.checkpoints.load(load_dir, tag, *args, **kwargs)
 
     def for_each_stage(self, function: Callable[[Any], Any]) -> list[Any]:
@@ -199,7 +210,8 @@ class BambooPipelineEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed i
             passing = self._parts is not None and self._parts.slices.passing
             return not passing and bool(super().curriculum_enabled_legacy())
 
-    _INSTRUCTION_MAP = {
+    #: By instruction. DeepSpeed's own map is left as it is: what a script puts into it is refused.
+    HANDLERS = {
         stock.LoadMicroBatch: _by(lambda parts: parts.passes.load),
         stock.ForwardPass: _by(lambda parts: parts.passes.forward),
         stock.BackwardPass: _by(lambda parts: parts.passes.backward),

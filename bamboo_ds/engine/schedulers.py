@@ -23,6 +23,7 @@ import torch
 from ..errors import UnsupportedError
 from ..state import Tree
 from .group_lists import compare_functions, fit, functions_of
+from .portable import completed, portable, same
 
 logger = logging.getLogger(__name__)
 
@@ -188,7 +189,7 @@ def bases_of(scheduler: Any) -> Tree:
     return {name: value for name, value in vars(scheduler).items() if _numbers(value)}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class SchedulerPosition:
     """The state of a scheduler, and what its optimizer's groups are set to.
 
@@ -199,11 +200,16 @@ class SchedulerPosition:
     state: Tree | None
     groups: list[dict[str, Any]]
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SchedulerPosition) and self.groups == other.groups and same(self.state, other.state)
+
+    __hash__ = None  # type: ignore[assignment]
+
     @classmethod
     def of(cls, runtime: Scheduled) -> SchedulerPosition:
         """Of what ``runtime`` has. Its attributes must be up to date."""
         scheduler = runtime.attributes["lr_scheduler"]
-        state = copy.deepcopy(scheduler.state_dict()) if scheduler is not None else None
+        state = copy.deepcopy(portable(scheduler.state_dict())) if scheduler is not None else None
         return cls(state, settings_of(runtime.attributes["basic_optimizer"]))
 
     def restore(self, runtime: Scheduled) -> None:
@@ -220,7 +226,7 @@ def capture_scheduler(runtime: Scheduled) -> Tree:
     if scheduler is None:
         return None
     functions = functions_of(scheduler, len(optimizer.param_groups))
-    return {"state": scheduler.state_dict(), "bases": bases_of(scheduler), "functions": functions}
+    return {"state": portable(scheduler.state_dict()), "bases": bases_of(scheduler), "functions": functions}
 
 
 def restore_scheduler(runtime: Scheduled, given: Tree) -> None:
@@ -262,7 +268,7 @@ def load_state(scheduler: Any, state: Any, pristine: Pristine | None, optimizer:
     if pristine is not None:
         pristine.renew(scheduler, optimizer, wrapper)
     with _quietly():
-        scheduler.load_state_dict(state)
+        scheduler.load_state_dict(completed(state, scheduler.state_dict()))
     if pristine is not None:
         # What its loading takes from elsewhere, Megatron's count of tokens from the script's arguments.
         own = vars(scheduler)

@@ -107,8 +107,8 @@ class StockTrace:
         self._file = SpanFile(path_for(folder / "events.jsonl", member), "stock", member, rank)
         self.spans: list[Any] = []
         self.step = 0
-        handlers = {kind: self._timed(kind.__name__, call) for kind, call in engine._INSTRUCTION_MAP.items()}
-        type(engine)._INSTRUCTION_MAP = handlers
+        handlers = {kind: self._timed(kind.__name__, call) for kind, call in engine.HANDLERS.items()}
+        type(engine).HANDLERS = handlers
 
     def _timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         kind = self._kind(name)

@@ -50,13 +50,13 @@ class Meter:
         self._counts = False
         self._peak: dict[str, int] = {}
         self._commit: dict[str, int] = {}
-        handlers = dict(engine._INSTRUCTION_MAP)
+        handlers = dict(engine.HANDLERS)
         names = {kind.__name__: kind for kind in handlers}
         last = names.get("Commit", names["OptimizerStep"])
         handlers[last] = self._before(handlers[last])
         for name in ("ForwardPass", "BackwardPass"):
             handlers[names[name]] = self._after(handlers[names[name]])
-        type(engine)._INSTRUCTION_MAP = handlers
+        type(engine).HANDLERS = handlers
         if hasattr(engine, "_parts"):
             redundant = type(engine._parts.redundant)
             redundant.run = self._after(redundant.run)

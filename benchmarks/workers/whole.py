@@ -148,7 +148,7 @@ class HubPeers:
 
 def exchange_before_step(engine: Any, state: State, peers: Any) -> None:
     """Have the engine agree with the other pipelines before each optimizer step."""
-    handlers = dict(engine._INSTRUCTION_MAP)
+    handlers = dict(engine.HANDLERS)
     stock = handlers[schedule.OptimizerStep]
 
     def step(self: Any, *arguments: Any, **keywords: Any) -> None:
@@ -158,7 +158,7 @@ def exchange_before_step(engine: Any, state: State, peers: Any) -> None:
             state.drop_gradients()
 
     handlers[schedule.OptimizerStep] = step
-    type(engine)._INSTRUCTION_MAP = handlers
+    type(engine).HANDLERS = handlers
 
 
 def main() -> None:

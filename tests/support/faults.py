@@ -32,7 +32,7 @@ def install(engine: Any, faults: str, folder: str) -> None:
     rank = int(os.environ["RANK"])
     mine = [f for f in json.loads(faults) if f["rank"] == rank]
     kind = type(engine)
-    handlers = dict(engine._INSTRUCTION_MAP)
+    handlers = dict(engine.HANDLERS)
     known = {instruction.__name__: instruction for instruction in handlers}
     for fault in mine:
         name = fault["at"]
@@ -44,7 +44,7 @@ def install(engine: Any, faults: str, folder: str) -> None:
             setattr(owner, method, _wrapped(engine, getattr(owner, method), fault, Path(folder)))
         else:
             handlers[known[name]] = _wrapped(engine, handlers[known[name]], fault, Path(folder))
-    kind._INSTRUCTION_MAP = handlers
+    kind.HANDLERS = handlers
 
 
 def _install_while_writing(engine: Any, fault: dict[str, Any], folder: Path) -> None:

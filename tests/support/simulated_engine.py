@@ -105,7 +105,7 @@ from .simulated_worker import (
 class _Engine(nn.Module):
     """The attributes of DeepSpeed's engine; parts bind roles to them."""
 
-    _INSTRUCTION_MAP = BambooPipelineEngine._INSTRUCTION_MAP
+    HANDLERS = BambooPipelineEngine.HANDLERS
 
 
 class _Builder(StageBuilder):
