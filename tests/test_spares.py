@@ -19,7 +19,7 @@ from bamboo_ds.state.checkpoints import SPARE, Status, hidden, list_checkpoints,
 from bamboo_ds.state.publish import take_over
 from bamboo_ds.topology import Layout
 
-from .support.savers import WAIT_S, Member, members, rest
+from .support.savers import WAIT_S, Member, members, rest, save_all
 
 __all__ = ["members"]  # a fixture
 
@@ -140,3 +140,27 @@ def test_what_no_rule_deletes_stays_as_it_is(
     alone.save(3, layout=ALONE).wait()
     assert not alone.failed and rest(alone.folder) == []
     assert [info.status for info in list_checkpoints(alone.folder, checksums=True)] == [Status.COMPLETE] * 3
+
+
+def test_a_member_that_comes_to_lead_gives_it_back(
+    members: Callable[..., Member], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one that led is lost with its part; so is the save."""
+    pair = [members(0), members(1)]
+    folder = pair[0].folder
+    save_all(pair, 1)
+    go = held(monkeypatch)
+    pair[0].save(2)
+    delete_the_one_before(folder)
+    pair[1].save(2)
+    monkeypatch.setattr(spares, "end", lambda *_: None)  # it does nothing more
+    pair[0].saver.abort("its process is killed")
+    pair[0].wait()
+    assert not (folder / "step1").exists()
+    monkeypatch.undo()
+    pair[1].saver.follow({"m1"})
+    go.set()
+    pair[1].wait()
+    assert len(pair[1].failed) == 1 and rest(folder) == []
+    newest = newest_complete(folder, checksums=True)
+    assert newest is not None and newest.tag == "step1"

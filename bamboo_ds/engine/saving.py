@@ -21,6 +21,7 @@ from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchChe
 from ..compat import writes_zip_files
 from ..config import CheckpointConfig
 from ..errors import UnsupportedError
+from ..state import spares
 from ..state.checkpoints import CheckpointError, newest_complete, read_manifest
 from ..state.hostcopy import BufferPool, HostCopy
 from ..state.saver import CheckpointSaver
@@ -268,6 +269,7 @@ class Saves:
         self.follow(plan)
         self._saver.wait(_FATAL_WAIT_S)
         for folder in self._history.save_folders():
+            spares.end(Path(folder), self._job.channel.job)
             try:
                 newest = newest_complete(folder, self._job.channel.job)
             except CheckpointError as error:

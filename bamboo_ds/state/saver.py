@@ -339,14 +339,14 @@ class CheckpointSaver:
 
     def _run(self, save: Save) -> SaveResult:
         """Carry out ``save``; the checkpoint before it is kept until then."""
-        if not save.leads:
-            return self._written(save)
-        spares.make(save.folder, save.record.job, save.record.save_id)
-        with self._changed:
-            save.spared = True
-            self._changed.notify_all()
+        if save.leads:
+            spares.make(save.folder, save.record.job, save.record.save_id)
+            with self._changed:
+                save.spared = True
+                self._changed.notify_all()
         result = self._written(save)
-        spares.end(save.folder, save.record.job)
+        if save.leads:  # by now, perhaps
+            spares.end(save.folder, save.record.job)
         return result
 
     def _written(self, save: Save) -> SaveResult:

@@ -83,16 +83,30 @@ def settle(folder: Path, job: str | None = None, keep: Collection[str] = ()) -> 
         if not _needed(spare, target, folder):
             publish.discard(spare, folder, maker)
             continue
-        if target.exists():
-            publish.discard(target, folder, maker)  # what is left of it
+        _clear(target, folder, maker)
         publish.make_folders(folder, target.relative_to(folder).parts[:-1])
         try:
             os.rename(spare, target)
-        except FileNotFoundError:
+        except OSError:
+            if not target.exists():
+                raise
             continue  # another member was faster
         logger.warning("checkpoint %s is back: it was deleted before a newer one was complete", target)
         back.append(target)
     return back
+
+
+def _clear(target: Path, folder: Path, job: str) -> None:
+    """Remove what is left of ``target``, unless another member has put it back meanwhile."""
+    doomed = publish.hidden_name(folder, job)
+    try:
+        os.rename(target, doomed)
+    except FileNotFoundError:
+        return
+    if verify(doomed, checksums=False):
+        shutil.rmtree(doomed)
+    else:
+        os.rename(doomed, target)
 
 
 def settle_for_loading(folder: Path, tag: str | None) -> None:
