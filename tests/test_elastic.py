@@ -315,13 +315,13 @@ from bamboo_ds.engine.replica import capture, restore
 
 engine, data = begin(-1)  # 2**64 - 1: where a script sets none, torch's is any number of 64 bits
 engine.train_batch(data)
-binding, builder = engine._parts.binding, engine._parts.builder
+binding = engine._parts.binding
 local, (replica,) = binding.local, binding.replicas()
 assert local.checksum is not None and replica.checksum is not None
 for runtime in (local, replica):
     binding.use(runtime)
     binding.refresh()
-    restore(runtime, capture(runtime), builder.pristine)
+    restore(runtime, capture(runtime))
     assert runtime.checksum is None, "it is of the state before"
 binding.use(local)
 for _ in range(3):

@@ -129,26 +129,27 @@ def test_stages_whose_optimizers_have_other_groups(make: Any, counts: tuple[int,
     )
     for optimizer, count in ((local, counts[0]), (owner, counts[1]), (replica, counts[1])):
         del optimizer.param_groups[count:]
-    pristine = Pristine(make(local), local, make if called else None)
+    pristine = Pristine(make(local), local, given=make if called else None)
     scheduler = make(owner)
     for _ in range(4):
         owner.step()
         scheduler.step()
     begin_groups(replica, owner.state_dict()["param_groups"])
     home, runtime = runtime_with(owner, scheduler), runtime_with(replica)
+    runtime.pristine = pristine
     unknown = (make is by_group and counts[1]) or (not counts[0] and make in (decays, alike, nested))
     if unknown and not called:
 
         def copy_it() -> None:
             runtime.attributes["lr_scheduler"] = pristine.clone(replica)
-            restore_scheduler(runtime, capture_scheduler(home), pristine)
+            restore_scheduler(runtime, capture_scheduler(home))
 
         with pytest.raises(UnsupportedError, match=r"has (a function of its own|other functions).*lr_scheduler=lambda"):
             copy_it()
         return
     clone = runtime.attributes["lr_scheduler"] = pristine.clone(replica)
     for _ in range(2):  # the second time it is copied again, as after a failed check
-        restore_scheduler(runtime, from_message(as_message(capture_scheduler(home))), pristine)
+        restore_scheduler(runtime, from_message(as_message(capture_scheduler(home))))
         replica.load_state_dict(owner.state_dict())
         for _ in range(3):
             for optimizer, each in ((owner, scheduler), (replica, clone)):
@@ -185,7 +186,8 @@ def test_late_steps_stand_where_those_in_time_stood() -> None:
     late, home = runtime_with(theirs, replica), runtime_with(mine, scheduler)
     position = SchedulerPosition.of(home)
     take_step(scheduler, 8)
-    position.restore(late, pristine)
+    late.pristine = pristine
+    position.restore(late)
     assert SchedulerPosition.of(late) == position != SchedulerPosition.of(home)
 
 
@@ -209,6 +211,7 @@ def test_groups_that_do_not_match() -> None:
         group["lr"] = 0.5
     Adjustable.of(mine).since(found).give(others)
     assert settings_of(others.attributes["basic_optimizer"])[0]["lr"] == 0.5
+    found = Adjustable.of(mine)
     groups[0]["lr"] = 0.25
     with pytest.raises(UnsupportedError, match="set all groups alike"):
         Adjustable.of(mine).since(found).give(others)

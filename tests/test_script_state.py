@@ -169,7 +169,7 @@ def test_all_who_hold_a_stage_are_told_also_when_the_plan_changes() -> None:
     local.trained = [True, False]
     announcements.tell_again()
     assert [lane.destination for lane, _, _ in sent] == [plan.shadow(Role(0, 0)), builder]
-    assert all(sequence == 5 and told.tolist() == [3, 1, 1, 0] for _, sequence, told in sent)
+    assert all(sequence == 5 and told.tolist() == [3, 1, 5, 0, 1, 0] for _, sequence, told in sent)
     joining.active = True
     announcements.tell_again()
     assert len(sent) == 2, "a member that joins has changed nothing"
@@ -190,7 +190,7 @@ def test_what_a_lost_owner_has_told(step: int) -> None:
         train_only=begun.append,
     )
     binding: Any = SimpleNamespace(replicas=lambda: [replica], refresh=lambda: None, reload=lambda: None)
-    told = {Lanes(plan, False).told[role, "m0"]: [torch.tensor([step, 1]), torch.tensor([step, 0, 1, 0])]}
+    told = {Lanes(plan, False).told[role, "m0"]: [torch.tensor([step, 1, 0, 0]), torch.tensor([step, 0, 0, 0, 1, 0])]}
     transport = SimpleNamespace(take=lambda lane: told.pop(lane, []))
     epoch: Any = SimpleNamespace(begun=True, lanes=Lanes(plan, False), transport=transport, member="m0")
     nothing: Any = SimpleNamespace()

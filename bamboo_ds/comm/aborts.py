@@ -23,19 +23,11 @@ class Aborts:
 
     def begin(self, what: str, call: Callable[[], None]) -> None:
         """Call ``call``, which aborts ``what``; returns at once."""
-        ended: Future[None] = Future()
+        self._all[_started(what, call)] = what
 
-        def run() -> None:
-            try:
-                call()
-            except BaseException as error:  # raised by Aborts.wait
-                logger.exception("%s could not be aborted", what)
-                ended.set_exception(error)
-            else:
-                ended.set_result(None)
-
-        threading.Thread(target=run, name="bamboo-abort-group", daemon=True).start()
-        self._all[ended] = what
+    def leave_alone(self, what: str, call: Callable[[], None]) -> None:
+        """As :meth:`begin`, for what nobody needs the end of."""
+        _started(what, call)
 
     def join(self) -> None:
         """Wait until all have ended, however."""
@@ -58,3 +50,20 @@ class Aborts:
                     "the worker stops, and others take over its stages. Look at the device and its driver's log "
                     "(dmesg, nvidia-smi -q)"
                 ) from error
+
+
+def _started(what: str, call: Callable[[], None]) -> Future[None]:
+    """The end of ``call``, which runs on a thread of its own."""
+    ended: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            call()
+        except BaseException as error:  # raised by Aborts.wait
+            logger.exception("%s could not be aborted", what)
+            ended.set_exception(error)
+        else:
+            ended.set_result(None)
+
+    threading.Thread(target=run, name="bamboo-abort-group", daemon=True).start()
+    return ended

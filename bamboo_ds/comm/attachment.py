@@ -70,6 +70,7 @@ class SliceGroup:
 
     home: tuple[int, ...]
     ranks: tuple[int, ...]
+    passing: bool = False
 
     @property
     def key(self) -> str:
@@ -196,7 +197,7 @@ class Attachment:
             self._founders = before
 
     @contextmanager
-    def among_slices(self, home: Sequence[int], ranks: Sequence[int]) -> Iterator[None]:
+    def among_slices(self, home: Sequence[int], ranks: Sequence[int], passing: bool = False) -> Iterator[None]:
         """In the body, the layers of another stage may run in this process.
 
         Layers that are cut into slices communicate in a group that they take from wherever their script has it, which
@@ -207,8 +208,10 @@ class Attachment:
         Args:
             home: logical ranks of the slices of the stage that the process began as.
             ranks: those of the stage whose layers run, in the same order.
+            passing: they run in a pass. Only the device uses what they get there, so that the host waits for none of
+                it (:meth:`~.groups.Groups.confirm` does in the end).
         """
-        before, self.slices = self.slices, SliceGroup(tuple(home), tuple(ranks))
+        before, self.slices = self.slices, SliceGroup(tuple(home), tuple(ranks), passing)
         try:
             yield
         finally:

@@ -17,12 +17,12 @@ from .attachment import Attachment, current, group_key
 from .c10d import dist, registry
 from .collectives import COLLECTIVES, Collective, alone, start
 from .epoch import Epoch
-from .inner import NCCL, kind_for
+from .inner import kind_for
 from .monitored import not_passed, timed_out
 from .naming import NAME, making_groups_ours, naming_what_scripts_know, not_asking_for_devices
 from .participants import Participants, founding, owning, surviving
 from .script import _caller
-from .work import CompletedWork
+from .work import BambooWork, CompletedWork
 
 Tensors = list[torch.Tensor]
 #: So many of the newest works are held where that is needed; nobody starts more before waiting.
@@ -95,8 +95,8 @@ class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     The collectives are added below, from their table. They run in the session's current epoch over the distinct
     owners of the ranks; the inner group is built by the first collective of each epoch. Sends and receives run over the
-    epoch's links, so they need nobody but the two; sends are eager. While the session is detached everything succeeds
-    without effect on others.
+    epoch's links, those of tensors on devices as well, so they need nobody but the two; sends are eager. While the
+    session is detached everything succeeds without effect on others.
 
     Every operation, and every ``wait`` on a handle, raises ``EpochChanged`` once the epoch has ended, and
     ``PeerLost`` if a connection broke before. The collectives that the script itself calls between two operations of
@@ -173,9 +173,10 @@ class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
         def inner() -> Any:
             epoch, (key, ranks) = self._attachment.current, self._meant
-            return epoch.groups.get(key, owning(epoch.plan, ranks).members, kind, self.timeout)
+            members = owning(epoch.plan, ranks).members
+            return epoch.groups.get(key, members, kind, self.timeout, torch.device(device))
 
-        return _Inner(inner, kind)
+        return _Inner(inner)
 
     def shutdown(self) -> None:
         """Nothing to do: inner groups end with their epoch."""
@@ -233,7 +234,10 @@ class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
                 "Leave it out (torch.nn.SyncBatchNorm, averages over the pipelines); tensor slices may communicate in "
                 "their group"
             )
-        return self._start(collective, arguments)
+        work = self._start(collective, arguments)
+        if isinstance(work, BambooWork):
+            work.deferred = attachment.slices is not None and attachment.slices.passing
+        return work
 
     def _start(self, collective: Collective, arguments: tuple[Any, ...]) -> Any:
         epoch = self._attachment.current
@@ -297,8 +301,6 @@ class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         if towards is None:
             return CompletedWork(tensors)
         epoch, peer = towards
-        if kind_for(tensor.device) == NCCL and peer != epoch.member:
-            return self._nccl(epoch, "send", tensors, peer, tag)
         key = self._stream(destination, tag)
         with p2p.profiled("send", tensor):
             if peer == epoch.member:
@@ -314,8 +316,6 @@ class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         if towards is None:
             return CompletedWork(tensors, source)
         epoch, peer = towards
-        if kind_for(tensor.device) == NCCL and peer != epoch.member:
-            return self._nccl(epoch, "recv", tensors, peer, tag)
         key = self._stream(self._index, tag)
         return self._coalesced(p2p.RecvWork(epoch.receives, key, tensor, source, [peer], self.timeout))
 
@@ -356,14 +356,6 @@ class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     def _stream(self, destination: int, tag: int) -> bytes:
         return f"p2p/{self._meant[0]}/{destination}/{tag}".encode()
 
-    def _nccl(self, epoch: Epoch, operation: str, tensors: Tensors, peer: str, tag: int) -> Any:
-        among = self._among(epoch)
-        key = self._meant[0] if among.by_role else f"script/{self.key}"
-        inner = epoch.groups.get(key, among.members, NCCL, self.timeout)
-        with epoch.life.calling(operation, peer):
-            work = getattr(inner, operation)(tensors, among.members.index(peer), tag)
-        return self._coalesced(epoch.groups.work(work, operation, [peer]))
-
     def _coalesced(self, work: Any) -> Any:
         if self._coalescing is not None:
             self._coalescing.append(work)
@@ -394,12 +386,14 @@ for _each in COLLECTIVES.values():
 class _Inner:
     """An inner group, which ``build`` builds, collectively, when something of it is needed.
 
-    Torch asks it whether it sends several tensors as one, also on members that use it alone.
+    Torch asks it whether sends and receives have to be begun together, also on members that use it alone. They do not:
+    they run over the epoch's links.
     """
 
-    def __init__(self, build: Callable[[], Any], kind: str) -> None:
+    supports_coalescing = False
+
+    def __init__(self, build: Callable[[], Any]) -> None:
         self._build = build
-        self.supports_coalescing = kind == NCCL
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._build(), name)
@@ -418,6 +412,15 @@ class _All(CompletedWork):
             work.wait(timeout)
         return True
 
+    def synchronize(self) -> None:
+        """As :meth:`wait`."""
+        self.wait()
+
     def is_completed(self) -> bool:
         """Whether all are completed."""
         return all(work.is_completed() for work in self._works)
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """A completed future: it waits here."""
+        self.wait()
+        return super().get_future()

@@ -195,10 +195,10 @@ def start(
     kind = GLOO if device is None else kind_for(device)
     if collective.reduces and not (among.by_role or among.complete):
         key = f"{key}/parts"  # what is begun when it is waited for must not meet what is begun when it is called
-    inner = epoch.groups.get(key, among.members, kind, timeout)
+    inner = epoch.groups.get(key, among.members, kind, timeout, device)
 
     def pending(work: Any, finish: Callable[[], None] | None = None) -> Any:
-        return epoch.groups.work(work, collective.name, among.members, finish, kind == GLOO, timeout)
+        return epoch.groups.work(work, collective.name, among.members, finish, kind, timeout, device)
 
     with epoch.life.calling(collective.name):
         if among.complete:

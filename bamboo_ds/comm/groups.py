@@ -10,14 +10,18 @@ import logging
 import socket
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
+
+import torch
 
 from . import sockets
 from .aborts import Aborts
 from .c10d import dist
-from .inner import GLOO, NCCL, create_inner
+from .inner import BEHIND, GLOO, connect, create_inner
 from .keyvalue import TorchStore
 from .links import Links
 from .sockets import Endpoint
@@ -53,6 +57,9 @@ class Groups:
         self._member, self._address, self._timeout = member, address, timeout
         self._building = threading.RLock()
         self._groups: dict[tuple[str, str, tuple[str, ...]], Any] = {}
+        self._unfinished: deque[BambooWork] = deque()  # those behind the host that their device may not be through with
+        self._unfinished_lock = threading.Lock()
+        self._any_behind = False
         self._stores: list[TorchStore] = []  # of the groups, which do not keep them
         self._device: Any = None
         self._listener: Endpoint | None = None
@@ -64,11 +71,19 @@ class Groups:
         self._undertaker: threading.Thread | None = None
         self._life.call_on_abort(self._abort_communicators)
 
-    def get(self, key: str, members: Sequence[str], kind: str, timeout: timedelta | None = None) -> Any:
+    def get(
+        self,
+        key: str,
+        members: Sequence[str],
+        kind: str,
+        timeout: timedelta | None = None,
+        device: torch.device | None = None,
+    ) -> Any:
         """The inner group ``key`` of ``members``; built on first use, collectively.
 
         Args:
             timeout: for the others to come when it is built, and default of its operations; ``None``: the epoch's.
+            device: of this member, for a kind that makes its communicator for a device.
 
         Raises:
             EpochChanged: aborted, before or meanwhile.
@@ -81,24 +96,61 @@ class Groups:
         with self._building:
             self._life.check(f"building group {key}")
             if identity not in self._groups:
-                self._groups[identity] = self._build(key, identity[2], kind, timeout or self._timeout)
+                self._groups[identity] = self._build(key, identity[2], kind, timeout or self._timeout, device)
             return self._groups[identity]
 
-    def _build(self, key: str, members: tuple[str, ...], kind: str, timeout: timedelta) -> Any:
-        store = self._store(f"group/{kind}/{key}/{','.join(members)}/")
-        size = len(members)
+    def _build(
+        self, key: str, members: tuple[str, ...], kind: str, timeout: timedelta, device: torch.device | None
+    ) -> Any:
+        name = f"group/{kind}/{key}/{','.join(members)}/"
+        store, size, what = self._store(name), len(members), f"building group {key} of {', '.join(members)}"
         try:
-            with self._life.calling(f"building group {key} of {', '.join(members)}"):
+            with self._life.calling(what):
+                if kind in BEHIND:
+                    others = [member for member in members if member != self._member]
+                    self._links.meet(what, name.encode(), others, timeout)
                 if kind == GLOO:
                     self._open_device(members, timeout)
                     self._connecting_pairs = range(self._pairs, self._pairs + size)
                     self._pairs += size
                 group = create_inner(kind, store, members.index(self._member), size, timeout, self._device)
+                if kind in BEHIND and device is not None:
+                    self._connect(group, what, members, timeout, device)
             self._life.check(f"building group {key}")
             self._stores.append(store)
             return group
         finally:
             self._connecting_pairs = range(0)
+
+    def _connect(self, group: Any, what: str, members: Sequence[str], timeout: timedelta, device: torch.device) -> None:
+        """Make the communicator of ``group``, on a thread of its own: an abort does not wake a thread that is in that.
+
+        All ``members`` are there. If one is lost now, the thread is left to itself. Nothing waits for the end of that
+        communicator: it has no tensor of anybody.
+        """
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        made: Future[None] = Future()
+
+        def make() -> None:
+            try:
+                connect(group, device)
+            except RuntimeError as error:  # raised by the thread that waits
+                made.set_exception(error)
+            else:
+                made.set_result(None)
+            with self._links.changed:
+                self._links.changed.notify_all()
+
+        threading.Thread(target=make, name="bamboo-connect-group", daemon=True).start()
+        try:
+            with self._links.changed:
+                if not self._links.wait(what, made.done, members, timeout):
+                    raise RuntimeError(f"Timed out {what}: its communicator is not there after {timeout}")
+            made.result()
+        except BaseException:  # goes on up
+            self._aborts.leave_alone(what, group.abort)
+            raise
 
     def _open_device(self, members: Sequence[str], timeout: timedelta) -> None:
         """Have a gloo device, and know where those of ``members`` listen."""
@@ -132,18 +184,42 @@ class Groups:
         operation: str,
         members: Sequence[str],
         finish: Callable[[], None] | None = None,
-        poll: bool = False,
+        kind: str = GLOO,
         limit: timedelta | None = None,
+        device: torch.device | None = None,
     ) -> BambooWork:
         """The handle of an operation of an inner group, which releases its sockets with the epoch."""
-        work = BambooWork(self._links, inner, operation, members, finish, poll, limit)
+        work = BambooWork(self._links, inner, operation, members, finish, kind, limit, device)
         self.works.add(work)
+        if kind in BEHIND:
+            self._any_behind = True
+            with self._unfinished_lock:
+                while self._unfinished and self._unfinished[0].through:
+                    self._unfinished.popleft()
+                self._unfinished.append(work)
         return work
+
+    def confirm(self, operation: str) -> None:
+        """Wait until the devices are through with all collectives of the epoch, so that their results count.
+
+        Raises:
+            EpochChanged: the epoch has ended, and nobody knows which of them have been cut off. Where all run on the
+                host each has told by itself.
+        """
+        if not self._any_behind:
+            return
+        with self._unfinished_lock:
+            works = list(self._unfinished)
+            self._unfinished.clear()
+        with self._life.calling(operation):
+            for work in works:
+                work.await_device()
+        self._life.check(operation)
 
     # -- the end -----------------------------------------------------------------------------------------
     def _abort_communicators(self) -> None:
         for (key, kind, members), group in list(self._groups.items()):
-            if kind == NCCL:  # gloo's has nothing to call: its sockets are shut down instead
+            if kind in BEHIND:  # gloo's has nothing to call: its sockets are shut down instead
                 what = f"NCCL group {key} of {', '.join(members)} (epoch {self._life.number})"
                 self._aborts.begin(what, group.abort)
 
@@ -208,6 +284,7 @@ class Groups:
         self._device = None
         remains: list[Any] = [*self._stores, *self._groups.values()]  # a list drops its last item first
         remains += [work.abandon() for work in list(self.works)]
+        self._unfinished.clear()
         if self._groups:
             # Here and not later: what is freed now may be somebody's port in the next epoch.
             self._shut_down()

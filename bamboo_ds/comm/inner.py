@@ -14,6 +14,9 @@ from .c10d import Store, dist
 #: Kinds of inner groups.
 GLOO = "gloo"
 NCCL = "nccl"
+#: Kinds whose collectives run behind the host: ``wait`` returns at once and lets the device's stream wait. An abort
+#: ends such a collective without an error, and leaves what it has written so far.
+BEHIND = frozenset({NCCL})
 #: A work of torch and what to do once, after it succeeded.
 Pending = tuple[Any, Callable[[], None] | None]
 
@@ -36,8 +39,28 @@ def kind_for(device: torch.device) -> str:
     raise UnsupportedError(f"bamboo process groups carry cpu and cuda tensors, not {device.type}")
 
 
+def runs_behind(device: torch.device) -> bool:
+    """Whether collectives with tensors on ``device`` run behind the host; see :data:`BEHIND`."""
+    return kind_for(device) in BEHIND
+
+
+def gpus_run_behind() -> bool:
+    """The same of this process's GPUs, if it has any."""
+    return runs_behind(torch.device("cuda"))
+
+
+def connect(group: Any, device: torch.device) -> None:
+    """Make the communicator of a new group that runs behind the host. Collective over its members; blocks.
+
+    Torch makes it in the group's first collective on ``device``.
+    """
+    group.allreduce([torch.zeros(1, device=device)]).wait()
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
 def create_inner(kind: str, store: Store, rank: int, size: int, timeout: timedelta, gloo_device: Any) -> Any:
-    """Create an inner group. Collective over its ``size`` members; gloo blocks until all have come.
+    """Create an inner group. Collective over its ``size`` members; gloo blocks until all have come, NCCL does not.
 
     Args:
         kind: :data:`GLOO` or :data:`NCCL`.
@@ -61,6 +84,7 @@ class Several:
 
     def __init__(self, pending: Sequence[Pending]) -> None:
         self._pending = list(pending)
+        self._works = [work for work, _ in pending]
 
     def wait(self, *timeout: Any) -> bool:
         """Wait for all, in order."""
@@ -74,15 +98,15 @@ class Several:
 
     def is_completed(self) -> bool:
         """Whether all are completed."""
-        return all(work.is_completed() for work, _ in self._pending)
+        return all(work.is_completed() for work in self._works)
 
     def is_success(self) -> bool:
         """Whether all succeeded."""
-        return all(work.is_success() for work, _ in self._pending)
+        return all(work.is_success() for work in self._works)
 
     def exception(self) -> Exception | None:
         """The first error."""
-        return next((error for work, _ in self._pending if (error := work.exception()) is not None), None)
+        return next((error for work in self._works if (error := work.exception()) is not None), None)
 
     def result(self) -> list[torch.Tensor]:
         """Not kept."""

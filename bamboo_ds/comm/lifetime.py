@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable
 from types import TracebackType
 
+from ..device_errors import is_device_error
 from ..errors import BambooError, EpochChanged, PeerLost
 from ..forking import only_here
 from . import sockets
@@ -207,7 +208,7 @@ class Lifetime:
         if self._aborted is not None:
             return self.ended(operation)
         text = str(error)
-        if not (isinstance(error, dist.DistNetworkError) or _BROKEN.search(text)):
+        if is_device_error(error) or not (isinstance(error, dist.DistNetworkError) or _BROKEN.search(text)):
             return error
         reason = f"{operation} failed: {text.splitlines()[0]}"
         if peer is None:

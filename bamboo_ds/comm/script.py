@@ -33,9 +33,8 @@ from ..topology import Plan
 from .c10d import dist
 from .collectives import Collective, start
 from .epoch import Epoch
-from .inner import NCCL, kind_for
 from .participants import Participants, surviving
-from .work import NO_TIMEOUT
+from .work import NO_TIMEOUT, future_of
 
 #: Where the main thread is: in the engine, in the script, or in a script whose calls are replayed.
 ThreadContext = Literal["engine", "script", "replay"]
@@ -314,9 +313,6 @@ class ScriptWork(dist.Work):  # type: ignore[misc]
             if not self._computed:
                 if self._work is not None:
                     self._work.wait(timeout)
-                    device = self._collective.device(self._arguments)
-                    if device is not None and kind_for(device) == NCCL:
-                        torch.cuda.current_stream(device).synchronize()
                 self._computed = True
             if self._others:
                 key = f"script/{self.key}/{self.number}".encode()
@@ -380,7 +376,7 @@ class ScriptWork(dist.Work):  # type: ignore[misc]
 
     def get_future(self) -> torch.futures.Future[Any]:
         """A completed future: it waits here."""
-        future: torch.futures.Future[Any] = torch.futures.Future()
+        future = future_of(self.result())
         future.set_result(self.result())
         return future
 

@@ -289,9 +289,20 @@ class Session:
         """See :meth:`Attachment.among_founders`."""
         return self._attachment.among_founders(of_rank, on_use)
 
-    def among_slices(self, home: Sequence[int], ranks: Sequence[int]) -> AbstractContextManager[None]:
+    def among_slices(
+        self, home: Sequence[int], ranks: Sequence[int], passing: bool = False
+    ) -> AbstractContextManager[None]:
         """See :meth:`Attachment.among_slices`."""
-        return self._attachment.among_slices(home, ranks)
+        return self._attachment.among_slices(home, ranks, passing)
+
+    def confirm(self, operation: str) -> None:
+        """Make sure that what collectives of the epoch have given so far counts; see :meth:`.groups.Groups.confirm`.
+
+        Raises:
+            EpochChanged: the epoch has ended, and with it collectives that devices were still busy with.
+        """
+        if self._epoch is not None:
+            self._epoch.groups.confirm(operation)
 
     def logical_group(self, name: str, ranks: Sequence[int], rank: int) -> BambooProcessGroup:
         """A group handle made outside ``torch.distributed.new_group``.

@@ -1,10 +1,16 @@
-"""Work handles that raise this package's errors."""
+"""Work handles that raise this package's errors, and whose results count.
+
+gloo's works end or fail on the host. NCCL's run behind it: a wait returns at once, and an abort ends them like any
+other, without an error, whatever is in their tensors then. So a wait here lasts until the device is through, and looks
+*then* whether the epoch goes on: an abort is noted before the first communicator is told of it, so that what was
+through while the epoch went on is a result.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -12,6 +18,7 @@ import torch
 
 from ..errors import EpochChanged
 from .c10d import dist
+from .inner import BEHIND, GLOO
 from .lifetime import of_transport
 from .links import Links
 
@@ -21,6 +28,15 @@ NO_TIMEOUT = timedelta(0)
 _POLL = timedelta(milliseconds=50)
 #: After the end of the epoch: time for an operation that does fail by itself to let go of its tensors.
 _GRACE = timedelta(milliseconds=100)
+#: Seconds between two looks whether the device is through with a collective: at first, and at most.
+_LOOK_S, _LOOK_AT_MOST_S = 2e-5, 1e-3
+
+
+def future_of(tensors: Iterable[torch.Tensor | torch.device]) -> torch.futures.Future[Any]:
+    """A future whose value may have ``tensors`` in it: torch asks beforehand for the devices that they are on."""
+    devices = {each if isinstance(each, torch.device) else each.device for each in tensors}
+    away: list[int | str | torch.device] = sorted((each for each in devices if each.type != "cpu"), key=str)
+    return torch.futures.Future(devices=away) if away else torch.futures.Future()
 
 
 class CompletedWork(dist.Work):  # type: ignore[misc]
@@ -61,7 +77,7 @@ class CompletedWork(dist.Work):  # type: ignore[misc]
 
     def get_future(self) -> torch.futures.Future[Any]:
         """A completed future."""
-        future: torch.futures.Future[Any] = torch.futures.Future()
+        future = future_of(self._result)
         future.set_result(self._result)
         return future
 
@@ -75,9 +91,13 @@ class BambooWork(dist.Work):  # type: ignore[misc]
         operation: name, for messages.
         members: on whom it depends.
         finish: run once, after success, by the first ``wait`` (e.g. to copy results).
-        poll: whether ``inner.wait`` may be called with a short timeout again and again without harm; so with
-            gloo's collectives.
-        limit: timeout of a ``wait`` without one, where it polls; ``None``: that of the inner group.
+        kind: of the inner group.
+        limit: timeout of a ``wait`` without one; ``None``: that of the inner group.
+        device: where its tensors are.
+
+    Attributes:
+        deferred: only the device goes on with the result for now, so that ``wait`` need not wait for it on the host;
+            see :meth:`.groups.Groups.confirm`. Of works that run behind the host.
     """
 
     def __init__(
@@ -87,20 +107,23 @@ class BambooWork(dist.Work):  # type: ignore[misc]
         operation: str,
         members: Sequence[str],
         finish: Callable[[], None] | None = None,
-        poll: bool = False,
+        kind: str = GLOO,
         limit: timedelta | None = None,
+        device: torch.device | None = None,
     ) -> None:
         super().__init__()
+        self.deferred = False
         self._links, self._life = links, links.life
         self._inner = inner
         self._operation = operation
         self._members = members
         self._finish = finish
-        self._poll = poll
+        self._behind = kind in BEHIND
         self._limit = limit
+        self._devices = [] if device is None else [device]
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
-        """Wait for completion; for CUDA tensors on NCCL, make the current stream wait.
+        """Wait until the result is there, on the host and for the current stream of its device.
 
         Raises:
             EpochChanged: the epoch ended meanwhile or long ago.
@@ -110,11 +133,9 @@ class BambooWork(dist.Work):  # type: ignore[misc]
         inner = self._inner
         if inner is None:
             raise self._life.ended(self._operation)
+        limit = self._limit if timeout == NO_TIMEOUT else timeout
         with self._life.calling(self._operation):
-            if self._poll:
-                done = self._wait_polling(inner, self._limit if timeout == NO_TIMEOUT else timeout)
-            else:
-                done = _wait(inner, timeout)
+            done = self._wait_behind(inner, limit) if self._behind else self._wait_polling(inner, limit)
         if self._finish is not None:
             finish, self._finish = self._finish, None
             finish()
@@ -142,6 +163,41 @@ class BambooWork(dist.Work):  # type: ignore[misc]
                 if deadline is not None and time.monotonic() >= deadline:
                     raise RuntimeError(f"Timed out waiting {timeout} for {self._operation} to complete") from error
 
+    def _wait_behind(self, inner: Any, timeout: timedelta | None) -> bool:
+        self._check_error(inner)
+        inner.wait()
+        if not self.deferred:
+            self.await_device(timeout)
+        return True
+
+    def await_device(self, timeout: timedelta | None = None) -> None:
+        """Wait on the host until the device is through with a work that runs behind it; raises as :meth:`wait`."""
+        limit = self._limit if timeout is None else timeout
+        deadline = None if limit is None else time.monotonic() + limit.total_seconds()
+        inner, pause = self._inner, _LOOK_S
+        while not inner.is_completed():
+            gone = self._gone()
+            if gone is not None:
+                raise gone
+            if deadline is not None and time.monotonic() >= deadline:
+                raise RuntimeError(f"Timed out waiting {limit} for {self._operation} to complete")
+            time.sleep(pause)
+            pause = min(2 * pause, _LOOK_AT_MOST_S)
+        self._life.check(self._operation)  # not before
+        self._check_error(inner)
+
+    def _check_error(self, inner: Any) -> None:
+        """Raise what torch has found. Its own ``wait`` would abort the communicator first, and may block in that."""
+        error = inner.exception()
+        if error is not None:
+            raise error
+
+    @property
+    def through(self) -> bool:
+        """Whether the device is through with it, or the epoch has ended; false if it has failed."""
+        inner = self._inner
+        return inner is None or (bool(inner.is_completed()) and inner.exception() is None)
+
     def _gone(self) -> EpochChanged | None:
         """Why the operation cannot complete any more, if so."""
         if self._life.aborted is not None:
@@ -154,6 +210,8 @@ class BambooWork(dist.Work):  # type: ignore[misc]
 
     def is_success(self) -> bool:
         """Whether it completed without an error."""
+        if self._behind:  # NCCL's cannot be asked for it
+            return self._life.aborted is None and self.through
         return self._inner is not None and self._life.aborted is None and bool(self._inner.is_success())
 
     def exception(self) -> Exception | None:
@@ -184,13 +242,18 @@ class BambooWork(dist.Work):  # type: ignore[misc]
     def get_future(self) -> torch.futures.Future[Any]:
         """A future that completes with the result, or with the error that :meth:`wait` would raise.
 
+        That of a work that runs behind the host is complete: it waits here.
+
         Raises:
             RuntimeError: for sends and receives, which have none in gloo.
         """
         if self._inner is None:
             raise self._life.ended(self._operation)
-        future: torch.futures.Future[Any] = torch.futures.Future()
-        settled = threading.Lock()
+        future, settled = future_of(self._devices), threading.Lock()
+        if self._behind:
+            self.wait()
+            future.set_result(self._inner.result())
+            return future
 
         def settle(action: Callable[[], None]) -> None:
             """The first of the two, the operation's end or the epoch's."""
@@ -222,7 +285,3 @@ class BambooWork(dist.Work):  # type: ignore[misc]
         """Forget torch's handle, which keeps the sockets of its epoch open; returns it."""
         inner, self._inner = self._inner, None
         return inner
-
-
-def _wait(inner: Any, timeout: timedelta) -> bool:
-    return bool(inner.wait(timeout) if timeout != NO_TIMEOUT else inner.wait())

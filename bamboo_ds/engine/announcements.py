@@ -18,6 +18,7 @@ import torch
 from ..errors import EpochChanged, FatalLoss
 from ..schedule import Decision
 from ..topology import Plan
+from .assigned import fingerprint
 from .changes import abandoned, lacking, role_changes
 from .handshake import Reports
 from .joining import Joining
@@ -45,7 +46,8 @@ class Announcements:
             written: the script has changed what the layers keep.
             trained: which parameters are trainable, if it has changed that.
         """
-        told = torch.tensor([self.progress.steps, written, *(trained or ())], dtype=torch.int64)
+        assigned = self.progress.sequence, fingerprint(self.progress.assigned)
+        told = torch.tensor([self.progress.steps, written, *assigned, *(trained or ())], dtype=torch.int64)
         transport = self.epoch.transport
         try:
             for (role, _), lane in self.epoch.lanes.told.items():
@@ -58,7 +60,7 @@ class Announcements:
     def tell_again(self) -> None:
         """A plan begins: its holders of the local role's replica get what was told of the operation under way."""
         changed, trained = bool(self.progress.changed), self.binding.local.trained
-        if not self.joining.active and (changed or trained):
+        if not self.joining.active and (changed or trained or self.progress.assigned):
             self.tell(changed, trained)
 
     def listen(self) -> None:
@@ -70,7 +72,8 @@ class Announcements:
             lane = self.epoch.lanes.told.get((replica.role, self.epoch.member))
             for told in self.epoch.transport.take(lane) if lane else ():
                 assert isinstance(told, torch.Tensor)
-                step, changed, *trained = told.tolist()
+                step, changed, sequence, assigned, *trained = told.tolist()
+                self.progress.told_assigned[replica.role] = sequence, assigned
                 if changed:
                     replica.layers.changes.note(step)
                 if not trained:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from deepspeed.runtime.utils import is_model_parallel_parameter
 
+from ..errors import ProtocolError
 from ..stages import built
 from ..state import join, split
 from ..topology import Layout, Role
@@ -41,7 +42,6 @@ class StageBuilder:
     layout: Layout
     groups: RoleGroups
     binding: RuntimeBinding
-    pristine: Pristine | None
     compiled_with: dict[str, Any] | None = None
 
     @contextmanager
@@ -64,14 +64,26 @@ class StageBuilder:
                 if runtime.module is not local:
                     runtime.module.compile(**self.compiled_with)
 
-    def build(self, role: Role, state: Any) -> StageRuntime:
-        """A runtime for ``role`` with ``state``; not yet one of this member's."""
+    def build(self, role: Role, state: Any, pristine: Pristine | None) -> StageRuntime:
+        """A runtime for ``role`` with ``state``; not yet one of this member's.
+
+        Args:
+            role: the role.
+            state: what :func:`.replica.capture` gave on its owner.
+            pristine: what its scheduler is made of, if it is one that scripts have brought.
+
+        Raises:
+            ProtocolError: it is the local role, whose script has another scheduler by now.
+        """
         local = self.binding.local
         self.binding.refresh()
         if role == local.role:
+            if pristine is not local.pristine:
+                raise ProtocolError("the script has replaced the scheduler while this member's stage was copied to it")
             self.restore(local, state)
             return local
         runtime = self._empty(role)
+        runtime.pristine = pristine
         # Scripts evaluate without gradients, and optimizers hook into the graph.
         with self.binding.bound(runtime), torch.enable_grad():
             self._make_stage(runtime, state)
@@ -80,7 +92,7 @@ class StageBuilder:
 
     def restore(self, runtime: StageRuntime, state: Any) -> None:
         """Make ``runtime`` equal to ``state``. The attributes of what is bound must be up to date."""
-        restore(runtime, state, self.pristine)
+        restore(runtime, state)
         if runtime is self.binding.current:
             self.binding.reload()
 
@@ -93,7 +105,7 @@ class StageBuilder:
         self.binding.refresh()
         text, tensors = split(capture(source))
         # An optimizer keeps the tensors of a state that it loads.
-        runtime = self.build(role, join(text, [t.clone() for t in tensors]))
+        runtime = self.build(role, join(text, [t.clone() for t in tensors]), source.pristine)
         if source.reduced is not None:
             runtime.reduced, runtime.measured = [g.clone() for g in source.reduced], source.measured
         self.binding.runtimes[role] = runtime
@@ -150,24 +162,25 @@ class StageBuilder:
         module.train()
         ds.param_names = {p: n for n, p in module.named_parameters()}
         own, wrapper = local.attributes["basic_optimizer"], local.attributes["optimizer"]
-        basic = ds.basic_optimizer = clone_optimizer(own, module, state["groups"])
-        if wrapper is own:
-            ds.optimizer = basic
-        else:
-            with self.groups.acting_for(runtime.role, ignore):
-                ds.optimizer = ds.wrap_optimizer(basic, wrapper)
-        begin_groups(basic, state["optimizer"]["inner"]["param_groups"])
-        ds.lr_scheduler = self._make_scheduler()
+        ds.basic_optimizer = ds.optimizer = None
+        if own is not None:
+            basic = ds.basic_optimizer = clone_optimizer(own, module, state["groups"])
+            if wrapper is own:
+                ds.optimizer = basic
+            else:
+                with self.groups.acting_for(runtime.role, ignore):
+                    ds.optimizer = ds.wrap_optimizer(basic, wrapper)
+            begin_groups(basic, state["optimizer"]["inner"]["param_groups"])
+        ds.lr_scheduler = self._make_scheduler(state, runtime.pristine)
         ds.make_forward_hooks()
         self.binding.refresh()
         runtime.layers, runtime.optimizer = Layers(module), stage_optimizer(ds, self.groups, runtime)
         self.restore(runtime, state)
 
-    def _make_scheduler(self) -> Any:
-        """A learning-rate scheduler for the bound replica's optimizer, made as DeepSpeed made this stage's own."""
-        if self.binding.local.attributes["lr_scheduler"] is None:
+    def _make_scheduler(self, state: Any, pristine: Pristine | None) -> Any:
+        """A learning-rate scheduler for the bound replica's optimizer, made as the one that ``state`` is of."""
+        if state["scheduler"] is None:
             return None
-        if self.ds.client_lr_scheduler is None:
+        if pristine is None:
             return self.ds.scheduler_from_config()
-        assert self.pristine is not None
-        return self.pristine.clone(self.ds.basic_optimizer)
+        return pristine.clone(self.ds.basic_optimizer, self.ds.optimizer)

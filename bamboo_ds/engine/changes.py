@@ -9,20 +9,20 @@ through ``.data`` escapes this.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from ..errors import UnsupportedError
 from ..schedule import Decision
-from ..state import Tree, split
 from ..topology import Plan, Role
+from .assigned import Assigned, Attributes
 from .handshake import Reports
 from .layers import Changes, Layers, newer
 from .runtime import StageRuntime
 from .schedulers import put_settings, settings_of
-from .tracing import checksum
+from .tracing import bits
 
 #: What to do instead of changing weights between iterations.
 CURE = "do it in the `step` of an optimizer of your own, which all copies of a stage do as well"
@@ -34,30 +34,62 @@ _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 class Adjustable:
     """What a script may set, of one role."""
 
+    runtime: StageRuntime
     counters: dict[str, int]
     groups: list[dict[str, Any]]
+    attributes: Attributes
 
     @classmethod
     def of(cls, runtime: StageRuntime) -> Adjustable:
         """Of ``runtime``, whose attributes must be up to date."""
         counters = {name: runtime.attributes[name] for name in _COUNTERS}
-        return cls(counters, settings_of(runtime.attributes["basic_optimizer"]))
+        return cls(runtime, counters, settings_of(runtime.attributes["basic_optimizer"]), Attributes.of(runtime))
 
-    def since(self, before: Adjustable) -> Adjustable:
+    def as_if(self, values: Mapping[str, Mapping[str, Any]]) -> Adjustable:
+        """The same, with the ``values`` that the scheduler and the module's attributes had before, to compare with."""
+        return replace(self, attributes=self.attributes.as_if(values))
+
+    def since(self, before: Adjustable, shared: tuple[Any, ...] = ()) -> Adjusted:
         """What has been set since ``before``.
 
+        Args:
+            before: of the same role.
+            shared: what copies of a scheduler may refer to, as it does.
+
         Raises:
-            UnsupportedError: the optimizer has other groups.
+            UnsupportedError: the optimizer has other groups, or an attribute is one that copies cannot follow.
         """
         if len(self.groups) != len(before.groups):
             raise UnsupportedError(
                 "the script has changed the number of the optimizer's groups, which replicas cannot follow: give all "
                 "groups to deepspeed.initialize"
             )
-        return Adjustable(
+        return Adjusted(
             _newer(self.counters, before.counters),
             [_newer(mine, old) for mine, old in zip(self.groups, before.groups, strict=True)],
+            before.groups,
+            self.attributes.since(before.attributes, self.runtime, shared),
         )
+
+
+@dataclass(frozen=True)
+class Adjusted:
+    """What a script has set between two calls.
+
+    Attributes:
+        counters: of the engine.
+        groups: settings of the optimizer's groups.
+        before: all settings of the groups before.
+        assigned: attributes.
+    """
+
+    counters: dict[str, int]
+    groups: list[dict[str, Any]]
+    before: list[dict[str, Any]]
+    assigned: Assigned
+
+    def __bool__(self) -> bool:
+        return bool(self.counters) or any(self.groups) or bool(self.assigned)
 
     def give(self, runtime: StageRuntime) -> None:
         """Set the same on ``runtime``.
@@ -66,6 +98,31 @@ class Adjustable:
             UnsupportedError: the groups were set to different values, and ``runtime`` has another number of them.
         """
         runtime.attributes.update(self.counters)
+        self._give_groups(runtime)
+        self.assigned.give(runtime)
+
+    def check(self, runtime: StageRuntime) -> None:
+        """A script sets what its own stage's groups need; another stage's groups may have needed something else.
+
+        Raises:
+            UnsupportedError: the groups of ``runtime`` had other values before.
+        """
+        names = {name for group in self.groups for name in group if any(name in old for old in self.before)}
+        if self.assigned.moves_scheduler:
+            names.add("lr")
+        theirs = settings_of(runtime.attributes["basic_optimizer"])
+        for name in sorted(names):
+            if not _alike([old.get(name) for old in self.before], [group.get(name) for group in theirs]):
+                raise UnsupportedError(
+                    f"the script has set {name!r} of the optimizer's groups, or their scheduler, after "
+                    f"deepspeed.initialize, and the groups of role {runtime.role} had another {name!r} than those of "
+                    "this member's own stage: begin with the same on all stages, or give a scheduler to "
+                    "deepspeed.initialize"
+                )
+
+    def _give_groups(self, runtime: StageRuntime) -> None:
+        if not any(self.groups):
+            return
         groups, given = runtime.attributes["basic_optimizer"].param_groups, self.groups
         if len(groups) != len(given):
             if any(each != given[0] for each in given):
@@ -145,12 +202,6 @@ class Weights:
 def _count(tensor: torch.Tensor) -> int:
     """Of changes; tensors of inference mode do not count them, and cannot be changed outside of it."""
     return 0 if tensor.is_inference() else tensor._version
-
-
-def bits(state: Tree) -> tuple[str, list[int]]:
-    """Equal for trees that are the same to the last bit."""
-    text, tensors = split(state)
-    return text, [checksum(tensor) for tensor in tensors]
 
 
 def _version(gradient: torch.Tensor | None) -> tuple[int, int] | None:
@@ -234,3 +285,10 @@ def check_local(changed: list[str], plan: Plan, own: Role, known: Mapping[Role, 
 
 def _newer(mine: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in mine.items() if name not in before or before[name] != value}
+
+
+def _alike(mine: list[Any], theirs: list[Any]) -> bool:
+    """Whether groups of two stages have the same values; where their numbers differ: one value for all."""
+    if len(mine) == len(theirs):
+        return mine == theirs
+    return all(each == mine[0] for each in (*mine, *theirs)) if mine else True

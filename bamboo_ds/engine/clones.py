@@ -88,8 +88,10 @@ def _copied(original: torch.optim.Optimizer, name: str, value: Any, known: dict[
     return found
 
 
-def kept_by(optimizer: torch.optim.Optimizer) -> Tree:
+def kept_by(optimizer: torch.optim.Optimizer | None) -> Tree:
     """What ``optimizer`` counts in attributes of its own: numbers and text, also in lists and dictionaries."""
+    if optimizer is None:
+        return {}
     return {n: v for n, v in vars(optimizer).items() if n not in _OWN and n != "defaults" and _plain(v)}
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from ..errors import Isolated, UnsupportedError
 from ..topology import Role, end_sources
 from .accounts import Accounts
+from .assigned import NOT_ALIKE, agree, differing, fingerprint
 from .commit import Committed, Contribution, Form, Measured, decode, encode
 from .construction import Construction
 from .data import Batches
@@ -50,15 +53,50 @@ class Commits:
         """
         if fenced:
             self.epoch.job.await_fence()
+        self.epoch.session.confirm("entering a commit")
         far = sum(not construction.near for construction in self.constructions.values())
-        copies = torch.tensor([len(self.constructions), far], dtype=torch.float64)
+        assigned = float(self._fingerprint())
+        copies = torch.tensor([len(self.constructions), far, assigned, assigned**2], dtype=torch.float64)
         total = self.epoch.transport.all_reduce(torch.cat([vector, copies, self._newest()])).tolist()
         if fenced:
             self.epoch.job.await_fence()  # what was on its way for long may come too late
         self.progress.vector, rest = tuple(total[: len(vector)]), total[len(vector) :]
-        begun, left, *newest = rest
+        begun, left, sum_, squares, *newest = rest
+        if not agree(len(self.epoch.plan.members), sum_, squares):
+            self._refuse_difference()
         self.epoch.copied = begun > left == 0
         self.epoch.switch_due = min(newest) > self.epoch.plan.epoch
+
+    def _fingerprint(self) -> int:
+        """Of what the scripts have assigned of the roles that this member owns.
+
+        Raises:
+            UnsupportedError: one that was lost in this operation has assigned something else than this one.
+        """
+        mine = fingerprint(self.progress.assigned)
+        for role, (sequence, theirs) in self.progress.told_assigned.items():
+            if sequence == self.progress.sequence and self.epoch.owns(role) and theirs != mine:
+                raise UnsupportedError(f"the lost owner of role {role}: {NOT_ALIKE}")
+        return mine
+
+    def _refuse_difference(self) -> None:
+        """Find out what members' scripts have not assigned alike.
+
+        Raises:
+            Isolated: only members that have joined differ, and this is one of them.
+            UnsupportedError: others differ.
+        """
+        joined = self.epoch.channel.joiner
+        told = self.epoch.transport.exchange(json.dumps([joined, self.progress.assigned]))
+        found = {member: json.loads(text) for member, text in told.items()}
+        first = {member: assigned for member, (late, assigned) in found.items() if not late}
+        if not first or differing(first):
+            raise UnsupportedError(f"{NOT_ALIKE}: {differing({m: assigned for m, (_, assigned) in found.items()})}")
+        if self.progress.assigned not in first.values():
+            raise Isolated(
+                f"this member's script, which came to the job later, has assigned other things than those of the "
+                f"others: {differing({**first, self.epoch.member: self.progress.assigned})}"
+            )
 
     def all_know_more(self) -> bool:
         """Whether all members know of a newer plan now. Collective."""

@@ -31,10 +31,10 @@ from ..state import Tree, join, split
 from ..state.fetch import Fetch, start_fetch
 from ..state.server import StateServer
 from ..topology import Role
-from .changes import Adjustable
+from .changes import Adjusted
 from .commit import Committed
 from .runtime import StageRuntime
-from .schedulers import SchedulerPosition
+from .schedulers import Pristine, SchedulerPosition
 
 #: Seconds without any progress of a transfer until it has failed. The owner offers the snapshot at the end of an
 #: operation, which may take long.
@@ -85,7 +85,7 @@ class KeptSettings:
     """
 
     sequence: int
-    changed: Adjustable
+    changed: Adjusted
 
 
 @dataclass
@@ -135,6 +135,12 @@ class Construction:
         """Position of this member's own scheduler after operation ``sequence``, if that is known."""
         known = max((s for s in self.positions if s <= sequence), default=None)
         return self.positions[known] if known is not None else None
+
+    def scheduled_by(self, now: Pristine | None) -> Pristine | None:
+        """What the snapshot's scheduler was made of, where those of later operations are made of ``now``."""
+        settings = (each.changed.assigned.replacement for each in self.kept if isinstance(each, KeptSettings))
+        replaced = next((each for each in settings if each is not None), None)
+        return now if replaced is None else replaced.before
 
     def arrived(self) -> tuple[int, Any] | None:
         """Operation and state of the snapshot, if it is there. Raises ``TransferError`` if the transfer failed."""

@@ -12,7 +12,7 @@ from ..state import Tree
 from ..topology import Layout, Plan, Role
 from .block_times import BlockTimes
 from .building import StageBuilder
-from .changes import Adjustable
+from .changes import Adjusted
 from .construction import Construction, KeptLayers, KeptSettings, Snapshots, begin_fetch, snapshot_key
 from .data import as_message, from_message
 from .handshake import Reports, all_at_boundary
@@ -62,12 +62,12 @@ class Copies:
                 construction = self.constructions.get(role)
                 if construction is not None:
                     construction.fetch.cancel()
-                    construction.runtime = self.builder.build(role, state)
+                    construction.runtime = self.builder.build(role, state, self.binding.local.pristine)
                     self._complete(construction)
                 elif role in runtimes:
                     self.builder.restore(runtimes[role], state)
                 else:
-                    runtimes[role] = self.builder.build(role, state)
+                    runtimes[role] = self.builder.build(role, state, self.binding.local.pristine)
         transport.drain()
 
     def follow_layers(self, role: Role, layers: Tree) -> None:
@@ -78,7 +78,7 @@ class Copies:
         elif role in self.constructions:
             self.constructions[role].kept.append(KeptLayers(self.progress.sequence, layers))
 
-    def follow_settings(self, changed: Adjustable) -> None:
+    def follow_settings(self, changed: Adjusted) -> None:
         """The script has set something: replicas under construction get it when they are that far."""
         for construction in self.constructions.values():
             construction.kept.append(KeptSettings(self.progress.sequence, changed))
@@ -169,7 +169,8 @@ class Copies:
                 return
             sequence, state = found
             construction.forget(sequence)
-            construction.runtime = self.builder.build(construction.role, state)
+            pristine = construction.scheduled_by(self.binding.local.pristine)
+            construction.runtime = self.builder.build(construction.role, state, pristine)
             construction.follows = construction.position(sequence) == SchedulerPosition.of(construction.runtime)
         begin, count = time.monotonic(), 0
         whole = construction.runtime is self.binding.local  # the script looks at it
@@ -193,7 +194,7 @@ class Copies:
             self.binding.reload()
             return
         if construction.follows:
-            kept.before.restore(runtime, self.builder.pristine)
+            kept.before.restore(runtime)
         runtime.reduced, runtime.received_layers = kept.reduced, kept.layers
         if kept.trained:
             runtime.train_only(kept.trained)
@@ -202,7 +203,7 @@ class Copies:
         self.progress.committed = committed
         runtime.reduced = runtime.received_layers = None
         if construction.follows:
-            construction.positions[kept.sequence].restore(runtime, self.builder.pristine)
+            construction.positions[kept.sequence].restore(runtime)
 
     def _complete(self, construction: Construction) -> None:
         """The replica is complete: from now on it is one like any other."""

@@ -16,7 +16,6 @@ from ..schedule import RoleProgress
 from ..state import Tree
 from ..topology import Role
 from .beats import Beats
-from .changes import bits
 from .commit import alike, encode_drawn, mean_over_copies
 from .committing import Commits
 from .copies import Copies
@@ -33,6 +32,7 @@ from .runtime import RuntimeBinding
 from .saving import Saves
 from .supply import BatchSupply
 from .takeover import Takeover
+from .tracing import bits
 
 
 @dataclass(eq=False)

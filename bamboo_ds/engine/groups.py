@@ -71,10 +71,14 @@ class RoleGroups:
         finally:
             self._session.note_draw(False)
 
-    def among_slices(self, local: Role, role: Role) -> AbstractContextManager[None]:
-        """In the body layers communicate with the other slices of ``role``; the script's stage is that of ``local``."""
+    def among_slices(self, local: Role, role: Role, passing: bool) -> AbstractContextManager[None]:
+        """In the body layers communicate with the other slices of ``role``; the script's stage is that of ``local``.
+
+        Args:
+            passing: in a pass.
+        """
         layout = self.layout
         if layout.slices == 1:
             return nullcontext()
         mine, bound = ([layout.rank(each) for each in layout.slices_with(r)] for r in (local, role))
-        return self._session.among_slices(mine, bound)
+        return self._session.among_slices(mine, bound, passing)

@@ -50,7 +50,8 @@ def load_kept(runtime: StageRuntime, folder: str | Path, rank: int) -> None:
     runtime.layers.set_numbers(kept["numbers"])
     runtime.layers.set_tensors(kept["tensors"], whole=False)
     runtime.layers.changes.follow(kept["changes"], 0 if kept["changes"] else -1)
-    vars(runtime.optimizer.inner).update(kept["attributes"])
+    if kept["attributes"]:
+        vars(runtime.optimizer.inner).update(kept["attributes"])
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from .kept import keeping_types, load_kept
 from .records import Progress
 from .replication import Replication
 from .runtime import RuntimeBinding
-from .schedulers import Pristine, SchedulerPosition
+from .schedulers import SchedulerPosition, settings_of
 
 
 @dataclass(eq=False)
@@ -36,7 +36,6 @@ class Loader:
     progress: Progress
     copies: Copies
     replication: Replication
-    pristine: Pristine | None
     universal: bool = field(default=True, init=False)
 
     @contextmanager
@@ -51,7 +50,8 @@ class Loader:
     def local_position(self) -> SchedulerPosition | None:
         """Position of the script's own scheduler, if it has brought one."""
         self.binding.refresh()
-        return SchedulerPosition.of(self.binding.local) if self.pristine is not None else None
+        local = self.binding.local
+        return SchedulerPosition.of(local) if local.pristine is not None else None
 
     def load(self, folder: str, tag: str | None, position: SchedulerPosition | None, *args: Any, **kwargs: Any) -> Any:
         """Load all roles of all members; returns what DeepSpeed does.
@@ -65,13 +65,14 @@ class Loader:
         for runtime in [*(r for r in self.binding.owned() if r is not local), local]:
             self.binding.use(runtime)
             optimizer = self.ds.basic_optimizer
-            if self.pristine is not None and position is not None:
-                self.pristine.renew(self.ds.lr_scheduler, optimizer)
-            keeps = nullcontext() if self.universal else keeping_types(optimizer)
+            if runtime.pristine is not None and position is not None:
+                runtime.pristine.renew(self.ds.lr_scheduler, optimizer, self.ds.optimizer)
+            keeps = nullcontext() if self.universal or optimizer is None else keeping_types(optimizer)
             with self.groups.acting_for(runtime.role, ignore), keeps:
                 result: Any = self.ds.load_checkpoint(folder, tag, *args, **kwargs)
-            if position is not None and len(position.groups) == len(optimizer.param_groups):
-                position.restore(runtime, self.pristine)
+            if position is not None and len(position.groups) == len(settings_of(optimizer)):
+                self.binding.refresh()
+                position.restore(runtime)
             if not self.universal and tag is not None:  # it goes on from its own checkpoint
                 load_kept(runtime, Path(folder, tag), self.layout.rank(runtime.role))
         if result[0] is None and tag is not None:

@@ -252,6 +252,36 @@ class StageOptimizer(ABC):
         raise ProtocolError("this optimizer is not partitioned")
 
 
+class NoOptimizer(StageOptimizer):
+    """Of an engine that evaluates only: the script has given no optimizer (yet), so nothing is stepped or copied."""
+
+    norms = 0
+    skips = False
+
+    def __init__(self, ds: DeepSpeedAdapter, groups: RoleGroups, runtime: Stage) -> None:
+        self._ds, self._groups, self._runtime = ds, groups, runtime
+        self.wrapper = self.inner = None
+
+    def measure(self, reduced: Tensors) -> Measured:
+        raise ProtocolError("an engine without an optimizer does not train")
+
+    def groups(self) -> list[list[torch.nn.Parameter]]:
+        return []
+
+    def capture(self) -> Tree:
+        return {}
+
+    def restore(self, state: Tree) -> None:
+        if state:
+            raise ProtocolError(f"role {self._runtime.role} has no optimizer for the state of one")
+
+    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return iter(())
+
+    def fill(self, part: int, shard: Tensors) -> None:
+        assert not shard
+
+
 class PlainOptimizer(StageOptimizer):
     """A torch optimizer over fp32 parameters, without a wrapper."""
 

@@ -106,7 +106,8 @@ class Parts:
         recording = Recording(ds, binding, progress, channel.spans, settings.observe.timeline)
         self.accounts = accounts = Accounts(settings.observe.ledger, session.member)
         brought = ds.client_lr_scheduler is not None and ds.lr_scheduler is not None
-        pristine = Pristine(ds.lr_scheduler, ds.basic_optimizer, ds.client_lr_scheduler) if brought else None
+        if brought:
+            local.pristine = Pristine(ds.lr_scheduler, ds.basic_optimizer, given=ds.client_lr_scheduler)
         #: Settings of the process that decide how tensors are computed, equal on all members.
         self.flags = flags_here(ds.device)
         answers = {History.PREFIX: history.answer, FLAGS: lambda _: json.dumps(self.flags)}
@@ -127,7 +128,7 @@ class Parts:
 
         # Passes, reduction, commit, step.
         self.reduction = reduction = Reduction(ds, binding, epoch, tied_stages(ds.module))
-        self.builder = builder = StageBuilder(ds, layout, groups, binding, pristine)
+        self.builder = builder = StageBuilder(ds, layout, groups, binding)
         stops = redundancy.on_mismatch == "stop"
         asked = redundancy.check_exact is not None
         self.checks = checks = ExactChecks(ds, stops, asked, binding, epoch, progress, reduction, builder, beats)
@@ -166,7 +167,7 @@ class Parts:
             binding, epoch, progress, recovery, commits, replication, checks, collectives, beats, announcements
         )
         self.resuming = resuming = Resuming(epoch, progress, history, joining)
-        self.loader = loader = Loader(ds, layout, groups, binding, progress, copies, replication, pristine)
+        self.loader = loader = Loader(ds, layout, groups, binding, progress, copies, replication)
         self.replay = replay = Replay(job, progress, history, joining, resuming, loader, takeover, self.report_layout)
         self.script = ScriptCalls(
             *(binding, epoch, progress, builder, copies, replay, takeover, collectives, announcements)

@@ -125,6 +125,8 @@ class Progress:
         changed: names of parameters, buffers and numbers of the local role that the script has changed since the last
             iteration began; their holders elsewhere get them with that iteration's end.
         known_changes: what the scripts had changed of all roles when the plan began.
+        assigned: what this member's script has assigned since the engine was built, as members compare it.
+        told_assigned: fingerprint of the same of lost owners, by role, with the operation that they had begun.
     """
 
     seed: int
@@ -146,6 +148,8 @@ class Progress:
     position: SchedulerPosition | None = None
     changed: set[str] = field(default_factory=set)
     known_changes: dict[Role, Changes] = field(default_factory=dict)
+    assigned: dict[str, str] = field(default_factory=dict)
+    told_assigned: dict[Role, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def agreed(self) -> Committed:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
+from ..comm.inner import runs_behind
 from ..comm.script import ScriptCollectives
 from ..errors import FatalLoss
 from ..observe.spans import Kind
@@ -91,6 +92,7 @@ class RecoveryProtocol:
         logger.info("recovering to epoch %d: lost %s", plan.epoch, ", ".join(plan.lost))
         with self.recording.span(Kind.REBUILD):
             self.boundaries.forget()
+            self._doubt_passes()
             self.announcements.listen()
             self.enter(plan)
             logger.info("entered epoch %d", plan.epoch)
@@ -110,6 +112,15 @@ class RecoveryProtocol:
         with self.binding.for_script():
             plan_change.tell(plan, self.epoch.member)
         return decision
+
+    def _doubt_passes(self) -> None:
+        """Where collectives in passes run behind the host, a loss may have cut off those of any pass of the iteration.
+
+        None of them has told. Passes whose sums count as reduced are whole: the reduction has made sure of that.
+        """
+        if self.epoch.layout.slices > 1 and runs_behind(self.ds.device):
+            for runtime in self.binding.owned():
+                runtime.partial_pass = runtime.partial_pass or (runtime.begun and runtime.reduced is None)
 
     def enter(self, plan: Plan) -> None:
         """Attach to ``plan``'s epoch."""

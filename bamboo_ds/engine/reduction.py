@@ -82,6 +82,8 @@ class Reduction:
             shares = shares_of([plan.owner(role) for role in siblings], [siblings.index(each.role) for each in same])
             total = same[-1].optimizer.average(sums, shares)
             sums = [total, *([g.clone() for g in total] for _ in same[1:])]
+        # What counts as reduced is replicated and committed: also the passes that it comes from must be whole.
+        self.epoch.session.confirm("reducing gradients")
         for each, reduced in zip(same, sums, strict=True):
             self.binding.use(each)
             each.measured = each.optimizer.measure(reduced)

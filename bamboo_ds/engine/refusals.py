@@ -140,6 +140,8 @@ def check_optimizer(optimizer: Any, copied: bool) -> None:
     Raises:
         UnsupportedError: names it, and what to use.
     """
+    if optimizer is None:  # the engine only evaluates
+        return
     check_step(optimizer)
     kinds = [kind.__name__ for kind in type(optimizer).__mro__ if kind.__module__.startswith("deepspeed.ops.")]
     device = next((p.device.type for group in optimizer.param_groups for p in group["params"]), "cpu")
@@ -173,7 +175,7 @@ def check_step(optimizer: Any) -> None:
     Raises:
         UnsupportedError: names the optimizer.
     """
-    step = vars(optimizer).get("step")
+    step = vars(optimizer).get("step") if optimizer is not None else None
     if getattr(step, "_wrapped_by_lr_sched", False) or getattr(step, "_with_counter", False):  # torch's schedulers
         step = getattr(step, "__wrapped__", None)
     if step is not None and step is not type(optimizer).step:
@@ -188,7 +190,8 @@ def check_step(optimizer: Any) -> None:
 
 def optimizer_hooks(optimizer: Any) -> dict[str, Any]:
     """The hooks of a torch optimizer, by their names."""
-    kinds = (hooks for kind, hooks in vars(optimizer).items() if kind.endswith("_hooks") and isinstance(hooks, dict))
+    own = vars(optimizer) if optimizer is not None else {}
+    kinds = (hooks for kind, hooks in own.items() if kind.endswith("_hooks") and isinstance(hooks, dict))
     return {_name(hook): hook for hooks in kinds for hook in hooks.values()}
 
 

@@ -18,7 +18,7 @@ from ..state import Tree
 from .rebinding import Rebinding
 from .rng import left_alone
 from .runtime import StageRuntime
-from .schedulers import Pristine, capture_scheduler, restore_scheduler
+from .schedulers import capture_scheduler, restore_scheduler
 from .tracing import content_checksum
 
 #: Types of what a script marks parameters with.
@@ -168,12 +168,8 @@ def capture(runtime: StageRuntime) -> Tree:
     }
 
 
-def restore(runtime: StageRuntime, state: Tree, pristine: Pristine | None) -> None:
-    """Make ``runtime`` equal to the state that :func:`capture` gave on its owner.
-
-    Args:
-        pristine: what its scheduler was made of, if the script has brought it.
-    """
+def restore(runtime: StageRuntime, state: Tree) -> None:
+    """Make ``runtime`` equal to the state that :func:`capture` gave on its owner."""
     parameters = list(runtime.module.parameters())
     if len(parameters) != len(state["parameters"]):
         raise ProtocolError(
@@ -187,7 +183,7 @@ def restore(runtime: StageRuntime, state: Tree, pristine: Pristine | None) -> No
     runtime.layers.restore(state["layers"])
     runtime.layers.tensors.settle()
     runtime.train_only(state["trains"])
-    restore_scheduler(runtime, state["scheduler"], pristine)
+    restore_scheduler(runtime, state["scheduler"])
     runtime.optimizer.restore(state["optimizer"])  # after the scheduler, which may change the groups
     runtime.attributes.update(state["counters"])
     runtime.checksum = None  # it is of the state before: the local runtime may have been another member's for long

@@ -23,6 +23,7 @@ from .blocks import CutSearch, StageBlocks
 from .commit import Measured
 from .layers import Layers
 from .optimizers import StageOptimizer
+from .schedulers import Pristine
 
 #: Engine attributes that belong to a role rather than to the process (DeepSpeed 0.19).
 BOUND_ATTRIBUTES = (
@@ -133,6 +134,7 @@ class StageRuntime:
         partial_pass: whether a loss has interrupted a pass that had changed something already.
         optimizer: carries out and copies its steps.
         layers: what the stage's layers keep besides their parameters.
+        pristine: what the learning-rate scheduler was made of, if the script has brought it.
         attributes: values of ``BOUND_ATTRIBUTES`` while the runtime is not bound.
         received_part: what the shadow has computed of an owned role, which is not in this member's own sums.
         tied: gradients of tied weights, summed over the stages that hold them, by place in the list of trainable
@@ -165,6 +167,7 @@ class StageRuntime:
     attributes: dict[str, Any] = field(default_factory=dict)
     optimizer: StageOptimizer = field(init=False)
     layers: Layers = field(init=False)
+    pristine: Pristine | None = None
     received_part: PartSums | None = None
     consumed: dict[int, int] = field(default_factory=dict)
     tied: dict[int, torch.Tensor] = field(default_factory=dict)

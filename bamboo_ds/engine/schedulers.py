@@ -16,14 +16,13 @@ import sys
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from ..errors import UnsupportedError
 from ..state import Tree
 from .group_lists import compare_functions, fit, functions_of
-from .runtime import StageRuntime
 
 logger = logging.getLogger(__name__)
 
@@ -40,26 +39,57 @@ def take_step(scheduler: Any, samples: int) -> None:
         scheduler.step(samples)
 
 
+class Scheduled(Protocol):
+    """The runtime that a scheduler belongs to; see :class:`~.runtime.StageRuntime`."""
+
+    attributes: dict[str, Any]
+    pristine: Pristine | None
+
+
 class Pristine:
-    """A script's scheduler as it was before its first step, to make others of.
+    """A script's scheduler as it was when the engine got it, mostly before its first step, to make others of.
 
     Args:
-        scheduler: has not taken a step.
+        scheduler: the scheduler.
         optimizer: the one that it drives.
+        wrapper: DeepSpeed's optimizer around that one, which the scheduler may have been given instead.
+        shared: what every copy may refer to, as it does.
         given: what the script has given to ``deepspeed.initialize``: the scheduler, or a function that makes one.
 
     Raises:
         UnsupportedError: it cannot be copied.
     """
 
-    def __init__(self, scheduler: Any, optimizer: torch.optim.Optimizer, given: Any = None) -> None:
-        self._optimizer = optimizer
-        self._scheduler = _copied(scheduler, optimizer)
+    def __init__(
+        self, scheduler: Any, optimizer: Any, wrapper: Any = None, shared: tuple[Any, ...] = (), given: Any = None
+    ) -> None:
+        self._shared = {id(each): each for each in shared}
+        self._original = self._made_for(scheduler, optimizer, wrapper)
+        if not all(callable(getattr(scheduler, name, None)) for name in ("step", "state_dict", "load_state_dict")):
+            raise UnsupportedError(
+                f"the learning-rate scheduler {type(scheduler).__name__} lacks step, state_dict or load_state_dict, so "
+                "no replica can have its state: define them"
+            )
         self._make: Any = given if given is not scheduler and callable(given) else None
-        #: Of schedulers that it has made: a copy as they were before their first step, and their optimizers.
-        self._made: list[tuple[weakref.ref[Any], Any, torch.optim.Optimizer]] = []
+        #: Of schedulers that it has made.
+        self._made: list[tuple[weakref.ref[Any], _Original]] = []
 
-    def clone(self, optimizer: torch.optim.Optimizer) -> Any:
+    def _made_for(self, scheduler: Any, optimizer: Any, wrapper: Any) -> _Original:
+        """A copy of ``scheduler`` as it is now, with what it drives.
+
+        Raises:
+            UnsupportedError: it cannot be copied.
+        """
+        try:
+            known = {**self._shared, **{id(each): each for each in (optimizer, wrapper) if each is not None}}
+            return _Original(copy.deepcopy(scheduler, known), optimizer, wrapper)
+        except Exception as error:  # whatever a script's object makes of being copied
+            raise UnsupportedError(
+                f"the learning-rate scheduler {type(scheduler).__name__} cannot be copied ({error}), so no replica can "
+                "have one: keep in it only what copy.deepcopy can copy"
+            ) from error
+
+    def clone(self, optimizer: torch.optim.Optimizer, wrapper: Any = None) -> Any:
         """One more, that drives ``optimizer``, whose groups are set as before a first step.
 
         Raises:
@@ -68,11 +98,12 @@ class Pristine:
         if self._make is not None:
             scheduler = self._make(optimizer)
             self._made = [each for each in self._made if each[0]() is not None]
-            self._made.append((weakref.ref(scheduler), _copied(scheduler, optimizer), optimizer))
+            self._made.append((weakref.ref(scheduler), self._made_for(scheduler, optimizer, wrapper)))
             return scheduler
-        scheduler = copy.deepcopy(self._scheduler, {id(self._optimizer): optimizer})
-        fit(scheduler, len(self._optimizer.param_groups), len(optimizer.param_groups))
-        if hasattr(getattr(self._optimizer, "step", None), "_wrapped_by_lr_sched"):
+        original = self._original
+        scheduler = copy.deepcopy(original.scheduler, {**self._shared, **original.driving(optimizer, wrapper)})
+        fit(scheduler, len(original.optimizer.param_groups), len(optimizer.param_groups))
+        if hasattr(getattr(original.optimizer, "step", None), "_wrapped_by_lr_sched"):
             # torch's schedulers mark the step of their optimizer and warn about one without the mark.
             step = optimizer.step
 
@@ -85,32 +116,36 @@ class Pristine:
             optimizer.step = marked  # type: ignore[method-assign]
         return scheduler
 
-    def renew(self, scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
-        """Make ``scheduler``, which drives ``optimizer``, as it was before its first step; a script may hold it."""
-        made = [(copied, its) for known, copied, its in self._made if known() is scheduler]
-        original, before = made[0] if made else (self._scheduler, self._optimizer)
-        attributes = copy.deepcopy(vars(original), {id(before): optimizer, id(original): scheduler})
+    def renew(self, scheduler: Any, optimizer: torch.optim.Optimizer, wrapper: Any = None) -> None:
+        """Make ``scheduler``, which drives ``optimizer``, as it was when the engine got it; a script may hold it."""
+        original = next((each for known, each in self._made if known() is scheduler), self._original)
+        known = {**self._shared, **original.driving(optimizer, wrapper), id(original.scheduler): scheduler}
+        attributes = copy.deepcopy(vars(original.scheduler), known)
         vars(scheduler).clear()
         vars(scheduler).update(attributes)
-        fit(scheduler, len(before.param_groups), len(optimizer.param_groups))
+        fit(scheduler, len(original.optimizer.param_groups), len(optimizer.param_groups))
 
 
-def _copied(scheduler: Any, optimizer: torch.optim.Optimizer) -> Any:
-    try:
-        return copy.deepcopy(scheduler, {id(optimizer): optimizer})
-    except Exception as error:  # whatever a script's object makes of being copied
-        raise UnsupportedError(
-            f"the learning-rate scheduler {type(scheduler).__name__} cannot be copied ({error}), so no replica can "
-            "have one: keep in it only what copy.deepcopy can copy"
-        ) from error
+@dataclass(frozen=True)
+class _Original:
+    """A copy of a scheduler, and the optimizers that the copy refers to."""
+
+    scheduler: Any
+    optimizer: Any
+    wrapper: Any
+
+    def driving(self, optimizer: Any, wrapper: Any) -> dict[int, Any]:
+        """What a copy of it that drives ``optimizer`` refers to, by the ``id`` of what it refers to itself."""
+        around = {} if self.wrapper is None else {id(self.wrapper): wrapper}
+        return {**around, id(self.optimizer): optimizer}
 
 
-def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Learning rate and the like of each of the optimizer's groups."""
+def settings_of(optimizer: torch.optim.Optimizer | None) -> list[dict[str, Any]]:
+    """Learning rate and the like of each of the optimizer's groups; none without an optimizer."""
     # Some optimizers count their own steps in the groups.
     return [
         {name: _setting(value) for name, value in group.items() if name != "step" and _plain(_setting(value))}
-        for group in optimizer.param_groups
+        for group in (optimizer.param_groups if optimizer is not None else ())
     ]
 
 
@@ -165,22 +200,21 @@ class SchedulerPosition:
     groups: list[dict[str, Any]]
 
     @classmethod
-    def of(cls, runtime: StageRuntime) -> SchedulerPosition:
+    def of(cls, runtime: Scheduled) -> SchedulerPosition:
         """Of what ``runtime`` has. Its attributes must be up to date."""
         scheduler = runtime.attributes["lr_scheduler"]
         state = copy.deepcopy(scheduler.state_dict()) if scheduler is not None else None
         return cls(state, settings_of(runtime.attributes["basic_optimizer"]))
 
-    def restore(self, runtime: StageRuntime, pristine: Pristine | None) -> None:
+    def restore(self, runtime: Scheduled) -> None:
         """Restore this position into ``runtime``, whose optimizer has as many groups."""
-        scheduler, optimizer = (runtime.attributes[name] for name in ("lr_scheduler", "basic_optimizer"))
-        if scheduler is not None:
-            load_state(scheduler, self.state, pristine, optimizer)
+        optimizer = runtime.attributes["basic_optimizer"]
+        load_scheduler(runtime, self.state)
         for group, given in zip(optimizer.param_groups, self.groups, strict=True):
             put_settings(group, given)
 
 
-def capture_scheduler(runtime: StageRuntime) -> Tree:
+def capture_scheduler(runtime: Scheduled) -> Tree:
     """What a copy of the scheduler of ``runtime`` must have; ``None`` if there is none."""
     scheduler, optimizer = (runtime.attributes[name] for name in ("lr_scheduler", "basic_optimizer"))
     if scheduler is None:
@@ -189,7 +223,7 @@ def capture_scheduler(runtime: StageRuntime) -> Tree:
     return {"state": scheduler.state_dict(), "bases": bases_of(scheduler), "functions": functions}
 
 
-def restore_scheduler(runtime: StageRuntime, given: Tree, pristine: Pristine | None) -> None:
+def restore_scheduler(runtime: Scheduled, given: Tree) -> None:
     """Give the scheduler of ``runtime`` what :func:`capture_scheduler` gave of its owner's.
 
     Raises:
@@ -204,21 +238,29 @@ def restore_scheduler(runtime: StageRuntime, given: Tree, pristine: Pristine | N
         own = vars(scheduler)
         own.update({name: value for name, value in given["bases"].items() if name in own})
 
-    if pristine is None:  # DeepSpeed's begin with the learning rate that they find, and keep it for themselves
+    if runtime.pristine is None:  # DeepSpeed's begin with the learning rate that they find, and keep it for themselves
         put_bases()
-    load_state(scheduler, given["state"], pristine, optimizer)
-    if pristine is not None:  # some have lists with a number for each group, which their state leaves out
+    load_scheduler(runtime, given["state"])
+    if runtime.pristine is not None:  # some have lists with a number for each group, which their state leaves out
         put_bases()
 
 
-def load_state(scheduler: Any, state: Any, pristine: Pristine | None, optimizer: torch.optim.Optimizer) -> None:
+def load_scheduler(runtime: Scheduled, state: Any) -> None:
+    """Give the scheduler of ``runtime``, if it has one, the ``state`` of another one."""
+    scheduler, optimizer = (runtime.attributes[name] for name in ("lr_scheduler", "basic_optimizer"))
+    if scheduler is not None:
+        load_state(scheduler, state, runtime.pristine, optimizer, runtime.attributes.get("optimizer"))
+
+
+def load_state(scheduler: Any, state: Any, pristine: Pristine | None, optimizer: Any, wrapper: Any = None) -> None:
     """Give ``scheduler``, which drives ``optimizer``, the ``state`` of another one.
 
     Args:
         pristine: what it was made of, if it is a script's.
+        wrapper: DeepSpeed's optimizer around ``optimizer``.
     """
     if pristine is not None:
-        pristine.renew(scheduler, optimizer)
+        pristine.renew(scheduler, optimizer, wrapper)
     with _quietly():
         scheduler.load_state_dict(state)
     if pristine is not None:

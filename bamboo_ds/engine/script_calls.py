@@ -8,17 +8,26 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from ..comm.script import Lacking, ScriptCollectives, ThreadContext
-from ..errors import UnsupportedError
+from ..errors import EpochChanged, FatalLoss, UnsupportedError
 from .announcements import Announcements
 from .building import StageBuilder
 from .changes import CURE, Adjustable, Weights, check_local
 from .copies import Copies
-from .optimizers import HalfOptimizer
+from .optimizers import HalfOptimizer, NoOptimizer
 from .records import CurrentEpoch, Progress
-from .refusals import check_optimizer_hooks, check_step, hooks_of, refuse_compiled, refuse_hooks, registered
+from .refusals import (
+    check_optimizer,
+    check_optimizer_hooks,
+    check_step,
+    hooks_of,
+    refuse_compiled,
+    refuse_hooks,
+    registered,
+)
 from .replay import Replay
 from .runtime import RuntimeBinding
 from .takeover import Takeover
+from .wrappers import is_sharded, stage_optimizer
 
 logger = logging.getLogger("bamboo_ds")
 
@@ -84,17 +93,16 @@ class ScriptCalls:
         """Give to all roles what the script has set since it went on."""
         self.binding.refresh()
         local = self.binding.local
-        found = Adjustable.of(local)
         self._note_count()
-        if found != self._left:
-            changed = found.since(self._left)
-            for runtime in self.binding.runtimes.values():
-                if runtime is not local:
-                    changed.give(runtime)
-            self.copies.follow_settings(changed)
+        given = isinstance(local.optimizer, NoOptimizer) and local.attributes["basic_optimizer"] is not None
+        if given:
+            self._take_optimizer()
+        assigned = self._follow_settings() and not self.replay.under_way
+        if given and not self.replay.under_way:
+            self._copy_optimizers()
         written = not (self.epoch.job.replaying or self.replay.joining.active) and self._follow_weights()
         frozen = local.trains() != self._trained and self._follow_freezing()
-        if written or frozen:
+        if written or frozen or assigned:
             self.announcements.tell(written, local.trained if frozen else None)
         check_step(local.attributes["basic_optimizer"])
         if self.builder.compiled_with is None:  # else the engine has compiled them for it
@@ -102,6 +110,69 @@ class ScriptCalls:
         if registered() != self._hooks:
             refuse_hooks(hooks_of(local.module, self._hooks))
             check_optimizer_hooks(local.attributes["basic_optimizer"])
+
+    def _take_optimizer(self) -> None:
+        """The script has given an optimizer to an engine that had none, by ``engine._configure_optimizer``.
+
+        Raises:
+            UnsupportedError: it is one that copies of the stage could not have.
+            FatalLoss: this member computes a stage whose script is lost, and has given none.
+        """
+        local, plan, left = self.binding.local, self.epoch.plan, self._left.attributes.values
+        basic, wrapper = local.attributes["basic_optimizer"], local.attributes["optimizer"]
+        check_optimizer(basic, self.epoch.layout.copies > 1 or self.epoch.job.settings.redundancy.mode.replicas)
+        check_optimizer_hooks(basic)
+        if is_sharded(wrapper) and self.epoch.layout.copies > 1 and not self.epoch.layout.sharded:
+            raise UnsupportedError(
+                f"a {type(wrapper).__name__} that is given after deepspeed.initialize is not supported with several "
+                "pipelines: give the optimizer to deepspeed.initialize"
+            )
+        others = [
+            (runtime.role.pipeline, runtime.role.stage) for runtime in self.binding.owned() if runtime is not local
+        ]
+        if others:
+            checkpoint = self.epoch.job.newest_checkpoint(plan)
+            raise FatalLoss(others, plan.lost, checkpoint, part="an optimizer, given after deepspeed.initialize, of ")
+        local.optimizer = stage_optimizer(self.builder.ds, self.builder.groups, local)
+        for runtime in self.binding.replicas():
+            self.binding.drop(runtime.role)
+        self._left, self._weights, self._hooks = Adjustable.of(local), Weights(local.layers), registered()
+        self._left = self._left.as_if(left)
+
+    def _copy_optimizers(self) -> None:
+        """Copies of stages get their optimizers; all members do so before the same operation.
+
+        Raises:
+            FatalLoss: a loss has interrupted it.
+        """
+        try:
+            self.copies.copy_state(self.epoch.layout.roles)
+        except EpochChanged as error:
+            checkpoint = self.epoch.job.newest_checkpoint(self.epoch.plan)
+            raise FatalLoss([], self.epoch.plan.lost, checkpoint) from error
+        self.copies.tell_replicas()
+
+    def _follow_settings(self) -> bool:
+        """Give settings and attributes to all roles; whether attributes that members compare are among them."""
+        local = self.binding.local
+        changed = Adjustable.of(local).since(self._left, shared=(self.builder.ds.engine,))
+        if not changed:
+            return False
+        described = changed.assigned.described()
+        self.progress.assigned.update(described)
+        if changed.assigned.replacement is not None:
+            local.pristine = changed.assigned.replacement.pristine
+        joins = self.epoch.channel.joiner and self.epoch.job.replaying
+        if joins and self.replay.position != self.replay.joining.target:
+            return False  # what the others did long ago: copies that this member gets have it
+        for runtime in self.binding.runtimes.values():
+            if runtime is not local:
+                if not self.replay.under_way:
+                    changed.check(runtime)
+                changed.give(runtime)
+        self.binding.reload()
+        self.copies.follow_settings(changed)
+        return bool(described)
 
     def _follow_weights(self) -> bool:
         """Note whether the script has changed its stage, for the holders of the stage's replica.

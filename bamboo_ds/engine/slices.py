@@ -53,9 +53,9 @@ class SlicedPasses:
         self._ds, self._groups, self._binding = ds, groups, binding
         self.passing = False
 
-    def among(self) -> AbstractContextManager[None]:
-        """In the body the layers of the bound role communicate with its other slices."""
-        return self._groups.among_slices(self._binding.local.role, self._binding.current.role)
+    def among(self, passing: bool = False) -> AbstractContextManager[None]:
+        """In the body the layers of the bound role communicate with its other slices; ``passing``: in a pass."""
+        return self._groups.among_slices(self._binding.local.role, self._binding.current.role, passing)
 
     def _note(self, passing: bool) -> None:
         self.passing = passing
@@ -72,7 +72,7 @@ class SlicedPasses:
         timing = {name for name, timer in self._timers().items() if timer.started_}
         self._note(True)
         try:
-            with self.among():
+            with self.among(passing=True):
                 yield
         except BaseException:  # goes on up; a loss may come in any form
             runtime.partial_pass = runtime.partial_pass or keeps

@@ -173,6 +173,7 @@ class Takeover:
         undisturbed = True
         self.announcements.listen()  # lanes that are closed tell nothing any more
         try:
+            self.epoch.session.confirm("changing the plan")  # which cuts off what devices are busy with
             self.epoch.transport.close()
         except EpochChanged as error:
             logger.info("interrupted at a boundary: %s", error)

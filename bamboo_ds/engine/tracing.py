@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..state import Tree, split
+
 #: What is computed, by a name that tells where, with a checksum for each time that it was.
 Trace = dict[str, list[int]]
 
@@ -120,6 +122,12 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 def checksum(tensor: torch.Tensor, value: int = 0) -> int:
     """CRC-32 of shape, type and contents, going on from ``value``."""
     return content_checksum(tensor, zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), value))
+
+
+def bits(state: Tree) -> tuple[str, list[int]]:
+    """Equal for trees that are the same to the last bit."""
+    text, tensors = split(state)
+    return text, [checksum(tensor) for tensor in tensors]
 
 
 def content_checksum(tensor: torch.Tensor, value: int = 0) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..config import RedundancyConfig, RedundancyMode
-from ..errors import EpochChanged, ReplicaMismatch
+from ..errors import ConfigError, EpochChanged, ReplicaMismatch
 from ..observe.spans import Kind
 from ..schedule import Commit, Program, RoleProgress, commit_program, member_program
 from ..supported import check_schedule
@@ -26,6 +26,7 @@ from .exactness import ExactChecks
 from .history import History
 from .monitors import JobTags
 from .operation import Outcome
+from .optimizers import NoOptimizer
 from .recomputing import end_iteration
 from .recording import Recording
 from .records import CurrentEpoch, Progress
@@ -74,6 +75,11 @@ class Training:
 
     def train_batch(self, data_iter: Any) -> torch.Tensor:
         """The mean loss of an iteration; see :meth:`.pipeline_engine.BambooPipelineEngine.train_batch`."""
+        if isinstance(self.binding.local.optimizer, NoOptimizer):
+            raise ConfigError(
+                "train_batch: must provide optimizer during init in order to use backward (give one to "
+                "deepspeed.initialize, or name it in the configuration)"
+            )
         done = self.replay.recorded("train")
         if done is not None:
             return self._replay(done, data_iter)

@@ -11,7 +11,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from .deepspeed_adapter import DeepSpeedAdapter
 from .groups import RoleGroups
-from .optimizers import FusedHalfOptimizer, PlainOptimizer, StageOptimizer, UnfusedHalfOptimizer
+from .optimizers import FusedHalfOptimizer, NoOptimizer, PlainOptimizer, StageOptimizer, UnfusedHalfOptimizer
 from .runtime import StageRuntime
 from .sharded import Bf16Optimizer, ShardedOptimizer, ZeroOptimizer
 
@@ -25,6 +25,8 @@ _KINDS: dict[type, type[StageOptimizer]] = {
 
 def stage_optimizer(ds: DeepSpeedAdapter, groups: RoleGroups, runtime: StageRuntime) -> StageOptimizer:
     """What carries out and copies the steps of ``runtime``."""
+    if runtime.attributes["basic_optimizer"] is None:
+        return NoOptimizer(ds, groups, runtime)
     return _KINDS.get(type(runtime.attributes["optimizer"]), PlainOptimizer)(ds, groups, runtime)
 
 

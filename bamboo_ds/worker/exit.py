@@ -12,7 +12,9 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from ..device_errors import is_device_error
 from ..errors import (
+    EXIT_DEVICE,
     EXIT_EVICTED,
     EXIT_FATAL_LOSS,
     EXIT_LEFT,
@@ -30,6 +32,10 @@ if TYPE_CHECKING:
 
 #: Seconds that a worker whose script has failed gives its threads to end: the others wait for its end.
 _FAILED_CLOSE_S = 0.2
+_DEVICE_FAILED = (
+    "the device of this worker has failed: the worker stops, and others take over its stages. Look at the device and "
+    "its driver's log (dmesg, nvidia-smi -q)"
+)
 #: Of the flags of a process in Linux.
 _PF_EXITING = 0x4
 
@@ -113,6 +119,8 @@ class ScriptExit:
             sys.stderr.write(f"bamboo_ds: {value}\n")
         else:
             self._hook_before(kind, value, trace)
+        if code == EXIT_DEVICE and not self.left:
+            sys.stderr.write(f"bamboo_ds: {_DEVICE_FAILED}\n")
         self._channel.exit_notice(f"{kind.__name__}: {value}", failed=code is None)
         if code is not None:
             self._channel.close()
@@ -154,12 +162,14 @@ def _is_ending(pid: int) -> bool:
 
 
 def exit_code_of(error: BaseException | None) -> int | None:
-    """The exit code of a worker that ``error`` ends, if it comes from the loss of a member or of its own place."""
+    """The exit code of a worker that ``error`` ends, if it comes from the loss of a member, its place or its device."""
     while error is not None:
         if isinstance(error, (Evicted, Isolated, AbortFailed)):
             return EXIT_EVICTED
         # A loss that has hit what cannot be repeated, too: building the engine, loading, the script's sends.
         if isinstance(error, (FatalLoss, FurtherEngineLost, EpochChanged)):
             return EXIT_FATAL_LOSS
+        if is_device_error(error):
+            return EXIT_DEVICE
         error = error.__cause__ or error.__context__
     return None

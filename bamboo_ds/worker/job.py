@@ -72,7 +72,10 @@ class Job:
 
     @settings.setter
     def settings(self, block: BambooConfig) -> None:
+        from ..comm.inner import use_for_cuda
+
         self._settings = block.overridden(self.channel.overrides)
+        use_for_cuda(self._settings.comm.cuda_backend)
 
     def check_first_engine(self) -> None:
         """Raise :class:`UnsupportedError` if this process has an engine that the job keeps alive."""
@@ -107,12 +110,17 @@ class Job:
 
         A member that joins a running job stays detached: its engine is built without peers.
         """
+        from ..comm import nccl
+        from ..comm.inner import gpus_run_behind
         from ..comm.session import init_process_group
         from ..forking import make_forks_sure
 
         make_forks_sure()
         logs.configure()
         logs.set_context(member=self.channel.member)
+        for found in nccl.prepare(os.environ):
+            if gpus_run_behind():
+                logger.warning("this worker may end with a loss elsewhere, or hang: the environment has %s", found)
         self.channel.activity.waiting = lambda: self.session.waiting
         self.channel.start(self._plan_arrived, self._agent_gone)
         self.exit.watch()

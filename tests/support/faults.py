@@ -3,11 +3,11 @@
 A fault is JSON: ``{"rank", "step", "at", "micro_batch", "signal", "stage", "evaluating", "healed", "after", "when",
 "pause"}``. ``at`` is the name of an instruction class, with a leading dot that of a method of the engine (``.name``) or
 of one of its parts (``.part.name``), or with a leading ``@`` of a place in the thread that writes the checkpoint of
-that step. With ``healed`` it waits from ``step`` on until every stage has a shadow, the plan has lost the slot
-``after`` and the file ``when`` exists; in the main thread also until the worker has written its part of the last
-checkpoint, which would be lost with it. With ``pause`` it first waits so many seconds, in which the others come to
-where they need this worker. Before it strikes it leaves a file, so that a test can count it; in that file is the tag of
-the checkpoint.
+that step. The signal ``device`` is an error of the worker's device, which is raised there. With ``healed`` it waits
+from ``step`` on until every stage has a shadow, the plan has lost the slot ``after`` and the file ``when`` exists; in
+the main thread also until the worker has written its part of the last checkpoint, which would be lost with it. With
+``pause`` it first waits so many seconds, in which the others come to where they need this worker. Before it strikes it
+leaves a file, so that a test can count it; in that file is the tag of the checkpoint.
 """
 
 from __future__ import annotations
@@ -20,6 +20,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import torch
+
+#: What torch raises when a device fails; 2.6 has no error of its own for that.
+_of_device = getattr(torch, "AcceleratorError", RuntimeError)
 
 
 def install(engine: Any, faults: str, folder: str) -> None:
@@ -97,6 +102,8 @@ def strike(fault: dict[str, Any], folder: Path, note: str = "") -> None:
         file.write(note)
         file.flush()
         os.fsync(file.fileno())
+    if fault.get("signal") == "device":
+        raise _of_device("CUDA error: uncorrectable ECC error encountered")
     if fault.get("signal") == "hang":
         time.sleep(3600)  # the other threads go on, and with them the heartbeat
     os.kill(os.getpid(), getattr(signal, fault.get("signal", "SIGKILL")))

@@ -64,6 +64,7 @@ from bamboo_ds.engine.redundant import RedundantPasses
 from bamboo_ds.engine.replay import Replay
 from bamboo_ds.engine.replication import Replication
 from bamboo_ds.engine.runtime import BOUND_ATTRIBUTES, RuntimeBinding, StageRuntime
+from bamboo_ds.engine.schedulers import Pristine
 from bamboo_ds.engine.script_calls import ScriptCalls
 from bamboo_ds.engine.slices import SlicedPasses
 from bamboo_ds.engine.stage_memory import PassBytes
@@ -112,7 +113,7 @@ class _Builder(StageBuilder):
 
     member: Member
 
-    def build(self, role: Role, state: Any) -> StageRuntime:
+    def build(self, role: Role, state: Any, pristine: Pristine | None) -> StageRuntime:
         self.binding.refresh()
         local = self.binding.local
         runtime = local if role == local.role else self.member.runtime(role, seed=1000)
@@ -224,7 +225,7 @@ class Member:
         supply = BatchSupply(ds, binding, epoch, progress, batches, accounts, dataset, None, history, needs)
         tied = {0, layout.stages - 1} if spec.tied else set()
         reduction = Reduction(ds, binding, epoch, tied)
-        builder = _Builder(ds, layout, groups, binding, None)
+        builder = _Builder(ds, layout, groups, binding)
         builder.member = self
         checks = ExactChecks(ds, True, binding, epoch, progress, reduction, builder, beats)
         checks.begin(spec.checked)

@@ -118,6 +118,9 @@ class Session:
     def note_draw(self, drawing: bool) -> None:
         pass
 
+    def confirm(self, operation: str) -> None:
+        pass
+
 
 class Job:
     """What a worker knows of its job. ``known``: the newest plan."""

@@ -6,7 +6,7 @@ import signal
 from dataclasses import dataclass
 from typing import Literal
 
-from ...errors import EXIT_EVICTED, EXIT_FATAL_LOSS, EXIT_LEFT
+from ...errors import EXIT_DEVICE, EXIT_EVICTED, EXIT_FATAL_LOSS, EXIT_LEFT
 from ...processes import boot_id
 from ..registry.records import LeftRecord, StopRecord
 
@@ -19,7 +19,7 @@ class Ending:
         died: monotonic seconds of its death.
         joined: it has joined a running job, which its failure must not end.
         fatal: a stage is lost, so that no worker can go on.
-        error: what its script has told of its failure.
+        error: what its script has told of its failure, or it of its device's.
         done: its script has ended well, and nobody needs it any more.
         spared: its failure counts as a loss, since the job may be able to go on without it.
         step: newest step that it has committed, as far as known.
@@ -76,7 +76,7 @@ class Ending:
             outcome = "fatal"
         elif status > 0 and not self.terminated:
             outcome = failed
-            if self.spared:
+            if self.spared or status == EXIT_DEVICE:
                 outcome, error = "lost", self.error or f"exit code {status}"
                 detail = error
         else:

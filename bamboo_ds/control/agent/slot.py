@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Literal
 
-from ...errors import EXIT_FATAL_LOSS, EXIT_LEFT
+from ...errors import EXIT_DEVICE, EXIT_FATAL_LOSS, EXIT_LEFT
 from ...processes import boot_id
 from ...topology.plan import Plan
 from ..messages import ExitNotice
@@ -239,7 +239,7 @@ class Slot:
             left=(self._reason if free else None) or (_RELIEVED if self.dropped else None),
             hung=hung,
             broken=self.broken,
-            error=notice.reason if notice is not None and notice.failed else None,
+            error=notice.reason if notice is not None and (notice.failed or status == EXIT_DEVICE) else None,
             done=notice is not None and notice.done,
             spared=settings.bamboo.recovery.on_exception == "takeover" and self.admitted,
             step=step,

@@ -1,0 +1,97 @@
+"""What torch's NCCL groups are told by the environment, so that a process outlives a loss.
+
+By default torch takes a failed collective for the end of the process. Here an epoch ends instead: its communicators are
+aborted, and the process goes on with others. Names and meanings are those of torch 2.6 to 2.15, which looks at them
+when a group is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One variable.
+
+    Attributes:
+        name, value: of the variable, where the user has set none.
+        why: what it is for.
+        old: further names, which torch prefers.
+        vital: with another value than this survivors end after a loss, or hang.
+    """
+
+    name: str
+    value: str
+    why: str
+    old: tuple[str, ...] = ()
+    vital: bool = True
+
+
+SETTINGS = (
+    Setting(
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+        "0",
+        "torch's watchdog leaves a failed collective to the end of the epoch, and does not end the process",
+        old=("NCCL_ASYNC_ERROR_HANDLING",),
+    ),
+    Setting(
+        "TORCH_NCCL_DUMP_ON_TIMEOUT",
+        "0",
+        "no request for a dump, after which every process that sees it ends itself",
+    ),
+    Setting(
+        "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC",
+        "0",
+        "the watchdog does not sleep four times this long over a failed collective, during which none can be begun",
+    ),
+    Setting(
+        "TORCH_NCCL_ENABLE_MONITORING",
+        "0",
+        "a watchdog that hangs in an abort does not end the process; the agent looks after that",
+    ),
+    Setting(
+        "TORCH_NCCL_RETHROW_CUDA_ERRORS",
+        "0",
+        "an error of the device reaches the thread that computes, and does not end the process in the watchdog",
+    ),
+    Setting(
+        "TORCH_NCCL_USE_COMM_NONBLOCKING",
+        "1",
+        "the making of a communicator, and its abort, can be given up",
+    ),
+    Setting(
+        "TORCH_NCCL_NONBLOCKING_TIMEOUT",
+        "120",
+        "seconds after which torch gives up a communicator that is not there, instead of half an hour",
+        vital=False,
+    ),
+)
+
+_YES, _NO = ("1", "y", "yes", "t", "true"), ("0", "n", "no", "f", "false")
+#: With these torch ignores the first setting and ends the process after a failed collective.
+_OVERRIDES = {"TORCH_NCCL_DESYNC_DEBUG": _YES, "NCCL_DESYNC_DEBUG": _YES, "TORCH_DISTRIBUTED_DEBUG": ("detail",)}
+
+
+def prepare(environ: MutableMapping[str, str]) -> list[str]:
+    """Set in ``environ`` what the user has not, before the first group is made.
+
+    Returns:
+        What of the user's own would end survivors of a loss, in words; it stays as it is.
+    """
+    found = []
+    for setting in SETTINGS:
+        environ.setdefault(setting.name, setting.value)
+        for name in (setting.name, *setting.old):
+            if name in environ and setting.vital and _plain(environ[name]) != setting.value:
+                found.append(f"{name}={environ[name]}: with {setting.value} {setting.why}")
+    for name, values in _OVERRIDES.items():
+        if environ.get(name, "").lower() in values:
+            found.append(f"{name}={environ[name]}: torch ends a process in which a collective has failed")
+    return found
+
+
+def _plain(value: str) -> str:
+    """``0`` or ``1`` for the words that torch takes for them."""
+    return "1" if value.lower() in _YES else "0" if value.lower() in _NO else value

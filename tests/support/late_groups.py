@@ -1,0 +1,176 @@
+"""Groups in the place of NCCL's, for tensors on the processor, that are harsher than a device.
+
+A collective returns at once, and so does the ``wait`` of its work; the result comes later, from a thread that does one
+collective after the other as a device's stream does, and until then there is noise in the tensors that it writes. An
+abort completes everything that was begun, without an error, and leaves the noise. Members exchange what they contribute
+by files in a folder, so that nothing but an abort tells a collective of a loss.
+
+A processor has no stream in which its layers would wait for a result. ``in_order`` makes them wait where a stream does,
+in ``wait``: until the collective has ended, whatever it has ended by.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed as dist
+
+from bamboo_ds.comm import nccl
+
+Before = Callable[["LateGroup", str, int], None]
+_MODULES = ("inner", "groups", "collectives", "backend")
+
+
+class LateWork(dist.Work):  # type: ignore[misc]
+    """A collective that is under way behind the host.
+
+    Attributes:
+        waits: how often it was waited for.
+    """
+
+    def __init__(self, written: list[torch.Tensor], in_order: bool = False) -> None:
+        super().__init__()
+        self._written, self._in_order = written, in_order
+        self._ended = threading.Event()
+        self._lock = threading.Lock()
+        self.waits = 0
+        self.error: RuntimeError | None = None
+        for tensor in written:
+            spoil(tensor)
+
+    def end(self, results: list[torch.Tensor] | None) -> None:
+        """The device is through, or was made to stop: ``None``."""
+        with self._lock, torch.no_grad():
+            if self._ended.is_set():
+                return
+            for tensor, result in zip(self._written, results or [], strict=False):
+                tensor.copy_(result)
+            self._ended.set()
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        self.waits += 1
+        if self._in_order:
+            self._ended.wait()
+        return True
+
+    def is_completed(self) -> bool:
+        return self._ended.is_set()
+
+    def is_success(self) -> bool:
+        raise NotImplementedError("as that of NCCL")
+
+    def exception(self) -> RuntimeError | None:
+        return self.error
+
+    def result(self) -> list[torch.Tensor]:
+        return self._written
+
+
+def spoil(tensor: torch.Tensor) -> None:
+    """Fill with noise that looks like numbers."""
+    with torch.no_grad():
+        if tensor.dtype.is_floating_point:
+            tensor.copy_(torch.rand(tensor.shape, generator=torch.Generator().manual_seed(5)))
+        else:
+            tensor.fill_(77)
+
+
+class LateGroup:
+    """A group over files in ``folder``; its stream calls ``before`` with each collective and its number of elements.
+
+    Attributes:
+        aborted: set by :meth:`abort`.
+    """
+
+    def __init__(self, folder: Path, rank: int, size: int, before: Before, in_order: bool) -> None:
+        self._folder, self._rank, self._size, self._before = folder, rank, size, before
+        self._in_order = in_order
+        self._number = 0
+        self._begun: list[LateWork] = []
+        self._stream: queue.Queue[Callable[[], None]] = queue.Queue()
+        self.aborted = threading.Event()
+        folder.mkdir(parents=True, exist_ok=True)
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def allreduce(self, tensors: list[torch.Tensor], options: Any = None) -> LateWork:
+        operator = dist.ReduceOp.SUM if options is None else options.reduceOp
+
+        def combine(parts: list[list[torch.Tensor]]) -> list[torch.Tensor]:
+            columns = [torch.stack(column) for column in zip(*parts, strict=True)]
+            if operator == dist.ReduceOp.MAX:
+                return [column.amax(0) for column in columns]
+            assert operator == dist.ReduceOp.SUM, operator
+            return [column.sum(0, dtype=column.dtype) for column in columns]
+
+        return self._begin("allreduce", tensors, combine)
+
+    def broadcast(self, tensors: list[torch.Tensor], options: Any) -> LateWork:
+        root: int = options.rootRank
+        return self._begin("broadcast", tensors, lambda parts: parts[root], writes=self._rank != root)
+
+    def abort(self) -> None:
+        self.aborted.set()
+        for work in list(self._begun):
+            work.end(None)
+
+    def _begin(
+        self,
+        operation: str,
+        tensors: list[torch.Tensor],
+        combine: Callable[[list[list[torch.Tensor]]], Any],
+        writes: bool = True,
+    ) -> LateWork:
+        number, mine = self._number, [tensor.detach().clone() for tensor in tensors]
+        self._number += 1
+        work = LateWork(tensors if writes else [], self._in_order)
+        self._begun.append(work)
+
+        def run() -> None:
+            self._before(self, operation, sum(tensor.numel() for tensor in mine))
+            partial = self._folder / f"partial-{number}-{self._rank}"
+            torch.save(mine, partial)
+            partial.rename(self._folder / f"{number}-{self._rank}")
+            files = [self._folder / f"{number}-{rank}" for rank in range(self._size)]
+            while not all(file.exists() for file in files):
+                if self.aborted.wait(0.002):
+                    return
+            results = combine([torch.load(file) for file in files])
+            time.sleep(0.002)
+            work.end(results)
+
+        self._stream.put(run)
+        return work
+
+    def _run(self) -> None:
+        while not self.aborted.is_set():
+            self._stream.get()()
+
+
+def install(folder: Path, before: Before, in_order: bool) -> None:
+    """Have collectives of this process run in such groups, which meet in ``folder``."""
+    modules = [importlib.import_module(f"bamboo_ds.comm.{name}") for name in _MODULES]
+    inner: Any = modules[0]
+    create = inner.create_inner
+
+    def create_late(kind: str, store: Any, rank: int, size: int, timeout: timedelta, gloo_device: Any) -> Any:
+        if kind == inner.GLOO:
+            return create(kind, store, rank, size, timeout, gloo_device)
+        missing = [each.name for each in nccl.SETTINGS if each.name not in os.environ]
+        assert not missing, f"made before {missing} were set"
+        if rank == 0:
+            store.set("late", os.urandom(8).hex())
+        return LateGroup(folder / store.get("late").decode(), rank, size, before, in_order)
+
+    for module in modules:
+        for name, late in (("kind_for", lambda device: inner.NCCL), ("create_inner", create_late)):
+            if hasattr(module, name):
+                setattr(module, name, late)

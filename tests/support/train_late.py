@@ -1,0 +1,61 @@
+"""A job of four ranks with :mod:`late_groups` that loses rank 3 while the two others of the first stage communicate.
+
+train_late.py ...: that of train.py, two stages and two pipelines: in the reduction of the third iteration.
+train_late.py ... --slices 2: that of train_sliced.py, two stages of two slices: in a pass of the third iteration.
+
+The collective is held on ranks 0 and 1. When both are in it rank 3, of the other stage, is killed: nothing but the end
+of the epoch ends that collective, on both alike.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+import threading
+from pathlib import Path
+
+if __name__ == "__main__":
+    import lean_torch  # noqa: F401  before torch
+
+import late_groups
+from faults import mark, strike
+
+FAULT = {"rank": 3, "step": 2, "at": "late", "micro_batch": None}
+_HELD = ("0", "1")
+#: Elements of a reduction of gradients, or of a tensor between layers, at least.
+_MANY = 64
+#: Which of the first stage's reductions is held. It has one in an iteration, or 16 in its passes, two in each: the last
+#: one of the first backward pass, after which that counts as done.
+_NUMBER, _NUMBER_SLICED = 3, 38
+
+
+def main() -> None:
+    out = Path(sys.argv[sys.argv.index("--out") + 1])
+    rank = os.environ["RANK"]
+    slices = "--slices" in sys.argv
+    reductions = 0
+
+    def hold(group: late_groups.LateGroup, operation: str, size: int) -> None:
+        nonlocal reductions
+        if rank in _HELD and operation == "allreduce" and size >= _MANY:
+            reductions += 1
+            if reductions == (_NUMBER_SLICED if slices else _NUMBER):
+                (out / f"held-{rank}").touch()
+                group.aborted.wait(60)
+
+    def die() -> None:
+        while not all((out / f"held-{each}").exists() for each in _HELD):
+            pause.wait(0.002)
+        strike(FAULT, out)
+
+    pause = threading.Event()
+    if rank == str(FAULT["rank"]) and not (out / mark(FAULT)).exists():
+        threading.Thread(target=die, daemon=True).start()
+    late_groups.install(out / "late", hold, in_order=slices)
+    script = "train_sliced.py" if slices else "train.py"
+    runpy.run_path(str(Path(__file__).with_name(script)), run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()
