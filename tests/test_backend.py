@@ -109,6 +109,40 @@ def test_passes_of_whole_layers_do_not_communicate(trio: Cluster) -> None:
         assert re.search(r"calls a collective in a pass, allreduce over ranks \[0, 1, 2\]: .*SyncBatchNorm", found)
 
 
+def communicate_in_a_draw(member: Member) -> Any:
+    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    calls = {
+        "allreduce": lambda: dist.all_reduce(torch.ones(1)),
+        "send": lambda: dist.send(torch.ones(1), (dist.get_rank() + 1) % 3),
+        "recv": lambda: dist.recv(torch.ones(1), (dist.get_rank() + 1) % 3),
+        "recv_anysource": lambda: dist.recv(torch.ones(1)),
+        "monitoredBarrier": dist.monitored_barrier,
+    }
+    found = {}
+    member.session.note_draw(True)
+    try:
+        dist.all_reduce(torch.ones(1), group=alone)
+        for name, call in calls.items():
+            try:
+                call()
+            except UnsupportedError as error:
+                found[name] = str(error)
+    finally:
+        member.session.note_draw(False)
+        dist.destroy_process_group(alone)
+    return found
+
+
+def test_who_draws_batches_does_not_communicate(trio: Cluster) -> None:
+    for found in trio.everybody("call", lambda _: (communicate_in_a_draw,)):
+        assert set(found) == {"allreduce", "send", "recv", "recv_anysource", "monitoredBarrier"}
+        for name, told in found.items():
+            place = r"test_backend\.py:\d+ in \S+\. "
+            assert re.search(
+                rf"gives a batch: {name} over ranks \[0, 1, 2\], called at \S*{place}.*each by itself", told
+            )
+
+
 def total(group: Any) -> int | None:
     """The sum of the ranks of the group, computed by it; ``None``: this rank is not of it."""
     if group is None or group == dist.GroupMember.NON_GROUP_MEMBER:

@@ -119,3 +119,9 @@ def test_torch_knows_the_names() -> None:
         if not setting.name.startswith(("TORCH_NCCL_USE_COMM", "TORCH_NCCL_NONBLOCKING")):
             for name in (setting.name, *setting.old):
                 assert f'"{name}"' in known
+
+
+def test_the_manual_has_what_workers_set() -> None:
+    page = (Path(__file__).parents[1] / "docs/reference/settings.md").read_text()
+    rows = [line for line in page.splitlines() if line.startswith("| `TORCH_NCCL_")]
+    assert rows == [f"| `{setting.name}` | {setting.value} | {setting.why} |" for setting in nccl.SETTINGS]

@@ -10,18 +10,22 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._pytree import tree_map
 
 from bamboo_ds.engine.boundaries import Boundaries
 from bamboo_ds.engine.bubbles import IdleTimes
+from bamboo_ds.engine.commit import alike, encode_drawn
 from bamboo_ds.engine.construction import Construction
 from bamboo_ds.engine.copies import Copies
-from bamboo_ds.engine.data import PipelineBatches, Source
+from bamboo_ds.engine.data import Batches, PipelineBatches, Source
+from bamboo_ds.engine.history import History
 from bamboo_ds.engine.lanes import Lanes
 from bamboo_ds.engine.layers import Layers
 from bamboo_ds.engine.records import Progress
 from bamboo_ds.engine.recovery import RecoveryProtocol
 from bamboo_ds.engine.runtime import StageRuntime
-from bamboo_ds.errors import FatalLoss
+from bamboo_ds.engine.supply import BatchSupply, Needs
+from bamboo_ds.errors import FatalLoss, UnsupportedError
 from bamboo_ds.schedule import Decision, PartProgress, RoleProgress
 from bamboo_ds.topology import Layout, Plan, Role, initial_plan, takeover, with_redundancy
 
@@ -159,6 +163,57 @@ def test_an_iterator_may_fill_its_tensors_again() -> None:
         numbers = [(int(inputs[0]), int(labels["labels"][0][1])) for inputs, labels in found]
         first = numbers[0][0]
         assert numbers == [(first + m, first + m) for m in range(MICRO_BATCHES)]
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "same"),
+    [
+        ((1.0, 2), (1.0, 2), True),
+        ((1.0, 2), (1.0, 0), False),
+        ((1.0, 2), (9.0, 2), False),
+        ((1.0, 2), (1.0, None), False),
+        ((1.0, (2, 3)), (1.0, (2, 3)), True),
+        ((1.0, (2, 3)), (1.0, (2, 4)), False),
+        ((1.0, 2, 5), (1.0, 2, 6), True),  # DeepSpeed looks at the first two parts
+    ],
+)
+def test_what_makes_ends_differ(mine: Any, theirs: Any, same: bool) -> None:
+    """What their iterators give, in the whole operation, is compared by one checksum in its commit."""
+    made: Any = lambda value: tree_map(lambda each: None if each is None else torch.full((2,), float(each)), value)  # noqa: E731
+    layout, found = Layout(2, STAGES), {}
+    for end, given in ((0, mine), (STAGES - 1, theirs)):
+        batches = PipelineBatches()
+        batches.set_source(Source(iter([made((1.0, 1.0)), made(given)])))
+        batches.complete(2)
+        found[Role(1, end)] = batches.digest
+        batches.drop()
+        assert batches.digest == 0
+    total = sum(encode_drawn(layout, {role: crc}) for role, crc in found.items() if crc is not None)
+    assert torch.is_tensor(total) and alike(total.tolist()) is same
+    assert alike(encode_drawn(layout, {Role(1, 0): 5}).tolist()) is None
+
+
+def test_an_end_without_an_iterator() -> None:
+    """``batch_fn`` may make its batches of nothing, as in DeepSpeed; else the script is told what it lacks."""
+    plan = plan_of(Layout(1, STAGES))
+    for process in (None, lambda batch: (torch.ones(1), torch.ones(1))):
+        parts: Any = SimpleNamespace(
+            ds=SimpleNamespace(batch_fn=process),
+            binding=SimpleNamespace(local=SimpleNamespace(role=Role(0, STAGES - 1))),
+            epoch=SimpleNamespace(plan=plan, member=f"m{STAGES - 1}", layout=plan.world),
+        )
+        nothing: Any = None
+        needs = Needs(lambda iterators, apart: None, iterators=True)
+        batches = Batches()
+        supply = BatchSupply(
+            parts.ds, parts.binding, parts.epoch, nothing, batches, nothing, nothing, nothing, History(), needs
+        )
+        supply.use_iterator("train", None)
+        if process is not None:
+            assert batches[0].batch(0, inputs=False, labels=True)[1] == 1
+            continue
+        with pytest.raises(UnsupportedError, match=f"gives no iterator at rank {STAGES - 1}: .* at its last stage"):
+            batches[0].batch(0, inputs=False, labels=True)
 
 
 def test_what_of_a_reduction_is_kept() -> None:

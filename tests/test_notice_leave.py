@@ -49,10 +49,17 @@ Reference = Callable[..., Result]
 class Simulated:
     """A job whose members do at once what the plan says. Members are called ``m<slot>``."""
 
-    def __init__(self, hosts: Sequence[str], stages: int | None = None, iterators: bool = True, copying: bool = True):
+    def __init__(
+        self,
+        hosts: Sequence[str],
+        stages: int | None = None,
+        iterators: bool = True,
+        copying: bool = True,
+        apart: bool = False,
+    ):
         self.layout = Layout(len(hosts) // (stages or len(hosts)), stages or len(hosts))
         self.members = {f"m{slot}": self.record(slot, host, slot) for slot, host in enumerate(hosts)}
-        self.iterators, self.copying, self.every_rank = iterators, copying, False
+        self.iterators, self.copying, self.apart, self.every_rank = iterators, copying, apart, False
         candidates = [Candidate(m.id, m.slot, m.host, m.zone, m.home) for m in self.members.values()]
         self.plan = with_redundancy(initial_plan(list(self.members)), self.layout, True, candidates)
         self.written: list[WritePlan] = []
@@ -90,8 +97,14 @@ class Simulated:
 
     @property
     def view(self) -> View:
-        told = {"layout": self.layout, "redundant": True, "iterators": self.iterators, "every_rank": self.every_rank}
-        reports = {m: LayoutRecord(id=m, **told) for m in self.members}
+        told = {
+            "layout": self.layout,
+            "redundant": True,
+            "iterators": self.iterators,
+            "apart": self.apart,
+            "every_rank": self.every_rank,
+        }
+        reports = {member: LayoutRecord(id=member, **told) for member in self.members}
         return View(
             world_size=self.layout.size,
             plan=self.plan,
@@ -228,6 +241,26 @@ def test_the_last_one_that_draws_batches_stays_until_another_one_does() -> None:
     job.waiting.add("m4")
     assert isinstance(job.settle(), Wait)
     assert job.plan.members == ("m1", "m2", "m4")
+
+
+def test_each_end_that_gives_other_batches_needs_a_member() -> None:
+    """Who leaves stays until another one draws its batches; for who is lost a worker is started at once."""
+    job = Simulated(hosts(4), apart=True)
+    job.notice(0)
+    assert job.settle() == Feed(0)
+    assert "m0" in job.plan.members and "m0" not in {*job.plan.owners, *job.plan.shadows}
+    job.join(4, home=0, feeder=True)
+    assert job.settle() == Wait()
+    assert job.plan.members == ("m1", "m2", "m3", "m4")
+    del job.members["m3"]
+    job.left["m3"] = left_record("m3", "lost")
+    assert isinstance(job.step(), WritePlan) and job.plan.lost == ("m3",)
+    job.enter()
+    assert job.step() == Feed(3)
+    job.join(5, home=3, feeder=True)
+    action = job.step()
+    assert isinstance(action, WritePlan) and action.plan.immediate
+    assert (action.plan.members[-1], action.plan.homes[-1]) == ("m5", 3)
 
 
 def test_without_iterators_nobody_is_needed_to_draw_batches() -> None:
@@ -571,11 +604,12 @@ def test_both_members_of_a_host_leave(tmp_path: Path, reference: Reference) -> N
 @pytest.mark.integration
 def test_both_that_draw_batches_leave(tmp_path: Path, reference: Reference) -> None:
     """One of them stays, without a stage, until a worker that is started for that can draw the batches."""
-    arguments = ("--evaluate-every", "10")
+    arguments = ("--evaluate-every", "2")
     go = tmp_path / "go"
     command = ["--stages", "4", *arguments, *slow_until(go)]
     with RunningJob(tmp_path, 4, command, write_config(tmp_path, block(tmp_path, "file"))) as job:
-        job.wait_for("steps", lambda: len(job.events("step")) >= 2)
+        # Then it is known that all iterators give the same, also those for evaluations.
+        job.wait_for("steps", lambda: len(job.events("step")) >= 3)
         notify(tmp_path, 0)
         notify(tmp_path, 3)
         job.wait_for("both have left", lambda: len(job.events("member_left")) == 2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import random
+import threading
 import types
 from contextlib import nullcontext
 from pathlib import Path
@@ -228,6 +229,64 @@ class Given(nn.Module):
     def __init__(self, function: Any) -> None:
         super().__init__()
         self.function, self.drawn = function, [random.random(), numpy.random.rand(), torch.rand(1).item()]
+
+
+class Locked(nn.Module):
+    """Has what cannot be copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        self.inner.guard = threading.Lock()  # type: ignore[assignment]
+
+
+class Here(nn.Module):
+    """Can only be built in some processes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        if Here.refuses:
+            raise KeyError("tables")
+
+    refuses = False
+
+
+def test_what_no_copy_can_have_is_named() -> None:
+    """With its layer and attribute, instead of a traceback of torch's or of Python's."""
+    net = Whole([nn.Linear(2, 2), Locked()])
+    with pytest.raises(
+        UnsupportedError, match=r"^layer 1 \(Locked\) cannot be .*attribute inner\.guard, a lock .*pickle"
+    ):
+        build_stage_module(net, 1, CPU)
+    net = Whole([nn.Linear(2, 2), LayerSpec(Around, Locked(), torch.ones(1), {})])
+    with pytest.raises(
+        UnsupportedError, match=r"^an argument of layer 1 \(Around\) \(Locked\) cannot .* inner\.guard, a "
+    ):
+        build_stage_module(net, 1, CPU)
+    net = Whole([nn.Linear(2, 2), LayerSpec(Here)])
+    net.extra_part = Locked()
+    with pytest.raises(UnsupportedError, match=r"^part 'extra_part' of the PipelineModule \(Locked\) cannot be copied"):
+        build_stage_module(net, 1, CPU)
+    del net.extra_part
+    build_stage_module(net, 1, CPU)
+    Here.refuses = True
+    with pytest.raises(
+        UnsupportedError, match=r"^layer 1 \(Here\) cannot be built again for a copy of stage 1 \(KeyErr"
+    ):
+        build_stage_module(net, 1, CPU)
+
+
+class Sets(nn.Module):
+    def get_extra_state(self) -> Any:
+        return {"seen": {1, 2}}
+
+
+def test_extra_state_that_cannot_be_sent_is_named() -> None:
+    stage = nn.Sequential(nn.Sequential(Sets()))
+    with pytest.raises(
+        UnsupportedError, match=r"extra_state of layer 0\.0 \(Sets\) gives, state\['seen'\] is a set, which"
+    ):
+        Layers(stage).extra()
 
 
 def test_a_copy_of_a_stage_has_methods_of_its_own() -> None:

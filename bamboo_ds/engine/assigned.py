@@ -263,6 +263,11 @@ class Assigned:
         """Whether learning rates of later steps depend on it."""
         return self.replacement is not None or self.state is not None
 
+    @property
+    def parts(self) -> set[str]:
+        """Names of modules that the script has given to the ``PipelineModule``."""
+        return {name for name, value in self.values.get(_MODULE, {}).items() if isinstance(value, nn.Module)}
+
     def described(self) -> dict[str, str]:
         """What members compare, by the attributes' names."""
         return {
@@ -276,6 +281,8 @@ class Assigned:
         own = runtime.attributes
         if self.values.get(_MODULE):
             give_to_module(self.values[_MODULE], self.source, own["module"])
+        if self.parts:
+            runtime.layers.look_again()
         wrapper = own.get("optimizer")
         for place, values in self.values.items():
             if place == _BASIC:

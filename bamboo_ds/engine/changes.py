@@ -8,7 +8,7 @@ through ``.data`` escapes this.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -148,21 +148,22 @@ class Weights:
         self._extra = {path: bits(state) for path, state in layers.extra().items()}
         self._gradients = {name: _version(p.grad) for name, p in layers.parameters.items()}
 
-    def changed(self) -> list[str]:
-        """Names of those that have been changed since, or are others now."""
+    def changed(self, new: Collection[str] = ()) -> list[str]:
+        """Names of those that have been changed since, or are others now; without those of the ``new`` parts."""
         tensors = [name for name, (tensor, count) in self._parameters.items() if _count(tensor) != count]
         buffers = self._layers.buffers()
         for name in {**self._buffers, **buffers}:
             tensor, count = self._buffers.get(name, (None, 0))
             if tensor is None or buffers.get(name) is not tensor or _count(tensor) != count:
                 tensors.append(name)
-        found = (newer(self._layers.numbers(), self._numbers), self._layers.tensors.since(self._tensors))
+        attributes = newer(self._layers.numbers(), self._numbers), self._layers.tensors.since(self._tensors)
         extra = [path for path, state in self._layers.extra().items() if bits(state) != self._extra.get(path)]
-        return [
-            *tensors,
-            *(f"{layer}.{name}" for attributes in found for layer, names in attributes.items() for name in names),
-            *(f"the extra state of {path}" for path in extra),
+        found = [
+            *((name, name) for name in tensors),
+            *((layer, f"{layer}.{name}") for each in attributes for layer, names in each.items() for name in names),
+            *((path, f"the extra state of {path}") for path in extra),
         ]
+        return [name for path, name in found if path.partition(".")[0] not in new]
 
     def check_parameters(self) -> None:
         """Refuse parameters in the place of those that the optimizer has.

@@ -73,6 +73,7 @@ class Layers:
         self._look()
         self.generators = self._generators()
         self._late: set[str] = set()
+        self._sendable: set[str] = set()  # layers whose extra state was seen
         self.parameters = dict(module.named_parameters())
         self.began = self.numbers()
         self.tensors = PlainTensors(self._named)
@@ -111,6 +112,13 @@ class Layers:
                 self._late.add(path.removesuffix("."))
         now = self.numbers()
         self.began.update({path: now[path] for path in now if path not in self.began})
+
+    def look_again(self) -> None:
+        """The script has put other modules besides the layers into the stage, into every copy of it."""
+        self._names.clear()
+        self._look()
+        self.began.update({path: each for path, each in self.numbers().items() if path not in self.began})
+        self._built.update({n: checksum(buffer) for n, buffer in self.buffers().items() if n not in self._built})
 
     def compiled(self) -> frozenset[str]:
         """Names of layers that are compiled where they are (``layer.compile()``)."""
@@ -158,8 +166,21 @@ class Layers:
         }
 
     def extra(self) -> dict[str, Tree]:
-        """What ``get_extra_state`` gives, by the layers' names."""
-        return {path: layer.get_extra_state() for path, layer in self._extra}
+        """What ``get_extra_state`` gives, by the layers' names.
+
+        Raises:
+            UnsupportedError: it cannot be sent, as is seen the first time.
+        """
+        found = {path: layer.get_extra_state() for path, layer in self._extra}
+        for path, layer in self._extra:
+            if path not in self._sendable:
+                try:
+                    split(found[path])
+                except UnsupportedError as error:
+                    name = f"{path} ({type(layer).__name__})" if path else "the PipelineModule"
+                    raise UnsupportedError(f"in what get_extra_state of layer {name} gives, {error}") from None
+                self._sendable.add(path)
+        return found
 
     def _named(self) -> Iterator[tuple[str, dict[str, Any], list[str]]]:
         """Of all layers, their attributes and the names of those that may be numbers or tensors."""

@@ -44,9 +44,9 @@ def build_stage_module(module: Any, stage: int, device: torch.device) -> Any:
     layers = {*module.fwd_map, "tied_modules"}
     for name, child in module._modules.items():
         if name not in layers:
-            other.add_module(name, _copied(child, copies))
+            other.add_module(name, _copied(child, f"part {name!r} of the PipelineModule", copies))
     for name, parameter in module._parameters.items():
-        other.register_parameter(name, _copied(parameter, copies))
+        other.register_parameter(name, _copied(parameter, f"parameter {name!r} of the PipelineModule", copies))
     for name, buffer in module._buffers.items():
         other.register_buffer(name, copy.deepcopy(buffer), persistent=name not in module._non_persistent_buffers_set)
     own = Rebinding(copies)
@@ -58,11 +58,21 @@ def build_stage_module(module: Any, stage: int, device: torch.device) -> Any:
     other.micro_offset = 0
     specs = list(module._layer_specs)
     for index in range(other._local_start, other._local_stop):
-        specs[index] = with_own_parts(own.of(specs[index]), copies)
+        specs[index] = with_own_parts(own.of(specs[index]), copies, f"layer {index}")
     other._layer_specs = specs
     other.seed_layers = False  # it would seed every generator of the process
     with left_alone():
-        other._build()
+        try:
+            other._build()
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # whatever the constructor of a layer raises
+            number = other._local_start + len(other.forward_funcs)
+            raise UnsupportedError(
+                f"layer {number} ({_called(specs[number])}) cannot be built again for a copy of stage {stage} "
+                f"({type(error).__name__}: {error}). Constructors of layers run once for each copy, also in processes "
+                "of other stages: let them use only what every rank's script has"
+            ) from error
     other._layer_specs, other.seed_layers = module._layer_specs, module.seed_layers
     names = list(module._modules)
     for name in names[names.index("tied_modules") :]:
@@ -75,36 +85,76 @@ def build_stage_module(module: Any, stage: int, device: torch.device) -> Any:
     return other
 
 
-def with_own_parts(spec: Any, copies: dict[int, Any]) -> Any:
+def _called(spec: Any) -> str:
+    """The class of a layer, by its spec, or the name of a function."""
+    kind = spec.typename if isinstance(spec, LayerSpec) else spec if callable(spec) else type(spec)
+    return str(getattr(kind, "__name__", type(kind).__name__))
+
+
+def _copied(value: Any, what: str, copies: dict[int, Any]) -> Any:
+    """A copy of a module or a tensor, with the marks that a script has put on parameters, such as names in files.
+
+    torch copies no attributes of parameters.
+
+    Args:
+        value: the module or tensor.
+        what: it is in the stage, for errors.
+        copies: what was copied before, by ``id``.
+
+    Raises:
+        UnsupportedError: it cannot be copied; names the attribute that is why.
+    """
+    try:
+        copied = copy.deepcopy(value, copies)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever a script's object makes of being copied
+        raise UnsupportedError(
+            f"{what} ({type(value).__name__}) cannot be copied, so that no replica of its stage can have it"
+            f"{_culprit(value)} ({type(error).__name__}: {error}). Give the class of the layer and its arguments "
+            "(LayerSpec), make it anew in the layer's constructor, or keep it outside of the layer"
+        ) from error
+    for original in value.parameters() if isinstance(value, nn.Module) else [value]:
+        if id(original) in copies:
+            marks = {name: mark for name, mark in vars(original).items() if isinstance(mark, _MARKS)}
+            vars(copies[id(original)]).update(marks)
+    return copied
+
+
+def _culprit(value: Any) -> str:
+    """The attribute of a module that cannot be copied."""
+    for path, part in value.named_modules() if isinstance(value, nn.Module) else ():
+        for name, each in vars(part).items():
+            if name == "_modules":
+                continue
+            try:
+                copy.deepcopy(each)
+            except Exception:  # as above
+                return f": because of attribute {f'{path}.' if path else ''}{name}, a {type(each).__name__}"
+    return ""
+
+
+def with_own_parts(spec: Any, copies: dict[int, Any], what: str = "a layer") -> Any:
     """``spec`` with copies of modules and parameters among its arguments, which the layers of another role use.
 
     Args:
         copies: what was copied before, by ``id``; specs of a stage that share a part go on sharing it.
+        what: it is, for errors.
     """
     if isinstance(spec, nn.Module):
-        return _copied(spec, copies)
+        return _copied(spec, what, copies)
     if not isinstance(spec, LayerSpec):
         return spec
     parts = (nn.Module, torch.Tensor)
     if not any(isinstance(each, parts) for each in (*spec.module_args, *spec.module_kwargs.values())):
         return spec
     own: Any = copy.copy(spec)
-    own.module_args = tuple(_copied(v, copies) if isinstance(v, parts) else v for v in spec.module_args)
-    own.module_kwargs = {n: _copied(v, copies) if isinstance(v, parts) else v for n, v in spec.module_kwargs.items()}
+    what = f"an argument of {what} ({_called(spec)})"
+    own.module_args = tuple(_copied(v, what, copies) if isinstance(v, parts) else v for v in spec.module_args)
+    own.module_kwargs = {
+        n: _copied(v, what, copies) if isinstance(v, parts) else v for n, v in spec.module_kwargs.items()
+    }
     return own
-
-
-def _copied(part: Any, copies: dict[int, Any]) -> Any:
-    """A deep copy of a module or tensor, with the marks that a script has put on parameters, such as names in files.
-
-    torch copies no attributes of parameters.
-    """
-    copied = copy.deepcopy(part, copies)
-    for original in part.parameters() if isinstance(part, nn.Module) else [part]:
-        if id(original) in copies:
-            marks = {name: value for name, value in vars(original).items() if isinstance(value, _MARKS)}
-            vars(copies[id(original)]).update(marks)
-    return copied
 
 
 def structure_of(module: nn.Module) -> dict[str, str]:
@@ -177,7 +227,12 @@ def restore(runtime: StageRuntime, state: Tree) -> None:
             f"{len(state['parameters'])}: do all members build the same model?"
         )
     with torch.no_grad():
-        for target, source in zip(parameters, state["parameters"], strict=True):
+        for name, target, source in zip(state["names"], parameters, state["parameters"], strict=True):
+            if target.shape != source.shape:
+                raise ProtocolError(
+                    f"parameter {name} of stage {runtime.role.stage} has shape {tuple(source.shape)} on its owner, and "
+                    f"{tuple(target.shape)} where a copy of the stage is built: do all members build the same model?"
+                )
             target.copy_(source)
     runtime.layers.began = state["began"]
     runtime.layers.restore(state["layers"])

@@ -50,6 +50,8 @@ class ScriptCalls:
     #: How the engine has left to the script what it may set.
     _left: Adjustable = field(init=False)
     _weights: Weights = field(init=False)
+    #: Modules besides the layers that the script has put into its stage since then.
+    _parts: set[str] = field(default_factory=set, init=False)
     _trained: list[bool] = field(init=False)
     #: How many hooks had been registered then.
     _hooks: int = field(init=False)
@@ -156,8 +158,11 @@ class ScriptCalls:
         """Give settings and attributes to all roles; whether attributes that members compare are among them."""
         local = self.binding.local
         changed = Adjustable.of(local).since(self._left, shared=(self.builder.ds.engine,))
+        self._parts = changed.assigned.parts
         if not changed:
             return False
+        if self._parts:
+            local.layers.look_again()
         described = changed.assigned.described()
         self.progress.assigned.update(described)
         if changed.assigned.replacement is not None:
@@ -182,7 +187,7 @@ class ScriptCalls:
         """
         self._weights.check_parameters()
         self._weights.check_gradients()
-        changed = self._weights.changed()
+        changed = self._weights.changed(self._parts)
         if not changed:
             return False
         role, changes = self.binding.local.role, self.binding.local.layers.changes
