@@ -6,6 +6,7 @@ train_like_neox.py --deepspeed_config FILE --out FOLDER --stages P [--steps N] .
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 from collections.abc import Iterator
@@ -24,10 +25,10 @@ from megatron import NeoXArgs
 from megatron.training import setup_model_and_optimizer, train
 
 
-def texts(args: NeoXArgs, seed: int, size: int) -> Iterator[dict[str, torch.Tensor]]:
-    """Batches of one token more than the model sees."""
-    generator = torch.Generator().manual_seed(seed)
-    while True:
+def texts(args: NeoXArgs, seed: int, size: int, first: int) -> Iterator[dict[str, torch.Tensor]]:
+    """Batches from number ``first`` on, of one token more than the model sees."""
+    for number in itertools.count(first):
+        generator = torch.Generator().manual_seed(seed + number)
         yield {"text": torch.randint(0, args.vocabulary, (size, args.sequence + 1), generator=generator)}
 
 
@@ -58,15 +59,16 @@ def main() -> None:
         install(engine, given.faults, str(given.out))
     ends, size = engine.is_first_stage() or engine.is_last_stage(), config["train_micro_batch_size_per_gpu"]
 
-    def batches(seed: int) -> Iterator[dict[str, torch.Tensor]] | None:
-        return texts(args, seed + engine.grid.data_parallel_id, size) if ends else None
+    def batches(seed: int, first: int) -> Iterator[dict[str, torch.Tensor]] | None:
+        return texts(args, seed + 100_000 * engine.grid.data_parallel_id, size, first) if ends else None
 
     def goes_on(iteration: int) -> bool:
         if given.slow_until is not None:
             wait_a_little(given.slow_until, given.slow_s)
         return iteration < end_of(given, iteration)
 
-    losses, evaluations = train(args, engine, batches(1), lambda: batches(1000), goes_on)
+    used = args.iteration * engine.gradient_accumulation_steps()  # by the job whose checkpoint this one goes on from
+    losses, evaluations = train(args, engine, batches(0, used), lambda: batches(50_000, 0), goes_on)
     kept = sorted(folder.name for folder in args.save.glob("global_step*"))
     dump(engine, given.out, rank, {"losses": losses, "evaluations": evaluations, "kept": kept})
 
