@@ -108,12 +108,13 @@ def test_nobody_left_who_draws_batches(tmp_path: Path, reference: Reference) -> 
 
 
 def test_ends_that_give_different_batches(tmp_path: Path, reference: Reference) -> None:
-    """The last stage vanishes in the first step, the first one later; for each a worker draws that runs as its rank.
+    """The first stage vanishes in the first step, the last one later; for each a worker draws that runs as its rank.
 
     Labels are zeros at the first stage, and inputs are noise at the last one.
     """
     arguments = ("--evaluate-every", "2")
-    faults = in_turn(fault(3, 0, "ForwardPass", 2), fault(0, 3, "BackwardPass", 2))
+    # The first victim leads: a worker that its agent had started would end with that.
+    faults = in_turn(fault(0, 0, "ForwardPass", 2), fault(3, 3, "BackwardPass", 2))
     pace = slow_until(tmp_path / mark(faults[-1]), 0.1)
     command = ["--stages", "4", "--noise", *arguments, *pace, "--faults", json.dumps(faults)]
     result = run_bamboo(tmp_path, 4, command, write_config(tmp_path, {}))

@@ -187,7 +187,7 @@ def test_each_end_is_drawn_from(job: str, course: int) -> None:
     ends = {plain.plan.owners[rank] for pipeline in range(spec.pipelines) for rank in ends_of(plain.plan, pipeline)}
     for number, victim in enumerate(sorted(ends)):
         seed = 100 * course + number
-        for cut in cuts_of(spec, seed, victim, iteration)[seed % 10 :: 1 if course else 10]:
+        for cut in cuts_of(spec, seed, victim, iteration)[seed % 16 :: 1 if course else 16]:
             world = World(spec, seed, (cut,)).run()
             check(world)
             assert world.killed == [victim]

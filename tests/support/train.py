@@ -131,18 +131,20 @@ def iterator(arguments: argparse.Namespace, pipeline: int, pipelines: int, batch
     """Micro-batches of one pipeline: pipeline d reads the samples with index = d modulo D."""
     data = Samples(1 << 20, arguments.model, ledger)
     index = pipeline
-    noise = torch.Generator().manual_seed(int(os.environ["RANK"]))
     while True:
         samples = []
         for _ in range(batch):
             samples.append(data[index])
             index += pipelines
         inputs, labels = torch.utils.data.default_collate(samples)
-        if arguments.noise:
-            first = os.environ["RANK"] == str(pipeline)
-            labels = torch.zeros_like(labels) if first else labels
-            inputs = inputs if first else torch.randn(inputs.shape, generator=noise)
         yield (tuple(inputs) if isinstance(inputs, list) else inputs), labels
+
+
+def with_noise(batches: Any, first: bool) -> Any:
+    """``batches`` for the first stage or for the last one, with something else where DeepSpeed does not look."""
+    noise = torch.Generator().manual_seed(5)
+    for inputs, labels in batches:
+        yield (inputs, torch.zeros_like(labels)) if first else (torch.randn(inputs.shape, generator=noise), labels)
 
 
 def build(arguments: argparse.Namespace) -> PipelineModule:
@@ -398,6 +400,7 @@ def main() -> None:
     source = None
     if not arguments.training_data and ends:
         source = iterator(arguments, pipeline, pipelines, batch, ledger)
+        source = with_noise(source, stage == 0) if arguments.noise else source
     if arguments.load:
         engine.load_checkpoint(arguments.load)
     first = 0
@@ -425,6 +428,7 @@ def main() -> None:
         PROGRESS["tokens"] += 7 * engine.train_batch_size()
         if arguments.evaluate_every and (step + 1) % arguments.evaluate_every == 0:
             held_out = iterator(arguments, pipeline, pipelines, batch, None) if ends else None
+            held_out = with_noise(held_out, stage == 0) if ends and arguments.noise else held_out
             with torch.no_grad():
                 evaluations.append(float(engine.eval_batch(held_out)))
         if arguments.snapshots:
