@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from bamboo_ds.comm.participants import founding
 from bamboo_ds.errors import EXIT_FATAL_LOSS, EpochChanged, FurtherEngineLost, PeerLost, UnsupportedError
+from bamboo_ds.topology import Layout, Plan
 from bamboo_ds.worker.exit import exit_code_of
 from bamboo_ds.worker.further import engine_class
 
@@ -133,6 +136,17 @@ def test_a_loss_in_the_middle_is_an_error(error: EpochChanged, ranks: tuple[int,
     with pytest.raises(FurtherEngineLost, match=r"forward\(\), of an engine") as raised:
         made.forward()
     assert raised.value.ranks == ranks and raised.value.__cause__ is error
+
+
+def test_its_groups_are_those_of_the_processes_that_have_built_it() -> None:
+    """Whoever owns the stages now, and whoever else runs as one of the ranks."""
+    plan = Plan(
+        epoch=5, owners=("b", "x"), members=("a", "b", "x"), store_host="a", layout=Layout(1, 2), homes=(0, 1, 1)
+    )
+    group = founding(plan, (0, 1), {0: "a", 1: "b"})
+    assert group.complete and group.members == ("a", "b")
+    with pytest.raises(PeerLost, match=r"the processes of ranks \[1\] are gone"):
+        founding(replace(plan, members=("a", "x"), homes=(0, 1)), (0, 1), {0: "a", 1: "b"})
 
 
 def test_a_worker_that_joins_is_told() -> None:

@@ -206,8 +206,7 @@ class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         """Who takes part in an operation: for the engine, for the script, or for an engine without the block."""
         script, founders = self._attachment.script, self._attachment.founders
         if founders is not None:
-            if len(self.ranks) > 1:
-                founders.on_use()
+            founders.on_use()
             return founding(epoch.plan, self.ranks, founders.of_rank)
         if script is not None and self._attachment.context == "script":
             return surviving(epoch.plan, self.ranks, script.absent)
@@ -220,6 +219,8 @@ class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
             return CompletedWork()
         self._check_draw(collective.name)
         if attachment.founders is not None:
+            if len(self.ranks) == 1:
+                return alone(collective, arguments, 0, 1)
             return self._start(collective, arguments)
         context = attachment.context
         if context == "script":
