@@ -61,6 +61,10 @@ class RoleGroups:
         """The main thread begins or ends a pass. Layers that are whole call no collectives in it."""
         self._session.note_pass(passing and self.layout.slices == 1)
 
+    def check(self) -> None:
+        """Raise ``EpochChanged`` if the current epoch is aborted."""
+        self._session.check()
+
     def among_slices(self, local: Role, role: Role, passing: bool) -> AbstractContextManager[None]:
         """In the body layers communicate with the other slices of ``role``; the script's stage is that of ``local``.
 
