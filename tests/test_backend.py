@@ -64,6 +64,27 @@ def test_the_profiler_sees_sends_and_receives(trio: Cluster) -> None:
         ]  # fmt: skip
 
 
+def exchange(member: Member) -> list[float]:
+    """Both send before they receive, more than the kernel takes; as if the tensors were on a GPU."""
+    from bamboo_ds.comm import backend, inner
+
+    before = backend.kind_for
+    backend.kind_for = lambda device: inner.NCCL
+    try:
+        rank, world = dist.get_rank(), dist.get_world_size()
+        mine, found = torch.full((1 << 22,), float(rank)), torch.empty(1 << 22)
+        sends = dist.P2POp(dist.isend, mine, (rank + 1) % world)
+        for work in dist.batch_isend_irecv([sends, dist.P2POp(dist.irecv, found, (rank - 1) % world)]):
+            work.wait()
+        return [float(found.min()), float(found.max())]
+    finally:
+        backend.kind_for = before
+
+
+def test_large_exchanges_of_devices_need_no_common_beginning(trio: Cluster) -> None:
+    assert trio.everybody("call", lambda _: (exchange,)) == [[2.0, 2.0], [0.0, 0.0], [1.0, 1.0]]
+
+
 def names_of_torch(member: Member) -> Any:
     group = dist.group.WORLD
     assert group is not None

@@ -6,8 +6,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +23,8 @@ from bamboo_ds.comm.keyvalue import Server
 from bamboo_ds.comm.lifetime import Lifetime
 from bamboo_ds.comm.links import Links
 from bamboo_ds.comm.work import BambooWork, CompletedWork, future_of
+from bamboo_ds.engine import slices as slices_module
+from bamboo_ds.engine.slices import SlicedPasses
 from bamboo_ds.errors import EpochChanged, PeerLost
 from bamboo_ds.secret import NONE
 from bamboo_ds.topology import Plan
@@ -133,6 +137,35 @@ def test_what_an_abort_cuts_off_in_a_pass_is_not_confirmed(alone: Alone) -> None
     threading.Timer(0.05, alone.life.abort, ("a loss",)).start()
     with pytest.raises(EpochChanged):
         alone.groups.confirm("reducing")
+
+
+def test_a_layer_that_fails_on_the_remains_of_a_result_is_interrupted(
+    alone: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def check() -> None:
+        alone.life.check("operation")
+
+    groups: Any = SimpleNamespace(
+        among_slices=lambda *arguments: nullcontext(), note_pass=lambda passing: None, check=check
+    )
+    runtime = SimpleNamespace(role=None, partial_pass=False)
+    binding: Any = SimpleNamespace(current=runtime, local=runtime)
+    ds: Any = SimpleNamespace(device=CPU, timers=None)
+    passes = SlicedPasses(ds, groups, binding)
+
+    def fail() -> None:
+        with passes.in_pass(keeps=True):
+            raise IndexError("target 77 is out of bounds")
+
+    with pytest.raises(IndexError):
+        fail()
+    alone.life.abort("a loss")
+    with pytest.raises(IndexError):
+        fail()  # on the host each collective tells of an abort by itself
+    monkeypatch.setattr(slices_module, "runs_behind", lambda device: True)
+    with pytest.raises(EpochChanged, match="a loss"):
+        fail()
+    assert runtime.partial_pass
 
 
 def test_without_such_collectives_nothing_is_asked(alone: Alone) -> None:

@@ -135,7 +135,7 @@ class Groups:
         def make() -> None:
             try:
                 connect(group, device)
-            except RuntimeError as error:  # raised by the thread that waits
+            except BaseException as error:  # raised by the thread that waits
                 made.set_exception(error)
             else:
                 made.set_result(None)

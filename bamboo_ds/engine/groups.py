@@ -71,6 +71,10 @@ class RoleGroups:
         finally:
             self._session.note_draw(False)
 
+    def check(self) -> None:
+        """Raise ``EpochChanged`` if the current epoch is aborted."""
+        self._session.check()
+
     def among_slices(self, local: Role, role: Role, passing: bool) -> AbstractContextManager[None]:
         """In the body layers communicate with the other slices of ``role``; the script's stage is that of ``local``.
 

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+from ..comm.inner import runs_behind
 from ..config import RedundancyMode
 from ..topology import Layout
 from .deepspeed_adapter import DeepSpeedAdapter
@@ -74,11 +75,13 @@ class SlicedPasses:
         try:
             with self.among(passing=True):
                 yield
-        except BaseException:  # goes on up; a loss may come in any form
+        except BaseException as error:  # goes on up; a loss may come in any form
             runtime.partial_pass = runtime.partial_pass or keeps
             for name, timer in self._timers().items():
                 if timer.started_ and name not in timing:
                     timer.stop()
+            if isinstance(error, Exception) and runs_behind(self._ds.device):
+                self._groups.check()  # a layer may have failed on what an abort had left of a result
             raise
         finally:
             self._note(False)
