@@ -285,7 +285,6 @@ def test_checkpoints_checks_and_waiting() -> None:
         "12:00:10 checkpoint of step 2 saved in 0.40 s: /c/2",
         "12:00:12 checkpoint of step 4 failed (No space left on device): /c/4",
         "12:00:13 the replica of stage 1 differs from its owner's state after step 4",
-        "12:00:14 exactness check: 618 tensors of 3 steps compared, no difference",
         "12:00:15 exactness check: the replica of stage 1 differs: counter x (3 and 2)",
         "12:00:16 all others wait for m1, for 120 s so far",
         "12:00:17 no member has room for a replica of stages 1 and 2; m1 holds more than topology.memory_limit_mb",

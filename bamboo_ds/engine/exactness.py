@@ -20,7 +20,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,55 +35,20 @@ from ..topology import Role
 from .beats import Beats
 from .building import StageBuilder
 from .deepspeed_adapter import DeepSpeedAdapter
-from .facts import Facts, causes_in_passes, causes_in_steps, differences, only_rounded, state_of
+from .facts import Facts, causes_in_passes, causes_in_steps, differences, only_rounded, state_of, summed, suspects
 from .lanes import RehearsalLanes, Stream
 from .operation import Outcome
 from .recomputing import release_cache
 from .records import CurrentEpoch, Progress
 from .reduction import Reduction
 from .runtime import RuntimeBinding, StageRuntime
+from .tally import Tally, in_words, total, union
 from .tracing import Traces, checksum, given_back, owner_of, tensors_in
 
 logger = logging.getLogger("bamboo_ds")
 
 #: How many differences are named.
 _NAMED = 100
-
-
-@dataclass
-class Tally:
-    """What this member has compared, and the seconds that it has taken.
-
-    ``changed``: roles that it has left out after their scripts had changed them; ``exhausted``: those whose rehearsal
-    has exhausted the memory, which it leaves out from then on.
-    """
-
-    steps: int = 0
-    rehearsals: int = 0
-    tensors: int = 0
-    differing: int = 0
-    seconds: float = 0.0
-    roles: set[Role] = field(default_factory=set)
-    changed: set[Role] = field(default_factory=set)
-    exhausted: set[Role] = field(default_factory=set)
-
-    def told(self) -> dict[str, Any]:
-        """The same as JSON has it; roles as pipeline and stage."""
-        values = vars(self).items()
-        return {
-            name: sorted((role.pipeline, role.stage) for role in value) if isinstance(value, set) else value
-            for name, value in values
-        }
-
-
-def _total(told: Iterable[dict[str, Any]], name: str) -> int:
-    """The sum of what all members have counted."""
-    return sum(each[name] for each in told)
-
-
-def _union(told: Iterable[dict[str, Any]], name: str) -> set[tuple[int, int]]:
-    """Pipeline and stage of the roles that any member names."""
-    return {(pipeline, stage) for each in told for pipeline, stage in each[name]}
 
 
 @dataclass(eq=False)
@@ -115,6 +80,7 @@ class ExactChecks:
     _tally: Tally = field(default_factory=Tally, init=False)
     _traces: Traces = field(default_factory=Traces, init=False)
     _skipped: set[Role] = field(default_factory=set, init=False)
+    _suspected: dict[Role, tuple[Facts, list[str]]] = field(default_factory=dict, init=False)
     _opened: tuple[int, RehearsalLanes, Transport] | None = field(default=None, init=False)
 
     def begin(self, steps: int) -> None:
@@ -192,13 +158,16 @@ class ExactChecks:
             lanes, transport = self._open()
             with self._in_place_of(lanes, transport):
                 self._execute(rehearsal_sends(self.epoch.plan, self.epoch.member, lanes.roles, self.ds.micro_batches))
+                owned: dict[Role, Facts] = {}
                 for role in lanes.roles:
                     if self.epoch.owns(role):
                         self.binding.use(self.binding.runtimes[role])
-                        self._send(lanes, transport, role, self._computed(role))
+                        owned[role] = self._computed(role)
+                        self._send(lanes, transport, role, summed(owned[role]))
                 for role in lanes.roles:
                     if self.epoch.shadows(role):
                         self._rehearse(lanes, transport, role)
+                self._look_closer(lanes, transport, owned, "rehearsal")
             self._tally.rehearsals += 1
             self.binding.use(before)
 
@@ -253,7 +222,8 @@ class ExactChecks:
         self.redone += micro_batches - forwards
         self._execute(rehearsal_passes(self.epoch.layout, role, micro_batches, forwards, backwards))
         self.binding.use(replica)
-        self._compare(role, self._computed(role), self._receive(lanes, transport, role), "rehearsal")
+        self._check(lanes, transport, role, self._computed(role))
+        self._tally.roles.add(role)
 
     def _drop_skipped(self, lanes: RehearsalLanes, transport: Transport) -> None:
         """Drop what was sent for rehearsals that were left out; all of it has arrived before the commit."""
@@ -318,19 +288,20 @@ class ExactChecks:
         self.binding.refresh()
         lanes, transport = self._open()
         self._drop_skipped(lanes, transport)
-        for role in lanes.reports:
-            if self.epoch.owns(role):
-                self._send(lanes, transport, role, state_of(self.binding.runtimes[role]))
+        owned = {role: state_of(self.binding.runtimes[role]) for role in lanes.reports if self.epoch.owns(role)}
+        for role, state in owned.items():
+            self._send(lanes, transport, role, summed(state))
         for role in lanes.reports:
             if self.epoch.shadows(role):
                 replica = self.binding.runtimes.get(role)
                 if replica is None:
                     raise ProtocolError(f"the replica of role {role}, which is to be compared, is not there")
                 try:
-                    self._compare(role, state_of(replica), self._receive(lanes, transport, role), "replica")
+                    self._check(lanes, transport, role, state_of(replica))
                 except torch.OutOfMemoryError as error:
                     self._tally.exhausted.add(role)
                     logger.warning("the replica of role %s is not compared, for want of memory: %s", role, error)
+        self._look_closer(lanes, transport, owned, "replica")
         transport.drain()  # the next step changes what was sent
         self._tally.steps += 1
 
@@ -339,22 +310,22 @@ class ExactChecks:
         found = [json.loads(each) for each in self.epoch.transport.exchange(json.dumps(self._tally.told())).values()]
         if not self.epoch.leads:
             return
-        layout, steps, tensors = self.epoch.layout, min(each["steps"] for each in found), _total(found, "tensors")
+        layout, steps, tensors = self.epoch.layout, min(each["steps"] for each in found), total(found, "tensors")
         rehearsals, seconds = min(each["rehearsals"] for each in found), max(each["seconds"] for each in found)
-        rehearsed, changed, exhausted = (_union(found, name) for name in ("roles", "changed", "exhausted"))
+        rehearsed, changed, exhausted = (union(found, name) for name in ("roles", "changed", "exhausted"))
         rest = [[r.pipeline, r.stage] for r in layout.roles if (r.pipeline, r.stage) not in rehearsed - exhausted]
         why = "tensor slices" if layout.slices > 1 else "the shadow is not the owner of the stage before"
         without = "".join(
-            f" Not rehearsed{reason}: {_places(sorted(places))}."
-            for reason, places in (
+            f" Not rehearsed{reason}: {in_words(sorted(roles))}."
+            for reason, roles in (
                 (f" ({why})", {(d, s) for d, s in rest} - changed - exhausted),
                 (" in steps before which the script had changed it", changed),
                 (" (there is too little memory, see above)", exhausted),
             )
-            if places
+            if roles
         )
         off = f'This took {seconds:.1f} s more; "{BLOCK}.redundancy.check_exact": 0 switches it off.'
-        if _total(found, "differing"):
+        if total(found, "differing"):
             _say(f"the check of the first {self.steps} steps has found differences, see above.{without} {off}")
             return
         _say(
@@ -395,15 +366,34 @@ class ExactChecks:
         tensors = dict(zip(sent, payload[1:], strict=True))
         return {name: tensors[name] if name in tensors else rest[name] for name in names}
 
+    def _check(self, lanes: RehearsalLanes, transport: Transport, role: Role, mine: Facts) -> None:
+        """Compare checksums with the owner's, and note what differs for :meth:`_look_closer`."""
+        theirs = self._receive(lanes, transport, role)
+        self._tally.tensors += len({*mine, *theirs})
+        names = suspects(summed(mine), theirs)
+        if names:
+            self._suspected[role] = {name: mine[name] for name in names if name in mine}, names
+
+    def _look_closer(self, lanes: RehearsalLanes, transport: Transport, owned: dict[Role, Facts], what: str) -> None:
+        """Owners send what differs itself, so that it can be told by how much. All members do so at the same place."""
+        rank = self.epoch.layout.rank
+        asked: dict[int, list[str]] = {}
+        mine = {rank(role): names for role, (_, names) in self._suspected.items()}
+        for told in transport.exchange(json.dumps(mine)).values():
+            asked.update((int(place), names) for place, names in json.loads(told).items())
+        for role, facts in owned.items():
+            if rank(role) in asked:
+                self._send(lanes, transport, role, {n: facts[n] for n in asked[rank(role)] if n in facts})
+        suspected, self._suspected = self._suspected, {}
+        for role, (facts, _) in suspected.items():
+            self._compare(role, facts, self._receive(lanes, transport, role), what)
+
     def _compare(self, role: Role, mine: Facts, theirs: Facts, what: str) -> None:
-        tally = self._tally
-        tally.tensors += len({*mine, *theirs})
-        if what == "rehearsal":
-            tally.roles.add(role)
+        """Tell what differs; raises :class:`Inexact` if that ends the job."""
         found = differences(mine, theirs)
         if not found:
             return
-        tally.differing += len(found)
+        self._tally.differing += len(found)
         self.epoch.channel.event(
             "exact_mismatch",
             step=self.progress.steps,
@@ -426,10 +416,6 @@ class ExactChecks:
         """Whether kernels may give another result each time, and the user has not asked for the check."""
         exact = self.ds.device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
         return not exact and not self.asked
-
-
-def _places(roles: Iterable[Sequence[int]]) -> str:
-    return ", ".join(f"stage {stage} of pipeline {pipeline}" for pipeline, stage in roles)
 
 
 def _say(line: str) -> None:

@@ -92,6 +92,16 @@ def as_text(value: Any) -> str:
     return _ADDRESS.sub("", repr(value))
 
 
+def summed(facts: Facts) -> Facts:
+    """``facts`` with checksums in the place of tensors."""
+    return {name: f"checksum {checksum(each)}" if torch.is_tensor(each) else each for name, each in facts.items()}
+
+
+def suspects(mine: Facts, theirs: Facts) -> list[str]:
+    """Names of what two copies do not have alike, of what :func:`summed` gives of them; in the owner's order."""
+    return [name for name in {**theirs, **mine} if mine.get(name) != theirs.get(name)]
+
+
 def differences(mine: Facts, theirs: Facts) -> list[str]:
     """What the owner's facts differ in from ``mine``, in their order, and by how much where that is a number."""
     found = []

@@ -227,7 +227,7 @@ class Member:
         reduction = Reduction(ds, binding, epoch, tied)
         builder = _Builder(ds, layout, groups, binding)
         builder.member = self
-        checks = ExactChecks(ds, True, binding, epoch, progress, reduction, builder, beats)
+        checks = ExactChecks(ds, True, True, binding, epoch, progress, reduction, builder, beats)
         checks.begin(spec.checked)
         self.joining = joining = Joining(self.job, binding, progress, history, saves, accounts, checks)
         slices = SlicedPasses(ds, groups, binding)

@@ -365,6 +365,12 @@ class SimulatedTransport:
         messages.clear()
         return taken
 
+    def discard(self, lane: Lane, below: int) -> None:
+        """As of the real one."""
+        messages = self._mine.inboxes[self._key(lane)]
+        while messages and messages[0][1] < below:
+            messages.popleft()
+
     def ready(self, lane: Lane) -> bool:
         """As of the real one."""
         return not self._closed and bool(self._mine.inboxes[self._key(lane)])
