@@ -193,6 +193,20 @@ def test_what_makes_ends_differ(mine: Any, theirs: Any, same: bool) -> None:
     assert alike(encode_drawn(layout, {Role(1, 0): 5}).tolist()) is None
 
 
+def test_what_is_known_of_the_ends_travels_with_the_history() -> None:
+    """To members that join, and into checkpoints: once they have differed they count as apart."""
+    history, joined = History(), History()
+    history.add_iteration([[0.5]], skipped=False, alike=True)
+    history.add("evaluate", [0.5])
+    joined.extend(history.answer(History.key(0)))
+    assert (joined.alike("train"), joined.alike("evaluate"), joined.differs) == (True, None, False)
+    for same in (False, True):
+        history.add_iteration([[0.25]], skipped=False, alike=same)
+    joined.extend(history.answer(History.key(2)))
+    assert (joined.alike("train"), joined.alike("evaluate"), joined.differs) == (False, None, True)
+    assert [joined[number] for number in range(4)] == [history[number] for number in range(4)]
+
+
 def test_an_end_without_an_iterator() -> None:
     """``batch_fn`` may make its batches of nothing, as in DeepSpeed; else the script is told what it lacks."""
     plan = plan_of(Layout(1, STAGES))
