@@ -80,6 +80,7 @@ MODULE: Final[Mapping[str, Treatment]] = {
     **dict.fromkeys(("micro_offset", "curr_layer", "interval_was_zero"), OWN),
     **dict.fromkeys(("is_checkpointable_results", "is_checkpointable_results_interval"), OWN),
     "training": OWN,  # set by each operation
+    "_compiled_call_impl": OWN,  # by engine.compile() on each copy; else it is refused
 }
 #: What every module has for itself.
 _OF_MODULES = frozenset(vars(nn.Module()))
