@@ -87,7 +87,7 @@ class Member:
         self.epoch: Any = SimpleNamespace(
             channel=channel,
             job=SimpleNamespace(await_fence=lambda: self.events.append("fence")),
-            session=SimpleNamespace(aborted=aborted),
+            session=SimpleNamespace(aborted=aborted, confirm=lambda operation: None),
             layout=LAYOUT,
             plan=PLAN,
             member="a",
