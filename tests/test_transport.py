@@ -352,7 +352,11 @@ def wrong_order(member: Member) -> list[Any]:
     names, me = member.session.plan.members, member.name
     successor, predecessor = names[(names.index(me) + 1) % 3], names[names.index(me) - 1]
     lane, transport = member.lanes[f"{predecessor}>{me}"], member.transport
-    transport.send(member.lanes[f"{me}>{successor}"], 5, torch.ones(2))
+    for sequence in (3, 5):
+        transport.send(member.lanes[f"{me}>{successor}"], sequence, torch.ones(2))
+    transport.drain()
+    transport.barrier()
+    transport.discard(lane, 5)  # what was sent before
     found: list[Any] = []
     for sequence in (4, 6, 5):
         try:
