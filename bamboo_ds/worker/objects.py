@@ -37,11 +37,12 @@ def _wrapped(original: Callable[..., None]) -> Callable[..., None]:
         script = None if job is None else job.session.script
         outside = group is c10d.GroupMember.NON_GROUP_MEMBER
         ranks: list[int] = [] if outside else c10d.get_process_group_ranks(group)
+        alone = job is not None and (job.channel.joiner if script is None else script.context == "replay")
+        if alone and ranks:
+            return  # what it passes is what it gets
         if job is None or script is None or script.context == "engine" or job.channel.rank not in ranks:
             original(object_list, src, group, device, **more)
             return
-        if script.context == "replay":
-            return  # alone: what it passes is what it gets
         source = more.get("group_src")
         root = src or 0 if source is None else ranks[source]
         while not _broadcast(job, script, object_list, root, ranks, group, device):

@@ -85,7 +85,7 @@ def main() -> None:
     apply_patches()
     deepspeed.init_distributed()
     torch.manual_seed(7)
-    run = [str(arguments.out / "run")] if dist.get_rank() == 0 else [None]
+    run = [str(arguments.out / "run")]  # a member that joins is alone yet, and keeps what it has
     torch.distributed.broadcast_object_list(run, src=0)
     config = json.loads(Path(arguments.deepspeed_config).read_text())
     arguments.deepspeed_config = None
