@@ -68,13 +68,13 @@ def patch_engine(module: ModuleType, before: Callable[[], None]) -> None:
 
 def _further_class(cls: type) -> type:
     """The class of an engine without a block: ``cls``, or in a job that has the block what guards its calls."""
-    from .worker.further import engine_class
-    from .worker.job import job_if_any
-
-    job = job_if_any()
+    jobs = sys.modules.get(f"{__package__}.worker.job")  # not there in a job without the block
+    job = jobs.job_if_any() if jobs is not None else None
     if job is None:
         return cls
     from deepspeed.runtime.pipe.engine import PipelineEngine
+
+    from .worker.further import engine_class
 
     return engine_class(job, cls, issubclass(cls, PipelineEngine))
 

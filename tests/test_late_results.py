@@ -219,7 +219,7 @@ class Members:
     def __init__(self, pool: ThreadPoolExecutor) -> None:
         plan = Plan(epoch=1, owners=self.names, members=self.names, store_host="a")
         self._server = Server("127.0.0.1", 1, NONE, "a", self.names)
-        usual = LONG, lambda member, reason: None, 10.0, lambda members, seconds: None, 60.0, NONE
+        usual = LONG, lambda member, reason: None, 10.0, lambda members, seconds: None, 60.0, NONE, lambda: None
         self.epochs = {name: Epoch(plan, name, "127.0.0.1", *usual) for name in self.names}
         list(pool.map(lambda epoch: epoch.open(("127.0.0.1", self._server.port)), self.epochs.values()))
 

@@ -117,7 +117,7 @@ Path(out, f"losses-{rank}.json").write_text(json.dumps(losses))
 
 
 def test_one_evaluates_while_another_is_being_built(tmp_path: Path) -> None:
-    """A loss there is survived: all replicas that it takes are complete."""
+    """A loss there is survived: all replicas that it takes are complete. A worker draws the batches of the lost end."""
     result = run_text(tmp_path, BUILDING, 3, {"recovery": {"max_restarts": 0}})
     assert result.faults() and len(result.events("member_lost")) == 1
     stock = tmp_path / "stock"
@@ -125,6 +125,5 @@ def test_one_evaluates_while_another_is_being_built(tmp_path: Path) -> None:
     undisturbed = run_stock(stock, 3, [], write_config(stock, None), tmp_path / "script.py")
     assert undisturbed.exit_code == 0, undisturbed.output[-4000:]
     expected = (stock / "losses-0.json").read_text()
-    assert {f.name: f.read_text() for f in tmp_path.glob("losses-*.json")} == dict.fromkeys(
-        ("losses-1.json", "losses-2.json"), expected
-    )
+    found = {f.name: f.read_text() for f in tmp_path.glob("losses-*.json")}
+    assert {"losses-1.json", "losses-2.json"} <= set(found) and set(found.values()) == {expected}

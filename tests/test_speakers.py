@@ -42,8 +42,8 @@ def test_megatron_s_output_goes_on(tmp_path: Path) -> None:
     """The last rank is lost, then rank 0; then somebody joins as one of them. Nothing is missing, nothing is twice."""
     # The speaker needs what the lost rank does in that step: it has told of the step before, as the lost rank has.
     faults = in_turn(
-        {"rank": LAST, "step": 2, "at": "BackwardPass", "micro_batch": 2},
-        {"rank": 0, "step": 4, "at": "BackwardPass", "micro_batch": 2},
+        {"rank": LAST, "step": 3, "at": "BackwardPass", "micro_batch": 2},
+        {"rank": 0, "step": 5, "at": "BackwardPass", "micro_batch": 2},
     )
     go = tmp_path / "go"
     command = ["--stages", "2", *slow_until(go, 0.1), "--faults", json.dumps(faults)]

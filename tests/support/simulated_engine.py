@@ -644,9 +644,14 @@ class World:
             found.append(self._feed)
         elif self.spec.heals and started and self._healing() is not None:
             found.append(self._heal)
-        elif self.switch and started and any(self.plan.shadows) and not (self.switched or self.plan.lost):
+        elif self.switch and self._entered() and any(self.plan.shadows) and not (self.switched or self.plan.lost):
             found.append(self._plan_switch)
         return found
+
+    def _entered(self) -> bool:
+        """Whether all members have entered the plan; before that the leader writes none that begins at a boundary."""
+        members = [self.members[name] for name in self.plan.members]
+        return all(member.started and member.session.epoch == self.plan.epoch for member in members)
 
     def _feeding(self) -> Plan | int | None:
         """The plan that admits a member which draws batches that nobody draws, or the rank that one has to run as."""
