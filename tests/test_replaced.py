@@ -252,3 +252,12 @@ def test_every_method_that_only_replaced_ones_call() -> None:
     assert methods - used - _LEFT - {*ENGINE, *SCHEDULES, *overridden()} == set()
     sent = {name for name in called if inspect.isfunction(getattr(p2p, name, None))}
     assert sent <= set(P2P)
+
+
+def test_code_of_deepspeed_s_whose_variables_have_no_values_yet() -> None:
+    own = compile(
+        "def make():\n def steps():\n  return later\n return steps\n later = 1\nsteps = make()", p2p.__file__, "exec"
+    )
+    found: dict[str, Any] = {}
+    exec(own, found)
+    assert not replaced.is_foreign(found["steps"], "steps")

@@ -102,15 +102,16 @@ def _made_by(function: Any) -> str:
         return _made_by(function.__func__)
     if not inspect.isfunction(function):
         return type(function).__qualname__
-    given = [*(function.__defaults__ or ()), *(_content(cell) for cell in function.__closure__ or ())]
+    given = [*(function.__defaults__ or ()), *(content_of(cell) for cell in function.__closure__ or ())]
     code = function.__code__
     return f"{function.__qualname__}:{code.co_firstlineno}:{code.co_code.hex()}:{code.co_names}({_values(given)})"
 
 
-def _content(cell: Any) -> Any:
+def content_of(cell: Any) -> Any:
+    """The value in a cell of a function's closure; ``None`` where the variable has none yet."""
     try:
         return cell.cell_contents
-    except ValueError:  # a variable without a value yet
+    except ValueError:
         return None
 
 

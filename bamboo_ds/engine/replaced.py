@@ -24,6 +24,7 @@ from deepspeed.runtime.pipe.module import PipelineModule
 
 from ..config import BLOCK
 from ..errors import UnsupportedError
+from .group_lists import content_of
 
 #: What scripts call of the engine, and the engine here does in its own way. They may wrap the bound methods.
 CALLED = ("train_batch", "eval_batch", "save_checkpoint", "load_checkpoint")
@@ -234,7 +235,7 @@ def _foreign_code(value: Any) -> Any:
     code = getattr(value, "__code__", None)
     if code is None or not str(Path(code.co_filename).resolve()).startswith(_LIBRARIES):
         return value
-    inner = [cell.cell_contents for cell in value.__closure__ or ()]
+    inner = [content_of(cell) for cell in value.__closure__ or ()]
     inner = [each for each in inner if inspect.isfunction(each) and each is not value]
     return next(filter(None, map(_foreign_code, inner)), None)
 
