@@ -43,7 +43,9 @@ CHECK = {"redundancy": {"check_exact": 3}}
 def inexact(folder: Path, reaction: str, *culprits: str) -> Any:
     block = {"redundancy": {"check_exact": 3, "on_mismatch": reaction}}
     config = write_config(folder, block, 4, optimizer=None, scheduler=None)
-    return run_bamboo(folder, len(culprits), ["--culprits", ",".join(culprits)], config, INEXACT)
+    stages = len(culprits)
+    options = ["--stages", str(stages), "--culprits", ",".join(culprits)]
+    return run_bamboo(folder, stages, options, config, INEXACT)
 
 
 # -- jobs ---------------------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ train_llama.py --deepspeed_config FILE --out FOLDER --stages P [--steps N] ...
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Iterator
@@ -18,8 +17,8 @@ sys.path.append(str(Path(sys.prefix, "transformers")))  # after everything that 
 import deepspeed
 import torch
 from deepspeed.pipe import LayerSpec, PipelineModule
+from job_script import dump, initialize, options, steps
 from torch import nn
-from train import dump, end_of, wait_a_little
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 
@@ -79,17 +78,7 @@ def batches(config: LlamaConfig, seed: int, size: int) -> Iterator[Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--deepspeed_config", required=True)
-    parser.add_argument("--local_rank", type=int, default=-1)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--stages", type=int, required=True)
-    parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--slow-until", type=Path, default=None)
-    parser.add_argument("--slow-s", type=float, default=0.3)
-    parser.add_argument("--end-after", type=int, default=0)
-    parser.add_argument("--faults", default="[]")
-    arguments = parser.parse_args()
+    arguments = options().parse_args()
     deepspeed.init_distributed()
     torch.manual_seed(7)
     config = LlamaConfig(
@@ -100,24 +89,17 @@ def main() -> None:
     layers = [LayerSpec(EmbeddingPipe, config), *decoders, LayerSpec(HeadPipe, config)]
     net = PipelineModule(layers, num_stages=arguments.stages, loss_fn=loss_of, partition_method="type:DecoderLayerPipe")
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
-    engine, *_ = deepspeed.initialize(args=arguments, model=net, optimizer=optimizer)
-    if arguments.faults != "[]":
-        from faults import install
-
-        install(engine, arguments.faults, str(arguments.out))
+    engine, *_ = initialize(arguments, model=net, optimizer=optimizer)
     ends, pipeline = engine.is_first_stage() or engine.is_last_stage(), engine.grid.data_parallel_id
     size = json.loads(Path(arguments.deepspeed_config).read_text())["train_micro_batch_size_per_gpu"]
     data = batches(config, pipeline, size) if ends else None
-    losses, evaluations, step = [], [], 0
-    while step < end_of(arguments, step):
-        if arguments.slow_until is not None:
-            wait_a_little(arguments.slow_until, arguments.slow_s)
+    losses, evaluations = [], []
+    for done in steps(arguments):
         losses.append(float(engine.train_batch(data)))
-        step += 1
-        if step % 3 == 0:
+        if done % 3 == 2:
             held_out = batches(config, 1000 + pipeline, size) if ends else None
             evaluations.append(float(engine.eval_batch(held_out)))
-    dump(engine, arguments.out, torch.distributed.get_rank(), {"losses": losses, "evaluations": evaluations})
+    dump(engine, arguments, {"losses": losses, "evaluations": evaluations})
 
 
 if __name__ == "__main__":

@@ -6,12 +6,9 @@ train.py --deepspeed_config FILE --out FOLDER --stages P [--steps N] [--model ml
 from __future__ import annotations
 
 import argparse
-import contextlib
-import gc
 import json
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +19,12 @@ import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec, PipelineModule
+from job_script import draws, dump, initialize, options, state_of, steps
 from torch import nn
 
 import bamboo_ds
 
 HIDDEN, CLASSES = 16, 10
-#: File that tells how many steps a job had that ``--end-after`` has ended.
-LAST_STEP = "last-step"
 
 
 class Device:
@@ -229,100 +225,8 @@ def make_optimizer(kind: str) -> Any:
     return None
 
 
-def compiled(engine: Any) -> bool:
-    """Whether all layers of the role that is bound are compiled."""
-    return all(layer._compiled_call_impl is not None for layer in engine.module.forward_funcs)
-
-
-def forgotten_optimizers(engine: Any) -> int:
-    """DeepSpeed's optimizers in memory that belong to no role of this worker, nor to its script's."""
-    gc.collect()
-    kind = type(engine.optimizer)
-    known = {id(engine.optimizer), *(id(r.optimizer.wrapper) for r in engine._parts.binding.runtimes.values())}
-    return sum(type(each) is kind and id(each) not in known for each in gc.get_objects())
-
-
-def state_of(engine: Any) -> dict[str, Any]:
-    """Parameters, buffers, optimizer state, learning rate and counters of the role that is bound."""
-    optimizer = engine.optimizer
-    parameters = list(engine.module.parameters())
-    # DeepSpeed's own optimizers keep masters of the parameters, and torch's optimizer steps these.
-    inner = getattr(optimizer, "optimizer", optimizer)
-    stepped = [p for group in inner.param_groups for p in group["params"]]
-    masters = [] if inner is optimizer else [p.detach().clone() for p in stepped]
-    moments = []
-    for p in stepped:
-        state = inner.state.get(p, {})
-        moments.append({k: v.detach().clone() if torch.is_tensor(v) else v for k, v in sorted(state.items())})
-    return {
-        "parameters": [p.detach().clone() for p in parameters],
-        "buffers": [b.detach().clone() for b in engine.module.buffers()],
-        "moments": moments,
-        "masters": masters,
-        "scale": float(getattr(optimizer, "loss_scale", 1.0)),
-        "lr": [g["lr"] for g in optimizer.param_groups],
-        "decay": [g.get("weight_decay") for g in optimizer.param_groups],
-        "scheduler": engine.lr_scheduler.state_dict() if engine.lr_scheduler is not None else None,
-        "counters": [engine.global_steps, engine.global_samples, engine.skipped_steps],
-    }
-
-
-def dump(engine: Any, out: Path, rank: int, results: dict[str, Any], state_of: Callable[[Any], Any] = state_of) -> None:
-    """Everything that must equal an undisturbed run."""
-    roles: dict[tuple[int, int], Any] = {}
-    replicas: dict[tuple[int, int], Any] = {}
-    parts = getattr(engine, "_parts", None)
-    if parts is None:
-        # Every tensor slice of a copy of the model has a pipeline of its own.
-        pipelines = torch.distributed.get_world_size() // engine.num_stages
-        roles[rank % pipelines, engine.stage_id] = state_of(engine)
-    else:
-        binding = parts.binding
-        for runtime in binding.runtimes.values():
-            binding.use(runtime)
-            (roles if runtime.owned else replicas)[runtime.role.pipeline, runtime.role.stage] = state_of(engine)
-            results["compiled"] = results.get("compiled", True) and compiled(engine)
-        binding.use(binding.local)
-        results["forgotten"] = forgotten_optimizers(engine)
-    name = f"joined-{os.getpid()}" if joined() else f"result-{rank}"
-    torch.save({**results, "roles": roles, "replicas": replicas}, out / f"{name}.pt")
-
-
-def joined() -> bool:
-    """Whether this worker came when the job was running already."""
-    return bool(os.environ.get("BAMBOO_JOINER"))
-
-
-def end_of(arguments: argparse.Namespace, step: int) -> int:
-    """How many steps this job has, as far as it is known before ``step``.
-
-    With ``--end-after`` whoever first finds the file of ``--slow-until`` decides: nobody is further than a step, since
-    every step ends with a commit of all.
-    """
-    file: Path = arguments.out / LAST_STEP
-    if arguments.end_after and not bamboo_ds.is_replaying() and arguments.slow_until.exists() and not file.exists():
-        mine = file.with_suffix(f".{os.getpid()}")
-        mine.write_text(str(step + arguments.end_after))
-        with contextlib.suppress(FileExistsError):
-            os.link(mine, file)  # whole, or not at all
-        mine.unlink()
-    return int(file.read_text()) if file.exists() else arguments.steps
-
-
-def wait_a_little(until: Path, seconds: float) -> None:
-    """Slow the job down as long as a file does not exist."""
-    deadline = time.monotonic() + seconds
-    while not until.exists() and time.monotonic() < deadline:
-        time.sleep(0.01)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--deepspeed_config", required=True)
-    parser.add_argument("--local_rank", type=int, default=-1)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--stages", type=int, required=True)
-    parser.add_argument("--steps", type=int, default=4)
+    parser = options()
     parser.add_argument("--model", default="mlp", choices=["mlp", "tuple", "loss"])
     parser.add_argument("--optimizer", default="config")
     parser.add_argument("--hooks", action="store_true", help="of layers, parameters and the optimizer")
@@ -345,14 +249,9 @@ def main() -> None:
     parser.add_argument("--skip", type=int, default=0, help="micro-batches of so many steps are passed over")
     parser.add_argument("--resume", action="store_true", help="from the newest checkpoint that the job has written")
     parser.add_argument("--reload-at", type=int, default=0, help="go back to the newest checkpoint after this step")
-    parser.add_argument("--slow-until", type=Path, default=None, help="--slow-s a step until this file exists")
-    parser.add_argument("--slow-s", type=float, default=0.3)
-    parser.add_argument("--slow-from", type=int, default=0, help="not before so many steps are done")
-    parser.add_argument("--end-after", type=int, default=0, help="end so many steps after that file exists")
     parser.add_argument("--pause-s", type=float, default=0.0, help="a forward pass of a layer takes so long at least")
     parser.add_argument("--straggler", type=Path, help="names a rank and how many times as long that takes there")
     parser.add_argument("--snapshots", action="store_true", help="dump the state after every step, not only the last")
-    parser.add_argument("--faults", default="[]")
     arguments = parser.parse_args()
     Device.pause_s, Device.straggler = arguments.pause_s, arguments.straggler
     from sample_scheduler import PROGRESS, SampleScheduler
@@ -362,9 +261,8 @@ def main() -> None:
     get_accelerator().is_fp16_supported = lambda: True
     lean_torch.install()
     deepspeed.init_distributed()
-    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    world = torch.distributed.get_world_size()
     net = build(arguments)
-    ledger = arguments.out / (f"drawn-{os.getpid()}.txt" if joined() else f"samples-{rank}.txt")
     config = json.loads(Path(arguments.deepspeed_config).read_text())
     batch = config["train_micro_batch_size_per_gpu"]
     # Its loader reads ahead in processes of its own, so what is read is not what is used.
@@ -377,8 +275,8 @@ def main() -> None:
         bamboo_ds.on_stage_built(install_hooks)
     if arguments.exhaust_at:
         exhaust(arguments.exhaust_at)
-    engine, *_ = deepspeed.initialize(
-        args=arguments,
+    engine, *_ = initialize(
+        arguments,
         model=net,
         model_parameters=[p for p in net.parameters() if p.requires_grad],
         optimizer=optimizer,
@@ -388,10 +286,6 @@ def main() -> None:
     ENGINES.append(engine)
     if arguments.hooks:
         engine.basic_optimizer.register_step_post_hook(keep_small)
-    if arguments.faults != "[]":
-        from faults import install as strike
-
-        strike(engine, arguments.faults, str(arguments.out))
     if arguments.compile:
         engine.compile(backend="eager")
     stage, pipeline = engine.stage_id, engine.grid.data_parallel_id
@@ -399,7 +293,7 @@ def main() -> None:
     ends = stage in (0, arguments.stages - 1)
     source = None
     if not arguments.training_data and ends:
-        source = iterator(arguments, pipeline, pipelines, batch, ledger)
+        source = iterator(arguments, pipeline, pipelines, batch, draws(arguments))
         source = with_noise(source, stage == 0) if arguments.noise else source
     if arguments.load:
         engine.load_checkpoint(arguments.load)
@@ -411,13 +305,9 @@ def main() -> None:
         for _ in range((arguments.skip + first) * config["gradient_accumulation_steps"]):
             next(source)
     losses, evaluations, present = [], [], []
-    step = first
     if arguments.adjust:
         engine.global_steps = 100
-    while step < end_of(arguments, step):
-        slow = arguments.slow_until is not None and step >= arguments.slow_from
-        if slow and not bamboo_ds.is_replaying():
-            wait_a_little(arguments.slow_until, arguments.slow_s)
+    for step in steps(arguments, first):
         if arguments.freeze_at == step:
             for parameter in net.parameters():
                 parameter.requires_grad_(parameter.ndim > 1)
@@ -432,7 +322,7 @@ def main() -> None:
             with torch.no_grad():
                 evaluations.append(float(engine.eval_batch(held_out)))
         if arguments.snapshots:
-            torch.save(state_of(engine), arguments.out / f"state-{rank}-{step + 1}.pt")
+            torch.save(state_of(engine), arguments.out / f"state-{torch.distributed.get_rank()}-{step + 1}.pt")
         if arguments.save_every and (step + 1) % arguments.save_every == 0:
             state = {"step": step + 1}
             folder, tag = arguments.out / "checkpoints", f"step{step + 1}"
@@ -441,9 +331,8 @@ def main() -> None:
         if arguments.reload_at == step + 1:
             path, state = engine.load_checkpoint(str(arguments.out / "checkpoints"))
             assert path is not None and state["step"] <= step + 1, (path, state)
-        step += 1
     results = {"losses": losses, "evaluations": evaluations, "present": present, "pid": os.getpid()}
-    dump(engine, arguments.out, rank, results)
+    dump(engine, arguments, results)
 
 
 if __name__ == "__main__":

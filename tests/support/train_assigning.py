@@ -5,8 +5,6 @@ train_assigning.py --deepspeed_config FILE --out FOLDER --stages P [--steps N]
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
@@ -15,9 +13,10 @@ if __name__ == "__main__":
 import deepspeed
 import torch
 from deepspeed.pipe import LayerSpec, PipelineModule
+from job_script import dump, initialize, options, state_of, steps
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LinearLR
-from train import CLASSES, HIDDEN, dump, end_of, iterator, state_of, wait_a_little
+from train import CLASSES, HIDDEN, iterator
 
 
 class Net(PipelineModule):  # type: ignore[misc]  # DeepSpeed is untyped
@@ -67,43 +66,27 @@ def assign(engine: Any, steps: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--deepspeed_config", required=True)
-    parser.add_argument("--local_rank", type=int, default=-1)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--stages", type=int, required=True)
-    parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--slow-until", type=Path, default=None)
-    parser.add_argument("--slow-s", type=float, default=0.1)
-    parser.add_argument("--end-after", type=int, default=0)
-    parser.add_argument("--faults", default="[]")
+    parser = options(steps=6, slow_s=0.1)
     arguments = parser.parse_args()
     arguments.model = "mlp"
     torch.manual_seed(7)
     lean_torch.install()
     deepspeed.init_distributed()
-    rank = torch.distributed.get_rank()
     layers = [*(LayerSpec(nn.Linear, HIDDEN, HIDDEN) for _ in range(2 * arguments.stages - 1))]
     layers.append(LayerSpec(nn.Linear, HIDDEN, CLASSES))
     loss = nn.functional.cross_entropy
     net = Net(layers, num_stages=arguments.stages, loss_fn=loss, partition_method="uniform")
-    engine, *_ = deepspeed.initialize(args=arguments, model=net)
-    if arguments.faults != "[]":
-        from faults import install
-
-        install(engine, arguments.faults, str(arguments.out))
+    engine, *_ = initialize(arguments, model=net)
     ends = engine.is_first_stage() or engine.is_last_stage()
     source, held_out = (iterator(arguments, 0, 1, 4, None) if ends else None for _ in range(2))
     evaluations = [float(engine.eval_batch(held_out))]
     engine._configure_optimizer(lambda ps: Scaled(ps, lr=0.1, momentum=0.9), list(net.parameters()))
     losses: list[float] = []
-    while len(losses) < end_of(arguments, len(losses)):
-        if arguments.slow_until is not None:
-            wait_a_little(arguments.slow_until, arguments.slow_s)
-        assign(engine, len(losses))
+    for done in steps(arguments):
+        assign(engine, done)
         losses.append(float(engine.train_batch(data_iter=source)))
     evaluations.append(float(engine.eval_batch(held_out)))
-    dump(engine, arguments.out, rank, {"losses": losses, "evaluations": evaluations}, state_of)
+    dump(engine, arguments, {"losses": losses, "evaluations": evaluations}, state_of)
 
 
 if __name__ == "__main__":

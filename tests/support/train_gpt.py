@@ -19,21 +19,14 @@ import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 from gpt import GPTModelPipe, Mpu, batch_fn, make_tensor_groups, sample
+from job_script import draws, dump, initialize, options, steps
 from sample_scheduler import SampleScheduler
 from torch.utils.data import default_collate
-from train import dump, end_of, joined, wait_a_little
-
-import bamboo_ds
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--deepspeed_config", required=True)
-    parser.add_argument("--local_rank", type=int, default=-1)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--stages", type=int, required=True)
+    parser = options()
     parser.add_argument("--layers", type=int, default=None, help="transformer layers; one per stage")
-    parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--untied", action="store_true")
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--checkpoint-activations", type=int, default=0, help="layers to a checkpoint")
@@ -43,10 +36,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--save-every", type=int, default=0)
     parser.add_argument("--load", type=Path, default=None, help="folder of checkpoints instead of the job's own")
     parser.add_argument("--tag", default=None, help="of the checkpoint to load; the newest")
-    parser.add_argument("--slow-until", type=Path, default=None, help="--slow-s a step until this file exists")
-    parser.add_argument("--slow-s", type=float, default=0.3)
-    parser.add_argument("--end-after", type=int, default=0, help="end so many steps after that file exists")
-    parser.add_argument("--faults", default="[]")
     return parser.parse_args()
 
 
@@ -100,26 +89,18 @@ def main() -> None:
     mpu, model = initialise(arguments)
     optimizer = torch.optim.AdamW(weight_decay_groups(model))
     scheduler = SampleScheduler(optimizer, 1000)
-    engine, *_ = deepspeed.initialize(args=arguments, model=model, optimizer=optimizer, lr_scheduler=scheduler)
+    engine, *_ = initialize(arguments, model=model, optimizer=optimizer, lr_scheduler=scheduler)
     engine.set_batch_fn(batch_fn)
-    if arguments.faults != "[]":
-        from faults import install
-
-        install(engine, arguments.faults, str(arguments.out))
     checkpoints = arguments.out / "checkpoints"
     loaded, state = engine.load_checkpoint(str(arguments.load or checkpoints), tag=arguments.tag)
     iteration, consumed_samples = (state["iteration"], state["consumed_samples"]) if loaded else (0, 0)
-    rank = torch.distributed.get_rank()
     ends = mpu.get_pipeline_model_parallel_rank() in (0, mpu.stages - 1)
     size = json.loads(Path(arguments.deepspeed_config).read_text())["train_micro_batch_size_per_gpu"]
-    ledger = arguments.out / (f"drawn-{os.getpid()}.txt" if joined() else f"samples-{rank}.txt")
-    source = samples(consumed_samples, mpu, size, ledger) if ends else None
+    source = samples(consumed_samples, mpu, size, draws(arguments)) if ends else None
     losses, evaluations = [], []
-    while iteration < end_of(arguments, iteration):
-        if arguments.slow_until is not None and not bamboo_ds.is_replaying():
-            wait_a_little(arguments.slow_until, arguments.slow_s)
+    for done in steps(arguments, iteration):
         losses.append(float(engine.train_batch(data_iter=source)))
-        iteration += 1
+        iteration = done + 1
         consumed_samples += engine.train_batch_size()
         if arguments.evaluate_every and iteration % arguments.evaluate_every == 0:
             held_out = samples(1 << 20, mpu, size, None) if ends else None
@@ -128,7 +109,7 @@ def main() -> None:
         if arguments.save_every and iteration % arguments.save_every == 0:
             state = {"iteration": iteration, "consumed_samples": consumed_samples}
             engine.save_checkpoint(str(checkpoints), tag=f"step{iteration}", client_state=state)
-    dump(engine, arguments.out, rank, {"losses": losses, "evaluations": evaluations, "pid": os.getpid()})
+    dump(engine, arguments, {"losses": losses, "evaluations": evaluations, "pid": os.getpid()})
 
 
 if __name__ == "__main__":

@@ -7,9 +7,7 @@ There are as many stages as culprits, of three layers each; the second one of st
 
 from __future__ import annotations
 
-import argparse
 import time
-from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
@@ -19,6 +17,7 @@ import deepspeed
 import numpy
 import torch
 from deepspeed.pipe import LayerSpec, PipelineModule
+from job_script import initialize, options
 from torch import nn
 from train import CLASSES, HIDDEN, Block, iterator
 
@@ -101,12 +100,8 @@ CULPRITS: dict[str, Any] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--deepspeed_config", required=True)
-    parser.add_argument("--local_rank", type=int, default=-1)
-    parser.add_argument("--out", type=Path, required=True)
+    parser = options()
     parser.add_argument("--culprits", required=True)
-    parser.add_argument("--steps", type=int, default=4)
     arguments = parser.parse_args()
     arguments.model = "mlp"
     torch.manual_seed(7)
@@ -119,8 +114,8 @@ def main() -> None:
     layers[-1] = LayerSpec(nn.Linear, HIDDEN, CLASSES)
     net = PipelineModule(layers, num_stages=stages, loss_fn=loss, partition_method="uniform")
     kind = Stepping if "step" in culprits else torch.optim.SGD
-    engine, *_ = deepspeed.initialize(
-        args=arguments, model=net, optimizer=kind([p for p in net.parameters() if p.requires_grad], lr=0.05)
+    engine, *_ = initialize(
+        arguments, model=net, optimizer=kind([p for p in net.parameters() if p.requires_grad], lr=0.05)
     )
     stage = engine.stage_id
     source = iterator(arguments, 0, 1, 4, None) if stage in (0, stages - 1) else None

@@ -5,7 +5,6 @@ train_like_diffusion_pipe.py --deepspeed_config FILE --out FOLDER --stages P [--
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Iterator
 from functools import partial
@@ -17,9 +16,9 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe.schedule import LoadMicroBatch, TrainSchedule
+from job_script import dump, initialize, options, steps
 from noise import FinalLayer, InitialLayer, PipelineDataLoader, TransformerLayer, loss_of
 from torch.utils.checkpoint import checkpoint
-from train import dump, end_of, wait_a_little
 
 
 def apply_patches() -> None:
@@ -72,16 +71,7 @@ def evaluate(engine: Any, loader: PipelineDataLoader) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--local_rank", type=int, default=-1)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--stages", type=int, required=True)
-    parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--slow-until", type=Path, default=None)
-    parser.add_argument("--slow-s", type=float, default=0.3)
-    parser.add_argument("--end-after", type=int, default=0)
-    parser.add_argument("--faults", default="[]")
-    arguments = deepspeed.add_config_arguments(parser).parse_args()
+    arguments = options().parse_args()
     apply_patches()
     deepspeed.init_distributed()
     torch.manual_seed(7)
@@ -101,7 +91,7 @@ def main() -> None:
         activation_checkpoint_func=partial(checkpoint, use_reentrant=False),
     )
     trained = [p for p in net.parameters() if p.requires_grad]
-    engine, *_ = deepspeed.initialize(args=arguments, model=net, config=config)
+    engine, *_ = initialize(arguments, model=net, config=config)
     engine._support_torch_style_backward = True
     net.loss_fn = loss_of
 
@@ -114,15 +104,9 @@ def main() -> None:
     engine.first_last_stage_group = dist.new_group(ranks=[grid.pp_group[0], grid.pp_group[-1]])
     engine.communication_data_type = torch.float32
     engine.lr_scheduler = torch.optim.lr_scheduler.LinearLR(engine.optimizer, start_factor=1 / 5, total_iters=5)
-    if arguments.faults != "[]":
-        from faults import install
-
-        install(engine, arguments.faults, str(arguments.out))
     loader, held_out = PipelineDataLoader(engine, size, pieces, 50, 0), PipelineDataLoader(engine, size, 2, 2, 1000)
     evaluations, losses = [evaluate(engine, held_out)], []
-    while engine.global_steps < end_of(arguments, engine.global_steps):
-        if arguments.slow_until is not None:
-            wait_a_little(arguments.slow_until, arguments.slow_s)
+    for _ in steps(arguments, engine.global_steps):
         if engine.global_steps == 3:
             engine.set_train_batch_size(engine.train_batch_size() // pieces * 3)
         engine.reset_activation_shape()
@@ -134,7 +118,7 @@ def main() -> None:
     if engine.global_steps % 3 == 0:
         state = {"step": engine.global_steps, "examples": engine.global_samples, "run": run[0]}
         engine.save_checkpoint(run[0], client_state=state, save_latest=True, exclude_frozen_parameters=True)
-    dump(engine, arguments.out, dist.get_rank(), {"losses": losses, "evaluations": evaluations})
+    dump(engine, arguments, {"losses": losses, "evaluations": evaluations})
 
 
 if __name__ == "__main__":

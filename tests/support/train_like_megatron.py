@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ if __name__ == "__main__":
 
 import deepspeed
 import torch
-from train import Samples, build, end_of, iterator, wait_a_little
+from job_script import goes_on, initialize, options
+from train import Samples, build, iterator
 
 sys.path.insert(0, str(Path(__file__).parent / "like_megatron"))
 
@@ -24,19 +26,9 @@ from megatron import set_global_variables
 from megatron.core import mpu
 from megatron.training import train
 
-import bamboo_ds
-
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--deepspeed_config", required=True)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--stages", type=int, required=True)
-    parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--slow-until", type=Path, default=None)
-    parser.add_argument("--slow-s", type=float, default=0.3)
-    parser.add_argument("--end-after", type=int, default=0)
-    parser.add_argument("--faults", default="[]")
+    parser = options()
     arguments = parser.parse_args()
     torch.manual_seed(7)
     lean_torch.install()
@@ -50,25 +42,16 @@ def main() -> None:
         checkpoint_activations=0,
     )  # fmt: skip
     net = build(shape)
-    engine, *_ = deepspeed.initialize(
-        args=arguments, model=net, model_parameters=list(net.parameters()), training_data=Samples(4096, "mlp", None)
+    engine, *_ = initialize(
+        arguments, model=net, model_parameters=list(net.parameters()), training_data=Samples(4096, "mlp", None)
     )
-    if arguments.faults != "[]":
-        from faults import install
-
-        install(engine, arguments.faults, str(arguments.out))
     ends = engine.stage_id in (0, arguments.stages - 1)
     pipelines = arguments.world_size // arguments.stages
 
     def held_out() -> Iterator[Any] | None:
         return iterator(shape, engine.grid.data_parallel_id, pipelines, 4, None) if ends else None
 
-    def goes_on(iteration: int) -> bool:
-        if arguments.slow_until is not None and not bamboo_ds.is_replaying():
-            wait_a_little(arguments.slow_until, arguments.slow_s)
-        return iteration < end_of(arguments, iteration)
-
-    train(engine, goes_on, held_out, 3)
+    train(engine, partial(goes_on, arguments), held_out, 3)
 
 
 if __name__ == "__main__":

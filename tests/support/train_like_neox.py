@@ -5,11 +5,11 @@ train_like_neox.py --deepspeed_config FILE --out FOLDER --stages P [--steps N] .
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -17,7 +17,7 @@ if __name__ == "__main__":
 
 import deepspeed
 import torch
-from train import dump, end_of, wait_a_little
+from job_script import dump, goes_on, options, strike
 
 sys.path.insert(0, str(Path(__file__).parent / "like_neox"))
 
@@ -33,44 +33,27 @@ def texts(args: NeoXArgs, seed: int, size: int, first: int) -> Iterator[dict[str
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--deepspeed_config", type=Path, required=True)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--stages", type=int, required=True)
+    parser = options()
     parser.add_argument("--pos-emb", choices=("rotary", "alibi"), default="rotary")
     parser.add_argument("--untied", action="store_true")
-    parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--slow-until", type=Path, default=None)
-    parser.add_argument("--slow-s", type=float, default=0.3)
-    parser.add_argument("--end-after", type=int, default=0)
-    parser.add_argument("--faults", default="[]")
     given = parser.parse_args()
-    config = json.loads(given.deepspeed_config.read_text())
+    config = json.loads(Path(given.deepspeed_config).read_text())
     extra = {name: config.pop(name) for name in ("bamboo",) if name in config}
     args = NeoXArgs(config, extra, given.stages, given.out / "checkpoints", given.pos_emb, not given.untied)
     lean_torch.install()
     deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
-    rank = torch.distributed.get_rank()
     torch.manual_seed(1234)
     engine, _ = setup_model_and_optimizer(args)
-    if given.faults != "[]":
-        from faults import install
-
-        install(engine, given.faults, str(given.out))
+    strike(engine, given)
     ends, size = engine.is_first_stage() or engine.is_last_stage(), config["train_micro_batch_size_per_gpu"]
 
     def batches(seed: int, first: int) -> Iterator[dict[str, torch.Tensor]] | None:
         return texts(args, seed + 100_000 * engine.grid.data_parallel_id, size, first) if ends else None
 
-    def goes_on(iteration: int) -> bool:
-        if given.slow_until is not None:
-            wait_a_little(given.slow_until, given.slow_s)
-        return iteration < end_of(given, iteration)
-
     used = args.iteration * engine.gradient_accumulation_steps()  # by the job whose checkpoint this one goes on from
-    losses, evaluations = train(args, engine, batches(0, used), lambda: batches(50_000, 0), goes_on)
+    losses, evaluations = train(args, engine, batches(0, used), lambda: batches(50_000, 0), partial(goes_on, given))
     kept = sorted(folder.name for folder in args.save.glob("global_step*"))
-    dump(engine, given.out, rank, {"losses": losses, "evaluations": evaluations, "kept": kept})
+    dump(engine, given, {"losses": losses, "evaluations": evaluations, "kept": kept})
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ train_like_qlora_pipe.py --deepspeed_config FILE --out FOLDER --stages P [--step
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,8 @@ import torch
 from adapters import Model, PipelineDataLoader
 from deepspeed import comm as dist
 from deepspeed.pipe import PipelineModule
+from job_script import dump, initialize, options, steps
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
-from train import dump, end_of, wait_a_little
 
 import bamboo_ds
 
@@ -100,28 +99,19 @@ def evaluate(engine: Any, loader: PipelineDataLoader) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--local_rank", type=int, default=-1)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--stages", type=int, required=True)
-    parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--slow-until", type=Path, default=None)
-    parser.add_argument("--slow-s", type=float, default=0.3)
-    parser.add_argument("--end-after", type=int, default=0)
-    parser.add_argument("--faults", default="[]")
-    arguments = deepspeed.add_config_arguments(parser).parse_args()
+    arguments = options().parse_args()
     lean_torch.install()
     deepspeed.init_distributed()
     torch.manual_seed(7)
-    rank, model = torch.distributed.get_rank(), Model(2 * arguments.stages)
+    model = Model(2 * arguments.stages)
     config = json.loads(Path(arguments.deepspeed_config).read_text())
     arguments.deepspeed_config = None  # what follows is from the configuration that is given
     net = CustomPipelineModule(
         model.to_layer_specs(), model, num_stages=arguments.stages, partition_method="uniform", dynamic_shape=True
     )
     trained = [p for p in net.parameters() if p.requires_grad]
-    engine, optimizer, *_ = deepspeed.initialize(
-        args=arguments, model=net, model_parameters=trained, optimizer=get_optimizer, config=config
+    engine, optimizer, *_ = initialize(
+        arguments, model=net, model_parameters=trained, optimizer=get_optimizer, config=config
     )
     engine.communication_data_type = torch.float32
     grid, pieces = engine.grid, engine.gradient_accumulation_steps()
@@ -131,25 +121,19 @@ def main() -> None:
     engine.set_dataloader(loader)
     rates: list[Any] = [LinearLR(optimizer, start_factor=1 / 3, total_iters=3), CosineAnnealingLR(optimizer, 100)]
     engine.lr_scheduler = SequentialLR(optimizer, schedulers=rates, milestones=[3])
-    if arguments.faults != "[]":
-        from faults import install
-
-        install(engine, arguments.faults, str(arguments.out))
     saver = Saver(engine, loader, arguments.out / "checkpoints")
-    losses, evaluations, epochs, step = [], [], [], 0
-    while step < end_of(arguments, step):
-        if arguments.slow_until is not None:
-            wait_a_little(arguments.slow_until, arguments.slow_s)
+    losses, evaluations, epochs = [], [], []
+    for done in steps(arguments):
         engine.reset_activation_shape()
         losses.append(float(engine.train_batch()))
-        step += 1
+        step = done + 1
         loader.sync_epoch()
         epochs.append(loader.epoch)
         if step % 2 == 0:
             evaluations.append(evaluate(engine, held_out))
         saver.process_step(step)
     saver.save_adapter("final")
-    dump(engine, arguments.out, rank, {"losses": losses, "evaluations": evaluations, "epochs": epochs})
+    dump(engine, arguments, {"losses": losses, "evaluations": evaluations, "epochs": epochs})
 
 
 if __name__ == "__main__":

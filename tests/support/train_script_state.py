@@ -9,9 +9,7 @@ train_script_state.py --deepspeed_config FILE --out FOLDER --stages P [--steps N
 
 from __future__ import annotations
 
-import argparse
 import random
-from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
@@ -21,8 +19,9 @@ import deepspeed
 import numpy
 import torch
 from deepspeed.pipe import LayerSpec, PipelineModule
+from job_script import dump, initialize, joined, options, steps
 from torch import nn
-from train import HIDDEN, dump, end_of, iterator, joined, wait_a_little
+from train import HIDDEN, iterator
 
 #: ``backward``: random numbers there; ``generators``: those of generators that a layer has itself; ``step``: in the
 #: optimizer; ``number``, ``extra``, ``cache``: attributes and extra state of layers; ``wide``: state of the optimizer
@@ -134,56 +133,40 @@ def state_of(engine: Any) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--deepspeed_config", required=True)
-    parser.add_argument("--local_rank", type=int, default=-1)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--stages", type=int, required=True)
-    parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--slow-until", type=Path, default=None)
-    parser.add_argument("--slow-s", type=float, default=0.1)
-    parser.add_argument("--end-after", type=int, default=0)
+    parser = options(steps=5, slow_s=0.1)
     parser.add_argument("--change-at", type=int, nargs="*", default=[], help="before so many steps are done")
     parser.add_argument("--evaluate-at", type=int, nargs="*", default=[], help="the same")
     parser.add_argument("--changers", type=int, nargs="*", default=None, help="stages whose scripts do so; all")
-    parser.add_argument("--faults", default="[]")
     arguments = parser.parse_args()
     arguments.model = "mlp"
     torch.manual_seed(7)
     lean_torch.install()
     deepspeed.init_distributed()
-    rank = torch.distributed.get_rank()
     layers = [*(LayerSpec(Layer) for _ in range(2 * arguments.stages - 1)), LayerSpec(nn.Linear, HIDDEN, 10)]
     loss = nn.CrossEntropyLoss()
     net = PipelineModule(layers, num_stages=arguments.stages, loss_fn=loss, partition_method="uniform")
-    engine, *_ = deepspeed.initialize(args=arguments, model=net, optimizer=Optimizer(net))
-    if arguments.faults != "[]":
-        from faults import install
-
-        install(engine, arguments.faults, str(arguments.out))
+    engine, *_ = initialize(arguments, model=net, optimizer=Optimizer(net))
     ends = engine.is_first_stage() or engine.is_last_stage()
     source, held_out = (iterator(arguments, 0, 1, 4, None) if ends else None for _ in range(2))
     losses: list[float] = []
     evaluations: list[float] = []
     context = torch.autocast("cpu", torch.bfloat16)
     context.__enter__()  # one for all steps: what it has cast it keeps as long
-    while len(losses) < end_of(arguments, len(losses)):
-        if arguments.slow_until is not None:
-            wait_a_little(arguments.slow_until, arguments.slow_s)
+    for done in steps(arguments):
         for group in engine.optimizer.param_groups:
             if group["place"] == "rate":
-                group["lr"].fill_(0.05 / (1 + len(losses)))
+                group["lr"].fill_(0.05 / (1 + done))
         changes = arguments.changers is None or engine.stage_id in arguments.changers
-        if changes and len(losses) in arguments.change_at:
+        if changes and done in arguments.change_at:
             with torch.no_grad():
                 for name, parameter in net.named_parameters():
                     if name.endswith(("script", "bias")):
                         parameter.mul_(0.5)
-        if len(losses) in arguments.evaluate_at:
+        if done in arguments.evaluate_at:
             evaluations.append(float(engine.eval_batch(held_out)))
         losses.append(float(engine.train_batch(data_iter=source)))
     context.__exit__(None, None, None)
-    dump(engine, arguments.out, rank, {"losses": losses, "evaluations": evaluations}, state_of)
+    dump(engine, arguments, {"losses": losses, "evaluations": evaluations}, state_of)
 
 
 if __name__ == "__main__":

@@ -21,20 +21,14 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+from job_script import draws, dump, options, steps
 from torch import nn
-from train import CrossEntropy, dump, end_of, iterator, joined, wait_a_little
-
-import bamboo_ds
+from train import CrossEntropy, Samples, iterator
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--deepspeed_config", required=True)
-    parser.add_argument("--local_rank", type=int, default=-1)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--stages", type=int, required=True)
+    parser = options()
     parser.add_argument("--slices", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--counting", action="store_true", help="layers have buffers that passes change")
     parser.add_argument("--all-read", action="store_true", help="every slice has an iterator, nothing is broadcast")
@@ -43,10 +37,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--evaluate-every", type=int, default=0)
     parser.add_argument("--save-every", type=int, default=0)
     parser.add_argument("--load", default=None)
-    parser.add_argument("--slow-until", type=Path, default=None, help="--slow-s a step until this file exists")
-    parser.add_argument("--slow-s", type=float, default=0.3)
-    parser.add_argument("--end-after", type=int, default=0, help="end so many steps after that file exists")
-    parser.add_argument("--faults", default="[]")
     return parser.parse_args()
 
 
@@ -98,16 +88,13 @@ def main() -> None:
     lean_torch.install()
     deepspeed.init_distributed()
     sliced.initialise(arguments.slices)
-    rank, slices = torch.distributed.get_rank(), arguments.slices
-    copies = torch.distributed.get_world_size() // (arguments.stages * slices)
+    copies = torch.distributed.get_world_size() // (arguments.stages * arguments.slices)
     net = build(arguments, copies)
     config = json.loads(Path(arguments.deepspeed_config).read_text())
     batch = config["train_micro_batch_size_per_gpu"]
     arguments.model = "mlp"
     data = None
     if arguments.training_data:
-        from train import Samples
-
         data = Samples(4096, arguments.model, None)
     engine, *_ = deepspeed.initialize(
         args=arguments, model=net, model_parameters=list(net.parameters()), training_data=data
@@ -116,33 +103,28 @@ def main() -> None:
         install_faults(engine, arguments.faults, arguments.out)
     copy = engine.grid.data_parallel_id
     reads = engine.stage_id in (0, arguments.stages - 1) and (arguments.all_read or sliced.State.rank == 0)
-    ledger = arguments.out / (f"drawn-{os.getpid()}.txt" if joined() else f"samples-{rank}.txt")
 
     def batches(path: Path | None) -> Any:
         return iterator(arguments, copy, copies, batch, path) if reads and not arguments.training_data else None
 
-    source = batches(ledger)
+    source = batches(draws(arguments))
     if not (arguments.all_read or arguments.training_data):
         engine.set_batch_fn(sliced.batch_fn)
         source = named(source) if source is not None else None
     if arguments.load:
         engine.load_checkpoint(arguments.load)
     losses, evaluations = [], []
-    step = 0
-    while step < end_of(arguments, step):
-        if arguments.slow_until is not None and not bamboo_ds.is_replaying():
-            wait_a_little(arguments.slow_until, arguments.slow_s)
+    for step in steps(arguments):
         losses.append(float(engine.train_batch(data_iter=source)))
-        step += 1
-        if arguments.evaluate_every and step % arguments.evaluate_every == 0:
+        done = step + 1
+        if arguments.evaluate_every and done % arguments.evaluate_every == 0:
             held_out = batches(None)
             if engine.batch_fn is not None and held_out is not None:
                 held_out = named(held_out)
             evaluations.append(float(engine.eval_batch(held_out)))
-        if arguments.save_every and step % arguments.save_every == 0:
-            engine.save_checkpoint(str(arguments.out / "checkpoints"), tag=f"step{step}", client_state={"step": step})
-    results = {"losses": losses, "evaluations": evaluations, "present": [], "pid": os.getpid()}
-    dump(engine, arguments.out, rank, results)
+        if arguments.save_every and done % arguments.save_every == 0:
+            engine.save_checkpoint(str(arguments.out / "checkpoints"), tag=f"step{done}", client_state={"step": done})
+    dump(engine, arguments, {"losses": losses, "evaluations": evaluations, "present": [], "pid": os.getpid()})
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ With DeepSpeed's curriculum learning (before 0.19) in the configuration: only st
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,8 +18,8 @@ if __name__ == "__main__":
 import deepspeed
 import torch
 from deepspeed.pipe import LayerSpec, PipelineModule
+from job_script import dump, initialize, joined, options
 from torch import nn
-from train import dump, joined
 
 HIDDEN, CLASSES = 8, 5
 
@@ -106,17 +105,11 @@ class Observer:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--deepspeed_config", required=True)
-    parser.add_argument("--local_rank", type=int, default=-1)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--stages", type=int, required=True)
-    parser.add_argument("--faults", default="[]")
-    arguments = parser.parse_args()
+    arguments = options().parse_args()
     torch.manual_seed(7)
     lean_torch.install()
     deepspeed.init_distributed()
-    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    world = torch.distributed.get_world_size()
     net = PipelineModule(
         [*(LayerSpec(Layer) for _ in range(2 * arguments.stages - 1)), LayerSpec(Head)],
         num_stages=arguments.stages,
@@ -124,11 +117,7 @@ def main() -> None:
         partition_method="uniform",
         dynamic_shape=True,
     )
-    engine, *_ = deepspeed.initialize(args=arguments, model=net, model_parameters=list(net.parameters()))
-    if arguments.faults != "[]":
-        from faults import install
-
-        install(engine, arguments.faults, str(arguments.out))
+    engine, *_ = initialize(arguments, model=net, model_parameters=list(net.parameters()))
     pipeline = engine.grid.data_parallel_id
     pipelines = world // arguments.stages
     size = json.loads(Path(arguments.deepspeed_config).read_text())["train_micro_batch_size_per_gpu"]
@@ -147,7 +136,7 @@ def main() -> None:
     if getattr(engine, "curriculum_enabled_legacy", bool)():
         follow_curriculum(engine, source)
         train(8)
-        dump(engine, arguments.out, rank, {"losses": losses, "seen": observer.seen, "evaluations": []})
+        dump(engine, arguments, {"losses": losses, "seen": observer.seen, "evaluations": []})
         return
     train(2)
     observer.note(float(engine.eval_batch(held_out(), num_micro_batches=2)))
@@ -167,7 +156,7 @@ def main() -> None:
     train(1)
     engine.set_train_batch_size(size * pipelines * 3)
     train(2)
-    dump(engine, arguments.out, rank, {"losses": losses, "seen": observer.seen, "evaluations": []})
+    dump(engine, arguments, {"losses": losses, "seen": observer.seen, "evaluations": []})
 
 
 if __name__ == "__main__":
