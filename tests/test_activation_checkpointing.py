@@ -14,8 +14,8 @@ import torch
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from torch import nn
 
-from bamboo_ds.engine.recomputing import begin_forward, counting_saved_bytes
-from bamboo_ds.engine.rng import Drawing, drawing_seed, keyed_generators, seeded_layers
+from bamboo_ds.engine.iteration.recomputing import begin_forward, counting_saved_bytes
+from bamboo_ds.engine.stage.rng import Drawing, drawing_seed, keyed_generators, seeded_layers
 from bamboo_ds.topology import Role
 
 from .support.gpt_jobs import survive

@@ -19,18 +19,18 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from bamboo_ds.engine.assigned import ENGINE, MODULE, agree, describe, differing, fingerprint
-from bamboo_ds.engine.changes import Adjustable, Adjusted
-from bamboo_ds.engine.committing import Commits
-from bamboo_ds.engine.construction import Construction, KeptSettings
-from bamboo_ds.engine.layers import Layers
-from bamboo_ds.engine.records import Progress
-from bamboo_ds.engine.refusals import check_optimizer, check_optimizer_hooks
-from bamboo_ds.engine.replica import build_stage_module, capture, restore
-from bamboo_ds.engine.runtime import BOUND_ATTRIBUTES, StageRuntime
-from bamboo_ds.engine.schedulers import Pristine, settings_of, take_step
-from bamboo_ds.engine.training import Training
-from bamboo_ds.engine.wrappers import stage_optimizer
+from bamboo_ds.engine.context.records import Progress
+from bamboo_ds.engine.iteration.committing import Commits
+from bamboo_ds.engine.operations.training import Training
+from bamboo_ds.engine.replicas.construction import Construction, KeptSettings
+from bamboo_ds.engine.replicas.refusals import check_optimizer, check_optimizer_hooks
+from bamboo_ds.engine.replicas.replica import build_stage_module, capture, restore
+from bamboo_ds.engine.script.assigned import ENGINE, MODULE, agree, describe, differing, fingerprint
+from bamboo_ds.engine.script.changes import Adjustable, Adjusted
+from bamboo_ds.engine.stage.layers import Layers
+from bamboo_ds.engine.stage.runtime import BOUND_ATTRIBUTES, StageRuntime
+from bamboo_ds.engine.stage.schedulers import Pristine, settings_of, take_step
+from bamboo_ds.engine.stage.wrappers import stage_optimizer
 from bamboo_ds.errors import ConfigError, Isolated, UnsupportedError
 from bamboo_ds.topology import Role
 

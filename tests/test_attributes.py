@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import nn
 
-from bamboo_ds.engine.attributes import PlainTensors, holds_tensors
-from bamboo_ds.engine.changes import Weights
-from bamboo_ds.engine.data import as_message, from_message
-from bamboo_ds.engine.kept import load_kept, save_kept
-from bamboo_ds.engine.layers import Layers, merged
-from bamboo_ds.engine.refusals import check_hooks, check_optimizer, check_optimizer_hooks, hooks_of
-from bamboo_ds.engine.tracing import checksum
+from bamboo_ds.engine.checkpoints.kept import load_kept, save_kept
+from bamboo_ds.engine.data.batches import as_message, from_message
+from bamboo_ds.engine.replicas.refusals import check_hooks, check_optimizer, check_optimizer_hooks, hooks_of
+from bamboo_ds.engine.script.changes import Weights
+from bamboo_ds.engine.stage.attributes import PlainTensors, holds_tensors
+from bamboo_ds.engine.stage.layers import Layers, merged
+from bamboo_ds.engine.stage.tracing import checksum
 
 
 class Odd:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bamboo_ds.engine.block_times import BlockTimes
+from bamboo_ds.engine.iteration.block_times import BlockTimes
 from bamboo_ds.topology import BlockCosts, BlockSeconds, Layout, Role, settled
 
 LAYOUT = Layout(1, 3, blocks=(2, 2, 2))

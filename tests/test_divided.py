@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from bamboo_ds.engine.blocks import CutSearch, StageBlocks, bounds, cuttable
+from bamboo_ds.engine.stage.blocks import CutSearch, StageBlocks, bounds, cuttable
 from bamboo_ds.errors import UnsupportedError
 
 from .support.jobs import RunningJob, bamboo_command, slow_until, write_config

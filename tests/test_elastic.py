@@ -312,7 +312,7 @@ def test_three_pipelines_on_the_members_of_two(tmp_path: Path, reference: Refere
 
 REPLACED = """
 from small_job import begin
-from bamboo_ds.engine.replica import capture, restore
+from bamboo_ds.engine.replicas.replica import capture, restore
 
 engine, data = begin(-1)  # 2**64 - 1: where a script sets none, torch's is any number of 64 bits
 engine.train_batch(data)

@@ -12,19 +12,19 @@ import pytest
 import torch
 from torch.utils._pytree import tree_map
 
-from bamboo_ds.engine.boundaries import Boundaries
-from bamboo_ds.engine.bubbles import IdleTimes
-from bamboo_ds.engine.commit import alike, encode_drawn
-from bamboo_ds.engine.construction import Construction
-from bamboo_ds.engine.copies import Copies
-from bamboo_ds.engine.data import Batches, PipelineBatches, Source
-from bamboo_ds.engine.history import History
-from bamboo_ds.engine.lanes import Lanes
-from bamboo_ds.engine.layers import Layers
-from bamboo_ds.engine.records import Progress
-from bamboo_ds.engine.recovery import RecoveryProtocol
-from bamboo_ds.engine.runtime import StageRuntime
-from bamboo_ds.engine.supply import BatchSupply, Needs
+from bamboo_ds.engine.context.history import History
+from bamboo_ds.engine.context.lanes import Lanes
+from bamboo_ds.engine.context.records import Progress
+from bamboo_ds.engine.data.batches import Batches, PipelineBatches, Source
+from bamboo_ds.engine.data.supply import BatchSupply, Needs
+from bamboo_ds.engine.iteration.boundaries import Boundaries
+from bamboo_ds.engine.iteration.bubbles import IdleTimes
+from bamboo_ds.engine.recovery.copies import Copies
+from bamboo_ds.engine.recovery.protocol import RecoveryProtocol
+from bamboo_ds.engine.replicas.construction import Construction
+from bamboo_ds.engine.stage.commit import alike, encode_drawn
+from bamboo_ds.engine.stage.layers import Layers
+from bamboo_ds.engine.stage.runtime import StageRuntime
 from bamboo_ds.errors import FatalLoss, UnsupportedError
 from bamboo_ds.schedule import Decision, PartProgress, RoleProgress
 from bamboo_ds.topology import Layout, Plan, Role, initial_plan, takeover, with_redundancy

@@ -21,11 +21,11 @@ from bamboo_ds.cli import demo_train
 from bamboo_ds.config import parse_block
 from bamboo_ds.control.agent.command import worker_environment
 from bamboo_ds.control.settings import MemberOptions, parse_arguments
-from bamboo_ds.engine.exactness import ExactChecks
-from bamboo_ds.engine.facts import as_text, differences, only_rounded
-from bamboo_ds.engine.lanes import RehearsalLanes, Stream
-from bamboo_ds.engine.optimizers import PlainOptimizer
-from bamboo_ds.engine.tracing import Traces, owner_of
+from bamboo_ds.engine.context.lanes import RehearsalLanes, Stream
+from bamboo_ds.engine.iteration.exactness import ExactChecks
+from bamboo_ds.engine.iteration.facts import as_text, differences, only_rounded
+from bamboo_ds.engine.stage.optimizers import PlainOptimizer
+from bamboo_ds.engine.stage.tracing import Traces, owner_of
 from bamboo_ds.errors import ConfigError, Inexact
 from bamboo_ds.schedule import ResendActivation, ResendGrad, UseRole, rehearsal_passes, rehearsal_sends
 from bamboo_ds.topology import Layout, Role, initial_plan, with_redundancy
@@ -201,7 +201,9 @@ def test_what_may_be_rounding_does_not_end_a_job_on_devices_that_round(monkeypat
     unknown = {**theirs, "output of a layer": [2]}, {**rounded, "count": "1"}, {**rounded, "losses": "0.5"}
     assert not any(only_rounded(mine, theirs) for mine in unknown)
     told: list[str] = []
-    monkeypatch.setattr("bamboo_ds.engine.exactness.logger", SimpleNamespace(error=lambda _, e: told.append(str(e))))
+    monkeypatch.setattr(
+        "bamboo_ds.engine.iteration.exactness.logger", SimpleNamespace(error=lambda _, e: told.append(str(e)))
+    )
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: enabled)
     enabled = False
 

@@ -18,11 +18,11 @@ from bamboo_ds.comm.session import Session
 from bamboo_ds.config import BambooConfig
 from bamboo_ds.control import fencing
 from bamboo_ds.control.messages import Contact
-from bamboo_ds.engine.checkpointing import End
-from bamboo_ds.engine.committing import Commits
-from bamboo_ds.engine.records import Progress
-from bamboo_ds.engine.takeover import Takeover
-from bamboo_ds.engine.training import Training
+from bamboo_ds.engine.context.records import Progress
+from bamboo_ds.engine.iteration.committing import Commits
+from bamboo_ds.engine.operations.checkpointing import End
+from bamboo_ds.engine.operations.training import Training
+from bamboo_ds.engine.recovery.takeover import Takeover
 from bamboo_ds.errors import Isolated
 from bamboo_ds.schedule import Decision
 from bamboo_ds.topology import Layout, Plan, initial_plan, with_redundancy

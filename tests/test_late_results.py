@@ -23,8 +23,8 @@ from bamboo_ds.comm.keyvalue import Server
 from bamboo_ds.comm.lifetime import Lifetime
 from bamboo_ds.comm.links import Links
 from bamboo_ds.comm.work import BambooWork, CompletedWork, future_of
-from bamboo_ds.engine import slices as slices_module
-from bamboo_ds.engine.slices import SlicedPasses
+from bamboo_ds.engine.iteration import slices as slices_module
+from bamboo_ds.engine.iteration.slices import SlicedPasses
 from bamboo_ds.errors import EpochChanged, PeerLost
 from bamboo_ds.secret import NONE
 from bamboo_ds.topology import Plan

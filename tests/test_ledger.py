@@ -19,9 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bamboo_ds.cli.ledger import ledger as command
-from bamboo_ds.engine.accounts import Accounts, Consumed, LedgerReport, payload_checksum
-from bamboo_ds.engine.commit import Contribution, Form, Measured, decode, encode
-from bamboo_ds.engine.dataset import Dataset
+from bamboo_ds.engine.data.accounts import Accounts, Consumed, LedgerReport, payload_checksum
+from bamboo_ds.engine.data.dataset import Dataset
+from bamboo_ds.engine.stage.commit import Contribution, Form, Measured, decode, encode
 from bamboo_ds.observe.audit import audit, compare
 from bamboo_ds.observe.ledger import LedgerLine, LedgerWriter, read_ledger
 from bamboo_ds.topology import Layout, Role, initial_plan, takeover, with_redundancy

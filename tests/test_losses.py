@@ -88,7 +88,7 @@ BUILDING = """
 import json, os, sys, time
 from pathlib import Path
 from bamboo_ds.engine import BambooPipelineEngine as Engine
-from bamboo_ds.engine.copies import Copies
+from bamboo_ds.engine.recovery.copies import Copies
 from bamboo_ds.worker.job import current_job
 from faults import install
 from small_job import begin

@@ -13,8 +13,10 @@ from unittest.mock import MagicMock
 import pytest
 
 from bamboo_ds.control.registry.records import PeerAddress
-from bamboo_ds.engine.accounts import Consumed, LedgerReport
-from bamboo_ds.engine.handshake import (
+from bamboo_ds.engine.context.operation import Outcome
+from bamboo_ds.engine.context.records import Progress, Recovery
+from bamboo_ds.engine.data.accounts import Consumed, LedgerReport
+from bamboo_ds.engine.recovery.reports import (
     MemberReport,
     PartReport,
     RoleReport,
@@ -23,10 +25,8 @@ from bamboo_ds.engine.handshake import (
     decision_of,
     newest_of,
 )
-from bamboo_ds.engine.layers import Changes
-from bamboo_ds.engine.operation import Outcome
-from bamboo_ds.engine.records import Progress, Recovery
-from bamboo_ds.engine.takeover import Takeover
+from bamboo_ds.engine.recovery.takeover import Takeover
+from bamboo_ds.engine.stage.layers import Changes
 from bamboo_ds.errors import EpochChanged
 from bamboo_ds.schedule import Decision, RoleProgress
 from bamboo_ds.topology import Layout, Role, initial_plan, with_redundancy

@@ -23,9 +23,9 @@ from bamboo_ds.control.registry.keys import Keys
 from bamboo_ds.control.registry.mirror import Mirror
 from bamboo_ds.control.registry.records import LayoutRecord, LeftRecord, MemberRecord, ProgressRecord
 from bamboo_ds.control.settings import AgentSettings
-from bamboo_ds.engine import replay
-from bamboo_ds.engine.history import History
-from bamboo_ds.engine.replay import Replay
+from bamboo_ds.engine.context.history import History
+from bamboo_ds.engine.joining import replay
+from bamboo_ds.engine.joining.replay import Replay
 from bamboo_ds.launchers import display, screen
 from bamboo_ds.launchers.display import Display, Folding
 from bamboo_ds.launchers.progress import Sparse, progress

@@ -16,12 +16,9 @@ from torch import nn
 
 import bamboo_ds
 from bamboo_ds import stages
-from bamboo_ds.engine.answers import Refusal, stepping_alone
-from bamboo_ds.engine.layers import Layers
-from bamboo_ds.engine.mismatches import Mismatches
-from bamboo_ds.engine.optimizers import FusedHalfOptimizer
-from bamboo_ds.engine.recomputing import default_budget
-from bamboo_ds.engine.refusals import (
+from bamboo_ds.engine.iteration.recomputing import default_budget
+from bamboo_ds.engine.operations.script_calls import ScriptCalls
+from bamboo_ds.engine.replicas.refusals import (
     check_gradients,
     check_layers,
     check_named_optimizer,
@@ -34,7 +31,10 @@ from bamboo_ds.engine.refusals import (
     refuse_hooks,
     registered,
 )
-from bamboo_ds.engine.script_calls import ScriptCalls
+from bamboo_ds.engine.stage.answers import Refusal, stepping_alone
+from bamboo_ds.engine.stage.layers import Layers
+from bamboo_ds.engine.stage.optimizers import FusedHalfOptimizer
+from bamboo_ds.engine.telling.mismatches import Mismatches
 from bamboo_ds.errors import ConfigError, ReplicaMismatch, UnsupportedError
 from bamboo_ds.topology import Role
 

@@ -16,8 +16,10 @@ from deepspeed.runtime.pipe import p2p, schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.module import PipelineModule
 
-from bamboo_ds.engine import BambooPipelineEngine, deepspeed_adapter, replaced
-from bamboo_ds.engine.replaced import CALLED, CLIPPING, ENGINE, HANDLERS, MODULE, P2P, SCHEDULES, Replacements
+from bamboo_ds.engine import BambooPipelineEngine
+from bamboo_ds.engine.script import replaced
+from bamboo_ds.engine.script.replaced import CALLED, CLIPPING, ENGINE, HANDLERS, MODULE, P2P, SCHEDULES, Replacements
+from bamboo_ds.engine.stage import deepspeed_adapter
 from bamboo_ds.errors import UnsupportedError
 
 STEPS = schedule.TrainSchedule.steps

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from bamboo_ds.engine.history import Done, History
-from bamboo_ds.engine.resuming import Resuming
+from bamboo_ds.engine.context.history import Done, History
+from bamboo_ds.engine.joining.resuming import Resuming
 from bamboo_ds.generations import is_over
 from bamboo_ds.state import publish
 from bamboo_ds.state.checkpoints import MANIFEST, REMOVING, SPARE, CheckpointError, Manifest

@@ -11,11 +11,11 @@ import pytest
 import torch
 from deepspeed.runtime.lr_schedules import WarmupLR
 
-from bamboo_ds.engine.changes import Adjustable
-from bamboo_ds.engine.clones import begin_groups, kept_by, put_kept
-from bamboo_ds.engine.data import as_message, from_message
-from bamboo_ds.engine.runtime import StageRuntime
-from bamboo_ds.engine.schedulers import (
+from bamboo_ds.engine.data.batches import as_message, from_message
+from bamboo_ds.engine.script.changes import Adjustable
+from bamboo_ds.engine.stage.clones import begin_groups, kept_by, put_kept
+from bamboo_ds.engine.stage.runtime import StageRuntime
+from bamboo_ds.engine.stage.schedulers import (
     Pristine,
     SchedulerPosition,
     capture_scheduler,

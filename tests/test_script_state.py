@@ -16,16 +16,16 @@ import pytest
 import torch
 from torch import nn
 
-from bamboo_ds.engine.announcements import Announcements
-from bamboo_ds.engine.changes import RoleChanges, Weights, abandoned, check_local, lacking
-from bamboo_ds.engine.clones import clone_optimizer, kept_by, load_optimizer
-from bamboo_ds.engine.handshake import RoleReport
-from bamboo_ds.engine.kept import keeping_types, load_kept, save_kept
-from bamboo_ds.engine.lanes import Lanes
-from bamboo_ds.engine.layers import Changes, Layers, copied
-from bamboo_ds.engine.records import Progress
-from bamboo_ds.engine.rng import Drawing, drawing_seed
-from bamboo_ds.engine.schedulers import put_settings, settings_of
+from bamboo_ds.engine.checkpoints.kept import keeping_types, load_kept, save_kept
+from bamboo_ds.engine.context.lanes import Lanes
+from bamboo_ds.engine.context.records import Progress
+from bamboo_ds.engine.recovery.announcements import Announcements, RoleChanges, abandoned, lacking
+from bamboo_ds.engine.recovery.reports import RoleReport
+from bamboo_ds.engine.script.changes import Weights, check_local
+from bamboo_ds.engine.stage.clones import clone_optimizer, kept_by, load_optimizer
+from bamboo_ds.engine.stage.layers import Changes, Layers, copied
+from bamboo_ds.engine.stage.rng import Drawing, drawing_seed
+from bamboo_ds.engine.stage.schedulers import put_settings, settings_of
 from bamboo_ds.errors import EXIT_FATAL_LOSS, FatalLoss, UnsupportedError
 from bamboo_ds.schedule import Decision, RoleProgress
 from bamboo_ds.topology import Layout, Role, initial_plan, with_redundancy
@@ -143,7 +143,7 @@ def test_a_change_that_went_with_a_reduction_that_is_done_again() -> None:
     reports: Any = {"m0": SimpleNamespace(roles=(role,), steps=4)}
     nothing: Any = SimpleNamespace()
     epoch: Any = SimpleNamespace(job=SimpleNamespace(newest_checkpoint=lambda plan: None))
-    announcements = Announcements(nothing, epoch, Progress(seed=1), nothing)
+    announcements = Announcements(nothing, epoch, Progress(seed=1))
     progress = {Role(0, stage): RoleProgress(state_only=stage == 1) for stage in (0, 1)}
     with pytest.raises(FatalLoss, match="has just changed in stage 1 of pipeline 0"):
         announcements.check(lost, reports, Decision(4, "resume", progress=progress))
@@ -160,9 +160,8 @@ def test_all_who_hold_a_stage_are_told_also_when_the_plan_changes() -> None:
     local = SimpleNamespace(role=Role(0, 0), trained=None)
     binding: Any = SimpleNamespace(local=local)
     epoch: Any = SimpleNamespace(lanes=lanes, transport=transport, member="m0")
-    joining: Any = SimpleNamespace(active=False)
     progress = Progress(seed=1, sequence=5, steps=3)
-    announcements = Announcements(binding, epoch, progress, joining)
+    announcements = Announcements(binding, epoch, progress)
     announcements.tell_again()
     assert not sent
     progress.changed.add("w")
@@ -170,7 +169,7 @@ def test_all_who_hold_a_stage_are_told_also_when_the_plan_changes() -> None:
     announcements.tell_again()
     assert [lane.destination for lane, _, _ in sent] == [plan.shadow(Role(0, 0)), builder]
     assert all(sequence == 5 and told.tolist() == [3, 1, 5, 0, 1, 0] for _, sequence, told in sent)
-    joining.active = True
+    progress.joining = True
     announcements.tell_again()
     assert len(sent) == 2, "a member that joins has changed nothing"
 
@@ -193,8 +192,7 @@ def test_what_a_lost_owner_has_told(step: int) -> None:
     told = {Lanes(plan, False).told[role, "m0"]: [torch.tensor([step, 1, 0, 0]), torch.tensor([step, 0, 0, 0, 1, 0])]}
     transport = SimpleNamespace(take=lambda lane: told.pop(lane, []))
     epoch: Any = SimpleNamespace(begun=True, lanes=Lanes(plan, False), transport=transport, member="m0")
-    nothing: Any = SimpleNamespace()
-    announcements = Announcements(binding, epoch, Progress(seed=1, steps=3), nothing)
+    announcements = Announcements(binding, epoch, Progress(seed=1, steps=3))
     for _ in range(2):  # the second time nothing has arrived
         announcements.listen()
         assert replica.layers.changes == Changes(2, step) and replica.trained == [True, False]

@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from bamboo_ds.engine import ring, sharded
-from bamboo_ds.engine.answers import Answers
-from bamboo_ds.engine.commit import Contribution, Form, Measured, decode, encode, global_norm, in_ring_order
-from bamboo_ds.engine.lanes import Lanes
-from bamboo_ds.engine.ring import Shares, all_reduce, shares_of
-from bamboo_ds.engine.sharded import ZeroOptimizer
+from bamboo_ds.engine.context.lanes import Lanes
+from bamboo_ds.engine.stage import ring, sharded
+from bamboo_ds.engine.stage.answers import Answers
+from bamboo_ds.engine.stage.commit import Contribution, Form, Measured, decode, encode, global_norm, in_ring_order
+from bamboo_ds.engine.stage.ring import Shares, all_reduce, shares_of
+from bamboo_ds.engine.stage.sharded import ZeroOptimizer
 from bamboo_ds.errors import ProtocolError
 from bamboo_ds.topology import Layout, Role
 from bamboo_ds.topology.planner import initial_plan, takeover, with_redundancy

@@ -23,8 +23,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bamboo_ds.control.registry.vacancies import choose_home
-from bamboo_ds.engine.data import as_message, from_message
-from bamboo_ds.engine.lanes import Lanes, assists
+from bamboo_ds.engine.context.lanes import Lanes, assists
+from bamboo_ds.engine.data.batches import as_message, from_message
 from bamboo_ds.errors import ProtocolError, UnsupportedError
 from bamboo_ds.schedule import (
     Commit,

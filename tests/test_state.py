@@ -19,13 +19,13 @@ from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from torch import nn
 
-from bamboo_ds.engine.changes import Weights
-from bamboo_ds.engine.flags import FLAGS, compare_flags, flags_here, uncertain
-from bamboo_ds.engine.joining import Joining
-from bamboo_ds.engine.layers import Layers
-from bamboo_ds.engine.rebinding import Rebinding
-from bamboo_ds.engine.replica import build_stage_module, check_structure, structure_of, with_own_parts
-from bamboo_ds.engine.rng import keyed_attributes
+from bamboo_ds.engine.joining.joining import Joining
+from bamboo_ds.engine.replicas.replica import build_stage_module, check_structure, structure_of, with_own_parts
+from bamboo_ds.engine.script.changes import Weights
+from bamboo_ds.engine.script.flags import FLAGS, compare_flags, flags_here, uncertain
+from bamboo_ds.engine.stage.layers import Layers
+from bamboo_ds.engine.stage.rebinding import Rebinding
+from bamboo_ds.engine.stage.rng import keyed_attributes
 from bamboo_ds.errors import ConfigError, UnsupportedError
 
 from .support.jobs import SUPPORT, TRAIN, run_bamboo, write_config
@@ -127,6 +127,7 @@ def test_a_member_that_joins_compares_its_settings() -> None:
         job=SimpleNamespace(replaying=False, channel=SimpleNamespace(rank=0)),
         binding=SimpleNamespace(drop=lambda role: None, local=SimpleNamespace(role=None)),
         history=(),
+        progress=SimpleNamespace(joining=False),
         ask=lambda: 0,
         fetch=fetch,
     )

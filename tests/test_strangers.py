@@ -14,7 +14,7 @@ import pytest
 from bamboo_ds.control.registry.access import open_store
 from bamboo_ds.control.registry.keys import Keys, namespace
 from bamboo_ds.control.registry.records import MemberRecord, ProgressRecord, RestartRecord, WorkerState
-from bamboo_ds.engine.history import History
+from bamboo_ds.engine.context.history import History
 from bamboo_ds.secret import JobSecret
 from bamboo_ds.store import EmbeddedEtcd, Snapshot
 from bamboo_ds.topology import Plan

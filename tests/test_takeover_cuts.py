@@ -19,14 +19,18 @@ from typing import Any
 import pytest
 import torch
 
-from bamboo_ds.engine import copies, exactness, joining, records, reduction, ring
-from bamboo_ds.engine.boundaries import Boundaries
-from bamboo_ds.engine.construction import Construction
-from bamboo_ds.engine.copies import Copies
-from bamboo_ds.engine.history import History
-from bamboo_ds.engine.lanes import BATCH_PARTS
-from bamboo_ds.engine.replication import Replication
-from bamboo_ds.engine.supply import BatchSupply
+from bamboo_ds.engine.context import records
+from bamboo_ds.engine.context.history import History
+from bamboo_ds.engine.context.lanes import BATCH_PARTS
+from bamboo_ds.engine.data.supply import BatchSupply
+from bamboo_ds.engine.iteration import exactness, reduction
+from bamboo_ds.engine.iteration.boundaries import Boundaries
+from bamboo_ds.engine.iteration.replication import Replication
+from bamboo_ds.engine.joining import joining
+from bamboo_ds.engine.recovery import copies
+from bamboo_ds.engine.recovery.copies import Copies
+from bamboo_ds.engine.replicas.construction import Construction
+from bamboo_ds.engine.stage import ring
 from bamboo_ds.errors import FatalLoss, UnsupportedError
 from bamboo_ds.state import Tree
 from bamboo_ds.topology import Role

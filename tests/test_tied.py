@@ -13,12 +13,12 @@ import torch
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import nn
 
-from bamboo_ds.engine import reduction as reduction_module
-from bamboo_ds.engine import ring, tied
-from bamboo_ds.engine.groups import RoleGroups
-from bamboo_ds.engine.optimizers import PlainOptimizer
-from bamboo_ds.engine.reduction import Reduction
-from bamboo_ds.engine.runtime import StageRuntime
+from bamboo_ds.engine.iteration import reduction as reduction_module
+from bamboo_ds.engine.iteration.reduction import Reduction
+from bamboo_ds.engine.stage import ring, tied
+from bamboo_ds.engine.stage.groups import RoleGroups
+from bamboo_ds.engine.stage.optimizers import PlainOptimizer
+from bamboo_ds.engine.stage.runtime import StageRuntime
 from bamboo_ds.topology import Layout, Role
 
 from .support.compare import differences

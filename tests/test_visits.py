@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from bamboo_ds import for_each_stage
-from bamboo_ds.engine.visits import StageVisits, without_process
+from bamboo_ds.engine.operations.visits import StageVisits, without_process
 from bamboo_ds.topology import Layout, Plan, initial_plan, takeover, with_redundancy
 
 from .support.faults import mark

@@ -1,38 +1,27 @@
 """The pipeline engine that survives the loss of its neighbours.
 
-The engine itself (:mod:`.pipeline_engine`) is what scripts and DeepSpeed see. It delegates to parts, which
-:mod:`.parts` puts together; each gets what it needs in its constructor::
+The engine itself (:mod:`.pipeline_engine`) is what scripts and DeepSpeed see. It delegates to parts, which live in
+rooms and which :mod:`.parts` puts together; each gets what it needs in its constructor. A room may use those below it
+(``pyproject.toml`` has the contract), and its docstring says what it has for the others::
 
     script ---> BambooPipelineEngine <--- DeepSpeed's own methods
-                   |                             ^
-      script_calls | what the script changes     | deepspeed_adapter  what parts use of DeepSpeed's engine
-                   v                             | runtime            which role it computes
-    training  evaluation  checkpointing -----+   |
-        |  visits (once for each stage)      |   |
-        |  what the script calls, replayed   |   |
-        |  where the job is ahead of it      v   |
-        |          replay <-- joining, resuming, history, loading
-        v            |
-    takeover <-------+   attempts an operation, recovers, attempts it again, finishes it
-        |
-        +--> recovery      one recovery: plan, lanes, roles, reports (handshake), decision
-        |      +--> announcements  what scripts have changed of their stages
-        |      +--> copies --> construction, building --> replica, clones, wrappers
-        |      +--> supply --> data, accounts
-        v
-    operation: a program of instructions (bamboo_ds.schedule)
-        passes       forwards, backwards, batches       slices, rng, recomputing, layers
-        boundaries   activations and gradients          lanes
-        redundant    shadows' passes in bubbles         bubbles
-        reduction    over tied stages and pipelines     tied, optimizers, sharded
-        replication  reduced gradients to shadows       mismatches
-        committing   the all-reduce that is the commit  commit
-        steps        optimizer steps                    answers, schedulers
-        exactness    the check of the first steps       tracing
-        recording    what the main thread does          (bamboo_ds.observe.ring)
+                   |
+    operations     | training, evaluation, checkpointing, visits, and the script's code in between
+                   v
+    joining        the calls of a script that is behind its job, replayed
+                   |
+    recovery       takeover: attempts an operation, recovers, attempts it again, finishes it
+                   |  protocol: one recovery (plan, lanes, roles, reports, decision)
+                   v
+    iteration      the instructions of an operation: passes, boundaries, reduction, replication, commit, step
+                   |
+    data           micro-batches      checkpoints  what a member contributes to them
+    replicas       further roles      script       what scripts change      telling  signs of life, timelines
+                   |
+    context        the epoch (plan, lanes, transport), the job's progress and history
+    stage          one stage on this member: what DeepSpeed's methods compute
 
-What parts share is in :mod:`.records`: ``CurrentEpoch``, what holds for an epoch (plan, lanes, transport), and
-``Progress``, how far the job is and what is known of the operation under way. All parts belong to the main thread.
+All parts belong to the main thread.
 """
 
 from .pipeline_engine import BambooPipelineEngine

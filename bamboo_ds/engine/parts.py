@@ -14,55 +14,55 @@ from ..comm.script import ScriptCollectives
 from ..comm.standing import Stand
 from ..config import BambooConfig
 from ..topology import Layout, Role
-from .accounts import Accounts
-from .announcements import Announcements
-from .beats import Beats
-from .block_times import BlockTimes
-from .boundaries import Boundaries
-from .bubbles import IdleTimes
-from .building import StageBuilder
-from .checkpointing import Checkpoints, End
-from .committing import Commits
-from .construction import Construction, Snapshots
-from .copies import Copies
-from .data import Batches
-from .dataset import Dataset
-from .deepspeed_adapter import DeepSpeedAdapter
-from .division import Division
-from .evaluation import Evaluation
-from .exactness import ExactChecks
-from .flags import FLAGS, flags_here
-from .generators import RoleGenerators
-from .groups import RoleGroups
-from .history import History
-from .joining import Joining
-from .layers import Layers
-from .loading import Loader
-from .mismatches import Mismatches
-from .monitors import JobTags, Monitors
-from .passes import Passes
-from .reading import Reading
-from .recording import Recording
-from .records import CurrentEpoch, Progress
-from .recovery import RecoveryProtocol
-from .reduction import Reduction
-from .redundant import RedundantPasses
-from .replay import Replay
-from .replication import Replication
-from .resuming import Resuming
-from .runtime import RuntimeBinding, StageRuntime
-from .saving import HostCopyEngine, Saves
-from .schedulers import Pristine
-from .script_calls import ScriptCalls
-from .slices import SlicedPasses, mode_for
-from .stage_memory import PassBytes, local_stage
-from .steps import Steps
-from .supply import BatchSupply, Needs
-from .takeover import Takeover
-from .tied import tied_stages
-from .training import Training
-from .visits import StageVisits
-from .wrappers import stage_optimizer
+from .checkpoints.saving import HostCopyEngine, Saves
+from .context.history import History
+from .context.records import CurrentEpoch, Progress
+from .data.accounts import Accounts
+from .data.batches import Batches
+from .data.dataset import Dataset
+from .data.reading import Reading
+from .data.supply import BatchSupply, Needs
+from .iteration.block_times import BlockTimes
+from .iteration.boundaries import Boundaries
+from .iteration.bubbles import IdleTimes
+from .iteration.committing import Commits
+from .iteration.division import Division
+from .iteration.exactness import ExactChecks
+from .iteration.generators import RoleGenerators
+from .iteration.passes import Passes
+from .iteration.reduction import Reduction
+from .iteration.redundant import RedundantPasses
+from .iteration.replication import Replication
+from .iteration.slices import SlicedPasses, mode_for
+from .iteration.stage_memory import PassBytes, local_stage
+from .iteration.steps import Steps
+from .joining.joining import Joining
+from .joining.loading import Loader
+from .joining.replay import Replay
+from .joining.resuming import Resuming
+from .operations.checkpointing import Checkpoints, End
+from .operations.evaluation import Evaluation
+from .operations.script_calls import ScriptCalls
+from .operations.training import Training
+from .operations.visits import StageVisits
+from .recovery.announcements import Announcements
+from .recovery.copies import Copies
+from .recovery.protocol import RecoveryProtocol
+from .recovery.takeover import Takeover
+from .replicas.building import StageBuilder
+from .replicas.construction import Construction, Snapshots
+from .script.flags import FLAGS, flags_here
+from .stage.deepspeed_adapter import DeepSpeedAdapter
+from .stage.groups import RoleGroups
+from .stage.layers import Layers
+from .stage.runtime import RuntimeBinding, StageRuntime
+from .stage.schedulers import Pristine
+from .stage.tied import tied_stages
+from .stage.wrappers import stage_optimizer
+from .telling.beats import Beats
+from .telling.mismatches import Mismatches
+from .telling.monitors import JobTags, Monitors
+from .telling.recording import Recording
 
 if TYPE_CHECKING:
     from ..worker.job import Job
@@ -157,10 +157,10 @@ class Parts:
         # Takeover, copies, replay.
         self.copies = copies = Copies(binding, epoch, progress, builder, steps, snapshots, constructions, times, kept)
         self.joining = joining = Joining(job, binding, progress, history, saves, accounts, checks)
-        announcements = Announcements(binding, epoch, progress, joining)
+        announcements = Announcements(binding, epoch, progress)
         self.recovery = recovery = RecoveryProtocol(
             *(ds, binding, epoch, progress, reduction.tied_stages, builder, boundaries, replication),
-            *(commits, copies, supply, saves, history, collectives, joining, checks),
+            *(commits, copies, supply, saves, history, collectives, joining.take_over, checks),
             *(announcements, recording),
         )
         self.takeover = takeover = Takeover(
@@ -191,7 +191,7 @@ class Parts:
             *(engine, groups, binding, epoch, progress, replay, takeover, commits, copies, saves, history)
         )
         self.end = End(epoch, progress, commits, saves)
-        ds.monitor = Monitors(ds.monitor, ds.global_rank, session, lambda: not joining.active and epoch.leads)
+        ds.monitor = Monitors(ds.monitor, ds.global_rank, session, lambda: not progress.joining and epoch.leads)
 
     def stand(self) -> Stand | None:
         """Where the script is, for members that wait for it; from any thread. ``None``: it replays, or is in neither
@@ -209,7 +209,7 @@ class Parts:
         """The script has ended."""
         self.script.leave()  # nothing is computed with what the script has changed after its last call
         with self.script.inside():
-            if not self.joining.active:
+            if not self.progress.joining:
                 self.takeover.run(self.end)
                 self.visits.tell_absent()
             self.copies.close()

@@ -5,8 +5,8 @@ something else here, and the map of instructions. All of them delegate to the en
 
 What is not an object of its own is so because torch and DeepSpeed have it so: the process's job and session
 (``worker.job.current_job``, one set of process groups per process), DeepSpeed's buffers of activation checkpointing
-(:mod:`.recomputing`), the default random number generators (:mod:`.rng`), and the attributes that DeepSpeed's methods
-read and set on the engine (:mod:`.runtime`, :mod:`.deepspeed_adapter`).
+(:mod:`.iteration.recomputing`), the default random number generators (:mod:`.stage.rng`), and the attributes that
+DeepSpeed's methods read and set on the engine (:mod:`.stage.runtime`, :mod:`.stage.deepspeed_adapter`).
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from ..errors import ConfigError
 from ..stages import built
 from ..supported import check_config, check_schedule, layout_of
 from ..worker.job import current_job
-from .blocks import with_blocks
 from .parts import Parts
-from .refusals import check_hooks, check_layers, check_named_optimizer, check_optimizer, check_optimizer_hooks
-from .replaced import Replacements
+from .replicas.refusals import check_hooks, check_layers, check_named_optimizer, check_optimizer, check_optimizer_hooks
+from .script.replaced import Replacements
+from .stage.blocks import with_blocks
+from .stage.tied import loading_alone
+from .stage.wrappers import is_sharded
 from .starting import start
-from .tied import loading_alone
-from .wrappers import is_sharded
 
 
 def _by(find: Callable[[Parts], Callable[..., None]]) -> Callable[..., None]:

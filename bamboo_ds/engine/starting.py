@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from ..errors import EpochChanged, ProtocolError
 from ..observe import logs
 from ..worker import plan_changes as plan_change
-from .flags import compare_flags, uncertain
-from .handshake import StartReport
+from .recovery.reports import StartReport
+from .script.flags import compare_flags, uncertain
 
 if TYPE_CHECKING:
     from .parts import Parts

@@ -8,7 +8,7 @@ import torch
 from deepspeed.pipe import LayerSpec, PipelineModule
 from torch import nn
 
-from bamboo_ds.engine.saving import HostCopyEngine
+from bamboo_ds.engine.checkpoints.saving import HostCopyEngine
 from bamboo_ds.state.saver import CheckpointSaver
 from bamboo_ds.topology import Layout
 

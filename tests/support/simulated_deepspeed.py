@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from bamboo_ds.engine.deepspeed_adapter import DeepSpeedAdapter
-from bamboo_ds.engine.optimizers import PlainOptimizer
+from bamboo_ds.engine.stage.deepspeed_adapter import DeepSpeedAdapter
+from bamboo_ds.engine.stage.optimizers import PlainOptimizer
 
 WIDTH = 3
 CLIPPING = 0.05

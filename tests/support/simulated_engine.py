@@ -30,49 +30,49 @@ from bamboo_ds.control.leader.decisions import fed
 from bamboo_ds.control.leader.restarts import fatal_plan
 from bamboo_ds.control.leader.view import View
 from bamboo_ds.control.registry.records import LayoutRecord, MemberRecord, WorkerState
-from bamboo_ds.engine.accounts import Accounts
-from bamboo_ds.engine.announcements import Announcements
-from bamboo_ds.engine.beats import Beats
-from bamboo_ds.engine.block_times import BlockTimes
-from bamboo_ds.engine.boundaries import Boundaries
-from bamboo_ds.engine.building import StageBuilder
-from bamboo_ds.engine.checkpointing import Checkpoints, End
-from bamboo_ds.engine.committing import Commits
-from bamboo_ds.engine.construction import Construction
-from bamboo_ds.engine.copies import Copies
-from bamboo_ds.engine.data import Batches
-from bamboo_ds.engine.dataset import Dataset
-from bamboo_ds.engine.division import Division
-from bamboo_ds.engine.evaluation import Evaluation
-from bamboo_ds.engine.exactness import ExactChecks
-from bamboo_ds.engine.flags import FLAGS
-from bamboo_ds.engine.generators import RoleGenerators
-from bamboo_ds.engine.groups import RoleGroups
-from bamboo_ds.engine.history import History
-from bamboo_ds.engine.joining import Joining
-from bamboo_ds.engine.layers import Layers
-from bamboo_ds.engine.mismatches import Mismatches
-from bamboo_ds.engine.monitors import JobTags
-from bamboo_ds.engine.passes import Passes
+from bamboo_ds.engine.context.history import History
+from bamboo_ds.engine.context.records import CurrentEpoch, Progress
+from bamboo_ds.engine.data.accounts import Accounts
+from bamboo_ds.engine.data.batches import Batches
+from bamboo_ds.engine.data.dataset import Dataset
+from bamboo_ds.engine.data.reading import Reading
+from bamboo_ds.engine.data.supply import BatchSupply, Needs
+from bamboo_ds.engine.iteration.block_times import BlockTimes
+from bamboo_ds.engine.iteration.boundaries import Boundaries
+from bamboo_ds.engine.iteration.committing import Commits
+from bamboo_ds.engine.iteration.division import Division
+from bamboo_ds.engine.iteration.exactness import ExactChecks
+from bamboo_ds.engine.iteration.generators import RoleGenerators
+from bamboo_ds.engine.iteration.passes import Passes
+from bamboo_ds.engine.iteration.reduction import Reduction
+from bamboo_ds.engine.iteration.redundant import RedundantPasses
+from bamboo_ds.engine.iteration.replication import Replication
+from bamboo_ds.engine.iteration.slices import SlicedPasses
+from bamboo_ds.engine.iteration.stage_memory import PassBytes
+from bamboo_ds.engine.iteration.steps import Steps
+from bamboo_ds.engine.joining.joining import Joining
+from bamboo_ds.engine.joining.replay import Replay
+from bamboo_ds.engine.operations.checkpointing import Checkpoints, End
+from bamboo_ds.engine.operations.evaluation import Evaluation
+from bamboo_ds.engine.operations.script_calls import ScriptCalls
+from bamboo_ds.engine.operations.training import Training
 from bamboo_ds.engine.pipeline_engine import BambooPipelineEngine
-from bamboo_ds.engine.reading import Reading
-from bamboo_ds.engine.recording import Recording
-from bamboo_ds.engine.records import CurrentEpoch, Progress
-from bamboo_ds.engine.recovery import RecoveryProtocol
-from bamboo_ds.engine.reduction import Reduction
-from bamboo_ds.engine.redundant import RedundantPasses
-from bamboo_ds.engine.replay import Replay
-from bamboo_ds.engine.replication import Replication
-from bamboo_ds.engine.runtime import BOUND_ATTRIBUTES, RuntimeBinding, StageRuntime
-from bamboo_ds.engine.schedulers import Pristine
-from bamboo_ds.engine.script_calls import ScriptCalls
-from bamboo_ds.engine.slices import SlicedPasses
-from bamboo_ds.engine.stage_memory import PassBytes
-from bamboo_ds.engine.steps import Steps
-from bamboo_ds.engine.supply import BatchSupply, Needs
-from bamboo_ds.engine.takeover import Takeover
-from bamboo_ds.engine.training import Training
-from bamboo_ds.engine.wrappers import stage_optimizer
+from bamboo_ds.engine.recovery.announcements import Announcements
+from bamboo_ds.engine.recovery.copies import Copies
+from bamboo_ds.engine.recovery.protocol import RecoveryProtocol
+from bamboo_ds.engine.recovery.takeover import Takeover
+from bamboo_ds.engine.replicas.building import StageBuilder
+from bamboo_ds.engine.replicas.construction import Construction
+from bamboo_ds.engine.script.flags import FLAGS
+from bamboo_ds.engine.stage.groups import RoleGroups
+from bamboo_ds.engine.stage.layers import Layers
+from bamboo_ds.engine.stage.runtime import BOUND_ATTRIBUTES, RuntimeBinding, StageRuntime
+from bamboo_ds.engine.stage.schedulers import Pristine
+from bamboo_ds.engine.stage.wrappers import stage_optimizer
+from bamboo_ds.engine.telling.beats import Beats
+from bamboo_ds.engine.telling.mismatches import Mismatches
+from bamboo_ds.engine.telling.monitors import JobTags
+from bamboo_ds.engine.telling.recording import Recording
 from bamboo_ds.errors import EpochChanged, FatalLoss, Left, ProtocolError, TransferError, UnsupportedError
 from bamboo_ds.topology import (
     Layout,
@@ -250,10 +250,10 @@ class Member:
             binding, epoch, progress, self.boundaries, self.steps, constructions, Mismatches(1)
         )
         self.copies = Copies(binding, epoch, progress, builder, self.steps, self.snapshots, constructions, times, kept)
-        announcements = Announcements(binding, epoch, progress, joining)
+        announcements = Announcements(binding, epoch, progress)
         self.recovery = RecoveryProtocol(
             *(ds, binding, epoch, progress, tied, builder, self.boundaries, self.replication),
-            *(self.commits, self.copies, supply, saves, history, collectives, joining, checks),
+            *(self.commits, self.copies, supply, saves, history, collectives, joining.take_over, checks),
             *(announcements, recording),
         )
         self.takeover = Takeover(
@@ -367,7 +367,7 @@ class Member:
             self._evaluate()
             self.script.leave()
             with self.script.inside():
-                if not self.joining.active:
+                if not self.progress.joining:
                     self.takeover.run(self.end)
             self.ended = True
         except (FatalLoss, UnsupportedError) as error:
@@ -627,7 +627,7 @@ class World:
         started = all(member.started for member in self.members.values() if not member.job.channel.joiner)
         late = [member for member in self.survivors() if member.job.known.epoch < self.plan.epoch]
         found += [lambda m=member: m.job.push(self.plan) for member in late]
-        joining = [member for member in self.survivors() if member.joining.active and not member.job.dismissed]
+        joining = [member for member in self.survivors() if member.progress.joining and not member.job.dismissed]
         found += [member.job.dismiss for member in joining if self.over()]
         if self.spec.leaves and started and self.leaving is None and self.random.random() < 0.3:
             found.append(self._leave)
@@ -667,7 +667,7 @@ class World:
     def _told(self) -> dict[str, LayoutRecord]:
         """Reports of members whose engines are built; of those that join, once they wait to be admitted."""
         joined = {name for name, record in self._records.items() if record.joiner}
-        waiting = {name for name in joined if self.members[name].joining.active and name in self.waiting}
+        waiting = {name for name in joined if self.members[name].progress.joining and name in self.waiting}
         return {
             name: report
             for name, report in self._reports.items()

@@ -17,7 +17,7 @@ import torch
 from greenlet import greenlet
 
 from bamboo_ds.comm.transport import Lane, Payload
-from bamboo_ds.engine.ring import chunks
+from bamboo_ds.engine.stage.ring import chunks
 from bamboo_ds.errors import EpochChanged, PeerLost, ProtocolError
 from bamboo_ds.topology import Plan
 

@@ -14,11 +14,11 @@ import torch
 
 from bamboo_ds.config import BambooConfig
 from bamboo_ds.control.registry.records import PeerAddress, WorkerState
-from bamboo_ds.engine.block_times import BlockTimes
-from bamboo_ds.engine.bubbles import IdleTimes
-from bamboo_ds.engine.records import Progress
-from bamboo_ds.engine.runtime import RuntimeBinding
-from bamboo_ds.engine.saving import SaveRequest
+from bamboo_ds.engine.checkpoints.saving import SaveRequest
+from bamboo_ds.engine.context.records import Progress
+from bamboo_ds.engine.iteration.block_times import BlockTimes
+from bamboo_ds.engine.iteration.bubbles import IdleTimes
+from bamboo_ds.engine.stage.runtime import RuntimeBinding
 from bamboo_ds.errors import EpochChanged, FatalLoss, Left
 from bamboo_ds.state import split
 from bamboo_ds.topology import BlockSeconds, Layout, Plan, Role
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Saves:
-    """What a member saves, as :class:`bamboo_ds.engine.saving.Saves` collects it.
+    """What a member saves, as :class:`bamboo_ds.engine.checkpoints.saving.Saves` collects it.
 
     Attributes:
         collected: by tag, the state of every role that the member had at its last attempt.
@@ -276,7 +276,7 @@ class StragglersBlockTimes(BlockTimes):
 
 
 class Snapshots:
-    """What a member offers to others, as :class:`bamboo_ds.engine.construction.Snapshots` does.
+    """What a member offers to others, as :class:`bamboo_ds.engine.replicas.construction.Snapshots` does.
 
     Attributes:
         early: how many it has offered when their plan began, not after the operation that it began with.
@@ -310,7 +310,7 @@ class Snapshots:
 
 
 class Fetching:
-    """A transfer, in the place of :func:`bamboo_ds.engine.construction.begin_fetch`.
+    """A transfer, in the place of :func:`bamboo_ds.engine.replicas.construction.begin_fetch`.
 
     It ends at some time, as long as its source lives.
     """

@@ -1,0 +1,305 @@
+"""DeepSpeed's saving, with a copy to host memory in place of every file that it would write, and what follows it.
+
+The members copy their roles in an operation (``operations.checkpointing``). After its commit each writes what it has
+copied, in a thread, and the member that leads completes the checkpoint. Members that are lost meanwhile:
+:meth:`Saves.follow`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
+from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+
+from ...compat import writes_zip_files
+from ...config import CheckpointConfig
+from ...errors import UnsupportedError
+from ...state import spares
+from ...state.checkpoints import CheckpointError, newest_complete, read_manifest
+from ...state.hostcopy import BufferPool, HostCopy
+from ...state.saver import CheckpointSaver
+from ...state.writer import HostFile, SaveResult
+from ...topology import Plan
+from ..context.history import Done, History
+from ..context.records import Progress
+from ..stage.runtime import RuntimeBinding
+
+if TYPE_CHECKING:
+    from ...worker.job import Job
+
+logger = logging.getLogger("bamboo_ds")
+
+#: Seconds that a fatal loss waits for what is being written: it may be what the job goes on from.
+_FATAL_WAIT_S = 60.0
+
+
+class HostCopyEngine(CheckpointEngine):  # type: ignore[misc]
+    """Collects what DeepSpeed saves; otherwise DeepSpeed's own checkpoint engine ``inner``.
+
+    Takes the place of ``engine.checkpoint_engine``. While :meth:`collecting`, ``save`` copies and nothing touches the
+    file system; at other times (loading, ``save_16bit_model``) everything goes to ``inner``.
+
+    Raises:
+        UnsupportedError: ``inner`` is one of DeepSpeed's asynchronous or parallel writers.
+    """
+
+    def __init__(self, inner: CheckpointEngine) -> None:
+        super().__init__()
+        if type(inner) is not TorchCheckpointEngine:
+            raise UnsupportedError(
+                f'DeepSpeed\'s {type(inner).__name__} cannot be used together with "bamboo", which writes checkpoints '
+                'in the background itself: remove "checkpoint.writer" and "datastates_ckpt" from the configuration'
+            )
+        self.name = type(self).__name__
+        self._inner = inner
+        self._pool = BufferPool()
+        self._files: list[HostFile] | None = None
+        self._root = Path()
+
+    @contextmanager
+    def collecting(self, checkpoint: str | Path) -> Iterator[list[HostFile]]:
+        """Collect the files that are saved below ``checkpoint`` (folder and tag) into the list that it gives."""
+        self._root, self._files = Path(checkpoint), []
+        try:
+            yield self._files
+        finally:
+            self._files = None
+
+    def save(self, state_dict: Any, path: str) -> None:
+        """Copy ``state_dict`` to host memory at once (while collecting), else write it."""
+        if self._files is None:
+            self._inner.save(state_dict, path)
+            return
+        name = Path(path).relative_to(self._root).as_posix()
+        copy = HostCopy(state_dict, self._pool)
+        self._files.append(HostFile(name, copy, writes_zip_files(self._inner)))
+
+    def trim(self) -> None:
+        """Free host memory that the copies just made did not use; to be called when all roles are collected."""
+        self._pool.trim()
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        """Nothing while collecting: folders come with their files."""
+        if self._files is None:
+            self._inner.makedirs(path, exist_ok=exist_ok)
+
+    def preserves_storage_sharing(self) -> bool:
+        """Whether DeepSpeed has to clone tensors before it saves them; a copy needs no second one."""
+        return self._files is None and bool(self._inner.preserves_storage_sharing())
+
+    def create(self, info: Any) -> None:
+        self._inner.create(info)
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        return self._inner.load(path, map_location)
+
+    def commit(self, info: Any) -> bool:
+        return bool(self._inner.commit(info))
+
+    def is_data_parallel_writer(self, dp_rank: int) -> bool:
+        return bool(self._inner.is_data_parallel_writer(dp_rank))
+
+
+@dataclass(frozen=True)
+class SaveRequest:
+    """A checkpoint that the script asks for.
+
+    Attributes:
+        folder, tag: as the script gave them.
+        latest: whether DeepSpeed's file ``latest`` is to name it.
+        save: DeepSpeed's own saving of the role that is bound.
+    """
+
+    folder: str
+    tag: str
+    latest: bool
+    save: Callable[[], None]
+
+    def noted(self, save_id: str | None) -> dict[str, Any]:
+        """What the history keeps of it; ``save_id`` is ``None`` if it was left out."""
+        return {"folder": os.path.abspath(self.folder), "tag": self.tag, "save_id": save_id}
+
+
+class Saves:
+    """The checkpoints of one member.
+
+    Args:
+        job: this process's job.
+        settings: ``bamboo.checkpoint``.
+        host: takes the place of the engine's ``checkpoint_engine``.
+        history: what the job has done.
+
+    Attributes:
+        nonce: names this run of the job in the ids of its saves; equal on all members.
+        completed: id of the save that this member has completed last.
+    """
+
+    def __init__(self, job: Job, settings: CheckpointConfig, host: HostCopyEngine, history: History) -> None:
+        self.nonce = ""
+        self.completed = ""
+        self._job, self._host, self._history = job, host, history
+        self._saver = CheckpointSaver(
+            job.channel.job,
+            job.channel.member,
+            keep=settings.keep,
+            on_complete=self._tell_complete,
+            on_failed=self._tell_failed,
+            timeout_s=settings.timeout_s,
+        )
+        self._open = self._tentative = False
+        job.find_checkpoint = self._find
+        job.at_end = self._saver.stop
+
+    # -- a save -------------------------------------------------------------------------------------------
+
+    def save_id(self, epoch: int, sequence: int) -> str:
+        """Name of the attempt in ``epoch`` at the save that is operation ``sequence``."""
+        return f"{self.nonce}-{epoch}-{sequence}"
+
+    def collect(self, request: SaveRequest, plan: Plan, binding: RuntimeBinding, progress: Progress) -> bool:
+        """Copy the roles of this member to host memory. Waits while an earlier checkpoint is being written.
+
+        Args:
+            request: what is to be saved.
+            plan: its owners take part.
+            binding: the runtimes.
+            progress: how far the job is.
+
+        Returns:
+            Whether this member can write; ``False``: the file system hangs in an earlier save.
+
+        Raises:
+            EpochChanged: a loss has interrupted the wait.
+        """
+        self._open = self._tentative = False
+        if not binding.owned():
+            return True
+        binding.use(binding.local)
+        binding.refresh()
+        save_id, count = self.save_id(plan.epoch, progress.sequence), len(self._history)
+        this = Done("save", request.noted(save_id))
+        begun = self._saver.begin(
+            request.folder,
+            request.tag,
+            save_id=save_id,
+            step=binding.local.attributes["global_steps"],
+            layout=plan.world,
+            owners=plan.owners,
+            latest=request.latest,
+            seed=progress.seed,
+            consumed=progress.consumed,
+            lineage=plan.lineage,
+            losses=lambda: self._history.losses(count),
+            history=lambda: self._history.first(count, this),
+            interrupt=self._job.session.check,
+        )
+        if not begun:
+            return False
+        for runtime in binding.owned():
+            binding.use(runtime)
+            with self._host.collecting(Path(request.folder, request.tag)) as files:
+                request.save()
+            self._saver.add(plan.world.rank(runtime.role), files)
+        self._host.trim()
+        self._open = True
+        return True
+
+    def write(self) -> None:
+        """The save takes place: begin to write what was collected."""
+        self._tentative = False
+        if self._open:
+            self._open = False
+            self._saver.submit()
+        else:
+            self._saver.skip()
+
+    def write_and_wait(self) -> None:
+        """Write what was collected, before it is agreed that the save takes place.
+
+        Raises:
+            EpochChanged: a loss has interrupted it. It will be repeated.
+        """
+        self.write()
+        self._tentative = True
+        self.wait()
+
+    def forget(self) -> None:
+        """The save does not take place: some member cannot write."""
+        self._tentative = False
+        if self._open:
+            self._open = False
+            self._saver.abort("left out: a member cannot write")
+
+    def wait(self) -> None:
+        """Wait until this member has nothing to write. Raises ``EpochChanged`` if a loss interrupts that."""
+        self._saver.wait(interrupt=self._job.session.check)
+
+    @property
+    def busy(self) -> bool:
+        """Whether this member has something to write, or may have once the save that it takes part in is agreed on."""
+        return self._open or self._saver.busy
+
+    def poll(self) -> None:
+        """Report what has ended."""
+        self._saver.poll()
+
+    def close(self) -> None:
+        """Wait for what is being written, and end."""
+        self._saver.close()
+
+    # -- losses -------------------------------------------------------------------------------------------
+
+    def follow(self, plan: Plan) -> None:
+        """Members may have been lost; another one may have to lead."""
+        if self._tentative:
+            # Either all had completed it, or it is repeated.
+            self._saver.abort("interrupted by a loss")
+        else:
+            self._saver.follow(plan.members)
+
+    def _find(self, plan: Plan) -> str | None:
+        """The newest complete checkpoint, after a fatal loss: folders tell more than what this member was told."""
+        self.follow(plan)
+        self._saver.wait(_FATAL_WAIT_S)
+        for folder in self._history.save_folders():
+            spares.end(Path(folder), self._job.channel.job)
+            try:
+                newest = newest_complete(folder, self._job.channel.job)
+            except CheckpointError as error:
+                logger.warning("looking for a checkpoint: %s", error)
+                continue
+            if newest is not None:
+                return str(newest.path)
+        return None
+
+    # -- results ------------------------------------------------------------------------------------------
+
+    def _tell_complete(self, result: SaveResult) -> None:
+        self.completed = result.save_id
+        self._job.completed(str(result.path))
+        self._job.channel.event(
+            "checkpoint_saved", step=result.step, path=str(result.path), seconds=result.seconds, bytes=result.total
+        )
+
+    def _tell_failed(self, result: SaveResult) -> None:
+        if result.aborted:
+            return  # it is repeated, or the member that leads tells why
+        path = str(result.folder / result.tag)
+        self._job.channel.event("checkpoint_failed", step=result.step, path=path, reason=result.error)
+
+
+def is_complete(save: dict[str, Any]) -> bool:
+    """Whether the checkpoint of a save in the history is there, and has not been replaced by another one."""
+    if save["save_id"] is None:
+        return False
+    try:
+        return read_manifest(Path(save["folder"], save["tag"])).save_id == save["save_id"]
+    except CheckpointError:
+        return False

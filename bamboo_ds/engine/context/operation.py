@@ -1,0 +1,65 @@
+"""What all members do together between two boundaries, and how it ends.
+
+An *operation* is an iteration, an evaluation, saving a checkpoint, or the end of the script. It ends with one
+all-reduce over all members, its commit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+from typing import Protocol
+
+from ...schedule import RoleProgress
+from ...topology import Role
+
+
+class Outcome(Enum):
+    """How an attempt at an operation has ended on this member."""
+
+    #: It has committed.
+    COMMITTED = "committed"
+    #: The others had committed it: it is finished with the vector that they have told.
+    BEHIND = "behind"
+    #: A loss has interrupted it before its commit.
+    INTERRUPTED = "interrupted"
+
+
+class Operation(Protocol):
+    """One operation."""
+
+    @property
+    def call(self) -> str:
+        """What the script has called for it."""
+
+    def run(self, progress: Mapping[Role, RoleProgress] | None) -> None:
+        """Do it, from ``progress`` if it was interrupted, up to and including the commit."""
+
+    def commit(self) -> None:
+        """Only the commit: all members had entered it."""
+
+    def repeatable(self) -> bool:
+        """Whether this member, which has entered the commit, could enter it again under the current plan."""
+
+    @property
+    def watched(self) -> bool:
+        """Whether it consists of many short instructions, so that one that does not end is a hang."""
+
+    @property
+    def draws(self) -> bool:
+        """Whether it needs batches from the scripts' iterators."""
+
+    @property
+    def takes_steps(self) -> bool:
+        """Whether optimizers step in it."""
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether members may change their plan after it."""
+
+    def finish(self, outcome: Outcome) -> None:
+        """After the commit; no communication that a peer has to take part in at once.
+
+        Args:
+            outcome: ``COMMITTED``, or ``BEHIND``: the others have committed already and are in the next operation.
+        """

@@ -1,0 +1,189 @@
+"""The two records that the parts of the engine share: what holds for an epoch, and how far the job is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ...comm.transport import Transport
+from ...errors import UnsupportedError
+from ...schedule import Decision
+from ...topology import Layout, Plan, Role
+from ..stage.commit import Committed
+from ..stage.layers import Changes
+from ..stage.schedulers import SchedulerPosition
+from .lanes import Lanes
+
+if TYPE_CHECKING:
+    from ...worker.job import Job
+
+
+class CurrentEpoch:
+    """The epoch that this member is in: its plan, and the streams between its members.
+
+    Args:
+        job: this process's job.
+        layout: the logical world.
+        shadow_gradients: whether gradients are also sent to shadows.
+
+    Attributes:
+        channel: to the agent.
+        session: the data plane.
+        member: this member's id.
+        plan, lanes, transport: those of the epoch; there are none before :meth:`enter`.
+        begun: whether this member has entered an epoch.
+        switch_due: all members know of a newer plan that waits for the next boundary.
+        copied: all copies that the plan has made are complete with the operation under way, and the last of them is
+            not before.
+    """
+
+    plan: Plan
+    lanes: Lanes
+    transport: Transport
+
+    def __init__(self, job: Job, layout: Layout, shadow_gradients: bool) -> None:
+        self.job, self.layout = job, layout
+        self.channel, self.session, self.member = job.channel, job.session, job.session.member
+        self._shadow_gradients = shadow_gradients
+        self.begun = self.switch_due = self.copied = False
+
+    def enter(self, plan: Plan) -> None:
+        """Attach to ``plan``'s epoch and open its lanes.
+
+        Raises:
+            EpochChanged: it has ended meanwhile.
+        """
+        if self.begun:
+            self.transport.close()
+        self.job.enter(plan)
+        self.plan = plan
+        self.switch_due = self.copied = False
+        lanes = Lanes(plan, self._shadow_gradients)
+        self.transport = Transport.open(self.session, lanes.all())
+        self.lanes, self.begun = lanes, True  # those of the transport, also if it could not be opened
+
+    @property
+    def leads(self) -> bool:
+        """Whether this member owns the role of rank 0, whose owner speaks for the job."""
+        return self.plan.owners[0] == self.member
+
+    def owns(self, role: Role) -> bool:
+        """Whether this member computes ``role``."""
+        return self.plan.owner(role) == self.member
+
+    def shadows(self, role: Role) -> bool:
+        """Whether this member holds the replica of ``role``."""
+        return self.plan.shadow(role) == self.member
+
+
+@dataclass
+class Recovery:
+    """What a recovery has agreed on and taken over, and its times in seconds on this member's clock.
+
+    Attributes:
+        decision: how the interrupted operation goes on.
+        noticed: when the loss was noticed (a plan arrived or an operation failed).
+        planned: until the plan was there.
+        rebuilt: from the plan until everybody had agreed what to do.
+        forwards_redone: passes of the roles taken over that their lost owners may have done already.
+        backwards_redone: the same of backward passes.
+    """
+
+    decision: Decision
+    noticed: float
+    planned: float
+    rebuilt: float
+    forwards_redone: int
+    backwards_redone: int
+
+
+@dataclass
+class Progress:
+    """How far the job is, and the operation under way.
+
+    Attributes:
+        seed: of the generators of passes and steps, equal on all members.
+        sequence: operations (iterations, evaluations, saves) committed so far, equal on all members.
+        steps: iterations committed so far.
+        consumed: micro-batches of each pipeline that committed iterations have used.
+        vector: sum of the last commit all-reduce.
+        committed: the same, decoded, of the current iteration.
+        paused: seconds for which this member entered other plans since the last iteration.
+        entered: everything that the current operation's commit needs of this member is there.
+        resumed: the current operation was interrupted, and goes on from what there was.
+        call: number and name (see :class:`~.operation.Operation`) of the operation that the script is in.
+        evaluating: an evaluation runs.
+        joining: this member waits to be admitted to the job.
+        at_boundary: the script has not gone on since the last operation.
+        redone: of parts (by their first block) of roles taken over in the current operation: how many forward and
+            backward passes others have used the results of.
+        taken_over: roles that are this member's since the last operation ended, after a loss or a planned change alike.
+        recovery: the last recovery, until it is reported.
+        pending: what a recovery has decided, for the operation under way or the next one.
+        position: where the scheduler of the local role stood when the iteration began.
+        changed: names of parameters, buffers and numbers of the local role that the script has changed since the last
+            iteration began; their holders elsewhere get them with that iteration's end.
+        known_changes: what the scripts had changed of all roles when the plan began.
+        assigned: what this member's script has assigned since the engine was built, as members compare it.
+        told_assigned: fingerprint of the same of lost owners, by role, with the operation that they had begun.
+    """
+
+    seed: int
+    sequence: int = 0
+    steps: int = 0
+    consumed: int = 0
+    vector: tuple[float, ...] | None = None
+    committed: Committed | None = None
+    paused: float = 0.0
+    entered: bool = False
+    resumed: bool = False
+    call: tuple[int, str] | None = None
+    evaluating: bool = False
+    joining: bool = False
+    at_boundary: bool = False
+    redone: dict[tuple[Role, int], tuple[int, int]] = field(default_factory=dict)
+    taken_over: set[Role] = field(default_factory=set)
+    recovery: Recovery | None = None
+    pending: Decision | None = None
+    position: SchedulerPosition | None = None
+    changed: set[str] = field(default_factory=set)
+    known_changes: dict[Role, Changes] = field(default_factory=dict)
+    assigned: dict[str, str] = field(default_factory=dict)
+    told_assigned: dict[Role, tuple[int, int]] = field(default_factory=dict)
+
+    @property
+    def agreed(self) -> Committed:
+        """What the commit of the current iteration has agreed on."""
+        assert self.committed is not None
+        return self.committed
+
+    @contextmanager
+    def calling(self, name: str) -> Iterator[None]:
+        """The body is the next operation, which the script has called as ``name``."""
+        self.call = self.sequence, name
+        try:
+            yield
+        finally:
+            self.call = None
+
+    def check_idle(self) -> None:
+        """Raise :class:`UnsupportedError` where what an operation calls of the script calls the engine."""
+        if self.call is not None:
+            raise UnsupportedError(
+                f"the engine was called by a function that its {self.call[1]} has called: functions of "
+                "bamboo_ds.for_each_stage and bamboo_ds.on_plan_change must not call the engine"
+            )
+
+    def end_operation(self) -> None:
+        """The operation under way is finished."""
+        self.entered = False
+        self.redone.clear()
+        self.taken_over.clear()
+        self.sequence += 1
+
+    def go_on_from(self, decision: Decision) -> None:
+        """The next operation begins as ``decision`` of a recovery between two operations says."""
+        begun = any(done.begun for done in decision.progress.values())
+        self.pending = decision if begun or decision.behind or decision.mode == "commit" else None

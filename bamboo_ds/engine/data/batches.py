@@ -1,0 +1,385 @@
+"""Batches of one operation (an iteration or an evaluation), drawn once and kept until it commits."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from ...comm.transport import Lane, Payload, Transport
+from ...errors import ProtocolError, UnsupportedError
+from ...state import join, split
+from ..stage.tracing import checksum
+from .dataset import Dataset
+
+PARTS = ("inputs", "labels")
+
+#: Makes a context in which the script's own code runs.
+ForScript = Callable[[], AbstractContextManager[object]]
+
+
+def as_payload(part: str, value: Any) -> Payload:
+    """A part of a batch in a form that a lane carries.
+
+    Raises:
+        UnsupportedError: it is neither ``None``, a tensor, nor a list or tuple of tensors.
+    """
+    if value is None or torch.is_tensor(value):
+        return value
+    if isinstance(value, (list, tuple)) and all(torch.is_tensor(x) for x in value):
+        return tuple(value)
+    raise UnsupportedError(
+        f"the {part} of a batch are a {type(value).__name__}: with redundancy they must be None, a tensor, or a tuple "
+        "of tensors, since other members may need them"
+    )
+
+
+def as_message(batch: Any) -> tuple[torch.Tensor, ...]:
+    """What has tensors in it, such as a whole batch, in a form that a lane carries; see :func:`from_message`.
+
+    Raises:
+        UnsupportedError: there is something in it other than tensors, numbers, text, lists, tuples and dictionaries.
+    """
+    text, tensors = split(batch)
+    return (torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8), *tensors)
+
+
+def from_message(payload: Payload) -> Any:
+    """What :func:`as_message` was given."""
+    assert isinstance(payload, tuple)
+    return join(payload[0].cpu().numpy().tobytes().decode(), payload[1:])
+
+
+def digest(value: Any, crc: int = 0) -> int:
+    """CRC-32 of what is in ``value``, going on from ``crc``: of tensors all they contain, of other objects the type."""
+    leaves, structure = tree_flatten(value)
+    crc = zlib.crc32(str(structure).encode(), crc)
+    for leaf in leaves:
+        if torch.is_tensor(leaf) and leaf.layout is torch.strided:
+            crc = checksum(leaf, crc)
+        else:
+            plain = leaf is None or isinstance(leaf, (bool, int, float, str, bytes))
+            crc = zlib.crc32(repr(leaf if plain else type(leaf)).encode(), crc)
+    return crc
+
+
+def _copied(batch: Any) -> Any:
+    """``batch`` with tensors of its own."""
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), batch)
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where this member's batches of one pipeline come from in an operation.
+
+    Attributes:
+        iterator: of the script; ``None``: this member is no source.
+        process: applied to each batch.
+        parts: what this member takes from the iterator; other parts it receives.
+        shared: every member that needs batches has such an iterator, so none serves others.
+        whole: batches have no known parts yet, and are sent as they are.
+    """
+
+    iterator: Iterator[Any] | None = None
+    process: Callable[[Any], Any] | None = None
+    parts: tuple[str, ...] = PARTS
+    shared: bool = False
+    whole: bool = False
+
+
+@dataclass(frozen=True)
+class Served:
+    """What this member sends on a lane.
+
+    Attributes:
+        part: of batches.
+        first: micro-batch that comes next.
+        apart: only where the ends of the pipeline are, since the other member has an iterator, too.
+    """
+
+    part: str
+    first: int
+    apart: bool = False
+
+
+class PipelineBatches:
+    """The micro-batches of one pipeline in the current operation.
+
+    A *source* has an iterator and draws from it; any other member that computes or shadows an end of the pipeline
+    receives what it needs from a source. Where the ends of the pipeline are apart (:mod:`~bamboo_ds.topology.sources`)
+    a source takes only the part of its own end from its iterator. What was drawn or received is kept until :meth:`end`,
+    so a takeover never draws again: each sample is consumed once.
+
+    Args:
+        for_script: iterators and what processes their batches run in it.
+    """
+
+    def __init__(self, for_script: ForScript = nullcontext) -> None:
+        self._for_script = for_script
+        self._source = Source()
+        self._apart = False
+        self._drawn: list[Any] = []
+        self._digest = 0
+        self._received: dict[str, list[Payload]] = {part: [] for part in PARTS}
+        self._transport: Transport | None = None
+        self._serving: dict[Lane, Served] = {}
+        self._sources: dict[str, Lane] = {}
+
+    def set_source(self, source: Source, apart: bool = False) -> None:
+        """An operation begins: where batches come from in it, and whether the ends of the pipeline are apart."""
+        self._source, self._apart = source, apart
+
+    @property
+    def digest(self) -> int | None:
+        """Checksum of all that was drawn here in this operation; ``None``: this member is no source."""
+        return None if self._source.iterator is None or self._source.shared else self._digest
+
+    @property
+    def own(self) -> tuple[str, ...]:
+        """Parts that this member draws."""
+        return () if self._source.iterator is None else self._source.parts
+
+    @property
+    def received(self) -> dict[str, int]:
+        """How many inputs and labels this member has received in this operation."""
+        return {part: len(values) for part, values in self._received.items()}
+
+    def connect(
+        self,
+        transport: Transport,
+        serving: Mapping[Lane, Served],
+        sources: Mapping[str, Lane],
+    ) -> None:
+        """Use the lanes of a new epoch.
+
+        Args:
+            transport: the epoch's.
+            serving: lanes on which this member, a source, sends a part.
+            sources: the lanes on which this member receives each part.
+        """
+        self._transport, self._serving, self._sources = transport, dict(serving), dict(sources)
+        self._serve()
+
+    def batch(self, micro_batch: int, inputs: bool, labels: bool) -> Any:
+        """Batch ``micro_batch``: a source's own, or the parts asked for (all of it where batches are sent as they are).
+
+        Draws or receives what is missing.
+
+        Raises:
+            StopIteration: the iterator is exhausted.
+            EpochChanged: while a part was awaited.
+        """
+        wanted = [part for part, asked in zip(PARTS, (inputs, labels), strict=True) if asked]
+        if self._source.whole:
+            wanted = wanted[:1]  # which gives all of it
+        if set(wanted) <= set(self.own):
+            self._draw(micro_batch + 1)
+            return self._drawn[micro_batch]
+        if self._source.whole:
+            return from_message(self._part(wanted[0], micro_batch))
+        return tuple(self._part(part, micro_batch) if part in wanted else None for part in PARTS)
+
+    def _draw(self, count: int) -> None:
+        while len(self._drawn) < count:
+            source = self._source
+            assert source.iterator is not None
+            with self._for_script():
+                batch = next(source.iterator)
+                if source.process is not None:
+                    batch = source.process(batch)
+            # The iterator may fill the same tensors again: DeepSpeed copies what it loads, too.
+            self._drawn.append(_copied(batch))
+            if not source.shared:
+                seen = batch if source.whole or not isinstance(batch, (list, tuple)) else batch[: len(PARTS)]
+                self._digest = digest(seen, self._digest)
+            self._serve()
+
+    def _part(self, part: str, micro_batch: int) -> Payload:
+        values = self._received[part]
+        while len(values) <= micro_batch:
+            lane = self._sources.get(part)
+            if lane is None or self._transport is None:
+                raise ProtocolError(f"nobody sends the {part} of micro-batch {micro_batch} to this member")
+            values.append(self._transport.recv(lane, len(values)))
+        return values[micro_batch]
+
+    def ready(self, micro_batch: int, part: str) -> bool:
+        """Whether :meth:`batch` would not wait for another member for this part."""
+        if part in self.own or len(self._received[part]) > micro_batch:
+            return True
+        lane = self._sources.get(part)
+        if lane is None or self._transport is None or len(self._received[part]) < micro_batch:
+            return False
+        return self._transport.ready(lane)
+
+    def draw_ahead(self, micro_batches: int) -> None:
+        """Draw everything that others need now."""
+        if self._source.iterator is not None and self._in_use() and not self._source.shared:
+            self._draw(micro_batches)
+
+    def complete(self, micro_batches: int) -> None:
+        """A source draws what it has not needed, so that all sources consume the same number of batches."""
+        if self._source.iterator is not None and (self._drawn or not self._source.shared):
+            self._draw(micro_batches)
+
+    def end(self, micro_batches: int) -> None:
+        """The operation has committed: take in what was not needed and forget everything.
+
+        It has arrived already: its sender drained its sends before it entered the commit.
+        """
+        for part in self._sources:
+            if part not in self.own:
+                self._part(part, micro_batches - 1)
+        self.drop()
+
+    def drop(self) -> None:
+        """Forget everything of the current operation."""
+        self._drawn.clear()
+        self._digest = 0
+        for values in self._received.values():
+            values.clear()
+        self._serving = {lane: replace(served, first=0) for lane, served in self._serving.items()}
+
+    def _in_use(self) -> dict[Lane, Served]:
+        """Lanes on which this member sends in this operation."""
+        return {lane: served for lane, served in self._serving.items() if self._apart or not served.apart}
+
+    def _serve(self) -> None:
+        if self._source.shared:
+            return
+        for lane, served in self._in_use().items():
+            for m in range(served.first, len(self._drawn)):
+                assert self._transport is not None
+                batch, part = self._drawn[m], served.part
+                message = as_message(batch) if self._source.whole else as_payload(part, batch[PARTS.index(part)])
+                self._transport.send(lane, m, message)
+            self._serving[lane] = replace(served, first=max(served.first, len(self._drawn)))
+
+
+class Batches:
+    """The micro-batches of all pipelines that this member has to do with, in the current operation.
+
+    Args:
+        slices: tensor slices, each with a pipeline of its own. With several batches are sent as they are drawn.
+        for_script: see :class:`PipelineBatches`.
+    """
+
+    def __init__(self, slices: int = 1, for_script: ForScript = nullcontext) -> None:
+        self._slices, self._for_script = slices, for_script
+        self._pipelines: dict[int, PipelineBatches] = {}
+        self._shared = self._apart = False
+        self._sources: Callable[[int], Source] = lambda pipeline: Source()
+
+    @property
+    def shared(self) -> bool:
+        """Whether everybody reads batches from the dataset."""
+        return self._shared
+
+    def __getitem__(self, pipeline: int) -> PipelineBatches:
+        batches = self._pipelines.get(pipeline)
+        if batches is None:
+            batches = self._pipelines[pipeline] = PipelineBatches(self._for_script)
+            self._set_source(pipeline)
+        return batches
+
+    @property
+    def apart(self) -> bool:
+        """Whether the ends of a pipeline are in this operation."""
+        return self._apart
+
+    def _set_source(self, pipeline: int) -> None:
+        source = self._sources(pipeline)
+        process = source.process if self._slices == 1 else None
+        source = replace(source, process=process, whole=self._slices > 1)
+        self._pipelines[pipeline].set_source(source, self._apart)
+
+    def use_iterator(self, pipeline: int, source: Source, apart: bool) -> None:
+        """In this operation batches come from the script's iterators, this member's being for ``pipeline``.
+
+        Args:
+            pipeline: whose end this member's script runs as.
+            source: this member's.
+            apart: the ends of a pipeline are.
+        """
+        self._sources = lambda d: source if d == pipeline else Source()
+        self._begin(shared=False, apart=apart)
+        if source.iterator is not None:
+            self[pipeline]  # drawn from in any case, to keep pace with the other sources
+
+    def use_dataset(self, dataset: Dataset, position: int, process: Callable[[Any], Any] | None) -> None:
+        """In this operation everybody reads batches, from number ``position`` of each pipeline on."""
+
+        def read(pipeline: int) -> Iterator[Any]:
+            at = position
+            while True:
+                yield dataset.batch(pipeline // self._slices, at)
+                at += 1
+
+        self._sources = lambda pipeline: Source(read(pipeline), process, shared=True)
+        self._begin(shared=True, apart=False)
+
+    def _begin(self, shared: bool, apart: bool) -> None:
+        self._shared, self._apart = shared, apart
+        for pipeline in self._pipelines:
+            self._set_source(pipeline)
+
+    def skip(self, iterator: Iterator[Any], process: Callable[[Any], Any] | None, count: int) -> None:
+        """Draw what the others drew in an operation that is replayed; ``process`` may draw random numbers, too."""
+        with self._for_script():
+            for _ in range(count):
+                batch = next(iterator)
+                if process is not None and self._slices == 1:
+                    process(batch)
+
+    @property
+    def received(self) -> dict[str, dict[str, int]]:
+        """How much of each part of each pipeline (by its number as text) has been received in this operation."""
+        return {str(pipeline): batches.received for pipeline, batches in self._pipelines.items()}
+
+    def connect(
+        self,
+        transport: Transport,
+        serving: Iterable[tuple[int, Lane, Served]],
+        sources: Iterable[tuple[int, Lane, str]],
+    ) -> None:
+        """Use the lanes of a new epoch, see :meth:`PipelineBatches.connect`.
+
+        Args:
+            transport: the epoch's.
+            serving: pipeline, lane and what is sent, where this member serves others.
+            sources: pipeline, lane and part, where it is served.
+        """
+        outgoing: dict[int, dict[Lane, Served]] = {}
+        incoming: dict[int, dict[str, Lane]] = {}
+        for pipeline, lane, served in serving:
+            outgoing.setdefault(pipeline, {})[lane] = served
+        for pipeline, lane, part in sources:
+            incoming.setdefault(pipeline, {})[part] = lane
+        for pipeline in sorted({*self._pipelines, *outgoing, *incoming}):
+            self[pipeline].connect(transport, outgoing.get(pipeline, {}), incoming.get(pipeline, {}))
+
+    def draw_ahead(self, micro_batches: int, eager: Callable[[int], bool]) -> None:
+        """See :meth:`PipelineBatches.draw_ahead`; ``eager``: of which pipelines."""
+        for pipeline, batches in self._pipelines.items():
+            if eager(pipeline):
+                batches.draw_ahead(micro_batches)
+
+    def complete(self, micro_batches: int) -> None:
+        """See :meth:`PipelineBatches.complete`."""
+        for batches in self._pipelines.values():
+            batches.complete(micro_batches)
+
+    def end(self, micro_batches: int) -> None:
+        """See :meth:`PipelineBatches.end`."""
+        for batches in self._pipelines.values():
+            batches.end(micro_batches)
+
+    def drop(self) -> None:
+        """See :meth:`PipelineBatches.drop`."""
+        for batches in self._pipelines.values():
+            batches.drop()

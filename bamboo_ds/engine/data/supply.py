@@ -1,0 +1,204 @@
+"""Where the batches of an operation come from, and the account of what iterations have consumed."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...errors import EpochChanged, UnsupportedError
+from ...topology import Plan, Role, batch_sources, hungry
+from ..context.history import History, Kind
+from ..context.lanes import BATCH_PARTS, Stream
+from ..context.records import CurrentEpoch, Progress
+from ..stage.deepspeed_adapter import DeepSpeedAdapter
+from ..stage.runtime import RuntimeBinding
+from .accounts import Accounts, Consumed
+from .batches import PARTS, Batches, Served, Source
+from .dataset import Dataset
+
+logger = logging.getLogger("bamboo_ds")
+
+
+@dataclass(eq=False)
+class Needs:
+    """What the leader is told of iterators, so that it keeps members that draw from them, or has new ones started.
+
+    Args:
+        report: tells the leader of this member's engine.
+        iterators: batches come from the script's iterators.
+        apart: both ends of each pipeline need a member with theirs.
+    """
+
+    report: Callable[[bool, bool], None]
+    iterators: bool
+    apart: bool = False
+
+    def tell(self, iterators: bool | None = None, apart: bool | None = None) -> None:
+        """Tell what has changed."""
+        before = self.iterators, self.apart
+        self.iterators = self.iterators if iterators is None else iterators
+        self.apart = self.apart if apart is None else apart
+        if (self.iterators, self.apart) != before:
+            self.tell_all()
+
+    def tell_all(self) -> None:
+        """Tell it, whether it has changed or not."""
+        self.report(self.iterators, self.apart)
+
+
+@dataclass(eq=False)
+class BatchSupply:
+    """Supplies batches to the roles of this member, and through it to others.
+
+    Inputs come from the iterator at the first stage and labels from that at the last one, as in DeepSpeed. Every
+    operation compares what both give. Once that was the same in all operations of a kind (iterations, evaluations), and
+    as long as it is, either iterator serves for both.
+    """
+
+    ds: DeepSpeedAdapter
+    binding: RuntimeBinding
+    epoch: CurrentEpoch
+    progress: Progress
+    batches: Batches
+    accounts: Accounts
+    dataset: Dataset | None
+    dataset_iterator: Any
+    history: History
+    needs: Needs
+    _feeding: frozenset[int] = field(default=frozenset(), init=False)
+
+    # -- sources ------------------------------------------------------------------------------------------
+
+    def use_training(self) -> None:
+        """The next operation is an iteration."""
+        if self.dataset is not None and self.ds.data_iterator is self.dataset_iterator:
+            self.batches.use_dataset(self.dataset, self.progress.consumed, self.ds.batch_fn)
+        else:
+            self.use_iterator("train", self.ds.data_iterator)
+
+    def use_iterator(self, kind: Kind, iterator: Any) -> None:
+        """In the next operation, one of ``kind``, batches come from the script's ``iterator``.
+
+        Of several slices mostly the first one has an iterator, and ``batch_fn`` gives the others what it has read.
+        """
+        role, apart = self.binding.local.role, self.history.alike(kind) is not True
+        if self.epoch.member not in batch_sources(self.epoch.plan, role.pipeline):
+            iterator = None
+        elif iterator is None:
+            makes = self.epoch.layout.slices > 1 or self.ds.batch_fn is not None
+            iterator = itertools.repeat(None) if makes else _none(self.epoch.layout.rank(role))
+        at = role.stage == 0, role.stage == self.epoch.layout.stages - 1
+        own = tuple(part for part, here in zip(PARTS, at, strict=True) if here or not apart)
+        self.batches.use_iterator(role.pipeline, Source(iterator, self.ds.batch_fn, own), apart)
+
+    def hungry(self) -> list[int]:
+        """Ranks whose iterators the operation under way needs, and that no member runs as; with others that serve."""
+        return [rank for group in hungry(self.epoch.plan, self.batches.apart) for rank in group]
+
+    def note_ends(self, kind: Kind, alike: bool | None) -> None:
+        """An operation of ``kind``, which is yet to be added to the history, has compared the ends of pipelines."""
+        first = alike is False and self.history.alike(kind) is not False
+        self.needs.tell(apart=self.history.differs or alike is False)
+        if not first:
+            return
+        what = "train_batch" if kind == "train" else "eval_batch"
+        logger.warning(
+            "the iterators that the first and the last stage give to %s differ. As in DeepSpeed, inputs are taken from "
+            "the first stage and labels from the last one, so that each of them must be drawn from. When the process "
+            "of an end is lost, training waits until a worker that draws its batches has run the script up to there",
+            what,
+        )
+        if self.epoch.leads:
+            self.epoch.channel.event(
+                "iterators_differ", epoch=self.epoch.plan.epoch, step=self.progress.steps, call=what
+            )
+
+    def skip(self, iterator: Any, count: int) -> None:
+        """Draw what the others drew from their iterators in an operation that is replayed."""
+        at_end = self.binding.local.role.stage in (0, self.epoch.layout.stages - 1)
+        if at_end and iterator is not None and iterator is not self.dataset_iterator:
+            self.batches.skip(iterator, self.ds.batch_fn, count)
+
+    # -- lanes --------------------------------------------------------------------------------------------
+
+    def connect(self, received: Mapping[str, Mapping[str, Mapping[str, int]]]) -> None:
+        """Use the lanes of a new epoch, given what each member has received of this operation."""
+        member, plan = self.epoch.member, self.epoch.plan
+        serving, sources, feeding = [], [], set()
+        for (stream, role), lane in self.epoch.lanes.streams.items():
+            part = BATCH_PARTS.get(stream)
+            if part is None:
+                continue
+            if lane.source == member:
+                has = received.get(lane.destination, {}).get(str(role.pipeline), {})
+                apart = lane.destination in batch_sources(plan, role.pipeline)
+                serving.append((role.pipeline, lane, Served(part, has.get(part, 0), apart)))
+                waits = stream is Stream.INPUTS or plan.lending(role) is not None
+                if part == "inputs" and (waits or not apart):
+                    feeding.add(role.pipeline)
+            if lane.destination == member:
+                sources.append((role.pipeline, lane, part))
+        self._feeding = frozenset(feeding)
+        self.batches.connect(self.epoch.transport, serving, sources)
+
+    def draw_ahead(self, micro_batches: int) -> None:
+        """Draw now what others could otherwise wait for in vain: inputs, and all where no pass here draws in time."""
+        runtimes, stages = self.binding.runtimes, self.epoch.layout.stages
+
+        def eager(pipeline: int) -> bool:
+            ends = [runtimes[role] for stage in (0, stages - 1) if (role := Role(pipeline, stage)) in runtimes]
+            # One that was taken over with its reduced gradients does no passes any more.
+            passing = [end for end in ends if (end.owned or end.helps) and end.reduced is None]
+            own = [name in self.batches[pipeline].own for name in PARTS]
+            at = [end.at_ends(part, stages) for end in passing for part in end.parts]
+            draws = any(drawn and here for each in at for drawn, here in zip(own, each, strict=True))
+            return pipeline in self._feeding or not draws
+
+        self.batches.draw_ahead(micro_batches, eager)
+
+    def collect_leftovers(self, micro_batches: int, gradients: bool) -> None:
+        """Take in labels (and gradients for shadows) that were not needed; their senders drained before the commit."""
+        try:
+            self.batches.end(micro_batches)
+            for (stream, _), lane in self.epoch.lanes.streams.items() if gradients else ():
+                if stream is Stream.SHADOW_GRADIENT and lane.destination == self.epoch.member:
+                    # Those of the next iteration depend on what this member does in it.
+                    self.epoch.transport.take(lane)
+        except EpochChanged:
+            # The operation has committed; what was left of it in the lanes is gone with their epoch.
+            self.batches.drop()
+
+    # -- the ledger ---------------------------------------------------------------------------------------
+
+    def account(self) -> None:
+        """Write what the iteration that has just committed has consumed, if there is a ledger."""
+        if not self.accounts.on:
+            return
+        self.binding.refresh()
+        self.accounts.commit(
+            Consumed(
+                step=self.progress.steps,
+                global_step=self.binding.local.attributes["global_steps"],
+                checksums=self.progress.agreed.consumed,
+                position=self.progress.consumed - self.ds.micro_batches if self.batches.shared else None,
+            )
+        )
+        self.write_ledger(self.epoch.plan)
+
+    def write_ledger(self, plan: Plan) -> None:
+        """Write the lines of the last iteration that are due under ``plan``."""
+        with self.binding.for_script():  # a dataset may tell its length itself
+            self.accounts.write(plan, self.dataset)
+
+
+def _none(rank: int) -> Iterator[Any]:
+    """The iterator of a script that gives none at an end of a pipeline."""
+    raise UnsupportedError(
+        f"the script gives no iterator at rank {rank}: DeepSpeed takes the inputs of a pipeline from an iterator at "
+        "its first stage and the labels from one at its last stage. Give train_batch and eval_batch one at both, with "
+        "anything for the part that is not looked at, or make batches by set_batch_fn"
+    )
+    yield

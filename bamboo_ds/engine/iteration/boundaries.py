@@ -1,0 +1,154 @@
+"""What crosses the boundaries of stages: activations, gradients, and what of them is kept for a takeover."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ...comm.transport import Lane, Payload
+from ...errors import ProtocolError
+from ...schedule import Hosts
+from ...topology import Role
+from ..context.lanes import Stream
+from ..context.records import CurrentEpoch, Progress
+from ..stage.deepspeed_adapter import DeepSpeedAdapter
+from ..stage.runtime import RuntimeBinding
+from .bubbles import IdleTimes
+
+
+@dataclass(eq=False)
+class Boundaries:
+    """Sends and receives for the bound role, and the part of it that passes act on.
+
+    Attributes:
+        hosts: who computes the parts of every role in this iteration, by rank.
+    """
+
+    ds: DeepSpeedAdapter
+    binding: RuntimeBinding
+    epoch: CurrentEpoch
+    progress: Progress
+    idle: IdleTimes
+    retain: bool
+    hosts: Hosts = field(default=(), init=False)
+    _waits: dict[Hashable, float] = field(default_factory=dict, init=False)  # begin of each bubble in progress
+
+    # -- activations and gradients ------------------------------------------------------------------------
+
+    def send_activations(self, buffer_id: int) -> None:
+        """Send the outputs of a micro-batch to the next part or stage."""
+        part = self.binding.current.part
+        self._send_on(self._outgoing(+1), buffer_id, self._kept(part.activations, buffer_id))
+
+    def send_grads(self, buffer_id: int) -> None:
+        """Send the gradients of a micro-batch's inputs to the part or stage before, and to a shadow that uses them."""
+        runtime = self.binding.current
+        payload = self._kept(runtime.part.gradients, buffer_id)
+        self._send_on(self._outgoing(-1), buffer_id, payload)
+        shadow = self.epoch.lanes.get((Stream.SHADOW_GRADIENT, Role(runtime.role.pipeline, runtime.role.stage - 1)))
+        if shadow is not None and runtime.part.begin == 0 and not self.progress.resumed:
+            self._send_on(shadow, buffer_id, payload)
+
+    def resend_activation(self, buffer_id: int) -> None:
+        """Send outputs again, to the new owner of the next part or stage."""
+        self._send_on(self._outgoing(+1), buffer_id, self.binding.current.part.activations[buffer_id])
+
+    def resend_grad(self, buffer_id: int) -> None:
+        """Send gradients again, to the new owner of the part or stage before."""
+        self._send_on(self._outgoing(-1), buffer_id, self.binding.current.part.gradients[buffer_id])
+
+    def recv_activations(self, buffer_id: int) -> None:
+        """Receive the inputs of a micro-batch."""
+        lane = self.incoming("activation")
+        if lane is None:
+            front, _ = self.binding.current.parts
+            payload = front.activations[buffer_id]
+        else:
+            payload = self.receive(lane, buffer_id, self.place("activation", buffer_id))
+        self.ds.pipe_buffers["inputs"][buffer_id] = as_leaves(payload)
+
+    def recv_grads(self, buffer_id: int) -> None:
+        """Receive the gradients of a micro-batch's outputs."""
+        lane = self.incoming("grad")
+        if lane is None:
+            _, rear = self.binding.current.parts
+            self.ds.grad_layer = rear.gradients[buffer_id]
+        else:
+            self.ds.grad_layer = self.receive(lane, buffer_id, self.place("grad", buffer_id))
+
+    def place(self, awaits: str, buffer_id: int) -> Hashable:
+        """Names a receive of the current part."""
+        runtime = self.binding.current
+        return runtime.role, awaits, buffer_id, runtime.part.begin
+
+    def incoming(self, awaits: str) -> Lane | None:
+        """The lane that ``activation`` or ``grad`` comes on; ``None``: from another part of the stage, here."""
+        runtime, forward = self.binding.current, awaits == "activation"
+        if runtime.part.begin > 0 if forward else runtime.part.end < runtime.blocks:
+            if len(runtime.parts) > 1:
+                return None
+            return self.epoch.lanes[Stream.INNER_ACTIVATION if forward else Stream.INNER_GRADIENT, runtime.role]
+        other = self._computer(runtime.role.stage + (-1 if forward else 1), last=forward)
+        return self.epoch.lanes.between(
+            Stream.ACTIVATION if forward else Stream.GRADIENT, runtime.role, other, self.epoch.member
+        )
+
+    def _outgoing(self, step: int) -> Lane | None:
+        """The lane to the next part or stage (``step`` 1) or the one before (-1); ``None`` as above."""
+        runtime, forward = self.binding.current, step > 0
+        if runtime.part.end < runtime.blocks if forward else runtime.part.begin > 0:
+            if len(runtime.parts) > 1:
+                return None
+            return self.epoch.lanes[Stream.INNER_ACTIVATION if forward else Stream.INNER_GRADIENT, runtime.role]
+        target = Role(runtime.role.pipeline, runtime.role.stage + step)
+        other = self._computer(target.stage, last=not forward)
+        return self.epoch.lanes.between(
+            Stream.ACTIVATION if forward else Stream.GRADIENT, target, self.epoch.member, other
+        )
+
+    def _computer(self, stage: int, last: bool) -> str:
+        """Who computes the last or the first part of another stage of the current pipeline."""
+        rank = self.epoch.layout.rank(Role(self.binding.current.role.pipeline, stage))
+        return self.hosts[rank][-1 if last else 0]
+
+    def _kept(self, store: dict[int, Payload], micro_batch: int) -> Payload:
+        """What is sent; it stays in ``store`` until commit if a takeover could need it."""
+        return store[micro_batch] if self.retain else store.pop(micro_batch)
+
+    def _send_on(self, lane: Lane | None, micro_batch: int, payload: Payload) -> None:
+        if lane is not None:
+            self.epoch.transport.send(lane, micro_batch, payload)
+
+    # -- bubbles ------------------------------------------------------------------------------------------
+
+    def begin_wait(self, place: Hashable) -> float:
+        """A bubble begins before the receive at ``place``; returns its begin."""
+        self._waits[place] = begin = time.monotonic()
+        return begin
+
+    def receive(self, lane: Lane, sequence: int, place: Hashable) -> Payload:
+        """Receive, and remember for how long the member would have been idle at ``place``."""
+        arrival = self.epoch.transport.arrival(lane)
+        payload = self.epoch.transport.recv(lane, sequence)
+        begin = self._waits.pop(place, None)
+        if begin is not None:
+            self.idle.observe(place, (arrival if arrival is not None else time.monotonic()) - begin)
+        return payload
+
+    def forget(self) -> None:
+        """Forget all waits: the schedule changes."""
+        self._waits.clear()
+        self.idle.forget()
+
+
+def as_leaves(payload: Payload) -> Any:
+    """Received activations as autograd leaves: floating-point tensors collect gradients."""
+    if payload is None:
+        raise ProtocolError("a message of activations carries no tensor")
+    if torch.is_tensor(payload):
+        return payload.detach().requires_grad_(payload.is_floating_point())
+    return tuple(t.detach().requires_grad_(t.is_floating_point()) for t in payload)

@@ -1,0 +1,152 @@
+"""The commit: one all-reduce over all members, with which an operation has taken place."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ...errors import Isolated, UnsupportedError
+from ...topology import Role, end_sources
+from ..checkpoints.saving import Saves
+from ..context.records import CurrentEpoch, Progress
+from ..data.accounts import Accounts
+from ..data.batches import Batches
+from ..replicas.construction import Construction
+from ..script.assigned import NOT_ALIKE, agree, differing, fingerprint
+from ..stage.commit import Committed, Contribution, Form, Measured, decode, encode
+from ..stage.deepspeed_adapter import DeepSpeedAdapter
+from ..stage.runtime import RuntimeBinding, StageRuntime
+from .exactness import ExactChecks
+
+
+@dataclass(eq=False)
+class Commits:
+    """Enters commits for this member."""
+
+    ds: DeepSpeedAdapter
+    binding: RuntimeBinding
+    epoch: CurrentEpoch
+    progress: Progress
+    batches: Batches
+    accounts: Accounts
+    saves: Saves
+    checks: ExactChecks
+    constructions: Mapping[Role, Construction]
+
+    def commit_iteration(self) -> None:
+        """Commit the iteration, all of whose gradients are reduced and replicated."""
+        self.batches.complete(self.ds.micro_batches)
+        self.epoch.transport.drain()
+        self.progress.entered = True
+        self.agree(encode(self.epoch.layout, self.form(), self._contribution()))
+
+    def agree(self, vector: torch.Tensor, fenced: bool = True) -> None:
+        """Make the sum of ``vector`` (float64) over all members that of the commit of an operation.
+
+        Every member also tells the newest epoch that it could enter. When all know of a new one, all switch after
+        this operation. And it tells how many replicas it builds, and how many of them will take longer than this
+        operation. A member that may not commit now (see :mod:`bamboo_ds.control.fencing`) waits before it, unless
+        nothing follows from the operation that others could contradict (``fenced`` false).
+        """
+        if fenced:
+            self.epoch.job.await_fence()
+        self.epoch.session.confirm("entering a commit")
+        far = sum(not construction.near for construction in self.constructions.values())
+        assigned = float(self._fingerprint())
+        copies = torch.tensor([len(self.constructions), far, assigned, assigned**2], dtype=torch.float64)
+        total = self.epoch.transport.all_reduce(torch.cat([vector, copies, self._newest()])).tolist()
+        if fenced:
+            self.epoch.job.await_fence()  # what was on its way for long may come too late
+        self.progress.vector, rest = tuple(total[: len(vector)]), total[len(vector) :]
+        begun, left, sum_, squares, *newest = rest
+        if not agree(len(self.epoch.plan.members), sum_, squares):
+            self._refuse_difference()
+        self.epoch.copied = begun > left == 0
+        self.epoch.switch_due = min(newest) > self.epoch.plan.epoch
+
+    def _fingerprint(self) -> int:
+        """Of what the scripts have assigned of the roles that this member owns.
+
+        Raises:
+            UnsupportedError: one that was lost in this operation has assigned something else than this one.
+        """
+        mine = fingerprint(self.progress.assigned)
+        for role, (sequence, theirs) in self.progress.told_assigned.items():
+            if sequence == self.progress.sequence and self.epoch.owns(role) and theirs != mine:
+                raise UnsupportedError(f"the lost owner of role {role}: {NOT_ALIKE}")
+        return mine
+
+    def _refuse_difference(self) -> None:
+        """Find out what members' scripts have not assigned alike.
+
+        Raises:
+            Isolated: only members that have joined differ, and this is one of them.
+            UnsupportedError: others differ.
+        """
+        joined = self.epoch.channel.joiner
+        told = self.epoch.transport.exchange(json.dumps([joined, self.progress.assigned]))
+        found = {member: json.loads(text) for member, text in told.items()}
+        first = {member: assigned for member, (late, assigned) in found.items() if not late}
+        if not first or differing(first):
+            raise UnsupportedError(f"{NOT_ALIKE}: {differing({m: assigned for m, (_, assigned) in found.items()})}")
+        if self.progress.assigned not in first.values():
+            raise Isolated(
+                f"this member's script, which came to the job later, has assigned other things than those of the "
+                f"others: {differing({**first, self.epoch.member: self.progress.assigned})}"
+            )
+
+    def all_know_more(self) -> bool:
+        """Whether all members know of a newer plan now. Collective."""
+        return min(self.epoch.transport.all_reduce(self._newest()).tolist()) > self.epoch.plan.epoch
+
+    def _newest(self) -> torch.Tensor:
+        """The newest epoch that this member could enter, by member."""
+        members = self.epoch.plan.members
+        told = torch.zeros(len(members), dtype=torch.float64)
+        told[members.index(self.epoch.member)] = self.epoch.job.boundary(self.saves.busy)
+        return told
+
+    def decoded(self) -> Committed:
+        """What the commit of an iteration has agreed on."""
+        assert self.progress.vector is not None
+        return decode(self.epoch.layout, self.form(), self.progress.vector)
+
+    def form(self) -> Form:
+        """What an iteration's commit consists of."""
+        losses = 1 + len(self.ds.module.get_additional_losses() or {})
+        return Form(losses, self.binding.local.optimizer.norms, self._accounted())
+
+    def _accounted(self) -> int:
+        """Micro-batches of a pipeline that the commit accounts for."""
+        return self.ds.micro_batches if self.accounts.on else 0
+
+    def is_complete(self, runtime: StageRuntime) -> bool:
+        """Whether there is all that the commit needs of a role. One cloned from another pipeline lacks its own's."""
+        stage, last = runtime.role.stage, self.epoch.layout.stages - 1
+        if runtime.reduced is None or (stage == last and runtime.reduced_loss is None):
+            return False
+        return stage not in (0, last) or len(runtime.consumed) >= self._accounted()
+
+    def drawn(self) -> dict[Role, int]:
+        """Checksum of what this member's iterator has given in this operation, if it speaks for its end."""
+        role, plan = self.binding.local.role, self.epoch.plan
+        found = self.batches[role.pipeline].digest
+        speaks = self.epoch.member in end_sources(plan, plan.world.rank(role))[:1]
+        return {role: found} if found is not None and speaks else {}
+
+    def _contribution(self) -> Contribution:
+        losses: dict[int, Sequence[float]] = {}
+        measured: dict[Role, Measured] = {}
+        consumed = {r.role: r.checksums() for r in self.binding.owned() if r.consumed}
+        for runtime in self.binding.owned():
+            if runtime.reduced_loss is not None:
+                losses[runtime.role.pipeline] = runtime.reduced_loss.tolist()
+            assert runtime.measured is not None
+            measured[runtime.role] = runtime.measured
+        mismatches = [r.role for r in self.binding.replicas() if not r.valid]
+        redundant = [replica.part.forwards for replica in self.binding.replicas() if not replica.helps]
+        ahead = sum(redundant) - self.checks.redone
+        return Contribution(losses, measured, ahead, mismatches, consumed, self.drawn())

@@ -1,0 +1,422 @@
+"""The check of a job's first steps (``redundancy.check_exact``): would a takeover change what the job computes?
+
+Before the commit of a step the takeover of every stage is *rehearsed*. The neighbours of the stage send
+again what its owner has used, and its shadow computes with its replica what is missing of the iteration, by the
+instructions that a takeover runs (:mod:`~bamboo_ds.schedule.rehearsal`). Outputs, losses and gradients are compared bit
+for bit with the owner's; their step has not been done yet. After every step all of the replica is compared::
+
+    owner    passes  reduce         send    commit  step  send state
+    shadow   passes  reduce  redo   compare commit  step  compare
+
+In the last step but one shadows compute nothing, redundantly or in a rehearsal: what only passes keep up to date, such
+as a count in a variable of the script, is out of date on them by the last step, as it may be when a real loss comes.
+
+A loss in such a step takes precedence: the step is not checked. What members exchange here travels on lanes of their
+own, which exist in these steps only. A rehearsal that exhausts the memory is given up, and the job goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ...comm.transport import Payload, Transport
+from ...config import BLOCK
+from ...errors import EpochChanged, Inexact, ProtocolError
+from ...schedule import rehearsal_passes, rehearsal_sends
+from ...topology import Role
+from ..context.lanes import RehearsalLanes, Stream
+from ..context.operation import Outcome
+from ..context.records import CurrentEpoch, Progress
+from ..replicas.building import StageBuilder
+from ..stage.deepspeed_adapter import DeepSpeedAdapter
+from ..stage.runtime import RuntimeBinding, StageRuntime
+from ..stage.tracing import Traces, checksum, given_back, owner_of, tensors_in
+from ..telling.beats import Beats
+from .facts import Facts, causes_in_passes, causes_in_steps, differences, only_rounded, state_of, summed, suspects
+from .recomputing import release_cache
+from .reduction import Reduction
+from .tally import Tally, in_words, total, union
+
+logger = logging.getLogger("bamboo_ds")
+
+#: How many differences are named.
+_NAMED = 100
+
+
+@dataclass(eq=False)
+class ExactChecks:
+    """This member's part of the check. All methods belong to the main thread.
+
+    Attributes:
+        stops: what would change with a loss ends the job.
+        asked: the user has asked for the check; else a difference that may be rounding alone does not end the job.
+        on: the check goes on.
+        steps: how many steps are checked, equal on all members.
+        redone: forward passes that this member has rehearsed in this iteration.
+        rests: it is the iteration in which shadows compute nothing.
+    """
+
+    ds: DeepSpeedAdapter
+    stops: bool
+    asked: bool
+    binding: RuntimeBinding
+    epoch: CurrentEpoch
+    progress: Progress
+    reduction: Reduction
+    builder: StageBuilder
+    beats: Beats
+    on: bool = field(default=False, init=False)
+    steps: int = field(default=0, init=False)
+    redone: int = field(default=0, init=False)
+    rests: bool = field(default=False, init=False)
+    _tally: Tally = field(default_factory=Tally, init=False)
+    _traces: Traces = field(default_factory=Traces, init=False)
+    _skipped: set[Role] = field(default_factory=set, init=False)
+    _suspected: dict[Role, tuple[Facts, list[str]]] = field(default_factory=dict, init=False)
+    _opened: tuple[int, RehearsalLanes, Transport] | None = field(default=None, init=False)
+
+    def begin(self, steps: int) -> None:
+        """Check so many steps, as the members have agreed."""
+        self.on, self.steps = steps > 0, steps
+
+    @property
+    def left(self) -> int:
+        """How many first steps are checked; 0: none any more."""
+        return self.steps if self.on else 0
+
+    def begin_iteration(self) -> None:
+        """An iteration begins."""
+        if self.on:
+            self.redone, self.rests = 0, self.progress.steps == self.steps - 2
+            self._skipped.clear()
+            self._traces.clear()
+
+    def end_iteration(self, outcome: Outcome) -> None:
+        """An iteration is over: compare the replicas, unless a loss has hit it.
+
+        Raises:
+            Inexact: one differs.
+            EpochChanged: a member is lost.
+        """
+        if not self.on:
+            return
+        last = self.progress.steps == self.steps
+        if self.progress.steps >= self.steps:
+            self.on = self.rests = False
+            self.redone = 0
+        try:
+            if outcome is Outcome.BEHIND or self.progress.resumed:
+                self._tell_unchecked(last)
+            elif self.progress.steps <= self.steps:
+                with self._timed():
+                    self._compare_replicas()
+                if last:
+                    self._conclude()
+        except EpochChanged:
+            self._tell_unchecked(last)
+            raise
+        finally:
+            if not self.on:
+                self._opened = None
+                self._traces.clear()
+
+    def _tell_unchecked(self, last: bool) -> None:
+        """A loss has hit a step that was to be checked, ``last`` of all."""
+        if last and self.epoch.leads:
+            logger.warning("a loss has hit the last step to be checked, so that the check has no result")
+
+    def watching(self, runtime: StageRuntime, micro_batch: int) -> AbstractContextManager[None]:
+        """The body is a forward pass of ``runtime``, which is bound."""
+        if not self.on or self.builder.compiled_with is not None:  # the compiler would make hooks a part of the layers
+            return nullcontext()
+        return self._traces.of(runtime.role, runtime.module, micro_batch)
+
+    # -- before the commit --------------------------------------------------------------------------------
+
+    def rehearse(self) -> None:
+        """If the iteration is rehearsed, on all members alike: one that a loss has hit is not.
+
+        Sends what others rehearse with, rehearses the roles that this member shadows, and compares.
+
+        Raises:
+            Inexact: something differs.
+            EpochChanged: a member is lost.
+        """
+        step = self.progress.steps
+        if not self.on or self.progress.resumed or step >= self.steps or step == self.steps - 2:
+            return
+        before = self.binding.current
+        with self._timed():
+            lanes, transport = self._open()
+            with self._in_place_of(lanes, transport):
+                self._execute(rehearsal_sends(self.epoch.plan, self.epoch.member, lanes.roles, self.ds.micro_batches))
+                owned: dict[Role, Facts] = {}
+                for role in lanes.roles:
+                    if self.epoch.owns(role):
+                        self.binding.use(self.binding.runtimes[role])
+                        owned[role] = self._computed(role)
+                        self._send(lanes, transport, role, summed(owned[role]))
+                for role in lanes.roles:
+                    if self.epoch.shadows(role):
+                        self._rehearse(lanes, transport, role)
+                self._look_closer(lanes, transport, owned, "rehearsal")
+            self._tally.rehearsals += 1
+            self.binding.use(before)
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        begin = time.monotonic()
+        yield
+        self._tally.seconds += time.monotonic() - begin
+
+    def _rehearse(self, lanes: RehearsalLanes, transport: Transport, role: Role) -> None:
+        """Rehearse the takeover of ``role``, if the replica can compute it and there is memory for that."""
+        replica, step, tally = self.binding.runtimes[role], self.progress.steps, self._tally
+        if replica.layers.changes.last == step:  # its replica gets what the script has changed with the step
+            tally.changed.add(role)
+            self._skipped.add(role)
+            return
+        if role in tally.exhausted:
+            self._skipped.add(role)
+            return
+        try:
+            self._redo(lanes, transport, replica)
+            return
+        except torch.OutOfMemoryError as error:
+            reason = str(error).splitlines()[0]
+        # Here, where the traceback does not hold the pass's tensors any more.
+        tally.exhausted.add(role)
+        self._skipped.add(role)
+        self.redone -= self.ds.micro_batches - replica.part.forwards
+        self.binding.refresh()
+        replica.forget_passes()
+        self.binding.reload()
+        release_cache(self.ds.device)
+        logger.warning(
+            "the check of the first steps: the rehearsal of role %s has exhausted the memory, and is left out: %s. A "
+            "takeover of the role needs that memory, too",
+            role,
+            reason,
+        )
+
+    def _redo(self, lanes: RehearsalLanes, transport: Transport, replica: StageRuntime) -> None:
+        """Compute with ``replica`` what it has not computed redundantly, and compare it with what the owner has.
+
+        Raises:
+            Inexact: something differs.
+            torch.OutOfMemoryError: there is not enough memory for that; the passes that are done stay.
+        """
+        role, micro_batches = replica.role, self.ds.micro_batches
+        forwards, backwards = replica.part.forwards, replica.part.backwards
+        for stream, done in ((Stream.ACTIVATION, forwards), (Stream.GRADIENT, backwards)):
+            for m in range(done if (stream, role) in lanes.streams else 0):
+                transport.recv(lanes[stream, role], m)  # the replica has used it when it was there first
+        self.redone += micro_batches - forwards
+        self._execute(rehearsal_passes(self.epoch.layout, role, micro_batches, forwards, backwards))
+        self.binding.use(replica)
+        self._check(lanes, transport, role, self._computed(role))
+        self._tally.roles.add(role)
+
+    def _drop_skipped(self, lanes: RehearsalLanes, transport: Transport) -> None:
+        """Drop what was sent for rehearsals that were left out; all of it has arrived before the commit."""
+        for role in self._skipped:
+            for stream in (Stream.ACTIVATION, Stream.GRADIENT):
+                if (stream, role) in lanes.streams:
+                    transport.discard(lanes[stream, role], self.ds.micro_batches)
+            transport.discard(lanes.reports[role], self.progress.sequence)
+
+    @contextmanager
+    def _in_place_of(self, lanes: RehearsalLanes, transport: Transport) -> Iterator[None]:
+        """In the body the engine's instructions send and receive on ``lanes``."""
+        epoch = self.epoch
+        before = epoch.transport, epoch.lanes
+        epoch.transport, epoch.lanes = transport, lanes
+        try:
+            yield
+        finally:
+            epoch.transport, epoch.lanes = before
+
+    def _execute(self, program: Sequence[Any]) -> None:
+        for instruction in program:
+            self.ds.execute(instruction)
+            self.beats.beat()
+
+    def _computed(self, role: Role) -> Facts:
+        """What the bound runtime of ``role`` has computed in this iteration, in the order in which it did."""
+        runtime = self.binding.runtimes[role]
+        module: Any = runtime.module
+        micro_batches = range(self.ds.micro_batches)
+        facts: Facts = dict(self._traces.forward(role))
+        if role.stage == self.epoch.layout.stages - 1:
+            facts["losses"] = self.reduction.losses()
+        else:
+            for m in micro_batches:
+                name = f"output of the stage in micro-batch {m}"
+                facts[name] = [checksum(t) for t in tensors_in(runtime.part.activations[m])]
+        sums = runtime.optimizer.local()
+        known = {id(p) for group in runtime.optimizer.groups() for p in group}
+        named = [(n, p) for n, p in module.named_parameters() if p.requires_grad and id(p) in known]
+        trained = [(n, p, owner_of(module, n)) for n, p in named]
+        backward = self._traces.backward(role)
+        start = module._local_start
+        for number in range(start + len(module.forward_funcs), start - 2, -1):
+            facts.update(
+                (f"gradient of {name}", runtime.optimizer.part(sums, parameter))
+                for name, parameter, where in trained
+                if where == number or where < 0 > number - start
+            )
+            names = [given_back(module, number, m) for m in micro_batches] if number > start else []
+            facts.update((name, backward[name]) for name in names if name in backward)
+        if role.stage > 0:
+            for m in micro_batches:
+                name = f"gradient of the stage's input in micro-batch {m}"
+                facts[name] = [checksum(t) for t in tensors_in(runtime.part.gradients[m])]
+        return facts
+
+    # -- after the step -----------------------------------------------------------------------------------
+
+    def _compare_replicas(self) -> None:
+        """Compare each replica with its owner, all of whose steps are done. After the last step: tell the result."""
+        self.binding.refresh()
+        lanes, transport = self._open()
+        self._drop_skipped(lanes, transport)
+        owned = {role: state_of(self.binding.runtimes[role]) for role in lanes.reports if self.epoch.owns(role)}
+        for role, state in owned.items():
+            self._send(lanes, transport, role, summed(state))
+        for role in lanes.reports:
+            if self.epoch.shadows(role):
+                replica = self.binding.runtimes.get(role)
+                if replica is None:
+                    raise ProtocolError(f"the replica of role {role}, which is to be compared, is not there")
+                try:
+                    self._check(lanes, transport, role, state_of(replica))
+                except torch.OutOfMemoryError as error:
+                    self._tally.exhausted.add(role)
+                    logger.warning("the replica of role %s is not compared, for want of memory: %s", role, error)
+        self._look_closer(lanes, transport, owned, "replica")
+        transport.drain()  # the next step changes what was sent
+        self._tally.steps += 1
+
+    def _conclude(self) -> None:
+        """All members put together what they have compared; the one that leads tells it."""
+        found = [json.loads(each) for each in self.epoch.transport.exchange(json.dumps(self._tally.told())).values()]
+        if not self.epoch.leads:
+            return
+        layout, steps, tensors = self.epoch.layout, min(each["steps"] for each in found), total(found, "tensors")
+        rehearsals, seconds = min(each["rehearsals"] for each in found), max(each["seconds"] for each in found)
+        rehearsed, changed, exhausted = (union(found, name) for name in ("roles", "changed", "exhausted"))
+        rest = [[r.pipeline, r.stage] for r in layout.roles if (r.pipeline, r.stage) not in rehearsed - exhausted]
+        why = "tensor slices" if layout.slices > 1 else "the shadow is not the owner of the stage before"
+        without = "".join(
+            f" Not rehearsed{reason}: {in_words(sorted(roles))}."
+            for reason, roles in (
+                (f" ({why})", {(d, s) for d, s in rest} - changed - exhausted),
+                (" in steps before which the script had changed it", changed),
+                (" (there is too little memory, see above)", exhausted),
+            )
+            if roles
+        )
+        off = f'This took {seconds:.1f} s more; "{BLOCK}.redundancy.check_exact": 0 switches it off.'
+        if total(found, "differing"):
+            _say(f"the check of the first {self.steps} steps has found differences, see above.{without} {off}")
+            return
+        _say(
+            f"the first {self.steps} steps are exact: {len(rehearsed)} stages computed again by their shadows in "
+            f"{rehearsals} of them, all replicas compared after {steps}, {tensors} tensors and numbers equal to the "
+            f"last bit.{without} {off}"
+        )
+        self.epoch.channel.event(
+            "exact_checked",
+            step=self.progress.steps,
+            steps=steps,
+            stages=len(rehearsed),
+            tensors=tensors,
+            not_rehearsed=rest,
+        )
+
+    # -- comparing ----------------------------------------------------------------------------------------
+
+    def _open(self) -> tuple[RehearsalLanes, Transport]:
+        """The lanes of the current epoch; all members open them at the same place."""
+        epoch = self.epoch.plan.epoch
+        if self._opened is None or self._opened[0] != epoch:
+            lanes = RehearsalLanes(self.epoch.plan)
+            self._opened = epoch, lanes, Transport.open(self.epoch.session, lanes.all())
+        return self._opened[1:]
+
+    def _send(self, lanes: RehearsalLanes, transport: Transport, role: Role, facts: Facts) -> None:
+        tensors = {name: value.detach() for name, value in facts.items() if torch.is_tensor(value)}
+        rest = {name: value for name, value in facts.items() if name not in tensors}
+        header = json.dumps([list(facts), list(tensors), rest]).encode()
+        payload = (torch.frombuffer(bytearray(header), dtype=torch.uint8), *tensors.values())
+        transport.send(lanes.reports[role], self.progress.sequence, payload)
+
+    def _receive(self, lanes: RehearsalLanes, transport: Transport, role: Role) -> Facts:
+        payload: Payload = transport.recv(lanes.reports[role], self.progress.sequence)
+        assert isinstance(payload, tuple)
+        names, sent, rest = json.loads(bytes(payload[0].tolist()))
+        tensors = dict(zip(sent, payload[1:], strict=True))
+        return {name: tensors[name] if name in tensors else rest[name] for name in names}
+
+    def _check(self, lanes: RehearsalLanes, transport: Transport, role: Role, mine: Facts) -> None:
+        """Compare checksums with the owner's, and note what differs for :meth:`_look_closer`."""
+        theirs = self._receive(lanes, transport, role)
+        self._tally.tensors += len({*mine, *theirs})
+        names = suspects(summed(mine), theirs)
+        if names:
+            self._suspected[role] = {name: mine[name] for name in names if name in mine}, names
+
+    def _look_closer(self, lanes: RehearsalLanes, transport: Transport, owned: dict[Role, Facts], what: str) -> None:
+        """Owners send what differs itself, so that it can be told by how much. All members do so at the same place."""
+        rank = self.epoch.layout.rank
+        asked: dict[int, list[str]] = {}
+        mine = {rank(role): names for role, (_, names) in self._suspected.items()}
+        for told in transport.exchange(json.dumps(mine)).values():
+            asked.update((int(place), names) for place, names in json.loads(told).items())
+        for role, facts in owned.items():
+            if rank(role) in asked:
+                self._send(lanes, transport, role, {n: facts[n] for n in asked[rank(role)] if n in facts})
+        suspected, self._suspected = self._suspected, {}
+        for role, (facts, _) in suspected.items():
+            self._compare(role, facts, self._receive(lanes, transport, role), what)
+
+    def _compare(self, role: Role, mine: Facts, theirs: Facts, what: str) -> None:
+        """Tell what differs; raises :class:`Inexact` if that ends the job."""
+        found = differences(mine, theirs)
+        if not found:
+            return
+        self._tally.differing += len(found)
+        self.epoch.channel.event(
+            "exact_mismatch",
+            step=self.progress.steps,
+            role=[role.pipeline, role.stage],
+            found=what,
+            tensors=found[:_NAMED],
+        )
+        rehearsed = what == "rehearsal"
+        if rehearsed:
+            ends = role.stage in (0, self.epoch.layout.stages - 1)
+            reason = "its shadow computes something else than its owner from the same inputs", causes_in_passes(ends)
+        else:
+            reason = "after the step its replica is not what its owner has", causes_in_steps()
+        error = Inexact(self.progress.steps + rehearsed, role.pipeline, role.stage, *reason, found)
+        if self.stops and not (rehearsed and self._may_round() and only_rounded(mine, theirs)):
+            raise error
+        logger.error("%s", error)
+
+    def _may_round(self) -> bool:
+        """Whether kernels may give another result each time, and the user has not asked for the check."""
+        exact = self.ds.device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
+        return not exact and not self.asked
+
+
+def _say(line: str) -> None:
+    print(f"bamboo: {line}", flush=True)

@@ -1,0 +1,150 @@
+"""What two copies of a stage must have alike, how it differs, and why it may; of the check of a job's first steps."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from ..replicas.replica import capture
+from ..stage.runtime import StageRuntime
+from ..stage.tracing import checksum
+
+#: What is compared, by what it is called: tensors as they are, all else as text.
+Facts = dict[str, Any]
+
+#: What the default representation of an object ends with; it is another one in each process.
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+#: The largest difference, as a part of the largest number of a tensor, that may come from rounding alone.
+_ROUNDING = 1 / 16
+
+_ELSEWHERE = (
+    "the time, the process or the host (other processors, or other versions of libraries): leave them out of what is "
+    "computed, and use hosts of one kind",
+    "a kernel that is not deterministic: torch.use_deterministic_algorithms(True)",
+)
+_DATA = (
+    "data: the iterators of a pipeline's first and last stage give different batches, or augment them with random "
+    "numbers of the rank: seed them by engine.grid.get_data_parallel_rank()"
+)
+_PASSES = (
+    "what the script sets after deepspeed.initialize (the loss function, settings of the module): give it before",
+    "state of layers that copies do not have (lists, dictionaries and tensors in attributes, variables of the script, "
+    "changes through .data): make it buffers or numbers, or return it from get_extra_state",
+    "random numbers that are not keyed (Python's and NumPy's in a backward pass, a generator that is no attribute of a "
+    "layer): draw torch's",
+)
+_STEPS = (
+    "what the script sets after deepspeed.initialize (a learning-rate scheduler): give it to deepspeed.initialize",
+    "what the optimizer's step uses besides its state (objects in its attributes, variables of the script): keep it in "
+    "the state of parameters",
+    "weights that the script changes through .data: change them under torch.no_grad()",
+)
+
+
+def causes_in_passes(ends: bool) -> str:
+    """Why a shadow may compute something else; ``ends``: of a stage that loads batches."""
+    return "; ".join([*((_DATA,) if ends else ()), *_PASSES, *_ELSEWHERE])
+
+
+def causes_in_steps() -> str:
+    """Why a replica may differ after its step."""
+    return "; ".join((*_STEPS, *_ELSEWHERE))
+
+
+def state_of(runtime: StageRuntime) -> Facts:
+    """All that a replica must equal, by what it is called. The runtime's attributes must be up to date."""
+    facts: Facts = dict(runtime.named_tensors())
+    state = capture(runtime)
+    optimizer, layers = state["optimizer"], state["layers"]
+    for name, part in (
+        ("trainable parameters", state["trains"]),
+        ("number of layer", layers["numbers"]),
+        ("extra state of layer", layers["extra"]),
+        ("group of the optimizer", optimizer["inner"]["param_groups"]),
+        ("attribute of the optimizer", optimizer["attributes"]),
+        ("loss scaler", optimizer["scaler"]),
+        ("learning-rate scheduler", state["scheduler"]),
+        ("counter", state["counters"]),
+    ):
+        facts.update(_leaves(name, part))
+    return facts
+
+
+def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """The leaves of a tree, each with its path; what is no tensor as text, in which every bit of a number shows."""
+    if isinstance(value, Mapping):
+        for name, each in value.items():
+            yield from _leaves(f"{path} {name}", each)
+    elif isinstance(value, (list, tuple)):
+        for number, each in enumerate(value):
+            yield from _leaves(f"{path} {number}", each)
+    else:
+        yield path, value if torch.is_tensor(value) else as_text(value)
+
+
+def as_text(value: Any) -> str:
+    """``value`` as text that is equal in all processes where the values are."""
+    if isinstance(value, (set, frozenset)):
+        return f"{{{', '.join(sorted(map(as_text, value)))}}}"  # hashes of text differ between processes
+    return _ADDRESS.sub("", repr(value))
+
+
+def summed(facts: Facts) -> Facts:
+    """``facts`` with checksums in the place of tensors."""
+    return {name: f"checksum {checksum(each)}" if torch.is_tensor(each) else each for name, each in facts.items()}
+
+
+def suspects(mine: Facts, theirs: Facts) -> list[str]:
+    """Names of what two copies do not have alike, of what :func:`summed` gives of them; in the owner's order."""
+    return [name for name in {**theirs, **mine} if mine.get(name) != theirs.get(name)]
+
+
+def differences(mine: Facts, theirs: Facts) -> list[str]:
+    """What the owner's facts differ in from ``mine``, in their order, and by how much where that is a number."""
+    found = []
+    for name in {**theirs, **mine}:
+        if name not in mine or name not in theirs:
+            found.append(f"{name} (only the {'shadow' if name in mine else 'owner'} has it)")
+            continue
+        own, other = mine[name], theirs[name]
+        if not torch.is_tensor(own) or not torch.is_tensor(other):
+            if own is not other and (torch.is_tensor(own) or torch.is_tensor(other) or own != other):
+                found.append(name if not isinstance(own, str) else f"{name} ({own} instead of {other})")
+        elif (own.dtype, own.shape) != (other.dtype, other.shape):
+            kinds = [f"{t.dtype} {tuple(t.shape)}" for t in (own, other)]
+            found.append(f"{name} ({' instead of '.join(kinds)})")
+        elif checksum(own) != checksum(other):
+            found.append(f"{name} (by up to {_apart(own, other)[0]:.3g})")
+    return found
+
+
+def only_rounded(mine: Facts, theirs: Facts) -> bool:
+    """Whether all that is known in numbers differs by no more than kernels that are not deterministic may round."""
+    if mine.keys() != theirs.keys():
+        return False
+    known = False
+    for name, own in mine.items():
+        other = theirs[name]
+        if not torch.is_tensor(own) or not torch.is_tensor(other):
+            if isinstance(own, str) and own != other:
+                return False
+            continue  # checksums: whatever follows from them is known in numbers, too
+        if (own.dtype, own.shape) != (other.dtype, other.shape):
+            return False
+        apart, largest = _apart(own, other)
+        if not apart <= _ROUNDING * largest:
+            return False
+        known |= apart > 0
+    return known
+
+
+def _apart(own: torch.Tensor, other: torch.Tensor) -> tuple[float, float]:
+    """The largest difference of two tensors of one shape, and the largest number of them."""
+    if not own.numel():
+        return 0.0, 0.0
+    wide = torch.complex128 if own.is_complex() else torch.float64
+    first, second = (each.detach().cpu().to(wide) for each in (own, other))
+    return (first - second).abs().max().item(), max(first.abs().max().item(), second.abs().max().item())

@@ -1,0 +1,199 @@
+"""Forward and backward passes of whichever role is bound. DeepSpeed's own methods compute."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from ...comm.transport import Payload
+from ...errors import ProtocolError
+from ...topology import Layout, Role
+from ..context.records import Progress
+from ..data.accounts import Accounts, payload_checksum
+from ..data.batches import PARTS, Batches, as_payload
+from ..stage.deepspeed_adapter import DeepSpeedAdapter
+from ..stage.rng import Drawing, seeded_layers
+from ..stage.runtime import RuntimeBinding, StageRuntime
+from ..stage.tracing import tensors_in
+from .block_times import BlockTimes
+from .bubbles import IdleTimes
+from .exactness import ExactChecks
+from .generators import RoleGenerators
+from .recomputing import begin_forward
+from .slices import SlicedPasses
+from .stage_memory import PassBytes
+
+#: Number of a stage that is neither a pipeline's first nor its last one.
+_INNER = -1
+
+
+@dataclass(eq=False)
+class Passes:
+    """Runs passes. What they give stays with the runtime until the iteration commits; :mod:`.boundaries` sends it."""
+
+    ds: DeepSpeedAdapter
+    layout: Layout
+    binding: RuntimeBinding
+    progress: Progress
+    batches: Batches
+    accounts: Accounts
+    slices: SlicedPasses
+    generators: RoleGenerators
+    idle: IdleTimes
+    checks: ExactChecks
+    times: BlockTimes
+    kept: PassBytes
+    #: What is loaded.
+    _batch: Any = field(default=None, init=False)
+
+    def use_role(self, role: Role, part: int = 0) -> None:
+        """Bind the runtime of ``role``; passes act on the part of it that begins with block ``part``."""
+        runtime = self.binding.use(self.binding.runtimes[role])
+        self.ds.pipe_buffers = runtime.choose(part).buffers
+
+    @contextmanager
+    def _in_part(self, runtime: StageRuntime) -> Iterator[None]:
+        """In the body DeepSpeed takes the current part of the bound ``runtime`` for a stage."""
+        if not runtime.divided:
+            yield
+            return
+        stage = self.ds.stage_id
+        first, last = runtime.at_ends(runtime.part, self.layout.stages)
+        self.ds.stage_id = 0 if first else self.layout.stages - 1 if last else _INNER
+        try:
+            yield
+        finally:
+            self.ds.stage_id = stage
+
+    def load(self, buffer_id: int) -> None:
+        """Load what the bound role needs of a micro-batch: inputs at the first stage, labels at the last one.
+
+        The script's iterator is drawn from before a part of a stage is taken for one.
+        """
+        runtime = self.binding.current
+        first, last = self._at_ends(runtime)
+        drawn = self.batches[runtime.role.pipeline].batch(buffer_id, first, last)
+        batch = self._batch = self.slices.processed(drawn)
+        if self.accounts.on and not self.progress.evaluating:
+            runtime.consumed[buffer_id] = payload_checksum(as_payload(PARTS[last], batch[last]))
+        with self._in_part(runtime):
+            self.ds.load_micro_batch(buffer_id)
+        self._batch = None
+
+    def next_batch(self) -> Any:
+        """The batch that DeepSpeed asks for while it loads."""
+        return self._batch
+
+    def forward(self, buffer_id: int) -> None:
+        """The forward pass of a micro-batch; passes of a role come in the order of its micro-batches."""
+        runtime = self.binding.current
+        part = runtime.part
+        if self.progress.evaluating:
+            with (
+                self.slices.among(),
+                self.generators.keyed(Drawing.EVALUATION, runtime, buffer_id),
+                seeded_layers(self.ds.module, self.progress.consumed + buffer_id),
+            ):
+                self.ds.forward_pass(buffer_id)
+            return
+        if buffer_id != part.forwards:
+            raise ProtocolError(f"forward {buffer_id} of role {runtime.role} comes after {part.forwards} forwards")
+        begin = time.perf_counter()
+        begin_forward()
+        self._note_layers(runtime)
+        with (
+            self.slices.in_pass(keeps=any((runtime.first_layers or {}).values())),
+            self.generators.keyed(Drawing.FORWARD, runtime, buffer_id),
+            seeded_layers(self.ds.module, self.progress.consumed + buffer_id),
+            self.checks.watching(runtime, buffer_id),
+            runtime.stage.computing(
+                part.begin,
+                part.end,
+                self.generators.blocks(runtime, buffer_id),
+                runtime.search.note if runtime.search is not None and buffer_id == 0 else None,
+                partial(self.times.forward, runtime.role) if self.times.on else None,
+            ),
+            self._in_part(runtime),
+            self.kept.watching(runtime, buffer_id),
+        ):
+            self.ds.forward_pass(buffer_id)
+        if self._at_ends(runtime)[1]:
+            # Redundant forwards run ahead of their backwards, so each micro-batch keeps its own loss.
+            part.micro_losses[buffer_id] = self.ds.loss
+        else:
+            part.activations[buffer_id] = _detached(self.ds.pipe_buffers["outputs"][buffer_id])
+        part.forwards += 1
+        self.idle.record((runtime.role, "forward"), time.perf_counter() - begin)
+
+    def backward(self, buffer_id: int) -> None:
+        """The backward pass of a micro-batch, whose gradients go into the role's sums."""
+        runtime = self.binding.current
+        part, (first, last) = runtime.part, self._at_ends(runtime)
+        if buffer_id != part.backwards:
+            raise ProtocolError(f"backward {buffer_id} of role {runtime.role} comes after {part.backwards} backwards")
+        begin = time.perf_counter()
+        if last:
+            self.ds.loss = part.micro_losses.pop(buffer_id)
+        with (
+            self.slices.in_pass(keeps=True),
+            self.generators.keyed(Drawing.BACKWARD, runtime, buffer_id),
+            seeded_layers(self.ds.module),
+            self._in_part(runtime),
+            runtime.search.backward(self.ds.device) if runtime.search is not None else nullcontext(),
+        ):
+            if last or not runtime.divided or _differentiable(self.ds.pipe_buffers["outputs"][buffer_id]):
+                began = time.perf_counter()
+                self.ds.backward_pass(buffer_id)
+                if self.times.on:
+                    self.times.backward(runtime.role, part.begin, part.end, time.perf_counter() - began)
+        if last:
+            self.ds.loss = self.ds.loss.detach()
+        buffers = self.ds.pipe_buffers
+        # DeepSpeed frees the outputs of inner stages only.
+        buffers["outputs"][buffer_id] = None
+        inputs, buffers["inputs"][buffer_id] = buffers["inputs"][buffer_id], None
+        if not first:
+            part.gradients[buffer_id] = _input_gradients(inputs)
+        part.backwards += 1
+        part.saved.pop(buffer_id, None)
+        self.idle.record((runtime.role, "backward"), time.perf_counter() - begin)
+
+    def _at_ends(self, runtime: StageRuntime) -> tuple[bool, bool]:
+        return runtime.at_ends(runtime.part, self.layout.stages)
+
+    def _note_layers(self, runtime: StageRuntime) -> None:
+        """The first pass of an iteration begins: keep what later passes change of what the layers keep.
+
+        Those of slices, of replicas and of parts may be done again from the first one on.
+        """
+        again = self.layout.slices > 1 or not runtime.owned or runtime.divided
+        if again and runtime.first_layers is None:
+            runtime.first_layers = runtime.layers.undo()
+
+
+def _detached(value: Any) -> Payload:
+    """A tensor or a tuple of tensors without its graph."""
+    return value.detach() if torch.is_tensor(value) else tuple(t.detach() for t in value)
+
+
+def _differentiable(outputs: Any) -> bool:
+    """Whether there is anything to do in a backward pass from ``outputs``; not, where all layers are frozen."""
+    return any(tensor.requires_grad for tensor in tensors_in(outputs))
+
+
+def _input_gradients(inputs: Any) -> Payload:
+    tensors = (inputs,) if torch.is_tensor(inputs) else inputs
+    floating = [t for t in tensors if t.is_floating_point()]
+    gradients = tuple(t.grad for t in floating if t.grad is not None)
+    if len(gradients) < len(floating):
+        raise RuntimeError(
+            "a stage's floating-point input has no gradient after the backward pass: every floating-point tensor "
+            "that a stage returns must be used by the next one"
+        )
+    return gradients[0] if torch.is_tensor(inputs) else gradients

@@ -1,0 +1,121 @@
+"""Reduction of gradients: over the stages that share weights, then over the pipelines."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from deepspeed import comm as dist
+
+from ..context.records import CurrentEpoch
+from ..replicas.refusals import check_gradients
+from ..stage.deepspeed_adapter import DeepSpeedAdapter
+from ..stage.ring import all_reduce, shares_of
+from ..stage.runtime import RuntimeBinding, StageRuntime
+from ..stage.tied import tied_weights
+
+
+@dataclass(eq=False)
+class Reduction:
+    """Reduces the gradients of this member's roles.
+
+    With several pipelines the sums of a role stay untouched until the iteration commits: a member lost during a
+    reduction makes the others repeat it from them.
+    """
+
+    ds: DeepSpeedAdapter
+    binding: RuntimeBinding
+    epoch: CurrentEpoch
+    tied_stages: Collection[int]
+
+    def reduce_tied(self) -> None:
+        """Sum the gradients of the pipeline's tied weights into ``runtime.tied`` of this member's roles there."""
+        runtime = self.binding.current
+        roles = [r for r in self.binding.owned() if r.role.pipeline == runtime.role.pipeline]
+        if not self.tied_stages or runtime is not roles[-1]:
+            return
+        parts: dict[tuple[str, str], list[tuple[StageRuntime, int, torch.Tensor]]] = {}
+        for each in roles:
+            self.binding.use(each)
+            places = {id(p): i for i, p in enumerate(each.trainable())}
+            sums = self._sums(each) if each.role.stage in self.tied_stages else []
+            for key, attribute, weight in tied_weights(self.ds.module):
+                place = places.get(id(weight))
+                if place is not None:
+                    own = each.optimizer.part(sums, weight)
+                    parts.setdefault((key, attribute), []).append((each, place, own))
+        for (key, _), holders in sorted(parts.items(), key=lambda item: item[0]):
+            module: Any = holders[0][0].module
+            ranks, group = module.tied_comms[key]["ranks"], module.tied_comms[key]["group"]
+            places_in_group = [ranks.index(self.epoch.layout.rank(each.role)) for each, _, _ in holders]
+            shares = shares_of([self.epoch.plan.owners[rank] for rank in ranks], places_in_group)
+            total = holders[0][2].clone()
+            if shares is None:
+                dist.all_reduce(total, group=group)
+            else:
+                flats = [part.reshape(-1) for _, _, part in holders]
+                total.copy_(all_reduce(flats, shares, group).view_as(total))
+            for each, place, _ in holders:
+                each.tied[place] = total.clone()
+
+    def reduce(self) -> None:
+        """Average the gradients over the pipelines into ``runtime.reduced`` of all roles of this stage."""
+        runtime = self.binding.current
+        # A collective counts a member once: roles of one stage are reduced together, with the last of them.
+        same = [r for r in self.binding.owned() if r.role.stage == runtime.role.stage]
+        if runtime is not same[-1] or all(r.reduced is not None for r in same):
+            return
+        sums = []
+        for each in same:
+            self.binding.use(each)
+            check_gradients(each.module)
+            sums.append(self.local_sums(each))
+            if self.ds.is_last_stage():
+                told = each.received_part.losses if each.received_part is not None else None
+                each.reduced_loss = self.losses() if told is None else told
+        # Even one pipeline alone reduces: in another precision the sums are rounded.
+        rounds = any(g.dtype != self.ds.communication_data_type for g in sums[0])
+        if (self.ds.is_data_parallel or rounds) and self.ds.reduces_gradients:
+            plan, siblings = self.epoch.plan, self.epoch.layout.siblings(runtime.role)
+            shares = shares_of([plan.owner(role) for role in siblings], [siblings.index(each.role) for each in same])
+            total = same[-1].optimizer.average(sums, shares)
+            sums = [total, *([g.clone() for g in total] for _ in same[1:])]
+        # What counts as reduced is replicated and committed: also the passes that it comes from must be whole.
+        self.epoch.session.confirm("reducing gradients")
+        for each, reduced in zip(same, sums, strict=True):
+            self.binding.use(each)
+            each.measured = each.optimizer.measure(reduced)
+            each.reduced = each.optimizer.keep(reduced)
+
+    def local_sums(self, runtime: StageRuntime) -> list[torch.Tensor]:
+        """What the bound ``runtime`` gives to the reduction over the pipelines."""
+        sums = self._sums(runtime)
+        if not runtime.tied:
+            return sums
+        parameters = runtime.trainable()
+        found = runtime.optimizer.replaced(sums, {id(parameters[i]): total for i, total in runtime.tied.items()})
+        runtime.tied.clear()
+        return found
+
+    def _sums(self, runtime: StageRuntime) -> list[torch.Tensor]:
+        """Sums over the micro-batches of the bound ``runtime`` and of its shadow, if that has computed a part of it."""
+        sums = self.own_sums(runtime)
+        return (
+            sums if runtime.received_part is None else runtime.optimizer.replaced(sums, runtime.received_part.gradients)
+        )
+
+    def own_sums(self, runtime: StageRuntime) -> list[torch.Tensor]:
+        """Sums of the bound ``runtime`` alone. What it has not computed is zero, and goes on being nothing."""
+        without = [p for p in runtime.trainable() if p.grad is None]
+        sums = runtime.optimizer.local()
+        for parameter in without:
+            parameter.grad = None
+        return sums
+
+    def losses(self) -> torch.Tensor:
+        """Mean loss and mean additional losses of the bound role's pipeline, as float64."""
+        found = [self.ds.total_loss, *(self.ds.total_additional_losses or {}).values()]
+        scaled = [self.ds.scaled_by_micro_batches(x) for x in found]
+        return torch.stack([x.detach().reshape(()).double().cpu() for x in scaled])

@@ -1,0 +1,183 @@
+"""Redundant passes: what shadows compute of their roles in the bubbles of the pipeline."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+import torch
+
+from ...comm.transport import Payload
+from ...config import RedundancyConfig, RedundancyMode
+from ...observe.spans import Kind
+from ...topology import Role
+from ..context.lanes import Stream, assists
+from ..context.records import CurrentEpoch, Progress
+from ..data.batches import Batches
+from ..stage.deepspeed_adapter import DeepSpeedAdapter
+from ..stage.runtime import RuntimeBinding, StageRuntime
+from ..telling.recording import Recording
+from .boundaries import Boundaries, as_leaves
+from .bubbles import IdleTimes
+from .exactness import ExactChecks
+from .passes import Passes
+from .recomputing import counting_saved_bytes, default_budget, release_cache
+
+logger = logging.getLogger("bamboo_ds")
+
+
+@dataclass(eq=False)
+class RedundantPasses:
+    """Runs redundant passes while the member would be idle, and as long as there is memory for what they keep."""
+
+    ds: DeepSpeedAdapter
+    settings: RedundancyConfig
+    mode: RedundancyMode
+    binding: RuntimeBinding
+    epoch: CurrentEpoch
+    progress: Progress
+    batches: Batches
+    passes: Passes
+    boundaries: Boundaries
+    idle: IdleTimes
+    checks: ExactChecks
+    recording: Recording
+    #: Bytes that redundant forwards may keep; ``None``: any number.
+    _budget: float | None = field(default=None, init=False)
+    _exhausted: bool = field(default=False, init=False)
+
+    def end_iteration(self) -> None:
+        """The iteration is over: the memory that it lacked may be there in the next one."""
+        self._exhausted = False
+
+    def fill_bubble(self, awaits: str, buffer_id: int | None, role: Role | None) -> None:
+        """Run redundant passes until the message that the next instruction receives is there or expected.
+
+        Args:
+            awaits: ``activation``, ``grad`` or ``replica``.
+            buffer_id: its micro-batch.
+            role: whose reduced gradients are awaited.
+        """
+        current, lanes = self.binding.current.role, self.epoch.lanes
+        place: Hashable
+        if awaits == "replica":
+            assert role is not None
+            lane, place = lanes.replica(role, self.epoch.member), (role, awaits, None)
+        else:
+            coming = self.boundaries.incoming(awaits)
+            assert coming is not None and buffer_id is not None
+            lane, place = coming, self.boundaries.place(awaits, buffer_id)
+        begin = self.boundaries.begin_wait(place)
+        while not self.epoch.transport.ready(lane):
+            work = self._next()
+            if work is None:
+                return
+            replica, kind = work
+            duration = self.idle.duration((replica.role, kind), fallback=(current, kind))
+            if not self.idle.fits(place, time.monotonic() - begin, duration):
+                return
+            self.run(replica, kind)
+
+    def run_next(self) -> None:
+        """Run what could run now, whether there is idle time or not."""
+        for _ in range(2 if self.mode.eager_backward else 1):
+            work = self._next()
+            if work is not None:
+                self.run(*work)
+
+    def _next(self) -> tuple[StageRuntime, str] | None:
+        """The next redundant pass that could run now without waiting for another member."""
+        if not self.mode.eager_forward or self._exhausted or self.checks.rests:
+            return None
+        plan, transport = self.epoch.plan, self.epoch.transport
+        for replica in self.binding.replicas():
+            role = replica.role
+            if replica.reduced is not None or replica.helps or replica.divided:
+                continue
+            if not (self.epoch.shadows(role) and assists(plan, role)):
+                continue
+            done, last = replica.part, role.stage == self.ds.num_stages - 1
+            m = done.backwards
+            if self.mode.eager_backward and not self.progress.resumed and m < done.forwards:
+                lane = self.epoch.lanes.get((Stream.SHADOW_GRADIENT, role))
+                if last or (lane is not None and transport.ready(lane)):
+                    return replica, "backward"
+            m = done.forwards
+            if m >= self.ds.micro_batches or self._over_budget(replica):
+                continue
+            if role.stage > 0 and m not in self._inputs(role):
+                continue
+            batches = self.batches[role.pipeline]
+            if role.stage == 0 and not batches.ready(m, "inputs"):
+                continue
+            if last and not batches.ready(m, "labels"):
+                continue
+            return replica, "forward"
+        return None
+
+    def _inputs(self, role: Role) -> dict[int, Payload]:
+        """Outputs of the stage before ``role``, by micro-batch, as far as this member has computed them."""
+        return self.binding.runtimes[self.epoch.plan.world.predecessor(role)].parts[-1].activations
+
+    def _over_budget(self, replica: StageRuntime) -> bool:
+        if not any(each.part.forwards for each in self.binding.replicas()):  # the first one of this iteration
+            setting = self.settings.memory_budget_mb
+            self._budget = default_budget(self.ds.device) if setting is None else setting * 2**20
+        return self._budget is not None and sum(replica.part.saved.values()) >= self._budget
+
+    def run(self, replica: StageRuntime, kind: str) -> None:
+        """Run a redundant pass. If it exhausts the device's memory there are none any more in this iteration."""
+        before, forward = self.binding.current, kind == "forward"
+        m = replica.part.forwards if forward else replica.part.backwards
+        told = Kind.REDUNDANT_FORWARD if forward else Kind.REDUNDANT_BACKWARD
+        try:
+            with self.recording.span(told, replica.role, m):
+                self._run(replica, kind)
+        except torch.OutOfMemoryError as error:
+            self._exhausted = True
+            dropped, reason = replica.part.forwards, str(error).splitlines()[0]
+        self.passes.use_role(before.role, before.part.begin)
+        if not self._exhausted:
+            return
+        # Here, where the traceback does not hold the pass's tensors any more.
+        self.binding.refresh()
+        for each in self.binding.replicas():
+            if each.reduced is None and not each.helps:
+                each.begin_again()
+        self.binding.reload()
+        release_cache(self.ds.device)
+        role = replica.role
+        logger.warning("role %s: a redundant %s pass has exhausted the memory: %s", role, kind, reason)
+        self.epoch.channel.event(
+            "redundancy_exhausted",
+            epoch=self.epoch.plan.epoch,
+            step=self.progress.steps,
+            role=[role.pipeline, role.stage],
+            dropped=dropped,
+            reason=reason,
+        )
+
+    def _run(self, replica: StageRuntime, kind: str) -> None:
+        role = replica.role
+        if kind == "backward":
+            m = replica.part.backwards
+            self.passes.use_role(role)
+            if not self.ds.is_last_stage():
+                lane = self.epoch.lanes[Stream.SHADOW_GRADIENT, role]
+                self.ds.grad_layer = self.epoch.transport.recv(lane, m)
+            self.passes.backward(m)
+            return
+        m = replica.part.forwards
+        source = self._inputs(role)[m] if role.stage > 0 else None
+        self.passes.use_role(role)
+        if role.stage > 0:
+            self.ds.pipe_buffers["inputs"][m] = as_leaves(source)
+        if role.stage in (0, self.ds.num_stages - 1):
+            self.passes.load(m)
+        if self._budget is None:
+            self.passes.forward(m)
+        else:
+            with counting_saved_bytes(replica, m):
+                self.passes.forward(m)

@@ -1,0 +1,118 @@
+"""Optimizer steps: of the roles that this member owns, of their replicas, and of the script's own role elsewhere."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from ...comm.attachment import Answer
+from ...errors import ProtocolError
+from ...topology import Layout
+from ..context.records import Progress
+from ..replicas.replica import checksums, combined
+from ..stage.answers import Answers, Refusal, stepping_alone
+from ..stage.commit import global_norm
+from ..stage.deepspeed_adapter import DeepSpeedAdapter
+from ..stage.groups import RoleGroups
+from ..stage.rng import Drawing
+from ..stage.runtime import RuntimeBinding, StageRuntime
+from ..stage.schedulers import take_step
+from .generators import RoleGenerators
+
+
+@dataclass(eq=False)
+class Steps:
+    """Steps with DeepSpeed's own optimizers. Each runs alone: its collectives are answered from the commit."""
+
+    ds: DeepSpeedAdapter
+    layout: Layout
+    groups: RoleGroups
+    binding: RuntimeBinding
+    progress: Progress
+    generators: RoleGenerators
+    verify_every: int
+
+    def step_owned(self, lr_kwargs: Any = None) -> None:
+        """The step of the bound role, with DeepSpeed's reports."""
+        runtime = self.binding.current
+        self._apply_reduced(runtime)
+        self.ds.optimizer_step(lr_kwargs)
+        self._note_checksum(runtime)
+
+    def step_replica(self, runtime: StageRuntime) -> None:
+        """The step of a replica."""
+        with self.binding.bound(runtime):
+            self._apply_reduced(runtime)
+            self.ds.quiet_step()
+            self._note_checksum(runtime)
+
+    def repeat(self, runtime: StageRuntime) -> None:
+        """The step of an iteration that the others have done already, for a replica under construction."""
+        with self.binding.bound(runtime):
+            self._apply_reduced(runtime)
+            self.ds.quiet_step()
+
+    def take_model_step(self, lr_kwargs: Any) -> None:
+        """DeepSpeed takes the step of the bound role."""
+        runtime = self.binding.current
+        alone = stepping_alone(runtime.optimizer.inner, partial(self.groups.acting_for, runtime.role))
+        with self._answering(runtime), alone, self.generators.keyed(Drawing.STEP, runtime):
+            self.ds.take_model_step(lr_kwargs)
+        runtime.stale = self.layout.sharded
+
+    def clip_gradients(self) -> None:
+        """DeepSpeed's clipping in fp32, with the norm that the commit agreed on instead of collectives."""
+        norm = global_norm(self.layout, self.progress.agreed.squares[0]).to(self.ds.device)
+        limit = torch.tensor([float(self.ds.gradient_clipping())], device=norm.device)
+        factor = torch.min(torch.tensor([1.0], device=norm.device), limit / (norm + 1e-6))
+        for parameter in self.ds.module.parameters():
+            if parameter.grad is not None:
+                parameter.grad.data.mul_(factor)
+
+    def _answering(self, runtime: StageRuntime) -> AbstractContextManager[None]:
+        """In the body this process is the rank of ``runtime``; what its optimizer reduces is what the commit knows."""
+        answer: Answer
+        if runtime.optimizer.wraps:
+            found, rank = self.progress.agreed, self.layout.rank(runtime.role)
+            answer = Answers(self.layout, rank, found.overflow, found.squares, runtime.optimizer.sums)
+        else:
+            answer = Refusal(runtime.optimizer.inner)
+        return self.groups.acting_for(runtime.role, answer)
+
+    def _apply_reduced(self, runtime: StageRuntime) -> None:
+        """Give the bound runtime the gradients that its optimizer step needs, and what its owner's layers keep."""
+        if runtime.reduced is None:
+            raise ProtocolError(f"role {runtime.role} is to step without reduced gradients")
+        runtime.optimizer.apply(runtime.reduced)
+        if runtime.received_layers is not None:
+            runtime.layers.restore(runtime.received_layers)
+        runtime.layers.tensors.settle()
+
+    def _note_checksum(self, runtime: StageRuntime) -> None:
+        runtime.checksum = None
+        if self.verify_every and self.ds.global_steps % self.verify_every == 0:
+            self.binding.refresh()
+            runtime.tensor_checksums = checksums(runtime)
+            runtime.checksum = combined(runtime.tensor_checksums)
+
+    # -- the script's own role ----------------------------------------------------------------------------
+
+    def skipped(self) -> bool:
+        """Whether the optimizers leave out the step of the committed iteration."""
+        return self.binding.local.optimizer.skips and self.progress.agreed.skipped()
+
+    def advance_local(self) -> None:
+        """Count an iteration on the local runtime if its role is computed by others."""
+        if self.binding.local.role not in self.binding.runtimes:
+            self.count_local(self.skipped())
+
+    def count_local(self, skipped: bool) -> None:
+        """Count a step that others have done for the script's role."""
+        with self.binding.bound(self.binding.local):
+            self.ds.note_step(skipped)
+            if not skipped and self.ds.lr_scheduler is not None:
+                take_step(self.ds.lr_scheduler, self.ds.train_batch_size())

@@ -1,0 +1,177 @@
+"""Checkpoints that the script saves and loads."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...comm.standing import END
+from ...errors import EpochChanged
+from ...observe.spans import Kind
+from ...schedule import RoleProgress
+from ...state import spares
+from ...state.publish import check_tag
+from ...topology import Role
+from ..checkpoints.kept import save_kept
+from ..checkpoints.saving import SaveRequest, Saves
+from ..context.history import History
+from ..context.operation import Outcome
+from ..context.records import CurrentEpoch, Progress
+from ..iteration.committing import Commits
+from ..joining.loading import Loader
+from ..joining.replay import Replay
+from ..recovery.copies import Copies
+from ..recovery.takeover import Takeover
+from ..stage.answers import ignore
+from ..stage.deepspeed_adapter import DeepSpeedAdapter
+from ..stage.groups import RoleGroups
+from ..stage.runtime import RuntimeBinding
+from ..telling.recording import Recording
+
+logger = logging.getLogger("bamboo_ds")
+
+
+@dataclass(eq=False)
+class Checkpoints:
+    """``save_checkpoint`` and ``load_checkpoint``, and a save as an :class:`~..context.operation.Operation`.
+
+    A save copies all roles' state. After its commit the members write the copies, while training goes on. With
+    ``bamboo.checkpoint.asynchronous`` off they write before the commit, which waits for the complete checkpoint; a loss
+    while they write makes them repeat all of it.
+    """
+
+    ds: DeepSpeedAdapter
+    groups: RoleGroups
+    binding: RuntimeBinding
+    epoch: CurrentEpoch
+    progress: Progress
+    replay: Replay
+    takeover: Takeover
+    commits: Commits
+    copies: Copies
+    loader: Loader
+    saves: Saves
+    history: History
+    recording: Recording
+    asynchronous: bool
+    _request: SaveRequest = field(init=False)
+    _attempt: int = field(default=0, init=False)
+    _left_out: bool = field(default=False, init=False)
+    _complete: bool = field(default=False, init=False)
+    _succeeded: bool = field(default=False, init=False)
+
+    call = "save_checkpoint"
+    draws = watched = takes_steps = False
+    goes_on = True
+
+    def save(
+        self, folder: str, tag: Any, client_state: dict[str, Any] | None, latest: bool, exclude_frozen: bool
+    ) -> bool:
+        """See :meth:`..pipeline_engine.BambooPipelineEngine.save_checkpoint`."""
+        if not folder:
+            raise ValueError(f"save_dir must be a non-empty string, got {folder!r}")
+        name = check_tag(str(tag) if tag is not None else f"global_step{self.ds.global_steps}")
+        recorded = self.replay.recorded("save")
+        if recorded is not None:
+            return recorded["save_id"] is not None
+
+        def save() -> None:
+            with self.groups.acting_for(self.binding.current.role, ignore):
+                self.ds.save_files(folder, name, client_state or {}, exclude_frozen)
+            runtime = self.binding.current
+            save_kept(runtime, Path(folder, name), self.epoch.layout.rank(runtime.role), self.ds.checkpoint_engine.save)
+
+        self._request = SaveRequest(folder, name, latest, save)
+        self._attempt, self._left_out, self._complete = 0, False, False
+        self.takeover.run(self)
+        del self._request  # it has what the script saves with the checkpoint
+        return self._succeeded
+
+    def load(self, folder: str, tag: str | None, *args: Any, **kwargs: Any) -> Any:
+        """See :meth:`..pipeline_engine.BambooPipelineEngine.load_checkpoint`."""
+        if self.replay.resuming.checkpoint is not None or self.epoch.job.replaying:
+            return self.replay.load(lambda name: self.ds.load_checkpoint(folder, name, *args, **kwargs), folder, tag)
+        if self.history.save_folders() or self.epoch.plan.generation:
+            # It may be the one that is being written, by this start of the job or an earlier one.
+            self.saves.wait()
+            self.replay.resuming.take_over(folder)
+            self.epoch.transport.barrier()
+        spares.settle_for_loading(Path(folder), tag)
+        result = self.loader.load(folder, tag, None, *args, **kwargs)
+        name = os.path.relpath(os.path.dirname(result[0]), folder) if result[0] is not None else None
+        self.history.add("load", {"folder": os.path.abspath(folder), "tag": name})
+        return result
+
+    # -- the operation ------------------------------------------------------------------------------------
+
+    def run(self, progress: Mapping[Role, RoleProgress] | None) -> None:
+        plan, saves = self.epoch.plan, self.saves
+        self._attempt, self._complete = plan.epoch, False
+        with self.recording.span(Kind.SAVE):
+            self._left_out = not saves.collect(self._request, plan, self.binding, self.progress)
+            if not (self.asynchronous or self._left_out):
+                saves.write_and_wait()
+                self._complete = saves.completed == saves.save_id(self._attempt, self.progress.sequence)
+        self.commit()
+
+    def commit(self) -> None:
+        self.progress.entered = True
+        attempt = self._attempt if self.epoch.leads else 0
+        self.commits.agree(torch.tensor([attempt, self._left_out, self._complete], dtype=torch.float64))
+
+    def repeatable(self) -> bool:
+        """The copies of a role that was taken over died with its owner."""
+        return not any(runtime.role in self.progress.taken_over for runtime in self.binding.owned())
+
+    def finish(self, outcome: Outcome) -> None:
+        saves = self.saves
+        assert self.progress.vector is not None
+        attempt, left_out, complete = map(int, self.progress.vector)
+        if left_out:
+            saves.forget()
+        else:
+            saves.write()
+        self._succeeded = not left_out if self.asynchronous else bool(complete)
+        name = saves.save_id(attempt, self.progress.sequence) if self._succeeded else None
+        self.history.add("save", self._request.noted(name))
+        saves.poll()
+        self.copies.advance(stepped=False)
+
+
+@dataclass(eq=False)
+class End:
+    """The end of the script as an operation: all members wait until all have finished and written their checkpoints.
+
+    It needs no word of etcd: it changes nothing, and what all have done before was committed.
+    """
+
+    epoch: CurrentEpoch
+    progress: Progress
+    commits: Commits
+    saves: Saves
+
+    call = END
+    draws = watched = takes_steps = goes_on = False
+
+    def run(self, progress: Mapping[Role, RoleProgress] | None) -> None:
+        self.saves.wait()
+        self.commit()
+
+    def commit(self) -> None:
+        self.progress.entered = True
+        self.commits.agree(torch.zeros(1, dtype=torch.float64), fenced=False)
+
+    def repeatable(self) -> bool:
+        return True
+
+    def finish(self, outcome: Outcome) -> None:
+        try:
+            self.epoch.transport.close()
+        except EpochChanged as error:
+            logger.info("a member was lost after all had finished: %s", error)

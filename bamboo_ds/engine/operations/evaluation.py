@@ -1,0 +1,217 @@
+"""Evaluations: forward passes of all micro-batches without gradients, done again from the start after a loss.
+
+Layers may keep what they see in an evaluation, too (counts, larger caches): other copies of a stage follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ...observe.spans import Kind
+from ...schedule import RoleProgress
+from ...state import Tree
+from ...topology import Role
+from ..checkpoints.saving import Saves
+from ..context.history import History
+from ..context.lanes import Stream
+from ..context.operation import Outcome
+from ..context.records import CurrentEpoch, Progress
+from ..data.supply import BatchSupply
+from ..iteration.committing import Commits
+from ..iteration.passes import Passes
+from ..iteration.replication import Replication
+from ..joining.replay import Replay
+from ..recovery.copies import Copies
+from ..recovery.takeover import Takeover
+from ..stage.commit import alike, encode_drawn, mean_over_copies
+from ..stage.deepspeed_adapter import DeepSpeedAdapter
+from ..stage.runtime import RuntimeBinding
+from ..stage.tracing import bits
+from ..telling.beats import Beats
+from ..telling.recording import Recording
+
+
+@dataclass(eq=False)
+class Evaluation:
+    """``eval_batch``, and its passes as an :class:`~..context.operation.Operation`."""
+
+    ds: DeepSpeedAdapter
+    binding: RuntimeBinding
+    epoch: CurrentEpoch
+    progress: Progress
+    supply: BatchSupply
+    replay: Replay
+    takeover: Takeover
+    passes: Passes
+    replication: Replication
+    commits: Commits
+    copies: Copies
+    saves: Saves
+    history: History
+    beats: Beats
+    recording: Recording
+    _micro_batches: int = field(default=0, init=False)
+    _reduce: str | None = field(default=None, init=False)
+    _losses: dict[int, Any] = field(default_factory=dict, init=False)
+    _told_iterators: bool = field(default=False, init=False)
+    #: What the layers of the roles that this member computes kept before the evaluation.
+    _before: dict[Role, Tree] = field(default_factory=dict, init=False)
+    #: What those of other copies keep after it, where that is something else.
+    _changed: dict[Role, Tree] = field(default_factory=dict, init=False)
+
+    call = "eval_batch"
+    draws = watched = goes_on = True
+    takes_steps = False
+
+    def eval_batch(
+        self,
+        data_iter: Any,
+        return_logits: bool,
+        compute_loss: bool,
+        reduce_output: str | None,
+        bcast_loss: bool,
+        num_micro_batches: int | None,
+    ) -> Any:
+        """See :meth:`..pipeline_engine.BambooPipelineEngine.eval_batch`."""
+        ds = self.ds
+        self._micro_batches = ds.micro_batches if num_micro_batches is None else num_micro_batches
+        recorded = self.replay.recorded("evaluate")
+        if recorded is not None:
+            self.supply.skip(data_iter, self._micro_batches)
+            ds.module.eval()
+            mean = self._mean(recorded)
+            return (mean, None) if return_logits else mean
+        if self.supply.dataset is not None and not self._told_iterators:
+            # Any member can draw from the dataset, but not from what the script evaluates on.
+            self._told_iterators = True
+            self.supply.needs.tell(iterators=True)
+        ds.eval_return_logits, ds.compute_loss = return_logits, compute_loss
+        self._reduce, self._losses = reduce_output, {}
+        self.supply.use_iterator("evaluate", data_iter)
+        self.takeover.run(self)
+        ds.module.eval()  # DeepSpeed leaves it so until the next iteration
+        ds.eval_return_logits, ds.compute_loss = False, True
+        found, self._losses = self._losses, {}
+        result: Any = found.get(self.binding.local.role.pipeline)
+        if compute_loss and (bcast_loss or ds.monitor.enabled or ds.is_last_stage()) and reduce_output is not None:
+            result = self._mean(self._agreed()[0])
+        if ds.monitor.enabled and result is not None:
+            ds.monitor.write_events([("Train/Samples/eval_loss", result.mean().item(), ds.global_samples)])
+        if return_logits:
+            outputs, ds.outputs = ds.outputs, None
+            return result, outputs
+        return result
+
+    def _agreed(self) -> tuple[list[float], bool | None]:
+        """The losses by pipeline, and whether the ends of pipelines are alike, as the commit has agreed."""
+        assert self.progress.vector is not None
+        pipelines = self.epoch.layout.pipelines
+        return list(self.progress.vector[:pipelines]), alike(self.progress.vector[pipelines:])
+
+    def _mean(self, losses: Any) -> torch.Tensor:
+        return mean_over_copies(self.epoch.layout, self.binding.local.role, losses).to(self.ds.device)
+
+    # -- the operation ------------------------------------------------------------------------------------
+
+    def run(self, progress: Mapping[Role, RoleProgress] | None) -> None:
+        self.progress.evaluating = True
+        self._changed.clear()
+        try:
+            with torch.no_grad():
+                self._note_layers()
+                for runtime in self.binding.owned():
+                    self.binding.use(runtime)
+                    self.ds.reserve_pipe_buffers(self._micro_batches)
+                    self.ds.module.eval()
+                    self.ds.fwd_outputs = []
+                self.supply.draw_ahead(self._micro_batches)
+                for m in range(self._micro_batches):
+                    for runtime in self.binding.owned():
+                        with self.recording.span(Kind.EVALUATE, runtime.role, m):
+                            self._forward(runtime.role, m)
+                        self.beats.beat()
+        finally:
+            self.progress.evaluating = False
+        self._replicate_layers()
+        self.commit()
+
+    def _note_layers(self) -> None:
+        """Keep what the layers keep; what an attempt before this one has changed is undone."""
+        for role, layers in self._before.items():
+            if role in self.binding.runtimes:
+                self.binding.runtimes[role].layers.restore(layers)
+        for runtime in self.binding.owned():
+            if runtime.role not in self._before:
+                self._before[runtime.role] = runtime.layers.undo()
+
+    def _replicate_layers(self) -> None:
+        for runtime in self.binding.owned():
+            layers, before = runtime.layers.capture(), self._before[runtime.role]
+            kept = [name for name in before if name not in ("tensors", "whole")]
+            same = not layers["tensors"] and all(bits(layers[name]) == bits(before[name]) for name in kept)
+            self.replication.send_layers(runtime.role, None if same else layers)
+        plan, member = self.epoch.plan, self.epoch.member
+        for role in (*plan.shadowed_by(member), *plan.learned_by(member)):
+            layers = self.replication.receive_layers(role)
+            if layers is not None:
+                self._changed[role] = layers
+
+    def _forward(self, role: Role, m: int) -> None:
+        last, lanes, transport = self.epoch.layout.stages - 1, self.epoch.lanes, self.epoch.transport
+        self.passes.use_role(role)
+        buffers = self.ds.pipe_buffers
+        if role.stage > 0:
+            buffers["inputs"][m] = transport.recv(lanes[Stream.ACTIVATION, role], m)
+        if role.stage in (0, last):
+            self.passes.load(m)
+        self.passes.forward(m)
+        outputs = buffers["outputs"][m]
+        for each in buffers.values():
+            each[m] = None
+        if role.stage < last:
+            transport.send(lanes[Stream.ACTIVATION, Role(role.pipeline, role.stage + 1)], m, outputs)
+
+    def commit(self) -> None:
+        vector = torch.zeros(self.epoch.layout.pipelines, dtype=torch.float64)
+        for runtime in self.binding.owned():
+            self.binding.use(runtime)
+            if self.ds.is_last_stage():
+                reduced = self.ds.reduce_outputs(
+                    self.ds.fwd_outputs, reduce=self._reduce, reduce_dp=False, micro_batches=self._micro_batches
+                )
+                self._losses[runtime.role.pipeline] = reduced
+                if torch.is_tensor(reduced) and reduced.numel() == 1:
+                    vector[runtime.role.pipeline] = float(reduced)
+        self.supply.batches.complete(self._micro_batches)
+        self.epoch.transport.drain()
+        self.progress.entered = True
+        self.commits.agree(torch.cat([vector, encode_drawn(self.epoch.layout, self.commits.drawn())]))
+
+    def repeatable(self) -> bool:
+        """The outputs of a last stage died with its owner; the others may have entered long before it was through."""
+        last = self.epoch.layout.stages - 1
+        taken = self.progress.taken_over
+        return not any(r.role in taken for r in self.binding.owned() if r.role.stage == last)
+
+    def finish(self, outcome: Outcome) -> None:
+        if outcome is Outcome.COMMITTED:
+            self.supply.collect_leftovers(self._micro_batches, gradients=False)
+        else:
+            self.supply.batches.drop()
+        for role, layers in self._changed.items():
+            self.copies.follow_layers(role, layers)
+        self._before.clear()
+        self._changed.clear()
+        losses, same = self._agreed()
+        self.supply.note_ends("evaluate", same)
+        self.history.add("evaluate", losses, same)
+        self.binding.begin_iteration()
+        for runtime in self.binding.owned():
+            runtime.layers.tensors.settle()
+            runtime.module.train()
+        self.copies.advance(stepped=False)
+        self.saves.poll()

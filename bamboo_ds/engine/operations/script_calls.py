@@ -1,0 +1,280 @@
+"""The border between the engine and the script: what the script changes, and the losses that hit its collectives."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from ...comm.script import Lacking, ScriptCollectives, ThreadContext
+from ...errors import EpochChanged, FatalLoss, UnsupportedError
+from ..context.records import CurrentEpoch, Progress
+from ..joining.replay import Replay
+from ..recovery.announcements import Announcements
+from ..recovery.copies import Copies
+from ..recovery.takeover import Takeover
+from ..replicas.building import StageBuilder
+from ..replicas.refusals import (
+    check_optimizer,
+    check_optimizer_hooks,
+    check_step,
+    hooks_of,
+    refuse_compiled,
+    refuse_hooks,
+    registered,
+)
+from ..script.changes import CURE, Adjustable, Weights, check_local
+from ..stage.optimizers import HalfOptimizer, NoOptimizer
+from ..stage.runtime import RuntimeBinding
+from ..stage.wrappers import is_sharded, stage_optimizer
+
+logger = logging.getLogger("bamboo_ds")
+
+
+@dataclass(eq=False)
+class ScriptCalls:
+    """Knows whether the main thread is in the engine or in the script, and recovers in the script's collectives."""
+
+    binding: RuntimeBinding
+    epoch: CurrentEpoch
+    progress: Progress
+    builder: StageBuilder
+    copies: Copies
+    replay: Replay
+    takeover: Takeover
+    collectives: ScriptCollectives
+    announcements: Announcements
+    #: Depth of calls of the engine.
+    _depth: int = field(default=0, init=False)
+    #: How the engine has left to the script what it may set.
+    _left: Adjustable = field(init=False)
+    _weights: Weights = field(init=False)
+    #: Modules besides the layers that the script has put into its stage since then.
+    _parts: set[str] = field(default_factory=set, init=False)
+    _trained: list[bool] = field(init=False)
+    #: How many hooks had been registered then.
+    _hooks: int = field(init=False)
+    #: What was compiled then of the local role's stage.
+    _compiled: frozenset[str] = field(init=False)
+    _warned: bool = field(default=False, init=False)
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """The body is a call of the script: what it does is the engine's.
+
+        Raises:
+            UnsupportedError: it comes from within another one.
+        """
+        self.progress.check_idle()
+        if not self._depth:
+            self.collectives.flush()
+            self.follow()
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            if not self._depth:
+                self.leave()
+
+    def leave(self) -> None:
+        """The script goes on: remember how it finds what it may set."""
+        self.binding.refresh()
+        local = self.binding.local
+        if self.epoch.job.replaying:  # the operation before the one that it takes part in may be done now
+            self.copies.note_position(self.progress.sequence - 1)
+        self._left = Adjustable.of(local)
+        self._note_count()
+        self._weights = Weights(local.layers)
+        self._trained = local.trains()
+        self._hooks = registered()
+        self._compiled = local.layers.compiled()
+
+    def follow(self) -> None:
+        """Give to all roles what the script has set since it went on."""
+        self.binding.refresh()
+        local = self.binding.local
+        self._note_count()
+        given = isinstance(local.optimizer, NoOptimizer) and local.attributes["basic_optimizer"] is not None
+        if given:
+            self._take_optimizer()
+        assigned = self._follow_settings() and not self.replay.under_way
+        if given and not self.replay.under_way:
+            self._copy_optimizers()
+        written = not (self.epoch.job.replaying or self.progress.joining) and self._follow_weights()
+        frozen = local.trains() != self._trained and self._follow_freezing()
+        if written or frozen or assigned:
+            self.announcements.tell(written, local.trained if frozen else None)
+        check_step(local.attributes["basic_optimizer"])
+        if self.builder.compiled_with is None:  # else the engine has compiled them for it
+            refuse_compiled(local.layers.compiled() - self._compiled)
+        if registered() != self._hooks:
+            refuse_hooks(hooks_of(local.module, self._hooks))
+            check_optimizer_hooks(local.attributes["basic_optimizer"])
+
+    def _take_optimizer(self) -> None:
+        """The script has given an optimizer to an engine that had none, by ``engine._configure_optimizer``.
+
+        Raises:
+            UnsupportedError: it is one that copies of the stage could not have.
+            FatalLoss: this member computes a stage whose script is lost, and has given none.
+        """
+        local, left = self.binding.local, self._left.attributes.values
+        basic, wrapper = local.attributes["basic_optimizer"], local.attributes["optimizer"]
+        check_optimizer(basic, self.epoch.layout.copies > 1 or self.epoch.job.settings.redundancy.mode.replicas)
+        check_optimizer_hooks(basic)
+        if is_sharded(wrapper) and self.epoch.layout.copies > 1 and not self.epoch.layout.sharded:
+            raise UnsupportedError(
+                f"a {type(wrapper).__name__} that is given after deepspeed.initialize is not supported with several "
+                "pipelines: give the optimizer to deepspeed.initialize"
+            )
+        others = [
+            (runtime.role.pipeline, runtime.role.stage) for runtime in self.binding.owned() if runtime is not local
+        ]
+        if others:
+            plan = self.epoch.plan  # a member that joins has none yet
+            checkpoint = self.epoch.job.newest_checkpoint(plan)
+            raise FatalLoss(others, plan.lost, checkpoint, part="an optimizer, given after deepspeed.initialize, of ")
+        local.optimizer = stage_optimizer(self.builder.ds, self.builder.groups, local)
+        for runtime in self.binding.replicas():
+            self.binding.drop(runtime.role)
+        self._left, self._weights, self._hooks = Adjustable.of(local), Weights(local.layers), registered()
+        self._left = self._left.as_if(left)
+
+    def _copy_optimizers(self) -> None:
+        """Copies of stages get their optimizers; all members do so before the same operation.
+
+        Raises:
+            FatalLoss: a loss has interrupted it.
+        """
+        try:
+            self.copies.copy_state(self.epoch.layout.roles)
+        except EpochChanged as error:
+            checkpoint = self.epoch.job.newest_checkpoint(self.epoch.plan)
+            raise FatalLoss([], self.epoch.plan.lost, checkpoint) from error
+        self.copies.tell_replicas()
+
+    def _follow_settings(self) -> bool:
+        """Give settings and attributes to all roles; whether attributes that members compare are among them."""
+        local = self.binding.local
+        changed = Adjustable.of(local).since(self._left, shared=(self.builder.ds.engine,))
+        self._parts = changed.assigned.parts
+        if not changed:
+            return False
+        if self._parts:
+            local.layers.look_again()
+        described = changed.assigned.described()
+        self.progress.assigned.update(described)
+        if changed.assigned.replacement is not None:
+            local.pristine = changed.assigned.replacement.pristine
+        joins = self.epoch.channel.joiner and self.epoch.job.replaying
+        if joins and self.replay.position != self.replay.joining.target:
+            return False  # what the others did long ago: copies that this member gets have it
+        for runtime in self.binding.runtimes.values():
+            if runtime is not local:
+                if not self.replay.under_way:
+                    changed.check(runtime)
+                changed.give(runtime)
+        self.binding.reload()
+        self.copies.follow_settings(changed)
+        return bool(described)
+
+    def _follow_weights(self) -> bool:
+        """Note whether the script has changed its stage, for the holders of the stage's replica.
+
+        Raises:
+            UnsupportedError: it cannot have done so with all stages.
+        """
+        self._weights.check_parameters()
+        self._weights.check_gradients()
+        changed = self._weights.changed(self._parts)
+        if not changed:
+            return False
+        role, changes = self.binding.local.role, self.binding.local.layers.changes
+        check_local(changed, self.epoch.plan, role, self.progress.known_changes, changes.count)
+        changes.note(self.progress.steps)
+        if self.progress.steps and not self._warned:
+            self._warned = True
+            logger.warning(
+                "the script has changed %s of its stage between two calls. Replicas follow, but a loss right after "
+                "such a change makes the job start again, and a change while a member has another one's stage ends "
+                "it: %s",
+                changed[0],
+                CURE,
+            )
+        self.progress.changed.update(changed)
+        return True
+
+    def _note_count(self) -> None:
+        """Note by how much DeepSpeed's count of steps, which checkpoints and scripts set, is ahead of the job's."""
+        if not self.replay.under_way:
+            self.epoch.channel.ahead = self.binding.local.attributes["global_steps"] - self.progress.steps
+
+    def _follow_freezing(self) -> bool:
+        """The script has frozen parameters of its stage, or made them trainable: whether others must know.
+
+        Raises:
+            UnsupportedError: it cannot be followed exactly.
+        """
+        local = self.binding.local
+        if self.binding.runtimes.get(local.role) is not local or not local.owned:
+            return False  # a member that joins replays what the stage's owner has done
+        if isinstance(local.optimizer, HalfOptimizer):
+            raise UnsupportedError(
+                "the script has frozen parameters, or made them trainable, after deepspeed.initialize: with fp16 and "
+                "without ZeRO do it before"
+            )
+        others = [str(each.role) for each in self.binding.owned() if each is not local]
+        if others:
+            raise UnsupportedError(
+                f"the script has frozen parameters of stage {local.role.stage}, or made them trainable. This member "
+                f"also computes {', '.join(others)}, whose own script is lost and can freeze nothing there: restart "
+                "from a checkpoint with a worker for each stage"
+            )
+        local.trained = local.trains()
+        return True
+
+    # -- the script's collectives -------------------------------------------------------------------------
+
+    def place(self) -> ThreadContext:
+        """Where the main thread is."""
+        if self._depth or self.replay.resuming.checkpoint is not None:
+            return "engine"
+        return "replay" if self.epoch.job.replaying or self.progress.joining else "script"
+
+    def recover(self) -> None:
+        """Recover from a loss that has hit the script, and remember for the next operation how it goes on."""
+        self.follow()
+        self._depth += 1
+        try:
+            self.takeover.recover_between("between two operations")
+            self.binding.use(self.binding.local)
+            self.leave()
+        finally:
+            self._depth -= 1
+
+    def tell(self, lacking: Lacking) -> None:
+        """A collective of the script goes on with other parts than those of lost ranks."""
+        listed = {name: ", ".join(map(str, getattr(lacking, name))) for name in ("ranks", "lost", "moved")}
+        lost = f"no process runs as ranks ({listed['lost']}) now, and {lacking.result}" if lacking.lost else ""
+        moved = f"other members compute the stages of ranks ({listed['moved']}) now" if lacking.moved else ""
+        logger.warning(
+            "%s over ranks %s, called at %s: %s. Sums and means of what all ranks have alike are right; those of "
+            "parameters or optimizer states of each rank, such as a norm over all stages, are wrong until each rank "
+            "has a process that computes its stage again. This is said once for each place",
+            lacking.operation,
+            listed["ranks"],
+            lacking.place,
+            "; ".join(filter(None, (lost, moved))),
+        )
+        self.epoch.channel.event(
+            "collective_incomplete",
+            epoch=self.epoch.plan.epoch,
+            step=self.progress.steps,
+            operation=lacking.operation,
+            ranks=list(lacking.ranks),
+            lost_ranks=list(lacking.lost),
+            moved_ranks=list(lacking.moved),
+            place=lacking.place,
+        )

@@ -1,0 +1,255 @@
+"""Training: iterations of pipeline, reduction, replication, commit, step."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ...config import RedundancyConfig, RedundancyMode
+from ...errors import ConfigError, EpochChanged, ReplicaMismatch
+from ...observe.spans import Kind
+from ...schedule import Commit, Program, RoleProgress, commit_program, member_program
+from ...supported import check_schedule
+from ...topology import Role
+from ..checkpoints.saving import Saves
+from ..context.history import History
+from ..context.operation import Outcome
+from ..context.records import CurrentEpoch, Progress
+from ..data.supply import BatchSupply
+from ..iteration.committing import Commits
+from ..iteration.division import Division
+from ..iteration.exactness import ExactChecks
+from ..iteration.recomputing import end_iteration
+from ..iteration.redundant import RedundantPasses
+from ..iteration.replication import Replication
+from ..iteration.steps import Steps
+from ..joining.replay import Replay
+from ..recovery.copies import Copies
+from ..recovery.takeover import Takeover
+from ..stage.commit import Committed, mean_over_copies, mean_over_pipelines
+from ..stage.deepspeed_adapter import DeepSpeedAdapter
+from ..stage.optimizers import NoOptimizer
+from ..stage.runtime import RuntimeBinding
+from ..stage.schedulers import SchedulerPosition
+from ..telling.beats import Beats
+from ..telling.monitors import JobTags
+from ..telling.recording import Recording
+
+logger = logging.getLogger("bamboo_ds")
+
+
+@dataclass(eq=False)
+class Training:
+    """``train_batch``, and its iteration as an :class:`~..context.operation.Operation`."""
+
+    ds: DeepSpeedAdapter
+    settings: RedundancyConfig
+    mode: RedundancyMode
+    binding: RuntimeBinding
+    epoch: CurrentEpoch
+    progress: Progress
+    supply: BatchSupply
+    replay: Replay
+    takeover: Takeover
+    division: Division
+    redundant: RedundantPasses
+    commits: Commits
+    steps: Steps
+    replication: Replication
+    copies: Copies
+    checks: ExactChecks
+    saves: Saves
+    history: History
+    beats: Beats
+    recording: Recording
+    tags: JobTags
+    _begin: float = field(default=0.0, init=False)
+
+    call = "train_batch"
+    watched = takes_steps = goes_on = True
+
+    def train_batch(self, data_iter: Any) -> torch.Tensor:
+        """The mean loss of an iteration; see :meth:`..pipeline_engine.BambooPipelineEngine.train_batch`."""
+        if isinstance(self.binding.local.optimizer, NoOptimizer):
+            raise ConfigError(
+                "train_batch: must provide optimizer during init in order to use backward (give one to "
+                "deepspeed.initialize, or name it in the configuration)"
+            )
+        done = self.replay.recorded("train")
+        if done is not None:
+            return self._replay(done, data_iter)
+        rank = self.ds.global_rank
+        try:
+            mean = self.ds.train_batch(data_iter)
+            self.tags.write()
+            return mean
+        finally:
+            self.ds.global_rank = rank
+
+    def run_iteration(self) -> None:
+        """What DeepSpeed executes a schedule for."""
+        check_schedule()
+        self._begin = time.monotonic()
+        self.binding.refresh()
+        self.progress.position = SchedulerPosition.of(self.binding.local)
+        self.supply.use_training()
+        self.checks.begin_iteration()
+        with self.recording.iteration(), self.tags.iteration():
+            self.takeover.run(self)
+        # What DeepSpeed prints and gives to monitors now is the word of the member that speaks for the job.
+        self.ds.global_rank = 0 if self.epoch.leads else -1
+
+    def mean_loss(self) -> torch.Tensor:
+        """The iteration's mean loss, with additional ones, as DeepSpeed keeps them; the commit has agreed on it."""
+        ds, losses, local = self.ds, self.progress.agreed.losses, self.binding.local.role
+        ds.dp_group_loss = torch.tensor(losses[local.pipeline][0], dtype=torch.float32, device=ds.device)
+        means = [mean_over_copies(self.epoch.layout, local, each).to(ds.device) for each in zip(*losses, strict=True)]
+        names = list(ds.module.get_additional_losses() or {})
+        ds.agg_additional_losses = dict(zip(names, means[1:], strict=False)) or None
+        return means[0]
+
+    def _replay(self, done: Mapping[str, Any], data_iter: Any) -> torch.Tensor:
+        """An iteration that the job has done."""
+        if data_iter is not None:
+            self.ds.set_data_iterator(data_iter)
+        self.supply.skip(self.ds.data_iterator, self.ds.micro_batches)
+        self.steps.count_local(done["skipped"])
+        self.progress.committed = Committed(tuple(tuple(x) for x in done["losses"]), (), 0, ())
+        self.ds.agg_train_loss = self.mean_loss()
+        return self.ds.agg_train_loss
+
+    # -- the operation ------------------------------------------------------------------------------------
+
+    @property
+    def draws(self) -> bool:
+        """Where the batches are those of a dataset, every member can read them."""
+        return not self.supply.batches.shared
+
+    def run(self, progress: Mapping[Role, RoleProgress] | None) -> None:
+        micro_batches = self.ds.micro_batches
+        for runtime in self.binding.runtimes.values():
+            runtime.module.train()
+        self.progress.evaluating = False
+        torch.clear_autocast_cache()  # within the script's own context it outlives steps, on each copy another time
+        for runtime in self.binding.runtimes.values():
+            self.binding.use(runtime)
+            self.ds.reserve_pipe_buffers(micro_batches)
+        self.division.begin(progress)
+        self.supply.draw_ahead(micro_batches)
+        program = member_program(
+            self.epoch.plan,
+            self.epoch.member,
+            micro_batches,
+            progress,
+            self.settings.placement.value if self.mode.eager_forward else "none",
+        )
+        self._execute(program, until_commit=True)
+
+    def commit(self) -> None:
+        self._execute(commit_program(self.epoch.plan, self.epoch.member), until_commit=True)
+
+    def repeatable(self) -> bool:
+        return all(self.commits.is_complete(runtime) for runtime in self.binding.owned())
+
+    def finish(self, outcome: Outcome) -> None:
+        progress, committed = self.progress, outcome is Outcome.COMMITTED
+        agreed = progress.committed = self.commits.decoded()
+        self._execute(commit_program(self.epoch.plan, self.epoch.member)[1:], until_commit=False)
+        if committed:
+            self.supply.collect_leftovers(self.ds.micro_batches, gradients=not progress.resumed)
+        else:
+            self.supply.batches.drop()
+        self.binding.begin_iteration()
+        progress.changed.clear()
+        for runtime in self.binding.runtimes.values():
+            if outcome is Outcome.BEHIND and runtime.trained and runtime is not self.binding.local:
+                runtime.train_only(runtime.trained)  # of the next iteration, in which others are already
+            else:
+                runtime.trained = None
+        end_iteration()
+        self.redundant.end_iteration()
+        self.supply.note_ends("train", agreed.alike)
+        self.history.add_iteration(agreed.losses, self.steps.skipped(), agreed.alike)
+        progress.steps += 1
+        progress.consumed += self.ds.micro_batches
+        self.steps.advance_local()
+        self.supply.account()
+        lasting = self._mend(agreed.mismatches) if committed else []
+        measured = self.copies.times.end_iteration(time.monotonic() - self._begin)
+        if self.division.note_cuts() | measured | self.copies.kept.is_news():
+            self.copies.tell_replicas()
+        self.copies.advance(stepped=True)
+        self.saves.poll()
+        self.epoch.job.progressed(progress.steps)
+        self._report_step(agreed)
+        if committed:
+            self._give_up(lasting)
+
+    def _execute(self, program: Program, until_commit: bool) -> None:
+        for instruction in program:
+            commits = type(instruction) is Commit
+            if commits and self.checks.on:
+                with self.recording.span(Kind.REHEARSE):
+                    self.checks.rehearse()
+            self.recording.execute(instruction)
+            self.beats.beat()
+            if until_commit and commits:
+                return
+
+    def _report_step(self, agreed: Committed) -> None:
+        if not self.epoch.leads:
+            return
+        plan = self.epoch.plan
+        shadowed = sum(shadow is not None for shadow in plan.shadows) - len(plan.lent)
+        self.epoch.channel.event(
+            "step",
+            epoch=plan.epoch,
+            step=self.progress.steps,
+            loss=mean_over_pipelines([x[0] for x in agreed.losses[:: self.epoch.layout.slices]]).item(),
+            seconds=time.monotonic() - self._begin,
+            frc_done=agreed.redundant,
+            frc_total=shadowed * self.ds.micro_batches,
+            samples=self.ds.train_batch_size(),
+        )
+
+    # -- replicas that differ -----------------------------------------------------------------------------
+
+    def _mend(self, mismatches: tuple[Role, ...]) -> list[Role]:
+        """Copy the state of ``mismatches`` again, but of those that differed before as well, which it returns.
+
+        A replica stays invalid if a loss prevents it.
+        """
+        if not mismatches:
+            return []
+        step = self.progress.steps - 1
+        # One that was lent has computed with what differs.
+        lasting = [r for r in mismatches if self.replication.mismatches.note(r, step) or self.epoch.plan.lending(r)]
+        try:
+            with self.recording.span(Kind.COPY):
+                self.copies.copy_state(role for role in mismatches if role not in lasting)
+        except EpochChanged as error:
+            # The next operation recovers; it refuses to take a role over from an invalid replica.
+            logger.warning("replicas of %s were not mended: %s", mismatches, error)
+        return lasting
+
+    def _give_up(self, lasting: list[Role]) -> None:
+        """Tell of replicas of this member that have just been found to differ for ever.
+
+        Raises:
+            ReplicaMismatch: it is to end the job (``redundancy.on_mismatch``).
+        """
+        found = dict(self.replication.differing)
+        self.replication.differing.clear()
+        optimizer = type(self.binding.local.optimizer.inner).__name__
+        for role in lasting:
+            if role not in found:
+                continue  # another member's, or told of before
+            error = ReplicaMismatch(role.pipeline, role.stage, found[role], optimizer)
+            if self.settings.on_mismatch == "stop":
+                raise error
+            logger.error("%s", error)

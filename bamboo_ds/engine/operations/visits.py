@@ -1,0 +1,120 @@
+"""What a script does once for each stage, such as writing its parameters; see :func:`bamboo_ds.for_each_stage`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ...errors import UnsupportedError
+from ...schedule import RoleProgress
+from ...topology import Layout, Plan, Role
+from ..checkpoints.saving import Saves
+from ..context.history import History
+from ..context.operation import Outcome
+from ..context.records import CurrentEpoch, Progress
+from ..iteration.committing import Commits
+from ..joining.replay import Replay
+from ..recovery.copies import Copies
+from ..recovery.takeover import Takeover
+from ..stage.groups import RoleGroups
+from ..stage.runtime import RuntimeBinding, StageRuntime
+
+logger = logging.getLogger("bamboo_ds")
+
+Visit = Callable[[Any], Any]
+
+
+@dataclass(eq=False)
+class StageVisits:
+    """Calls a function for each stage, as an :class:`~..context.operation.Operation`.
+
+    A loss before its commit makes the members that take stages over call the function for these, too. So when it is
+    over, the function has returned for every stage somewhere.
+
+    Attributes:
+        made: the script has done so, or what it replays has.
+    """
+
+    engine: Any
+    groups: RoleGroups
+    binding: RuntimeBinding
+    epoch: CurrentEpoch
+    progress: Progress
+    replay: Replay
+    takeover: Takeover
+    commits: Commits
+    copies: Copies
+    saves: Saves
+    history: History
+    made: bool = field(default=False, init=False)
+    _visit: Visit = field(init=False)
+    _results: dict[Role, Any] = field(default_factory=dict, init=False)
+
+    call = "for_each_stage"
+    draws = watched = takes_steps = False
+    goes_on = True
+
+    def visit(self, function: Visit) -> list[Any]:
+        """See :func:`bamboo_ds.for_each_stage`."""
+        self.made = True
+        if self.replay.recorded("visit") is not None:
+            return []
+        self._visit, self._results = function, {}
+        self.takeover.run(self)
+        results, layout = self._results, self.epoch.layout
+        del self._visit, self._results
+        return [results[role] for role in sorted(results, key=layout.rank)]
+
+    def tell_absent(self) -> None:
+        """At the end of the script: warn of stages whose own ranks have no process that computes them."""
+        absent = without_process(self.epoch.plan, self.epoch.layout)
+        if absent and self.epoch.leads and not self.made:
+            stages = ", ".join(f"{rank} (stage {role.stage} of pipeline {role.pipeline})" for rank, role in absent)
+            logger.warning(
+                "the script has ended, and no process computes the stage of its own rank for ranks %s. Files that each "
+                "rank writes of its stage lack these, or have old parameters in them, unless they were written before: "
+                "write them in bamboo_ds.for_each_stage(engine, function)",
+                stages,
+            )
+
+    # -- the operation ------------------------------------------------------------------------------------
+
+    def run(self, progress: Mapping[Role, RoleProgress] | None) -> None:
+        for runtime in sorted(self.binding.owned(), key=lambda runtime: self.epoch.layout.rank(runtime.role)):
+            if runtime.role not in self._results:
+                self._results[runtime.role] = self._call(runtime)
+        self.commit()
+
+    def _call(self, runtime: StageRuntime) -> Any:
+        with self.binding.bound(runtime), self.groups.acting_for(runtime.role, _refuse):
+            return self._visit(self.engine)
+
+    def commit(self) -> None:
+        self.progress.entered = True
+        self.commits.agree(torch.zeros(1, dtype=torch.float64))
+
+    def repeatable(self) -> bool:
+        """Whether the function was called for all roles that this member has now."""
+        return all(runtime.role in self._results for runtime in self.binding.owned())
+
+    def finish(self, outcome: Outcome) -> None:
+        self.history.add("visit", True)
+        self.saves.poll()
+        self.copies.advance(stepped=False)
+
+
+def _refuse(ranks: tuple[int, ...], operation: str, arguments: tuple[Any, ...]) -> None:
+    raise UnsupportedError(
+        f"the function given to bamboo_ds.for_each_stage calls a collective, {operation} over ranks {list(ranks)}. "
+        "Members compute different numbers of stages, so call collectives before or after it"
+    )
+
+
+def without_process(plan: Plan, layout: Layout) -> list[tuple[int, Role]]:
+    """Ranks that no process runs as which computes the rank's own stage."""
+    homes = dict(zip(plan.members, plan.homes, strict=True))
+    return [(rank, role) for rank, role in enumerate(layout.roles) if homes.get(plan.owner(role)) != rank]

@@ -1,0 +1,153 @@
+"""What scripts change of their stages between two operations, told to the other holders of these stages.
+
+The change itself travels with the reduced gradients of the next iteration. That there is one is told before the
+iteration, so that a member that takes the stage over in it knows what it lacks::
+
+    script changes its stage --> tell --> passes ... reduced gradients, with the change
+                                  |
+    holders of the replica      listen, at a loss --> report --> check: go on, or restart
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from ...errors import EpochChanged, FatalLoss
+from ...schedule import Decision
+from ...topology import Plan, Role
+from ..context.records import CurrentEpoch, Progress
+from ..script.assigned import fingerprint
+from ..stage.layers import Changes
+from ..stage.runtime import RuntimeBinding
+from .reports import Reports
+
+logger = logging.getLogger("bamboo_ds")
+
+
+@dataclass(eq=False)
+class Announcements:
+    """Tells what the script has changed of the local role, and listens to what owners tell of replicas held here."""
+
+    binding: RuntimeBinding
+    epoch: CurrentEpoch
+    progress: Progress
+
+    def tell(self, written: bool, trained: list[bool] | None) -> None:
+        """Tell the holders of the local role's replica; they may need it for a takeover.
+
+        Nothing else is sent in this iteration before they have it.
+
+        Args:
+            written: the script has changed what the layers keep.
+            trained: which parameters are trainable, if it has changed that.
+        """
+        assigned = self.progress.sequence, fingerprint(self.progress.assigned)
+        told = torch.tensor([self.progress.steps, written, *assigned, *(trained or ())], dtype=torch.int64)
+        transport = self.epoch.transport
+        try:
+            for (role, _), lane in self.epoch.lanes.told.items():
+                if role == self.binding.local.role and lane.source == self.epoch.member:
+                    transport.send(lane, self.progress.sequence, told)
+            transport.drain()
+        except EpochChanged as error:
+            logger.info("interrupted before operation %d: %s", self.progress.sequence, error)
+
+    def tell_again(self) -> None:
+        """A plan begins: its holders of the local role's replica get what was told of the operation under way."""
+        changed, trained = bool(self.progress.changed), self.binding.local.trained
+        if not self.progress.joining and (changed or trained or self.progress.assigned):
+            self.tell(changed, trained)
+
+    def listen(self) -> None:
+        """Learn what lost owners had changed or frozen when this iteration began, if they could still say so."""
+        if not self.epoch.begun:
+            return
+        self.binding.refresh()
+        for replica in self.binding.replicas():
+            lane = self.epoch.lanes.told.get((replica.role, self.epoch.member))
+            for told in self.epoch.transport.take(lane) if lane else ():
+                assert isinstance(told, torch.Tensor)
+                step, changed, sequence, assigned, *trained = told.tolist()
+                self.progress.told_assigned[replica.role] = sequence, assigned
+                if changed:
+                    replica.layers.changes.note(step)
+                if not trained:
+                    continue
+                replica.trained = now = [bool(each) for each in trained]
+                if step <= self.progress.steps and now != replica.trains():
+                    replica.begin_again()  # its passes did not know of it
+                    replica.train_only(now)
+        self.binding.reload()
+
+    def check(self, plan: Plan, reports: Reports, decision: Decision) -> None:
+        """Stages that scripts change between two operations: a member that takes one over does not do so.
+
+        Raises:
+            FatalLoss: a change is missing, or would be; on all members alike.
+        """
+        roles = role_changes(plan, reports, decision)
+        self.progress.known_changes = {role: each.changes for role, each in roles.items()}
+        step = max(report.steps for report in reports.values())
+        for found, what in (
+            (lacking(roles, step) if plan.lost else [], "what the script has just changed in "),
+            (abandoned(roles, step), "the script that changes "),
+        ):
+            if found:
+                places = [(role.pipeline, role.stage) for role in found]
+                raise FatalLoss(places, plan.lost, self.epoch.job.newest_checkpoint(plan), what)
+
+
+@dataclass(frozen=True)
+class RoleChanges:
+    """What the owner of a role under a new plan knows of its script's changes.
+
+    Attributes:
+        changes: as it was told of them.
+        taken: the role was just taken over, and the member that runs as its rank is not there.
+        delivered: the end of this iteration brings what was changed before it.
+    """
+
+    changes: Changes
+    taken: bool
+    delivered: bool
+
+
+def role_changes(plan: Plan, reports: Reports, decision: Decision) -> dict[Role, RoleChanges]:
+    """Of all roles, from the ``reports`` that the members of ``plan`` have exchanged."""
+    found = {}
+    for report in reports.values():
+        for each in report.roles:
+            role = Role(*each.role)
+            away = plan.home(plan.owner(role)) != plan.world.rank(role)
+            delivered = decision.mode == "commit" or decision.progress[role].reduced
+            found[role] = RoleChanges(each.changes, each.state_only and away, delivered)
+    return found
+
+
+def lacking(roles: Mapping[Role, RoleChanges], step: int) -> list[Role]:
+    """Roles that were taken over without what their scripts have changed since the last of ``step`` steps.
+
+    Among them those of which nobody knows it: their scripts may have been lost before they could tell, where others
+    have changed theirs, unless they have not done so together with these before.
+    """
+    changers = [each.changes for each in roles.values() if not each.taken and each.changes.last == step]
+    often = any(changes.count > (step > 0) for changes in changers)
+
+    def lacks(each: RoleChanges) -> bool:
+        quiet = not changers or (often and not each.changes.count)
+        return each.taken and not each.delivered and (each.changes.last == step or not quiet)
+
+    return [role for role, each in roles.items() if lacks(each)]
+
+
+def abandoned(roles: Mapping[Role, RoleChanges], step: int) -> list[Role]:
+    """Roles that were taken over after ``step`` steps and that their scripts would go on to change."""
+    return [
+        role
+        for role, each in roles.items()
+        if each.taken and each.changes.last >= 0 and (each.changes.count > 1 or each.changes.last >= step - 1)
+    ]

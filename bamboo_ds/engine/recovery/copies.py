@@ -1,0 +1,248 @@
+"""Copies of roles' states: at once while nothing is trained, in the background while training goes on."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from ...errors import TransferError
+from ...state import Tree
+from ...topology import Layout, Plan, Role
+from ..context.records import CurrentEpoch, Progress
+from ..data.batches import as_message, from_message
+from ..iteration.block_times import BlockTimes
+from ..iteration.stage_memory import PassBytes
+from ..iteration.steps import Steps
+from ..replicas.building import StageBuilder
+from ..replicas.construction import Construction, KeptLayers, KeptSettings, Snapshots, begin_fetch, snapshot_key
+from ..replicas.replica import capture
+from ..script.changes import Adjusted
+from ..stage.runtime import RuntimeBinding
+from ..stage.schedulers import SchedulerPosition
+from .reports import Reports, all_at_boundary
+
+logger = logging.getLogger("bamboo_ds")
+
+#: Seconds at a boundary that a replica may take to catch up; it performs two iterations in any case, so it gets there.
+_CATCH_UP_S = 0.05
+
+
+@dataclass(eq=False)
+class Copies:
+    """Makes and hands out copies of roles' states."""
+
+    binding: RuntimeBinding
+    epoch: CurrentEpoch
+    progress: Progress
+    builder: StageBuilder
+    steps: Steps
+    snapshots: Snapshots
+    constructions: dict[Role, Construction]
+    times: BlockTimes
+    kept: PassBytes
+    #: The operation after which snapshots may be offered.
+    _first: int = field(default=0, init=False)
+
+    def copy_state(self, roles: Iterable[Role]) -> None:
+        """Copy the full state of ``roles`` from their owners to all that hold or build their replicas. Collective."""
+        roles = list(roles)
+        self.binding.refresh()
+        runtimes, member, transport = self.binding.runtimes, self.epoch.member, self.epoch.transport
+        for role in roles:
+            lanes = self.epoch.lanes.states(role)
+            if lanes and self.epoch.owns(role):
+                message = as_message(capture(runtimes[role]))
+                for lane in lanes:
+                    transport.send(lane, self.progress.sequence, message)
+        for role in roles:
+            if self.epoch.shadows(role) or role in self.epoch.plan.learned_by(member):
+                state = from_message(transport.recv(self.epoch.lanes.state(role, member), self.progress.sequence))
+                construction = self.constructions.get(role)
+                if construction is not None:
+                    construction.fetch.cancel()
+                    construction.runtime = self.builder.build(role, state, self.binding.local.pristine)
+                    self._complete(construction)
+                elif role in runtimes:
+                    self.builder.restore(runtimes[role], state)
+                else:
+                    runtimes[role] = self.builder.build(role, state, self.binding.local.pristine)
+        transport.drain()
+
+    def follow_layers(self, role: Role, layers: Tree) -> None:
+        """Give what the layers of ``role`` keep after an evaluation to this member's copy of them, if it has one."""
+        if role in self.binding.runtimes:
+            self.binding.runtimes[role].layers.restore(layers)
+            self.binding.runtimes[role].layers.tensors.settle()
+        elif role in self.constructions:
+            self.constructions[role].kept.append(KeptLayers(self.progress.sequence, layers))
+
+    def follow_settings(self, changed: Adjusted) -> None:
+        """The script has set something: replicas under construction get it when they are that far."""
+        for construction in self.constructions.values():
+            construction.kept.append(KeptSettings(self.progress.sequence, changed))
+
+    def tell(self) -> str:
+        """How far the replicas under construction are, for people; callable from any thread."""
+        parts = [f"{_name(c.role, self.epoch.layout)} ({c.fetch.share:.0%})" for c in list(self.constructions.values())]
+        return f"copies {', '.join(parts) or 'nothing more'}"
+
+    # -- in the background --------------------------------------------------------------------------------
+
+    def begin(self, plan: Plan, reports: Reports, step: int) -> None:
+        """Begin to build the replicas of ``plan``, and find out which snapshots this member has to offer.
+
+        Args:
+            plan: the plan that begins.
+            reports: of its members.
+            step: the operation that all go on with. Who builds a replica may be in it, and knows nothing more of what
+                its script has set before; so owners offer no snapshot before they have done it, unless all are at the
+                boundary before.
+        """
+        self._first = step
+        self.cancel()
+        self.snapshots.begin()
+        for rank, builder in plan.learners:
+            role = self.epoch.layout.role(rank)
+            if rank in reports[builder].replicas:
+                continue
+            if plan.owners[rank] == self.epoch.member:
+                self.snapshots.want(role)
+            if builder == self.epoch.member:
+                source = snapshot_key(plan.epoch, rank), reports[plan.owners[rank]].place
+                self.constructions[role] = Construction(role, source, begin_fetch(*source, self.epoch.channel.secret))
+                self.epoch.channel.activity.telling["copies"] = self.tell
+        if all_at_boundary(reports, step):
+            self.binding.refresh()
+            if not reports[self.epoch.member].joining:
+                self.note_position(step - 1)
+            self._offer(step - 1)
+
+    def note_position(self, sequence: int) -> None:
+        """Remember where this member's own scheduler stands after operation ``sequence``."""
+        for construction in self.constructions.values():
+            construction.positions[sequence] = SchedulerPosition.of(self.binding.local)
+
+    def _offer(self, sequence: int) -> None:
+        for role in self.snapshots.wanted():
+            key = snapshot_key(self.epoch.plan.epoch, self.epoch.layout.rank(role))
+            self.snapshots.offer(role, key, capture(self.binding.runtimes[role]), sequence)
+
+    def drop_incoming(self) -> None:
+        """What this iteration's reductions have given is void."""
+        for construction in self.constructions.values():
+            construction.incoming = None
+
+    def cancel(self) -> None:
+        """Give up all replicas under construction."""
+        for construction in self.constructions.values():
+            construction.fetch.cancel()
+            runtime = construction.runtime
+            if runtime is not None and runtime is not self.binding.local:
+                runtime.optimizer.release()
+        self.constructions.clear()
+        self.epoch.channel.activity.telling.pop("copies", None)
+
+    def advance(self, stepped: bool) -> None:
+        """At a boundary: offer the snapshots that are due, catch up with those that have arrived.
+
+        Args:
+            stepped: optimizers have done so. Members exchange shards after that only, which a replica that catches up
+                with the steps of one role lacks.
+        """
+        self.binding.refresh()
+        self.note_position(self.progress.sequence)
+        if self.progress.sequence >= self._first:
+            self._offer(self.progress.sequence)
+        for construction in list(self.constructions.values()) if stepped or not self.epoch.layout.sharded else ():
+            try:
+                self._advance(construction)
+            except TransferError as error:
+                logger.warning("copying role %s failed and begins again: %s", construction.role, error)
+                construction.fetch = begin_fetch(*construction.source, self.epoch.channel.secret)
+
+    def _advance(self, construction: Construction) -> None:
+        if construction.runtime is None:
+            found = construction.arrived()
+            if found is None:
+                return
+            sequence, state = found
+            construction.forget(sequence)
+            pristine = construction.scheduled_by(self.binding.local.pristine)
+            construction.runtime = self.builder.build(construction.role, state, pristine)
+            construction.follows = construction.position(sequence) == SchedulerPosition.of(construction.runtime)
+        begin, count = time.monotonic(), 0
+        whole = construction.runtime is self.binding.local  # the script looks at it
+        while construction.kept and (whole or count < 2 or time.monotonic() - begin < _CATCH_UP_S):
+            self._repeat(construction)
+            count += 1
+        if not construction.kept:
+            self._complete(construction)
+
+    def _repeat(self, construction: Construction) -> None:
+        """Perform the optimizer step of an iteration that the others have done already, or follow what came between."""
+        runtime, kept, committed = construction.runtime, construction.kept.popleft(), self.progress.committed
+        assert runtime is not None
+        if isinstance(kept, KeptLayers):
+            runtime.layers.restore(kept.layers)
+            runtime.layers.tensors.settle()
+            return
+        if isinstance(kept, KeptSettings):
+            self.binding.refresh()
+            kept.changed.give(runtime)
+            self.binding.reload()
+            return
+        if construction.follows:
+            kept.before.restore(runtime)
+        runtime.reduced, runtime.received_layers = kept.reduced, kept.layers
+        if kept.trained:
+            runtime.train_only(kept.trained)
+        self.progress.committed = kept.committed
+        self.steps.repeat(runtime)
+        self.progress.committed = committed
+        runtime.reduced = runtime.received_layers = None
+        if construction.follows:
+            construction.positions[kept.sequence].restore(runtime)
+
+    def _complete(self, construction: Construction) -> None:
+        """The replica is complete: from now on it is one like any other."""
+        role, runtime = construction.role, construction.runtime
+        assert runtime is not None
+        self.binding.runtimes[role] = runtime
+        runtime.owned, runtime.valid, runtime.stale = False, True, self.epoch.layout.sharded
+        del self.constructions[role]
+        if not self.constructions:
+            self.epoch.channel.activity.telling.pop("copies", None)
+        logger.info("the replica of role %s is complete", role)
+        self.epoch.channel.event(
+            "replica_built",
+            epoch=self.epoch.plan.epoch,
+            step=self.progress.steps,
+            role=[role.pipeline, role.stage],
+            seconds=time.monotonic() - construction.begun,
+            bytes=sum(t.nbytes for t in runtime.tensors()),
+        )
+        self.tell_replicas()
+
+    def replicas(self) -> tuple[int, ...]:
+        """Ranks of the roles whose replica this member holds."""
+        return tuple(self.epoch.layout.rank(r.role) for r in self.binding.replicas() if r.valid)
+
+    def tell_replicas(self) -> None:
+        """Tell the control plane which epoch this member has entered, what it holds, and what it may share."""
+        known = {self.epoch.layout.rank(r.role): r for r in self.binding.owned() if r.cuts is not None}
+        # Scripts may have stages compiled as wholes later.
+        owned = {rank: () if r.stage.whole else r.cuts or () for rank, r in known.items()}
+        self.times.enter(self.epoch.plan.epoch)
+        measured = self.times.told(), self.times.iteration_s, self.kept.known, self.kept.outputs
+        self.epoch.channel.report_state(self.epoch.plan.epoch, self.replicas(), self.snapshots.place, owned, *measured)
+
+    def close(self) -> None:
+        """End."""
+        self.cancel()
+        self.snapshots.close()
+
+
+def _name(role: Role, layout: Layout) -> str:
+    return f"stage {role.stage}" + (f" of pipeline {role.pipeline}" if layout.pipelines > 1 else "")

@@ -1,0 +1,235 @@
+"""What the members of a new plan tell each other before they go on, and the decision that follows from it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+from typing_extensions import Self
+
+from ...control.registry.records import PeerAddress
+from ...schedule import Decision, MemberRecord, PartProgress, RoleProgress, decide, settle
+from ...topology import Plan, Role, Side
+from ..data.accounts import LedgerReport
+from ..stage.layers import Changes
+
+
+class _Report(BaseModel):
+    """Reports travel as JSON. One that does not parse is a defect: all members run the same version."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    def to_json(self) -> str:
+        """Every number as it is: a loss may be infinite or none."""
+        return json.dumps(self.model_dump(), separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """What :meth:`to_json` gave. Raises ``ValidationError`` (a ``ValueError``) if it is something else."""
+        return cls.model_validate(json.loads(text))
+
+
+class StartReport(_Report):
+    """What a member tells the others when its engine is built; what the member that leads tells counts for all.
+
+    Attributes:
+        seed: of the generators of passes and steps.
+        nonce: names this run of the job in the ids of its saves.
+        resumed: folder and tag of the checkpoint that the job goes on from, if it was started again.
+        ledger: folder of the ledger, if there is one.
+        exact: how many first steps are checked.
+        flags: settings of the process that decide how tensors are computed; all members must have the same.
+    """
+
+    seed: int
+    nonce: str
+    resumed: tuple[str, str] | None
+    ledger: str | None
+    exact: int
+    flags: dict[str, str]
+
+
+class PartReport(_Report):
+    """Passes of some blocks of a stage that are finished."""
+
+    begin: int
+    end: int
+    forwards: int
+    backwards: int
+
+    def progress(self) -> PartProgress:
+        """What of it decides how the operation goes on."""
+        return PartProgress(self.begin, self.forwards, self.backwards)
+
+
+class RoleReport(_Report):
+    """What the owner of a role holds of the current iteration; see :class:`~bamboo_ds.schedule.RoleProgress`.
+
+    Attributes:
+        role: pipeline and stage.
+        parts: what it computes itself; empty if it has not begun, so that it computes what the plan says.
+        state_only: the role was taken over in this operation.
+        changes: of the stage by its script, as far as the owner was told of them.
+    """
+
+    role: tuple[int, int]
+    parts: tuple[PartReport, ...]
+    reduced: bool
+    state_only: bool
+    changes: Changes
+
+
+class ScriptReport(_Report):
+    """Where a member is among the script's own collectives (:class:`~bamboo_ds.comm.script.ScriptCollectives`)."""
+
+    gap: int
+    done: dict[str, int]
+    open: int
+
+
+class MemberReport(_Report):
+    """What one member tells the others at the beginning of an epoch.
+
+    Attributes:
+        step: operations that it has committed and finished; it is in operation ``step``.
+        entered: it has everything that the commit of that operation needs of it.
+        at_boundary: its script has not gone on since the operation before.
+        roles: progress of the roles that it owns under the new plan.
+        helped: of roles that it shadows: rank, and what it has computed for the owner.
+        spent: ranks of roles that it shadows, and of which it cannot compute anything in this iteration: it has been
+            the owner, and its passes have changed what the layers keep.
+        commit: sum of the last commit all-reduce; ``None`` before the first.
+        received: parts of batches that it has received in this operation: pipeline (as text), part, number.
+        repeatable: it could enter the commit of this operation again, if it has entered it.
+        stale: it lacks what the shards of other members' steps have changed.
+        replicas: ranks of the roles whose replica it holds.
+        place: where it offers snapshots and the history of the job.
+        joining: it has just come, and takes over from the others where the job stands.
+        history: operations of the script that it knows the results of.
+        steps: iterations committed.
+        ahead: by how much the script's count of steps is ahead of the job's.
+        consumed: micro-batches of each pipeline that committed iterations have used.
+        seed: of the generators of passes and steps.
+        nonce: names this run of the job in the ids of its saves.
+        accounts: of the ledger, if there is one.
+        script: the script's own collectives.
+        exact: how many first steps are checked; 0: none any more.
+    """
+
+    step: int
+    entered: bool
+    at_boundary: bool
+    roles: tuple[RoleReport, ...]
+    helped: tuple[tuple[int, PartReport], ...]
+    spent: tuple[int, ...]
+    commit: tuple[float, ...] | None
+    received: dict[str, dict[str, int]]
+    repeatable: bool
+    stale: bool
+    replicas: tuple[int, ...]
+    place: PeerAddress
+    joining: bool
+    history: int
+    steps: int
+    ahead: int
+    consumed: int
+    seed: int
+    nonce: str
+    accounts: LedgerReport | None
+    script: ScriptReport
+    exact: int
+
+    def script_facts(self) -> dict[str, Any]:
+        """What the script's collectives agree by."""
+        return {"joining": self.joining, "script": self.script.model_dump()}
+
+
+#: The reports of all members of an epoch.
+Reports = Mapping[str, MemberReport]
+
+
+def decision_of(reports: Reports, plan: Plan, micro_batches: int, tied: Collection[int]) -> Decision:
+    """How the interrupted operation goes on; equal on all members. What is resumed from is settled.
+
+    Args:
+        reports: of all members.
+        plan: the new plan.
+        micro_batches: of an iteration.
+        tied: stages that hold weights of other stages, too.
+    """
+    told = {member: report for member, report in reports.items() if not report.joining}
+    step = max((report.step for report in told.values()), default=0)
+    records = {}
+    for member, report in told.items():
+        roles = {Role(*each.role): _progress(plan, each, report.step, told, step) for each in report.roles}
+        records[member] = MemberRecord(report.step, report.entered, roles, report.commit)
+    found = decide(records, plan.world)
+    if found.mode == "commit" and all(report.repeatable for report in reports.values()):
+        return found
+    return replace(found, mode="resume", progress=settle(plan.world, micro_batches, found.progress, tied))
+
+
+def _progress(plan: Plan, mine: RoleReport, step: int, reports: Reports, newest: int) -> RoleProgress:
+    """Progress of a role, from the reports of its owner and of its shadow.
+
+    Who has not begun computes what the plan says, and whoever has begun goes on with that. Where the two do not fit
+    together, the owner computes what the shadow would have.
+
+    Args:
+        plan: the new plan.
+        mine: of the owner.
+        step: that the owner is in.
+        reports: of all members that do not join.
+        newest: step that the job is in.
+    """
+    role, now = Role(*mine.role), step == newest
+    side: Side | None = None
+    lent, blocks = plan.lending(role), plan.world.blocks_of(role.stage)
+    own = {(part.begin, part.end): part.progress() for part in mine.parts} if now else {}
+    shadow, theirs = reports.get(plan.shadow(role) or ""), {}
+    rank = plan.world.rank(role)
+    if shadow is None or rank not in shadow.replicas:
+        lent = None  # what the shadow holds has been found to differ
+    if shadow is not None and shadow.step == newest:
+        lent = None if rank in shadow.spent else lent
+        theirs = {(part.begin, part.end): part.progress() for place, part in shadow.helped if place == rank}
+    ranges = [(0, blocks)] if lent is None else [(0, lent.cut), (lent.cut, blocks)]
+    if lent is not None and own.keys() <= {ranges[lent.side == "front"]}:
+        side = lent.side
+        theirs = {each: part for each, part in theirs.items() if each == ranges[side == "rear"]}
+    elif own:  # the owner computes all of it, or what is left of it
+        theirs = {}
+        ranges = list(pairwise(sorted({0, blocks, *(bound for part in own for bound in part)})))
+    known = {**theirs, **own}
+    front, *rear = [known.get(each) or PartProgress(each[0]) for each in ranges]
+    return RoleProgress(
+        forwards=front.forwards,
+        backwards=front.backwards,
+        reduced=mine.reduced and now,
+        state_only=now and (mine.state_only or (mine.reduced and not known.keys() >= set(ranges))),
+        rear=rear[0] if rear else None,
+        lent=side,
+    )
+
+
+def all_at_boundary(reports: Reports, step: int) -> bool:
+    """Whether all members are between the operation before ``step`` and whatever their scripts do next.
+
+    Of those that join: what their scripts do before operation ``step`` is to come.
+    """
+    done = newest_of(reports)[0].history
+    return all(
+        report.history < done if report.joining else report.at_boundary and report.step == step and not report.stale
+        for report in reports.values()
+    )
+
+
+def newest_of(reports: Reports) -> tuple[MemberReport, list[PeerAddress]]:
+    """The report of a member that knows all that the job has done, and where all such members offer it."""
+    told = [report for report in reports.values() if not report.joining]
+    newest = max(told, key=lambda report: (report.history, report.step))
+    return newest, [report.place for report in told if report.history == newest.history]

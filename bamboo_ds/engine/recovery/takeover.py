@@ -1,0 +1,212 @@
+"""Operations that survive losses: attempt, recover, attempt again, commit, finish.
+
+A loss before the commit interrupts an operation on all survivors; they agree on a plan, exchange what each of them has
+(:mod:`.protocol`), and finish the operation from there.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, replace
+
+from ...comm.script import ScriptCollectives
+from ...errors import EpochChanged
+from ..context.operation import Operation, Outcome
+from ..context.records import CurrentEpoch, Progress
+from ..iteration.committing import Commits
+from ..iteration.exactness import ExactChecks
+from ..iteration.replication import Replication
+from ..stage.runtime import RuntimeBinding
+from ..telling.beats import Beats
+from .announcements import Announcements
+from .protocol import RecoveryProtocol
+
+logger = logging.getLogger("bamboo_ds")
+
+#: Members wait for the plan that copies were made for, as long as this part of the time that the operation took, and at
+#: most so many seconds. The leader writes it in milliseconds; without it the next operation takes as long again.
+_PATIENCE, _PATIENCE_S = 0.2, 1.0
+
+
+@dataclass(eq=False)
+class Takeover:
+    """Runs operations until they commit, and changes the plan between them."""
+
+    binding: RuntimeBinding
+    epoch: CurrentEpoch
+    progress: Progress
+    recovery: RecoveryProtocol
+    commits: Commits
+    replication: Replication
+    checks: ExactChecks
+    collectives: ScriptCollectives
+    beats: Beats
+    announcements: Announcements
+
+    def run(self, operation: Operation) -> None:
+        """Run ``operation`` until it commits::
+
+            attempt ---committed--------------------> finish --> boundary
+             |   ^                                      ^
+             |   | the decision is about this one       |
+             |   +--------------------+                 |
+             v                        |                 |
+            interrupted --> recover --+---behind--------+
+                             ^    |  the others have committed it
+                             +----+
+                          another loss
+
+        Raises:
+            FatalLoss: a stage has no holder left.
+            Evicted: this member was taken for lost.
+            CallsDiffer: the scripts of other members have called something else.
+        """
+        self.recovery.operation, begin = operation, time.monotonic()
+        with self.epoch.channel.activity.at_work(), self.progress.calling(operation.call):
+            outcome = self._attempt(operation) if self.epoch.session.aborted is None else Outcome.INTERRUPTED
+            while outcome is Outcome.INTERRUPTED:
+                outcome = self._recover_and_attempt(operation)
+            operation.finish(outcome)
+            self._cross_boundary(operation, outcome, time.monotonic() - begin)
+
+    def _attempt(self, operation: Operation) -> Outcome:
+        """Do what the last recovery has decided on, or all of ``operation``."""
+        decision = self.progress.pending
+        try:
+            if operation.draws and self.recovery.supply.hungry():
+                self._await_source()
+            self.progress.resumed = decision is not None
+            with self.beats.busy(operation.watched):
+                if decision is not None and decision.mode == "commit":
+                    operation.commit()
+                else:
+                    operation.run(decision.progress if decision is not None else None)
+        except EpochChanged as error:
+            return self._interrupted(error)
+        self.progress.pending = None
+        return Outcome.COMMITTED
+
+    def _recover_and_attempt(self, operation: Operation) -> Outcome:
+        try:
+            decision = self.recovery.run()
+            behind = self.epoch.member in decision.behind
+            if behind and operation.goes_on:  # as before any other commit that something follows from
+                self.epoch.job.await_fence()
+        except EpochChanged as error:
+            return self._interrupted(error)
+        if not behind:
+            self.progress.pending = decision
+            return self._attempt(operation)
+        # What is decided on is the next operation, for which no member is behind any more.
+        self.progress.vector, self.progress.pending = decision.commit_vector, replace(decision, behind=())
+        return Outcome.BEHIND
+
+    def _interrupted(self, error: EpochChanged) -> Outcome:
+        logger.info("operation %d interrupted: %s", self.progress.sequence, error)
+        return Outcome.INTERRUPTED
+
+    def _cross_boundary(self, operation: Operation, outcome: Outcome, seconds: float) -> None:
+        """The operation is finished, after ``seconds``: what members do before the script goes on."""
+        self.progress.end_operation()
+        self.progress.at_boundary = True
+        self.collectives.begin_gap(self.progress.sequence)
+        if operation.takes_steps:
+            try:
+                if self.epoch.layout.sharded:
+                    self.replication.exchange_shards()
+                self.checks.end_iteration(outcome)
+            except EpochChanged as error:
+                logger.info("interrupted after operation %d: %s", self.progress.sequence - 1, error)
+                self.recover_between("at a boundary")
+        self.binding.use(self.binding.local)
+        if self.progress.recovery is not None and outcome is Outcome.COMMITTED:
+            self._report_recovery()
+        begin = time.monotonic()
+        if self.epoch.copied and operation.takes_steps and not self.epoch.switch_due:
+            self._await_plan(min(_PATIENCE_S, _PATIENCE * seconds))
+        if self.epoch.switch_due and operation.goes_on:
+            self._switch(begin)
+        self.progress.at_boundary = False
+
+    def _await_source(self) -> None:
+        """Wait for members that can draw the batches of all pipelines; the leader has them started.
+
+        Raises:
+            EpochChanged: there is a new plan.
+            TimeoutError: there is none within the timeout of the process groups.
+        """
+        plan, supply = self.epoch.plan, self.recovery.supply
+        ranks = ", ".join(map(str, supply.hungry()))
+        alike = "" if supply.batches.apart else ", or of one that draws the same,"
+        logger.warning("no member left has the iterator of rank %s%s: waiting for a worker that draws it", ranks, alike)
+        supply.needs.tell(apart=supply.batches.apart or supply.needs.apart)
+        plan = self.epoch.channel.wait_plan(plan.epoch, self.epoch.session.timeout.total_seconds())
+        raise EpochChanged(f"epoch {plan.epoch} follows")
+
+    # -- between operations -------------------------------------------------------------------------------
+
+    def recover_between(self, where: str) -> bool:
+        """Enter the newest epoch between two operations; whether that took one attempt."""
+        attempts = 0
+        while True:
+            attempts += 1
+            try:
+                self.progress.go_on_from(self.recovery.run())
+                return attempts == 1
+            except EpochChanged as error:
+                logger.info("interrupted %s: %s", where, error)
+
+    def _await_plan(self, patience_s: float) -> None:
+        """All copies are complete: the leader writes the plan that they were made for."""
+        self.epoch.channel.await_boundary(self.epoch.plan.epoch, patience_s)
+        try:
+            self.epoch.switch_due = self.commits.all_know_more()
+        except EpochChanged as error:
+            logger.info("interrupted at a boundary: %s", error)
+            self.recover_between("at a boundary")
+
+    def _switch(self, begin: float) -> None:
+        """Enter the plan that all members know of, at the boundary where all of them are since ``begin``."""
+        before = self.epoch.plan
+        self.epoch.switch_due = False
+        undisturbed = True
+        self.announcements.listen()  # lanes that are closed tell nothing any more
+        try:
+            self.epoch.session.confirm("changing the plan")  # which cuts off what devices are busy with
+            self.epoch.transport.close()
+        except EpochChanged as error:
+            logger.info("interrupted at a boundary: %s", error)
+            undisturbed = False
+        if not (self.recover_between("at a boundary") and undisturbed):
+            return
+        self.progress.recovery = None
+        pause = time.monotonic() - begin
+        self.progress.paused += pause
+        self.epoch.channel.event(
+            "reconfigured",
+            epoch=self.epoch.plan.epoch,
+            step=self.progress.steps,
+            pause_seconds=pause,
+            previous=before.epoch,
+        )
+
+    def _report_recovery(self) -> None:
+        recovery, now = self.progress.recovery, time.monotonic()
+        assert recovery is not None
+        self.progress.recovery = None
+        pause = recovery.planned + recovery.rebuilt
+        self.progress.paused += pause
+        self.epoch.channel.event(
+            "recovered",
+            epoch=self.epoch.plan.epoch,
+            step=self.progress.steps,
+            pause_seconds=pause,
+            detection_seconds=None,
+            plan_seconds=recovery.planned,
+            rebuild_seconds=recovery.rebuilt,
+            redo_seconds=max(0.0, now - recovery.noticed - pause),
+            forwards_redone=recovery.forwards_redone,
+            backwards_redone=recovery.backwards_redone,
+            mode=recovery.decision.mode,
+        )

@@ -1,0 +1,241 @@
+"""What a script changes on its engine between two operations: counters, learning rates and the like, weights.
+
+It changes them for the role that it runs as, and every member's script does the same; so a member gives the change of
+counters and learning rates to all its roles, replicas among them. Weights are its role's own: those that are changed
+travel to the holders of the role's replica at the end of the next iteration, with its reduced gradients. What is set
+through ``.data`` escapes this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ...errors import UnsupportedError
+from ...topology import Plan, Role
+from ..stage.layers import Changes, Layers, newer
+from ..stage.runtime import StageRuntime
+from ..stage.schedulers import put_settings, settings_of
+from ..stage.tracing import bits
+from .assigned import Assigned, Attributes
+
+#: What to do instead of changing weights between iterations.
+CURE = "do it in the `step` of an optimizer of your own, which all copies of a stage do as well"
+#: What a script may set on the engine; Megatron sets the first one back where a run begins anew from a checkpoint.
+_COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+
+
+@dataclass(frozen=True)
+class Adjustable:
+    """What a script may set, of one role."""
+
+    runtime: StageRuntime
+    counters: dict[str, int]
+    groups: list[dict[str, Any]]
+    attributes: Attributes
+
+    @classmethod
+    def of(cls, runtime: StageRuntime) -> Adjustable:
+        """Of ``runtime``, whose attributes must be up to date."""
+        counters = {name: runtime.attributes[name] for name in _COUNTERS}
+        return cls(runtime, counters, settings_of(runtime.attributes["basic_optimizer"]), Attributes.of(runtime))
+
+    def as_if(self, values: Mapping[str, Mapping[str, Any]]) -> Adjustable:
+        """The same, with the ``values`` that the scheduler and the module's attributes had before, to compare with."""
+        return replace(self, attributes=self.attributes.as_if(values))
+
+    def since(self, before: Adjustable, shared: tuple[Any, ...] = ()) -> Adjusted:
+        """What has been set since ``before``.
+
+        Args:
+            before: of the same role.
+            shared: what copies of a scheduler may refer to, as it does.
+
+        Raises:
+            UnsupportedError: the optimizer has other groups, or an attribute is one that copies cannot follow.
+        """
+        if len(self.groups) != len(before.groups):
+            raise UnsupportedError(
+                "the script has changed the number of the optimizer's groups, which replicas cannot follow: give all "
+                "groups to deepspeed.initialize"
+            )
+        return Adjusted(
+            _newer(self.counters, before.counters),
+            [_newer(mine, old) for mine, old in zip(self.groups, before.groups, strict=True)],
+            before.groups,
+            self.attributes.since(before.attributes, self.runtime, shared),
+        )
+
+
+@dataclass(frozen=True)
+class Adjusted:
+    """What a script has set between two calls.
+
+    Attributes:
+        counters: of the engine.
+        groups: settings of the optimizer's groups.
+        before: all settings of the groups before.
+        assigned: attributes.
+    """
+
+    counters: dict[str, int]
+    groups: list[dict[str, Any]]
+    before: list[dict[str, Any]]
+    assigned: Assigned
+
+    def __bool__(self) -> bool:
+        return bool(self.counters) or any(self.groups) or bool(self.assigned)
+
+    def give(self, runtime: StageRuntime) -> None:
+        """Set the same on ``runtime``.
+
+        Raises:
+            UnsupportedError: the groups were set to different values, and ``runtime`` has another number of them.
+        """
+        runtime.attributes.update(self.counters)
+        self._give_groups(runtime)
+        self.assigned.give(runtime)
+
+    def check(self, runtime: StageRuntime) -> None:
+        """A script sets what its own stage's groups need; another stage's groups may have needed something else.
+
+        Raises:
+            UnsupportedError: the groups of ``runtime`` had other values before.
+        """
+        names = {name for group in self.groups for name in group if any(name in old for old in self.before)}
+        if self.assigned.moves_scheduler:
+            names.add("lr")
+        theirs = settings_of(runtime.attributes["basic_optimizer"])
+        for name in sorted(names):
+            if not _alike([old.get(name) for old in self.before], [group.get(name) for group in theirs]):
+                raise UnsupportedError(
+                    f"the script has set {name!r} of the optimizer's groups, or their scheduler, after "
+                    f"deepspeed.initialize, and the groups of role {runtime.role} had another {name!r} than those of "
+                    "this member's own stage: begin with the same on all stages, or give a scheduler to "
+                    "deepspeed.initialize"
+                )
+
+    def _give_groups(self, runtime: StageRuntime) -> None:
+        if not any(self.groups):
+            return
+        groups, given = runtime.attributes["basic_optimizer"].param_groups, self.groups
+        if len(groups) != len(given):
+            if any(each != given[0] for each in given):
+                raise UnsupportedError(
+                    f"the script has set the optimizer's {len(given)} groups to different values, and the groups of "
+                    f"role {runtime.role} are {len(groups)}: set all groups alike, or let a scheduler do it that is "
+                    "given to deepspeed.initialize"
+                )
+            given = given[:1] * len(groups)
+        for group, settings in zip(groups, given, strict=True):
+            put_settings(group, settings)
+
+
+class Weights:
+    """What the ``layers`` of one stage keep, as the engine has left it to the script."""
+
+    def __init__(self, layers: Layers) -> None:
+        self._layers = layers
+        self._parameters = {name: (p, _count(p)) for name, p in layers.parameters.items()}
+        self._buffers = {name: (buffer, _count(buffer)) for name, buffer in layers.buffers().items()}
+        self._numbers = layers.numbers()
+        self._tensors = layers.tensors.marks()
+        self._extra = {path: bits(state) for path, state in layers.extra().items()}
+        self._gradients = {name: _version(p.grad) for name, p in layers.parameters.items()}
+
+    def changed(self, new: Collection[str] = ()) -> list[str]:
+        """Names of those that have been changed since, or are others now; without those of the ``new`` parts."""
+        tensors = [name for name, (tensor, count) in self._parameters.items() if _count(tensor) != count]
+        buffers = self._layers.buffers()
+        for name in {**self._buffers, **buffers}:
+            tensor, count = self._buffers.get(name, (None, 0))
+            if tensor is None or buffers.get(name) is not tensor or _count(tensor) != count:
+                tensors.append(name)
+        attributes = newer(self._layers.numbers(), self._numbers), self._layers.tensors.since(self._tensors)
+        extra = [path for path, state in self._layers.extra().items() if bits(state) != self._extra.get(path)]
+        found = [
+            *((name, name) for name in tensors),
+            *((layer, f"{layer}.{name}") for each in attributes for layer, names in each.items() for name in names),
+            *((path, f"the extra state of {path}") for path in extra),
+        ]
+        return [name for path, name in found if path.partition(".")[0] not in new]
+
+    def check_parameters(self) -> None:
+        """Refuse parameters in the place of those that the optimizer has.
+
+        Raises:
+            UnsupportedError: names them.
+        """
+        now, known = self._layers.parameters_now(), {id(p) for p, _ in self._parameters.values()}
+        found = [name for name, (parameter, _) in self._parameters.items() if now.get(name) is not parameter]
+        found += [name for name, parameter in now.items() if id(parameter) not in known and name not in found]
+        if found:
+            raise UnsupportedError(
+                f"the script has put other parameters in the place of {', '.join(found[:10])} since "
+                "deepspeed.initialize, which neither the optimizer nor copies of the stage have: copy their values "
+                "(under torch.no_grad: parameter.copy_(values))"
+            )
+
+    def check_gradients(self) -> None:
+        """Refuse what the script has added to gradients since, which other copies of the stage lack.
+
+        Raises:
+            UnsupportedError: names the parameters.
+        """
+        found = []
+        for name, parameter in self._layers.parameters.items():
+            gradient = parameter.grad
+            if gradient is not None and _version(gradient) != self._gradients[name] and bool(gradient.any()):
+                found.append(name)
+        if found:
+            raise UnsupportedError(
+                f"the script has added to the gradients of {', '.join(found[:10])} between two calls of its engine, "
+                "which copies of the stage lack: compute all of the loss in the pipeline, or set the gradients to None "
+                "before train_batch"
+            )
+
+
+def _count(tensor: torch.Tensor) -> int:
+    """Of changes; tensors of inference mode do not count them, and cannot be changed outside of it."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _version(gradient: torch.Tensor | None) -> tuple[int, int] | None:
+    return None if gradient is None else (id(gradient), gradient._version)
+
+
+def check_local(changed: list[str], plan: Plan, own: Role, known: Mapping[Role, Changes], before: int) -> None:
+    """Every stage is to be changed by the script of the member that runs as its rank.
+
+    Args:
+        changed: what this member's script has changed of its stage.
+        plan: the plan.
+        own: the role of that stage.
+        known: changes of roles when the plan began; those of a role that another member has are none since.
+        before: iterations before which the script has changed its stage earlier, when the others did not.
+
+    Raises:
+        UnsupportedError: another member has one now.
+    """
+    roles = {plan.world.role(rank) for rank, owner in enumerate(plan.owners) if plan.home(owner) != rank}
+    quiet = {role for role, changes in known.items() if before and not changes.count and role != own}
+    away = [str(role) for role in sorted(roles - quiet)]
+    if away:
+        raise UnsupportedError(
+            f"the script has changed {changed[0]} of its stage between two calls, and nobody does the same to role "
+            f"{', '.join(away)}, which another member has taken over: {CURE}"
+        )
+
+
+def _newer(mine: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in mine.items() if name not in before or before[name] != value}
+
+
+def _alike(mine: list[Any], theirs: list[Any]) -> bool:
+    """Whether groups of two stages have the same values; where their numbers differ: one value for all."""
+    if len(mine) == len(theirs):
+        return mine == theirs
+    return all(each == mine[0] for each in (*mine, *theirs)) if mine else True

@@ -1,0 +1,126 @@
+"""What takes the place of the collectives in an optimizer's step."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import distributed as dist
+
+from ...comm.attachment import Answer
+from ...errors import ProtocolError, UnsupportedError
+from ...topology import Layout
+from ...topology.roles import groups_like
+from .commit import in_ring_order
+
+
+class Answers:
+    """Answers the collectives of an optimizer's step.
+
+    All roles take part in each of them in the same way, so a sum over some ranks is the sum of what the commit knows of
+    these ranks. A norm may be summed along several axes one after the other.
+
+    Args:
+        layout: the logical world.
+        rank: that of the role whose optimizer steps.
+        overflow: whether any role's gradients overflowed.
+        squares: per norm, the contribution of every rank.
+        sums: reductions of each norm, along different axes.
+    """
+
+    def __init__(
+        self, layout: Layout, rank: int, overflow: bool, squares: Sequence[Sequence[float]], sums: int
+    ) -> None:
+        self._layout, self._rank, self._overflow, self._sums = layout, rank, overflow, sums
+        self._norms = [[torch.tensor(x, dtype=torch.float32) for x in each] for each in squares]
+        self._done = 0
+
+    def __call__(self, ranks: tuple[int, ...], operation: str, arguments: tuple[Any, ...]) -> None:
+        """Take the place of ``operation`` on a group of ``ranks``."""
+        if operation != "allreduce":
+            return  # all-gathers of parameters; the shards are exchanged after the step
+        (tensor,), options = arguments
+        if options.reduceOp == dist.ReduceOp.MAX:
+            tensor.fill_(float(self._overflow))
+            return
+        norm = self._done // self._sums
+        if tensor.numel() != 1 or norm >= len(self._norms):
+            raise ProtocolError(
+                f"the optimizer's step reduces {tensor.numel()} numbers over ranks {list(ranks)}, which is not foreseen"
+            )
+        self._done += 1
+        values, sums = self._norms[norm], dict[tuple[int, ...], torch.Tensor]()
+        groups = groups_like(self._layout, ranks)
+        for group in groups:
+            if group not in sums:
+                sums[group] = in_ring_order([values[each] for each in group])
+        self._norms[norm] = [sums[group] for group in groups]
+        tensor.fill_(float(sums[groups[self._rank]]))
+
+
+class Recorder:
+    """Notes what an optimizer's norms would reduce; nothing is reduced.
+
+    Attributes:
+        values: in the order of the calls.
+    """
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+
+    def __call__(self, ranks: tuple[int, ...], operation: str, arguments: tuple[Any, ...]) -> None:
+        """Take the place of ``operation`` on a group of ``ranks``."""
+        self.values.append(float(arguments[0][0]))
+
+
+class Refusal:
+    """Refuses collectives of which the commit knows nothing: those that a torch optimizer or a scheduler makes itself.
+
+    Args:
+        optimizer: the one that steps.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = type(optimizer).__name__
+
+    def __call__(self, ranks: tuple[int, ...], operation: str, arguments: tuple[Any, ...]) -> None:
+        """Take the place of ``operation`` on a group of ``ranks``."""
+        raise UnsupportedError(
+            f"optimizer {self._optimizer} (or its hook, or its scheduler) calls a collective, {operation} over ranks "
+            f"{list(ranks)}, in its step. Replicas step alone, also after a loss, and cannot take part: use an "
+            "optimizer whose step needs only the averaged gradients, and make collectives of your own between "
+            "iterations"
+        )
+
+
+@contextmanager
+def stepping_alone(
+    optimizer: torch.optim.Optimizer, answering: Callable[[Answer], AbstractContextManager[None]]
+) -> Iterator[None]:
+    """In the body the ``step`` of a torch optimizer that DeepSpeed's optimizer calls has its collectives refused.
+
+    Args:
+        optimizer: the one inside.
+        answering: gives a context in which collectives have another answer.
+    """
+    step, own = optimizer.step, vars(optimizer).get("step")
+
+    @functools.wraps(step)
+    def alone(*args: Any, **kwargs: Any) -> Any:
+        with answering(Refusal(optimizer)):
+            return step(*args, **kwargs)
+
+    optimizer.step = alone  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del optimizer.step
+        if own is not None:
+            optimizer.step = own  # type: ignore[method-assign]
+
+
+def ignore(ranks: tuple[int, ...], operation: str, arguments: tuple[Any, ...]) -> None:
+    """Answers nothing: an optimizer is built without its peers."""

@@ -1,0 +1,136 @@
+"""Optimizers of replicas: made like a member's own, with the state that an owner's has."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections import OrderedDict, defaultdict
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from torch import nn
+
+from ...errors import UnsupportedError
+from ...state import Tree
+from .portable import completed, travels
+
+#: What every optimizer has of its own, or gets anew when it is cloned.
+_OWN = {"state", "param_groups", "step"}
+#: What all optimizers of a process may share: compiled extensions, groups.
+_SHARED = (ModuleType, dist.ProcessGroup)
+
+
+def clone_optimizer(
+    original: torch.optim.Optimizer, module: nn.Module, groups: list[list[str]]
+) -> torch.optim.Optimizer:
+    """An optimizer like ``original``, without state, over other parameters.
+
+    Works for whatever created the original: DeepSpeed's configuration, an instance or a callable of the
+    script. Hyperparameters of the groups, and attributes that are numbers, come later, with the owner's state.
+
+    Args:
+        original: this member's own optimizer.
+        module: the replica's module.
+        groups: names of the parameters of each group.
+
+    Raises:
+        UnsupportedError: the optimizer keeps tensors outside its ``state``, or what cannot be copied.
+    """
+    parameters = dict(module.named_parameters())
+    clone = type(original).__new__(type(original))
+    known: dict[int, Any] = {id(original): clone}
+    for name, value in original.__dict__.items():
+        if name in _OWN:
+            continue
+        # Hooks are shared, also those that are registered later: they use the optimizer that they are passed.
+        if not isinstance(value, _SHARED) and not (isinstance(value, OrderedDict) and "hooks" in name):
+            value = _copied(original, name, value, known)
+        clone.__dict__[name] = value
+    clone.defaults = dict(original.defaults)
+    clone.state = defaultdict(dict)
+    groups_here = original.param_groups or [original.defaults]
+    template = {k: v for k, v in groups_here[0].items() if k != "params"}
+    clone.param_groups = [
+        {**copy.deepcopy(template), "params": [parameters[name] for name in names]} for names in groups
+    ]
+    return clone
+
+
+def begin_groups(optimizer: torch.optim.Optimizer, given: list[dict[str, Any]]) -> None:
+    """Set the groups of a clone as their owner's, which are ``given``, were before the first step of a scheduler."""
+    for group, settings in zip(optimizer.param_groups, given, strict=True):
+        group.update({name: copy.deepcopy(value) for name, value in settings.items() if name != "params"})
+        if "initial_lr" in group:
+            group["lr"] = copy.deepcopy(group["initial_lr"])
+
+
+def _copied(original: torch.optim.Optimizer, name: str, value: Any, known: dict[int, Any]) -> Any:
+    """The attribute ``name`` of an optimizer for its clone.
+
+    Args:
+        known: copies that are there already, by the ``id`` of what they were made of.
+    """
+    kind = type(original).__name__
+    try:
+        found = copy.deepcopy(value, known)
+    except Exception as error:  # whatever a script's object makes of being copied
+        raise UnsupportedError(
+            f"attribute {name!r} of optimizer {kind} cannot be copied ({error}), so no replica can have one: keep in "
+            "it only what copy.deepcopy can copy"
+        ) from error
+    parameters = any(isinstance(each, nn.Parameter) for each in known.values())
+    if parameters or (torch.is_tensor(value) and value.numel() > 1):
+        raise UnsupportedError(
+            f"optimizer {kind} keeps parameters in its attribute {name!r}: its replica would diverge. Use an optimizer "
+            "that keeps all of its state in `state`"
+        )
+    return found
+
+
+def kept_by(optimizer: torch.optim.Optimizer | None) -> Tree:
+    """What ``optimizer`` counts in attributes of its own: numbers, arrays and text, also in lists and dictionaries."""
+    if optimizer is None:
+        return {}
+    return {n: v for n, v in vars(optimizer).items() if n not in _OWN and n != "defaults" and _plain(v)}
+
+
+def put_kept(optimizer: torch.optim.Optimizer, given: Tree) -> None:
+    """Give ``optimizer`` what :func:`kept_by` gave of another one; dictionaries and tuples stay of their types."""
+    own = vars(optimizer)
+    own.update({name: completed(value, own.get(name)) for name, value in given.items()})
+
+
+def _plain(value: Any) -> bool:
+    if isinstance(value, OrderedDict):  # of hooks
+        return False
+    if isinstance(value, dict):
+        return all(_plain(k) and _plain(v) for k, v in value.items())
+    if isinstance(value, (list, tuple)):
+        return all(map(_plain, value))
+    return travels(value) and not torch.is_tensor(value)
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, given: Tree) -> None:
+    """Load ``given``, the ``state_dict`` of another one, with tensors of the types that they have there.
+
+    torch gives all of them the type of their parameter, and moves them to its device.
+    """
+    optimizer.load_state_dict(given)
+    own = itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    numbers = itertools.chain.from_iterable(group["params"] for group in given["param_groups"])
+    for parameter, number in zip(own, numbers, strict=True):
+        if number in given["state"]:
+            optimizer.state[parameter] = _retyped(optimizer.state[parameter], given["state"][number])
+
+
+def _retyped(loaded: Any, given: Any) -> Any:
+    """``loaded`` with the tensors of ``given`` where theirs are of another type."""
+    if torch.is_tensor(given) and torch.is_tensor(loaded):
+        return loaded if loaded.dtype == given.dtype else given.to(loaded.device)
+    if isinstance(given, dict) and isinstance(loaded, dict):
+        return type(loaded)((k, _retyped(v, given[k])) if k in given else (k, v) for k, v in loaded.items())
+    if isinstance(given, (list, tuple)) and isinstance(loaded, (list, tuple)):
+        return type(loaded)(_retyped(a, b) for a, b in zip(loaded, given, strict=True))
+    return loaded

@@ -1,0 +1,201 @@
+"""The vector that the commit all-reduce sums, and what the iteration's end needs of it.
+
+Every slot but the counters is contributed by exactly one member and is zero elsewhere, so that the sum is exact.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from ...errors import ProtocolError
+from ...topology import Layout, Role
+
+
+@dataclass(frozen=True)
+class Form:
+    """What the vector of an iteration consists of; equal on all members.
+
+    Attributes:
+        losses: number of losses of a pipeline.
+        norms: number of norms in an optimizer step.
+        accounted: micro-batches of a pipeline for which there are checksums; 0 without a ledger.
+    """
+
+    losses: int = 1
+    norms: int = 1
+    accounted: int = 0
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What the commit has to know of a role's reduced gradients.
+
+    Attributes:
+        overflow: they contain infinities or NaN, where DeepSpeed looks for these.
+        squares: sum of squares that the role contributes to each norm of the step.
+    """
+
+    overflow: bool
+    squares: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """What one member adds.
+
+    Attributes:
+        losses: mean loss of the pipelines whose last stage it owns, followed by their additional losses.
+        measured: of the reduced gradients of each role it owns.
+        redundant: redundant forward passes that its replicas hold.
+        mismatches: roles whose replica failed its check here.
+        consumed: checksum of each micro-batch that the first and last stages it owns have consumed; with a ledger only.
+        drawn: checksum of what the iterator at an end of a pipeline has given, if it speaks for that end.
+    """
+
+    losses: Mapping[int, Sequence[float]]
+    measured: Mapping[Role, Measured]
+    redundant: int = 0
+    mismatches: Sequence[Role] = ()
+    consumed: Mapping[Role, Sequence[int]] = field(default_factory=dict)
+    drawn: Mapping[Role, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Committed:
+    """The sum over all members: losses by pipeline, squares by norm and rank, mismatches.
+
+    ``consumed`` has one entry per pipeline: the checksums of its inputs, then those of its labels, by micro-batch.
+    ``overflow``: some role's gradients overflowed. ``alike``: see :func:`alike`.
+    """
+
+    losses: tuple[tuple[float, ...], ...]
+    squares: tuple[tuple[float, ...], ...]
+    redundant: int
+    mismatches: tuple[Role, ...]
+    consumed: tuple[tuple[int, ...], ...] = ()
+    overflow: bool = False
+    alike: bool | None = None
+
+    def skipped(self) -> bool:
+        """Whether an optimizer that leaves out a step on overflow has done so: a norm may overflow by itself."""
+        return self.overflow or not all(math.isfinite(x) for norm in self.squares for x in norm)
+
+
+def encode_drawn(layout: Layout, drawn: Mapping[Role, int]) -> torch.Tensor:
+    """Checksums of what iterators have given, as float64, by pipeline and end; 0 where nothing was drawn for an end."""
+    vector = torch.zeros(2 * layout.pipelines, dtype=torch.float64)
+    for role, checksum in drawn.items():
+        vector[2 * role.pipeline + bool(role.stage)] = checksum + 1  # CRC-32 is exact in a float64
+    return vector
+
+
+def alike(drawn: Sequence[float]) -> bool | None:
+    """Whether the ends of each pipeline have given the same, by the sum of :func:`encode_drawn`.
+
+    ``None``: of no pipeline both have given something.
+    """
+    both = [pair for pair in zip(drawn[::2], drawn[1::2], strict=True) if all(pair)]
+    return all(first == last for first, last in both) if both else None
+
+
+def encode(layout: Layout, form: Form, mine: Contribution) -> torch.Tensor:
+    """The float64 vector of ``mine``: losses by pipeline; squares, overflow, mismatches by rank; checksums; passes."""
+    vector = torch.zeros(_length(layout, form), dtype=torch.float64)
+    for pipeline, losses in mine.losses.items():
+        if len(losses) != form.losses:
+            raise ProtocolError(
+                f"pipeline {pipeline} reports {len(losses)} losses, {form.losses} were expected: "
+                "get_additional_losses() must name the same losses on all stages"
+            )
+        vector[pipeline * form.losses : (pipeline + 1) * form.losses] = torch.tensor(losses, dtype=torch.float64)
+    base = layout.pipelines * form.losses
+    flags = base + form.norms * layout.size
+    for role, measured in mine.measured.items():
+        if len(measured.squares) != form.norms:
+            raise ProtocolError(
+                f"the optimizer of role {role} computes {len(measured.squares)} norms, that of others {form.norms}: "
+                "all stages must have the same number of parameter groups"
+            )
+        for norm, square in enumerate(measured.squares):
+            vector[base + norm * layout.size + layout.rank(role)] = square
+        vector[flags + layout.rank(role)] = measured.overflow
+    for role in mine.mismatches:
+        vector[flags + layout.size + layout.rank(role)] = 1
+    for role, found in mine.consumed.items():
+        if len(found) != form.accounted:
+            raise ProtocolError(f"role {role} accounts for {len(found)} micro-batches, expected {form.accounted}")
+        at = flags + 2 * layout.size + (2 * role.pipeline + bool(role.stage)) * form.accounted
+        vector[at : at + form.accounted] = torch.tensor(found, dtype=torch.float64)
+    vector[_drawn(layout)] = encode_drawn(layout, mine.drawn)
+    vector[-1] = mine.redundant
+    return vector
+
+
+def _length(layout: Layout, form: Form) -> int:
+    per_pipeline = form.losses + 2 * form.accounted + 2
+    return layout.pipelines * per_pipeline + (form.norms + 2) * layout.size + 1
+
+
+def _drawn(layout: Layout) -> slice:
+    """Where the vector has what :func:`encode_drawn` gives."""
+    return slice(-1 - 2 * layout.pipelines, -1)
+
+
+def decode(layout: Layout, form: Form, vector: Sequence[float]) -> Committed:
+    """The inverse of :func:`encode` on the sum."""
+    if len(vector) != _length(layout, form):
+        raise ProtocolError(f"commit vector of {len(vector)} numbers, expected {_length(layout, form)}")
+    values, each = form.losses, 2 * form.accounted
+    base = layout.pipelines * values
+    norms = [vector[base + n * layout.size : base + (n + 1) * layout.size] for n in range(form.norms)]
+    flags = base + form.norms * layout.size
+    overflow, mismatches = vector[flags : flags + layout.size], vector[flags + layout.size : flags + 2 * layout.size]
+    drawn = _drawn(layout)
+    checksums = tuple(map(int, vector[flags + 2 * layout.size : drawn.start]))
+    return Committed(
+        losses=tuple(tuple(vector[d * values : (d + 1) * values]) for d in range(layout.pipelines)),
+        squares=tuple(map(tuple, norms)),
+        redundant=int(vector[-1]),
+        mismatches=tuple(layout.role(rank) for rank, flag in enumerate(mismatches) if flag),
+        consumed=tuple(checksums[d * each : (d + 1) * each] for d in range(layout.pipelines)) if each else (),
+        overflow=any(overflow),
+        alike=alike(vector[drawn]),
+    )
+
+
+def in_ring_order(values: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The sum of scalars of successive ranks, to the last bit as gloo's ring all-reduce gives it."""
+    total = values[-1].clone()
+    for value in reversed(values[:-1]):
+        total = value + total
+    return total
+
+
+def mean_over_pipelines(values: Sequence[float]) -> torch.Tensor:
+    """Mean of one loss over the pipelines in fp32, as DeepSpeed's sum over data-parallel ranks gives it."""
+    total = in_ring_order([torch.tensor(value, dtype=torch.float32) for value in values])
+    return total / len(values) if len(values) > 1 else total
+
+
+def mean_over_copies(layout: Layout, role: Role, values: Sequence[float]) -> torch.Tensor:
+    """The same of one loss by pipeline, over the copies of the model, of the slice that ``role`` belongs to."""
+    return mean_over_pipelines(values[layout.slice_of(role) :: layout.slices])
+
+
+def global_norm(layout: Layout, squares: Sequence[float]) -> torch.Tensor:
+    """Norm of all gradients in fp32, as DeepSpeed's ``clip_grad_norm_`` computes it.
+
+    It sums over the stages and slices of each copy of the model, takes the root, and averages over the copies.
+    """
+    norms = []
+    parts: list[list[float]] = [[] for _ in range(layout.copies)]
+    for role, square in zip(layout.roles, squares, strict=True):
+        parts[layout.copy_of(role)].append(square)
+    for part in parts:
+        total = in_ring_order([torch.tensor([square], dtype=torch.float32) for square in part])
+        norms.append(total.pow(0.5) * 1.0 / float(layout.copies))
+    return in_ring_order(norms)

@@ -1,0 +1,188 @@
+"""Random numbers of passes and optimizer steps, reproducible wherever these run."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import struct
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from enum import Enum
+from typing import Any
+
+import numpy
+import torch
+
+from ...topology import Role
+
+#: Modules that track random number states by name, DeepSpeed's and Megatron's; each has its tracker as a global.
+_TRACKING = (
+    "deepspeed.runtime.activation_checkpointing.checkpointing",
+    "megatron.core.tensor_parallel.random",
+    "megatron.mpu.random",
+)
+
+
+#: Generators that a layer may have of its own.
+GENERATORS = (torch.Generator, random.Random, numpy.random.RandomState, numpy.random.Generator)
+
+
+class Drawing(str, Enum):
+    """What draws random numbers; the value is a part of the key."""
+
+    FORWARD = ""
+    BACKWARD = "backward"
+    STEP = "step"
+    EVALUATION = "evaluation"
+
+
+def drawing_seed(drawing: Drawing, seed: int, step: int, role: Role, micro_batch: int = 0, block: int = 0) -> int:
+    """Seed of one pass or step; equal for a role's owner and its shadow, different for any other.
+
+    In a forward pass every block of the stage has a seed of its own.
+
+    ``seed`` is torch's: any number of 64 bits where the script has set none.
+    """
+    place = struct.pack("<Qqqqq", seed % 2**64, step, role.pipeline, role.stage, micro_batch)
+    return _hashed(place + (f"block {block}" if block else drawing.value).encode())
+
+
+def _hashed(key: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1
+
+
+@contextmanager
+def keyed_generators(seed: int, device: torch.device, number: int = 0, others: bool = True) -> Iterator[None]:
+    """Run the body with torch's default generators seeded by ``seed``; restore their states afterwards.
+
+    So a forward pass draws the same dropout masks on whichever member it runs, activation checkpointing
+    replays them (it records the generator's state inside the body), and the script's own stream of random
+    numbers is left alone. Covers torch's CPU generator and, for a CUDA ``device``, that device's, the states that
+    DeepSpeed's and Megatron's ``get_cuda_rng_tracker`` have by name, and with ``others`` Python's and NumPy's, which
+    takes twenty times as long.
+
+    With the same ``seed`` tensor slices draw the same numbers from the default generators, for what all of them
+    compute, and by their ``number`` different ones from the named states; as they do under Megatron.
+    """
+    cpu = torch.default_generator
+    before = cpu.get_state()
+    slow = (random.getstate(), numpy.random.get_state()) if others else None
+    cuda = torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else None
+    cuda_before = cuda.get_state() if cuda is not None else None
+    tracked = [(tracker, states) for tracker in _trackers() if (states := tracker.get_states())]
+    seed_generators(seed, device, number, others)
+    try:
+        yield
+    finally:
+        cpu.set_state(before)
+        if slow is not None:
+            random.setstate(slow[0])
+            numpy.random.set_state(slow[1])
+        if cuda is not None and cuda_before is not None:
+            cuda.set_state(cuda_before)
+        for tracker, states in tracked:
+            tracker.set_states(states)
+
+
+def seed_generators(seed: int, device: torch.device, number: int = 0, others: bool = True) -> None:
+    """Seed the generators that :func:`keyed_generators` names."""
+    torch.default_generator.manual_seed(seed)
+    if others:
+        random.seed(seed)
+        numpy.random.seed(seed & 0xFFFFFFFF)
+    if device.type == "cuda":
+        torch.cuda.default_generators[device.index or 0].manual_seed(seed)
+    for tracker in _trackers():
+        names = list(tracker.get_states())
+        if names:
+            tracker.set_states({name: _state(seed, f"{name}/{number}" if number else name, device) for name in names})
+
+
+def _trackers() -> list[Any]:
+    found = [getattr(sys.modules.get(name), "_CUDA_RNG_STATE_TRACKER", None) for name in _TRACKING]
+    return [tracker for tracker in found if tracker is not None]
+
+
+def _state(seed: int, name: str, device: torch.device) -> torch.Tensor:
+    """State of the generator ``name`` in the pass that ``seed`` belongs to."""
+    generator = torch.Generator(device if device.type == "cuda" else "cpu")
+    return generator.manual_seed(_hashed(struct.pack("<q", seed) + name.encode())).get_state()
+
+
+@contextmanager
+def left_alone() -> Iterator[None]:
+    """Restore the states of the generators of torch, Python and NumPy after the body."""
+    states = random.getstate(), numpy.random.get_state()
+    try:
+        with torch.random.fork_rng(enabled=True):
+            yield
+    finally:
+        random.setstate(states[0])
+        numpy.random.set_state(states[1])
+
+
+@contextmanager
+def keyed_attributes(generators: Sequence[tuple[str, Any]], seed: int) -> Iterator[None]:
+    """Run the body with ``generators``, named ones, seeded by ``seed`` and their names; restore their states."""
+    before = [_state_of(generator) for _, generator in generators]
+    seed_attributes(generators, seed)
+    try:
+        yield
+    finally:
+        for (_, generator), state in zip(generators, before, strict=True):
+            _set_state(generator, state)
+
+
+def seed_attributes(generators: Sequence[tuple[str, Any]], seed: int) -> None:
+    """Seed ``generators`` by ``seed`` and their names."""
+    for name, generator in generators:
+        _seed(generator, _hashed(struct.pack("<q", seed) + name.encode()))
+
+
+def _state_of(generator: Any) -> Any:
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    return generator.bit_generator.state if isinstance(generator, numpy.random.Generator) else generator.get_state()
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif isinstance(generator, numpy.random.Generator):
+        generator.bit_generator.state = state
+    else:
+        generator.set_state(state)
+
+
+def _seed(generator: Any, seed: int) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.manual_seed(seed)
+    elif isinstance(generator, numpy.random.Generator):
+        generator.bit_generator.state = type(generator.bit_generator)(seed).state
+    else:
+        generator.seed(seed if isinstance(generator, random.Random) else seed & 0xFFFFFFFF)
+
+
+@contextmanager
+def seeded_layers(module: Any, before: int | None = None) -> Iterator[None]:
+    """Run a pass of a ``PipelineModule`` in the body, which seeds each of its layers if its ``seed_layers`` is on.
+
+    DeepSpeed makes the seed from the number of the forward pass, and seeds the generators of Python and NumPy, too;
+    these are restored, since a redundant pass runs at any time.
+
+    Args:
+        module: the module.
+        before: forward passes before this one, had all passes of the role run here; ``None``: it is a backward pass.
+    """
+    if not module.seed_layers:
+        yield
+        return
+    if before is not None:
+        module.micro_offset = before
+    states = random.getstate(), numpy.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        numpy.random.set_state(states[1])

@@ -1,0 +1,244 @@
+"""Optimizers that are partitioned over the pipelines: DeepSpeed's bf16 optimizer and ZeRO stage 1."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from deepspeed.runtime.utils import get_global_norm_of_tensors
+from torch import distributed as dist
+
+from ...compat import averages_gradients, checks_zero_overflow, use_zero_gradient
+from ...errors import ProtocolError
+from ...state import Tree
+from .answers import Recorder
+from .commit import Measured
+from .optimizers import HalfOptimizer, StageOptimizer, Tensors
+from .ring import Shares, all_reduce
+
+
+class ShardedOptimizer(StageOptimizer):
+    """Partitioned over the pipelines: role ``(d, s)`` keeps and steps part ``d`` of its stage's masters.
+
+    With tensor slices ``d`` is the copy of the model that the role is a part of; each slice has masters of its own.
+    """
+
+    @property
+    def _part(self) -> int:
+        return int(self._groups.layout.copy_of(self._runtime.role))
+
+    @property
+    @abstractmethod
+    def _partitions(self) -> list[Tensors]:
+        """Per parameter group, the flat parameters in one part per pipeline."""
+
+    def shard(self) -> Tensors:
+        return [parts[self._part] for parts in self._partitions]
+
+    def fill(self, part: int, shard: Tensors) -> None:
+        with torch.no_grad():
+            for parts, given in zip(self._partitions, shard, strict=True):
+                parts[part].copy_(given)
+
+
+class Bf16Optimizer(ShardedOptimizer):
+    """``BF16_Optimizer``: gradients add up in flat buffers; one norm, of all parameters on every pipeline."""
+
+    def groups(self) -> list[list[torch.nn.Parameter]]:
+        return self.wrapper.bf16_groups
+
+    @property
+    def _partitions(self) -> list[Tensors]:
+        return self.wrapper.bf16_partitioned_groups
+
+    def local(self) -> Tensors:
+        return list(self.wrapper.get_grads_for_reduction()[0])
+
+    def part(self, sums: Tensors, parameter: torch.nn.Parameter) -> torch.Tensor:
+        for group, views in zip(self.groups(), self._views(sums), strict=True):
+            for each, view in zip(group, views, strict=True):
+                if each is parameter:
+                    return view
+        raise ProtocolError("the optimizer does not know a parameter of its stage")
+
+    def used(self, parameter: torch.nn.Parameter) -> bool:
+        for group, flags in zip(self.groups(), self.wrapper.fp32_groups_has_gradients, strict=True):
+            for each, flag in zip(group, flags, strict=True):
+                if each is parameter:
+                    return bool(flag)
+        raise ProtocolError("the optimizer does not know a parameter of its stage")
+
+    def replaced(self, sums: Tensors, gradients: Mapping[int, torch.Tensor]) -> Tensors:
+        found = [flat.clone() for flat in sums]
+        flags = self.wrapper.fp32_groups_has_gradients
+        for number, (group, views) in enumerate(zip(self.groups(), self._views(found), strict=True)):
+            for place, (each, view) in enumerate(zip(group, views, strict=True)):
+                if id(each) in gradients:
+                    view.copy_(gradients[id(each)].reshape(-1))
+                    flags[number][place] = True  # else the norm leaves out what was accumulated elsewhere
+        return found
+
+    def measure(self, reduced: Tensors) -> Measured:
+        recorder = Recorder()
+        views = self._views(reduced)
+        mine: list[Tensors] = self.wrapper.fp32_groups_gradients
+        chosen = {id(g) for g in self.wrapper.get_grads_for_norm()[0]}
+        counted = [
+            view
+            for own, given in zip(mine, views, strict=True)
+            for g, view in zip(own, given, strict=True)
+            if id(g) in chosen
+        ]
+        if counted:
+            with self._groups.acting_for(self._runtime.role, recorder):
+                get_global_norm_of_tensors(counted, mpu=self.wrapper.mpu)
+        return Measured(False, tuple(recorder.values) or (0.0,))
+
+    def _views(self, flat: Tensors) -> list[Tensors]:
+        """Per parameter group, the gradients of the parameters in ``flat``."""
+        found = []
+        for buffer, own in zip(flat, self.wrapper.fp32_groups_gradients, strict=True):
+            sizes = [g.numel() for g in own]
+            found.append(list(buffer.narrow(0, 0, sum(sizes)).split(sizes)))
+        return found
+
+    def keep(self, reduced: Tensors) -> Tensors:
+        kept = []
+        for gradients, part in zip(reduced, self.shard(), strict=True):
+            mine = gradients.narrow(0, self._part * part.numel(), part.numel())
+            # A view would keep the gradients of all parts.
+            kept.append(mine if mine.numel() == gradients.numel() else mine.clone())
+        return kept
+
+    def apply(self, kept: Tensors) -> None:
+        for group, (mine, given) in enumerate(zip(self.wrapper.fp32_groups_gradient_flat_partition, kept, strict=True)):
+            if mine.data_ptr() != given.data_ptr():
+                mine.copy_(given)
+            # A replica may have accumulated nothing itself; the norm is answered, clipping must find all of it.
+            self.wrapper.fp32_groups_has_gradients[group] = [True] * len(self.wrapper.bf16_groups[group])
+
+    def clear(self) -> None:
+        super().clear()
+        self.wrapper.clear_hp_grads()
+
+    def masters(self) -> Tensors:
+        return list(self.wrapper.fp32_groups_flat_partition)
+
+    def restore(self, state: Tree) -> None:
+        super().restore(state)
+        self.wrapper._link_all_hp_params()
+        self.wrapper._hp_optimizer_states_linked = False
+
+
+class ZeroOptimizer(ShardedOptimizer):
+    """``DeepSpeedZeroOptimizer``, stage 1: a norm per parameter group, summed over pipelines and then over stages."""
+
+    sums = 2
+
+    @property
+    def norms(self) -> int:
+        return len(self.groups())
+
+    @property
+    def _checks(self) -> bool:
+        return checks_zero_overflow(self.wrapper)
+
+    @property
+    def skips(self) -> bool:
+        return self._checks or self.wrapper.dtype != torch.bfloat16
+
+    def groups(self) -> list[list[torch.nn.Parameter]]:
+        return self.wrapper.round_robin_bit16_groups
+
+    @property
+    def _partitions(self) -> list[Tensors]:
+        return self.wrapper.parallel_partitioned_bit16_groups
+
+    def local(self) -> Tensors:
+        found = []
+        for parameter in (p for group in self.groups() for p in group):
+            gradient = self.wrapper.get_gradient_for_reduction(parameter)
+            if gradient is None:
+                gradient = torch.zeros_like(parameter, dtype=self.wrapper.gradient_accumulation_dtype)
+            found.append(gradient.detach())
+        return found
+
+    def _places(self) -> dict[int, int]:
+        return {id(p): i for i, p in enumerate(p for group in self.groups() for p in group)}
+
+    def average(self, sums: Sequence[Tensors], shares: Shares | None) -> Tensors:
+        """See :class:`StageOptimizer`. Divides before it adds, as DeepSpeed does here by default."""
+        zero, group = self.wrapper, self._ds.mpu.get_data_parallel_group()
+        divisor = dist.get_world_size(group) if averages_gradients(zero) else 1
+        flats = [torch.cat([g.reshape(-1) for g in own]).to(zero.communication_data_type) for own in sums]
+        for flat in flats:
+            flat.div_(divisor)
+        total = flats[0]
+        if shares is None:
+            dist.all_reduce(total, group=group)
+        else:
+            total = all_reduce(flats, shares, group)
+        parts = total.split([g.numel() for g in sums[0]])
+        return [part.view_as(own).to(own.dtype, copy=True) for own, part in zip(sums[0], parts, strict=True)]
+
+    def measure(self, reduced: Tensors) -> Measured:
+        recorder = Recorder()
+        pieces = self._pieces(reduced)
+        overflow = self._checks and any(not torch.isfinite(p).all() for g in pieces for p in g)
+        with self._groups.acting_for(self._runtime.role, recorder):
+            for part, parameters in zip(pieces, self.wrapper.params_in_partition, strict=True):
+                self.wrapper.get_grad_norm_direct(part, parameters)
+        return Measured(overflow, tuple(recorder.values[:: self.sums]))
+
+    def _pieces(self, reduced: Tensors) -> list[Tensors]:
+        """Per parameter group, the parts of the gradients that belong to this role's shard."""
+        gradients = {id(p): g for p, g in zip((p for g in self.groups() for p in g), reduced, strict=True)}
+        found = []
+        zero = self.wrapper
+        for parameters, offset, size in zip(
+            zero.params_in_partition, zero.first_offset, zero.partition_size, strict=True
+        ):
+            pieces, left, skip = [], int(size), int(offset)
+            for parameter in parameters:
+                piece = gradients[id(parameter)].reshape(-1)[skip : skip + left]
+                pieces.append(piece)
+                left, skip = left - piece.numel(), 0
+            found.append(pieces)
+        return found
+
+    def keep(self, reduced: Tensors) -> Tensors:
+        kept = []
+        for pieces, size in zip(self._pieces(reduced), self.wrapper.partition_size, strict=True):
+            buffer = torch.zeros(int(size), dtype=self.wrapper.gradient_accumulation_dtype, device=self._ds.device)
+            if pieces:
+                flat = torch.cat(pieces)
+                buffer[: flat.numel()] = flat
+            kept.append(buffer)
+        return kept
+
+    def apply(self, kept: Tensors) -> None:
+        for group, gradient in enumerate(kept):
+            # The step scales it in place.
+            use_zero_gradient(self.wrapper, group, gradient.clone())
+
+    def clear(self) -> None:
+        self.wrapper.zero_grad()
+
+    def masters(self) -> Tensors:
+        return list(self.wrapper.single_partition_of_fp32_groups)
+
+    def restore(self, state: Tree) -> None:
+        super().restore(state)
+        self.wrapper._link_all_hp_params()
+        self.wrapper._hp_optimizer_states_linked = False
+
+    def _scaler(self) -> dict[str, Any]:
+        numbers = vars(self.wrapper.loss_scaler)
+        plain = {k: v for k, v in numbers.items() if v is None or isinstance(v, (bool, int, float))}
+        return {**plain, **{name: getattr(self.wrapper, name) for name in HalfOptimizer.OWN}}
+
+    def _restore_scaler(self, numbers: dict[str, Any]) -> None:
+        for name, value in numbers.items():
+            setattr(self.wrapper if name in HalfOptimizer.OWN else self.wrapper.loss_scaler, name, value)

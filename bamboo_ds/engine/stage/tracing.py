@@ -1,0 +1,138 @@
+"""What the layers of a stage give in its passes, as checksums, to find the layer from which on two copies differ."""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...state import Tree, split
+
+#: What is computed, by a name that tells where, with a checksum for each time that it was.
+Trace = dict[str, list[int]]
+
+
+class Traces:
+    """The passes of one iteration.
+
+    A layer that is checkpointed is seen in its forward passes alone; one that is a function or compiled is not seen.
+    """
+
+    def __init__(self) -> None:
+        self._forward: dict[Any, Trace] = {}
+        self._backward: dict[Any, Trace] = {}
+
+    def clear(self) -> None:
+        """A new iteration begins."""
+        self._forward.clear()
+        self._backward.clear()
+
+    def forward(self, role: Any) -> Trace:
+        """Outputs of ``role``'s layers, in the order of the layers."""
+        return self._forward.get(role, {})
+
+    def backward(self, role: Any) -> Trace:
+        """Gradients that its layers give back, in any order; see :func:`given_back`."""
+        return self._backward.get(role, {})
+
+    @contextmanager
+    def of(self, role: Any, module: Any, micro_batch: int) -> Iterator[None]:
+        """The body is the forward pass of ``micro_batch`` through ``module``, a ``PipelineModule``."""
+        forward, backward = self._forward.setdefault(role, {}), self._backward.setdefault(role, {})
+        seen: set[int] = set()
+        handles = []
+        for number, layer in enumerate(module.forward_funcs, module._local_start):
+            # Of a layer that is compiled hooks would become a part, and it would be compiled again in each pass.
+            if isinstance(layer, nn.Module) and layer._compiled_call_impl is None and id(layer) not in seen:
+                seen.add(id(layer))
+                names = output_of(module, number, micro_batch), given_back(module, number + 1, micro_batch)
+                forward[names[0]] = []  # a pass may be done again
+                backward.pop(names[1], None)
+                handles.append(layer.register_forward_hook(_observer(forward, backward, *names)))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def _observer(forward: Trace, backward: Trace, output: str, gradient: str) -> Any:
+    def note_gradient(value: torch.Tensor) -> None:
+        backward.setdefault(gradient, []).append(checksum(value))
+
+    def note(layer: nn.Module, inputs: Any, result: Any) -> None:
+        tensors = list(tensors_in(result))
+        forward.setdefault(output, []).extend(map(checksum, tensors))
+        for tensor in tensors:
+            if tensor.requires_grad:
+                tensor.register_hook(note_gradient)
+
+    return note
+
+
+def layer_name(module: Any, number: int) -> str:
+    """How people call the layer of the bound stage that is ``number`` of the model, or what follows the last one."""
+    at = number - module._local_start
+    if at >= len(module.forward_funcs):
+        return "the loss function" if number == len(module._layer_specs) else "the next stage"
+    layer = module.forward_funcs[at]
+    kind = type(layer).__name__ if isinstance(layer, nn.Module) else getattr(layer, "__name__", "function")
+    return f"layer {number} ({kind})"
+
+
+def output_of(module: Any, number: int, micro_batch: int) -> str:
+    """Name of what a layer gives in a forward pass."""
+    return f"output of {layer_name(module, number)} in micro-batch {micro_batch}"
+
+
+def given_back(module: Any, number: int, micro_batch: int) -> str:
+    """Name of what a layer gives in a backward pass to the one before it."""
+    return f"gradient that {layer_name(module, number)} gives back in micro-batch {micro_batch}"
+
+
+def owner_of(module: Any, parameter: str) -> int:
+    """Number of the first layer of the stage that has the ``parameter`` of this name; -1: another part has it."""
+    head, _, rest = parameter.partition(".")
+    part = module._modules.get(head)
+    if head == "tied_modules":
+        part = module.tied_modules[rest.partition(".")[0]]
+    for at, layer in enumerate(module.forward_funcs):
+        # DeepSpeed makes such a function of a layer that uses tied weights in another way.
+        if layer is part or (isinstance(layer, functools.partial) and any(each is part for each in layer.args)):
+            return int(module._local_start + at)
+    return -1
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in lists, tuples and dictionaries."""
+    if torch.is_tensor(value):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from tensors_in(each)
+    elif isinstance(value, dict):
+        yield from tensors_in(list(value.values()))
+
+
+def checksum(tensor: torch.Tensor, value: int = 0) -> int:
+    """CRC-32 of shape, type and contents, going on from ``value``."""
+    return content_checksum(tensor, zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), value))
+
+
+def bits(state: Tree) -> tuple[str, list[int]]:
+    """Equal for trees that are the same to the last bit."""
+    text, tensors = split(state)
+    return text, [checksum(tensor) for tensor in tensors]
+
+
+def content_checksum(tensor: torch.Tensor, value: int = 0) -> int:
+    """The same of the contents alone."""
+    if not tensor.numel():
+        return value
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return zlib.crc32(flat.view(torch.uint8).numpy().data, value)

@@ -1,0 +1,102 @@
+"""TensorBoard and its like, written by whichever member speaks for the job."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from deepspeed.monitor.monitor import MonitorMaster
+
+from ..context.records import CurrentEpoch, Progress
+from ..stage.answers import ignore
+from ..stage.deepspeed_adapter import DeepSpeedAdapter
+
+if TYPE_CHECKING:
+    from ...comm.session import Session
+
+
+class Monitors:
+    """In the place of DeepSpeed's monitors, which write in the process of rank 0 only.
+
+    Args:
+        master: DeepSpeed's, as this process has it.
+        rank: that the process's script runs as.
+        session: this process's data plane.
+        speaks: whether this member speaks for the job now.
+    """
+
+    def __init__(self, master: Any, rank: int, session: Session, speaks: Callable[[], bool]) -> None:
+        self._master: Any = master
+        self._complete = rank == 0 or not master.enabled
+        self._session, self._speaks = session, speaks
+
+    @property
+    def enabled(self) -> bool:
+        """Whether the configuration asks for any."""
+        return bool(self._master.enabled)
+
+    def write_events(self, event_list: Sequence[tuple[str, Any, int]]) -> None:
+        """Write (name, value, samples) each; nothing happens on members that do not speak for the job."""
+        if not self._speaks():
+            return
+        with self._session.acting_for(0, ignore):
+            if not self._complete:
+                # A second file of events in the same folder, or the same table continued.
+                self._master, self._complete = MonitorMaster(self._master.monitor_config), True
+            self._master.write_events(event_list)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._master, name)
+
+
+#: Undisturbed iterations whose median duration is taken for that of an ordinary one.
+_ORDINARY = 9
+
+
+class JobTags:
+    """What members, pauses and goodput are like, for DeepSpeed's monitors.
+
+    All members keep account, so that the next one that speaks goes on with what it has seen itself.
+    """
+
+    def __init__(self, ds: DeepSpeedAdapter, epoch: CurrentEpoch, progress: Progress) -> None:
+        self._ds, self._epoch, self._progress = ds, epoch, progress
+        self._since: float | None = None
+        self._productive = self._seconds = self._pause = 0.0
+        self._ordinary: deque[float] = deque(maxlen=_ORDINARY)
+
+    @contextmanager
+    def iteration(self) -> Iterator[None]:
+        """The body is an iteration, with the boundary after it."""
+        begin, before = time.monotonic(), self._progress.paused
+        self._since = begin if self._since is None else self._since
+        yield
+        self._seconds, self._pause = time.monotonic() - begin, self._progress.paused
+        self._progress.paused = 0.0
+        inside = self._pause - before
+        worked = self._seconds - inside
+        if not inside:
+            self._ordinary.append(worked)
+        elif self._ordinary:
+            worked = min(worked, median(self._ordinary))  # the rest was done again
+        self._productive += max(0.0, worked)
+
+    def write(self) -> None:
+        """Hand the values to the monitors, which write them on the member that speaks for the job."""
+        monitor = self._ds.monitor
+        if not monitor.enabled or self._since is None:
+            return
+        plan = self._epoch.plan
+        shadows = plan.shadows or (None,) * len(plan.owners)
+        values = {
+            "goodput": self._productive / (time.monotonic() - self._since),
+            "members": len(plan.members),
+            "unshadowed_stages": shadows.count(None),
+            "step_seconds": self._seconds,
+            "pause_seconds": self._pause,
+        }
+        monitor.write_events([(f"bamboo/{name}", value, self._ds.global_samples) for name, value in values.items()])
