@@ -79,7 +79,7 @@ class CallsDiffer(BambooError, RuntimeError):
         )
 
 
-class ReplicaMismatch(BambooError, RuntimeError):
+class ReplicaDiffers(BambooError, RuntimeError):
     """A replica differs from its owner time and again, although it was copied anew.
 
     Attributes:

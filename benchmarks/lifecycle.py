@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -40,8 +39,8 @@ from rich.box import SIMPLE
 from rich.table import Table
 
 from bamboo_ds.chaos.observer import Observer
-from bamboo_ds.chaos.processes import Process, agent_of, listener, worker_of
-from bamboo_ds.chaos.situation import Situation
+from bamboo_ds.chaos.processes import agent_of, listener, stopped, worker_of
+from bamboo_ds.chaos.situation import JobSituation
 from bamboo_ds.launchers import jobs
 from bamboo_ds.observe.audit import audit
 from bamboo_ds.observe.ledger import read_ledger
@@ -141,7 +140,7 @@ class Lifecycle:
         """Events of one kind so far."""
         return len(self.job.events(kind))
 
-    def situation(self) -> Situation | None:
+    def situation(self) -> JobSituation | None:
         """As etcd tells it; ``None`` if it does not answer."""
         return self.observer.fresh()
 
@@ -166,11 +165,11 @@ class Lifecycle:
         self.deeds.append(deed)
         console.print(f"{datetime.now(timezone.utc):%H:%M:%S} {what}: {deed.members} members", highlight=False)
 
-    def strike(self, deed: Deed, processes: Sequence[Process]) -> None:
+    def strike(self, deed: Deed, processes: Sequence[psutil.Process]) -> None:
         """SIGKILL, and wait until the job knows."""
         before = self.count("member_lost")
         for process in processes:
-            process.signal(signal.SIGKILL)
+            process.kill()
         self.wait(f"the loss by: {deed.what}", lambda: self.count("member_lost") >= before + len(processes))
         self.struck |= {event["member_id"] for event in self.job.events("member_lost")[before:]}
 
@@ -183,13 +182,13 @@ class Lifecycle:
             assert situation is not None
             self.pids = {record.id: record.pid for record in situation.members.values()}
             for slot in scenario.kills:
-                with self.deed(f"kill -9 worker of slot {slot}") as deed, ExitStack() as stack:
-                    self.strike(deed, [stack.enter_context(worker_of(r)) for r in self._records(slot=slot)])
+                with self.deed(f"kill -9 worker of slot {slot}") as deed:
+                    self.strike(deed, [worker_of(r) for r in self._records(slot=slot)])
             if scenario.joins:
                 with self.deed(f"bamboo join, {scenario.joins} times"):
                     self.join(scenario.joins)
-            with self.deed(f"kill -9 host {scenario.host}") as deed, ExitStack() as stack:
-                self.strike(deed, [stack.enter_context(agent_of(r)) for r in self._records(host=scenario.host)])
+            with self.deed(f"kill -9 host {scenario.host}") as deed:
+                self.strike(deed, [agent_of(r) for r in self._records(host=scenario.host)])
             with self.deed(f"etcd stopped for {scenario.etcd_s:.0f} s"):
                 self.stop_etcd(scenario.etcd_s)
             with self.deed(f"spot notice for slot {scenario.notice}"):
@@ -232,16 +231,16 @@ class Lifecycle:
         pid = listener(self.process.pid, jobs.choose(self.name).store)
         if pid is None:
             raise JobFailed("no process of the job is its etcd")
-        with Process(pid) as etcd:
-            etcd.signal(signal.SIGSTOP)
-            try:
-                if not etcd.stopped(5.0):
-                    raise JobFailed("etcd did not stop")
-                before = self.count("step")
-                time.sleep(seconds)
-                self.steps_without_etcd = self.count("step") - before
-            finally:
-                etcd.signal(signal.SIGCONT)
+        etcd = psutil.Process(pid)
+        etcd.suspend()
+        try:
+            if not stopped(etcd, 5.0):
+                raise JobFailed("etcd did not stop")
+            before = self.count("step")
+            time.sleep(seconds)
+            self.steps_without_etcd = self.count("step") - before
+        finally:
+            etcd.resume()
 
     def finish(self) -> int:
         """Wait for the end of everything; returns the exit code of ``bamboo run``."""

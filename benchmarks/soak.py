@@ -35,7 +35,7 @@ from common import (
 )
 from scrape import Scraper, free_address
 
-from bamboo_ds.chaos.faults import Kind
+from bamboo_ds.chaos.faults import FaultKind
 from bamboo_ds.chaos.observer import Observer
 from bamboo_ds.launchers import jobs
 
@@ -45,17 +45,17 @@ MEMBERS = STAGES * PIPELINES + STANDBYS
 TOLERANCE, GROWTH = 1e-6, 0.05
 #: How often which kind of fault is injected: all that are possible on one host.
 WEIGHTS = {
-    Kind.KILL: 18,
-    Kind.KILL_AGENT: 10,
-    Kind.STOP: 14,
-    Kind.FREEZE: 6,
-    Kind.HOLD_GIL: 8,
-    Kind.EXCEPTION: 8,
-    Kind.EXIT: 6,
-    Kind.HOST: 5,
-    Kind.NOTICE: 8,
-    Kind.JOIN: 11,
-    Kind.ETCD_STOP: 6,
+    FaultKind.KILL: 18,
+    FaultKind.KILL_AGENT: 10,
+    FaultKind.STOP: 14,
+    FaultKind.FREEZE: 6,
+    FaultKind.HOLD_GIL: 8,
+    FaultKind.EXCEPTION: 8,
+    FaultKind.EXIT: 6,
+    FaultKind.HOST: 5,
+    FaultKind.NOTICE: 8,
+    FaultKind.JOIN: 11,
+    FaultKind.ETCD_STOP: 6,
 }
 #: Seconds for a job to be as it should be.
 PATIENCE_S = 300.0
@@ -215,7 +215,7 @@ def disturbed(folder: Path, steps: int, hold_s: float, batch: int, blocks: int, 
     script += ["--forward-s", str(hold_s), "--until", str(until), "--out", str(folder)]
     arguments = [str(WORKERS / "soak.py"), *script]
     options = ["--rate", str(rate), "--seed", str(seed), "--count", str(faults), "--keep", str(MEMBERS)]
-    options += ["--slots-per-host", "2", "--min-members", "3", "--patience-s", "90", "--ready-s", str(PATIENCE_S)]
+    options += ["--slots-per-host", "2", "--min-members", "3", "--timeout-s", "90", "--ready-s", str(PATIENCE_S)]
     if "--weight" not in more:
         options += [word for kind, weight in WEIGHTS.items() for word in ("--weight", f"{kind.value}={weight}")]
     options += more

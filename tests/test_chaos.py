@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from bamboo_ds.chaos import report
 from bamboo_ds.chaos.campaign import parse_seconds, parse_weights, script_line
-from bamboo_ds.chaos.faults import SECONDS, WEIGHTS, Fault, FaultRecord, Kind, Target
+from bamboo_ds.chaos.faults import SECONDS, WEIGHTS, Fault, FaultKind, FaultRecord, Target
 from bamboo_ds.chaos.schedule import Change, by_rate, by_trace, initial_nodes, parse_script, parse_trace
 from bamboo_ds.chaos.situation import Hosts
 from bamboo_ds.chaos.sparing import Choice, aim, refusal, unheld_after
@@ -47,13 +47,13 @@ def test_rates_are_drawn_from_the_seed(seed: int, rate: float, count: int) -> No
 
 
 def test_rate_is_that_of_the_faults_and_weights_that_of_their_kinds() -> None:
-    faults = by_rate(30, 1, duration_s=7200, weights={Kind.KILL: 3, Kind.STOP: 1, Kind.EXIT: 0})
+    faults = by_rate(30, 1, duration_s=7200, weights={FaultKind.KILL: 3, FaultKind.STOP: 1, FaultKind.EXIT: 0})
     assert 3300 < len(faults) < 3900 and faults[-1].at_s <= 7200
-    kills = sum(f.kind is Kind.KILL for f in faults)
-    assert {f.kind for f in faults} == {Kind.KILL, Kind.STOP} and 0.7 < kills / len(faults) < 0.8
+    kills = sum(f.kind is FaultKind.KILL for f in faults)
+    assert {f.kind for f in faults} == {FaultKind.KILL, FaultKind.STOP} and 0.7 < kills / len(faults) < 0.8
 
 
-@pytest.mark.parametrize("wrong", [{"per_minute": 0}, {"count": None}, {"weights": {Kind.KILL: 0}}])
+@pytest.mark.parametrize("wrong", [{"per_minute": 0}, {"count": None}, {"weights": {FaultKind.KILL: 0}}])
 def test_rates_that_cannot_be_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         by_rate(**{"per_minute": 1.0, "seed": 0, "count": 1, **wrong})
@@ -82,9 +82,9 @@ def test_trace_becomes_joins_and_kills(changes: list[Change], initial: int, limi
     most = max(limit, len(running))
     for fault in faults:
         assert fault.target is not None
-        assert fault.kind in (Kind.JOIN, Kind.KILL_AGENT)
-        assert (fault.target.name in running) == (fault.kind is Kind.KILL_AGENT)
-        (running.add if fault.kind is Kind.JOIN else running.remove)(fault.target.name)
+        assert fault.kind in (FaultKind.JOIN, FaultKind.KILL_AGENT)
+        assert (fault.target.name in running) == (fault.kind is FaultKind.KILL_AGENT)
+        (running.add if fault.kind is FaultKind.JOIN else running.remove)(fault.target.name)
         assert len(running) <= most
     present = {c.node for c in changes if c.what == "add"} - {c.node for c in changes if c.what == "remove"}
     assert running <= present and len(running) >= min(len(present), limit, most)
@@ -114,11 +114,11 @@ def test_bad_line_of_a_trace_is_named(line: str, complaint: str) -> None:
 def test_script_is_read_and_ordered() -> None:
     text = '{"at_s": 9, "kind": "kill", "target": 2, "healed": true}\n# later first\n{"at_s": 1, "kind": "stop"}\n'
     first, second = parse_script(text, "s", seed=3)
-    assert (first.number, first.kind, first.target) == (0, Kind.STOP, None) and first.seconds is not None
+    assert (first.number, first.kind, first.target) == (0, FaultKind.STOP, None) and first.seconds is not None
     assert (second.number, second.at_s, second.target, second.healed) == (1, 9.0, Target("slot", "2"), True)
     assert parse_script(text, "s", seed=3) == [first, second]
     again = parse_script("\n".join(map(script_line, [first, second])), "s")
-    assert [f.kind for f in again] == [Kind.STOP, Kind.KILL] and again[1].target == Target("slot", "2")
+    assert [f.kind for f in again] == [FaultKind.STOP, FaultKind.KILL] and again[1].target == Target("slot", "2")
 
 
 @pytest.mark.parametrize(
@@ -146,8 +146,8 @@ def test_targets_are_written_as_they_are_read(text: str) -> None:
 
 def test_settings_by_kind() -> None:
     assert parse_weights([]) == WEIGHTS
-    assert parse_weights(["kill=2", "stop=0.5"]) == {Kind.KILL: 2, Kind.STOP: 0.5}
-    assert parse_seconds(["stop=1:2", "freeze=3"]) == {Kind.STOP: (1, 2), Kind.FREEZE: (3, 3)}
+    assert parse_weights(["kill=2", "stop=0.5"]) == {FaultKind.KILL: 2, FaultKind.STOP: 0.5}
+    assert parse_seconds(["stop=1:2", "freeze=3"]) == {FaultKind.STOP: (1, 2), FaultKind.FREEZE: (3, 3)}
     for wrong in (["hug=1"], ["kill=x"], ["kill=-1"]):
         with pytest.raises(ConfigError):
             parse_weights(wrong)
@@ -203,7 +203,7 @@ def test_every_stage_keeps_a_holder(pipelines: int, stages: int, standbys: int, 
     assert situation.plan is not None and situation.unsettled() is None
     dead: set[str] = set()
     for draw in draws:
-        found = aim(Fault(0, 0.0, Kind.KILL, draw=draw), situation, dead, Choice())
+        found = aim(Fault(0, 0.0, FaultKind.KILL, draw=draw), situation, dead, Choice())
         if found is not None and found.refusal is None:
             (victim,) = found.members
             assert victim.id not in dead
@@ -220,7 +220,7 @@ def test_targets_mean_members() -> None:
     situation = replace(base, members={r.id: r for r in records})
     assert situation.plan is not None
 
-    def hit(text: str, kind: Kind = Kind.KILL, choice: Choice | None = None) -> list[str]:
+    def hit(text: str, kind: FaultKind = FaultKind.KILL, choice: Choice | None = None) -> list[str]:
         found = aim(Fault(0, 0.0, kind, Target.parse(text)), situation, (), choice or Choice(spare_holders=False))
         return [r.id for r in found.members] if found else []
 
@@ -230,8 +230,8 @@ def test_targets_mean_members() -> None:
     assert hit("owner:7,1") == [] and hit("slot:77") == [] and hit("node:x") == []
     assert hit("node:x", choice=Choice(False, nodes={"x": "m2"})) == ["m2"]
     hosts = Choice(False, hosts=Hosts.parse(["a=0,1", "b=2,3"], 100))
-    assert hit("host:a", Kind.HOST, hosts) == ["m0", "m1"] and hit("slot:3", Kind.HOST, hosts) == ["m2", "m3"]
-    assert hit("host:host0", Kind.HOST, hosts) == ["m4", "m9"]
+    assert hit("host:a", FaultKind.HOST, hosts) == ["m0", "m1"] and hit("slot:3", FaultKind.HOST, hosts) == ["m2", "m3"]
+    assert hit("host:host0", FaultKind.HOST, hosts) == ["m4", "m9"]
     away = Choice(False, reachable=lambda r: r.slot != 2)
     assert hit("slot:2", choice=away) == []
 
@@ -278,7 +278,7 @@ def lost_event(member: str, seconds: float, reason: str = "signal") -> Event:
 
 
 def kill(member: str, at_s: float, /, **more: Any) -> FaultRecord:
-    values = {"number": 0, "kind": Kind.KILL, "planned_s": 0, "begun_s": 0, "time": 1000 + at_s, "members": [member]}
+    values = {"number": 0, "kind": "kill", "planned_s": 0, "begun_s": 0, "time": 1000 + at_s, "members": [member]}
     return FaultRecord.model_validate({**values, "outcome": "injected", "confirmed": True, **more})
 
 
@@ -322,7 +322,7 @@ def test_good_run_is_verified(tmp_path: Path) -> None:
 def test_pause_while_another_member_stood_still() -> None:
     """The two members paused from 2.6 to 3.1 s."""
     for begin, seconds, alone in ((2.0, 0.55, True), (2.0, 0.65, False), (3.05, 1.0, False), (3.15, 1.0, True)):
-        stop = kill("m2", begin, number=1, kind=Kind.STOP, seconds=seconds)
+        stop = kill("m2", begin, number=1, kind=FaultKind.STOP, seconds=seconds)
         (first, _) = verify(good_run(), [kill("m1", 2.45), stop], finished=True).effects
         assert (first.lost, first.pause_s, first.alone) == (("m1",), 0.3, alone)
 
@@ -332,7 +332,7 @@ def test_notice_before_the_admission() -> None:
     joined = event("member_joined", 2.3, member_id="m1", host="h", rank=1)
     events = sorted([*good_run(), joined], key=lambda e: e.time)
     for at_s, problems in ((2.2, 0), (2.6, 1)):
-        notice = kill("m1", at_s, kind=Kind.NOTICE)
+        notice = kill("m1", at_s, kind=FaultKind.NOTICE)
         verdict = verify(events, [notice], finished=True)
         assert len(verdict.problems) == problems and len(verdict.notes) == 1 - problems, verdict
 
@@ -347,10 +347,10 @@ def _without(kind: str) -> list[Event]:
         (_without("run_finished"), [kill("m1", 2.4)], "did not say how it ended"),
         (_without("step"), [kill("m1", 2.4)], "no step was done"),
         (good_run(), [], "m1 was lost (signal: SIGKILL) without a fault that hit it"),
-        (good_run(), [kill("m1", 2.4, kind=Kind.STOP, seconds=0.3)], "though it was hit for 0.30 s only (stop)"),
+        (good_run(), [kill("m1", 2.4, kind=FaultKind.STOP, seconds=0.3)], "though it was hit for 0.30 s only (stop)"),
         (good_run(), [kill("m1", 2.4), kill("m2", 4.5, number=1)], "m2 was hit by kill, but the last plan lists it"),
         (good_run(), [kill("m1", 2.4, confirmed=False)], "was not confirmed"),
-        (good_run(), [kill("m1", 2.4), kill("", 3, kind=Kind.JOIN, outcome="failed")], "failed"),
+        (good_run(), [kill("m1", 2.4), kill("", 3, kind=FaultKind.JOIN, outcome="failed")], "failed"),
         ([*good_run(), step(7, 7)], [kill("m1", 2.4)], "step 7 came after step 5"),
         ([*good_run(), step(5, 7)], [kill("m1", 2.4)], "step 5 was done twice"),
         ([*good_run(), plan_event(3, 7, ["m0", "m2"])], [kill("m1", 2.4)], "epoch 3 was written after that of 3"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bamboo_ds.errors import ProtocolError
-from bamboo_ds.schedule import Decision, MemberRecord, RoleProgress, decide
+from bamboo_ds.schedule import Decision, MemberProgress, RoleProgress, decide
 from bamboo_ds.topology import Layout, Role
 
 LAYOUT = Layout(1, 2)
@@ -16,8 +16,8 @@ NAN = float("nan")
 
 def record(
     step: int, entered: bool, *roles: tuple[Role, RoleProgress], commit: tuple[float, ...] | None = None
-) -> MemberRecord:
-    return MemberRecord(step, entered, dict(roles), commit)
+) -> MemberProgress:
+    return MemberProgress(step, entered, dict(roles), commit)
 
 
 def test_decide_resume() -> None:
@@ -74,6 +74,6 @@ def test_decide_behind() -> None:
         ),
     ],
 )
-def test_decide_refuses(records: dict[str, MemberRecord], message: str) -> None:
+def test_decide_refuses(records: dict[str, MemberProgress], message: str) -> None:
     with pytest.raises(ProtocolError, match=message):
         decide(records, LAYOUT)

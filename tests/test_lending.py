@@ -18,7 +18,7 @@ from bamboo_ds.topology import (
     predicted_s,
     with_redundancy,
 )
-from bamboo_ds.topology.lending import Division, Graph, Ground
+from bamboo_ds.topology.lending import Graph, Ground, Lending
 from bamboo_ds.topology.loads import Loads
 
 
@@ -37,7 +37,7 @@ def test_loads_are_sorted_whatever_is_added(first: list[int], data: st.DataObjec
 
 
 @st.composite
-def drawn(draw: st.DrawFn) -> tuple[Plan, Division]:
+def drawn(draw: st.DrawFn) -> tuple[Plan, Lending]:
     """Any owners and shadows, cuts, costs, and parts that are lent at first."""
     pipelines, stages = draw(st.integers(1, 2)), draw(st.integers(2, 5))
     blocks = tuple(draw(st.integers(1, 4)) for _ in range(stages))
@@ -63,12 +63,12 @@ def drawn(draw: st.DrawFn) -> tuple[Plan, Division]:
         costs=BlockCosts(seconds, slow),
         lent=tuple(lent),
     )
-    return plan, Division(Graph(Ground(plan, Costs(), cuts), shadows), lent)
+    return plan, Lending(Graph(Ground(plan, Costs(), cuts), shadows), lent)
 
 
 @settings(deadline=None, max_examples=200)
 @given(drawn())
-def test_work_is_passed_on(case: tuple[Plan, Division]) -> None:
+def test_work_is_passed_on(case: tuple[Plan, Lending]) -> None:
     """Loads are those of what is lent; the slowest member is no slower than before; one that is even stays as it is."""
     plan, division = case
     assert division.lent() == plan.lent
@@ -79,7 +79,7 @@ def test_work_is_passed_on(case: tuple[Plan, Division]) -> None:
     assert all(plan.shadows[each.rank] and each.cut in plan.cuts[each.rank // plan.world.pipelines] for each in lent)
     assert abs(division.slowest - predicted_s(replace(plan, lent=lent), Costs())) < 1e-9
     assert division.slowest <= before + 1e-9 and (not even or lent == plan.lent)
-    again = Division(Graph(Ground(plan, Costs(), plan.cuts), plan.shadows), lent)
+    again = Lending(Graph(Ground(plan, Costs(), plan.cuts), plan.shadows), lent)
     again.improve()
     assert again.lent() == lent and not division.better_than(again) and not again.better_than(division)
 

@@ -35,7 +35,7 @@ from bamboo_ds.engine.stage.answers import Refusal, stepping_alone
 from bamboo_ds.engine.stage.layers import Layers
 from bamboo_ds.engine.stage.optimizers import FusedHalfOptimizer
 from bamboo_ds.engine.telling.mismatches import Mismatches
-from bamboo_ds.errors import ConfigError, ReplicaMismatch, UnsupportedError
+from bamboo_ds.errors import ConfigError, ReplicaDiffers, UnsupportedError
 from bamboo_ds.topology import Role
 
 from .support.jobs import SUPPORT, Result, run_bamboo, write_config
@@ -380,7 +380,7 @@ def test_when_a_replica_is_not_mended() -> None:
 
 
 def test_what_a_mismatch_says() -> None:
-    error = ReplicaMismatch(0, 2, [f"parameter {n}" for n in range(12)], "SGD")
+    error = ReplicaDiffers(0, 2, [f"parameter {n}" for n in range(12)], "SGD")
     assert error.role == (0, 2)
     for part in ("stage 2 of pipeline 0", "parameter 9 and 2 more", "(SGD)", "on_mismatch"):
         assert part in str(error)

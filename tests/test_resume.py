@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from bamboo_ds.schedule import (
     Decision,
-    MemberRecord,
+    MemberProgress,
     RoleProgress,
     commit_program,
     decide,
@@ -121,7 +121,7 @@ class Job:
         self.replicas = {r: ok for r, ok in self.replicas.items() if new.shadow(r) is not None}
         self.plan = new
         records = {
-            member: MemberRecord(
+            member: MemberProgress(
                 self.steps[member],
                 member in self.entered,
                 {role: self.held[role].progress() for role in new.owned_by(member)},

@@ -25,13 +25,13 @@ from ..observe.events import read_events
 from ..processes import adopt_orphans, end_descendants
 from ..variables import ENV_STORE
 from . import report
-from .faults import WEIGHTS, Fault, FaultRecord, Kind
+from .faults import WEIGHTS, Fault, FaultKind, FaultRecord
 from .joiners import JoinCommand
 from .observer import Observer
-from .processes import Process, ProcessGone, agent_of, listener
+from .processes import agent_of, dead, listener
 from .runner import Runner, RunnerOptions
 from .schedule import Change, by_trace, initial_nodes
-from .situation import Hosts, Situation
+from .situation import Hosts, JobSituation
 from .sparing import Choice
 from .verify import Verdict, verify
 
@@ -209,11 +209,14 @@ def _launcher(location: JobLocation) -> Iterator[Callable[[], bool]]:
     if location.launcher is None:
         yield lambda: False
         return
-    with Process(location.launcher) as launcher:
-        yield launcher.dead
+    try:
+        launcher = psutil.Process(location.launcher)
+    except psutil.NoSuchProcess as error:
+        raise LaunchError(f"the launcher of job {location.job!r}, process {location.launcher}, has ended") from error
+    yield lambda: dead(launcher)
 
 
-def _ready(observer: Observer, options: CampaignOptions, ended: Callable[[], bool]) -> Situation:
+def _ready(observer: Observer, options: CampaignOptions, ended: Callable[[], bool]) -> JobSituation:
     """Wait for the job's first step."""
     waited = 0.0
     while True:
@@ -227,15 +230,14 @@ def _ready(observer: Observer, options: CampaignOptions, ended: Callable[[], boo
             raise LaunchError(f"job {options.location.job!r} has not done a step within {options.ready_s:.0f} s")
 
 
-def _settings(situation: Situation, store: str) -> AgentSettings | None:
+def _settings(situation: JobSituation, store: str) -> AgentSettings | None:
     """The settings of an agent of the job on this host, from its command line."""
     for record in situation.members.values():
         if record.joiner:
             continue
         try:
-            with agent_of(record) as agent:
-                words = psutil.Process(agent.pid).cmdline()
-        except (ProcessGone, psutil.NoSuchProcess):
+            words = agent_of(record).cmdline()
+        except psutil.NoSuchProcess:
             continue
         start = words.index("bamboo_ds.control.agent") + 1 if "bamboo_ds.control.agent" in words else len(words)
         if words[start:]:
@@ -246,7 +248,7 @@ def _settings(situation: Situation, store: str) -> AgentSettings | None:
 def _runner_options(
     options: CampaignOptions,
     spec: JobRecord | None,
-    situation: Situation,
+    situation: JobSituation,
     settings: AgentSettings | None,
     changes: Sequence[Change],
 ) -> RunnerOptions:
@@ -294,9 +296,9 @@ def _notice_file(command: Sequence[str], folder: str) -> str | None:
 # -- settings of the command line -----------------------------------------------------------------------
 
 
-def parse_weights(texts: Sequence[str]) -> dict[Kind, float]:
+def parse_weights(texts: Sequence[str]) -> dict[FaultKind, float]:
     """``KIND=W`` each; the defaults if there are none. Raises :class:`ConfigError`."""
-    found: dict[Kind, float] = {}
+    found: dict[FaultKind, float] = {}
     for text, kind, value in _settings_by_kind("--weight", texts):
         try:
             found[kind] = float(value)
@@ -307,9 +309,9 @@ def parse_weights(texts: Sequence[str]) -> dict[Kind, float]:
     return found or dict(WEIGHTS)
 
 
-def parse_seconds(texts: Sequence[str]) -> dict[Kind, tuple[float, float]]:
+def parse_seconds(texts: Sequence[str]) -> dict[FaultKind, tuple[float, float]]:
     """``KIND=LOW:HIGH`` each. Raises :class:`ConfigError`."""
-    found: dict[Kind, tuple[float, float]] = {}
+    found: dict[FaultKind, tuple[float, float]] = {}
     for text, kind, value in _settings_by_kind("--seconds", texts):
         low, _, high = value.partition(":")
         try:
@@ -323,13 +325,13 @@ def parse_seconds(texts: Sequence[str]) -> dict[Kind, tuple[float, float]]:
     return found
 
 
-def _settings_by_kind(option: str, texts: Sequence[str]) -> Iterator[tuple[str, Kind, str]]:
+def _settings_by_kind(option: str, texts: Sequence[str]) -> Iterator[tuple[str, FaultKind, str]]:
     for text in texts:
         name, _, value = text.partition("=")
         try:
-            kind = Kind(name)
+            kind = FaultKind(name)
         except ValueError as error:
-            known = ", ".join(kind.value for kind in Kind)
+            known = ", ".join(kind.value for kind in FaultKind)
             raise ConfigError(f"{option} {text!r}: there is no kind {name!r}; kinds are {known}") from error
         yield text, kind, value
 

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from ..errors import ConfigError
 
 
-class Kind(str, Enum):
+class FaultKind(str, Enum):
     """Kinds of faults.
 
     A *silent* fault is one after which nobody says that the member is gone.
@@ -38,52 +38,49 @@ class Kind(str, Enum):
     NOTICE = "notice"
     #: A member more.
     JOIN = "join"
-    #: A member is cut off from the others.
-    PARTITION = "partition"
     #: SIGSTOP of the embedded etcd, SIGCONT after some seconds.
     ETCD_STOP = "etcd_stop"
 
     @property
     def timed(self) -> bool:
         """Whether it lasts for some seconds and is undone then."""
-        return self in (Kind.STOP, Kind.FREEZE, Kind.HOLD_GIL, Kind.ETCD_STOP, Kind.PARTITION)
+        return self in (FaultKind.STOP, FaultKind.FREEZE, FaultKind.HOLD_GIL, FaultKind.ETCD_STOP)
 
     @property
     def lethal(self) -> bool:
         """Whether the members that it hits are gone for good."""
-        return self in (Kind.KILL, Kind.KILL_AGENT, Kind.EXCEPTION, Kind.EXIT, Kind.HOST)
+        return self in (FaultKind.KILL, FaultKind.KILL_AGENT, FaultKind.EXCEPTION, FaultKind.EXIT, FaultKind.HOST)
 
     @property
     def risky(self) -> bool:
         """Whether the members that it hits may be lost: a timed fault that outlasts a timeout."""
-        return self.lethal or self in (Kind.STOP, Kind.FREEZE, Kind.HOLD_GIL, Kind.PARTITION)
+        return self.lethal or self in (FaultKind.STOP, FaultKind.FREEZE, FaultKind.HOLD_GIL)
 
     @property
     def aimed(self) -> bool:
         """Whether it hits members of the job."""
-        return self not in (Kind.JOIN, Kind.ETCD_STOP)
+        return self not in (FaultKind.JOIN, FaultKind.ETCD_STOP)
 
 
 #: How many of a hundred faults are of which kind. An error of the script ends the job unless its configuration says so,
 #: so exceptions and exits have to be asked for.
-WEIGHTS: dict[Kind, float] = {
-    Kind.KILL: 22,
-    Kind.KILL_AGENT: 10,
-    Kind.STOP: 16,
-    Kind.FREEZE: 8,
-    Kind.HOLD_GIL: 10,
-    Kind.HOST: 6,
-    Kind.NOTICE: 8,
-    Kind.JOIN: 14,
-    Kind.ETCD_STOP: 6,
+WEIGHTS: dict[FaultKind, float] = {
+    FaultKind.KILL: 22,
+    FaultKind.KILL_AGENT: 10,
+    FaultKind.STOP: 16,
+    FaultKind.FREEZE: 8,
+    FaultKind.HOLD_GIL: 10,
+    FaultKind.HOST: 6,
+    FaultKind.NOTICE: 8,
+    FaultKind.JOIN: 14,
+    FaultKind.ETCD_STOP: 6,
 }
 #: How long timed faults last, in seconds: from, to.
-SECONDS: dict[Kind, tuple[float, float]] = {
-    Kind.STOP: (0.05, 8.0),
-    Kind.FREEZE: (0.2, 10.0),
-    Kind.HOLD_GIL: (0.05, 8.0),
-    Kind.ETCD_STOP: (0.2, 10.0),
-    Kind.PARTITION: (0.2, 10.0),
+SECONDS: dict[FaultKind, tuple[float, float]] = {
+    FaultKind.STOP: (0.05, 8.0),
+    FaultKind.FREEZE: (0.2, 10.0),
+    FaultKind.HOLD_GIL: (0.05, 8.0),
+    FaultKind.ETCD_STOP: (0.2, 10.0),
 }
 
 #: What a record says of a joiner that another fault has hit.
@@ -154,7 +151,7 @@ class Fault:
 
     number: int
     at_s: float
-    kind: Kind
+    kind: FaultKind
     target: Target | None = None
     seconds: float | None = None
     draw: float = 0.0
@@ -182,7 +179,7 @@ class FaultRecord(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     number: int | None
-    kind: Kind
+    kind: FaultKind
     target: str | None = None
     planned_s: float
     begun_s: float

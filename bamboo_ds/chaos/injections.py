@@ -5,18 +5,20 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
+import socket
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
+from typing_extensions import Self
+
 from ..control.registry.records import MemberRecord
-from .faults import Fault, Kind
-from .processes import EFFECT_S, Process, ProcessGone, agent_of, worker_of
-from .situation import Situation
-from .victim import Order, VictimUnreachable
+from .faults import Fault, FaultKind
+from .processes import EFFECT_S, agent_of, dead, stopped, worker_of
+from .situation import JobSituation
+from .victim import ENV_CHAOS, address
 
 #: Seconds that a notified member may take to leave.
 NOTICE_S = 60.0
@@ -30,32 +32,27 @@ class Impossible(Exception):
     """The fault cannot be carried out on this host or in this job; says why."""
 
 
-@dataclass
-class Account:
-    """What an injection has done so far; becomes a :class:`~.faults.FaultRecord`."""
-
-    pids: list[int] = field(default_factory=list)
-    members: list[str] = field(default_factory=list)
-    slots: list[int] = field(default_factory=list)
-    seconds: float | None = None
-    confirmed: bool = False
-    detail: str = ""
-
-
 class Injection(ABC):
     """A fault that is being carried out.
 
     Attributes:
         began: ``time.monotonic()`` of its begin.
         due: when to look at it again at the latest, on the same clock; ``None``: whenever something has changed.
-        account: what it has done so far.
+        situation: the job's at its begin.
+        members, slots, pids, seconds, confirmed, detail: what it has done so far, see :class:`~.faults.FaultRecord`.
     """
 
     def __init__(self, fault: Fault, members: Sequence[MemberRecord] = ()) -> None:
         self.fault = fault
         self.began = time.monotonic()
         self.due: float | None = None
-        self.account = Account(members=[m.id for m in members], slots=[m.slot for m in members])
+        self.situation = JobSituation()
+        self.members = [record.id for record in members]
+        self.slots = [record.slot for record in members]
+        self.pids: list[int] = []
+        self.seconds: float | None = None
+        self.confirmed = False
+        self.detail = ""
         self._records = list(members)
 
     @abstractmethod
@@ -63,11 +60,11 @@ class Injection(ABC):
         """Inject the fault.
 
         Raises:
-            ProcessGone: nobody was there to be hit.
+            psutil.NoSuchProcess: nobody was there to be hit.
             Impossible: not here.
         """
 
-    def done(self, situation: Situation) -> bool:
+    def done(self, situation: JobSituation) -> bool:
         """Look at it; whether it is over."""
         return True
 
@@ -76,64 +73,56 @@ class Injection(ABC):
         return  # most kinds are over at once
 
 
-class Kill(Injection):
+class ProcessKill(Injection):
     """SIGKILL of workers, of agents, or of all processes of a host."""
 
     def begin(self) -> None:
-        with contextlib.ExitStack() as held:
-            # All of them are at hand before the first one dies.
-            workers = [held.enter_context(worker_of(record)) for record in self._records]
-            agents: list[Process] = []
-            if self.fault.kind is not Kind.KILL:
-                agents = [held.enter_context(agent_of(record)) for record in self._records]
-            first = agents or workers
-            self.began = time.monotonic()
-            for process in first:
-                process.signal(signal.SIGKILL)
-            if self.fault.kind is Kind.HOST:
-                for process in workers:
-                    with contextlib.suppress(ProcessGone):  # the kernel was faster: it ends workers with their agents
-                        process.signal(signal.SIGKILL)
-            self.account.pids = [process.pid for process in (*agents, *workers)]
-            alive = [process.pid for process in (*agents, *workers) if not process.dead(EFFECT_S)]
-            self.account.confirmed = not alive
-            if alive:
-                self.account.detail = f"processes {alive} live {EFFECT_S} s after SIGKILL"
+        # All of them are at hand before the first one dies.
+        workers = [worker_of(record) for record in self._records]
+        agents = [] if self.fault.kind is FaultKind.KILL else [agent_of(record) for record in self._records]
+        self.began = time.monotonic()
+        for process in agents or workers:
+            process.kill()
+        for process in workers if self.fault.kind is FaultKind.HOST else ():
+            with contextlib.suppress(psutil.NoSuchProcess):  # the kernel was faster: it ends workers with their agents
+                process.kill()
+        self.pids = [process.pid for process in (*agents, *workers)]
+        alive = [process.pid for process in (*agents, *workers) if not dead(process, EFFECT_S)]
+        self.confirmed = not alive
+        if alive:
+            self.detail = f"processes {alive} live {EFFECT_S} s after SIGKILL"
 
 
 class Stop(Injection):
-    """SIGSTOP of some processes; SIGCONT ``fault.seconds`` later."""
+    """SIGSTOP of members' workers (and agents), or of another process; SIGCONT ``fault.seconds`` later."""
 
     def __init__(self, fault: Fault, members: Sequence[MemberRecord], pids: Sequence[int] = ()) -> None:
         super().__init__(fault, members)
-        self._pids = list(pids)
-        self._held: list[Process] = []
+        self._others = list(pids)
+        self._held: list[psutil.Process] = []
 
     def begin(self) -> None:
         assert self.fault.seconds is not None
-        with contextlib.ExitStack() as held:
-            for record in self._records:
-                self._held.append(held.enter_context(worker_of(record)))
-                if self.fault.kind is Kind.FREEZE:
-                    self._held.append(held.enter_context(agent_of(record)))
-            self._held += [held.enter_context(Process(pid)) for pid in self._pids]
-            held.pop_all()  # kept open until :meth:`undo`
-        self.account.pids = [process.pid for process in self._held]
+        held = [worker_of(record) for record in self._records]
+        if self.fault.kind is FaultKind.FREEZE:
+            held += [agent_of(record) for record in self._records]
+        self._held = held + [psutil.Process(pid) for pid in self._others]
+        self.pids = [process.pid for process in self._held]
         self.began = time.monotonic()
         self.due = self.began + self.fault.seconds
         try:
             for process in self._held:
-                process.signal(signal.SIGSTOP)
-        except ProcessGone:
+                process.suspend()
+        except psutil.NoSuchProcess:
             self.undo()
             raise
-        running = [process.pid for process in self._held if not process.stopped(EFFECT_S)]
-        self.account.confirmed = not running
+        running = [process.pid for process in self._held if not stopped(process, EFFECT_S)]
+        self.confirmed = not running
         if running:
-            self.account.detail = f"processes {running} were not stopped"
+            self.detail = f"processes {running} were not stopped"
 
-    def done(self, situation: Situation) -> bool:
-        if time.monotonic() < (self.due or 0.0) and not all(process.dead() for process in self._held):
+    def done(self, situation: JobSituation) -> bool:
+        if time.monotonic() < (self.due or 0.0) and not all(map(dead, self._held)):
             return False
         self.undo()
         return True
@@ -142,27 +131,69 @@ class Stop(Injection):
         """Continue those that still live."""
         if not self._held:
             return
-        dead = [process.pid for process in self._held if process.dead()]
-        if dead:
-            self.account.detail = f"{len(dead)} of {len(self._held)} were killed while they were stopped"
+        killed = sum(map(dead, self._held))
+        if killed:
+            self.detail = f"{killed} of {len(self._held)} were killed while they were stopped"
         for process in self._held:
-            with contextlib.suppress(ProcessGone):  # told above
-                process.signal(signal.SIGCONT)
-            process.close()
+            with contextlib.suppress(psutil.NoSuchProcess):  # told above
+                process.resume()
         self._held.clear()
-        self.account.seconds = time.monotonic() - self.began
+        self.seconds = time.monotonic() - self.began
 
 
-def _order(worker: Process, fault: Fault) -> Order:
-    """Tell a worker to do ``fault`` to itself; raises :class:`ProcessGone` or :class:`Impossible`."""
-    what = fault.kind.value
-    assert what in ("hold_gil", "exception", "exit")
-    try:
-        return Order(worker.pid, what, fault.seconds or 0.0)  # type: ignore[arg-type]
-    except VictimUnreachable as error:
-        if worker.dead(0.0):
-            raise ProcessGone(str(error)) from error
-        raise Impossible(str(error)) from error
+class Order:
+    """An order to a worker; use as a context manager, or :meth:`close`.
+
+    Args:
+        worker: the process.
+        fault: of the kind ``hold_gil``, ``exception`` or ``exit``.
+        timeout_s: seconds that the worker has to begin.
+
+    Raises:
+        Impossible: it does not listen, or did not begin.
+        psutil.NoSuchProcess: it is gone.
+    """
+
+    def __init__(self, worker: psutil.Process, fault: Fault, timeout_s: float = 5.0) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.settimeout(timeout_s)
+        self._stream = self._socket.makefile("rb")
+        begun, why = b"", "it ended before it obeyed"
+        try:
+            self._socket.connect(address(worker.pid))
+            order = {"do": fault.kind.value, "seconds": fault.seconds or 0.0}
+            self._socket.sendall(json.dumps(order).encode() + b"\n")
+            begun = self._stream.readline()
+        except OSError as error:
+            why = str(error)
+        if not begun:
+            self.close()
+            if dead(worker):
+                raise psutil.NoSuchProcess(worker.pid)
+            raise Impossible(
+                f"the worker {worker.pid} takes no orders ({why}): run the script with -m bamboo_ds.chaos.victim, or "
+                f"call bamboo_ds.chaos.victim.install() in it with {ENV_CHAOS}=1"
+            )
+
+    def done(self, timeout_s: float) -> float | None:
+        """Seconds that it took; ``None``: the worker ended, or is not done within ``timeout_s`` seconds."""
+        self._socket.settimeout(timeout_s)
+        try:
+            line = self._stream.readline()
+        except OSError:
+            return None
+        return json.loads(line)["done"] if line else None
+
+    def close(self) -> None:
+        """Ask no more."""
+        self._stream.close()
+        self._socket.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 class Raise(Injection):
@@ -171,50 +202,31 @@ class Raise(Injection):
     One that comes while a destructor or a callback runs is reported and forgotten, by Python itself.
     """
 
-    def __init__(self, fault: Fault, members: Sequence[MemberRecord] = ()) -> None:
-        super().__init__(fault, members)
-        self._worker: Process | None = None
-        self._raised = 0
+    _raised = 0
 
     def begin(self) -> None:
         self._worker = worker_of(self._records[0])
-        self.account.pids = [self._worker.pid]
+        self.pids = [self._worker.pid]
         self.began = time.monotonic()
-        try:
-            self._raise(self._worker)
-        except (ProcessGone, Impossible):
-            self.undo()
-            raise
+        self._raise()
 
-    def done(self, situation: Situation) -> bool:
-        if self._worker is None:
-            return True
-        self.account.confirmed = self._worker.dead()
-        if not self.account.confirmed:
+    def done(self, situation: JobSituation) -> bool:
+        self.confirmed = dead(self._worker)
+        if not self.confirmed:
             if time.monotonic() < (self.due or 0.0):
                 return False
             if self._raised < RAISES:
-                with contextlib.suppress(ProcessGone, Impossible):  # it ends, or is asked again
-                    self._raise(self._worker)
+                with contextlib.suppress(psutil.NoSuchProcess, Impossible):  # it ends, or is asked again
+                    self._raise()
                 return False
-        self.account.detail = f"raised {self._raised} times" if self._raised > 1 else ""
-        self.undo()
+        self.detail = f"raised {self._raised} times" if self._raised > 1 else ""
         return True
 
-    def undo(self) -> None:
-        """Let go of the worker."""
-        if self._worker is not None:
-            self._worker.close()
-            self._worker = None
-
-    def _raise(self, worker: Process) -> None:
+    def _raise(self) -> None:
         self._raised += 1
         self.due = time.monotonic() + EFFECT_S
-        order = _order(worker, self.fault)
-        try:
+        with Order(self._worker, self.fault) as order:
             order.done(_ANSWER_S)
-        finally:
-            order.close()
 
 
 class Obey(Injection):
@@ -223,27 +235,26 @@ class Obey(Injection):
     _order: Order | None = None
 
     def begin(self) -> None:
-        with worker_of(self._records[0]) as worker:
-            self.account.pids = [worker.pid]
-            self.began = time.monotonic()
-            self._order = _order(worker, self.fault)
-            if self.fault.kind is Kind.EXIT:
-                self.account.confirmed = worker.dead(EFFECT_S)
-            else:
-                assert self.fault.seconds is not None
-                self.due = self.began + self.fault.seconds
-                return
-        self.undo()
+        worker = worker_of(self._records[0])
+        self.pids = [worker.pid]
+        self.began = time.monotonic()
+        self._order = Order(worker, self.fault)
+        if self.fault.kind is FaultKind.EXIT:
+            self.confirmed = dead(worker, EFFECT_S)
+            self.undo()
+        else:
+            assert self.fault.seconds is not None
+            self.due = self.began + self.fault.seconds
 
-    def done(self, situation: Situation) -> bool:
+    def done(self, situation: JobSituation) -> bool:
         if self._order is None:
             return True
         if time.monotonic() < (self.due or 0.0):
             return False
         held = self._order.done(_ANSWER_S)
-        self.account.confirmed = True  # it had begun
-        self.account.seconds = time.monotonic() - self.began if held is None else held
-        self.account.detail = "it was killed meanwhile" if held is None else ""
+        self.confirmed = True  # it had begun
+        self.seconds = time.monotonic() - self.began if held is None else held
+        self.detail = "it was killed meanwhile" if held is None else ""
         self.undo()
         return True
 
@@ -267,9 +278,9 @@ class Notify(Injection):
         record = self._records[0]
         if self._template is None:
             raise Impossible('the job\'s configuration has no "bamboo.notices.file": its agents watch no file')
-        worker_of(record).close()
+        worker_of(record)
         path = Path(self._template.replace("{slot}", str(record.slot)).replace("{member}", record.id))
-        self.account.pids = [record.agent_pid]
+        self.pids = [record.agent_pid]
         self.began = time.monotonic()
         self.due = self.began + NOTICE_S
         temporary = path.with_name(f"{path.name}.{os.getpid()}")
@@ -277,17 +288,17 @@ class Notify(Injection):
         temporary.rename(path)  # readers see all of it or nothing
         self._path = path
 
-    def done(self, situation: Situation) -> bool:
+    def done(self, situation: JobSituation) -> bool:
         member = self._records[0].id
         admitted = situation.plan is not None and member in situation.plan.members
         dropped, self._admitted = self._admitted and not admitted, admitted
         if member in situation.left or dropped:
-            self.account.confirmed = True
-            self.account.seconds = time.monotonic() - self.began
+            self.confirmed = True
+            self.seconds = time.monotonic() - self.began
             self.undo()
             return True
         if time.monotonic() >= (self.due or 0.0):
-            self.account.detail = f"{member} did not leave within {NOTICE_S:.0f} s"
+            self.detail = f"{member} did not leave within {NOTICE_S:.0f} s"
             self.undo()
             return True
         return False
@@ -297,12 +308,3 @@ class Notify(Injection):
         if self._path is not None:
             self._path.unlink(missing_ok=True)
             self._path = None
-
-
-class Partition(Injection):
-    """A member cut off from the others."""
-
-    def begin(self) -> None:
-        raise Impossible(
-            "all members of this host share one network: only members in network namespaces of their own can be cut off"
-        )

@@ -16,7 +16,7 @@ from ..control.registry.records import MemberRecord
 from ..control.settings import AgentSettings
 from .faults import Fault
 from .injections import Impossible, Injection
-from .situation import Situation
+from .situation import JobSituation
 
 #: Seconds from the start of a joiner to its admission.
 JOIN_S = 180.0
@@ -91,29 +91,29 @@ class Join(Injection):
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # Ctrl-C is for us, who end it in order
             )
-        self.account.pids = [self.process.pid]
+        self.pids = [self.process.pid]
 
-    def record(self, situation: Situation) -> MemberRecord | None:
+    def record(self, situation: JobSituation) -> MemberRecord | None:
         """The member that it has become, while it is registered."""
         pid = self.process.pid if self.process else None
         return next((record for record in situation.members.values() if record.agent_pid == pid), None)
 
-    def done(self, situation: Situation) -> bool:
+    def done(self, situation: JobSituation) -> bool:
         assert self.process is not None
         record = self.record(situation)
         if record is not None and self.member is None:
             self.member = record.id
-            self.account.members, self.account.slots = [record.id], [record.slot]
+            self.members, self.slots = [record.id], [record.slot]
         if situation.plan is not None and self.member in situation.plan.members:
-            self.account.confirmed = True
-            self.account.seconds = time.monotonic() - self.began
+            self.confirmed = True
+            self.seconds = time.monotonic() - self.began
             return True
         code = self.process.poll()
         if code is not None:
-            self.account.detail = f"it ended with exit code {code} before it was admitted: {self._tail()}"
+            self.detail = f"it ended with exit code {code} before it was admitted: {self._tail()}"
             return True
         if time.monotonic() >= (self.due or 0.0):
-            self.account.detail = f"it was not admitted within {JOIN_S:.0f} s: {self._tail()}"
+            self.detail = f"it was not admitted within {JOIN_S:.0f} s: {self._tail()}"
             return True
         return False
 

@@ -14,7 +14,7 @@ from ..control.registry.mirror import Mirror
 from ..control.registry.records import JobRecord
 from ..errors import ConfigError, StoreError, StoreUnavailable
 from ..store.records import Snapshot, WatchEvent
-from .situation import Situation
+from .situation import JobSituation
 
 logger = logging.getLogger("bamboo_ds.chaos")
 
@@ -64,16 +64,16 @@ class Observer:
         """What ``bamboo run`` was asked for."""
         return self._mirror.get(Keys.SPEC, JobRecord)
 
-    def look(self, timeout_s: float = 0.0) -> Situation:
+    def look(self, timeout_s: float = 0.0) -> JobSituation:
         """The newest situation that is known here; waits up to ``timeout_s`` seconds for something to change."""
         try:
             self._apply(self._changes.get(timeout=max(0.0, timeout_s)))
             while True:
                 self._apply(self._changes.get_nowait())
         except queue.Empty:
-            return Situation.of(self._mirror)
+            return JobSituation.of(self._mirror)
 
-    def fresh(self) -> Situation | None:
+    def fresh(self) -> JobSituation | None:
         """The situation as it is now; ``None`` if etcd does not answer."""
         try:
             snapshot = self._store.get_prefix("")
@@ -82,7 +82,7 @@ class Observer:
             self.reachable = False
             return None
         self.reachable = True
-        return Situation.of(Mirror(snapshot))
+        return JobSituation.of(Mirror(snapshot))
 
     def _apply(self, change: WatchEvent | BaseException) -> None:
         if isinstance(change, WatchEvent):

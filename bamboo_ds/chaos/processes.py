@@ -1,111 +1,65 @@
-"""Acting on processes of this host by pidfd, never by name."""
+"""Processes of this host, as psutil has them: none is taken for another one that gets its number later."""
 
 from __future__ import annotations
 
 import os
-import select
-import signal
 import time
 from collections.abc import Collection, Iterable
 
 import psutil
-from typing_extensions import Self
 
 from ..control.registry.records import MemberRecord
-from ..errors import BambooError
-from ..processes import status_of
 from ..store.endpoints import parse_endpoints
 from ..variables import ENV_MEMBER
 
 #: Seconds within which a signal takes effect, else something is wrong with the host.
 EFFECT_S = 5.0
+#: Seconds between two looks at a process: the kernel tells only its parent.
+_LOOK_S = 0.001
+
+_DEAD = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+_STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
 
-class ProcessGone(BambooError, RuntimeError):
-    """The process that is to be acted on does not exist (any more)."""
+def dead(process: psutil.Process, timeout_s: float = 0.0) -> bool:
+    """Whether ``process`` is dead, at the latest after ``timeout_s`` seconds."""
+    return _becomes(process, _DEAD, timeout_s)
 
 
-class Process:
-    """One process, held by a pidfd: it cannot be confused with another one that gets its number later.
+def stopped(process: psutil.Process, timeout_s: float = 0.0) -> bool:
+    """Whether ``process`` is stopped by a signal, at the latest after ``timeout_s`` seconds."""
+    return _becomes(process, _STOPPED, timeout_s)
 
-    Use as a context manager, or :meth:`close`. Raises :class:`ProcessGone` if there is no process ``pid``.
-    """
 
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
+def _becomes(process: psutil.Process, states: Collection[str], timeout_s: float) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while True:
         try:
-            self.pidfd = os.pidfd_open(pid)
-        except (ProcessLookupError, OSError) as error:
-            raise ProcessGone(f"there is no process {pid}") from error
-
-    def signal(self, signum: signal.Signals) -> None:
-        """Send ``signum``; raises :class:`ProcessGone` if it is dead."""
-        try:
-            signal.pidfd_send_signal(self.pidfd, signum)
-        except ProcessLookupError as error:
-            raise ProcessGone(f"process {self.pid} is dead") from error
-
-    def dead(self, timeout_s: float = 0.0) -> bool:
-        """Whether it is dead, at the latest after ``timeout_s`` seconds."""
-        poll = select.poll()
-        poll.register(self.pidfd, select.POLLIN)
-        return bool(poll.poll(timeout_s * 1000))
-
-    def stopped(self, timeout_s: float = 0.0) -> bool:
-        """Whether it is stopped by a signal, at the latest after ``timeout_s`` seconds."""
-        deadline = time.monotonic() + timeout_s
-        while not self.dead():
-            if state_of(self.pid) in ("T", "t"):
-                return True
-            if time.monotonic() >= deadline:
-                return False
-            # There is no event to wait for: the kernel tells only the parent.
-            time.sleep(0.001)
-        return False
-
-    def close(self) -> None:
-        """Let go of it. Idempotent."""
-        pidfd, self.pidfd = self.pidfd, -1
-        if pidfd >= 0:
-            os.close(pidfd)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+            state = process.status() if process.is_running() else psutil.STATUS_DEAD
+        except psutil.NoSuchProcess:
+            state = psutil.STATUS_DEAD
+        if state in states or state in _DEAD or time.monotonic() >= deadline:
+            return state in states
+        time.sleep(_LOOK_S)
 
 
-def state_of(pid: int) -> str | None:
-    """The kernel's letter for the state of a process; ``None`` if there is none."""
-    status = status_of(pid)
-    return None if status is None else status[0]
-
-
-def worker_of(record: MemberRecord) -> Process:
-    """The worker of a member; raises :class:`ProcessGone` unless its process on this host is that."""
-    process = Process(record.pid)
+def worker_of(record: MemberRecord) -> psutil.Process:
+    """The worker of a member; raises ``psutil.NoSuchProcess`` unless its process on this host is that."""
+    worker = psutil.Process(record.pid)
     try:
-        # Looked at only after the descriptor was opened: from now on the number cannot change its meaning.
-        if not process.dead() and psutil.Process(record.pid).environ().get(ENV_MEMBER) == record.id:
-            return process
-    except (psutil.NoSuchProcess, psutil.AccessDenied):
-        pass  # dead, or somebody else's: not this member's in either case
-    process.close()
-    raise ProcessGone(f"the worker of {record.id} ({record.pid}) is not a process of this host")
+        if not dead(worker) and worker.environ().get(ENV_MEMBER) == record.id:
+            return worker
+    except psutil.AccessDenied:
+        pass  # somebody else's: not this member's
+    raise psutil.NoSuchProcess(record.pid, msg=f"the worker of {record.id} is not a process of this host")
 
 
-def agent_of(record: MemberRecord) -> Process:
-    """The agent of a member; raises :class:`ProcessGone` unless it is the parent of the member's living worker."""
-    agent = Process(record.agent_pid)
-    try:
-        with worker_of(record):
-            if not agent.dead() and psutil.Process(record.pid).ppid() == record.agent_pid:
-                return agent
-    except (psutil.NoSuchProcess, ProcessGone):
-        pass  # without the worker nothing tells whose agent it is
-    agent.close()
-    raise ProcessGone(f"the agent of {record.id} ({record.agent_pid}) is not a process of this host")
+def agent_of(record: MemberRecord) -> psutil.Process:
+    """The agent of a member; raises ``psutil.NoSuchProcess`` unless it is the parent of the member's living worker."""
+    agent = psutil.Process(record.agent_pid)
+    if not dead(agent) and worker_of(record).ppid() == agent.pid:
+        return agent
+    raise psutil.NoSuchProcess(record.agent_pid, msg=f"the agent of {record.id} is not a process of this host")
 
 
 def feeders_of(members: Collection[MemberRecord], everybody: Iterable[MemberRecord]) -> list[MemberRecord]:
@@ -124,8 +78,8 @@ def feeders_of(members: Collection[MemberRecord], everybody: Iterable[MemberReco
 def here(record: MemberRecord) -> bool:
     """Whether the member runs on this host."""
     try:
-        worker_of(record).close()
-    except ProcessGone:
+        worker_of(record)
+    except psutil.NoSuchProcess:
         return False
     return True
 

@@ -14,14 +14,14 @@ from rich.table import Table
 from ..errors import ConfigError
 from ..observe import pictures
 from ..observe.events import Event, PlanWritten, Step
-from .faults import FaultRecord, Kind
+from .faults import FaultKind, FaultRecord
 from .verify import Effect, Verdict
 
 
 def by_kind(verdict: Verdict, records: Sequence[FaultRecord]) -> list[dict[str, Any]]:
     """A row for every kind of fault that was tried; times are seconds."""
     rows = []
-    for kind, asked in ((kind, asked) for kind in Kind for asked in (True, False)):
+    for kind, asked in ((kind, asked) for kind in FaultKind for asked in (True, False)):
         tried = [record for record in records if record.kind is kind and (record.number is not None) == asked]
         effects = [e for e in verdict.effects if e.record.kind is kind and (e.record.number is not None) == asked]
         if not tried:
@@ -145,10 +145,10 @@ def draw(path: Path, events: Sequence[Event], records: Sequence[FaultRecord], ti
     _draw_roles(middle, plans, [*times, end])
     _draw_throughput(bottom, [step.time.timestamp() - begin for step in steps], end)
     colours = pyplot.get_cmap("tab20")
-    for number, kind in enumerate(Kind):
+    for number, kind in enumerate(FaultKind):
         at = [d.time - begin for d in records if d.kind is kind and d.time is not None and d.outcome == "injected"]
         if at:
-            height = [number / len(Kind)] * len(at)
+            height = [number / len(FaultKind)] * len(at)
             place = top.get_xaxis_transform()
             top.scatter(at, height, s=9, color=colours(number), label=kind.value, transform=place, zorder=3)
     top.legend(fontsize=6, loc="upper left", bbox_to_anchor=(1.0, 1.0))

@@ -6,15 +6,18 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol
+from typing import Any, Literal
+
+import psutil
 
 from ..control.registry.records import in_slot_order
 from ..processes import reap_adopted
-from .faults import GIVEN_UP, HIT_ELSEWHERE, Fault, FaultRecord, Kind
-from .injections import Impossible, Injection, Kill, Notify, Obey, Partition, Raise, Stop
+from .faults import GIVEN_UP, HIT_ELSEWHERE, Fault, FaultKind, FaultRecord
+from .injections import Impossible, Injection, Notify, Obey, ProcessKill, Raise, Stop
 from .joiners import Join, JoinCommand
-from .processes import ProcessGone, feeders_of, here
-from .situation import Situation
+from .observer import Observer
+from .processes import feeders_of, here
+from .situation import JobSituation
 from .sparing import Aim, Choice, aim
 
 logger = logging.getLogger("bamboo_ds.chaos")
@@ -33,26 +36,17 @@ _STEPS_BETWEEN_FAILURES = 5
 _GRACE_S = 5.0
 #: The same for all others at the end.
 _END_S = 10.0
-_FAILURES = (Kind.EXCEPTION, Kind.EXIT)
-_CHOSEN: dict[Kind, type[Injection]] = {
-    Kind.KILL: Kill,
-    Kind.KILL_AGENT: Kill,
-    Kind.HOST: Kill,
-    Kind.HOLD_GIL: Obey,
-    Kind.EXCEPTION: Raise,
-    Kind.EXIT: Obey,
-    Kind.PARTITION: Partition,
+_FAILURES = (FaultKind.EXCEPTION, FaultKind.EXIT)
+_CHOSEN: dict[FaultKind, type[Injection]] = {
+    FaultKind.KILL: ProcessKill,
+    FaultKind.KILL_AGENT: ProcessKill,
+    FaultKind.HOST: ProcessKill,
+    FaultKind.STOP: Stop,
+    FaultKind.FREEZE: Stop,
+    FaultKind.HOLD_GIL: Obey,
+    FaultKind.EXCEPTION: Raise,
+    FaultKind.EXIT: Obey,
 }
-
-
-class View(Protocol):
-    """What the runner sees of the job, see :class:`~.observer.Observer`."""
-
-    def look(self, timeout_s: float = 0.0) -> Situation:
-        """The newest situation that is known, after at most ``timeout_s`` seconds."""
-
-    def fresh(self) -> Situation | None:
-        """The situation as it is now; ``None`` if nobody answers."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +97,7 @@ class Runner:
 
     def __init__(
         self,
-        view: View,
+        view: Observer,
         faults: Sequence[Fault],
         options: RunnerOptions,
         ended: Callable[[], bool],
@@ -116,7 +110,7 @@ class Runner:
         self._ended = ended
         self._tell = tell
         self._begin = time.monotonic()
-        self._active: list[tuple[Injection, float, Situation]] = []  # with the begin in the schedule
+        self._active: list[Injection] = []
         self._dead: set[str] = set()
         self._hit: set[str] = set()  # by a fault that may have cost them, or has sent them away
         self._risky: dict[str, float] = {}  # members that a timed fault may have cost, until when
@@ -176,19 +170,19 @@ class Runner:
             end_joiners: ``waiting``: only those that have not been admitted.
         """
         situation = self._view.look()
-        for injection, planned_s, seen in self._active:
+        for injection in self._active:
             if not injection.done(situation):
                 injection.undo()
-                injection.account.detail = injection.account.detail or GIVEN_UP
-            self._note(injection, planned_s, seen)
+                injection.detail = injection.detail or GIVEN_UP
+            self._note(injection)
         self._active.clear()
         deadline = time.monotonic() + (_LINGER_S if end_joiners == "all" else 0.0)
         for join in self._joins:
-            if end_joiners == "waiting" and join.account.confirmed:
+            if end_joiners == "waiting" and join.confirmed:
                 continue
             # One that was still on its way does not learn of the end before it has looked for the job in vain.
-            if join.account.confirmed and not join.ended(deadline - time.monotonic()):
-                self.overdue += join.account.pids
+            if join.confirmed and not join.ended(deadline - time.monotonic()):
+                self.overdue += join.pids
             join.end(_END_S)
         return [join.process.pid for join in self._joins if join.alive and join.process is not None]
 
@@ -206,16 +200,15 @@ class Runner:
     def _pump(self, timeout_s: float) -> bool:
         """Look at everything once, after at most ``timeout_s`` seconds; false if the job is over."""
         now = time.monotonic()
-        due = [each.due - now for each, _, _ in self._active if each.due is not None and each.due > now]
+        due = [each.due - now for each in self._active if each.due is not None and each.due > now]
         situation = self._view.look(min([timeout_s, *due]))
-        for entry in list(self._active):
-            injection, planned_s, seen = entry
+        for injection in list(self._active):
             over = injection.done(situation)
             if isinstance(injection, Join) and injection.fault.target is not None and injection.member is not None:
-                self._agents[injection.fault.target.name] = injection.account.pids[0]
+                self._agents[injection.fault.target.name] = injection.pids[0]
             if over:
-                self._active.remove(entry)
-                self._note(injection, planned_s, seen)
+                self._active.remove(injection)
+                self._note(injection)
         if self._ended() or situation.over:
             return False
         self._refill(situation)
@@ -232,13 +225,13 @@ class Runner:
         while True:
             found, situation = self._find(fault)
             if found is not None and found.refusal is None:
-                self._inject(self._make(fault, found), fault.at_s, situation)
+                self._inject(self._make(fault, found), situation)
                 return
             if time.monotonic() >= deadline or not self._pump(_RETRY_S):
                 self._refuse(fault, found, situation)
                 return
 
-    def _find(self, fault: Fault) -> tuple[Aim | None, Situation]:
+    def _find(self, fault: Fault) -> tuple[Aim | None, JobSituation]:
         """Whom the fault would hit now, in which situation."""
         situation = self._view.fresh()
         known = situation or self._view.look()
@@ -255,7 +248,7 @@ class Runner:
         choice = replace(self._choice, nodes=self._nodes(known))
         return aim(fault, known, at_risk, choice), known
 
-    def _missing(self, situation: Situation) -> str | None:
+    def _missing(self, situation: JobSituation) -> str | None:
         lost = self._at_risk(situation)
         missing = situation.unsettled(lost)
         admitted = len(set(situation.plan.members if situation.plan else ()) - lost)
@@ -263,121 +256,99 @@ class Runner:
             missing = f"{self._options.keep - admitted} members are on their way"
         return missing
 
-    def _at_risk(self, situation: Situation) -> set[str]:
+    def _at_risk(self, situation: JobSituation) -> set[str]:
         """Members that are dead, or may be soon by what is under way."""
         now = time.monotonic()
         self._risky = {member: until for member, until in self._risky.items() if until > now}
-        injections = [injection for injection, _, _ in self._active]
-        risky = [each.account.members for each in injections if each.fault.kind.risky or each.fault.kind is Kind.NOTICE]
+        kinds = [(each, each.fault.kind) for each in self._active]
+        risky = [each.members for each, kind in kinds if kind.risky or kind is FaultKind.NOTICE]
         return self._dead.union(self._risky, *risky)
 
     def _make(self, fault: Fault, found: Aim) -> Injection:
         """The injection of a fault."""
-        members = found.members
-        if fault.kind is Kind.JOIN:
+        if fault.kind is FaultKind.JOIN:
             return self._join(fault)
-        if fault.kind in (Kind.STOP, Kind.FREEZE):
-            return Stop(fault, members)
-        if fault.kind is Kind.ETCD_STOP:
+        if fault.kind is FaultKind.ETCD_STOP:
             return Stop(fault, (), [self._options.etcd_pid] if self._options.etcd_pid else [])
-        if fault.kind is Kind.NOTICE:
-            return Notify(fault, members, self._options.notice_file)
-        return _CHOSEN[fault.kind](fault, members)
+        if fault.kind is FaultKind.NOTICE:
+            return Notify(fault, found.members, self._options.notice_file)
+        return _CHOSEN[fault.kind](fault, found.members)
 
-    def _inject(self, injection: Injection, planned_s: float, situation: Situation) -> None:
+    def _inject(self, injection: Injection, situation: JobSituation) -> None:
         fault = injection.fault
+        injection.situation = situation
         try:
-            if fault.kind is Kind.ETCD_STOP and self._options.etcd_pid is None:
+            if fault.kind is FaultKind.ETCD_STOP and self._options.etcd_pid is None:
                 raise Impossible("the job's etcd is not one that bamboo run has started on this host")
-            victims = [m for m in map(situation.members.get, injection.account.members) if m is not None]
+            victims = [m for m in map(situation.members.get, injection.members) if m is not None]
             feeders = feeders_of(victims, situation.members.values()) if fault.kind.risky else []
             injection.begin()
-            injection.account.members += [record.id for record in feeders]
-        except ProcessGone as error:
-            self._conclude(injection, planned_s, situation, "absent", str(error))
+            injection.members += [record.id for record in feeders]
+        except (psutil.NoSuchProcess, Impossible) as error:
+            injection.detail = str(error)
+            self._conclude(injection, "impossible" if isinstance(error, Impossible) else "absent")
             return
-        except Impossible as error:
-            self._conclude(injection, planned_s, situation, "impossible", str(error))
-            return
-        if fault.kind.risky or fault.kind is Kind.NOTICE:
-            self._hit.update(injection.account.members)
+        if fault.kind.risky or fault.kind is FaultKind.NOTICE:
+            self._hit.update(injection.members)
         if fault.kind in _FAILURES:
             self._failed_at = situation.step or 0
         if fault.kind.lethal:
-            self._dead.update(injection.account.members)
-        logger.info("%s %s", fault.kind.value, ", ".join(injection.account.members) or injection.account.pids)
+            self._dead.update(injection.members)
+        logger.info("%s %s", fault.kind.value, ", ".join(injection.members) or injection.pids)
         if injection.due is None:
-            self._note(injection, planned_s, situation)
+            self._note(injection)
         else:
-            self._active.append((injection, planned_s, situation))
+            self._active.append(injection)
 
-    def _note(self, injection: Injection, planned_s: float, situation: Situation) -> None:
+    def _note(self, injection: Injection) -> None:
         """The injection is over."""
         if injection.fault.kind.risky and not injection.fault.kind.lethal:
             until = time.monotonic() + self._options.risk_s
-            self._risky.update(dict.fromkeys(injection.account.members, until))
+            self._risky.update(dict.fromkeys(injection.members, until))
         failed = False
-        if isinstance(injection, Join) and not injection.account.confirmed:
-            failed = injection.member not in self._hit and injection.account.detail != GIVEN_UP
+        if isinstance(injection, Join) and not injection.confirmed:
+            failed = injection.member not in self._hit and injection.detail != GIVEN_UP
             if failed:
                 injection.end(_GRACE_S)
-            elif injection.account.detail != GIVEN_UP:
-                injection.account.detail = HIT_ELSEWHERE
-        self._conclude(injection, planned_s, situation, "failed" if failed else "injected", injection.account.detail)
+            elif injection.detail != GIVEN_UP:
+                injection.detail = HIT_ELSEWHERE
+        self._conclude(injection, "failed" if failed else "injected")
 
-    def _conclude(
-        self,
-        injection: Injection,
-        planned_s: float,
-        situation: Situation,
-        outcome: Literal["injected", "absent", "impossible", "failed"],
-        detail: str,
-    ) -> None:
-        account, fault = injection.account, injection.fault
+    def _conclude(self, injection: Injection, outcome: Literal["injected", "absent", "impossible", "failed"]) -> None:
+        done = {
+            name: getattr(injection, name) for name in ("members", "slots", "pids", "seconds", "confirmed", "detail")
+        }
+        when = time.time() - (time.monotonic() - injection.began)
+        self._record(injection.fault, injection.situation, injection.began, outcome=outcome, time=when, **done)
+
+    def _refuse(self, fault: Fault, found: Aim | None, situation: JobSituation) -> None:
+        """The fault does not happen."""
+        outcome, detail, members = "absent", "nobody is there whom it means", []
+        if found is not None:
+            outcome, detail, members = "spared", found.refusal or "", [record.id for record in found.members]
+        self._record(fault, situation, time.monotonic(), outcome=outcome, detail=detail, members=members)
+
+    def _record(self, fault: Fault, situation: JobSituation, began: float, **done: Any) -> None:
         self._tell(
             FaultRecord(
                 number=fault.number if fault.number >= 0 else None,
                 kind=fault.kind,
                 target=str(fault.target) if fault.target else None,
-                planned_s=planned_s,
-                begun_s=injection.began - self._begin,
-                time=time.time() - (time.monotonic() - injection.began),
-                members=account.members,
-                slots=account.slots,
-                pids=account.pids,
-                seconds=account.seconds,
-                outcome=outcome,
-                confirmed=account.confirmed,
-                detail=detail,
-                epoch=situation.epoch,
-                step=situation.step,
-            )
-        )
-
-    def _refuse(self, fault: Fault, found: Aim | None, situation: Situation) -> None:
-        """The fault does not happen."""
-        self._tell(
-            FaultRecord(
-                number=fault.number,
-                kind=fault.kind,
-                target=str(fault.target) if fault.target else None,
                 planned_s=fault.at_s,
-                begun_s=time.monotonic() - self._begin,
-                members=[record.id for record in found.members] if found else [],
-                outcome="absent" if found is None else "spared",
-                detail=(found.refusal or "") if found else "nobody is there whom it means",
+                begun_s=began - self._begin,
                 epoch=situation.epoch,
                 step=situation.step,
+                **done,
             )
         )
 
     # -- members ------------------------------------------------------------------------------------------
 
-    def _name_nodes(self, situation: Situation) -> None:
+    def _name_nodes(self, situation: JobSituation) -> None:
         slots = {record.slot: record.agent_pid for record in situation.members.values()}
         self._agents = {node: slots[slot] for node, slot in self._options.nodes.items() if slot in slots}
 
-    def _nodes(self, situation: Situation) -> dict[str, str]:
+    def _nodes(self, situation: JobSituation) -> dict[str, str]:
         """Members that stand for nodes of a trace. At a restart some agents start several workers for a while."""
         members: dict[int, str] = {}
         for record in in_slot_order(situation.members.values()):
@@ -389,22 +360,22 @@ class Runner:
         self._joins.append(join)
         return join
 
-    def _coming(self, situation: Situation) -> int:
+    def _coming(self, situation: JobSituation) -> int:
         """Joiners that live and are not registered yet."""
         return sum(join.alive and join.member is None and join.record(situation) is None for join in self._joins)
 
-    def _living(self, situation: Situation) -> int:
+    def _living(self, situation: JobSituation) -> int:
         """Members that live, as far as is known."""
         return sum(m not in self._dead and m not in situation.left for m in situation.members)
 
-    def _refill(self, situation: Situation) -> None:
+    def _refill(self, situation: JobSituation) -> None:
         """Start a joiner if there are too few members."""
         ending = any(left.outcome == "finished" for left in situation.left.values())
         if not self._options.keep or not situation.training or ending:
             return
-        underway = sum(isinstance(injection, Join) for injection, _, _ in self._active)
+        underway = sum(isinstance(injection, Join) for injection in self._active)
         if underway >= self._options.max_joining:
             return
         if self._living(situation) + self._coming(situation) < self._options.keep:
             now_s = time.monotonic() - self._begin
-            self._inject(self._join(Fault(-1, now_s, Kind.JOIN)), now_s, situation)
+            self._inject(self._join(Fault(-1, now_s, FaultKind.JOIN)), situation)

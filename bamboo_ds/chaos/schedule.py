@@ -12,7 +12,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..errors import ConfigError
-from .faults import SECONDS, WEIGHTS, Fault, Kind, Target
+from .faults import SECONDS, WEIGHTS, Fault, FaultKind, Target
 
 
 def by_rate(
@@ -21,8 +21,8 @@ def by_rate(
     *,
     count: int | None = None,
     duration_s: float | None = None,
-    weights: Mapping[Kind, float] | None = None,
-    seconds: Mapping[Kind, tuple[float, float]] | None = None,
+    weights: Mapping[FaultKind, float] | None = None,
+    seconds: Mapping[FaultKind, tuple[float, float]] | None = None,
 ) -> list[Fault]:
     """Faults at random times (a Poisson process), drawn from ``seed``.
 
@@ -65,7 +65,7 @@ def by_rate(
     return faults
 
 
-def _pick(kinds: Sequence[Kind], weights: Mapping[Kind, float], share: float) -> Kind:
+def _pick(kinds: Sequence[FaultKind], weights: Mapping[FaultKind, float], share: float) -> FaultKind:
     left = share * sum(weights.values())
     for kind in kinds:
         left -= weights[kind]
@@ -144,7 +144,7 @@ def by_trace(changes: Sequence[Change], initial: int, limit: int, compress: floa
         if change.what == "add" and change.node in founders:
             founders.remove(change.node)
         else:
-            kind = Kind.JOIN if change.what == "add" else Kind.KILL_AGENT
+            kind = FaultKind.JOIN if change.what == "add" else FaultKind.KILL_AGENT
             at_s = (change.at_ms - begin) / 1000 / compress
             faults.append(Fault(len(faults), at_s, kind, Target("node", change.node)))
     return faults
@@ -194,7 +194,7 @@ class ScriptLine(BaseModel):
 
     Attributes:
         at_s: seconds since the begin.
-        kind: see :class:`~.faults.Kind`.
+        kind: see :class:`~.faults.FaultKind`.
         target: see :meth:`~.faults.Target.parse`; drawn if not given.
         seconds: how long a timed fault lasts.
         healed: wait until everything that was lost before has been replaced.
@@ -203,7 +203,7 @@ class ScriptLine(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     at_s: float = Field(ge=0, allow_inf_nan=False)
-    kind: Kind
+    kind: FaultKind
     target: str | int | None = None
     seconds: float | None = Field(None, gt=0, allow_inf_nan=False)
     healed: bool = False

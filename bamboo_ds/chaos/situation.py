@@ -13,7 +13,7 @@ from ..topology import Plan
 
 
 @dataclass(frozen=True)
-class Situation:
+class JobSituation:
     """A job at one moment.
 
     Attributes:
@@ -39,7 +39,7 @@ class Situation:
     stopping: bool = False
 
     @classmethod
-    def of(cls, mirror: Mirror) -> Situation:
+    def of(cls, mirror: Mirror) -> JobSituation:
         """What ``mirror`` tells."""
         plan, workers = mirror.plan, mirror.workers
         return cls(

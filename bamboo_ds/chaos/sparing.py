@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from ..control.registry.records import MemberRecord, in_slot_order
 from ..topology import Candidate, Plan, Role, holders_of, takeover
 from ..topology.planner import plan as next_plan
-from .faults import Fault, Kind, Target
-from .situation import Hosts, Situation
+from .faults import Fault, FaultKind, Target
+from .situation import Hosts, JobSituation
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def unheld_after(plan: Plan, lost: Collection[str], ready: Mapping[str, Collecti
     return tuple(plan.world.role(rank) for rank in after.unheld)
 
 
-def refusal(situation: Situation, at_risk: Collection[str], victims: Collection[str], choice: Choice) -> str | None:
+def refusal(situation: JobSituation, at_risk: Collection[str], victims: Collection[str], choice: Choice) -> str | None:
     """Why ``victims`` must be spared; ``None``: they need not be.
 
     Args:
@@ -84,7 +84,7 @@ def refusal(situation: Situation, at_risk: Collection[str], victims: Collection[
     return None
 
 
-def _wanted(situation: Situation, plan: Plan) -> Plan:
+def _wanted(situation: JobSituation, plan: Plan) -> Plan:
     """The plan that the leader makes for next, as soon as all copies for it are there."""
     homes = dict(zip(plan.members, plan.homes, strict=False))
     candidates = [
@@ -95,7 +95,7 @@ def _wanted(situation: Situation, plan: Plan) -> Plan:
     return next_plan(plan, candidates, holders=holders_of(plan, situation.ready)) if candidates else plan
 
 
-def aim(fault: Fault, situation: Situation, at_risk: Collection[str], choice: Choice) -> Aim | None:
+def aim(fault: Fault, situation: JobSituation, at_risk: Collection[str], choice: Choice) -> Aim | None:
     """Whom ``fault`` hits; ``None``: there is nobody whom it could hit.
 
     Of several possible victims the first that need not be spared, counted from where the fault's ``draw`` falls.
@@ -110,7 +110,7 @@ def aim(fault: Fault, situation: Situation, at_risk: Collection[str], choice: Ch
     reasons = []
     for group in (*groups[first:], *groups[:first]):
         reason = None
-        if fault.kind.risky or fault.kind is Kind.NOTICE:
+        if fault.kind.risky or fault.kind is FaultKind.NOTICE:
             reason = refusal(situation, at_risk, [record.id for record in group], choice)
         if reason is None:
             return Aim(tuple(group))
@@ -119,7 +119,7 @@ def aim(fault: Fault, situation: Situation, at_risk: Collection[str], choice: Ch
 
 
 def _groups(
-    fault: Fault, situation: Situation, at_risk: Collection[str], choice: Choice
+    fault: Fault, situation: JobSituation, at_risk: Collection[str], choice: Choice
 ) -> list[Sequence[MemberRecord]]:
     """Sets of members, each of which the fault could hit."""
     alive = [
@@ -127,16 +127,16 @@ def _groups(
         for record in in_slot_order(situation.members.values())
         if record.id not in at_risk and record.id not in situation.left and choice.reachable(record)
     ]
-    if fault.kind is Kind.NOTICE:
+    if fault.kind is FaultKind.NOTICE:
         alive = [record for record in alive if record.state == "running"]
     chosen = [record for record in alive if fault.target is None or _meant(fault.target, record, situation, choice)]
-    if fault.kind is not Kind.HOST:
+    if fault.kind is not FaultKind.HOST:
         return [[record] for record in chosen]
     hosts = dict.fromkeys(choice.hosts.of(record) for record in chosen)
     return [[record for record in alive if choice.hosts.of(record) == host] for host in hosts]
 
 
-def _meant(target: Target, record: MemberRecord, situation: Situation, choice: Choice) -> bool:
+def _meant(target: Target, record: MemberRecord, situation: JobSituation, choice: Choice) -> bool:
     """Whether ``record`` is one that ``target`` means."""
     plan = situation.plan
     if target.what in ("owner", "shadow"):

@@ -20,7 +20,7 @@ from ..observe.events import (
     RunStarted,
     Step,
 )
-from .faults import GIVEN_UP, HIT_ELSEWHERE, FaultRecord, Kind
+from .faults import GIVEN_UP, HIT_ELSEWHERE, FaultKind, FaultRecord
 
 #: Seconds after a fault within which its delay of training is looked for, beyond its own duration.
 _WINDOW_S = 3.0
@@ -104,7 +104,7 @@ def verify(
     asked = {
         e
         for effect in verdict.effects
-        if effect.record.kind in (Kind.JOIN, Kind.NOTICE)
+        if effect.record.kind in (FaultKind.JOIN, FaultKind.NOTICE)
         for e in _epochs(effect, events)
     }
     pauses: dict[int, float] = {}
@@ -186,7 +186,7 @@ def _check_losses(events: Sequence[Event], records: Sequence[FaultRecord], verdi
     for record in records:
         for member in record.members if record.outcome == "injected" and record.kind.risky else ():
             hits.setdefault(member, []).append(record)
-    outages = [record for record in records if record.kind is Kind.ETCD_STOP and record.outcome == "injected"]
+    outages = [record for record in records if record.kind is FaultKind.ETCD_STOP and record.outcome == "injected"]
     joined = {event.member_id: event.time.timestamp() for event in _of(events, MemberJoined)}
     late = [
         record
@@ -199,7 +199,7 @@ def _check_losses(events: Sequence[Event], records: Sequence[FaultRecord], verdi
     for member, event in lost.items():
         found = hits.get(member, [])
         what = f"{member} was lost ({event.reason}: {event.detail})"
-        if not found and any(member in d.members and d.kind is Kind.NOTICE for d in late):
+        if not found and any(member in d.members and d.kind is FaultKind.NOTICE for d in late):
             verdict.notes.append(f"{what}: it was told to leave before it was admitted")
         elif not found:
             near = any(
@@ -272,7 +272,7 @@ def _effect(
     record: FaultRecord, lost: tuple[str, ...], events: Sequence[Event], records: Sequence[FaultRecord]
 ) -> Effect:
     effect = Effect(record, lost, delay_s=_delay(record, events))
-    if record.kind in (Kind.JOIN, Kind.NOTICE):
+    if record.kind in (FaultKind.JOIN, FaultKind.NOTICE):
         epochs = _epochs(effect, events)
         changes = [e for e in _of(events, Reconfigured) if e.epoch in epochs]
         pause = max((e.pause_seconds for e in changes), default=None)

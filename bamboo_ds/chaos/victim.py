@@ -22,9 +22,7 @@ import struct
 import sys
 import threading
 import time
-from typing import Any, Literal
-
-from ..errors import BambooError
+from typing import Any
 
 ENV_CHAOS = "BAMBOO_CHAOS"
 #: Exit code of a worker that was told to exit, unless another one was asked for.
@@ -34,10 +32,6 @@ _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 class ChaosException(RuntimeError):
     """What :mod:`bamboo_ds.chaos` raises in the main thread of a worker."""
-
-
-class VictimUnreachable(BambooError, RuntimeError):
-    """A worker does not listen: it runs without this module, or is gone."""
 
 
 def address(pid: int) -> str:
@@ -112,56 +106,6 @@ def raise_in_main_thread() -> bool:
     ident = threading.main_thread().ident
     assert ident is not None
     return ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(ChaosException)) == 1
-
-
-# -- outside --------------------------------------------------------------------------------------------
-
-
-class Order:
-    """An order to the worker with process id ``pid``.
-
-    Args:
-        what: ``hold_gil``, ``exception`` or ``exit``.
-        seconds: for ``hold_gil``.
-        timeout_s: seconds that the worker has to begin.
-
-    Raises:
-        VictimUnreachable: it does not listen, or did not begin.
-    """
-
-    def __init__(
-        self, pid: int, what: Literal["hold_gil", "exception", "exit"], seconds: float = 0.0, timeout_s: float = 5.0
-    ) -> None:
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.settimeout(timeout_s)
-        try:
-            self._socket.connect(address(pid))
-            self._socket.sendall(json.dumps({"do": what, "seconds": seconds}).encode() + b"\n")
-            self._stream = self._socket.makefile("rb")
-            begun = self._stream.readline()
-        except OSError as error:
-            self._socket.close()
-            raise VictimUnreachable(
-                f"the worker {pid} takes no orders ({error}): run the script with -m bamboo_ds.chaos.victim, or call "
-                f"bamboo_ds.chaos.victim.install() in it with {ENV_CHAOS}=1"
-            ) from error
-        if not begun:
-            self.close()
-            raise VictimUnreachable(f"the worker {pid} ended before it obeyed")
-
-    def done(self, timeout_s: float) -> float | None:
-        """Seconds that it took; ``None``: the worker ended, or is not done within ``timeout_s`` seconds."""
-        self._socket.settimeout(timeout_s)
-        try:
-            line = self._stream.readline()
-        except OSError:
-            return None
-        return json.loads(line)["done"] if line else None
-
-    def close(self) -> None:
-        """Ask no more."""
-        self._stream.close()
-        self._socket.close()
 
 
 def main() -> None:

@@ -26,7 +26,6 @@ Kinds of faults:
   host        SIGKILL of everything on a host
   notice      the file of "bamboo.notices.file" is written for a member
   join        a member more
-  partition   a member is cut off from the others (not possible on one host)
   etcd_stop   SIGSTOP of the embedded etcd for some seconds
 (*) only if the script runs as `-m bamboo_ds.chaos.victim SCRIPT`, or calls its install() and BAMBOO_CHAOS=1 is set
 (**) only if asked for by --weight or --script, as it ends the job unless "bamboo.recovery.on_exception" is "takeover"
@@ -61,7 +60,6 @@ Exit codes:
 @click.option("--spare-slot", "spare_slots", type=int, multiple=True, help="Never hit it; may be repeated.")
 @click.option("--timeout-s", type=click.FloatRange(min=0), default=60.0, show_default=True, help="A fault waits so"
               " long until the job can bear it.")  # fmt: skip
-@click.option("--patience-s", type=click.FloatRange(min=0), hidden=True)
 @click.option("--one-at-a-time", is_flag=True, help="Every fault waits until the job has healed.")
 @click.option("--keep", type=click.IntRange(min=0), default=0, help="Start joiners to keep up so many members.")
 @click.option("--host-of", multiple=True, metavar="NAME=SLOT,SLOT..", help="Simulate a host; may be repeated.")
@@ -85,8 +83,6 @@ def chaos(
     trace: str | None,
     compress: float,
     script: str | None,
-    timeout_s: float,
-    patience_s: float | None,
     host_of: tuple[str, ...],
     slots_per_host: int | None,
     out: Path,
@@ -99,9 +95,6 @@ def chaos(
     """
     if sum(source is not None for source in (rate, trace, script)) != 1:
         raise ConfigError("give one of --rate, --trace and --script")
-    if patience_s is not None:
-        click.echo("bamboo: --patience-s is called --timeout-s now", err=True)
-        timeout_s = patience_s
     # Only now: gRPC and the rest take their time to load.
     from ..chaos import campaign
     from ..chaos.schedule import by_rate, parse_script, parse_trace
@@ -130,7 +123,6 @@ def chaos(
     options = campaign.CampaignOptions(
         location=_location(job, store),
         out=out.resolve(),
-        timeout_s=timeout_s,
         hosts=Hosts.parse(host_of, slots_per_host),
         compress=compress,
         complete=duration_s is None,

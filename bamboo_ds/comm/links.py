@@ -18,7 +18,7 @@ from functools import partial
 from ..errors import EpochChanged, NotMet
 from . import wire
 from .lifetime import Lifetime
-from .peer import Message, Peer
+from .peer import Peer, PeerMessage
 from .standing import ASK_AFTER_S, Stand, Standings
 
 
@@ -44,7 +44,7 @@ class Links:
         self.waiting = 0
         self._members, self._me = members, member
         self._peers: dict[str, Peer] = {}
-        self._inbox: dict[bytes, deque[Message]] = {}
+        self._inbox: dict[bytes, deque[PeerMessage]] = {}
         self._rounds = 0
         self._standings = Standings(stand)
         life.call_on_abort(self._leave)
@@ -55,7 +55,7 @@ class Links:
         peer.start()
 
     # -- messages ----------------------------------------------------------------------------------------
-    def deliver(self, key: bytes, message: Message) -> None:
+    def deliver(self, key: bytes, message: PeerMessage) -> None:
         """Put a message into the inbox (of this member's own roles, too)."""
         if key in (Standings.ASK, Standings.ANSWER):
             self._hear(key, message)
@@ -64,11 +64,11 @@ class Links:
             self._inbox.setdefault(key, deque()).append(message)
             self.changed.notify_all()
 
-    def message(self, sequence: int, structure: int, parts: list[wire.Part]) -> Message:
+    def message(self, sequence: int, structure: int, parts: list[wire.WireTensor]) -> PeerMessage:
         """A message of this member to itself, for :meth:`deliver`."""
-        return Message(self._me, sequence, structure, parts, time.monotonic())
+        return PeerMessage(self._me, sequence, structure, parts, time.monotonic())
 
-    def inbox(self, key: bytes) -> deque[Message]:
+    def inbox(self, key: bytes) -> deque[PeerMessage]:
         """The messages for ``key``, oldest first. Hold :attr:`changed` to look or take."""
         return self._inbox.setdefault(key, deque())
 
@@ -166,7 +166,7 @@ class Links:
         with suppress(EpochChanged):  # found by the wait itself
             self.send(member, wire.encode(key, 0, self._standings.tell()))
 
-    def _hear(self, key: bytes, message: Message) -> None:
+    def _hear(self, key: bytes, message: PeerMessage) -> None:
         if key == Standings.ASK:
             self._tell(Standings.ANSWER, message.source)
         self._standings.hear(message.payload())
@@ -247,5 +247,5 @@ def _all_read(peer: Peer) -> bool:
     return peer.confirmed >= peer.sent
 
 
-def _has_from(inbox: Iterable[Message], member: str) -> bool:
+def _has_from(inbox: Iterable[PeerMessage], member: str) -> bool:
     return any(message.source == member for message in inbox)

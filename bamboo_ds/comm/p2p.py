@@ -13,7 +13,7 @@ import torch
 from ..errors import UnsupportedError
 from . import wire
 from .links import Links
-from .peer import Message
+from .peer import PeerMessage
 from .work import NO_TIMEOUT, CompletedWork
 
 
@@ -110,7 +110,7 @@ class RecvWork(CompletedWork):
         super().__init__([tensor])
         self.key = key
         self.source = source
-        self.message: Message | None = None
+        self.message: PeerMessage | None = None
         self._receives, self._links = receives, receives.links
         self._members = tuple(members)
         self._timeout = timeout

@@ -26,7 +26,7 @@ _PIECES = 512
 
 
 @dataclass(frozen=True)
-class Message:
+class PeerMessage:
     """A message that has arrived.
 
     Attributes:
@@ -39,7 +39,7 @@ class Message:
     source: str
     sequence: int
     structure: int
-    parts: list[wire.Part]
+    parts: list[wire.WireTensor]
     arrival: float
 
     def payload(self) -> wire.Payload:
@@ -69,7 +69,7 @@ class Peer:
         member: str,
         connection: socket.socket,
         changed: threading.Condition,
-        deliver: Callable[[bytes, Message], None],
+        deliver: Callable[[bytes, PeerMessage], None],
     ) -> None:
         self.member = member
         self.queued = self.written = self.sent = self.confirmed = 0
@@ -114,7 +114,7 @@ class Peer:
             for part in parts:
                 if part.data.numel():
                     _read_into(self._connection, wire.view(part.data))
-            self._deliver(key, Message(self.member, head.sequence, head.structure, parts, time.monotonic()))
+            self._deliver(key, PeerMessage(self.member, head.sequence, head.structure, parts, time.monotonic()))
         elif head.kind == wire.FLUSH:
             self.write([wire.control(wire.ACK, head.sequence)])
         else:

@@ -12,7 +12,7 @@ import torch
 from ..errors import EpochChanged, ProtocolError
 from . import wire
 from .epoch import Epoch
-from .peer import Message
+from .peer import PeerMessage
 from .session import Session
 from .wire import Payload
 
@@ -51,7 +51,7 @@ class Transport:
         self._links, self._life = epoch.links, epoch.life
         self._members = set(epoch.plan.members)
         self._closed = False
-        self._incoming: dict[int, deque[Message]] = {}
+        self._incoming: dict[int, deque[PeerMessage]] = {}
         self._outgoing: set[int] = set()
         generation = epoch.next_transport()
         self._prefix = f"lane/{generation}/"
@@ -162,7 +162,7 @@ class Transport:
         with self._links.changed:
             return messages[0].arrival if messages else None
 
-    def _inbox(self, lane: Lane) -> deque[Message]:
+    def _inbox(self, lane: Lane) -> deque[PeerMessage]:
         messages = self._incoming.get(lane.tag)
         if messages is None:
             raise ValueError(f"lane {lane.name} does not end at member {self._epoch.member}")

@@ -102,7 +102,7 @@ def view(data: torch.Tensor) -> memoryview:
 
 
 @dataclass(frozen=True)
-class Part:
+class WireTensor:
     """One tensor of a message: its bytes, and what they mean."""
 
     data: torch.Tensor
@@ -117,7 +117,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Head:
+class FrameHead:
     """A parsed block.
 
     Attributes:
@@ -139,17 +139,17 @@ class Head:
     tensors: int
 
 
-def decode_head(block: bytearray) -> Head:
+def decode_head(block: bytearray) -> FrameHead:
     """Parse a block; raises ``ProtocolError`` if it is none."""
     kind, structure, key_length, tensors, sequence, length = _PREFIX.unpack_from(block)
     if not (DATA <= kind <= BYE and NOTHING <= structure <= TUPLE and key_length <= length <= _MAX_META):
         raise ProtocolError(f"not a message header: {bytes(block[: _PREFIX.size]).hex()}")
     inline = _PREFIX.size + length <= HEAD
     meta = bytes(block[_PREFIX.size : _PREFIX.size + length]) if inline else b""
-    return Head(kind, structure, sequence, 0 if inline else length, meta, key_length, tensors)
+    return FrameHead(kind, structure, sequence, 0 if inline else length, meta, key_length, tensors)
 
 
-def decode_meta(head: Head, meta: bytes) -> tuple[bytes, list[Part]]:
+def decode_meta(head: FrameHead, meta: bytes) -> tuple[bytes, list[WireTensor]]:
     """The key, and the tensors with buffers of the right size that are still to be filled, in order."""
     key = meta[: head.key_length]
     if (len(meta) - head.key_length) % 8:
@@ -165,11 +165,11 @@ def decode_meta(head: Head, meta: bytes) -> tuple[bytes, list[Part]]:
         size = dtype.itemsize
         for extent in shape:
             size *= extent
-        parts.append(Part(torch.empty(size, dtype=torch.uint8), dtype, shape, device == _CUDA))
+        parts.append(WireTensor(torch.empty(size, dtype=torch.uint8), dtype, shape, device == _CUDA))
     return key, parts
 
 
-def assemble(structure: int, parts: list[Part]) -> Payload:
+def assemble(structure: int, parts: list[WireTensor]) -> Payload:
     """The payload that was sent."""
     if structure == NOTHING:
         return None
@@ -177,7 +177,9 @@ def assemble(structure: int, parts: list[Part]) -> Payload:
     return tensors[0] if structure == SINGLE else tensors
 
 
-def copy_parts(payload: Payload) -> tuple[int, list[Part]]:
+def copy_parts(payload: Payload) -> tuple[int, list[WireTensor]]:
     """Structure and copied parts of ``payload``, for delivery within one member."""
     structure, tensors = _structure(payload)
-    return structure, [Part(as_bytes(part).clone(), part.dtype, tuple(part.shape), part.is_cuda) for part in tensors]
+    return structure, [
+        WireTensor(as_bytes(part).clone(), part.dtype, tuple(part.shape), part.is_cuda) for part in tensors
+    ]

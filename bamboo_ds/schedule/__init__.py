@@ -21,7 +21,7 @@ from .program import Program, commit_program, epilogue, member_program
 from .progress import (
     Decision,
     Hosts,
-    MemberRecord,
+    MemberProgress,
     PartProgress,
     RoleProgress,
     decide,
@@ -31,7 +31,7 @@ from .progress import (
 )
 from .redundant import Placement, RedundantTrainSchedule
 from .rehearsal import rehearsal_passes, rehearsal_sends
-from .timing import Timeline, needed, timeline
+from .timing import PassTimeline, needed, timeline
 
 __all__ = [
     "Awaits",
@@ -40,8 +40,9 @@ __all__ = [
     "FillBubble",
     "Hosts",
     "Kind",
-    "MemberRecord",
+    "MemberProgress",
     "PartProgress",
+    "PassTimeline",
     "Placement",
     "Program",
     "RecvChanges",
@@ -56,7 +57,6 @@ __all__ = [
     "SendPart",
     "SendReplica",
     "StepReplica",
-    "Timeline",
     "UseRole",
     "Work",
     "commit_program",

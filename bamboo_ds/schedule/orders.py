@@ -101,7 +101,7 @@ def compute_order(
 
 
 @dataclass(frozen=True)
-class _Part:
+class _SpanPart:
     """A stage, or a part of it; ``roles``: of all its slices; ``cost``: how long its passes take."""
 
     roles: tuple[Role, ...]
@@ -124,7 +124,7 @@ class _Span:
     """
 
     hosts: tuple[str, ...]
-    parts: list[_Part]
+    parts: list[_SpanPart]
     work: float = 0
     number: int = 0
     todo: list[tuple[Kind, int]] = field(default_factory=list)
@@ -236,5 +236,5 @@ def _spans(layout: Layout, copy: int, hosts: Hosts, done: Finished, costs: Block
                 cost = costs.part(stage, part.begin, end) * costs.slow(members[0])
             else:
                 cost = 1 if len(parts) == 1 else (end - part.begin) / blocks
-            spans[-1].parts.append(_Part(roles, cost, part))
+            spans[-1].parts.append(_SpanPart(roles, cost, part))
     return spans

@@ -186,7 +186,7 @@ def settle(
 
 
 @dataclass(frozen=True)
-class MemberRecord:
+class MemberProgress:
     """What a survivor tells the others after a loss.
 
     Attributes:
@@ -223,7 +223,7 @@ class Decision:
     progress: Mapping[Role, RoleProgress] = field(default_factory=dict)
 
 
-def decide(records: Mapping[str, MemberRecord], layout: Layout) -> Decision:
+def decide(records: Mapping[str, MemberProgress], layout: Layout) -> Decision:
     """What to do about the interrupted iteration, from the records of *all* members of the new plan.
 
     Let K be the largest ``step`` among them. The rules, and why each is right:

@@ -15,7 +15,7 @@ Seconds = Callable[[Role, Kind, int, int, str], float]
 
 
 @dataclass(frozen=True)
-class Timeline:
+class PassTimeline:
     """What members do from the begin of an iteration, or of what is left of it, to the end of the passes.
 
     Attributes:
@@ -39,7 +39,7 @@ def timeline(
     costs: BlockCosts | None = None,
     ratio: tuple[float, float] = (1, 2),
     message_s: float = 0.0,
-) -> Timeline:
+) -> PassTimeline:
     """Play :func:`~.orders.compute_order`: each member does its next pass as soon as it is free and has the input.
 
     Args:
@@ -89,7 +89,7 @@ def timeline(
                 able.append(waiting.pop(work))
     if len(ends) != len(left):
         raise ProtocolError(f"{len(left) - len(ends)} passes wait for passes that no member does")
-    return Timeline({member: tuple(each) for member, each in spans.items()})
+    return PassTimeline({member: tuple(each) for member, each in spans.items()})
 
 
 def needed(layout: Layout, begins: Sequence[Sequence[int]], work: Work) -> Work | None:

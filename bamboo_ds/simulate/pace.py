@@ -13,7 +13,7 @@ from functools import cached_property, lru_cache
 from itertools import accumulate
 
 from ..config import RedundancyMode
-from ..schedule import Hosts, PartProgress, RoleProgress, Timeline, hosts, needed, not_begun, settle, timeline
+from ..schedule import Hosts, PartProgress, PassTimeline, RoleProgress, hosts, needed, not_begun, settle, timeline
 from ..topology import BlockCosts, Layout, Plan, Role
 from ..topology.memory import StageMemory, StateBytes
 from ..topology.roles import MOST_BLOCKS
@@ -138,7 +138,7 @@ class Pace:
         done = tuple(progress[self.layout.roles[rank]] for rank in ranks)
         return _Group(pipelines, tuple(numbers), _Shape(len(pipelines), seats, done))
 
-    def _play(self, shape: _Shape) -> Timeline:
+    def _play(self, shape: _Shape) -> PassTimeline:
         layout = replace(self.layout, pipelines=shape.pipelines)
         return timeline(
             layout,
@@ -156,7 +156,7 @@ class Pace:
         until = self._until[kind][role.stage]
         return until[end] - until[begin]
 
-    def played(self, group: _Group) -> Timeline:
+    def played(self, group: _Group) -> PassTimeline:
         """What the members of ``group`` do, by their numbers."""
         return self._played(group.shape)
 

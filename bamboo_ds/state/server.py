@@ -20,7 +20,7 @@ from ..errors import TransferError
 from ..forking import only_here
 from ..secret import NONE, JobSecret
 from ..serving import BACKLOG, abort, serve
-from .transfer import CHUNK_BYTES, NONCE, PATH, PROOF, Pass, Snapshot, Withdrawn
+from .transfer import CHUNK_BYTES, NONCE, PATH, PROOF, Pass, StateSnapshot, Withdrawn
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -91,12 +91,12 @@ class StateServer:
             self._bucket = TokenBucket(rate, min(chunk_bytes, rate))  # no more at once than in a second
         self._chunk_bytes = chunk_bytes
         self._lock = threading.Lock()
-        self._offers: dict[str, Snapshot] = {}
+        self._offers: dict[str, StateSnapshot] = {}
         self._answers: dict[str, Callable[[str], str]] = {}
         self._withdrawn: OrderedDict[str, None] = OrderedDict()
         self._closed = False
         # Of the loop's thread alone:
-        self._streams: dict[asyncio.Transport, Snapshot] = {}
+        self._streams: dict[asyncio.Transport, StateSnapshot] = {}
         self._proven: set[Any] = set()  # aiohttp's handlers of connections over which a request has proven itself
         self._change = asyncio.Event()
         self._end = asyncio.Event()
@@ -122,7 +122,7 @@ class StateServer:
             UnsupportedError: a tensor that cannot be sent.
             TransferError: the server is closed.
         """
-        snapshot = Snapshot(text, tensors, self._chunk_bytes)
+        snapshot = StateSnapshot(text, tensors, self._chunk_bytes)
         with self._lock:
             if self._closed:
                 raise TransferError(key, self.url, "closed", "this server is closed")
@@ -153,7 +153,7 @@ class StateServer:
                 self._withdrawn.popitem(last=False)
             self._changed(self._offers.pop(key, None))
 
-    def _changed(self, previous: Snapshot | None) -> None:
+    def _changed(self, previous: StateSnapshot | None) -> None:
         """Under the lock and not closed, so that the loop lives."""
         if previous is not None:
             previous.withdraw()
@@ -185,7 +185,7 @@ class StateServer:
         loop = asyncio.get_running_loop()
         await serve(self._handle, self._socket, self._proven, lambda: started.set_result(loop), self._end)
 
-    def _notice(self, previous: Snapshot | None) -> None:
+    def _notice(self, previous: StateSnapshot | None) -> None:
         self._change.set()
         self._change = asyncio.Event()
         for transport, snapshot in list(self._streams.items()):
@@ -226,7 +226,7 @@ class StateServer:
             return web.Response(status=416, text=f"there are {len(snapshot)} chunks")
         return await self._send(request, snapshot, first)
 
-    async def _find(self, key: str, wait_s: float) -> Snapshot | Withdrawn | None:
+    async def _find(self, key: str, wait_s: float) -> StateSnapshot | Withdrawn | None:
         """The snapshot under ``key``, as soon as it is offered; ``None`` after ``wait_s`` seconds."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + wait_s
@@ -239,13 +239,13 @@ class StateServer:
                     return self._offers[key]
                 text = next((text for prefix, text in self._answers.items() if key.startswith(prefix)), None)
             if text is not None:
-                return Snapshot(text(key), (), self._chunk_bytes)
+                return StateSnapshot(text(key), (), self._chunk_bytes)
             try:
                 await asyncio.wait_for(change.wait(), deadline - loop.time())
             except asyncio.TimeoutError:
                 return None
 
-    async def _send(self, request: web.BaseRequest, snapshot: Snapshot, first: int) -> web.StreamResponse:
+    async def _send(self, request: web.BaseRequest, snapshot: StateSnapshot, first: int) -> web.StreamResponse:
         from aiohttp import web
 
         transport: Any = request.transport

@@ -161,8 +161,8 @@ class Chunks:
             start, at = stop, at + 1
 
 
-class Snapshot:
-    """Snapshot under one key. The tensors must not change until :meth:`withdraw` has returned.
+class StateSnapshot:
+    """StateSnapshot under one key. The tensors must not change until :meth:`withdraw` has returned.
 
     Contiguous tensors in host memory are not copied, others are.
 

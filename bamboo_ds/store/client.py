@@ -12,7 +12,7 @@ from typing import Any
 
 from ..errors import ConfigError, LeaseExpired, StoreError
 from ..secret import ENV_SECRET_FILE, NONE, JobSecret
-from .connection import Access, Answer, Connection, Link, rpc
+from .connection import Connection, Credentials, EtcdAnswer, Link, rpc
 from .endpoints import parse_endpoints, read_certificates
 from .keyspace import Keyspace
 from .records import KeyValue, Snapshot, TlsFiles, WatchEvent
@@ -77,7 +77,7 @@ class Store:
             from .certificates import certificates_of
 
             own = certificates_of(secret, namespace)
-        self._connection = Connection(places, Access(read_certificates(tls), own, user, password), timeout_s)
+        self._connection = Connection(places, Credentials(read_certificates(tls), own, user, password), timeout_s)
         self._lock = threading.Lock()
         self._watches: set[Watch] = set()
         self._monitor: HealthMonitor | None = None
@@ -252,7 +252,7 @@ class Store:
 
     def _transaction(
         self, key: str, mod_revision: int, operation: Any, given: Mapping[str, int] | None = None
-    ) -> Answer:
+    ) -> EtcdAnswer:
         """Carry out ``operation`` if ``key`` is still at ``mod_revision``, and others as ``given``; else read it."""
         name = self._keys.absolute(key)
         equal, mod = rpc.Compare.EQUAL, rpc.Compare.MOD

@@ -87,7 +87,7 @@ class StaleToken(Exception):
 
 
 @dataclass(frozen=True)
-class Access:
+class Credentials:
     """How to authenticate, if etcd wants that.
 
     Attributes:
@@ -104,7 +104,7 @@ class Access:
 class Link:
     """One channel to one endpoint, with its stubs and its token. Used until it breaks, then replaced."""
 
-    def __init__(self, endpoint: Endpoint, access: Access) -> None:
+    def __init__(self, endpoint: Endpoint, access: Credentials) -> None:
         self.endpoint = endpoint
         if endpoint.secure:
             tls = access.own if endpoint.own and access.own else access.certificates
@@ -198,7 +198,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Answer:
+class EtcdAnswer:
     """An answer of etcd.
 
     Attributes:
@@ -216,7 +216,7 @@ class Connection:
     def __init__(
         self,
         endpoints: Sequence[Endpoint],
-        access: Access,
+        access: Credentials,
         timeout_s: float,
     ) -> None:
         self.endpoints = tuple(endpoints)
@@ -275,7 +275,7 @@ class Connection:
                 self.abandon(link, error)
             raise
 
-    def call(self, method: Callable[[Link], Any], request: Any) -> Answer:
+    def call(self, method: Callable[[Link], Any], request: Any) -> EtcdAnswer:
         """Send ``request``, over all endpoints in turn, until answered or ``timeout_s`` has passed.
 
         Raises :class:`StoreUnavailable` then, :class:`StoreError` for a refusal.
@@ -305,7 +305,7 @@ class Connection:
             reraise=True,
         )
         try:
-            return Answer(retrying(once), ambiguous)
+            return EtcdAnswer(retrying(once), ambiguous)
         except Broken as error:
             if self.closed.is_set():
                 raise StoreError("the store is closed") from error

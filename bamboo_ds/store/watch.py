@@ -60,7 +60,7 @@ class Watch:
         self._cluster = 0
         self._stop = threading.Event()
         self._lock = threading.Lock()
-        self._stream: _Stream | None = None
+        self._stream: _WatchStream | None = None
         self._thread = threading.Thread(target=self._run, name=f"bamboo-watch-{prefix}", daemon=True)
 
     def start(self) -> None:
@@ -119,11 +119,11 @@ class Watch:
             stream.close()
         self.reconnects += 1
 
-    def _open(self) -> _Stream:
+    def _open(self) -> _WatchStream:
         """A stream whose watch etcd has confirmed, from the next revision on."""
         link = self._connection.link()
         request = rpc.WatchCreateRequest(**self._keys.bounds(self._prefix), start_revision=self._next)
-        stream = _Stream(self._connection, link, request)
+        stream = _WatchStream(self._connection, link, request)
         try:
             with self._lock:
                 self._stream = stream
@@ -146,7 +146,7 @@ class Watch:
             raise
         return stream
 
-    def _canceled(self, stream: _Stream, response: Any) -> None:
+    def _canceled(self, stream: _WatchStream, response: Any) -> None:
         """etcd has ended the watch: resync after compaction, else find out whether it may go on."""
         if response.compact_revision:
             self._resync()
@@ -199,7 +199,7 @@ class Watch:
             self._callback(event)
 
 
-class _Stream:
+class _WatchStream:
     """One watch stream: iterates over etcd's responses, raises :class:`Broken` when the connection dies."""
 
     def __init__(self, connection: Connection, link: Link, create: Any) -> None:

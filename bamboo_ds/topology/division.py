@@ -1,4 +1,4 @@
-"""Division of stages: which blocks the shadows of roles compute, so that the slowest member has least to do.
+"""Lending of stages: which blocks the shadows of roles compute, so that the slowest member has least to do.
 
 Owner and shadow of a role hold all of its state, so work moves between them without a copy. Members and roles are a
 graph: a role joins its owner to its shadow, and some of its blocks can go from one of these to the other. The slowest
@@ -17,7 +17,7 @@ from heapq import nsmallest
 
 from .board import Holders
 from .costs import Costs, Policy, Roster
-from .lending import Cuts, Division, Graph, Ground
+from .lending import Cuts, Graph, Ground, Lending
 from .partition import SLACK
 from .plan import Lent, Plan
 from .room import Room
@@ -44,15 +44,15 @@ def divided(plan: Plan, costs: Costs, cuts: Cuts, min_gain: float) -> tuple[Lent
     return _settled(Graph(Ground(plan, costs, cuts), plan.shadows), plan.lent, min_gain).lent()
 
 
-def _settled(graph: Graph, lent: Sequence[Lent], min_gain: float) -> Division:
+def _settled(graph: Graph, lent: Sequence[Lent], min_gain: float) -> Lending:
     """The best division, or the one that lends ``lent`` if the other is not worth a change."""
-    best = Division(graph)
+    best = Lending(graph)
     best.improve()
     # Those that lend the same are equal to the last bit, however they were found.
-    best = Division(graph, best.lent())
+    best = Lending(graph, best.lent())
     if any(each.rank not in graph.ways or each.cut not in graph.ways[each.rank][0].cuts for each in lent):
         return best
-    now = Division(graph, lent)
+    now = Lending(graph, lent)
     gains = best.slowest < now.slowest * (1 - min_gain) * (1 - SLACK)
     as_good = best.slowest <= now.slowest * (1 + SLACK)
     return best if gains or (as_good and best.work < now.work * _LESS) else now
@@ -73,7 +73,7 @@ class Divider:
         self._previous, self._roster, self._costs, self._policy = previous, roster, costs, policy
         self._room = room
         #: By owners and shadows: the planner asks about the same ones several times.
-        self._known: dict[tuple[tuple[str, ...], tuple[str | None, ...]], Division] = {}
+        self._known: dict[tuple[tuple[str, ...], tuple[str | None, ...]], Lending] = {}
 
     def divided(self, target: Plan, holders: Holders) -> Plan:
         """``target``, in which shadows compute parts of stages.
@@ -99,17 +99,17 @@ class Divider:
             best = self._with_other_shadows(ground, best, holders)
         return replace(target, shadows=tuple(best.shadows), lent=best.lent())
 
-    def _gains(self, other: Division, best: Division) -> bool:
+    def _gains(self, other: Lending, best: Lending) -> bool:
         return other.slowest <= best.slowest * (1 - self._policy.min_gain) * (1 + SLACK)
 
-    def _settled(self, ground: Ground, shadows: Sequence[str | None]) -> Division:
+    def _settled(self, ground: Ground, shadows: Sequence[str | None]) -> Lending:
         key = ground.owners, tuple(shadows)
         if key not in self._known:
             lent = still_lent(self._previous, ground.owners, shadows)
             self._known[key] = _settled(Graph(ground, shadows), lent, self._policy.min_gain)
         return self._known[key]
 
-    def _with_other_shadows(self, ground: Ground, best: Division, holders: Holders) -> Division:
+    def _with_other_shadows(self, ground: Ground, best: Lending, holders: Holders) -> Lending:
         """``best``, or what gains over it with other shadows: for one role at a time, which slows nobody down.
 
         Where several members are about as slow, a change that relieves one gains nothing before all are relieved.
@@ -132,7 +132,7 @@ class Divider:
         return best
 
     def _options(
-        self, ground: Ground, now: Division, holders: Holders, count: int, helped: bool
+        self, ground: Ground, now: Lending, holders: Holders, count: int, helped: bool
     ) -> list[list[str | None]]:
         """The shadows of ``now``, but another one for a role of the slowest member: the ``count`` most promising ones.
 
@@ -161,7 +161,7 @@ class Divider:
         usable = self._roster.usable
         return [_with(now.shadows, rank, usable[order].id) for (*_, order), rank in nsmallest(count, options)]
 
-    def _left(self, ground: Ground, now: Division) -> tuple[dict[str, int], dict[str, int]]:
+    def _left(self, ground: Ground, now: Lending) -> tuple[dict[str, int], dict[str, int]]:
         """Bytes that members with a limit have left, in the end and with all that they hold while copies are made."""
         if not self._room.limits:
             return {}, {}

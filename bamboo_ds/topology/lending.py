@@ -128,7 +128,7 @@ class Graph:
         return "front" if not first and self.shadows[before] == shadow else "rear"
 
 
-class Division:
+class Lending:
     """Parts of stages at shadows, as they are being moved.
 
     Args:
@@ -176,7 +176,7 @@ class Division:
         step = min((way.step for ways in set(self._graph.ways.values()) for way in ways), default=0.0)
         return self.slowest - even < step * min(slow.values()) * (1 - SLACK)
 
-    def better_than(self, other: Division) -> bool:
+    def better_than(self, other: Lending) -> bool:
         """Whether the slowest member is faster than in ``other``, or as fast with fewer that are about as slow."""
         if self.slowest < other.slowest * (1 - _WORTH):
             return True

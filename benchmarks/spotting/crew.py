@@ -13,7 +13,7 @@ from typing import Any
 
 from common import WORKERS, JobFailed, environment
 
-from bamboo_ds.chaos.faults import Fault, Kind
+from bamboo_ds.chaos.faults import Fault, FaultKind
 from bamboo_ds.launchers.network import free_port
 from tests.support import processes
 from tests.support.processes import Process, start
@@ -120,7 +120,7 @@ class Clock:
         while self._left and self._left[0].at_s <= min(self.now, until_s):
             fault = self._left.pop(0)
             assert fault.target is not None
-            what = "join" if fault.kind is Kind.JOIN else "lose"
+            what = "join" if fault.kind is FaultKind.JOIN else "lose"
             self._told.append(
                 {
                     "planned_s": fault.at_s,

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import click
 
-from bamboo_ds.chaos.faults import Fault, Kind
+from bamboo_ds.chaos.faults import Fault, FaultKind
 from bamboo_ds.chaos.schedule import Change, by_trace
 
 #: How nodes of a trace become members of a job that has fewer.
@@ -225,7 +225,7 @@ def members_over_time(faults: Sequence[Fault], slots: int) -> list[tuple[float, 
     """(seconds, members that live from then on), from 0 on."""
     points, members = [(0.0, slots)], slots
     for fault in faults:
-        members += 1 if fault.kind is Kind.JOIN else -1
+        members += 1 if fault.kind is FaultKind.JOIN else -1
         points.append((fault.at_s, members))
     return points
 
@@ -240,7 +240,7 @@ def member_seconds(points: Sequence[tuple[float, int]], seconds: float) -> float
 
 def between_losses_s(faults: Sequence[Fault], seconds: float) -> float:
     """Mean seconds between two losses; infinite if there are none. Those of one instant count once."""
-    instants = {fault.at_s for fault in faults if fault.kind is Kind.KILL_AGENT and fault.at_s < seconds}
+    instants = {fault.at_s for fault in faults if fault.kind is FaultKind.KILL_AGENT and fault.at_s < seconds}
     return seconds / len(instants) if instants else math.inf
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from common import console, new_figure, save_figure, save_json
 from rich.table import Table
 
-from bamboo_ds.chaos.faults import Fault, Kind
+from bamboo_ds.chaos.faults import Fault, FaultKind
 from bamboo_ds.observe.lives import Category
 
 from .market import Work, members_over_time
@@ -27,7 +27,7 @@ def facts(source: str, training: str, work: Work, mapping: str, compress: float,
           steps: int | None, spares: int, faults: Sequence[Fault]) -> list[str]:  # fmt: skip
     """Lines that say what is measured."""
     within = [fault for fault in faults if seconds is None or fault.at_s < seconds]
-    kills = sum(fault.kind is Kind.KILL_AGENT for fault in within)
+    kills = sum(fault.kind is FaultKind.KILL_AGENT for fault in within)
     if seconds is None:
         length, pace = f"{steps} steps", "no trace"
         nodes = "each node that goes is replaced by a new one at the same moment"
@@ -141,7 +141,7 @@ def tell(out: Path, name: str, lines: Sequence[str], outcomes: Sequence[Outcome]
         "events": [
             {
                 "at_s": f.at_s,
-                "kind": "join" if f.kind is Kind.JOIN else "lose",
+                "kind": "join" if f.kind is FaultKind.JOIN else "lose",
                 "node": f.target.name if f.target else "",
             }
             for f in faults

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from bamboo_ds.chaos.situation import Situation
+from bamboo_ds.chaos.situation import JobSituation
 from bamboo_ds.control.registry.records import MemberRecord
 from bamboo_ds.topology import Candidate, Layout, Plan, initial_plan, with_redundancy
 from bamboo_ds.variables import ENV_MEMBER
@@ -85,7 +85,7 @@ def members(count: int, worker: str = IDLE, **env: str) -> Iterator[list[MemberR
             agent.stdout.close()
 
 
-def settled(records: Sequence[MemberRecord], layout: Layout | None = None) -> Situation:
+def settled(records: Sequence[MemberRecord], layout: Layout | None = None) -> JobSituation:
     """A job of these members, in which nothing is left to do."""
     layout = layout or Layout(1, len(records))
     founders = records[: layout.size]
@@ -100,7 +100,7 @@ def settled(records: Sequence[MemberRecord], layout: Layout | None = None) -> Si
     return at(plan, records)
 
 
-def at(plan: Plan, records: Sequence[MemberRecord], **more: Any) -> Situation:
+def at(plan: Plan, records: Sequence[MemberRecord], **more: Any) -> JobSituation:
     """The situation in which all ``records`` have entered ``plan``."""
     ids = [r.id for r in records]
     ready = {m: tuple(r for r, shadow in enumerate(plan.shadows) if shadow == m) for m in ids}
@@ -113,4 +113,4 @@ def at(plan: Plan, records: Sequence[MemberRecord], **more: Any) -> Situation:
         "leader": ids[0] if ids else None,
         "step": 3,
     }
-    return Situation(**{**values, **more})
+    return JobSituation(**{**values, **more})

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ...config import RedundancyConfig, RedundancyMode
-from ...errors import ConfigError, EpochChanged, ReplicaMismatch
+from ...errors import ConfigError, EpochChanged, ReplicaDiffers
 from ...observe.spans import Kind
 from ...schedule import Commit, Program, RoleProgress, commit_program, member_program
 from ...supported import check_schedule
@@ -241,7 +241,7 @@ class Training:
         """Tell of replicas of this member that have just been found to differ for ever.
 
         Raises:
-            ReplicaMismatch: it is to end the job (``redundancy.on_mismatch``).
+            ReplicaDiffers: it is to end the job (``redundancy.on_mismatch``).
         """
         found = dict(self.replication.differing)
         self.replication.differing.clear()
@@ -249,7 +249,7 @@ class Training:
         for role in lasting:
             if role not in found:
                 continue  # another member's, or told of before
-            error = ReplicaMismatch(role.pipeline, role.stage, found[role], optimizer)
+            error = ReplicaDiffers(role.pipeline, role.stage, found[role], optimizer)
             if self.settings.on_mismatch == "stop":
                 raise error
             logger.error("%s", error)

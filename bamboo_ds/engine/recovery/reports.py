@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict
 from typing_extensions import Self
 
 from ...control.registry.records import PeerAddress
-from ...schedule import Decision, MemberRecord, PartProgress, RoleProgress, decide, settle
+from ...schedule import Decision, MemberProgress, PartProgress, RoleProgress, decide, settle
 from ...topology import Plan, Role, Side
 from ..data.accounts import LedgerReport
 from ..stage.layers import Changes
@@ -166,7 +166,7 @@ def decision_of(reports: Reports, plan: Plan, micro_batches: int, tied: Collecti
     records = {}
     for member, report in told.items():
         roles = {Role(*each.role): _progress(plan, each, report.step, told, step) for each in report.roles}
-        records[member] = MemberRecord(report.step, report.entered, roles, report.commit)
+        records[member] = MemberProgress(report.step, report.entered, roles, report.commit)
     found = decide(records, plan.world)
     if found.mode == "commit" and all(report.repeatable for report in reports.values()):
         return found
