@@ -19,10 +19,10 @@ from statistics import median
 
 from ..topology.plan import Plan
 from . import events as ev
+from .goodput import Accountant
 from .grid import Grid
 from .incidents import Incidents
 from .lives import Category
-from .running import RunningAccountant
 from .series import Series
 from .story import Story
 from .view import (
@@ -80,7 +80,7 @@ class _Run:
         self.steps: deque[ev.Step] = deque(maxlen=_NEWEST)
         self.history, self.recent = Series(POINTS), Series(RECENT, newest=True)
         self.incidents = Incidents()
-        self.accountant = RunningAccountant()
+        self.accountant = Accountant()
         self.accounted: tuple[float, Accounted] | None = None  # when, in time of events, and how
         self.plans: deque[PlanView] = deque(maxlen=PLANS)
         self.checkpoints: deque[CheckpointView] = deque(maxlen=CHECKPOINTS)
