@@ -12,13 +12,12 @@ import pytest
 
 from bamboo_ds.errors import ProtocolError
 from bamboo_ds.observe import events as ev
-from bamboo_ds.observe import running
+from bamboo_ds.observe import goodput
 from bamboo_ds.observe.events import Event, read_events
-from bamboo_ds.observe.goodput import account
+from bamboo_ds.observe.goodput import Accountant, account
 from bamboo_ds.observe.grid import Grid
 from bamboo_ds.observe.live import LiveJob
 from bamboo_ds.observe.lives import Category
-from bamboo_ds.observe.running import RunningAccountant
 from bamboo_ds.observe.series import Series
 from bamboo_ds.observe.tail import EventTail
 from bamboo_ds.observe.view import LOSSES, PLANS, POINTS, RECENT, LiveView, Overview
@@ -287,9 +286,9 @@ def late() -> list[Event]:
 
 @pytest.mark.parametrize("unsettled", [64, 8])
 def test_the_running_account_is_the_account(unsettled: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(running, "_UNSETTLED", unsettled)
+    monkeypatch.setattr(goodput, "_UNSETTLED", unsettled)
     for events in (recorded(), endless(40).events, four().events, late()):
-        accountant = RunningAccountant()
+        accountant = Accountant()
         for number, event in enumerate(events):
             accountant.add(event)
             if number % 97 == 0:
@@ -303,7 +302,7 @@ def test_the_running_account_is_the_account(unsettled: int, monkeypatch: pytest.
 
 @pytest.mark.parametrize("kept", [90, 37])
 def test_steps_that_a_restart_repeats_are_taken_back(kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(running, "_UNSETTLED", 8)
+    monkeypatch.setattr(goodput, "_UNSETTLED", 8)
     job = Written()
     job.start("a", "b")
     job.steps(1, kept, 5)
@@ -315,7 +314,7 @@ def test_steps_that_a_restart_repeats_are_taken_back(kept: int, monkeypatch: pyt
     job.join(208, 2, "c", "d")
     job.plan(208, 2, ["c", "d"], ["c", "d"])
     job.steps(kept + 1, 150, 209, epoch=2)
-    accountant = RunningAccountant()
+    accountant = Accountant()
     for event in job.events:
         accountant.add(event)
         if isinstance(event, ev.Restart):  # it says itself how many steps are lost

@@ -21,6 +21,7 @@ from bamboo_ds.launchers.screen import Screen
 from bamboo_ds.observe import events
 from bamboo_ds.observe.events import Event, EventWriter
 from bamboo_ds.observe.story import Story
+from bamboo_ds.observe.summary import failure_of, summary
 from bamboo_ds.observe.tail import EventTail
 
 M0, M1, M2, M3 = MEMBERS = ["m0-aaaaaaaa", "m1-bbbbbbbb", "m2-cccccccc", "m3-dddddddd"]
@@ -308,13 +309,13 @@ def losing_run() -> list[Event]:
 def test_summary() -> None:
     story = Story(timezone.utc)
     told(story, losing_run())
-    assert story.summary.lines() == [
+    assert summary(story.job) == [
         "exit code 0 after 20 s; newest step: 9",
         "losses: 1; longest pause 0.12 s, all pauses 0.12 s; 6 passes done again",
         "joined: 1; left: 0; checkpoints: 1; restarts: 0",
     ]
     told(story, begun())
-    assert story.summary.lines()[0] == "not finished; newest step: 2", "a job that goes on in the same file"
+    assert summary(story.job)[0] == "not finished; newest step: 2", "a job that goes on in the same file"
 
 
 # -- files ---------------------------------------------------------------------------------------------
@@ -462,11 +463,11 @@ def test_the_first_failure_of_a_fatal_loss() -> None:
     story = Story(timezone.utc)
     fatal = at(10, events.Fatal, 3, stages=[(0, 1), (0, 2)], members=[M1, M2], checkpoint=None)
     told(story, [*begun(), lost(9, M0), lost(10, M1), lost(10, M2), fatal, finished(11, 86)])
-    failure = story.summary.failure
+    failure = failure_of(story.job)
     assert failure is not None and failure.text == f"worker {M1}, rank 1 on host a, died (SIGKILL)"
     for code in (0, 130):
         told(story, [*begun(), lost(9, M0), finished(11, code)])
-        assert story.summary.failure is None
+        assert failure_of(story.job) is None
 
 
 def test_members_are_looked_at_while_something_takes_long() -> None:
@@ -482,5 +483,5 @@ def test_members_are_looked_at_while_something_takes_long() -> None:
         [*recovered(12, 4, M0, M1, M3, new), plan(13, 5, [M0, M1, new, M3], [M3, M0, M1, new])],
     ):
         told(story, found)
-        seen.append(story.unsettled)
+        seen.append(story.job.unsettled)
     assert seen == [True, False, True, False, True, False]

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from ..advise.advice import Advice, Figures, Range, Ranked
 from ..advise.setups import Rejected
-from ..observe.summary import counted
+from ..observe.words import counted
 from .output import console
 
 #: Setups that do not fit of which is told without --explain.

@@ -20,7 +20,7 @@ from rich.table import Table
 from ..config import config_path_from_argv
 from ..launchers.network import LOOPBACK
 from ..launchers.run import RunOptions
-from ..observe.summary import counted
+from ..observe.words import counted
 from ..topology import Candidate, Layout, initial_plan, short_of_memory, with_redundancy
 from ..topology.memory import StateBytes
 from ..topology.room import member_bytes

@@ -12,9 +12,9 @@ import click
 from ..errors import ConfigError
 from ..launchers import jobs
 from ..launchers.folders import EVENTS, LOGS
-from ..observe.ending import Ending
 from ..observe.events import RunFinished, RunStarted
 from ..observe.story import Story
+from ..observe.summary import ending
 from ..observe.tail import EventTail
 from .options import variable_option
 
@@ -33,7 +33,7 @@ def events(follow: bool, job: str | None, logs: str | None, as_json: bool, file:
     The events come from FILE, else from where the launcher on this host writes them.
     """
     path = file or _file_of(job, logs)
-    tail, story, going, offset, begin = EventTail(path), Story(), True, 0, 0
+    tail, story, going = EventTail(path), Story(), True
     try:
         while True:
             try:
@@ -41,10 +41,8 @@ def events(follow: bool, job: str | None, logs: str | None, as_json: bool, file:
             except OSError as error:
                 raise ConfigError(f"cannot read the events in {path}: {error}") from error
             for line, event in found:
-                at, offset = offset, offset + len(line)
                 if job not in (None, event.job):
                     continue
-                begin = at if isinstance(event, RunStarted) else begin
                 going = isinstance(event, RunStarted) or (going and not isinstance(event, RunFinished))
                 told = [line.decode().rstrip("\n")] if as_json else story.tell(event)
                 for text in told:
@@ -59,7 +57,7 @@ def events(follow: bool, job: str | None, logs: str | None, as_json: bool, file:
     except KeyboardInterrupt:
         click.echo()
     if not as_json:
-        for text in [*story.end(), *Ending(path, begin, job).lines(story.summary)]:
+        for text in [*story.end(), *ending(story.job)]:
             click.echo(text)
 
 

@@ -10,8 +10,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ..observe.summary import counted, duration
 from ..observe.view import LiveView, MemberView, RoleState, RoleView
+from ..observe.words import counted, duration
 from .output import printable
 
 #: State of the job: its sign, and how it is printed.

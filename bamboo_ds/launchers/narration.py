@@ -14,8 +14,8 @@ from ..control.registry.access import open_store
 from ..control.registry.mirror import Mirror
 from ..control.settings import MemberOptions
 from ..errors import BambooError
-from ..observe.ending import Ending
 from ..observe.story import Story
+from ..observe.summary import ending
 from ..observe.tail import EventTail
 from ..store import Store
 from .progress import Sparse, progress
@@ -63,8 +63,7 @@ class Narration:
         self._tail = None
         events = options.events
         if events is not None and os.path.isfile(events):
-            begin = os.path.getsize(events)
-            self._tail, self._ending = EventTail(events, begin), Ending(events, begin, options.job)
+            self._tail = EventTail(events, os.path.getsize(events))
         self._story = Story()
         self._leaving, self._ended = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
@@ -94,10 +93,10 @@ class Narration:
             members = Members(self._options, store, self._screen)
             while not self._ended.wait(_POLL_S):
                 self._look(self._tail)
-                members.look(self._story.unsettled and not self._leaving.is_set(), time.monotonic())
+                members.look(self._story.job.unsettled and not self._leaving.is_set(), time.monotonic())
             members.look(False, time.monotonic())
             self._look(self._tail)
-            self._screen.say([*self._story.end(), *self._ending.lines(self._story.summary)])
+            self._screen.say([*self._story.end(), *ending(self._story.job)])
         except Exception as error:  # whatever it is, the job goes on
             logger.warning("what happens in the job is not told any more: %s: %s", type(error).__name__, error)
 

@@ -2,6 +2,9 @@
 
 Events count in the order of the file, with the times of their emitters' clocks. Where those differ, what a label would
 claim before its begin, or outside of its member's life, is left out (:mod:`.lives`).
+
+One :class:`Accountant` serves jobs that go on and jobs that are over. For the former it settles: what is older than the
+newest steps is added up and forgotten, so that its memory is bounded by the members.
 """
 
 from __future__ import annotations
@@ -11,56 +14,15 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from statistics import median
 
-from pydantic import BaseModel, ConfigDict, Field
-
 from . import events as ev
-from .lives import Category, Interval, Life, Rank
+from .accounted import Account, Accounted, Report
+from .lives import Category, Interval, Life, Rank, spent
+from .settled import Settled, Stretch
 
 #: Undisturbed steps whose median duration is taken for that of an ordinary step.
 _ORDINARY_STEPS = 9
-
-
-class Account(BaseModel):
-    """Seconds by category: of one member, or of all."""
-
-    model_config = ConfigDict(frozen=True)
-
-    seconds: float = Field(description="how long the members lived; the sum of all categories")
-    goodput: float | None = Field(description="productive share of the seconds; null if there are none")
-    categories: dict[Category, float] = Field(description="seconds of each category")
-
-
-class Totals(Account):
-    """The account of all members together; its seconds are member-seconds."""
-
-    wall_seconds: float = Field(description="from the begin of the first member to the end of the last one")
-    steps: int = Field(description="committed steps, each once")
-    repeated_steps: int = Field(description="committed steps that were done again from a checkpoint")
-
-
-class Report(Totals):
-    """The account of a job."""
-
-    steps_per_second: float | None = Field(description="steps by wall_seconds")
-    losses: int
-    leaves: int
-    restarts: int
-    members: dict[str, Account]
-    intervals: dict[str, list[Interval]] = Field(exclude=True, description="by member, since the first event")
-
-    def over_time(self, bins: int) -> tuple[list[float], dict[Category, list[float]]]:
-        """Middles of ``bins`` equal parts of the time, and the mean number of members per category in each."""
-        every = [interval for intervals in self.intervals.values() for interval in intervals]
-        begin = min((interval.begin for interval in every), default=0.0)
-        width = (max((interval.end for interval in every), default=0.0) - begin) / bins or 1.0
-        found = {category: [0.0] * bins for category in Category}
-        for each in every:
-            last = min(bins - 1, int((each.end - begin) / width))
-            for number in range(int((each.begin - begin) / width), last + 1):
-                left = begin + number * width
-                overlap = min(each.end, left + width) - max(each.begin, left)
-                found[each.category][number] += max(0.0, overlap) / width
-        return [begin + (number + 0.5) * width for number in range(bins)], found
+#: Newest steps that are not settled: what is learnt later may still say otherwise of them.
+_UNSETTLED = 32
 
 
 @dataclass(eq=False)
@@ -128,9 +90,15 @@ class _Recovery:
 
 
 class Accountant:
-    """Takes events in order, then adds up."""
+    """Takes events in order, and adds up at any time.
 
-    def __init__(self) -> None:
+    Args:
+        settles: bound the memory by the members. A restart from a checkpoint that is older than the newest 32,000 steps
+            then leaves those before them productive. Otherwise every interval of every member is known to the end.
+    """
+
+    def __init__(self, settles: bool = True) -> None:
+        self._settles = settles
         self._origin: float | None = None
         self._now = 0.0
         self._lives: list[Life] = []
@@ -140,6 +108,8 @@ class Accountant:
         self._run = self._losses = self._leaves = self._restarts = 0
         self._ordinary: deque[float] = deque(maxlen=_ORDINARY_STEPS)
         self._saved: dict[str, int] = {}
+        self._settled = Settled()
+        self._first: float | None = None  # begin of the first life
         self._begin(None)
 
     def _begin(self, at: float | None) -> None:
@@ -219,6 +189,8 @@ class Accountant:
             earlier = [life.end for life in self._lives if life.member == member and life.end is not None]
             self._members[member] = Life(member, max([now if self._started is None else self._started, *earlier]))
             self._lives.append(self._members[member])
+            begin = self._members[member].begin
+            self._first = begin if self._first is None else min(self._first, begin)
 
     def _lose(self, member: str, fault: float) -> None:
         for life in self._of([member]):
@@ -258,7 +230,13 @@ class Accountant:
             life.label(since, now, Rank.IDLE, category)
 
     def _build(self, event: ev.ReplicaBuilt, now: float) -> None:
-        self._built += [(life, now - event.seconds, now) for life in self._of([event.member])]
+        plan = self._plans.get(self._entered[0])
+        for life in self._of([event.member]):
+            self._built.append((life, now - event.seconds, now))
+            if plan is not None and life.member not in (*plan.owners, *plan.shadows):
+                early = max(0.0, life.since - max(life.begin, now - event.seconds))
+                early = min(early, self._settled.categories[Category.STANDBY])
+                self._settled.move(early, Category.STANDBY, Category.RECONFIGURATION)
 
     # -- the job ------------------------------------------------------------------------------------------
 
@@ -293,14 +271,17 @@ class Accountant:
         for recovery in self._open:
             recovery.step = self._last if recovery.told.step == event.step else recovery.step
         self._lost, self._open = [], []
+        if self._settles and len(self._steps) >= 2 * _UNSETTLED:
+            # By their emitters' clocks a step may end a little after the next one begins.
+            self._settle(max(self._steps[-_UNSETTLED].begin, *(step.end for step in self._steps[:-_UNSETTLED])))
 
-    def _undo(self, key: int) -> bool:
-        """A job that has loaded a checkpoint repeats its steps from ``key`` on. Whether that is all of them."""
+    def _undo(self, key: int) -> None:
+        """A job that has loaded a checkpoint repeats its steps from ``key`` on."""
         for step in reversed(self._steps):
             if step.run != self._run or (step.key < key and not step.undone):
-                return False
+                return
             step.undone = True
-        return True
+        self._settled.undo(self._run, key=key)
 
     def _save(self, copied: float) -> None:
         """A checkpoint was copied to host memory until ``copied``: training was held since the step before."""
@@ -321,13 +302,11 @@ class Accountant:
     def _restart(self, event: ev.Restart, now: float) -> None:
         kept = 0 if event.checkpoint is None else self._saved.get(event.checkpoint)
         if kept is not None:  # else the first step that is repeated tells
-            self._undo_after(kept)
+            for step in self._steps:
+                step.undone |= step.run == self._run and step.number > kept
+            self._settled.undo(self._run, number=kept + 1)
         self._end(now)
         self._begin(now)
-
-    def _undo_after(self, number: int) -> None:
-        for step in self._steps:
-            step.undone |= step.run == self._run and step.number > number
 
     def _end(self, now: float) -> None:
         self._idle(now)
@@ -349,12 +328,73 @@ class Accountant:
             if until is None or end <= until:
                 life.refine(begin, end, Category.STANDBY, Category.RECONFIGURATION)
 
+    # -- settling ----------------------------------------------------------------------------------------------------
 
-class _WholeAccountant(Accountant):
-    """Forgets nothing, and so knows every interval of every member."""
+    def _settle(self, until: float) -> None:
+        """Add up what is before ``until``, between two steps, and forget it."""
+        epoch, since = self._entered
+        if since < until:
+            self._idle(until)
+            self._entered = epoch, until
+        self._complete(until)
+        started = [life for life in self._lives if life.started(until) or (life.end is not None and life.end <= until)]
+        sums = spent(started, until)
+        self._settled.add(sums)
+        for life in started:
+            life.settle(until)
+        self._note_steps([step for step in self._steps if step.end <= until], sums[Category.PRODUCTIVE])
+        self._steps = [step for step in self._steps if step.end > until]
+        self._recoveries = [recovery for recovery in self._recoveries if recovery.end > until]
+        self._built = [built for built in self._built if built[2] > until]
+        over = {id(life): life for life in started if life.end is not None and life.end <= until}
+        for life in over.values():
+            self._settled.end(life.seconds, life.begin + life.seconds)
+        self._lives = [life for life in self._lives if id(life) not in over]
+        self._members = {member: life for member, life in self._members.items() if id(life) not in over}
+        for old in [each for each in self._plans if each < epoch]:
+            del self._plans[old]
+
+    def _note_steps(self, steps: list[_Step], seconds: float) -> None:
+        counted = [step for step in steps if not step.undone]
+        count = sum(step.count for step in counted)
+        self._settled.repeated += sum(step.count for step in steps) - count
+        if counted:
+            first, last = counted[0], counted[-1]
+            keys, numbers = (first.key - first.count + 1, last.key), (first.number - first.count + 1, last.number)
+            self._settled.note(Stretch(last.run, keys, numbers, count, seconds))
+
+    # -- sums ----------------------------------------------------------------------------------------
+
+    @property
+    def last_step(self) -> float | None:
+        """When the newest step ended: until then nothing is open but what a restart, or a finished copy, may change."""
+        return self._steps[-1].end if self._steps else None
+
+    def snapshot(self, until: float | None = None) -> Accounted:
+        """What the members' time was spent on until the newest event, or until :attr:`last_step`."""
+        marks = [(life, life.mark()) for life in self._lives]
+        self._end(self._now)
+        self._complete()
+        sums, settled = spent(self._lives, until), self._settled
+        ends = [life.end if until is None else min(life.end, until) for life in self._lives if life.end is not None]
+        seconds = sum(max(0.0, end - life.begin) for life, end in zip(self._lives, ends, strict=True))
+        seconds += settled.seconds
+        ends += [] if settled.ended is None else [settled.ended]
+        for life, mark in marks:
+            life.rewind(mark)
+        categories = {category: settled.categories[category] + sums[category] for category in Category}
+        kept = sum(step.count for step in self._steps if not step.undone)
+        return Accounted(
+            seconds=seconds,
+            goodput=categories[Category.PRODUCTIVE] / seconds if seconds else None,
+            categories=categories,
+            wall_seconds=max(ends) - self._first if ends and self._first is not None else 0.0,
+            steps=settled.steps + kept,
+            repeated_steps=settled.repeated + sum(step.count for step in self._steps) - kept,
+        )
 
     def report(self) -> Report:
-        """Add up; no event can be taken afterwards."""
+        """Every interval of every member. The accountant must not settle, and takes no event afterwards."""
         self._end(self._now)
         self._complete()
         lives: dict[str, list[Life]] = {}
@@ -389,7 +429,7 @@ def _account(lives: Collection[Life], intervals: Collection[Interval]) -> Accoun
 
 def account(events: Iterable[ev.Event]) -> Report:
     """Account for every second of every member of the job, or of jobs one after the other, that ``events`` tell of."""
-    accountant = _WholeAccountant()
+    accountant = Accountant(settles=False)
     for event in events:
         accountant.add(event)
     return accountant.report()

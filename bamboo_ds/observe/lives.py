@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from itertools import pairwise
@@ -160,3 +161,15 @@ class Life:
                 begin = found.pop().begin
             found.append(Interval(begin, end, category))
         return found
+
+
+def spent(lives: Iterable[Life], until: float | None = None) -> dict[Category, float]:
+    """Seconds by category that are not settled. Most members do the same: each such group is cut once."""
+    groups: dict[tuple[object, ...], list[Life]] = {}
+    for life in lives:
+        groups.setdefault(life.state, []).append(life)
+    sums = dict.fromkeys(Category, 0.0)
+    for same in groups.values():
+        for interval in same[0].cut(until):
+            sums[interval.category] += (interval.end - interval.begin) * len(same)
+    return sums

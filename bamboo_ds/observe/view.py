@@ -12,6 +12,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from ..topology.plan import Plan
+from .accounted import Accounted
 from .event_base import Role
 
 #: Bounds of what a view lists; the newest ones are kept.
@@ -146,6 +147,7 @@ class LostMember(_Part):
     id: str
     name: str
     host: str | None
+    home: int | None = Field(None, description="rank that its script ran as")
     reason: str
     detail: str
     detection_seconds: float | None
@@ -162,7 +164,7 @@ class Moved(_Part):
 class LossView(_Part):
     """Members that were lost together, and the recovery. ``*_seconds`` are the longest of any survivor so far."""
 
-    number: int = Field(description="of the losses since the job was started, from 1 on; see `LiveJob.loss`")
+    number: int = Field(description="of the losses since the job was started, from 1 on; see `Losses.detail`")
     time: float
     members: tuple[LostMember, ...]
     epoch: int | None = Field(None, description="of the plan that removes them; None before it is written")
@@ -235,16 +237,6 @@ class CheckpointView(_Part):
     failed: str | None = Field(None, description="what went wrong")
 
 
-class Accounted(_Part):
-    """Where the members' time went so far; ``docs/reference/goodput.md`` defines the categories."""
-
-    member_seconds: float
-    wall_seconds: float
-    goodput: float | None = Field(description="productive share of the member-seconds")
-    categories: dict[str, float] = Field(description="member-seconds by category, `productive` among them")
-    repeated_steps: int = Field(description="that were done again from a checkpoint")
-
-
 class Totals(_Part):
     """Counts since the job was started."""
 
@@ -307,7 +299,9 @@ class LiveView(_Part):
     plans: tuple[PlanView, ...] = Field((), description="the newest 64, oldest first")
     checkpoints: tuple[CheckpointView, ...] = Field((), description="the newest 32, oldest first")
     checkpoint: CheckpointView | None = Field(None, description="the newest complete one")
-    account: Accounted | None = None
+    account: Accounted | None = Field(
+        None, description="where the members' time went so far; `docs/reference/goodput.md` defines the categories"
+    )
     coverage: Coverage = Coverage()
     totals: Totals = Totals()
     story: tuple[StoryLine, ...] = Field((), description="the newest 200, oldest first")

@@ -18,7 +18,7 @@ function drawAccount() {
   const { account } = view;
   say($("account-note"), account ? `member-time, ${duration(account.wall_seconds)} so far` : "");
   once($("account"), account, () => {
-    if (!account || !account.member_seconds) return el("p", { class: "empty" }, "Nothing yet.");
+    if (!account || !account.seconds) return el("p", { class: "empty" }, "Nothing yet.");
     const rest = Object.keys(account.categories)
       .filter((key) => !TIME.some(([known]) => known === key))
       .map((key) => [key, key.replaceAll("_", " "), "var(--ink)"]);
@@ -30,7 +30,7 @@ function drawAccount() {
       if (share !== undefined) node.style.width = `${100 * share}%`;
       return node;
     };
-    const total = account.member_seconds;
+    const total = account.seconds;
     return [
       el(
         "div",

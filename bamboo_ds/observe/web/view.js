@@ -101,7 +101,7 @@ function drawTiles() {
   tile(
     "goodput",
     account?.goodput == null ? "–" : percent(account.goodput),
-    account ? `of ${duration(account.member_seconds)} of members` : "",
+    account ? `of ${duration(account.seconds)} of members` : "",
   );
   const all = present.length;
   tile(
