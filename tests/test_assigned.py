@@ -247,8 +247,8 @@ def test_an_engine_without_an_optimizer() -> None:
     restore(runtime, capture(theirs))
     assert not runtime.module.get_parameter("1.weight").any() and len(list(runtime.tensors())) == 2
     replay: Any = SimpleNamespace(recorded=lambda kind: pytest.fail("it is refused before"))
-    training = Training.__new__(Training)
-    training.binding, training.replay = SimpleNamespace(local=mine), replay  # type: ignore[assignment]
+    context, nothing = SimpleNamespace(binding=SimpleNamespace(local=mine)), None
+    training: Any = Training(context, nothing, nothing, replay, *[nothing] * 3)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="must provide optimizer during init"):
         training.train_batch(None)
 
@@ -390,7 +390,8 @@ class Transport:
     ids=["alike", "on one rank", "not on this one that joined", "not on one that joined", "all joined"],
 )
 def test_the_commit_compares(members: Any, error: Any, message: str) -> None:
-    progress = Progress(seed=1, assigned=members["m0"][1])
+    progress = Progress(seed=1)
+    progress.assigned = members["m0"][1]
     job: Any = SimpleNamespace(await_fence=lambda: None, boundary=lambda busy: 1)
     channel = SimpleNamespace(joiner=members["m0"][0])
     plan = SimpleNamespace(members=("m0", "m1"), epoch=1)
@@ -398,7 +399,8 @@ def test_the_commit_compares(members: Any, error: Any, message: str) -> None:
     epoch.transport = Transport(members, "m0")
     epoch.session = SimpleNamespace(confirm=lambda operation: None)
     nothing: Any = SimpleNamespace(busy=False)
-    commits = Commits(nothing, nothing, epoch, progress, nothing, nothing, nothing, nothing, {})
+    context: Any = SimpleNamespace(epoch=epoch, progress=progress)
+    commits = Commits(context, nothing, nothing, nothing, {})
     if error is None:
         commits.agree(torch.zeros(3, dtype=torch.float64))
     else:
@@ -410,7 +412,8 @@ def test_a_lost_owner_had_assigned_something_else() -> None:
     progress = Progress(seed=1, sequence=4)
     epoch: Any = SimpleNamespace(owns=lambda role: True)
     nothing: Any = SimpleNamespace()
-    commits = Commits(nothing, nothing, epoch, progress, nothing, nothing, nothing, nothing, {})
+    context: Any = SimpleNamespace(epoch=epoch, progress=progress)
+    commits = Commits(context, nothing, nothing, nothing, {})
     progress.told_assigned[Role(0, 1)] = 3, 17
     assert commits._fingerprint() == 0, "of an operation that is over"
     progress.told_assigned[Role(0, 1)] = 4, 17

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_map
 
+from bamboo_ds.config import BambooConfig
 from bamboo_ds.engine.context.history import History
 from bamboo_ds.engine.context.lanes import Lanes
 from bamboo_ds.engine.context.records import Progress
@@ -20,7 +21,7 @@ from bamboo_ds.engine.data.supply import BatchSupply, Needs
 from bamboo_ds.engine.iteration.boundaries import Boundaries
 from bamboo_ds.engine.iteration.bubbles import IdleTimes
 from bamboo_ds.engine.recovery.copies import Copies
-from bamboo_ds.engine.recovery.protocol import RecoveryProtocol
+from bamboo_ds.engine.recovery.roles import RoleTransfer
 from bamboo_ds.engine.replicas.construction import Construction
 from bamboo_ds.engine.stage.commit import alike, encode_drawn
 from bamboo_ds.engine.stage.layers import Layers
@@ -63,20 +64,18 @@ class Binding:
     reload = refresh
 
 
-def member_of(plan: Plan, member: str) -> RecoveryProtocol:
-    """A member's part of recoveries, with its runtimes under ``plan``."""
-    nothing: Any = SimpleNamespace()
-    copies = SimpleNamespace(drop_incoming=lambda: None)
+def member_of(plan: Plan, member: str, on_mismatch: str = "stop") -> RoleTransfer:
+    """What makes a member's roles follow a plan, with its runtimes under ``plan``."""
     job = SimpleNamespace(newest_checkpoint=lambda plan: None)
-    found: Any = SimpleNamespace(
+    builder: Any = SimpleNamespace()
+    context: Any = SimpleNamespace(
+        settings=BambooConfig.model_validate({"redundancy": {"on_mismatch": on_mismatch}}),
         ds=SimpleNamespace(micro_batches=MICRO_BATCHES),
         binding=Binding(plan, member),
         epoch=SimpleNamespace(job=job, layout=plan.world, member=member, plan=plan),
         progress=Progress(seed=1),
-        copies=copies,
     )
-    fields = RecoveryProtocol.__dataclass_fields__
-    return RecoveryProtocol(**{n: getattr(found, n, nothing) for n, field in fields.items() if field.init})
+    return RoleTransfer(context, builder)
 
 
 # -- roles --------------------------------------------------------------------------------------------------
@@ -91,12 +90,12 @@ def test_roles_that_are_taken_over(victim: int) -> None:
     for member in after.members:
         found = member_of(before, member)
         found.binding.runtimes[before.shadowed_by(member)[0]].part.forwards = 3
-        found.take_over_roles(after)
+        found.follow(after)
         runtimes = found.binding.runtimes
         assert {role for role, runtime in runtimes.items() if runtime.owned} == set(after.owned_by(member))
         assert set(runtimes) == {*after.owned_by(member), *after.shadowed_by(member)}
         assert found.progress.taken_over == ({Role(0, victim)} if member == heir else set())
-        found.take_over_roles(after)  # the recovery was interrupted
+        found.follow(after)  # the recovery was interrupted
         assert found.progress.taken_over == ({Role(0, victim)} if member == heir else set())
 
 
@@ -105,7 +104,7 @@ def test_a_replica_that_differs_is_not_taken_over() -> None:
     found = member_of(before, "m0")
     found.binding.runtimes[Role(0, 1)].valid = False
     with pytest.raises(FatalLoss) as error:
-        found.take_over_roles(takeover(before, ["m1"]))
+        found.follow(takeover(before, ["m1"]))
     assert error.value.stages == ((0, 1),) and error.value.members == ("m1",)
 
 
@@ -125,8 +124,7 @@ def test_a_role_without_a_holder_is_cloned_from_another_pipeline(
     """But for what is not equal there, and where optimizers are partitioned over the pipelines."""
     before = plan_of(Layout(2, 2, sharded=sharded))
     role, twin = Role(0, 0), Role(1, 0)
-    found = member_of(before, before.owner(twin))
-    found.checks = SimpleNamespace(stops=stops)  # type: ignore[assignment]
+    found = member_of(before, before.owner(twin), "stop" if stops else "warn")
     for runtime in found.binding.runtimes.values():
         runtime.layers = SimpleNamespace(kept=lambda: kept)  # type: ignore[assignment]
     cloned = []
@@ -142,9 +140,9 @@ def test_a_role_without_a_holder_is_cloned_from_another_pipeline(
     after = replace(before, owners=tuple(owners))
     if why is not None:
         with pytest.raises(FatalLoss, match=why):
-            found.take_over_roles(after)
+            found.follow(after)
         return
-    found.take_over_roles(after)
+    found.follow(after)
     assert cloned == [(twin, role)] and found.progress.taken_over == {role}
 
 
@@ -217,11 +215,10 @@ def test_an_end_without_an_iterator() -> None:
             epoch=SimpleNamespace(plan=plan, member=f"m{STAGES - 1}", layout=plan.world),
         )
         nothing: Any = None
+        parts.history = History()
         needs = Needs(lambda iterators, apart: None, iterators=True)
         batches = Batches()
-        supply = BatchSupply(
-            parts.ds, parts.binding, parts.epoch, nothing, batches, nothing, nothing, nothing, History(), needs
-        )
+        supply = BatchSupply(parts, batches, nothing, nothing, nothing, needs)
         supply.use_iterator("train", None)
         if process is not None:
             assert batches[0].batch(0, inputs=False, labels=True)[1] == 1
@@ -236,7 +233,7 @@ def test_what_of_a_reduction_is_kept() -> None:
     found.progress.entered = True
     for runtime in found.binding.runtimes.values():
         runtime.reduced, runtime.reduced_loss = [torch.ones(1)], torch.ones(1)
-    found._drop_reductions({Role(0, s): RoleProgress(reduced=s == 2) for s in range(STAGES)})
+    found.drop_reductions({Role(0, s): RoleProgress(reduced=s == 2) for s in range(STAGES)})
     kept = {role.stage: runtime.reduced is not None for role, runtime in found.binding.runtimes.items()}
     assert kept == {1: False, 2: True} and not found.progress.entered
 
@@ -265,18 +262,18 @@ def test_passes_that_a_takeover_repeats() -> None:
     before = plan_of(Layout(1, STAGES))
     after = takeover(before, ["m1"])
     found = member_of(before, "m0")
-    found.take_over_roles(after)
+    found.follow(after)
     progress = {Role(0, 0): RoleProgress(5, 2), Role(0, 1): RoleProgress(3, 0, state_only=True)}
     progress |= {Role(0, 2): RoleProgress(4, 3), Role(0, 3): RoleProgress(3, 3)}
-    assert found._redone(after, Decision(0, "resume", progress=progress)) == (1, 2)
+    assert found.redone(after, Decision(0, "resume", progress=progress)) == (1, 2)
     progress[Role(0, 2)] = RoleProgress(reduced=True)
-    assert found._redone(after, Decision(0, "resume", progress=progress)) == (MICRO_BATCHES - 3, 2)
+    assert found.redone(after, Decision(0, "resume", progress=progress)) == (MICRO_BATCHES - 3, 2)
     assert found.progress.redone == {(Role(0, 1), 0): (MICRO_BATCHES, 2)}
-    assert found._redone(after, Decision(0, "commit", progress=progress)) == (0, 0)
+    assert found.redone(after, Decision(0, "commit", progress=progress)) == (0, 0)
     assert not found.progress.redone
     # Of a stage in two parts the lost member has computed the first one: the second one has seen of that, too.
     progress |= {Role(0, 1): RoleProgress(rear=PartProgress(1, 4, 2)), Role(0, 2): RoleProgress(4, 3)}
-    assert found._redone(after, Decision(0, "resume", progress=progress)) == (4, 2)
+    assert found.redone(after, Decision(0, "resume", progress=progress)) == (4, 2)
     assert found.progress.redone == {(Role(0, 1), 0): (4, 2), (Role(0, 1), 1): (4, 0)}
 
 
@@ -311,7 +308,8 @@ def test_boundaries(retain: bool) -> None:
         ds: Any = SimpleNamespace(pipe_buffers={"inputs": [None] * 2}, grad_layer=None)
         lanes = Lanes(plan, shadow_gradients=True)
         epoch: Any = SimpleNamespace(plan=plan, layout=plan.world, member=f"m{stage}", lanes=lanes, transport=mail)
-        made.append(Boundaries(ds, binding, epoch, Progress(seed=1), IdleTimes(), retain))
+        context: Any = SimpleNamespace(ds=ds, binding=binding, epoch=epoch, progress=Progress(seed=1), retains=retain)
+        made.append(Boundaries(context, IdleTimes()))
         made[-1].hosts = tuple((owner,) for owner in plan.owners)
     first, second, third = made
     outputs = first.binding.current.part.activations
@@ -350,8 +348,10 @@ def test_a_replica_under_construction_follows_evaluations() -> None:
     for taken, follows in ((6, True), (7, False)):
         construction: Any = Construction(role, ("key", None), SimpleNamespace())  # type: ignore[arg-type]
         progress: Any = SimpleNamespace(sequence=7, committed=None)
-        given: Any = SimpleNamespace(runtimes={}, epoch=None)
-        copies = Copies(given, given, progress, given, given, given, {role: construction}, given, given)
+        context: Any = SimpleNamespace(binding=SimpleNamespace(runtimes={}), progress=progress)
+        iteration: Any = SimpleNamespace(constructions={role: construction})
+        nothing: Any = SimpleNamespace()
+        copies = Copies(context, iteration, nothing, nothing)
         copies.follow_layers(role, Layers(evaluated).capture())
         construction.forget(taken)
         assert len(construction.kept) == follows

@@ -210,7 +210,10 @@ def test_what_may_be_rounding_does_not_end_a_job_on_devices_that_round(monkeypat
     def ends(mine: Any, device: str = "cuda", asked: bool = False, what: str = "rehearsal") -> bool:
         epoch = SimpleNamespace(layout=Layout(1, 2), channel=SimpleNamespace(event=lambda *_, **__: None))
         ds, progress = SimpleNamespace(device=torch.device(device)), SimpleNamespace(steps=1)
-        checks: Any = ExactChecks(ds, True, asked, None, epoch, progress, None, None, None)  # type: ignore[arg-type]
+        redundancy = SimpleNamespace(on_mismatch="stop", check_exact=3 if asked else None)
+        settings = SimpleNamespace(redundancy=redundancy)
+        context: Any = SimpleNamespace(ds=ds, epoch=epoch, progress=progress, settings=settings)
+        checks: Any = ExactChecks(context, None, None)  # type: ignore[arg-type]
         try:
             checks._compare(Role(0, 1), mine, theirs, what)
         except Inexact:
@@ -276,9 +279,9 @@ def test_what_no_optimizer_steps_is_not_compared() -> None:
 
     runtime = SimpleNamespace(module=stage, optimizer=Sharded(), part=SimpleNamespace(activations={0: torch.ones(2)}))
     binding = SimpleNamespace(runtimes={role: runtime})
-    layout: Any = SimpleNamespace(layout=SimpleNamespace(stages=2))
-    others: list[Any] = [None] * 4
-    checks = ExactChecks(SimpleNamespace(micro_batches=1), False, False, binding, layout, *others)  # type: ignore[arg-type]
+    epoch = SimpleNamespace(layout=SimpleNamespace(stages=2))
+    context: Any = SimpleNamespace(ds=SimpleNamespace(micro_batches=1), binding=binding, epoch=epoch)
+    checks = ExactChecks(context, None, None)  # type: ignore[arg-type]
     facts = checks._computed(role)
     assert [name for name in facts if name.startswith("gradient of ")] == ["gradient of 5.weight"]
 

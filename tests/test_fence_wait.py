@@ -86,9 +86,10 @@ def test_the_end_of_the_script_needs_no_etcd(ends: bool) -> None:
     epoch.job.boundary.return_value = 0
     epoch.transport.all_reduce = lambda vector: vector
     progress, nothing = Progress(seed=1), MagicMock()
-    commits = Commits(nothing, nothing, epoch, progress, nothing, nothing, nothing, nothing, {})
+    context = MagicMock(epoch=epoch, progress=progress)
+    commits = Commits(context, nothing, nothing, nothing, {})
     if ends:
-        End(epoch, progress, commits, nothing).commit()
+        End(context, commits, nothing).commit()
     else:
         commits.agree(torch.zeros(1))
     assert epoch.job.await_fence.call_count == (0 if ends else 2)
@@ -103,5 +104,5 @@ def test_a_member_that_is_behind_waits_before_it_steps() -> None:
     recovery.run.return_value = Decision(1, "resume", ("a",), (1.0,))
     operation: Any = MagicMock(spec=Training, goes_on=True, draws=False, takes_steps=False)
     operation.finish.side_effect = lambda outcome: order.append("step")
-    Takeover(nothing, epoch, Progress(seed=1), recovery, *[nothing] * 6).run(operation)
+    Takeover(MagicMock(epoch=epoch, progress=Progress(seed=1)), nothing, recovery, nothing, nothing).run(operation)
     assert order == ["fence", "step"]

@@ -151,7 +151,8 @@ def test_a_layer_that_fails_on_the_remains_of_a_result_is_interrupted(
     runtime = SimpleNamespace(role=None, partial_pass=False)
     binding: Any = SimpleNamespace(current=runtime, local=runtime)
     ds: Any = SimpleNamespace(device=CPU, timers=None)
-    passes = SlicedPasses(ds, groups, binding)
+    context: Any = SimpleNamespace(ds=ds, groups=groups, binding=binding)
+    passes = SlicedPasses(context)
 
     def fail() -> None:
         with passes.in_pass(keeps=True):

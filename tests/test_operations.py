@@ -95,19 +95,18 @@ class Member:
             copied=False,
             transport=SimpleNamespace(close=lambda: None),
         )
-        nothing: Any = SimpleNamespace(use=lambda _: None, local=None, begin_gap=self.boundary.append)
-        self.takeover = Takeover(
-            nothing,
-            self.epoch,
-            self.progress,
-            SimpleNamespace(run=self._recover),  # type: ignore[arg-type]
-            nothing,
-            nothing,
-            SimpleNamespace(end_iteration=self._end_iteration),  # type: ignore[arg-type]
-            nothing,
-            SimpleNamespace(busy=lambda _: nullcontext()),  # type: ignore[arg-type]
-            SimpleNamespace(listen=lambda: self.events.append("listened")),  # type: ignore[arg-type]
+        context: Any = SimpleNamespace(
+            binding=SimpleNamespace(use=lambda _: None, local=None),
+            epoch=self.epoch,
+            progress=self.progress,
+            beats=SimpleNamespace(busy=lambda _: nullcontext()),
         )
+        checks = SimpleNamespace(end_iteration=self._end_iteration)
+        iteration: Any = SimpleNamespace(checks=checks, commits=None)
+        recovery: Any = SimpleNamespace(run=self._recover)
+        collectives: Any = SimpleNamespace(begin_gap=self.boundary.append)
+        announcements: Any = SimpleNamespace(listen=lambda: self.events.append("listened"))
+        self.takeover = Takeover(context, iteration, recovery, collectives, announcements)
 
     def _recover(self) -> Decision:
         found = self._recoveries.pop(0)
@@ -192,8 +191,8 @@ def test_the_plan_that_copies_were_made_for(known: bool | EpochChanged) -> None:
     member, waits = Member(*([Decision(1, "resume", progress=FRESH)] if known else ())), []
     member.epoch.copied = True
     member.epoch.channel.await_boundary = lambda epoch, patience_s: waits.append((epoch, patience_s))
-    member.takeover.commits = MagicMock()
-    member.takeover.commits.all_know_more.side_effect = [known]  # type: ignore[attr-defined]
+    member.takeover.iteration.commits = MagicMock()
+    member.takeover.iteration.commits.all_know_more.side_effect = [known]  # type: ignore[attr-defined]
     member.run()
     [(epoch, patience_s)] = waits
     assert epoch == PLAN.epoch and 0 < patience_s < 1

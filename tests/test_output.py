@@ -24,6 +24,7 @@ from bamboo_ds.control.registry.mirror import Mirror
 from bamboo_ds.control.registry.records import LayoutRecord, LeftRecord, MemberRecord, ProgressRecord
 from bamboo_ds.control.settings import AgentSettings
 from bamboo_ds.engine.context.history import History
+from bamboo_ds.engine.context.records import Progress, Standing
 from bamboo_ds.engine.joining import replay
 from bamboo_ds.engine.joining.replay import Replay
 from bamboo_ds.launchers import display, screen
@@ -452,10 +453,11 @@ def test_a_replay_tells_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(4):
         history.add("evaluate" if number == 1 else "train", number)
     job: Any = SimpleNamespace(replaying=True, channel=SimpleNamespace(activity=activity))
-    joining: Any = SimpleNamespace(target=4)
-    resuming: Any = SimpleNamespace(checkpoint=None)
+    progress = Progress(seed=1)
+    progress.standing, progress.target = Standing.CATCHING_UP, 4
+    context: Any = SimpleNamespace(job=job, progress=progress, history=history)
     none: Any = None
-    replayed = Replay(job, none, history, joining, resuming, none, none, none)
+    replayed = Replay(context, none, none, none)
     assert activity.words() is None
     assert replayed.recorded("train") == 0
     clock.monotonic = lambda: 120.0

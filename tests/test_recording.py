@@ -15,7 +15,7 @@ from deepspeed.runtime.pipe.schedule import ForwardPass, RecvActivation
 
 from bamboo_ds.config import bamboo_config
 from bamboo_ds.control.agent.timeline import TimelineWriter
-from bamboo_ds.engine.telling.recording import Recording
+from bamboo_ds.engine.context.recording import Recording
 from bamboo_ds.errors import ConfigError, EpochChanged, ProtocolError
 from bamboo_ds.observe.ring import CUT, ENV_FD, NUMBERS, REDONE, SpanRing
 from bamboo_ds.observe.spans import Head, Kind, Span, SpanFile, path_for, read_timelines

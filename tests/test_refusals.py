@@ -16,6 +16,7 @@ from torch import nn
 
 import bamboo_ds
 from bamboo_ds import stages
+from bamboo_ds.engine.iteration.mismatches import Mismatches
 from bamboo_ds.engine.iteration.recomputing import default_budget
 from bamboo_ds.engine.operations.script_calls import ScriptCalls
 from bamboo_ds.engine.replicas.refusals import (
@@ -34,7 +35,6 @@ from bamboo_ds.engine.replicas.refusals import (
 from bamboo_ds.engine.stage.answers import Refusal, stepping_alone
 from bamboo_ds.engine.stage.layers import Layers
 from bamboo_ds.engine.stage.optimizers import FusedHalfOptimizer
-from bamboo_ds.engine.telling.mismatches import Mismatches
 from bamboo_ds.errors import ConfigError, ReplicaDiffers, UnsupportedError
 from bamboo_ds.topology import Role
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from bamboo_ds.engine.context.history import Done, History
-from bamboo_ds.engine.joining.resuming import Resuming
+from bamboo_ds.engine.joining.resuming import newest_whole, silence_earlier_starts
 from bamboo_ds.generations import is_over
 from bamboo_ds.state import publish
 from bamboo_ds.state.checkpoints import MANIFEST, REMOVING, SPARE, CheckpointError, Manifest
@@ -46,8 +46,8 @@ def save(folder: Path, tag: str = "step40") -> str:
 def find(told: str | None) -> list[str] | None:
     """What the leader of the first restart finds."""
     channel = SimpleNamespace(restart_from=told, job="job")
-    resuming: Any = SimpleNamespace(epoch=SimpleNamespace(channel=channel, plan=SimpleNamespace(lineage=("o", 1))))
-    found = Resuming.find(resuming)
+    epoch: Any = SimpleNamespace(channel=channel, plan=SimpleNamespace(lineage=("o", 1)))
+    found = newest_whole(epoch)
     return None if found is None else list(found)
 
 
@@ -122,8 +122,7 @@ def test_what_a_later_start_loads_from_earlier_ones_change_no_more(folder: Path)
     def load(generation: int, leads: bool = True) -> bool:
         plan = SimpleNamespace(generation=generation, lineage=("o", generation))
         epoch = SimpleNamespace(channel=SimpleNamespace(job="job"), plan=plan, leads=leads)
-        resuming: Any = SimpleNamespace(epoch=epoch)
-        Resuming.take_over(resuming, str(folder))
+        silence_earlier_starts(epoch, str(folder))
         return is_over(folder, ("o", 0))
 
     assert not load(0) and not load(1, leads=False)

@@ -18,7 +18,7 @@ from torch import nn
 
 from bamboo_ds.engine.checkpoints.kept import keeping_types, load_kept, save_kept
 from bamboo_ds.engine.context.lanes import Lanes
-from bamboo_ds.engine.context.records import Progress
+from bamboo_ds.engine.context.records import Progress, Standing
 from bamboo_ds.engine.recovery.announcements import Announcements, RoleChanges, abandoned, lacking
 from bamboo_ds.engine.recovery.reports import RoleReport
 from bamboo_ds.engine.script.changes import Weights, check_local
@@ -141,9 +141,9 @@ def test_a_change_that_went_with_a_reduction_that_is_done_again() -> None:
     lost = replace(plan, owners=("m0", "m0"), members=("m0",), lost=("m1",), shadows=(None, None))
     role = RoleReport(role=(0, 1), parts=(), reduced=True, state_only=True, changes=Changes(1, 4))
     reports: Any = {"m0": SimpleNamespace(roles=(role,), steps=4)}
-    nothing: Any = SimpleNamespace()
-    epoch: Any = SimpleNamespace(job=SimpleNamespace(newest_checkpoint=lambda plan: None))
-    announcements = Announcements(nothing, epoch, Progress(seed=1))
+    epoch = SimpleNamespace(job=SimpleNamespace(newest_checkpoint=lambda plan: None))
+    context: Any = SimpleNamespace(epoch=epoch, progress=Progress(seed=1))
+    announcements = Announcements(context)
     progress = {Role(0, stage): RoleProgress(state_only=stage == 1) for stage in (0, 1)}
     with pytest.raises(FatalLoss, match="has just changed in stage 1 of pipeline 0"):
         announcements.check(lost, reports, Decision(4, "resume", progress=progress))
@@ -161,7 +161,8 @@ def test_all_who_hold_a_stage_are_told_also_when_the_plan_changes() -> None:
     binding: Any = SimpleNamespace(local=local)
     epoch: Any = SimpleNamespace(lanes=lanes, transport=transport, member="m0")
     progress = Progress(seed=1, sequence=5, steps=3)
-    announcements = Announcements(binding, epoch, progress)
+    context: Any = SimpleNamespace(binding=binding, epoch=epoch, progress=progress)
+    announcements = Announcements(context)
     announcements.tell_again()
     assert not sent
     progress.changed.add("w")
@@ -169,7 +170,7 @@ def test_all_who_hold_a_stage_are_told_also_when_the_plan_changes() -> None:
     announcements.tell_again()
     assert [lane.destination for lane, _, _ in sent] == [plan.shadow(Role(0, 0)), builder]
     assert all(sequence == 5 and told.tolist() == [3, 1, 5, 0, 1, 0] for _, sequence, told in sent)
-    progress.joining = True
+    progress.standing = Standing.JOINING
     announcements.tell_again()
     assert len(sent) == 2, "a member that joins has changed nothing"
 
@@ -192,7 +193,8 @@ def test_what_a_lost_owner_has_told(step: int) -> None:
     told = {Lanes(plan, False).told[role, "m0"]: [torch.tensor([step, 1, 0, 0]), torch.tensor([step, 0, 0, 0, 1, 0])]}
     transport = SimpleNamespace(take=lambda lane: told.pop(lane, []))
     epoch: Any = SimpleNamespace(begun=True, lanes=Lanes(plan, False), transport=transport, member="m0")
-    announcements = Announcements(binding, epoch, Progress(seed=1, steps=3))
+    context: Any = SimpleNamespace(binding=binding, epoch=epoch, progress=Progress(seed=1, steps=3))
+    announcements = Announcements(context)
     for _ in range(2):  # the second time nothing has arrived
         announcements.listen()
         assert replica.layers.changes == Changes(2, step) and replica.trained == [True, False]

@@ -19,7 +19,10 @@ from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from torch import nn
 
-from bamboo_ds.engine.joining.joining import Joining
+from bamboo_ds.engine.context.history import History
+from bamboo_ds.engine.context.records import Progress
+from bamboo_ds.engine.joining import replay
+from bamboo_ds.engine.joining.replay import Replay
 from bamboo_ds.engine.replicas.replica import build_stage_module, check_structure, structure_of, with_own_parts
 from bamboo_ds.engine.script.changes import Weights
 from bamboo_ds.engine.script.flags import FLAGS, compare_flags, flags_here, uncertain
@@ -116,25 +119,21 @@ def test_ranks_that_compute_with_different_settings_are_refused(tmp_path: Path) 
     assert "matmul_precision is highest on m0-" in result.output and " and medium on m1-" in result.output
 
 
-def test_a_member_that_joins_compares_its_settings() -> None:
-    asked: list[str] = []
-
-    def fetch(key: str) -> str:
-        asked.append(key)
-        return json.dumps({"torch.set_default_dtype": "torch.float32"})
-
-    member: Any = SimpleNamespace(
+def test_a_member_that_joins_compares_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = {FLAGS: json.dumps({"torch.set_default_dtype": "torch.float32"}), History.key(0): "[]"}
+    monkeypatch.setattr(replay, "asked", lambda job, sources, key: answers[key])
+    context: Any = SimpleNamespace(
         job=SimpleNamespace(replaying=False, channel=SimpleNamespace(rank=0)),
         binding=SimpleNamespace(drop=lambda role: None, local=SimpleNamespace(role=None)),
-        history=(),
-        progress=SimpleNamespace(joining=False),
-        ask=lambda: 0,
-        fetch=fetch,
+        history=History(),
+        progress=Progress(seed=1),
     )
-    Joining.begin(member, {"torch.set_default_dtype": "torch.float32"})
+    nothing: Any = None
+    member = Replay(context, nothing, nothing, nothing)
+    member.join({"torch.set_default_dtype": "torch.float32"})
+    assert context.progress.joining and context.job.replaying
     with pytest.raises(ConfigError, match=r"dtype is torch.float32 on the job and torch.float64 on this member"):
-        Joining.begin(member, {"torch.set_default_dtype": "torch.float64"})
-    assert asked == [FLAGS] * 2
+        member.join({"torch.set_default_dtype": "torch.float64"})
 
 
 # -- layers -------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from bamboo_ds.engine.data.supply import BatchSupply
 from bamboo_ds.engine.iteration import exactness, reduction
 from bamboo_ds.engine.iteration.boundaries import Boundaries
 from bamboo_ds.engine.iteration.replication import Replication
-from bamboo_ds.engine.joining import joining
+from bamboo_ds.engine.joining import asking
 from bamboo_ds.engine.recovery import copies
 from bamboo_ds.engine.recovery.copies import Copies
 from bamboo_ds.engine.replicas.construction import Construction
@@ -66,7 +66,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for each in (records, exactness):
         monkeypatch.setattr(each, "Transport", SimulatedTransport)
     monkeypatch.setattr(copies, "begin_fetch", Fetching)
-    monkeypatch.setattr(joining, "fetch", lambda url, key, *, secret, **_: secret.fetch(url, key))
+    monkeypatch.setattr(asking, "fetch", lambda url, key, *, secret, **_: secret.fetch(url, key))
     groups = SimpleNamespace(all_reduce=lambda tensor, group: group.all_reduce(tensor))
     for module in (reduction, ring):
         monkeypatch.setattr(module, "dist", groups)

@@ -74,7 +74,8 @@ def test_one_member_adds_its_stages_up(monkeypatch: pytest.MonkeyPatch, frozen: 
     ds: Any = SimpleNamespace(gradients=lambda: [p.grad for p in binding.current.trainable()])
     plan = SimpleNamespace(owners=["me", "b", "me", "c", "d", "me"])
     epoch: Any = SimpleNamespace(layout=Layout(2, 3), plan=plan)
-    reduction = Reduction(ds, binding, epoch, frozenset((0, 1, 2)))
+    context: Any = SimpleNamespace(ds=ds, binding=binding, epoch=epoch)
+    reduction = Reduction(context, frozenset((0, 1, 2)))
 
     def use(runtime: StageRuntime) -> None:
         binding.current, ds.module = runtime, runtime.module

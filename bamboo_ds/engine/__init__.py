@@ -1,8 +1,8 @@
 """The pipeline engine that survives the loss of its neighbours.
 
 The engine itself (:mod:`.pipeline_engine`) is what scripts and DeepSpeed see. It delegates to parts, which live in
-rooms and which :mod:`.parts` puts together; each gets what it needs in its constructor. A room may use those below it
-(``pyproject.toml`` has the contract), and its docstring says what it has for the others::
+rooms and which :mod:`.parts` puts together; each gets the context that all share, and the parts that it calls. A room
+may use those below it (``pyproject.toml`` has the contract), and its docstring says what it has for the others::
 
     script ---> BambooPipelineEngine <--- DeepSpeed's own methods
                    |
@@ -16,9 +16,9 @@ rooms and which :mod:`.parts` puts together; each gets what it needs in its cons
     iteration      the instructions of an operation: passes, boundaries, reduction, replication, commit, step
                    |
     data           micro-batches      checkpoints  what a member contributes to them
-    replicas       further roles      script       what scripts change      telling  signs of life, timelines
+    replicas       further roles      script       what scripts change
                    |
-    context        the epoch (plan, lanes, transport), the job's progress and history
+    context        the epoch (plan, lanes, transport), the job's progress and history, signs of life, timelines
     stage          one stage on this member: what DeepSpeed's methods compute
 
 All parts belong to the main thread.

@@ -29,7 +29,8 @@ from ..errors import ConfigError
 from ..stages import built
 from ..supported import check_config, check_schedule, layout_of
 from ..worker.job import current_job
-from .parts import Parts
+from .iteration.parts import IterationParts
+from .parts import Parts, parts_of
 from .replicas.refusals import check_hooks, check_layers, check_named_optimizer, check_optimizer, check_optimizer_hooks
 from .script.replaced import Replacements
 from .stage.blocks import with_blocks
@@ -38,11 +39,11 @@ from .stage.wrappers import is_sharded
 from .starting import start
 
 
-def _by(find: Callable[[Parts], Callable[..., None]]) -> Callable[..., None]:
+def _by(find: Callable[[IterationParts], Callable[..., None]]) -> Callable[..., None]:
     """An instruction's handler: the method that ``find`` gives, with the instruction's arguments."""
 
     def execute(engine: BambooPipelineEngine, **arguments: Any) -> None:
-        find(engine._parts)(**arguments)
+        find(engine._parts.iteration)(**arguments)
 
     return execute
 
@@ -86,7 +87,7 @@ class BambooPipelineEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed i
         check_optimizer(self.basic_optimizer, copied)
         layout = replace(layout, sharded=layout.copies > 1 and is_sharded(self.optimizer))
         layout = with_blocks(layout, module, settings.topology.blocks)
-        self._parts = parts = Parts(self, job, settings, layout)
+        self._parts = parts = parts_of(self, job, settings, layout)
         job.has_engine = True
         with job.channel.activity.at_work():
             start(parts, exact)
@@ -173,14 +174,14 @@ class BambooPipelineEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed i
         return self._parts.training.mean_loss()
 
     def _next_batch(self) -> Any:
-        return self._parts.passes.next_batch()
+        return self._parts.iteration.passes.next_batch()
 
     def _take_model_step(self, lr_kwargs: Any) -> None:
-        self._parts.steps.take_model_step(lr_kwargs)
+        self._parts.iteration.steps.take_model_step(lr_kwargs)
 
     def clip_fp32_gradients(self) -> None:
         """As DeepSpeed's, without collectives."""
-        self._parts.steps.clip_gradients()
+        self._parts.iteration.steps.clip_gradients()
 
     def _report_progress(self, step: int) -> None:
         if self._parts is None or self._parts.binding.current.owned:
@@ -207,32 +208,32 @@ class BambooPipelineEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed i
 
             Layers of pipelines do not take it: DeepSpeed spares them by the name of its own engine's class.
             """
-            passing = self._parts is not None and self._parts.slices.passing
+            passing = self._parts is not None and self._parts.iteration.slices.passing
             return not passing and bool(super().curriculum_enabled_legacy())
 
     #: By instruction. DeepSpeed's own map is left as it is: what a script puts into it is refused.
     HANDLERS = {
-        stock.LoadMicroBatch: _by(lambda parts: parts.passes.load),
-        stock.ForwardPass: _by(lambda parts: parts.passes.forward),
-        stock.BackwardPass: _by(lambda parts: parts.passes.backward),
-        stock.SendActivation: _by(lambda parts: parts.boundaries.send_activations),
-        stock.RecvActivation: _by(lambda parts: parts.boundaries.recv_activations),
-        stock.SendGrad: _by(lambda parts: parts.boundaries.send_grads),
-        stock.RecvGrad: _by(lambda parts: parts.boundaries.recv_grads),
-        stock.ReduceTiedGrads: _by(lambda parts: parts.reduction.reduce_tied),
-        stock.ReduceGrads: _by(lambda parts: parts.reduction.reduce),
-        stock.OptimizerStep: _by(lambda parts: parts.steps.step_owned),
-        schedule.UseRole: _by(lambda parts: parts.passes.use_role),
-        schedule.FillBubble: _by(lambda parts: parts.redundant.fill_bubble),
-        schedule.RedundantForward: _by(lambda parts: parts.redundant.run_next),
-        schedule.ResendActivation: _by(lambda parts: parts.boundaries.resend_activation),
-        schedule.ResendGrad: _by(lambda parts: parts.boundaries.resend_grad),
-        schedule.SendChanges: _by(lambda parts: parts.division.send_changes),
-        schedule.RecvChanges: _by(lambda parts: parts.division.receive_changes),
-        schedule.SendPart: _by(lambda parts: parts.division.send_part),
-        schedule.RecvPart: _by(lambda parts: parts.division.receive_part),
-        schedule.SendReplica: _by(lambda parts: parts.replication.send),
-        schedule.RecvReplica: _by(lambda parts: parts.replication.receive),
-        schedule.Commit: _by(lambda parts: parts.commits.commit_iteration),
-        schedule.StepReplica: _by(lambda parts: parts.replication.step),
+        stock.LoadMicroBatch: _by(lambda iteration: iteration.passes.load),
+        stock.ForwardPass: _by(lambda iteration: iteration.passes.forward),
+        stock.BackwardPass: _by(lambda iteration: iteration.passes.backward),
+        stock.SendActivation: _by(lambda iteration: iteration.boundaries.send_activations),
+        stock.RecvActivation: _by(lambda iteration: iteration.boundaries.recv_activations),
+        stock.SendGrad: _by(lambda iteration: iteration.boundaries.send_grads),
+        stock.RecvGrad: _by(lambda iteration: iteration.boundaries.recv_grads),
+        stock.ReduceTiedGrads: _by(lambda iteration: iteration.reduction.reduce_tied),
+        stock.ReduceGrads: _by(lambda iteration: iteration.reduction.reduce),
+        stock.OptimizerStep: _by(lambda iteration: iteration.steps.step_owned),
+        schedule.UseRole: _by(lambda iteration: iteration.passes.use_role),
+        schedule.FillBubble: _by(lambda iteration: iteration.redundant.fill_bubble),
+        schedule.RedundantForward: _by(lambda iteration: iteration.redundant.run_next),
+        schedule.ResendActivation: _by(lambda iteration: iteration.boundaries.resend_activation),
+        schedule.ResendGrad: _by(lambda iteration: iteration.boundaries.resend_grad),
+        schedule.SendChanges: _by(lambda iteration: iteration.division.send_changes),
+        schedule.RecvChanges: _by(lambda iteration: iteration.division.receive_changes),
+        schedule.SendPart: _by(lambda iteration: iteration.division.send_part),
+        schedule.RecvPart: _by(lambda iteration: iteration.division.receive_part),
+        schedule.SendReplica: _by(lambda iteration: iteration.replication.send),
+        schedule.RecvReplica: _by(lambda iteration: iteration.replication.receive),
+        schedule.Commit: _by(lambda iteration: iteration.commits.commit_iteration),
+        schedule.StepReplica: _by(lambda iteration: iteration.replication.step),
     }

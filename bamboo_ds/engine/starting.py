@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from ..errors import EpochChanged, ProtocolError
 from ..observe import logs
 from ..worker import plan_changes as plan_change
+from .joining.resuming import newest_whole
 from .recovery.reports import StartReport
 from .script.flags import compare_flags, uncertain
 
@@ -34,9 +35,9 @@ def start(parts: Parts, exact: int) -> None:
     if job.channel.joiner:
         _connect_local(parts)
         job.at_finish = parts.leave
-        parts.joining.begin(parts.flags)
+        parts.replay.join(parts.flags)
         return
-    parts.report_layout()
+    parts.supply.needs.tell_all()
     plan = job.channel.wait_plan(job.session.epoch, job.session.timeout.total_seconds())
     parts.recovery.agreed = plan.members
     parts.recovery.enter(plan)
@@ -55,7 +56,7 @@ def start(parts: Parts, exact: int) -> None:
         logger.info("interrupted at the end of building: %s", error)
     job.at_finish = parts.leave
     if agreed.resumed is not None:
-        parts.resuming.begin(*agreed.resumed)
+        parts.replay.resume(*agreed.resumed)
 
 
 def _connect_local(parts: Parts) -> None:
@@ -71,8 +72,8 @@ def _agree(parts: Parts, exact: int) -> StartReport:
     mine = StartReport(
         seed=parts.progress.seed,
         nonce=secrets.token_hex(4),
-        resumed=parts.resuming.find() if parts.epoch.leads else None,
-        ledger=parts.accounts.folder,
+        resumed=newest_whole(parts.epoch) if parts.epoch.leads else None,
+        ledger=parts.supply.accounts.folder,
         exact=exact,
         flags=parts.flags,
     )
@@ -92,6 +93,6 @@ def _agree(parts: Parts, exact: int) -> StartReport:
     parts.flags.clear()
     parts.flags.update(agreed.flags)
     parts.progress.seed, parts.saves.nonce = agreed.seed, agreed.nonce
-    parts.accounts.begin(agreed.nonce, agreed.ledger)
-    parts.checks.begin(agreed.exact)
+    parts.supply.accounts.begin(agreed.nonce, agreed.ledger)
+    parts.iteration.checks.begin(agreed.exact)
     return agreed

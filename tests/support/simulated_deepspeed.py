@@ -106,7 +106,7 @@ class SimulatedDeepSpeed(DeepSpeedAdapter):
 
     def load_micro_batch(self, buffer_id: int) -> None:
         """As DeepSpeed's."""
-        inputs, labels = self.engine._parts.passes.next_batch()
+        inputs, labels = self.engine._parts.iteration.passes.next_batch()
         if self.is_first_stage():
             self.pipe_buffers["inputs"][buffer_id] = inputs
         if self.is_last_stage():
@@ -171,15 +171,15 @@ class SimulatedDeepSpeed(DeepSpeedAdapter):
 
     def optimizer_step(self, lr_kwargs: Any) -> None:
         """As DeepSpeed's, without reports."""
-        self.engine._parts.steps.take_model_step(lr_kwargs)
+        self.engine._parts.iteration.steps.take_model_step(lr_kwargs)
 
     def quiet_step(self) -> None:
         """As DeepSpeed's."""
-        self.engine._parts.steps.take_model_step(None)
+        self.engine._parts.iteration.steps.take_model_step(None)
 
     def take_model_step(self, lr_kwargs: Any) -> None:
         """As DeepSpeed's."""
-        self.engine._parts.steps.clip_gradients()
+        self.engine._parts.iteration.steps.clip_gradients()
         self.optimizer.step()
         self.module.zero_grad(set_to_none=True)
         self.note_step(skipped=False)

@@ -23,56 +23,31 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from bamboo_ds.config import RedundancyConfig, RedundancyMode
+from bamboo_ds.config import BambooConfig
 from bamboo_ds.control.leader.actions import Feed, WritePlan
 from bamboo_ds.control.leader.boundary import next_change, policy_of, ready_copies
 from bamboo_ds.control.leader.decisions import fed
 from bamboo_ds.control.leader.restarts import fatal_plan
 from bamboo_ds.control.leader.view import View
 from bamboo_ds.control.registry.records import LayoutRecord, MemberRecord, WorkerState
-from bamboo_ds.engine.context.history import History
-from bamboo_ds.engine.context.records import CurrentEpoch, Progress
+from bamboo_ds.engine.context.shared import EngineContext
 from bamboo_ds.engine.data.accounts import Accounts
 from bamboo_ds.engine.data.batches import Batches
 from bamboo_ds.engine.data.dataset import Dataset
 from bamboo_ds.engine.data.reading import Reading
 from bamboo_ds.engine.data.supply import BatchSupply, Needs
 from bamboo_ds.engine.iteration.block_times import BlockTimes
-from bamboo_ds.engine.iteration.boundaries import Boundaries
-from bamboo_ds.engine.iteration.committing import Commits
-from bamboo_ds.engine.iteration.division import Division
-from bamboo_ds.engine.iteration.exactness import ExactChecks
-from bamboo_ds.engine.iteration.generators import RoleGenerators
-from bamboo_ds.engine.iteration.passes import Passes
-from bamboo_ds.engine.iteration.reduction import Reduction
-from bamboo_ds.engine.iteration.redundant import RedundantPasses
-from bamboo_ds.engine.iteration.replication import Replication
-from bamboo_ds.engine.iteration.slices import SlicedPasses
+from bamboo_ds.engine.iteration.measures import Measures
 from bamboo_ds.engine.iteration.stage_memory import PassBytes
-from bamboo_ds.engine.iteration.steps import Steps
-from bamboo_ds.engine.joining.joining import Joining
-from bamboo_ds.engine.joining.replay import Replay
-from bamboo_ds.engine.operations.checkpointing import Checkpoints, End
-from bamboo_ds.engine.operations.evaluation import Evaluation
-from bamboo_ds.engine.operations.script_calls import ScriptCalls
-from bamboo_ds.engine.operations.training import Training
+from bamboo_ds.engine.parts import Parts
 from bamboo_ds.engine.pipeline_engine import BambooPipelineEngine
-from bamboo_ds.engine.recovery.announcements import Announcements
-from bamboo_ds.engine.recovery.copies import Copies
-from bamboo_ds.engine.recovery.protocol import RecoveryProtocol
-from bamboo_ds.engine.recovery.takeover import Takeover
 from bamboo_ds.engine.replicas.building import StageBuilder
-from bamboo_ds.engine.replicas.construction import Construction
 from bamboo_ds.engine.script.flags import FLAGS
 from bamboo_ds.engine.stage.groups import RoleGroups
 from bamboo_ds.engine.stage.layers import Layers
 from bamboo_ds.engine.stage.runtime import BOUND_ATTRIBUTES, RuntimeBinding, StageRuntime
 from bamboo_ds.engine.stage.schedulers import Pristine
 from bamboo_ds.engine.stage.wrappers import stage_optimizer
-from bamboo_ds.engine.telling.beats import Beats
-from bamboo_ds.engine.telling.mismatches import Mismatches
-from bamboo_ds.engine.telling.monitors import JobTags
-from bamboo_ds.engine.telling.recording import Recording
 from bamboo_ds.errors import EpochChanged, FatalLoss, Left, ProtocolError, TransferError, UnsupportedError
 from bamboo_ds.topology import (
     Layout,
@@ -116,7 +91,7 @@ class _Builder(StageBuilder):
     def build(self, role: Role, state: Any, pristine: Pristine | None) -> StageRuntime:
         self.binding.refresh()
         local = self.binding.local
-        runtime = local if role == local.role else self.member.runtime(role, seed=1000)
+        runtime = local if role == local.role else self.member.runtime(self.ds, self.groups, role, seed=1000)
         self.restore(runtime, state)
         return runtime
 
@@ -158,20 +133,21 @@ class Watched(TensorDataset):
 RUNS: ContextVar[Member] = ContextVar("RUNS")
 
 
-class Member:
-    """One member: the engine's parts, put together as :class:`bamboo_ds.engine.parts.Parts` does."""
+class Member(Parts):
+    """One member: an engine's parts, on a simulated network and with measures that are drawn."""
 
     def __init__(self, world: World, name: str, rank: int, plan: Plan, joiner: bool = False) -> None:
         spec, layout = world.spec, world.layout
-        self.world, self.name, self.layout = world, name, layout
+        self.world, self.name = world, name
         self.drawn, self.evaluated, self.losses = [0], [0], []  # type: ignore[var-annotated]
         self.looks: Counter[str] = Counter()
         self.strange: list[tuple[str, Any]] = []
         self.fatal: FatalLoss | UnsupportedError | None = None
         self.started = self.left = self.ended = False
+        redundancy = {"mode": spec.mode, "verify_every": 1, "check_exact": spec.checked}
+        settings = BambooConfig.model_validate({"redundancy": redundancy, "observe": {"timeline": "off"}})
         self.session: Any = Session(name, world.network)
-        self.job: Any = Job(world, self.session, plan, rank, joiner)
-        self.progress = progress = Progress(seed=7)
+        job: Any = Job(world, self.session, plan, rank, joiner)
         engine: Any = _Engine()
         engine.__dict__.update(
             device=torch.device("cpu"),
@@ -190,101 +166,42 @@ class Member:
         )
         role = layout.role(rank)
         at_end = role.stage in (0, layout.stages - 1)
-        engine.__dict__["data_iterator"] = self._iterator(100, self.drawn) if at_end else None
+        engine.__dict__["data_iterator"] = self._iterator(role, 100, self.drawn) if at_end else None
         dataset = None
         if spec.dataset:
             samples = Watched(self.look, *torch.randn(2, 20, WIDTH, generator=torch.Generator().manual_seed(3)))
             dataset = Dataset(samples, layout.pipelines, 2, lambda sampler: DataLoader(samples, 2, sampler=sampler))
             engine.__dict__["data_iterator"] = None
-        self._held_out = self._iterator(200, self.evaluated) if at_end else None
-        self.engine, self.ds = engine, SimulatedDeepSpeed(engine)
-        ds: Any = self.ds
-        self.groups = groups = RoleGroups(self.session, layout)
-        local = self.runtime(role, seed=50, owned=not joiner)
+        self._held_out = self._iterator(role, 200, self.evaluated) if at_end else None
+        ds: Any = SimulatedDeepSpeed(engine)
+        groups = RoleGroups(self.session, layout)
+        local = self.runtime(ds, groups, role, seed=50, owned=not joiner)
         engine.__dict__.update(local.attributes)
         engine._modules["module"] = local.module
-        self.binding = binding = RuntimeBinding(engine, local)
-        mode = RedundancyMode(spec.mode)
-        self.epoch = epoch = CurrentEpoch(self.job, layout, mode.eager_backward)
+        context = EngineContext(ds, job, settings, settings.redundancy.mode, groups, RuntimeBinding(engine, local))
+        context.progress.seed = 7
         random = Random(world.random.random())
-        history, batches, idle = History(), Batches(1, Reading(binding, groups).batches), DrawnIdleTimes(random)
-        beats, generators = Beats(self.job, progress), RoleGenerators(ds, layout, progress, history)
-        recording = Recording(ds, binding, progress, None, "off")
         accounts = Accounts(str(spec.ledger) if spec.ledger else None, name)
         accounts.begin("run", accounts.folder)
-        saves: Any = Saves()
-        self.saves = saves
-        collectives: Any = SimpleNamespace(
-            begin_gap=_nothing, agree=_nothing, flush=_nothing, record=lambda: _NO_COLLECTIVES
-        )
-        self.snapshots: Any = Snapshots(world, name)
-        constructions: dict[Role, Construction] = {}
-        settings = RedundancyConfig.model_validate({"mode": spec.mode, "verify_every": 1})
-
         needs = Needs(partial(world.note_needs, name), dataset is None)
-        supply = BatchSupply(ds, binding, epoch, progress, batches, accounts, dataset, None, history, needs)
-        tied = {0, layout.stages - 1} if spec.tied else set()
-        reduction = Reduction(ds, binding, epoch, tied)
-        builder = _Builder(ds, layout, groups, binding)
-        builder.member = self
-        checks = ExactChecks(ds, True, True, binding, epoch, progress, reduction, builder, beats)
-        checks.begin(spec.checked)
-        self.joining = joining = Joining(self.job, binding, progress, history, saves, accounts, checks)
-        slices = SlicedPasses(ds, groups, binding)
+        batches = Batches(1, Reading(context).batches)
+        supply = BatchSupply(context, batches, accounts, dataset, None, needs)
         times: BlockTimes = DrawnBlockTimes(layout, spec.iterations, random)
         if spec.straggler is not None:
             times = StragglersBlockTimes(layout, range(3, spec.iterations - 8) if name == spec.straggler else range(0))
-        kept = PassBytes(ds, layout, on=False, retains=True)
-        self.passes = Passes(
-            ds, layout, binding, progress, batches, accounts, slices, generators, idle, checks, times, kept
-        )
-        self.boundaries = Boundaries(ds, binding, epoch, progress, idle, True)
-        self.division = Division(ds, binding, epoch, progress, self.boundaries, reduction)
-        self.redundant = RedundantPasses(
-            ds, settings, mode, binding, epoch, progress, batches, self.passes, self.boundaries, idle, checks, recording
-        )
-        self.reduction = reduction
-        self.commits = Commits(ds, binding, epoch, progress, batches, accounts, saves, checks, constructions)
-        self.steps = Steps(ds, layout, groups, binding, progress, generators, settings.verify_every)
-        self.replication = Replication(
-            binding, epoch, progress, self.boundaries, self.steps, constructions, Mismatches(1)
-        )
-        self.copies = Copies(binding, epoch, progress, builder, self.steps, self.snapshots, constructions, times, kept)
-        announcements = Announcements(binding, epoch, progress)
-        self.recovery = RecoveryProtocol(
-            *(ds, binding, epoch, progress, tied, builder, self.boundaries, self.replication),
-            *(self.commits, self.copies, supply, saves, history, collectives, joining.take_over, checks),
-            *(announcements, recording),
-        )
-        self.takeover = Takeover(
-            *(binding, epoch, progress, self.recovery, self.commits, self.replication, checks, collectives, beats),
-            announcements,
-        )
-        resuming: Any = SimpleNamespace(checkpoint=None)
-        report = lambda: world.wait_for_admission(name)  # noqa: E731
-        replay = Replay(self.job, progress, history, joining, resuming, None, self.takeover, report)  # type: ignore[arg-type]
-        self.training = Training(
-            *(ds, settings, mode, binding, epoch, progress, supply, replay, self.takeover, self.division),
-            self.redundant,
-            *(self.commits, self.steps, self.replication, self.copies, checks, saves, history, beats, recording),
-            JobTags(ds, epoch, progress),
-        )
-        self.evaluation = Evaluation(
-            *(ds, binding, epoch, progress, supply, replay, self.takeover, self.passes, self.replication),
-            *(self.commits, self.copies, saves, history, beats, recording),
-        )
-        self.checkpoints = Checkpoints(
-            *(ds, groups, binding, epoch, progress, replay, self.takeover, self.commits, self.copies),
-            *(None, saves, history, recording, True),  # type: ignore[arg-type]
-        )
-        self.script = ScriptCalls(
-            *(binding, epoch, progress, builder, self.copies, replay, self.takeover, collectives, announcements)
-        )
-        self.end, self.supply = End(epoch, progress, self.commits, saves), supply
+        measures = Measures(DrawnIdleTimes(random), times, PassBytes(context, on=False))
+        builder = _Builder(context)
+        builder.member = self
+        saves: Any = Saves()
+        self.snapshots: Any = Snapshots(world, name)
+        tied = {0, layout.stages - 1} if spec.tied else set()
+        super().__init__(context, supply, saves, builder, self.snapshots, tied, measures, {})
+        self.replay.report_layout = lambda: world.wait_for_admission(name)
+        self.iteration.checks.begin(spec.checked)
 
-    def runtime(self, role: Role, seed: int, owned: bool = False) -> StageRuntime:
+    def runtime(self, ds: Any, groups: RoleGroups, role: Role, seed: int, owned: bool = False) -> StageRuntime:
         """A runtime of a new stage."""
-        layout = self.layout
+        layout = groups.layout
         ends = (0, layout.stages - 1)
         spec = self.world.spec
         module = Stage(role.stage, spec.blocks, spec.tied and role.stage in ends, seed, spec.statistics)
@@ -317,13 +234,12 @@ class Member:
             micro_steps=0,
         )
         kind = Shards if layout.sharded else stage_optimizer
-        runtime.layers, runtime.optimizer = Layers(module), kind(self.ds, self.groups, runtime)
+        runtime.layers, runtime.optimizer = Layers(module), kind(ds, groups, runtime)
         runtime.begin_iteration()
         return runtime
 
-    def _iterator(self, seed: int, drawn: list[int]) -> Any:
+    def _iterator(self, role: Role, seed: int, drawn: list[int]) -> Any:
         """The script's, at an end of a pipeline; where the ends are apart, what DeepSpeed does not look at is noise."""
-        role = self.layout.role(self.job.channel.rank)
         noise = torch.Generator().manual_seed(1)
         for number, batch in enumerate(_batches(seed + role.pipeline, drawn, self.look)):
             if self.world.spec.apart is not None and number >= self.world.spec.apart:
@@ -339,7 +255,7 @@ class Member:
         self.looks[where] += 1
         if not hasattr(self, "binding"):
             return  # nothing can be bound yet
-        seen, local = self.engine.__dict__, self.binding.local
+        seen, local = self.ds.engine.__dict__, self.binding.local
         own = local.attributes
         same = seen["module"] is own["module"] and seen["optimizer"] is own["optimizer"] and seen["grid"] is own["grid"]
         place = seen["stage_id"], seen["global_rank"]
@@ -351,7 +267,7 @@ class Member:
         RUNS.set(self)
         try:
             if self.job.channel.joiner:
-                self.joining.begin({})
+                self.replay.join({})
             else:
                 self._begin()
             self.script.leave()
@@ -408,9 +324,6 @@ class Member:
 
 def _nothing(*_: Any) -> None:
     pass
-
-
-_NO_COLLECTIVES: dict[str, Any] = {"gap": 0, "done": {}, "open": 0}
 
 
 @dataclass(frozen=True)
@@ -731,7 +644,7 @@ class World:
             raise TransferError(key, url, "gone", "it is not there")
         if key == FLAGS:
             return "{}", []
-        return member.training.history.answer(key), []
+        return member.history.answer(key), []
 
     def _leave(self) -> None:
         """A member is told to leave."""

@@ -134,6 +134,7 @@ class Job:
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.channel: Any = SimpleNamespace(
             activity=SimpleNamespace(at_work=nullcontext, beats=0, busy=False, hang_after_s=0.0, telling={}),
+            spans=None,
             event=lambda kind, **facts: self.events.append((kind, facts)),
             report_state=self._report_state,
             secret=self.world,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import TYPE_CHECKING
 
 from ...comm.transport import Transport
+from ...control.registry.records import PeerAddress
 from ...errors import UnsupportedError
 from ...schedule import Decision
 from ...topology import Layout, Plan, Role
@@ -99,6 +101,19 @@ class Recovery:
     backwards_redone: int
 
 
+class Standing(Enum):
+    """Where the script is with respect to the job; :class:`~..joining.replay.Replay` draws how that changes."""
+
+    #: Where the job is.
+    TOGETHER = "together"
+    #: Behind it, on a member that waits to be admitted.
+    JOINING = "joining"
+    #: Behind it, on a member that was just admitted.
+    CATCHING_UP = "catching up"
+    #: Before the checkpoint that the job goes on from after a restart.
+    RESUMING = "resuming"
+
+
 @dataclass
 class Progress:
     """How far the job is, and the operation under way.
@@ -115,7 +130,9 @@ class Progress:
         resumed: the current operation was interrupted, and goes on from what there was.
         call: number and name (see :class:`~.operation.Operation`) of the operation that the script is in.
         evaluating: an evaluation runs.
-        joining: this member waits to be admitted to the job.
+        standing: where the script is with respect to the job.
+        target: how many operations a script that is behind has to replay; ``None``: that is not known yet.
+        sources: where what the job had done when this member was admitted can be fetched.
         at_boundary: the script has not gone on since the last operation.
         redone: of parts (by their first block) of roles taken over in the current operation: how many forward and
             backward passes others have used the results of.
@@ -133,25 +150,37 @@ class Progress:
     seed: int
     sequence: int = 0
     steps: int = 0
-    consumed: int = 0
-    vector: tuple[float, ...] | None = None
-    committed: Committed | None = None
-    paused: float = 0.0
-    entered: bool = False
-    resumed: bool = False
-    call: tuple[int, str] | None = None
-    evaluating: bool = False
-    joining: bool = False
-    at_boundary: bool = False
-    redone: dict[tuple[Role, int], tuple[int, int]] = field(default_factory=dict)
-    taken_over: set[Role] = field(default_factory=set)
-    recovery: Recovery | None = None
-    pending: Decision | None = None
-    position: SchedulerPosition | None = None
-    changed: set[str] = field(default_factory=set)
-    known_changes: dict[Role, Changes] = field(default_factory=dict)
-    assigned: dict[str, str] = field(default_factory=dict)
-    told_assigned: dict[Role, tuple[int, int]] = field(default_factory=dict)
+    consumed: int = field(default=0, init=False)
+    vector: tuple[float, ...] | None = field(default=None, init=False)
+    committed: Committed | None = field(default=None, init=False)
+    paused: float = field(default=0.0, init=False)
+    entered: bool = field(default=False, init=False)
+    resumed: bool = field(default=False, init=False)
+    call: tuple[int, str] | None = field(default=None, init=False)
+    evaluating: bool = field(default=False, init=False)
+    standing: Standing = field(default=Standing.TOGETHER, init=False)
+    target: int | None = field(default=None, init=False)
+    sources: Sequence[PeerAddress] = field(default=(), init=False)
+    at_boundary: bool = field(default=False, init=False)
+    redone: dict[tuple[Role, int], tuple[int, int]] = field(default_factory=dict, init=False)
+    taken_over: set[Role] = field(default_factory=set, init=False)
+    recovery: Recovery | None = field(default=None, init=False)
+    pending: Decision | None = field(default=None, init=False)
+    position: SchedulerPosition | None = field(default=None, init=False)
+    changed: set[str] = field(default_factory=set, init=False)
+    known_changes: dict[Role, Changes] = field(default_factory=dict, init=False)
+    assigned: dict[str, str] = field(default_factory=dict, init=False)
+    told_assigned: dict[Role, tuple[int, int]] = field(default_factory=dict, init=False)
+
+    @property
+    def joining(self) -> bool:
+        """Whether this member waits to be admitted."""
+        return self.standing is Standing.JOINING
+
+    @property
+    def behind(self) -> bool:
+        """Whether the script has yet to come to where the job is."""
+        return self.standing is not Standing.TOGETHER
 
     @property
     def agreed(self) -> Committed:

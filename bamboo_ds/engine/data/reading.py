@@ -6,16 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from ..stage.groups import RoleGroups
-from ..stage.runtime import RuntimeBinding
+from ..context.shared import InContext
 
 
 @dataclass(eq=False)
-class Reading:
+class Reading(InContext):
     """Lets the script read as between two of its calls, whatever this member computes, and without other ranks."""
-
-    binding: RuntimeBinding
-    groups: RoleGroups
 
     @contextmanager
     def batches(self) -> Iterator[None]:

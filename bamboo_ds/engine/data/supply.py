@@ -10,11 +10,9 @@ from typing import Any
 
 from ...errors import EpochChanged, UnsupportedError
 from ...topology import Plan, Role, batch_sources, hungry
-from ..context.history import History, Kind
+from ..context.history import Kind
 from ..context.lanes import BATCH_PARTS, Stream
-from ..context.records import CurrentEpoch, Progress
-from ..stage.deepspeed_adapter import DeepSpeedAdapter
-from ..stage.runtime import RuntimeBinding
+from ..context.shared import InContext
 from .accounts import Accounts, Consumed
 from .batches import PARTS, Batches, Served, Source
 from .dataset import Dataset
@@ -50,7 +48,7 @@ class Needs:
 
 
 @dataclass(eq=False)
-class BatchSupply:
+class BatchSupply(InContext):
     """Supplies batches to the roles of this member, and through it to others.
 
     Inputs come from the iterator at the first stage and labels from that at the last one, as in DeepSpeed. Every
@@ -58,15 +56,10 @@ class BatchSupply:
     as long as it is, either iterator serves for both.
     """
 
-    ds: DeepSpeedAdapter
-    binding: RuntimeBinding
-    epoch: CurrentEpoch
-    progress: Progress
     batches: Batches
     accounts: Accounts
     dataset: Dataset | None
     dataset_iterator: Any
-    history: History
     needs: Needs
     _feeding: frozenset[int] = field(default=frozenset(), init=False)
 

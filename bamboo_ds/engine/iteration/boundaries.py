@@ -14,26 +14,19 @@ from ...errors import ProtocolError
 from ...schedule import Hosts
 from ...topology import Role
 from ..context.lanes import Stream
-from ..context.records import CurrentEpoch, Progress
-from ..stage.deepspeed_adapter import DeepSpeedAdapter
-from ..stage.runtime import RuntimeBinding
+from ..context.shared import InContext
 from .bubbles import IdleTimes
 
 
 @dataclass(eq=False)
-class Boundaries:
+class Boundaries(InContext):
     """Sends and receives for the bound role, and the part of it that passes act on.
 
     Attributes:
         hosts: who computes the parts of every role in this iteration, by rank.
     """
 
-    ds: DeepSpeedAdapter
-    binding: RuntimeBinding
-    epoch: CurrentEpoch
-    progress: Progress
     idle: IdleTimes
-    retain: bool
     hosts: Hosts = field(default=(), init=False)
     _waits: dict[Hashable, float] = field(default_factory=dict, init=False)  # begin of each bubble in progress
 
@@ -117,7 +110,7 @@ class Boundaries:
 
     def _kept(self, store: dict[int, Payload], micro_batch: int) -> Payload:
         """What is sent; it stays in ``store`` until commit if a takeover could need it."""
-        return store[micro_batch] if self.retain else store.pop(micro_batch)
+        return store[micro_batch] if self.context.retains else store.pop(micro_batch)
 
     def _send_on(self, lane: Lane | None, micro_batch: int, payload: Payload) -> None:
         if lane is not None:

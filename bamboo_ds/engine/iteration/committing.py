@@ -11,34 +11,27 @@ import torch
 from ...errors import Isolated, UnsupportedError
 from ...topology import Role, end_sources
 from ..checkpoints.saving import Saves
-from ..context.records import CurrentEpoch, Progress
-from ..data.accounts import Accounts
-from ..data.batches import Batches
+from ..context.shared import InContext
+from ..data.supply import BatchSupply
 from ..replicas.construction import Construction
 from ..script.assigned import NOT_ALIKE, agree, differing, fingerprint
 from ..stage.commit import Committed, Contribution, Form, Measured, decode, encode
-from ..stage.deepspeed_adapter import DeepSpeedAdapter
-from ..stage.runtime import RuntimeBinding, StageRuntime
+from ..stage.runtime import StageRuntime
 from .exactness import ExactChecks
 
 
 @dataclass(eq=False)
-class Commits:
+class Commits(InContext):
     """Enters commits for this member."""
 
-    ds: DeepSpeedAdapter
-    binding: RuntimeBinding
-    epoch: CurrentEpoch
-    progress: Progress
-    batches: Batches
-    accounts: Accounts
+    supply: BatchSupply
     saves: Saves
     checks: ExactChecks
     constructions: Mapping[Role, Construction]
 
     def commit_iteration(self) -> None:
         """Commit the iteration, all of whose gradients are reduced and replicated."""
-        self.batches.complete(self.ds.micro_batches)
+        self.supply.batches.complete(self.ds.micro_batches)
         self.epoch.transport.drain()
         self.progress.entered = True
         self.agree(encode(self.epoch.layout, self.form(), self._contribution()))
@@ -121,7 +114,7 @@ class Commits:
 
     def _accounted(self) -> int:
         """Micro-batches of a pipeline that the commit accounts for."""
-        return self.ds.micro_batches if self.accounts.on else 0
+        return self.ds.micro_batches if self.supply.accounts.on else 0
 
     def is_complete(self, runtime: StageRuntime) -> bool:
         """Whether there is all that the commit needs of a role. One cloned from another pipeline lacks its own's."""
@@ -133,7 +126,7 @@ class Commits:
     def drawn(self) -> dict[Role, int]:
         """Checksum of what this member's iterator has given in this operation, if it speaks for its end."""
         role, plan = self.binding.local.role, self.epoch.plan
-        found = self.batches[role.pipeline].digest
+        found = self.supply.batches[role.pipeline].digest
         speaks = self.epoch.member in end_sources(plan, plan.world.rank(role))[:1]
         return {role: found} if found is not None and speaks else {}
 

@@ -21,24 +21,19 @@ from ...comm.transport import Payload
 from ...schedule import RoleProgress, hosts, not_begun
 from ...topology import Role
 from ..context.lanes import Stream
-from ..context.records import CurrentEpoch, Progress
+from ..context.shared import InContext
 from ..data.batches import as_message, from_message
 from ..stage.blocks import CutSearch
-from ..stage.deepspeed_adapter import DeepSpeedAdapter
 from ..stage.layers import copied, merged
-from ..stage.runtime import PartSums, RuntimeBinding
+from ..stage.runtime import PartSums
 from .boundaries import Boundaries
 from .reduction import Reduction
 
 
 @dataclass(eq=False)
-class Division:
+class Division(InContext):
     """Divides the passes of roles between owners and shadows."""
 
-    ds: DeepSpeedAdapter
-    binding: RuntimeBinding
-    epoch: CurrentEpoch
-    progress: Progress
     boundaries: Boundaries
     reduction: Reduction
 

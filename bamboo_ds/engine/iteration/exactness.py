@@ -34,12 +34,10 @@ from ...schedule import rehearsal_passes, rehearsal_sends
 from ...topology import Role
 from ..context.lanes import RehearsalLanes, Stream
 from ..context.operation import Outcome
-from ..context.records import CurrentEpoch, Progress
+from ..context.shared import InContext
 from ..replicas.building import StageBuilder
-from ..stage.deepspeed_adapter import DeepSpeedAdapter
-from ..stage.runtime import RuntimeBinding, StageRuntime
+from ..stage.runtime import StageRuntime
 from ..stage.tracing import Traces, checksum, given_back, owner_of, tensors_in
-from ..telling.beats import Beats
 from .facts import Facts, causes_in_passes, causes_in_steps, differences, only_rounded, state_of, summed, suspects
 from .recomputing import release_cache
 from .reduction import Reduction
@@ -52,27 +50,18 @@ _NAMED = 100
 
 
 @dataclass(eq=False)
-class ExactChecks:
+class ExactChecks(InContext):
     """This member's part of the check. All methods belong to the main thread.
 
     Attributes:
-        stops: what would change with a loss ends the job.
-        asked: the user has asked for the check; else a difference that may be rounding alone does not end the job.
         on: the check goes on.
         steps: how many steps are checked, equal on all members.
         redone: forward passes that this member has rehearsed in this iteration.
         rests: it is the iteration in which shadows compute nothing.
     """
 
-    ds: DeepSpeedAdapter
-    stops: bool
-    asked: bool
-    binding: RuntimeBinding
-    epoch: CurrentEpoch
-    progress: Progress
     reduction: Reduction
     builder: StageBuilder
-    beats: Beats
     on: bool = field(default=False, init=False)
     steps: int = field(default=0, init=False)
     redone: int = field(default=0, init=False)
@@ -408,14 +397,18 @@ class ExactChecks:
         else:
             reason = "after the step its replica is not what its owner has", causes_in_steps()
         error = Inexact(self.progress.steps + rehearsed, role.pipeline, role.stage, *reason, found)
-        if self.stops and not (rehearsed and self._may_round() and only_rounded(mine, theirs)):
+        stops = self.settings.redundancy.on_mismatch == "stop"
+        if stops and not (rehearsed and self._may_round() and only_rounded(mine, theirs)):
             raise error
         logger.error("%s", error)
 
     def _may_round(self) -> bool:
-        """Whether kernels may give another result each time, and the user has not asked for the check."""
+        """Whether kernels may give another result each time, and the user has not asked for the check.
+
+        Then a difference that may be rounding alone does not end the job.
+        """
         exact = self.ds.device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
-        return not exact and not self.asked
+        return not exact and self.settings.redundancy.check_exact is None
 
 
 def _say(line: str) -> None:

@@ -4,27 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
-from ...topology import Layout, Role
-from ..context.history import History
-from ..context.records import Progress
-from ..stage.deepspeed_adapter import DeepSpeedAdapter
+from ...topology import Role
+from ..context.shared import InContext
 from ..stage.rng import Drawing, drawing_seed, keyed_attributes, keyed_generators, seed_attributes, seed_generators
 from ..stage.runtime import StageRuntime
 
 
-class RoleGenerators:
-    """Random numbers of roles' passes and steps.
-
-    Args:
-        ds: DeepSpeed's engine.
-        layout: the logical world.
-        progress: with the seed, equal on all members.
-        history: what the job has done.
-    """
-
-    def __init__(self, ds: DeepSpeedAdapter, layout: Layout, progress: Progress, history: History) -> None:
-        self._ds, self._layout, self._progress, self._history = ds, layout, progress, history
+@dataclass(eq=False)
+class RoleGenerators(InContext):
+    """Random numbers of roles' passes and steps."""
 
     @contextmanager
     def keyed(self, drawing: Drawing, runtime: StageRuntime, micro_batch: int = 0) -> Iterator[None]:
@@ -39,7 +29,7 @@ class RoleGenerators:
         """
         seed = self._seed(drawing, runtime, micro_batch)
         others = drawing is not Drawing.BACKWARD
-        with keyed_generators(seed, self._ds.device, self._layout.slice_of(runtime.role), others):
+        with keyed_generators(seed, self.ds.device, self.layout.slice_of(runtime.role), others):
             if not runtime.layers.generators:
                 yield
                 return
@@ -51,15 +41,15 @@ class RoleGenerators:
 
         def seed_block(block: int) -> None:
             seed = self._seed(Drawing.FORWARD, runtime, micro_batch, block)
-            seed_generators(seed, self._ds.device, self._layout.slice_of(runtime.role))
+            seed_generators(seed, self.ds.device, self.layout.slice_of(runtime.role))
             seed_attributes(runtime.layers.generators, seed)
 
         return seed_block
 
     def _seed(self, drawing: Drawing, runtime: StageRuntime, micro_batch: int, block: int = 0) -> int:
-        layout, role = self._layout, runtime.role
+        layout, role = self.layout, runtime.role
         same = drawing is Drawing.STEP and not layout.sharded
         everywhere = Role(0 if same else layout.copy_of(role), role.stage)
         # Several evaluations may follow a step.
-        step = len(self._history) if drawing is Drawing.EVALUATION else self._ds.global_steps
-        return drawing_seed(drawing, self._progress.seed, step, everywhere, micro_batch, block)
+        step = len(self.history) if drawing is Drawing.EVALUATION else self.ds.global_steps
+        return drawing_seed(drawing, self.progress.seed, step, everywhere, micro_batch, block)

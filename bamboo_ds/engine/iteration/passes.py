@@ -13,42 +13,33 @@ import torch
 
 from ...comm.transport import Payload
 from ...errors import ProtocolError
-from ...topology import Layout, Role
-from ..context.records import Progress
-from ..data.accounts import Accounts, payload_checksum
-from ..data.batches import PARTS, Batches, as_payload
-from ..stage.deepspeed_adapter import DeepSpeedAdapter
+from ...topology import Role
+from ..context.shared import InContext
+from ..data.accounts import payload_checksum
+from ..data.batches import PARTS, as_payload
+from ..data.supply import BatchSupply
 from ..stage.rng import Drawing, seeded_layers
-from ..stage.runtime import RuntimeBinding, StageRuntime
+from ..stage.runtime import StageRuntime
 from ..stage.tracing import tensors_in
-from .block_times import BlockTimes
-from .bubbles import IdleTimes
 from .exactness import ExactChecks
 from .generators import RoleGenerators
+from .measures import Measures
 from .recomputing import begin_forward
 from .slices import SlicedPasses
-from .stage_memory import PassBytes
 
 #: Number of a stage that is neither a pipeline's first nor its last one.
 _INNER = -1
 
 
 @dataclass(eq=False)
-class Passes:
+class Passes(InContext):
     """Runs passes. What they give stays with the runtime until the iteration commits; :mod:`.boundaries` sends it."""
 
-    ds: DeepSpeedAdapter
-    layout: Layout
-    binding: RuntimeBinding
-    progress: Progress
-    batches: Batches
-    accounts: Accounts
+    supply: BatchSupply
     slices: SlicedPasses
     generators: RoleGenerators
-    idle: IdleTimes
     checks: ExactChecks
-    times: BlockTimes
-    kept: PassBytes
+    measures: Measures
     #: What is loaded.
     _batch: Any = field(default=None, init=False)
 
@@ -78,9 +69,9 @@ class Passes:
         """
         runtime = self.binding.current
         first, last = self._at_ends(runtime)
-        drawn = self.batches[runtime.role.pipeline].batch(buffer_id, first, last)
+        drawn = self.supply.batches[runtime.role.pipeline].batch(buffer_id, first, last)
         batch = self._batch = self.slices.processed(drawn)
-        if self.accounts.on and not self.progress.evaluating:
+        if self.supply.accounts.on and not self.progress.evaluating:
             runtime.consumed[buffer_id] = payload_checksum(as_payload(PARTS[last], batch[last]))
         with self._in_part(runtime):
             self.ds.load_micro_batch(buffer_id)
@@ -117,10 +108,10 @@ class Passes:
                 part.end,
                 self.generators.blocks(runtime, buffer_id),
                 runtime.search.note if runtime.search is not None and buffer_id == 0 else None,
-                partial(self.times.forward, runtime.role) if self.times.on else None,
+                partial(self.measures.times.forward, runtime.role) if self.measures.times.on else None,
             ),
             self._in_part(runtime),
-            self.kept.watching(runtime, buffer_id),
+            self.measures.kept.watching(runtime, buffer_id),
         ):
             self.ds.forward_pass(buffer_id)
         if self._at_ends(runtime)[1]:
@@ -129,7 +120,7 @@ class Passes:
         else:
             part.activations[buffer_id] = _detached(self.ds.pipe_buffers["outputs"][buffer_id])
         part.forwards += 1
-        self.idle.record((runtime.role, "forward"), time.perf_counter() - begin)
+        self.measures.idle.record((runtime.role, "forward"), time.perf_counter() - begin)
 
     def backward(self, buffer_id: int) -> None:
         """The backward pass of a micro-batch, whose gradients go into the role's sums."""
@@ -150,8 +141,8 @@ class Passes:
             if last or not runtime.divided or _differentiable(self.ds.pipe_buffers["outputs"][buffer_id]):
                 began = time.perf_counter()
                 self.ds.backward_pass(buffer_id)
-                if self.times.on:
-                    self.times.backward(runtime.role, part.begin, part.end, time.perf_counter() - began)
+                if self.measures.times.on:
+                    self.measures.times.backward(runtime.role, part.begin, part.end, time.perf_counter() - began)
         if last:
             self.ds.loss = self.ds.loss.detach()
         buffers = self.ds.pipe_buffers
@@ -162,7 +153,7 @@ class Passes:
             part.gradients[buffer_id] = _input_gradients(inputs)
         part.backwards += 1
         part.saved.pop(buffer_id, None)
-        self.idle.record((runtime.role, "backward"), time.perf_counter() - begin)
+        self.measures.idle.record((runtime.role, "backward"), time.perf_counter() - begin)
 
     def _at_ends(self, runtime: StageRuntime) -> tuple[bool, bool]:
         return runtime.at_ends(runtime.part, self.layout.stages)

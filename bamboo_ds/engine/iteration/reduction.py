@@ -9,25 +9,21 @@ from typing import Any
 import torch
 from deepspeed import comm as dist
 
-from ..context.records import CurrentEpoch
+from ..context.shared import InContext
 from ..replicas.refusals import check_gradients
-from ..stage.deepspeed_adapter import DeepSpeedAdapter
 from ..stage.ring import all_reduce, shares_of
-from ..stage.runtime import RuntimeBinding, StageRuntime
+from ..stage.runtime import StageRuntime
 from ..stage.tied import tied_weights
 
 
 @dataclass(eq=False)
-class Reduction:
+class Reduction(InContext):
     """Reduces the gradients of this member's roles.
 
     With several pipelines the sums of a role stay untouched until the iteration commits: a member lost during a
     reduction makes the others repeat it from them.
     """
 
-    ds: DeepSpeedAdapter
-    binding: RuntimeBinding
-    epoch: CurrentEpoch
     tied_stages: Collection[int]
 
     def reduce_tied(self) -> None:

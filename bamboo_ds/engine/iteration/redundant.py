@@ -10,18 +10,15 @@ from dataclasses import dataclass, field
 import torch
 
 from ...comm.transport import Payload
-from ...config import RedundancyConfig, RedundancyMode
 from ...observe.spans import Kind
 from ...topology import Role
 from ..context.lanes import Stream, assists
-from ..context.records import CurrentEpoch, Progress
-from ..data.batches import Batches
-from ..stage.deepspeed_adapter import DeepSpeedAdapter
-from ..stage.runtime import RuntimeBinding, StageRuntime
-from ..telling.recording import Recording
+from ..context.shared import InContext
+from ..data.supply import BatchSupply
+from ..stage.runtime import StageRuntime
 from .boundaries import Boundaries, as_leaves
-from .bubbles import IdleTimes
 from .exactness import ExactChecks
+from .measures import Measures
 from .passes import Passes
 from .recomputing import counting_saved_bytes, default_budget, release_cache
 
@@ -29,21 +26,14 @@ logger = logging.getLogger("bamboo_ds")
 
 
 @dataclass(eq=False)
-class RedundantPasses:
+class RedundantPasses(InContext):
     """Runs redundant passes while the member would be idle, and as long as there is memory for what they keep."""
 
-    ds: DeepSpeedAdapter
-    settings: RedundancyConfig
-    mode: RedundancyMode
-    binding: RuntimeBinding
-    epoch: CurrentEpoch
-    progress: Progress
-    batches: Batches
+    supply: BatchSupply
     passes: Passes
     boundaries: Boundaries
-    idle: IdleTimes
     checks: ExactChecks
-    recording: Recording
+    measures: Measures
     #: Bytes that redundant forwards may keep; ``None``: any number.
     _budget: float | None = field(default=None, init=False)
     _exhausted: bool = field(default=False, init=False)
@@ -75,8 +65,8 @@ class RedundantPasses:
             if work is None:
                 return
             replica, kind = work
-            duration = self.idle.duration((replica.role, kind), fallback=(current, kind))
-            if not self.idle.fits(place, time.monotonic() - begin, duration):
+            duration = self.measures.idle.duration((replica.role, kind), fallback=(current, kind))
+            if not self.measures.idle.fits(place, time.monotonic() - begin, duration):
                 return
             self.run(replica, kind)
 
@@ -109,7 +99,7 @@ class RedundantPasses:
                 continue
             if role.stage > 0 and m not in self._inputs(role):
                 continue
-            batches = self.batches[role.pipeline]
+            batches = self.supply.batches[role.pipeline]
             if role.stage == 0 and not batches.ready(m, "inputs"):
                 continue
             if last and not batches.ready(m, "labels"):
@@ -123,7 +113,7 @@ class RedundantPasses:
 
     def _over_budget(self, replica: StageRuntime) -> bool:
         if not any(each.part.forwards for each in self.binding.replicas()):  # the first one of this iteration
-            setting = self.settings.memory_budget_mb
+            setting = self.settings.redundancy.memory_budget_mb
             self._budget = default_budget(self.ds.device) if setting is None else setting * 2**20
         return self._budget is not None and sum(replica.part.saved.values()) >= self._budget
 

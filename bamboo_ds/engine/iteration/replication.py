@@ -9,13 +9,13 @@ import torch
 
 from ...state import Tree
 from ...topology import Role
-from ..context.records import CurrentEpoch, Progress
+from ..context.shared import InContext
 from ..data.batches import as_message, from_message
 from ..replicas.construction import Construction
 from ..stage.commit import Measured
-from ..stage.runtime import RuntimeBinding, StageRuntime
-from ..telling.mismatches import Mismatches
+from ..stage.runtime import StageRuntime
 from .boundaries import Boundaries
+from .mismatches import Mismatches
 from .steps import Steps
 
 #: How many of the tensors that differ are named.
@@ -23,21 +23,21 @@ _NAMED = 100
 
 
 @dataclass(eq=False)
-class Replication:
+class Replication(InContext):
     """Keeps replicas, and replicas under construction, equal to their owners.
 
     Attributes:
         differing: of this member's replicas that differ: the names of the tensors, if they are known.
     """
 
-    binding: RuntimeBinding
-    epoch: CurrentEpoch
-    progress: Progress
     boundaries: Boundaries
     steps: Steps
     constructions: dict[Role, Construction]
-    mismatches: Mismatches
+    mismatches: Mismatches = field(init=False)
     differing: dict[Role, list[str]] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        self.mismatches = Mismatches(self.settings.redundancy.verify_every)
 
     def send(self) -> None:
         """Send what the step of the bound role needs to its shadow and to those that build a replica."""

@@ -16,14 +16,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 from ...comm.inner import runs_behind
 from ...config import RedundancyMode
 from ...topology import Layout
-from ..stage.deepspeed_adapter import DeepSpeedAdapter
-from ..stage.groups import RoleGroups
-from ..stage.runtime import RuntimeBinding
+from ..context.shared import InContext
 
 logger = logging.getLogger("bamboo_ds")
 
@@ -38,29 +37,23 @@ def mode_for(mode: RedundancyMode, layout: Layout, rank: int) -> RedundancyMode:
     return RedundancyMode.LAZY
 
 
-class SlicedPasses:
+@dataclass(eq=False)
+class SlicedPasses(InContext):
     """Passes whose layers may communicate with the other slices of their stage.
-
-    Args:
-        ds: DeepSpeed's engine.
-        groups: of the roles.
-        binding: the runtimes.
 
     Attributes:
         passing: a pass is under way.
     """
 
-    def __init__(self, ds: DeepSpeedAdapter, groups: RoleGroups, binding: RuntimeBinding) -> None:
-        self._ds, self._groups, self._binding = ds, groups, binding
-        self.passing = False
+    passing: bool = field(default=False, init=False)
 
     def among(self, passing: bool = False) -> AbstractContextManager[None]:
         """In the body the layers of the bound role communicate with its other slices; ``passing``: in a pass."""
-        return self._groups.among_slices(self._binding.local.role, self._binding.current.role, passing)
+        return self.groups.among_slices(self.binding.local.role, self.binding.current.role, passing)
 
     def _note(self, passing: bool) -> None:
         self.passing = passing
-        self._groups.note_pass(passing)
+        self.groups.note_pass(passing)
 
     @contextmanager
     def in_pass(self, keeps: bool) -> Iterator[None]:
@@ -69,7 +62,7 @@ class SlicedPasses:
         Args:
             keeps: whether it may leave something behind if it is interrupted, so that it cannot simply be done again.
         """
-        runtime = self._binding.current
+        runtime = self.binding.current
         timing = {name for name, timer in self._timers().items() if timer.started_}
         self._note(True)
         try:
@@ -80,15 +73,15 @@ class SlicedPasses:
             for name, timer in self._timers().items():
                 if timer.started_ and name not in timing:
                     timer.stop()
-            if isinstance(error, Exception) and runs_behind(self._ds.device):
-                self._groups.check()  # a layer may have failed on what an abort had left of a result
+            if isinstance(error, Exception) and runs_behind(self.ds.device):
+                self.groups.check()  # a layer may have failed on what an abort had left of a result
             raise
         finally:
             self._note(False)
 
     def _timers(self) -> Mapping[str, Any]:
         """DeepSpeed's, by name."""
-        return getattr(self._ds.timers, "timers", {})
+        return getattr(self.ds.timers, "timers", {})
 
     def processed(self, batch: Any) -> Any:
         """A batch as the bound role uses it.
@@ -96,7 +89,7 @@ class SlicedPasses:
         With tensor slices ``batch_fn`` may communicate, so that all slices call it when they load the batch; else it is
         called where the batch is drawn.
         """
-        if self._groups.layout.slices == 1 or not self._ds.batch_fn:
+        if self.groups.layout.slices == 1 or not self.ds.batch_fn:
             return batch
-        with self.among(), self._binding.for_script():
-            return self._ds.batch_fn(batch)
+        with self.among(), self.binding.for_script():
+            return self.ds.batch_fn(batch)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 from ...topology import Layout, StageMemory
 from ...topology.memory import StateBytes, optimizer_name
+from ..context.shared import InContext
 from ..stage.deepspeed_adapter import DeepSpeedAdapter
 from ..stage.runtime import StageRuntime
 from ..stage.tracing import tensors_in
@@ -30,25 +32,22 @@ def local_stage(ds: DeepSpeedAdapter, layout: Layout, eager_backwards: bool) -> 
     return state.of(*counts)
 
 
-class PassBytes:
+@dataclass(eq=False)
+class PassBytes(InContext):
     """What passes of an iteration keep of the stages that this member owns, in bytes, at most.
 
     That is what autograd saves of the micro-batches that are on their way at the same time, and the tensors at the
     stage's boundaries of all micro-batches. It is counted once for each stage, in the last micro-batch of an iteration.
 
-    Args:
-        ds: the engine.
-        layout: the logical world.
+    Attributes:
         on: whether it is counted.
-        retains: whether boundary tensors are kept until the commit.
+        outputs: by stage, bytes of what it hands on for a micro-batch.
     """
 
-    def __init__(self, ds: DeepSpeedAdapter, layout: Layout, on: bool, retains: bool) -> None:
-        self._ds, self._layout, self._on, self._retains = ds, layout, on, retains
-        self._found: dict[int, int] = {}
-        #: By stage, bytes of what it hands on for a micro-batch.
-        self.outputs: dict[int, int] = {}
-        self._told = 0
+    on: bool
+    outputs: dict[int, int] = field(default_factory=dict, init=False)
+    _found: dict[int, int] = field(default_factory=dict, init=False)
+    _told: int = field(default=0, init=False)
 
     @property
     def known(self) -> Mapping[int, int]:
@@ -64,21 +63,21 @@ class PassBytes:
     @contextmanager
     def watching(self, runtime: StageRuntime, micro_batch: int) -> Iterator[None]:
         """The body is a forward pass of ``runtime``, which is bound."""
-        stage, count = runtime.role.stage, self._ds.micro_batches
+        stage, count = runtime.role.stage, self.ds.micro_batches
         whole = runtime.owned and not runtime.divided
-        if not self._on or stage in self._found or not whole or micro_batch != count - 1:
+        if not self.on or stage in self._found or not whole or micro_batch != count - 1:
             yield
             return
         with counting_saved_bytes(runtime, micro_batch):
             yield
-        buffers = self._ds.pipe_buffers
-        boundary = _bytes_of(buffers["outputs"][micro_batch]) if stage < self._layout.stages - 1 else 0
+        buffers = self.ds.pipe_buffers
+        boundary = _bytes_of(buffers["outputs"][micro_batch]) if stage < self.layout.stages - 1 else 0
         self.outputs[stage] = boundary
         if stage > 0:
             boundary += _bytes_of(buffers["inputs"][micro_batch])  # as many of their gradients
-        under_way = min(count, self._layout.stages - stage)
+        under_way = min(count, self.layout.stages - stage)
         saved = runtime.part.saved.pop(micro_batch)
-        self._found[stage] = under_way * saved + (count if self._retains else under_way) * boundary
+        self._found[stage] = under_way * saved + (count if self.context.retains else under_way) * boundary
 
 
 def _bytes_of(value: object) -> int:

@@ -11,30 +11,21 @@ import torch
 
 from ...comm.attachment import Answer
 from ...errors import ProtocolError
-from ...topology import Layout
-from ..context.records import Progress
+from ..context.shared import InContext
 from ..replicas.replica import checksums, combined
 from ..stage.answers import Answers, Refusal, stepping_alone
 from ..stage.commit import global_norm
-from ..stage.deepspeed_adapter import DeepSpeedAdapter
-from ..stage.groups import RoleGroups
 from ..stage.rng import Drawing
-from ..stage.runtime import RuntimeBinding, StageRuntime
+from ..stage.runtime import StageRuntime
 from ..stage.schedulers import take_step
 from .generators import RoleGenerators
 
 
 @dataclass(eq=False)
-class Steps:
+class Steps(InContext):
     """Steps with DeepSpeed's own optimizers. Each runs alone: its collectives are answered from the commit."""
 
-    ds: DeepSpeedAdapter
-    layout: Layout
-    groups: RoleGroups
-    binding: RuntimeBinding
-    progress: Progress
     generators: RoleGenerators
-    verify_every: int
 
     def step_owned(self, lr_kwargs: Any = None) -> None:
         """The step of the bound role, with DeepSpeed's reports."""
@@ -94,7 +85,8 @@ class Steps:
 
     def _note_checksum(self, runtime: StageRuntime) -> None:
         runtime.checksum = None
-        if self.verify_every and self.ds.global_steps % self.verify_every == 0:
+        every = self.settings.redundancy.verify_every if self.mode.replicas else 0
+        if every and self.ds.global_steps % every == 0:
             self.binding.refresh()
             runtime.tensor_checksums = checksums(runtime)
             runtime.checksum = combined(runtime.tensor_checksums)

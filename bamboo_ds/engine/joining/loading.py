@@ -9,31 +9,22 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import ProtocolError
-from ...topology import Layout
 from ..checkpoints.kept import keeping_types, load_kept
-from ..context.records import Progress
+from ..context.shared import InContext
 from ..iteration.replication import Replication
 from ..recovery.copies import Copies
 from ..stage.answers import ignore
-from ..stage.deepspeed_adapter import DeepSpeedAdapter
-from ..stage.groups import RoleGroups
-from ..stage.runtime import RuntimeBinding
 from ..stage.schedulers import SchedulerPosition, settings_of
 
 
 @dataclass(eq=False)
-class Loader:
+class Loader(InContext):
     """Loads checkpoints.
 
     Attributes:
         universal: whether the checkpoint that is loaded may be a universal one.
     """
 
-    ds: DeepSpeedAdapter
-    layout: Layout
-    groups: RoleGroups
-    binding: RuntimeBinding
-    progress: Progress
     copies: Copies
     replication: Replication
     universal: bool = field(default=True, init=False)

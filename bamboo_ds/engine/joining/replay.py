@@ -1,52 +1,107 @@
-"""The script's calls while it is behind the job: they return what the job computed, until script and job are together.
+"""The calls of a script that is behind its job: they return what the job computed, until the two are together.
 
-That is so on a member that joins (:mod:`.joining`) and on all members after a restart (:mod:`.resuming`).
+All workers run the script from its beginning, also those that come to a running job and those that start a job again.
+Where a script stands is a :class:`~..context.records.Standing`::
+
+    the script begins ---+--> TOGETHER <----------------------------------------------------+
+                         |                                                                  |
+      a member joins     +--> JOINING ---admitted---> CATCHING_UP ---all is replayed--------+
+                         |    its engine is built     it has roles; the others wait for it  |
+                         |    without peers           where it takes part for the first time|
+                         |                                                                  |
+      after a restart    +--> RESUMING ---all is replayed: it loads the checkpoint----------+
+                              up to the newest checkpoint that is whole
+
+Calls return at once while the script is behind, and batches are drawn and dropped. A member that joins is admitted by
+a recovery (:mod:`~..recovery.protocol`) where nothing is left to replay, and then replays what the others did
+meanwhile. A script that begins with ``load_checkpoint`` gets a checkpoint there that the job has saved since, and what
+came before it need not be replayed.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from ...errors import ProtocolError
+from ...state.checkpoints import CheckpointError, read_manifest
 from ..checkpoints.saving import is_complete
 from ..context.history import History, Kind
-from ..context.records import Progress
+from ..context.records import Standing
+from ..context.shared import InContext
 from ..recovery.takeover import Takeover
-from .joining import Joining
+from ..script.flags import FLAGS, compare_flags
+from .asking import asked
 from .loading import Loader
-from .resuming import Resuming
-
-if TYPE_CHECKING:
-    from ...worker.job import Job
 
 logger = logging.getLogger("bamboo_ds")
 
 
 @dataclass(eq=False)
-class Replay:
+class Replay(InContext):
     """Replays the script's calls.
 
     Attributes:
+        report_layout: tells the leader that this member waits to be admitted.
         position: operations of the script that were replayed.
         steps: iterations among them.
     """
 
-    job: Job
-    progress: Progress
-    history: History
-    joining: Joining
-    resuming: Resuming
     loader: Loader
     takeover: Takeover
     report_layout: Callable[[], None]
     position: int = field(default=0, init=False)
     steps: int = field(default=0, init=False)
+    #: Folder and tag of what the job goes on from.
+    _checkpoint: tuple[str, str] = field(init=False)
     _begun: float | None = field(default=None, init=False)
+
+    def _enter(self, standing: Standing) -> None:
+        self.progress.standing, self.job.replaying = standing, standing is not Standing.TOGETHER
+        if not self.job.replaying:
+            self.job.channel.activity.telling.pop("replay", None)
+
+    def join(self, flags: Mapping[str, str]) -> None:
+        """The engine of a member that joins is built.
+
+        Args:
+            flags: this process's settings that decide how tensors are computed.
+
+        Raises:
+            ConfigError: the job's are others.
+        """
+        self._enter(Standing.JOINING)
+        self.binding.drop(self.binding.local.role)
+        self._ask()
+        job = "the job"
+        compare_flags({job: json.loads(asked(self.job, (), FLAGS)), "this member": flags}, job)
+        rank, done = self.job.channel.rank, len(self.history)
+        logger.info("joining as rank %d: the job has done %d operations", rank, done)
+
+    def resume(self, folder: str, tag: str) -> None:
+        """The engine is built in a job that goes on from a checkpoint.
+
+        Raises:
+            CheckpointError: the checkpoint cannot be read here.
+        """
+        checkpoint = Path(folder, tag)
+        manifest = read_manifest(checkpoint)
+        if manifest.history is None:
+            raise CheckpointError(f"{checkpoint} does not tell what the job had done: it cannot be gone on from")
+        self.history.extend((checkpoint / manifest.history).read_text())
+        self._enter(Standing.RESUMING)
+        self._checkpoint, progress = (folder, tag), self.progress
+        progress.target = len(self.history)
+        progress.seed = progress.seed if manifest.seed is None else manifest.seed
+        progress.consumed = manifest.consumed or 0
+        progress.steps = self.history.count("train")
+        logger.warning("going on from checkpoint %s, after step %d", checkpoint, progress.steps)
 
     def tell(self) -> str:
         """How far this is, for people; callable from any thread."""
@@ -56,35 +111,23 @@ class Replay:
             left = f", about {(total - steps) * (time.monotonic() - begun) / steps:.0f} s"
         return f"replays step {steps} of {total}{left}"
 
-    @property
-    def under_way(self) -> bool:
-        """The script is not where the job is."""
-        return self.job.replaying or self.progress.joining or self.resuming.checkpoint is not None
-
     def recorded(self, kind: Kind) -> Any:
         """What the job computed in the operation that the script asks for; ``None``: it has yet to be done.
 
         Raises:
             ProtocolError: the script does something else than the job did.
         """
-        resumes = self.resuming.checkpoint is not None
-        data = self._recorded(kind)
-        if resumes and self.position == self.joining.target:
+        if self.progress.behind and self._begun is None:
+            self._begun = time.monotonic()
+            self.job.channel.activity.telling["replay"] = self.tell
+        data = self._next(kind)
+        if self.progress.standing is Standing.RESUMING and self.position == self.progress.target:
             self._load_own()
         return data
 
-    def _recorded(self, kind: Kind) -> Any:
-        if self.job.replaying and self._begun is None:
-            self._begun = time.monotonic()
-            self.job.channel.activity.telling["replay"] = self.tell
-        try:
-            return self._next(kind)
-        finally:
-            if not self.job.replaying:
-                self.job.channel.activity.telling.pop("replay", None)
-
     def _next(self, kind: Kind) -> Any:
-        while self.job.replaying:
+        progress = self.progress
+        while progress.behind:
             if self.position < len(self.history):
                 done = self.history[self.position]
                 if done.kind != kind:
@@ -95,15 +138,21 @@ class Replay:
                 self.position += 1
                 self.steps += kind == "train"
                 return done.data
-            if self.joining.target is not None:
-                if self.position < self.joining.target:
-                    self.joining.ask()
-                    continue
+            if progress.standing is Standing.RESUMING:
+                break
+            if progress.standing is Standing.JOINING:
+                if not self._ask():
+                    self._be_admitted()
+            elif self.position < (progress.target or 0):
+                self._ask()
+            else:
                 logger.info("caught up with the job after %d operations", self.position)
-                self.job.replaying = False
-            elif not self.joining.ask():
-                self._be_admitted()
+                self._enter(Standing.TOGETHER)
         return None
+
+    def _ask(self) -> int:
+        """Learn what the job has done since; returns how many operations."""
+        return self.history.extend(asked(self.job, self.progress.sources, History.key(len(self.history))))
 
     def _be_admitted(self) -> None:
         """Enter the first epoch whose plan lists this member."""
@@ -121,12 +170,12 @@ class Replay:
             folder, tag: as the script gave them.
         """
         begins = tag is None and self.position == 0
-        if self.resuming.checkpoint is not None:
-            if begins and os.path.abspath(folder) == os.path.abspath(self.resuming.checkpoint[0]):
+        if self.progress.standing is Standing.RESUMING:
+            if begins and os.path.abspath(folder) == os.path.abspath(self._checkpoint[0]):
                 return self._load_own()
             data = self.recorded("load")
         else:
-            self.joining.ask()
+            self._ask()
             for number in self.history.newest_save(os.path.abspath(folder)) if begins else ():
                 result = self._load_saved(load, number)
                 if result is not None:
@@ -158,11 +207,9 @@ class Replay:
 
     def _load_own(self) -> Any:
         """Load what the job goes on from; returns what DeepSpeed does."""
-        assert self.resuming.checkpoint is not None
         # The script's scheduler has taken the steps that were replayed when the script was there.
         position = self.loader.local_position() if self.position else None
         with self.loader.own_checkpoint():
-            result = self.loader.load(*self.resuming.checkpoint, position)
-        self.resuming.checkpoint, self.job.replaying = None, False
-        self.job.channel.activity.telling.pop("replay", None)
+            result = self.loader.load(*self._checkpoint, position)
+        self._enter(Standing.TOGETHER)
         return result

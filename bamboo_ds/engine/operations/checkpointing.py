@@ -20,25 +20,21 @@ from ...state.publish import check_tag
 from ...topology import Role
 from ..checkpoints.kept import save_kept
 from ..checkpoints.saving import SaveRequest, Saves
-from ..context.history import History
 from ..context.operation import Outcome
-from ..context.records import CurrentEpoch, Progress
+from ..context.shared import InContext
 from ..iteration.committing import Commits
 from ..joining.loading import Loader
 from ..joining.replay import Replay
+from ..joining.resuming import silence_earlier_starts
 from ..recovery.copies import Copies
 from ..recovery.takeover import Takeover
 from ..stage.answers import ignore
-from ..stage.deepspeed_adapter import DeepSpeedAdapter
-from ..stage.groups import RoleGroups
-from ..stage.runtime import RuntimeBinding
-from ..telling.recording import Recording
 
 logger = logging.getLogger("bamboo_ds")
 
 
 @dataclass(eq=False)
-class Checkpoints:
+class Checkpoints(InContext):
     """``save_checkpoint`` and ``load_checkpoint``, and a save as an :class:`~..context.operation.Operation`.
 
     A save copies all roles' state. After its commit the members write the copies, while training goes on. With
@@ -46,20 +42,12 @@ class Checkpoints:
     while they write makes them repeat all of it.
     """
 
-    ds: DeepSpeedAdapter
-    groups: RoleGroups
-    binding: RuntimeBinding
-    epoch: CurrentEpoch
-    progress: Progress
     replay: Replay
     takeover: Takeover
     commits: Commits
     copies: Copies
     loader: Loader
     saves: Saves
-    history: History
-    recording: Recording
-    asynchronous: bool
     _request: SaveRequest = field(init=False)
     _attempt: int = field(default=0, init=False)
     _left_out: bool = field(default=False, init=False)
@@ -95,12 +83,12 @@ class Checkpoints:
 
     def load(self, folder: str, tag: str | None, *args: Any, **kwargs: Any) -> Any:
         """See :meth:`..pipeline_engine.BambooPipelineEngine.load_checkpoint`."""
-        if self.replay.resuming.checkpoint is not None or self.epoch.job.replaying:
+        if self.progress.behind:
             return self.replay.load(lambda name: self.ds.load_checkpoint(folder, name, *args, **kwargs), folder, tag)
         if self.history.save_folders() or self.epoch.plan.generation:
             # It may be the one that is being written, by this start of the job or an earlier one.
             self.saves.wait()
-            self.replay.resuming.take_over(folder)
+            silence_earlier_starts(self.epoch, folder)
             self.epoch.transport.barrier()
         spares.settle_for_loading(Path(folder), tag)
         result = self.loader.load(folder, tag, None, *args, **kwargs)
@@ -115,7 +103,7 @@ class Checkpoints:
         self._attempt, self._complete = plan.epoch, False
         with self.recording.span(Kind.SAVE):
             self._left_out = not saves.collect(self._request, plan, self.binding, self.progress)
-            if not (self.asynchronous or self._left_out):
+            if not (self.settings.checkpoint.asynchronous or self._left_out):
                 saves.write_and_wait()
                 self._complete = saves.completed == saves.save_id(self._attempt, self.progress.sequence)
         self.commit()
@@ -137,7 +125,7 @@ class Checkpoints:
             saves.forget()
         else:
             saves.write()
-        self._succeeded = not left_out if self.asynchronous else bool(complete)
+        self._succeeded = not left_out if self.settings.checkpoint.asynchronous else bool(complete)
         name = saves.save_id(attempt, self.progress.sequence) if self._succeeded else None
         self.history.add("save", self._request.noted(name))
         saves.poll()
@@ -145,14 +133,12 @@ class Checkpoints:
 
 
 @dataclass(eq=False)
-class End:
+class End(InContext):
     """The end of the script as an operation: all members wait until all have finished and written their checkpoints.
 
     It needs no word of etcd: it changes nothing, and what all have done before was committed.
     """
 
-    epoch: CurrentEpoch
-    progress: Progress
     commits: Commits
     saves: Saves
 

@@ -16,44 +16,28 @@ from ...schedule import RoleProgress
 from ...state import Tree
 from ...topology import Role
 from ..checkpoints.saving import Saves
-from ..context.history import History
 from ..context.lanes import Stream
 from ..context.operation import Outcome
-from ..context.records import CurrentEpoch, Progress
+from ..context.shared import InContext
 from ..data.supply import BatchSupply
-from ..iteration.committing import Commits
-from ..iteration.passes import Passes
-from ..iteration.replication import Replication
+from ..iteration.parts import IterationParts
 from ..joining.replay import Replay
 from ..recovery.copies import Copies
 from ..recovery.takeover import Takeover
 from ..stage.commit import alike, encode_drawn, mean_over_copies
-from ..stage.deepspeed_adapter import DeepSpeedAdapter
-from ..stage.runtime import RuntimeBinding
 from ..stage.tracing import bits
-from ..telling.beats import Beats
-from ..telling.recording import Recording
 
 
 @dataclass(eq=False)
-class Evaluation:
+class Evaluation(InContext):
     """``eval_batch``, and its passes as an :class:`~..context.operation.Operation`."""
 
-    ds: DeepSpeedAdapter
-    binding: RuntimeBinding
-    epoch: CurrentEpoch
-    progress: Progress
+    iteration: IterationParts
     supply: BatchSupply
     replay: Replay
     takeover: Takeover
-    passes: Passes
-    replication: Replication
-    commits: Commits
     copies: Copies
     saves: Saves
-    history: History
-    beats: Beats
-    recording: Recording
     _micro_batches: int = field(default=0, init=False)
     _reduce: str | None = field(default=None, init=False)
     _losses: dict[int, Any] = field(default_factory=dict, init=False)
@@ -153,22 +137,22 @@ class Evaluation:
             layers, before = runtime.layers.capture(), self._before[runtime.role]
             kept = [name for name in before if name not in ("tensors", "whole")]
             same = not layers["tensors"] and all(bits(layers[name]) == bits(before[name]) for name in kept)
-            self.replication.send_layers(runtime.role, None if same else layers)
+            self.iteration.replication.send_layers(runtime.role, None if same else layers)
         plan, member = self.epoch.plan, self.epoch.member
         for role in (*plan.shadowed_by(member), *plan.learned_by(member)):
-            layers = self.replication.receive_layers(role)
+            layers = self.iteration.replication.receive_layers(role)
             if layers is not None:
                 self._changed[role] = layers
 
     def _forward(self, role: Role, m: int) -> None:
         last, lanes, transport = self.epoch.layout.stages - 1, self.epoch.lanes, self.epoch.transport
-        self.passes.use_role(role)
+        self.iteration.passes.use_role(role)
         buffers = self.ds.pipe_buffers
         if role.stage > 0:
             buffers["inputs"][m] = transport.recv(lanes[Stream.ACTIVATION, role], m)
         if role.stage in (0, last):
-            self.passes.load(m)
-        self.passes.forward(m)
+            self.iteration.passes.load(m)
+        self.iteration.passes.forward(m)
         outputs = buffers["outputs"][m]
         for each in buffers.values():
             each[m] = None
@@ -189,7 +173,9 @@ class Evaluation:
         self.supply.batches.complete(self._micro_batches)
         self.epoch.transport.drain()
         self.progress.entered = True
-        self.commits.agree(torch.cat([vector, encode_drawn(self.epoch.layout, self.commits.drawn())]))
+        self.iteration.commits.agree(
+            torch.cat([vector, encode_drawn(self.epoch.layout, self.iteration.commits.drawn())])
+        )
 
     def repeatable(self) -> bool:
         """The outputs of a last stage died with its owner; the others may have entered long before it was through."""

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 
 from ...comm.script import Lacking, ScriptCollectives, ThreadContext
 from ...errors import EpochChanged, FatalLoss, UnsupportedError
-from ..context.records import CurrentEpoch, Progress
+from ..context.records import Standing
+from ..context.shared import InContext
 from ..joining.replay import Replay
 from ..recovery.announcements import Announcements
 from ..recovery.copies import Copies
@@ -26,19 +27,15 @@ from ..replicas.refusals import (
 )
 from ..script.changes import CURE, Adjustable, Weights, check_local
 from ..stage.optimizers import HalfOptimizer, NoOptimizer
-from ..stage.runtime import RuntimeBinding
 from ..stage.wrappers import is_sharded, stage_optimizer
 
 logger = logging.getLogger("bamboo_ds")
 
 
 @dataclass(eq=False)
-class ScriptCalls:
+class ScriptCalls(InContext):
     """Knows whether the main thread is in the engine or in the script, and recovers in the script's collectives."""
 
-    binding: RuntimeBinding
-    epoch: CurrentEpoch
-    progress: Progress
     builder: StageBuilder
     copies: Copies
     replay: Replay
@@ -82,7 +79,7 @@ class ScriptCalls:
         """The script goes on: remember how it finds what it may set."""
         self.binding.refresh()
         local = self.binding.local
-        if self.epoch.job.replaying:  # the operation before the one that it takes part in may be done now
+        if self.progress.behind:  # the operation before the one that it takes part in may be done now
             self.copies.note_position(self.progress.sequence - 1)
         self._left = Adjustable.of(local)
         self._note_count()
@@ -99,10 +96,10 @@ class ScriptCalls:
         given = isinstance(local.optimizer, NoOptimizer) and local.attributes["basic_optimizer"] is not None
         if given:
             self._take_optimizer()
-        assigned = self._follow_settings() and not self.replay.under_way
-        if given and not self.replay.under_way:
+        assigned = self._follow_settings() and not self.progress.behind
+        if given and not self.progress.behind:
             self._copy_optimizers()
-        written = not (self.epoch.job.replaying or self.progress.joining) and self._follow_weights()
+        written = not (self.progress.behind) and self._follow_weights()
         frozen = local.trains() != self._trained and self._follow_freezing()
         if written or frozen or assigned:
             self.announcements.tell(written, local.trained if frozen else None)
@@ -168,12 +165,12 @@ class ScriptCalls:
         self.progress.assigned.update(described)
         if changed.assigned.replacement is not None:
             local.pristine = changed.assigned.replacement.pristine
-        joins = self.epoch.channel.joiner and self.epoch.job.replaying
-        if joins and self.replay.position != self.replay.joining.target:
+        joins = self.epoch.channel.joiner and self.progress.behind
+        if joins and self.replay.position != self.progress.target:
             return False  # what the others did long ago: copies that this member gets have it
         for runtime in self.binding.runtimes.values():
             if runtime is not local:
-                if not self.replay.under_way:
+                if not self.progress.behind:
                     changed.check(runtime)
                 changed.give(runtime)
         self.binding.reload()
@@ -208,7 +205,7 @@ class ScriptCalls:
 
     def _note_count(self) -> None:
         """Note by how much DeepSpeed's count of steps, which checkpoints and scripts set, is ahead of the job's."""
-        if not self.replay.under_way:
+        if not self.progress.behind:
             self.epoch.channel.ahead = self.binding.local.attributes["global_steps"] - self.progress.steps
 
     def _follow_freezing(self) -> bool:
@@ -239,9 +236,9 @@ class ScriptCalls:
 
     def place(self) -> ThreadContext:
         """Where the main thread is."""
-        if self._depth or self.replay.resuming.checkpoint is not None:
+        if self._depth or self.progress.standing is Standing.RESUMING:
             return "engine"
-        return "replay" if self.epoch.job.replaying or self.progress.joining else "script"
+        return "replay" if self.progress.behind else "script"
 
     def recover(self) -> None:
         """Recover from a loss that has hit the script, and remember for the next operation how it goes on."""

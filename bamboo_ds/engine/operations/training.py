@@ -10,68 +10,46 @@ from typing import Any
 
 import torch
 
-from ...config import RedundancyConfig, RedundancyMode
 from ...errors import ConfigError, EpochChanged, ReplicaDiffers
 from ...observe.spans import Kind
 from ...schedule import Commit, Program, RoleProgress, commit_program, member_program
 from ...supported import check_schedule
 from ...topology import Role
 from ..checkpoints.saving import Saves
-from ..context.history import History
 from ..context.operation import Outcome
-from ..context.records import CurrentEpoch, Progress
+from ..context.shared import InContext
 from ..data.supply import BatchSupply
-from ..iteration.committing import Commits
-from ..iteration.division import Division
-from ..iteration.exactness import ExactChecks
+from ..iteration.parts import IterationParts
 from ..iteration.recomputing import end_iteration
-from ..iteration.redundant import RedundantPasses
-from ..iteration.replication import Replication
-from ..iteration.steps import Steps
 from ..joining.replay import Replay
 from ..recovery.copies import Copies
 from ..recovery.takeover import Takeover
 from ..stage.commit import Committed, mean_over_copies, mean_over_pipelines
-from ..stage.deepspeed_adapter import DeepSpeedAdapter
 from ..stage.optimizers import NoOptimizer
-from ..stage.runtime import RuntimeBinding
 from ..stage.schedulers import SchedulerPosition
-from ..telling.beats import Beats
-from ..telling.monitors import JobTags
-from ..telling.recording import Recording
+from .monitors import JobTags
 
 logger = logging.getLogger("bamboo_ds")
 
 
 @dataclass(eq=False)
-class Training:
+class Training(InContext):
     """``train_batch``, and its iteration as an :class:`~..context.operation.Operation`."""
 
-    ds: DeepSpeedAdapter
-    settings: RedundancyConfig
-    mode: RedundancyMode
-    binding: RuntimeBinding
-    epoch: CurrentEpoch
-    progress: Progress
+    iteration: IterationParts
     supply: BatchSupply
     replay: Replay
     takeover: Takeover
-    division: Division
-    redundant: RedundantPasses
-    commits: Commits
-    steps: Steps
-    replication: Replication
     copies: Copies
-    checks: ExactChecks
     saves: Saves
-    history: History
-    beats: Beats
-    recording: Recording
-    tags: JobTags
+    tags: JobTags = field(init=False)
     _begin: float = field(default=0.0, init=False)
 
     call = "train_batch"
     watched = takes_steps = goes_on = True
+
+    def __post_init__(self) -> None:
+        self.tags = JobTags(self.context)
 
     def train_batch(self, data_iter: Any) -> torch.Tensor:
         """The mean loss of an iteration; see :meth:`..pipeline_engine.BambooPipelineEngine.train_batch`."""
@@ -98,7 +76,7 @@ class Training:
         self.binding.refresh()
         self.progress.position = SchedulerPosition.of(self.binding.local)
         self.supply.use_training()
-        self.checks.begin_iteration()
+        self.iteration.checks.begin_iteration()
         with self.recording.iteration(), self.tags.iteration():
             self.takeover.run(self)
         # What DeepSpeed prints and gives to monitors now is the word of the member that speaks for the job.
@@ -118,7 +96,7 @@ class Training:
         if data_iter is not None:
             self.ds.set_data_iterator(data_iter)
         self.supply.skip(self.ds.data_iterator, self.ds.micro_batches)
-        self.steps.count_local(done["skipped"])
+        self.iteration.steps.count_local(done["skipped"])
         self.progress.committed = Committed(tuple(tuple(x) for x in done["losses"]), (), 0, ())
         self.ds.agg_train_loss = self.mean_loss()
         return self.ds.agg_train_loss
@@ -139,14 +117,14 @@ class Training:
         for runtime in self.binding.runtimes.values():
             self.binding.use(runtime)
             self.ds.reserve_pipe_buffers(micro_batches)
-        self.division.begin(progress)
+        self.iteration.division.begin(progress)
         self.supply.draw_ahead(micro_batches)
         program = member_program(
             self.epoch.plan,
             self.epoch.member,
             micro_batches,
             progress,
-            self.settings.placement.value if self.mode.eager_forward else "none",
+            self.settings.redundancy.placement.value if self.mode.eager_forward else "none",
         )
         self._execute(program, until_commit=True)
 
@@ -154,11 +132,11 @@ class Training:
         self._execute(commit_program(self.epoch.plan, self.epoch.member), until_commit=True)
 
     def repeatable(self) -> bool:
-        return all(self.commits.is_complete(runtime) for runtime in self.binding.owned())
+        return all(self.iteration.commits.is_complete(runtime) for runtime in self.binding.owned())
 
     def finish(self, outcome: Outcome) -> None:
         progress, committed = self.progress, outcome is Outcome.COMMITTED
-        agreed = progress.committed = self.commits.decoded()
+        agreed = progress.committed = self.iteration.commits.decoded()
         self._execute(commit_program(self.epoch.plan, self.epoch.member)[1:], until_commit=False)
         if committed:
             self.supply.collect_leftovers(self.ds.micro_batches, gradients=not progress.resumed)
@@ -172,16 +150,16 @@ class Training:
             else:
                 runtime.trained = None
         end_iteration()
-        self.redundant.end_iteration()
+        self.iteration.redundant.end_iteration()
         self.supply.note_ends("train", agreed.alike)
-        self.history.add_iteration(agreed.losses, self.steps.skipped(), agreed.alike)
+        self.history.add_iteration(agreed.losses, self.iteration.steps.skipped(), agreed.alike)
         progress.steps += 1
         progress.consumed += self.ds.micro_batches
-        self.steps.advance_local()
+        self.iteration.steps.advance_local()
         self.supply.account()
         lasting = self._mend(agreed.mismatches) if committed else []
-        measured = self.copies.times.end_iteration(time.monotonic() - self._begin)
-        if self.division.note_cuts() | measured | self.copies.kept.is_news():
+        measured = self.iteration.measures.times.end_iteration(time.monotonic() - self._begin)
+        if self.iteration.division.note_cuts() | measured | self.iteration.measures.kept.is_news():
             self.copies.tell_replicas()
         self.copies.advance(stepped=True)
         self.saves.poll()
@@ -193,9 +171,9 @@ class Training:
     def _execute(self, program: Program, until_commit: bool) -> None:
         for instruction in program:
             commits = type(instruction) is Commit
-            if commits and self.checks.on:
+            if commits and self.iteration.checks.on:
                 with self.recording.span(Kind.REHEARSE):
-                    self.checks.rehearse()
+                    self.iteration.checks.rehearse()
             self.recording.execute(instruction)
             self.beats.beat()
             if until_commit and commits:
@@ -228,7 +206,9 @@ class Training:
             return []
         step = self.progress.steps - 1
         # One that was lent has computed with what differs.
-        lasting = [r for r in mismatches if self.replication.mismatches.note(r, step) or self.epoch.plan.lending(r)]
+        lasting = [
+            r for r in mismatches if self.iteration.replication.mismatches.note(r, step) or self.epoch.plan.lending(r)
+        ]
         try:
             with self.recording.span(Kind.COPY):
                 self.copies.copy_state(role for role in mismatches if role not in lasting)
@@ -243,13 +223,13 @@ class Training:
         Raises:
             ReplicaDiffers: it is to end the job (``redundancy.on_mismatch``).
         """
-        found = dict(self.replication.differing)
-        self.replication.differing.clear()
+        found = dict(self.iteration.replication.differing)
+        self.iteration.replication.differing.clear()
         optimizer = type(self.binding.local.optimizer.inner).__name__
         for role in lasting:
             if role not in found:
                 continue  # another member's, or told of before
             error = ReplicaDiffers(role.pipeline, role.stage, found[role], optimizer)
-            if self.settings.on_mismatch == "stop":
+            if self.settings.redundancy.on_mismatch == "stop":
                 raise error
             logger.error("%s", error)

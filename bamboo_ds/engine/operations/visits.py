@@ -13,15 +13,13 @@ from ...errors import UnsupportedError
 from ...schedule import RoleProgress
 from ...topology import Layout, Plan, Role
 from ..checkpoints.saving import Saves
-from ..context.history import History
 from ..context.operation import Outcome
-from ..context.records import CurrentEpoch, Progress
+from ..context.shared import InContext
 from ..iteration.committing import Commits
 from ..joining.replay import Replay
 from ..recovery.copies import Copies
 from ..recovery.takeover import Takeover
-from ..stage.groups import RoleGroups
-from ..stage.runtime import RuntimeBinding, StageRuntime
+from ..stage.runtime import StageRuntime
 
 logger = logging.getLogger("bamboo_ds")
 
@@ -29,7 +27,7 @@ Visit = Callable[[Any], Any]
 
 
 @dataclass(eq=False)
-class StageVisits:
+class StageVisits(InContext):
     """Calls a function for each stage, as an :class:`~..context.operation.Operation`.
 
     A loss before its commit makes the members that take stages over call the function for these, too. So when it is
@@ -39,17 +37,11 @@ class StageVisits:
         made: the script has done so, or what it replays has.
     """
 
-    engine: Any
-    groups: RoleGroups
-    binding: RuntimeBinding
-    epoch: CurrentEpoch
-    progress: Progress
     replay: Replay
     takeover: Takeover
     commits: Commits
     copies: Copies
     saves: Saves
-    history: History
     made: bool = field(default=False, init=False)
     _visit: Visit = field(init=False)
     _results: dict[Role, Any] = field(default_factory=dict, init=False)
@@ -91,7 +83,7 @@ class StageVisits:
 
     def _call(self, runtime: StageRuntime) -> Any:
         with self.binding.bound(runtime), self.groups.acting_for(runtime.role, _refuse):
-            return self._visit(self.engine)
+            return self._visit(self.ds.engine)
 
     def commit(self) -> None:
         self.progress.entered = True

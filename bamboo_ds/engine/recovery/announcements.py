@@ -19,22 +19,17 @@ import torch
 from ...errors import EpochChanged, FatalLoss
 from ...schedule import Decision
 from ...topology import Plan, Role
-from ..context.records import CurrentEpoch, Progress
+from ..context.shared import InContext
 from ..script.assigned import fingerprint
 from ..stage.layers import Changes
-from ..stage.runtime import RuntimeBinding
 from .reports import Reports
 
 logger = logging.getLogger("bamboo_ds")
 
 
 @dataclass(eq=False)
-class Announcements:
+class Announcements(InContext):
     """Tells what the script has changed of the local role, and listens to what owners tell of replicas held here."""
-
-    binding: RuntimeBinding
-    epoch: CurrentEpoch
-    progress: Progress
 
     def tell(self, written: bool, trained: list[bool] | None) -> None:
         """Tell the holders of the local role's replica; they may need it for a takeover.

@@ -10,16 +10,13 @@ from dataclasses import dataclass, field
 from ...errors import TransferError
 from ...state import Tree
 from ...topology import Layout, Plan, Role
-from ..context.records import CurrentEpoch, Progress
+from ..context.shared import InContext
 from ..data.batches import as_message, from_message
-from ..iteration.block_times import BlockTimes
-from ..iteration.stage_memory import PassBytes
-from ..iteration.steps import Steps
+from ..iteration.parts import IterationParts
 from ..replicas.building import StageBuilder
 from ..replicas.construction import Construction, KeptLayers, KeptSettings, Snapshots, begin_fetch, snapshot_key
 from ..replicas.replica import capture
 from ..script.changes import Adjusted
-from ..stage.runtime import RuntimeBinding
 from ..stage.schedulers import SchedulerPosition
 from .reports import Reports, all_at_boundary
 
@@ -30,20 +27,19 @@ _CATCH_UP_S = 0.05
 
 
 @dataclass(eq=False)
-class Copies:
+class Copies(InContext):
     """Makes and hands out copies of roles' states."""
 
-    binding: RuntimeBinding
-    epoch: CurrentEpoch
-    progress: Progress
+    iteration: IterationParts
     builder: StageBuilder
-    steps: Steps
     snapshots: Snapshots
-    constructions: dict[Role, Construction]
-    times: BlockTimes
-    kept: PassBytes
     #: The operation after which snapshots may be offered.
     _first: int = field(default=0, init=False)
+
+    @property
+    def constructions(self) -> dict[Role, Construction]:
+        """Replicas that this member builds."""
+        return self.iteration.constructions
 
     def copy_state(self, roles: Iterable[Role]) -> None:
         """Copy the full state of ``roles`` from their owners to all that hold or build their replicas. Collective."""
@@ -199,7 +195,7 @@ class Copies:
         if kept.trained:
             runtime.train_only(kept.trained)
         self.progress.committed = kept.committed
-        self.steps.repeat(runtime)
+        self.iteration.steps.repeat(runtime)
         self.progress.committed = committed
         runtime.reduced = runtime.received_layers = None
         if construction.follows:
@@ -234,8 +230,13 @@ class Copies:
         known = {self.epoch.layout.rank(r.role): r for r in self.binding.owned() if r.cuts is not None}
         # Scripts may have stages compiled as wholes later.
         owned = {rank: () if r.stage.whole else r.cuts or () for rank, r in known.items()}
-        self.times.enter(self.epoch.plan.epoch)
-        measured = self.times.told(), self.times.iteration_s, self.kept.known, self.kept.outputs
+        self.iteration.measures.times.enter(self.epoch.plan.epoch)
+        measured = (
+            self.iteration.measures.times.told(),
+            self.iteration.measures.times.iteration_s,
+            self.iteration.measures.kept.known,
+            self.iteration.measures.kept.outputs,
+        )
         self.epoch.channel.report_state(self.epoch.plan.epoch, self.replicas(), self.snapshots.place, owned, *measured)
 
     def close(self) -> None:

@@ -4,67 +4,45 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 
-from ...comm.inner import runs_behind
 from ...comm.script import ScriptCollectives
 from ...errors import FatalLoss
 from ...observe.spans import Kind
-from ...schedule import Decision, RoleProgress
-from ...topology import Plan, Role
+from ...schedule import Decision
+from ...topology import Plan
 from ...worker import plan_changes as plan_change
 from ..checkpoints.saving import Saves
-from ..context.history import History
 from ..context.operation import Operation
-from ..context.records import CurrentEpoch, Progress, Recovery
+from ..context.records import Recovery, Standing
+from ..context.shared import InContext
 from ..data.supply import BatchSupply
-from ..iteration.boundaries import Boundaries
-from ..iteration.committing import Commits
-from ..iteration.exactness import ExactChecks
-from ..iteration.replication import Replication
-from ..replicas.building import StageBuilder
-from ..stage.deepspeed_adapter import DeepSpeedAdapter
-from ..stage.runtime import RuntimeBinding, StageRuntime
-from ..telling.recording import Recording
+from ..iteration.parts import IterationParts
+from ..stage.runtime import StageRuntime
 from .announcements import Announcements
 from .copies import Copies
-from .reports import MemberReport, PartReport, Reports, RoleReport, ScriptReport, decision_of
-
-#: So many of what layers keep are named.
-_NAMED = 10
+from .reports import MemberReport, PartReport, Reports, RoleReport, ScriptReport, decision_of, newest_of
+from .roles import RoleTransfer
 
 logger = logging.getLogger("bamboo_ds")
 
 
 @dataclass(eq=False)
-class RecoveryProtocol:
+class RecoveryProtocol(InContext):
     """This member's part of recoveries.
 
     Attributes:
-        admit: makes this member, which joins, take over from the reports where the job stands.
         operation: the one that is under way, or was the last one.
         agreed: members of the plan by which all have agreed last on how to go on.
     """
 
-    ds: DeepSpeedAdapter
-    binding: RuntimeBinding
-    epoch: CurrentEpoch
-    progress: Progress
-    tied_stages: Collection[int]
-    builder: StageBuilder
-    boundaries: Boundaries
-    replication: Replication
-    commits: Commits
+    iteration: IterationParts
+    roles: RoleTransfer
     copies: Copies
     supply: BatchSupply
     saves: Saves
-    history: History
     collectives: ScriptCollectives
-    admit: Callable[[Decision, Reports], None]
-    checks: ExactChecks
     announcements: Announcements
-    recording: Recording
     operation: Operation | None = field(default=None, init=False)
     agreed: tuple[str, ...] = field(default=(), init=False)
 
@@ -91,12 +69,12 @@ class RecoveryProtocol:
         planned = time.monotonic()
         logger.info("recovering to epoch %d: lost %s", plan.epoch, ", ".join(plan.lost))
         with self.recording.span(Kind.REBUILD):
-            self.boundaries.forget()
-            self._doubt_passes()
+            self.iteration.boundaries.forget()
+            self.roles.doubt_passes()
             self.announcements.listen()
             self.enter(plan)
             logger.info("entered epoch %d", plan.epoch)
-            self.take_over_roles(plan)
+            self.roles.follow(plan)
             self.saves.follow(plan)
         with self.recording.span(Kind.AGREE):
             told = self.epoch.transport.exchange(self.report().to_json())
@@ -105,7 +83,7 @@ class RecoveryProtocol:
             logger.info("agreed to %s operation %d", decision.mode, decision.step)
             self._prepare(plan, reports, decision)
         self.epoch.job.lost_at = None
-        redone = self._redone(plan, decision)
+        redone = self.roles.redone(plan, decision)
         seconds = planned - noticed, time.monotonic() - planned
         self.progress.recovery = Recovery(decision, noticed, *seconds, *redone)
         self.announcements.tell_again()
@@ -113,31 +91,34 @@ class RecoveryProtocol:
             plan_change.tell(plan, self.epoch.member)
         return decision
 
-    def _doubt_passes(self) -> None:
-        """Where collectives in passes run behind the host, a loss may have cut off those of any pass of the iteration.
-
-        None of them has told. Passes whose sums count as reduced are whole: the reduction has made sure of that.
-        """
-        if self.epoch.layout.slices > 1 and runs_behind(self.ds.device):
-            for runtime in self.binding.owned():
-                runtime.partial_pass = runtime.partial_pass or (runtime.begun and runtime.reduced is None)
-
     def enter(self, plan: Plan) -> None:
         """Attach to ``plan``'s epoch."""
         self.epoch.enter(plan)
-        self.replication.mismatches.begin()
+        self.iteration.replication.mismatches.begin()
 
     def _decide(self, plan: Plan, reports: Reports) -> Decision:
         """The same decision on all members, and what follows from it for what they do besides the operation."""
         self._check_setup(plan, reports)
-        decision = decision_of(reports, plan, self.ds.micro_batches, self.tied_stages)
+        decision = decision_of(reports, plan, self.ds.micro_batches, self.iteration.reduction.tied_stages)
         self.announcements.check(plan, reports, decision)
         self.collectives.agree({m: report.script_facts() for m, report in reports.items()}, decision.step)
         self.copies.begin(plan, reports, decision.step)
         if self.progress.joining:
-            self.admit(decision, reports)
+            self._join(decision, reports)
         self.copies.tell_replicas()
         return decision
+
+    def _join(self, decision: Decision, reports: Reports) -> None:
+        """This member is admitted: take over from the others' ``reports`` where the job stands."""
+        newest, sources = newest_of(reports)
+        progress = self.progress
+        progress.standing, progress.target, progress.sources = Standing.CATCHING_UP, newest.history, sources
+        progress.sequence = decision.step
+        progress.steps, progress.consumed, progress.seed = newest.steps, newest.consumed, newest.seed
+        self.epoch.channel.ahead = newest.ahead
+        self.saves.nonce = newest.nonce
+        self.supply.accounts.follow(newest.nonce, newest.accounts)
+        self.iteration.checks.begin(newest.exact)
 
     def _check_setup(self, plan: Plan, reports: Reports) -> None:
         """Raise ``FatalLoss``, on all members alike, where a loss hits what scripts set up before they train."""
@@ -153,15 +134,16 @@ class RecoveryProtocol:
         if behind:
             self.supply.batches.drop()
         elif decision.mode == "resume":
-            self._drop_reductions(decision.progress)
-            self.begin_again(decision.progress)
+            self.roles.drop_reductions(decision.progress)
+            self.copies.drop_incoming()
+            self.roles.begin_again(decision.progress)
         self.supply.connect({m: {} if m in decision.behind else report.received for m, report in reports.items()})
         self.supply.write_ledger(plan)
         # A member that is behind in an iteration steps first and takes part then.
         steps = max(report.steps for report in reports.values())
         lacking = any(reports[m].steps < steps for m in decision.behind) or any(r.stale for r in reports.values())
         if self.epoch.layout.sharded and lacking and not behind:
-            self.replication.exchange_shards()
+            self.iteration.replication.exchange_shards()
 
     def report(self) -> MemberReport:
         """What this member tells the others."""
@@ -170,7 +152,7 @@ class RecoveryProtocol:
             RoleReport(
                 role=(runtime.role.pipeline, runtime.role.stage),
                 parts=_told(runtime) if runtime.begun and not runtime.partial_pass else (),
-                reduced=self.commits.is_complete(runtime),
+                reduced=self.iteration.commits.is_complete(runtime),
                 state_only=runtime.role in self.progress.taken_over,
                 changes=replace(runtime.layers.changes),
             )
@@ -198,119 +180,8 @@ class RecoveryProtocol:
             nonce=self.saves.nonce,
             accounts=self.supply.accounts.report(),
             script=ScriptReport(**self.collectives.record()),
-            exact=self.checks.left,
+            exact=self.iteration.checks.left,
         )
-
-    # -- roles --------------------------------------------------------------------------------------------
-
-    def take_over_roles(self, plan: Plan) -> None:
-        """Make the runtimes those that ``plan`` gives to this member, from what it holds already.
-
-        Replicas whose owner was lost become owners; owners become replicas where the plan says so (what both hold
-        is equal between iterations, and sums that are in progress are the owner's alone); what the plan does not
-        mention is dropped.
-
-        Raises:
-            FatalLoss: this member has no valid state for a role that the plan gives to it.
-        """
-        member, runtimes = self.epoch.member, self.binding.runtimes
-        owned, followed = plan.owned_by(member), {*plan.shadowed_by(member), *plan.learned_by(member)}
-        for role in owned:
-            runtime = runtimes.get(role)
-            if runtime is None or not (runtime.owned or runtime.valid):
-                runtime = self._clone(role, plan)
-            if not runtime.owned:
-                logger.warning("taking over role %s with %d forwards done", role, runtime.part.forwards)
-                runtime.owned, runtime.helps = True, False
-                self.progress.taken_over.add(role)
-            elif runtime.divided and runtime.begun and plan.lending(role) is None:
-                logger.warning("taking over a part of role %s, which its shadow has computed", role)
-                self.progress.taken_over.add(role)
-        for role in [r for r in runtimes if r not in owned]:
-            if role in followed and (runtimes[role].owned or runtimes[role].valid):
-                runtimes[role].helps |= runtimes[role].owned and runtimes[role].divided
-                runtimes[role].owned = False
-            else:
-                self.binding.drop(role)
-
-    def _clone(self, role: Role, plan: Plan) -> StageRuntime:
-        """A runtime for ``role`` from the same stage of another pipeline, which this member holds.
-
-        Parameters and optimizer state of the two are equal; what their layers keep besides them (running statistics)
-        is not, and the lost one's cannot be had any more.
-        """
-        alike = [] if self.epoch.layout.sharded else [each for each in self.epoch.layout.siblings(role) if each != role]
-        held = (runtime for runtime in self.binding.runtimes.values() if runtime.role in alike)
-        source = next((runtime for runtime in held if runtime.owned or runtime.valid), None)
-        lost, checkpoint = [(role.pipeline, role.stage)], self.epoch.job.newest_checkpoint(plan)
-        if source is None:
-            raise FatalLoss(lost, plan.lost, checkpoint)
-        kept = source.layers.kept()
-        if kept:
-            what = f"what layers keep besides parameters ({', '.join(kept[:_NAMED])})"
-            if self.checks.stops:
-                cure = '"bamboo.redundancy.on_mismatch": "warn" goes on with those'
-                logger.error(
-                    "role %s: pipeline %d may have other values of %s; %s", role, source.role.pipeline, what, cure
-                )
-                raise FatalLoss(lost, plan.lost, checkpoint, part=f"{what} of ")
-            logger.warning("role %s goes on with %s in pipeline %d", role, what, source.role.pipeline)
-        return self.builder.clone(source, role)
-
-    # -- progress -----------------------------------------------------------------------------------------
-
-    def _drop_reductions(self, progress: Mapping[Role, RoleProgress]) -> None:
-        """The iteration is resumed from ``progress``: reductions that it does not know of are done again."""
-        self.progress.entered = False
-        for role, runtime in self.binding.runtimes.items():
-            # A replica's are still what the owner has: they protect the role while the iteration is finished.
-            if not progress[role].reduced:
-                runtime.tied.clear()
-                runtime.reduced = runtime.measured = runtime.reduced_loss = runtime.received_layers = None
-        self.copies.drop_incoming()
-
-    def begin_again(self, progress: Mapping[Role, RoleProgress]) -> None:
-        """Forget the passes of this member's roles that ``progress`` does not know of: their slices do them again."""
-        self.binding.refresh()
-        for runtime in self.binding.owned():
-            known = progress[runtime.role]
-            same = all(part.progress() in known.parts for part in runtime.parts if part.begun)
-            if not (known.reduced or (same and not runtime.partial_pass)):
-                logger.info("role %s begins the iteration again with its other slices", runtime.role)
-                runtime.begin_again()
-        self.binding.reload()
-
-    def _redone(self, plan: Plan, decision: Decision) -> tuple[int, int]:
-        """Passes of roles taken over that their lost owners may have done already and that are done again here."""
-        forwards = backwards = 0
-        self.progress.redone.clear()
-        if decision.mode == "commit":
-            return 0, 0
-        for role in plan.owned_by(self.epoch.member):
-            own = decision.progress[role]
-            if own.reduced or role not in self.progress.taken_over:
-                continue
-            for index, part in enumerate(own.parts):
-                seen = self._seen(decision.progress, role, index, +1), self._seen(decision.progress, role, index, -1)
-                forwards += max(0, seen[0] - part.forwards)
-                backwards += max(0, seen[1] - part.backwards)
-                self.progress.redone[role, part.begin] = seen
-        return forwards, backwards
-
-    def _seen(self, progress: Mapping[Role, RoleProgress], role: Role, index: int, step: int) -> int:
-        """Of how many passes of a part the next part or stage (``step`` 1), or the one before, has used the results."""
-        parts = progress[role].parts
-        if 0 <= index + step < len(parts):
-            beside = parts[index + step]
-        elif not 0 <= role.stage + step < self.epoch.layout.stages:
-            return 0
-        else:
-            layout = self.epoch.layout
-            other = progress[layout.successor(role) if step > 0 else layout.predecessor(role)]
-            if other.reduced:
-                return self.ds.micro_batches
-            beside = other.parts[0 if step > 0 else -1]
-        return beside.forwards if step > 0 else beside.backwards
 
 
 def _told(runtime: StageRuntime) -> tuple[PartReport, ...]:

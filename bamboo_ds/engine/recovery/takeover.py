@@ -13,12 +13,8 @@ from dataclasses import dataclass, replace
 from ...comm.script import ScriptCollectives
 from ...errors import EpochChanged
 from ..context.operation import Operation, Outcome
-from ..context.records import CurrentEpoch, Progress
-from ..iteration.committing import Commits
-from ..iteration.exactness import ExactChecks
-from ..iteration.replication import Replication
-from ..stage.runtime import RuntimeBinding
-from ..telling.beats import Beats
+from ..context.shared import InContext
+from ..iteration.parts import IterationParts
 from .announcements import Announcements
 from .protocol import RecoveryProtocol
 
@@ -30,18 +26,12 @@ _PATIENCE, _PATIENCE_S = 0.2, 1.0
 
 
 @dataclass(eq=False)
-class Takeover:
+class Takeover(InContext):
     """Runs operations until they commit, and changes the plan between them."""
 
-    binding: RuntimeBinding
-    epoch: CurrentEpoch
-    progress: Progress
+    iteration: IterationParts
     recovery: RecoveryProtocol
-    commits: Commits
-    replication: Replication
-    checks: ExactChecks
     collectives: ScriptCollectives
-    beats: Beats
     announcements: Announcements
 
     def run(self, operation: Operation) -> None:
@@ -114,8 +104,8 @@ class Takeover:
         if operation.takes_steps:
             try:
                 if self.epoch.layout.sharded:
-                    self.replication.exchange_shards()
-                self.checks.end_iteration(outcome)
+                    self.iteration.replication.exchange_shards()
+                self.iteration.checks.end_iteration(outcome)
             except EpochChanged as error:
                 logger.info("interrupted after operation %d: %s", self.progress.sequence - 1, error)
                 self.recover_between("at a boundary")
@@ -161,7 +151,7 @@ class Takeover:
         """All copies are complete: the leader writes the plan that they were made for."""
         self.epoch.channel.await_boundary(self.epoch.plan.epoch, patience_s)
         try:
-            self.epoch.switch_due = self.commits.all_know_more()
+            self.epoch.switch_due = self.iteration.commits.all_know_more()
         except EpochChanged as error:
             logger.info("interrupted at a boundary: %s", error)
             self.recover_between("at a boundary")

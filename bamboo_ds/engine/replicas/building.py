@@ -15,14 +15,13 @@ from deepspeed.runtime.utils import is_model_parallel_parameter
 from ...errors import ProtocolError
 from ...stages import built
 from ...state import join, split
-from ...topology import Layout, Role
+from ...topology import Role
+from ..context.shared import InContext
 from ..stage.answers import ignore
 from ..stage.clones import begin_groups, clone_optimizer
-from ..stage.deepspeed_adapter import DeepSpeedAdapter
-from ..stage.groups import RoleGroups
 from ..stage.layers import Layers
 from ..stage.rng import left_alone
-from ..stage.runtime import RuntimeBinding, StageRuntime
+from ..stage.runtime import StageRuntime
 from ..stage.schedulers import Pristine
 from ..stage.wrappers import stage_optimizer
 from .replica import build_stage_module, capture, check_structure, restore
@@ -31,17 +30,13 @@ logger = logging.getLogger("bamboo_ds")
 
 
 @dataclass(eq=False)
-class StageBuilder:
+class StageBuilder(InContext):
     """Builds runtimes.
 
     Attributes:
         compiled_with: how the script has had the modules compiled, if it has.
     """
 
-    ds: DeepSpeedAdapter
-    layout: Layout
-    groups: RoleGroups
-    binding: RuntimeBinding
     compiled_with: dict[str, Any] | None = None
 
     @contextmanager

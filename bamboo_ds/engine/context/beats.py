@@ -5,12 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
-from ..context.records import Progress
-
-if TYPE_CHECKING:
-    from ...worker.job import Job
+from ...worker.activity import Activity
+from .records import Progress
 
 #: A worker hangs when an instruction takes so many times as long as the longest so far, and at least so many seconds.
 HANG_FACTOR = 10.0
@@ -21,12 +18,12 @@ class Beats:
     """Tells the worker's heartbeats what the main thread does.
 
     Args:
-        job: this process's job.
+        activity: of the worker.
         progress: how far the job is.
     """
 
-    def __init__(self, job: Job, progress: Progress) -> None:
-        self._activity, self._progress = job.channel.activity, progress
+    def __init__(self, activity: Activity, progress: Progress) -> None:
+        self._activity, self._progress = activity, progress
         self._last, self._longest = time.monotonic(), 0.0
 
     def beat(self) -> None:

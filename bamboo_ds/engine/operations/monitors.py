@@ -6,14 +6,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from deepspeed.monitor.monitor import MonitorMaster
 
-from ..context.records import CurrentEpoch, Progress
+from ..context.shared import InContext
 from ..stage.answers import ignore
-from ..stage.deepspeed_adapter import DeepSpeedAdapter
 
 if TYPE_CHECKING:
     from ...comm.session import Session
@@ -57,26 +57,27 @@ class Monitors:
 _ORDINARY = 9
 
 
-class JobTags:
+@dataclass(eq=False)
+class JobTags(InContext):
     """What members, pauses and goodput are like, for DeepSpeed's monitors.
 
     All members keep account, so that the next one that speaks goes on with what it has seen itself.
     """
 
-    def __init__(self, ds: DeepSpeedAdapter, epoch: CurrentEpoch, progress: Progress) -> None:
-        self._ds, self._epoch, self._progress = ds, epoch, progress
-        self._since: float | None = None
-        self._productive = self._seconds = self._pause = 0.0
-        self._ordinary: deque[float] = deque(maxlen=_ORDINARY)
+    _since: float | None = field(default=None, init=False)
+    _productive: float = field(default=0.0, init=False)
+    _seconds: float = field(default=0.0, init=False)
+    _pause: float = field(default=0.0, init=False)
+    _ordinary: deque[float] = field(default_factory=lambda: deque(maxlen=_ORDINARY), init=False)
 
     @contextmanager
     def iteration(self) -> Iterator[None]:
         """The body is an iteration, with the boundary after it."""
-        begin, before = time.monotonic(), self._progress.paused
+        begin, before = time.monotonic(), self.progress.paused
         self._since = begin if self._since is None else self._since
         yield
-        self._seconds, self._pause = time.monotonic() - begin, self._progress.paused
-        self._progress.paused = 0.0
+        self._seconds, self._pause = time.monotonic() - begin, self.progress.paused
+        self.progress.paused = 0.0
         inside = self._pause - before
         worked = self._seconds - inside
         if not inside:
@@ -87,10 +88,10 @@ class JobTags:
 
     def write(self) -> None:
         """Hand the values to the monitors, which write them on the member that speaks for the job."""
-        monitor = self._ds.monitor
+        monitor = self.ds.monitor
         if not monitor.enabled or self._since is None:
             return
-        plan = self._epoch.plan
+        plan = self.epoch.plan
         shadows = plan.shadows or (None,) * len(plan.owners)
         values = {
             "goodput": self._productive / (time.monotonic() - self._since),
@@ -99,4 +100,4 @@ class JobTags:
             "step_seconds": self._seconds,
             "pause_seconds": self._pause,
         }
-        monitor.write_events([(f"bamboo/{name}", value, self._ds.global_samples) for name, value in values.items()])
+        monitor.write_events([(f"bamboo/{name}", value, self.ds.global_samples) for name, value in values.items()])

@@ -13,9 +13,9 @@ from deepspeed.runtime.pipe.schedule import PipeInstruction
 from ...observe.ring import CUT, NUMBERS, REDONE, SpanRing
 from ...observe.spans import Kind
 from ...topology import Role
-from ..context.records import Progress
 from ..stage.deepspeed_adapter import DeepSpeedAdapter
 from ..stage.runtime import RuntimeBinding
+from .records import Progress
 
 #: Iterations that are kept with a disturbed one: so many before it, and one after it.
 BEFORE = 2

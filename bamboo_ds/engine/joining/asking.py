@@ -1,0 +1,38 @@
+"""What a member that joins asks the members of the job."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ...control.registry.records import PeerAddress
+from ...errors import ProtocolError, TransferError
+from ...state.fetch import fetch
+
+if TYPE_CHECKING:
+    from ...worker.job import Job
+
+#: Seconds that one member may take to tell what the job has done before another one is asked, in rounds. The one that
+#: is asked first may just have died, while the others wait for this member.
+_ASK_TIMEOUTS_S = (0.5, 3.0, 10.0)
+
+
+def asked(job: Job, sources: Sequence[PeerAddress], key: str) -> str:
+    """What a member of the job answers to ``key``.
+
+    Args:
+        job: this process's job.
+        sources: whom to ask; if there are none, any member.
+        key: one of a state server's.
+
+    Raises:
+        ProtocolError: nobody answers.
+    """
+    failures = []
+    for timeout_s in _ASK_TIMEOUTS_S:
+        for place in sources or job.channel.wait_peers(job.settings.recovery.plan_timeout_s):
+            try:
+                return fetch(place.url, key, token=place.token, timeout_s=timeout_s, secret=job.channel.secret)[0]
+            except TransferError as error:
+                failures.append(str(error))
+    raise ProtocolError(f"no worker of the job tells what it has done: {'; '.join(failures)}")
