@@ -16,6 +16,7 @@ import pytest
 from bamboo_ds.control.agent.callbacks import Callbacks
 from bamboo_ds.control.agent.coordinator import Coordinator
 from bamboo_ds.control.agent.lease import register
+from bamboo_ds.control.agent.membership import Standing
 from bamboo_ds.control.leader.restarts import fatal_plan, unstarted_plan
 from bamboo_ds.control.registry.keys import Keys
 from bamboo_ds.control.registry.mirror import Mirror
@@ -95,7 +96,7 @@ def test_a_joiner_is_told_of_every_plan(store: Store) -> None:
     finally:
         written.set()
         coordinator.close(timeout_s=10.0)
-    assert coordinator._evicted
+    assert coordinator._membership.standing is Standing.FENCED
 
 
 class Forgetful(Store):
@@ -169,7 +170,7 @@ def test_a_joiner_that_has_missed_plans_and_its_record_is_out_and_says_so(joiner
     assert joiner.plans.get(timeout=20.0) == 4
     assert [joiner.told.get(timeout=20.0) for _ in range(2)] == ["stop 3", "evicted"]
     joiner.write(5)
-    assert joiner.plans.get(timeout=20.0) == 5 and joiner.coordinator._evicted
+    assert joiner.plans.get(timeout=20.0) == 5 and joiner.coordinator._membership.standing is Standing.FENCED
     lease = joiner.lease
     joiner.coordinator.leave(
         LeftRecord(id="m9", slot=9, outcome="evicted", reason="exit", detail="", since=1.0, boot="b")
@@ -185,7 +186,7 @@ def test_a_joiner_that_has_missed_plans_and_is_registered_waits_on(joiner: Joine
     joiner.write(4)
     assert joiner.plans.get(timeout=20.0) == 4
     joiner.leader.steps.get(timeout=20.0)
-    wait_until(lambda: not joiner.coordinator._unsure, "it has looked")
+    wait_until(lambda: joiner.coordinator._membership.standing is Standing.JOINING, "it has looked")
     assert joiner.told.empty() and joiner.registered()
 
 
@@ -259,12 +260,12 @@ def test_one_that_leaves_and_is_out_without_a_lease_asks_no_more(etcd: EtcdServe
         try:
             member.coordinator.mark_leaving()
             mine.put(Keys.PLAN, replace(ONE, epoch=1).to_json())
-            wait_until(lambda: member.coordinator._pushed_epoch == 1, "it has seen that it is out")
+            wait_until(lambda: member.coordinator._membership.epoch == 1, "it has seen that it is out")
             member.lose_lease()
             assert member.wakes.get(timeout=20.0) is None
         finally:
             member.coordinator.close(timeout_s=10.0)
-    assert not member.coordinator._evicted
+    assert member.coordinator._membership.standing is Standing.LEAVING
 
 
 def test_a_record_is_put_only_under_the_plan_that_was_looked_at(store: Store) -> None:

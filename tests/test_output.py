@@ -7,8 +7,9 @@ import os
 import pty
 import re
 import select
+import subprocess
+import sys
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,6 +33,7 @@ from bamboo_ds.launchers.display import Display, Folding
 from bamboo_ds.launchers.progress import Sparse, progress
 from bamboo_ds.launchers.screen import Screen
 from bamboo_ds.observe.logfiles import worker_log
+from bamboo_ds.observe.outlet import Sink
 from bamboo_ds.store.records import KeyValue, Snapshot
 from bamboo_ds.topology import Layout
 from bamboo_ds.topology.planner import initial_plan, with_redundancy
@@ -44,170 +46,123 @@ DEADLINE_S = 40.0
 
 
 class Relay:
-    """A worker's output, whose agent writes to ``shown``: ends of pipes for standard output and error."""
+    """A worker that executes ``script``, an agent's part in its output, and this process in the launcher's place."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, terminals: tuple[bool, bool] = (False, False)):
-        self.shown, ends = zip(os.pipe(), os.pipe(), strict=True)
-        opened = output._Target.__init__
-        monkeypatch.setattr(output._Target, "__init__", lambda own, fd: opened(own, ends[fd - 1]))
-        monkeypatch.setattr(output.os.path, "samestat", lambda a, b: False)
-        screens = Screens(terminals, (40, 132)).to_argument()
-        settings = AgentSettings(
-            job="j",
-            command=(),
-            slot=1,
-            world_size=2,
-            store="",
-            parent_pid=os.getpid(),
-            logs=str(folder),
-            screen=screens,
-        )
-        self.output = WorkerOutput(settings)
-        assert self.output.stdout is not None and self.output.stderr is not None
-        self.worker = os.dup(self.output.stdout), os.dup(self.output.stderr)
-        self.output.start("m1-a", 7)
-        for fd in ends:
-            os.close(fd)
+    def __init__(
+        self, folder: Path, script: str, terminals: tuple[bool, bool] = (False, False), most: int = 64 << 20
+    ) -> None:
         self.file = worker_log(folder, 1)
+        screens = Screens(terminals, (40, 132)).to_argument()
+        worker = [sys.executable, "-c", f"import os, sys, time\n{script}"]
+        self.agent = subprocess.Popen(
+            [sys.executable, "-m", "tests.support.relay", str(folder), screens, str(most), *worker],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            stdin=subprocess.DEVNULL,
+        )
 
-    def read(self, stream: int, count: int) -> bytes:
-        data = b""
-        while len(data) < count:
-            assert select.select([self.shown[stream]], [], [], DEADLINE_S)[0]
-            data += os.read(self.shown[stream], count - len(data))
-        return data
+    def shows(self, text: bytes, stream: str = "stdout") -> None:
+        """``text`` is what comes next."""
+        pipe, found = getattr(self.agent, stream), b""
+        while len(found) < len(text):
+            assert select.select([pipe], [], [], DEADLINE_S)[0], found
+            data = os.read(pipe.fileno(), len(text) - len(found))
+            assert data, found
+            found += data
+        assert found == text
 
-    def close(self) -> None:
-        for fd in self.worker:
-            os.close(fd)
-        self.output.close(lambda: None, lambda: False)
-        for fd in self.shown:
-            os.close(fd)
+    def rest(self) -> tuple[bytes, bytes]:
+        out, err = self.agent.communicate(timeout=DEADLINE_S)
+        assert self.agent.returncode == 0
+        return out, err
 
-    def lines(self) -> list[str]:
-        return [line[24:] for line in self.file.read_text(errors="replace").splitlines()]
-
-
-def test_output_is_copied_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    relay = Relay(tmp_path, monkeypatch)
-    os.write(relay.worker[0], b"no end yet")
-    assert relay.read(0, 10) == b"no end yet", "at once"
-    os.write(relay.worker[1], b"\x00\xff\r\nan error\n")
-    assert relay.read(1, 13) == b"\x00\xff\r\nan error\n"
-    os.write(relay.worker[0], b", now\n")
-    assert relay.read(0, 6) == b", now\n"
-    relay.output.say("of the agent\n")
-    assert relay.read(1, 13) == b"of the agent\n"
-    relay.close()
-    whole = ["[bamboo] worker of m1-a, process 7", "\x00\ufffd", "an error", "no end yet, now"]
-    assert relay.lines() == whole, "without the agent's own lines"
+    def lines(self) -> list[bytes]:
+        """Of the file, without their times, and without the first one, which says whose it is."""
+        begin, *lines = [line[24:] for line in self.file.read_bytes().split(b"\n")[:-1]]
+        assert re.fullmatch(rb"\[bamboo\] worker of m1-a, process \d+", begin)
+        return lines
 
 
-def test_a_terminal_stays_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    relay = Relay(tmp_path, monkeypatch, terminals=(True, False))
-    assert os.isatty(relay.worker[0]) and not os.isatty(relay.worker[1])
-    assert os.get_terminal_size(relay.worker[0]) == (132, 40)
-    os.write(relay.worker[0], b"a\tb\n\x1b[31mred\x1b[0m")
-    assert relay.read(0, 16) == b"a\tb\n\x1b[31mred\x1b[0m", "not changed by the terminal"
-    relay.close()
-    assert relay.lines()[1:] == ["a\tb", "\x1b[31mred\x1b[0m"]
+#: A megabyte, which no pipe holds, in lines.
+MUCH = "[os.write(1, b'%07d' % n + 992 * b'x' + b'\\n') for n in range(1000)]"
 
 
-def fill(relay: Relay, until: Callable[[int], bool]) -> int:
-    """Write as a worker until ``until``, told the bytes so far; returns their number."""
-    os.set_blocking(relay.worker[0], False)
-    done, line = 0, b"x" * 999 + b"\n"
-    while not until(done):
-        try:
-            done += os.write(relay.worker[0], line)
-        except BlockingIOError:
-            select.select([], [relay.worker[0]], [], 0.05)
-    return done
+@pytest.mark.integration
+def test_output_is_copied_as_it_is(tmp_path: Path) -> None:
+    relay = Relay(
+        tmp_path,
+        "os.write(1, b'no end yet'); time.sleep(0.2); os.write(2, b'\\x00\\xff\\r\\nan error\\n')\n"
+        f"while not os.path.exists('{tmp_path}/go'): time.sleep(0.01)\nos.write(1, b', now\\n')",
+    )
+    relay.shows(b"no end yet")  # at once
+    relay.shows(b"of the agent\n\x00\xff\r\nan error\n", "stderr")
+    (tmp_path / "go").touch()
+    out, err = relay.rest()
+    assert out == b", now\n" and err.endswith(b"bamboo_ds: the end\n")
+    assert relay.lines() == [b"\x00\xff", b"an error", b"no end yet, now"], "without the agent's own lines"
 
 
-def test_a_stopped_launcher_does_not_stop_the_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody reads what is to be shown: the worker waits, unless it is because the launcher is stopped."""
-    stopped = threading.Event()
-    monkeypatch.setattr(output, "_is_stopped", lambda pid: stopped.is_set())
-    monkeypatch.setattr(output, "_MOST_WAITING", 100_000)
-    monkeypatch.setattr(output, "_LOOK_S", 0.02)
-    relay = Relay(tmp_path, monkeypatch)
-    seen = [0, 0]
-
-    def stands(done: int) -> bool:  # nothing was taken in ten attempts
-        seen[:] = [done, seen[1] + 1 if done == seen[0] else 0]
-        return seen[1] > 10
-
-    count = fill(relay, stands)
-    assert 100_000 < count < 2 << 20
-    stopped.set()
-    count += fill(relay, lambda done: done > 3 << 20)
-    os.set_blocking(relay.worker[0], True)
-    stopped.clear()
-    shown = [b""]
-
-    def show() -> None:
-        while data := os.read(relay.shown[0], 1 << 16):
-            shown[0] += data
-
-    reader = threading.Thread(target=show)
-    reader.start()
-    os.write(relay.worker[0], b"the end\n")
-    for fd in relay.worker:
-        os.close(fd)
-    relay.output.close(lambda: None, lambda: False)
-    reader.join(DEADLINE_S)
-    for fd in relay.shown:
-        os.close(fd)
-    assert shown[0].endswith(b"the end\n")
-    assert re.search(rb"\[bamboo\] \d+ bytes were not shown\n", shown[0]), "it is said"
-    assert sum(len(line) + 1 for line in relay.lines()[1:]) == count + len("the end\n"), "the file has all"
+@pytest.mark.integration
+def test_a_terminal_stays_one(tmp_path: Path) -> None:
+    relay = Relay(
+        tmp_path,
+        "print(os.isatty(1), os.isatty(2), *os.get_terminal_size(), flush=True); os.write(1, b'a\\tb\\n\\x1b[31mred')",
+        terminals=(True, False),
+    )
+    assert relay.rest()[0] == b"True False 132 40\na\tb\n\x1b[31mred", "not changed by the terminal"
+    assert relay.lines() == [b"True False 132 40", b"a\tb", b"\x1b[31mred"]
 
 
-def test_a_stopped_launcher_does_not_hold_up_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor what the agent has to say after it."""
-    monkeypatch.setattr(output, "_is_stopped", lambda pid: True)
-    monkeypatch.setattr(output, "_LOOK_S", 0.02)
-    relay = Relay(tmp_path, monkeypatch)
-    fill(relay, lambda done: done > 500_000)  # more than a pipe holds, less than what may wait
-    for fd in relay.worker:
-        os.close(fd)
-    closing = threading.Thread(target=relay.output.close, args=(lambda: None, lambda: False), daemon=True)
-    closing.start()
-    closing.join(DEADLINE_S / 4)
-    assert not closing.is_alive()
-    for _ in range(100):
-        relay.output.say("x" * 1000 + "\n")
-    assert relay.read(1, 4096).startswith(b"x"), "as much as there was room for"
-    os.close(relay.shown[0])
-    os.close(relay.shown[1])
-    output.logs.show_by(None)
-    assert sum(map(len, relay.lines()[1:])) > 499_000
+@pytest.mark.integration
+def test_a_launcher_that_takes_nothing_stops_neither_worker_nor_agent(tmp_path: Path) -> None:
+    """What waits is shown once it goes on; of what exceeds it the file has all, and it is said."""
+    relay = Relay(tmp_path, f"{MUCH}; open('{tmp_path}/done', 'w')", most=400_000)
+    assert relay.agent.wait(DEADLINE_S) == 0
+    assert (tmp_path / "done").exists()
+    out, err = relay.rest()
+    assert out == b"".join(b"%07d" % n + 992 * b"x" + b"\n" for n in range(1000))[: len(out)] and out
+    assert b"the end of this worker's output is not shown\n" in err and err.endswith(b"bamboo_ds: the end\n")
+    assert [int(line[:7]) for line in relay.lines()] == list(range(1000))
+
+    relay = Relay(tmp_path / "2", f"{MUCH}\nwhile not os.path.exists('{tmp_path}/go'): time.sleep(0.01)", most=400_000)
+    waiting = threading.Event()
+    while not relay.file.exists() or relay.file.stat().st_size < 1_000_000:
+        waiting.wait(0.05)
+    relay.shows(b"%07d" % 0)
+    (tmp_path / "go").touch()
+    out, _ = relay.rest()
+    told = re.search(rb"\n\[bamboo\] (\d+) bytes were not shown\n", out)
+    assert told and len(out) + 7 - len(told[0]) + int(told[1]) == 1_000_000
 
 
-def test_a_full_disk_is_tried_again_and_told() -> None:
-    """By the agent that writes to it, and by the launcher."""
+@pytest.mark.integration
+def test_a_killed_launcher_does_not_stop_the_worker(tmp_path: Path) -> None:
+    relay = Relay(tmp_path, f"time.sleep(0.1); {MUCH}; os.write(1, b'its last words')")
+    assert relay.agent.stdout and relay.agent.stderr
+    relay.agent.stdout.close()
+    relay.agent.stderr.close()
+    assert relay.agent.wait(DEADLINE_S) == 0
+    assert len(relay.lines()) == 1001 and relay.lines()[-1] == b"its last words"
+
+
+def test_a_full_disk_is_tried_again_and_told(caplog: pytest.LogCaptureFixture) -> None:
     full = os.open("/dev/full", os.O_WRONLY)
-    channel = output._Channel(-1, -1, output._Target(full))
-    found = WorkerOutput(AgentSettings(job="j", command=(), slot=1, world_size=2, store="", parent_pid=1))
-    for data in (b"12345", b"67", b"89"):
-        channel.waiting += data
-        if data == b"89":
-            reading, writing = os.pipe()
-            os.dup2(writing, channel.target.fd)
-        found._show(channel)
-    told = b"\n[bamboo] 7 bytes were not shown\n89"
-    assert os.read(reading, 100) == told and not channel.dropped and not channel.waiting
-
-    launcher = Display(Screen(alone=False), False, lambda: None)
-    launcher._show(b"1234", full)
-    launcher._show(b"567", full)
+    sink = Sink(full)
+    for data in (b"12345", b"67"):
+        sink.write(data)
+    reading, writing = os.pipe()
     os.dup2(writing, full)
-    launcher._show(b"89", full)
-    launcher._show(b"10", full)
-    assert os.read(reading, 100) == told + b"10"
-    channel.target.close()
-    for fd in (reading, writing, full):
+    for data in (b"89", b"10"):
+        sink.write(data)
+    assert os.read(reading, 100) == b"\n[bamboo] 7 bytes were not shown\n8910"
+    os.close(reading)
+    sink.write(b"it is gone")
+    sink.write(b"it is gone")
+    assert [record.message.partition(":")[0] for record in caplog.records] == [
+        f"nothing is shown on descriptor {full} until there is room for it",
+        f"nothing is shown any more on descriptor {full}",
+    ]
+    for fd in (writing, full):
         os.close(fd)
 
 
@@ -215,7 +170,7 @@ def test_a_screen_that_others_have_made_not_blocking() -> None:
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     data = b"x" * 300_000
-    thread = threading.Thread(target=Screen(alone=False).show, args=(data, writing))
+    thread = threading.Thread(target=Sink(writing).write, args=(data,))
     thread.start()
     found = 0
     while found < len(data) and select.select([reading], [], [], DEADLINE_S / 4)[0]:
@@ -226,51 +181,33 @@ def test_a_screen_that_others_have_made_not_blocking() -> None:
     os.close(writing)
 
 
-def test_a_killed_launcher_does_not_stop_the_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    relay = Relay(tmp_path, monkeypatch)
-    for fd in relay.shown:
-        os.close(fd)
-    relay.shown = ()
-    fill(relay, lambda done: done > 2 << 20)
-    os.set_blocking(relay.worker[0], True)
-    os.write(relay.worker[0], b"its last words")
-    relay.close()
-    assert relay.lines()[-1] == "its last words"
-
-
-def test_without_a_folder_the_worker_has_what_its_agent_has(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    common = {"job": "j", "command": (), "slot": 1, "world_size": 2, "store": "", "parent_pid": 1}
-    (tmp_path / "file").write_text("")
-    for settings in (
-        AgentSettings(**common),
-        AgentSettings(**common, logs=str(tmp_path), tee=False),
-        AgentSettings(**common, logs=str(tmp_path / "file")),
-    ):
-        found = WorkerOutput(settings)
-        found.start("m1-a", 7)
-        assert found.stdout is found.stderr is found.path is None
-        found.close(lambda: None, lambda: False)
-    assert [record.message.partition(":")[0] for record in caplog.records] == [
-        "the output of this worker is in no file"
-    ]
-
-
-def test_without_a_terminal_for_it_the_worker_has_what_its_agent_has(
+def test_without_a_file_the_worker_has_what_its_agent_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Without a folder, where it cannot be made, and where there is no terminal for the worker."""
+
     def none_left() -> None:
         raise OSError("out of pty devices")
 
     monkeypatch.setattr(output.os, "openpty", none_left)
     monkeypatch.setattr(output.os.path, "samestat", lambda a, b: False)
-    before = os.listdir("/proc/self/fd")
-    screens = Screens((False, True), (40, 132)).to_argument()
     common = {"job": "j", "command": (), "slot": 1, "world_size": 2, "store": "", "parent_pid": 1}
-    found = WorkerOutput(AgentSettings(**common, logs=str(tmp_path), screen=screens))
-    assert found.stdout is found.stderr is found.path is None
-    assert "out of pty devices" in caplog.text and os.listdir("/proc/self/fd") == before
-    found.start("m1-a", 7)
-    found.close(lambda: None, lambda: False)
+    (tmp_path / "file").write_text("")
+    before = os.listdir("/proc/self/fd")
+    for settings in (
+        AgentSettings(**common),
+        AgentSettings(**common, logs=str(tmp_path), tee=False),
+        AgentSettings(**common, logs=str(tmp_path / "file")),
+        AgentSettings(**common, logs=str(tmp_path), screen=Screens((False, True), (40, 132)).to_argument()),
+    ):
+        found = WorkerOutput(settings)
+        found.start("m1-a", 7)
+        assert found.stdout is found.stderr is found.path is None
+        found.close(lambda seconds: None)
+    assert os.listdir("/proc/self/fd") == before
+    told = [record.message.rpartition(": ") for record in caplog.records]
+    assert [each[0].partition(":")[0] for each in told] == 2 * ["the output of this worker is in no file"]
+    assert told[1][2] == "out of pty devices"
 
 
 # -- what the launcher shows ----------------------------------------------------------------------------------
@@ -306,7 +243,7 @@ class Shown:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, prefix: bool) -> None:
         self.bytes, self.arrived = io.BytesIO(), threading.Condition()
-        monkeypatch.setattr(screen, "_write", self._take)
+        monkeypatch.setattr(Sink, "write", lambda sink, data: self._take(data))
         self.ended = threading.Event()
         self.display = Display(Screen(alone=False), prefix, self.ended.set)
         self.workers = []
@@ -316,7 +253,7 @@ class Shown:
             self.workers.append(writing)
         self.display.start()
 
-    def _take(self, fd: int, data: bytes) -> None:
+    def _take(self, data: bytes) -> None:
         with self.arrived:
             self.bytes.write(data)
             self.arrived.notify_all()
@@ -365,7 +302,7 @@ def test_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_status_never_mixes_with_output(monkeypatch: pytest.MonkeyPatch) -> None:
     written = io.BytesIO()
-    monkeypatch.setattr(screen, "_write", lambda fd, data: written.write(data))
+    monkeypatch.setattr(Sink, "write", lambda sink, data: written.write(data))
     monkeypatch.setattr(screen.os, "get_terminal_size", lambda fd: SimpleNamespace(columns=20))
     terminal = Screen(alone=False)
     terminal.live, terminal._terminal = True, {1, 2}

@@ -130,6 +130,23 @@ def test_killed_launcher_leaves_nothing(start: Start) -> None:
     assert (logs / "worker-1.log").read_text().endswith(" some words\n")
 
 
+def test_stopped_launcher_stops_no_worker(start: Start) -> None:
+    """What has waited is shown when it goes on."""
+    job = start(2).run()
+    job.kill(job.process.pid, signal.SIGSTOP)
+    lines = [f"{number:05d}{'x' * 30_000}" for number in range(60)]  # more than pipes hold
+    for line in lines:
+        job.tell(1, f"print {line}")
+    job.wait(lambda: len(job.find("printed")) == 60, "the worker has printed all")
+    file = logs_of(job) / "worker-1.log"
+    job.wait_quietly(lambda: file.stat().st_size > 60 * 30_000)
+    assert "xxx" not in job.output()
+    job.kill(job.process.pid, signal.SIGCONT)
+    job.finish()
+    for text in (job.output(), file.read_text()):
+        assert [line.split()[-1] for line in text.splitlines() if line.endswith("xxx")] == lines
+
+
 def test_sighup_stays_ignored(start: Start) -> None:
     """Under ``nohup``, by launcher and agents."""
     job = start(2, ignored=signal.SIGHUP).run()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import selectors
@@ -11,10 +10,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ..observe.logfiles import NO_ROOM, NOT_SHOWN, Lines
-from .screen import Screen, marked
-
-logger = logging.getLogger("bamboo_ds.launchers")
+from ..observe.logfiles import Lines
+from .screen import Screen
 
 _READ = 1 << 16
 #: Seconds that the rest of a line may take to arrive until it is shown without.
@@ -129,8 +126,6 @@ class Display:
         self._sources: list[_Source] = []
         self._folding = Folding()
         self._thread: threading.Thread | None = None
-        self._gone: set[int] = set()  # descriptors that take nothing any more
-        self._dropped: dict[int, int] = {}  # by descriptor: bytes that found no room on its disk
         self._waits_since: float | None = None  # for something to show
 
     def add(self, slot: int, reading: int, target: int) -> None:
@@ -169,8 +164,8 @@ class Display:
                             selector.unregister(key.fd)
                             os.close(key.fd)
                     self._show_rests(time.monotonic())
-                    self._say(self._folding.notes(time.monotonic()))
-            self._say(self._folding.notes(float("inf")))
+                    self._screen.say(self._folding.notes(time.monotonic()))
+            self._screen.say(self._folding.notes(float("inf")))
         finally:
             self._on_end()
 
@@ -202,35 +197,15 @@ class Display:
             if not data:
                 shown.append(source.rest)
                 source.rest, source.since = b"", None
-        self._show(b"".join(shown), source.target)
+        self._screen.show(b"".join(shown), source.target)
         return bool(data)
 
     def _show_rests(self, now: float) -> None:
         """Show beginnings of lines whose ends do not come: prompts, progress bars."""
         for source in self._sources:
             if source.since is not None and now >= source.since + _REST_S:
-                self._show(source.rest, source.target)
+                self._screen.show(source.rest, source.target)
                 source.rest, source.since, source.broken = b"", None, True
-
-    def _say(self, notes: list[str]) -> None:
-        self._show(marked(notes).encode(), 2)
-
-    def _show(self, data: bytes, target: int) -> None:
-        if target in self._gone or not data:
-            return
-        dropped = self._dropped.get(target, 0)
-        note = f"\n{NOT_SHOWN % dropped}".encode() if dropped else b""
-        try:
-            self._screen.show(note + data, target)
-            self._dropped.pop(target, None)
-        except OSError as error:  # what is read on keeps the workers going
-            if error.errno in NO_ROOM:
-                if not dropped:
-                    logger.error("output of the workers is not shown until there is room for it: %s", error)
-                self._dropped[target] = dropped + len(data)
-                return
-            self._gone.add(target)
-            logger.error("the output of the workers is not shown any more: %s", error)
 
 
 def _divided(data: bytes) -> list[bytes]:

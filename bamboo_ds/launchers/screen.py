@@ -7,12 +7,13 @@ ended with a line; so neither garbles the other.
 from __future__ import annotations
 
 import os
-import select
 import sys
 import threading
 from collections.abc import Sequence
 
 from rich.cells import set_cell_size
+
+from ..observe.outlet import Sink
 
 #: Takes the current line of a terminal away.
 _ERASE = b"\r\x1b[2K"
@@ -34,17 +35,14 @@ class Screen:
         one = not out or os.fstat(1).st_rdev == os.fstat(2).st_rdev
         self.live = alone and err and one and os.environ.get("TERM", "dumb") != "dumb"
         self._terminal = {2, *((1,) if out else ())}
+        self._sinks = {1: Sink(1), 2: Sink(2)}
         self._lock = threading.Lock()
         self._status = b""
         self._shown = False  # the status is on the terminal now
         self._in_line = False  # what was shown last has not ended its line
 
     def show(self, data: bytes, fd: int = 2) -> None:
-        """Write all of ``data`` to descriptor ``fd``, past Python's buffers.
-
-        Raises:
-            OSError: nothing can be written there any more.
-        """
+        """Write all of ``data`` to descriptor ``fd`` (1 or 2), past Python's buffers."""
         if not data:
             return
         with self._lock:
@@ -54,7 +52,7 @@ class Screen:
                 self._in_line = not data.endswith(b"\n")
                 self._shown = bool(self._status) and not self._in_line
                 after = self._status if self._shown else b""
-            _write(fd, before + data + after)
+            self._sinks[fd].write(before + data + after)
 
     def say(self, lines: Sequence[str]) -> None:
         """Show lines of our own on standard error."""
@@ -75,7 +73,7 @@ class Screen:
                 return
             before = _ERASE if self._shown else b""
             self._shown = bool(status)
-            _write(2, before + status)
+            self._sinks[2].write(before + status)
 
     # -- as a stream of Python's ``logging`` ----------------------------------------------------------
 
@@ -91,11 +89,3 @@ class Screen:
 def marked(lines: Sequence[str]) -> str:
     """The text of ``lines`` for stderr, where the script writes, too."""
     return "".join(f"[bamboo] {line}\n" for line in lines)
-
-
-def _write(fd: int, data: bytes) -> None:
-    while data:
-        try:
-            data = data[os.write(fd, data) :]
-        except BlockingIOError:  # another process that has this terminal or pipe has made it so, for all of them
-            select.select([], [fd], [])

@@ -6,26 +6,26 @@ what a slot goes on with after a restart, or after it has rejoined the job, is a
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import heapq
+import logging
 import os
 import re
-import threading
+import sys
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
+from io import TextIOWrapper
+from logging.handlers import RotatingFileHandler
 from pathlib import Path
+
+logger = logging.getLogger("bamboo_ds.observe")
 
 #: Bytes of a file, after which it is kept as the one before (``FILE.1``) and a new one is begun.
 LARGEST_BYTES = 64 << 20
 #: Bytes of a line without an end that are held back.
 LONGEST_LINE = 1 << 16
-#: What is written later may find room again.
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
-#: Said where output goes on.
-NOT_SHOWN = "[bamboo] %d bytes were not shown\n"
 #: Of a line, and of records of Python's ``logging``.
 TIME_FORMAT = "%Y-%m-%d %H:%M:%S"
 _STAMP = re.compile(rb"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} ")
@@ -42,62 +42,44 @@ def agent_log(folder: Path | str, slot: int) -> Path:
     return Path(folder, f"agent-{slot}.log")
 
 
-class LogFile:
-    """Appends to a file of bounded size. Thread-safe.
+class LogFile(RotatingFileHandler):
+    """Appends to a file of bounded size. What cannot be written (the disk is full, say) is told once, in the log.
 
     Args:
         path: the file, and its folder, are made if absent, for their owner alone.
         largest: bytes of it; as many are kept of what was there before.
 
     Raises:
-        OSError: it cannot be opened; so do the methods, when it cannot be written.
+        OSError: it cannot be opened.
     """
 
     def __init__(self, path: Path | str, largest: int = LARGEST_BYTES) -> None:
-        self.path, self._largest = Path(path), largest
-        self._lock = threading.Lock()
-        self._closed = False
-        self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._fd = self._open()
+        self._complained = False
+        Path(path).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # What workers write need not be text.
+        super().__init__(path, maxBytes=largest, backupCount=1, encoding="utf-8", errors="surrogateescape")
 
-    def _open(self) -> int:
-        fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        self._size = os.fstat(fd).st_size
-        return fd
+    def _open(self) -> TextIOWrapper:
+        opener = partial(os.open, mode=0o600)
+        return open(self.baseFilename, "a", encoding=self.encoding, errors=self.errors, opener=opener)
 
     def append(self, data: bytes) -> None:
         """Append whole lines. They are not divided between two files."""
-        with self._lock:
-            if self._closed:
-                return
-            if self._size and self._size + len(data) > self._largest:
-                self._begin_anew()
-            while data:
-                written = os.write(self._fd, data)
-                self._size += written
-                data = data[written:]
-
-    def _begin_anew(self) -> None:
-        """If it fails, the next call may do it."""
-        with contextlib.suppress(FileNotFoundError):  # it has been moved, and then could not be opened
-            os.replace(self.path, f"{self.path}.1")
-        before = self._fd
-        self._fd = self._open()
-        os.close(before)
-
-    def write(self, text: str) -> None:
-        """Append text, as a stream of Python's ``logging``."""
-        self.append(text.encode(errors="backslashreplace"))
-
-    def flush(self) -> None:
-        """Nothing is held back."""
+        if data:
+            self.handle(logging.makeLogRecord({"msg": data.decode("utf-8", "surrogateescape").removesuffix("\n")}))
 
     def close(self) -> None:
-        """Close the file. Idempotent; what is appended later is dropped."""
-        with self._lock:
-            if not self._closed:
-                self._closed = True
-                os.close(self._fd)
+        """Close the file."""
+        try:
+            super().close()
+        except OSError:
+            self.handleError()
+
+    def handleError(self, record: logging.LogRecord | None = None) -> None:
+        """Called where ``record`` could not be written; what is written later may find room again."""
+        if not self._complained:
+            self._complained = True
+            logger.warning("%s lacks what could not be written: %s", self.baseFilename, sys.exc_info()[1])
 
 
 class Lines:

@@ -93,47 +93,22 @@ def _add(handler: logging.Handler, times: str) -> None:
     logging.getLogger(LOGGER).addHandler(handler)
 
 
-class _Writer(QueueListener):
-    """Writes records to a file, in a thread of its own; complains once of what could not be written."""
-
-    def __init__(self, records: queue.Queue[logging.LogRecord], file: LogFile) -> None:
-        super().__init__(records)
-        self._file = file
-        self._complained = False
-
-    def handle(self, record: logging.LogRecord) -> None:
-        try:
-            self._file.write(f"{record.getMessage()}\n")
-        except OSError as error:  # the disk is full, say; what is written later may find room again
-            self.complain(error)
-
-    def complain(self, error: Exception) -> None:
-        if not self._complained:
-            self._complained = True
-            logging.getLogger(LOGGER).warning("this log is not in its file: %s", error)
-
-
 class _FileHandler(QueueHandler):
     """Leaves records to a thread: who logs must not wait for a file system that hangs, least of all with a lease."""
 
     def __init__(self, file: LogFile) -> None:
         self._records: queue.Queue[logging.LogRecord] = queue.Queue(_MOST_RECORDS)
         super().__init__(self._records)
-        self._writer = _Writer(self._records, file)
+        self._listener = QueueListener(self._records, file)
         self._begun = False
+        self.handleError = file.handleError  # type: ignore[method-assign]  # of records that find no room in the queue
 
     def begin(self) -> None:
         """Start the thread."""
         with _lock:
             if not self._begun:
                 self._begun = True
-                self._writer.start()
-
-    def enqueue(self, record: logging.LogRecord) -> None:
-        try:
-            self._records.put_nowait(record)
-        except queue.Full:
-            self._writer.complain(OSError(f"{_MOST_RECORDS} records wait to be written"))
+                self._listener.start()
 
     def flush(self) -> None:
         """Wait for the file, but not for ever."""

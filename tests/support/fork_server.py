@@ -199,6 +199,7 @@ def _forget_parent() -> None:
         logger.handlers[:], logger.propagate = [], True
         logger.setLevel(logging.NOTSET)
         logs._context = logs.LogContext()
+    logging._handlerList.clear()  # type: ignore[attr-defined]  # the end of this process closes no file of theirs
     tempfile.tempdir = None
     numpy.random.seed()
     torch.seed()  # as at a start: another one in every process

@@ -17,12 +17,12 @@ from bamboo_ds.control.agent.callbacks import Callbacks
 from bamboo_ds.control.agent.coordinator import Coordinator
 from bamboo_ds.control.agent.lease import REFRESH, _raise
 from bamboo_ds.control.agent.mailbox import Mailbox
+from bamboo_ds.control.agent.membership import Standing
 from bamboo_ds.control.agent.rejoin import Rejoin
 from bamboo_ds.control.agent.slot import Slot, State
 from bamboo_ds.control.agent.waiting import WaitingAgent
 from bamboo_ds.control.leader.leader import Leader
 from bamboo_ds.control.messages import Contact, ExitNotice, Message, PlanPush
-from bamboo_ds.control.registry.mirror import Mirror
 from bamboo_ds.control.registry.records import LayoutRecord, SuspicionRecord, WorkerRecord, WorkerState
 from bamboo_ds.control.registry.vacancies import Vacancy
 from bamboo_ds.control.settings import AgentSettings
@@ -206,6 +206,12 @@ class SimCoordinator(Coordinator):
     due: float | None = 0.0
     ended = False
 
+    def __init__(self, store: Any, *others: Any, **more: Any) -> None:
+        super().__init__(store, *others, **more)
+        if "unseen" in store.world.off:
+            member: Any = self._membership
+            member.may_register = lambda plan, forged: not member.is_out(plan)
+
     def _keep_lease(self) -> None:
         return
 
@@ -227,7 +233,7 @@ class SimCoordinator(Coordinator):
             self._callbacks.on_ended()
 
     def stay(self) -> None:
-        if self._connected and not self.ended:
+        if self._membership.standing is not Standing.LOOKING and not self.ended:
             try:
                 self._keeper.stay()
             except StoreUnavailable as error:
@@ -235,11 +241,6 @@ class SimCoordinator(Coordinator):
                     self._inbox.put(partial(_raise, error))
             except PlanForged:
                 return  # as on the lease's thread, which tells it in the log
-
-    def _may_register(self, found: Mirror) -> bool:
-        if "unseen" in self._store.world.off:  # type: ignore[attr-defined]
-            return not self._is_out(found.plan)
-        return super()._may_register(found)
 
     @property
     def pending(self) -> bool:

@@ -8,6 +8,7 @@
 :mod:`.reexec`          goes on as another agent in the same process
 :mod:`.mailbox`         what the main thread is to do
 :mod:`.coordinator`     the side towards etcd: registration, plans, leadership; :mod:`.lease` keeps it alive
+:mod:`.membership`      where the member stands in the job: the state machine that the coordinator acts on
 :mod:`.assembly`        puts that side together
 :mod:`.worker_process`  the worker: spawned, signalled, reaped; :mod:`.command` says what is executed
 :mod:`.watchdog`        whether the worker hangs
@@ -16,6 +17,5 @@
 :mod:`.data_workers`    further workers, which only draw batches
 :mod:`.neighbours`      agents of the same host that die
 :mod:`.health`          answers to accusations
-:mod:`.admission`       what a member needs that is not in the plan yet
 ======================  ================================================================================
 """

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from ...topology.plan import Plan
 from ..messages import Contact
 from ..registry.records import LeaveRecord, PeerAddress, RestartRecord, StopRecord, StoreRecord
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -37,3 +40,22 @@ class Callbacks:
     on_leave: Callable[[LeaveRecord], None] = lambda record: None
     on_evicted: Callable[[], None] = lambda: None
     on_contact: Callable[[Contact], None] = lambda contact: None
+
+
+class News(Generic[T]):
+    """Tells what was not told before.
+
+    Args:
+        tell: called with it.
+        once: only the first; else whatever differs from what was told last.
+        known: counts as told already.
+    """
+
+    def __init__(self, tell: Callable[[T], None], once: bool = False, known: T | None = None) -> None:
+        self._tell, self._once, self._told = tell, once, known
+
+    def tell(self, what: T) -> None:
+        """``what`` is so now."""
+        if what != self._told and not (self._once and self._told is not None):
+            self._told = what
+            self._tell(what)

@@ -16,8 +16,8 @@ from contextlib import ExitStack
 from functools import partial
 
 from ...errors import LeaseExpired, PlanForged, StoreError, StoreUnavailable
-from ...store import Lease, Store, WatchEvent
-from ...topology.plan import UNSTARTED, Plan
+from ...store import Store, WatchEvent
+from ...topology.plan import Plan
 from ..fencing import now as fence_clock
 from ..leader.leader import Leader
 from ..once import is_genuine, put_once
@@ -34,10 +34,10 @@ from ..registry.records import (
     TimingRecord,
 )
 from ..web.display import Display
-from .admission import check_start, over_for, peers
-from .callbacks import Callbacks
+from .callbacks import Callbacks, News
 from .health import HealthReplies
 from .lease import LeaseKeeper, register
+from .membership import Membership, Standing, check_start, over_for, peers
 from .neighbours import Neighbours, report_dead_agent
 
 logger = logging.getLogger("bamboo_ds.control.coordinator")
@@ -50,6 +50,8 @@ _DISPLAY_S = 1.0
 
 class Coordinator:
     """Keeps one member registered and informed, and contests the leadership.
+
+    What it does follows from where the member stands in the job: the state machine :mod:`.membership`.
 
     Args:
         store: not used before :meth:`start`; closed at the end by the coordinator.
@@ -81,12 +83,20 @@ class Coordinator:
         fence_clock: Callable[[], float] = fence_clock,
     ) -> None:
         self._store, self._lease_ttl_s = store, lease_ttl_s
-        self._clock, self._fence_clock = clock, fence_clock
-        self._leader = leader
-        self._record = record
+        self._clock = clock
+        self._leader: Leader | None = leader  # ``None``: the job is being ended, and this member plans no more
+        self._membership = Membership(record, after_epoch)
         self._outage_s = outage_s
         self._display = display
         self._callbacks = callbacks
+        self._peers = News[tuple[PeerAddress, ...]](callbacks.on_peers, known=())
+        self._restart = News(callbacks.on_restart)
+        self._stop = News(callbacks.on_stop, once=True)
+        self._leave = News(callbacks.on_leave, once=True)
+        # The job of one that waits is whole again, and may never need another plan.
+        self._whole = News(callbacks.on_plan, once=True)
+        # The worker must know of a lineage before its first commit.
+        self._lineage = News[tuple[str, int]](lambda _: self._keeper.look())
         self._health = HealthReplies(store, record.id, last_heartbeat, clock)
         # No SimpleQueue: before Python 3.11 its `get` waits for ever if its timeout passes at the wrong moment.
         self._inbox: queue.Queue[Callable[[], None]] = queue.Queue()
@@ -96,26 +106,14 @@ class Coordinator:
         self._dead: dict[str, tuple[MemberRecord, float]] = {}  # members whose agents have died, and when
         self._neighbours: Neighbours | None = None
         self._departure: tuple[LeftRecord | None, StopRecord | None] | None = None
-        self._known_lineage: tuple[str, int] | None = None
         self._ending = threading.Event()
         self._keeper = LeaseKeeper(
             *(store, record.id, lease_ttl_s, self._inbox.put, callbacks.on_contact, self._gives_up, self._ending),
             clock=clock,
             fence_clock=fence_clock,
         )
-        self._mirror: Mirror | None = None
+        self._mirror: Mirror | None = None  # ``None``: it is to be read anew
         self._last: Mirror | None = None  # the newest one that could be read
-        self._pushed_epoch = self._after_epoch = after_epoch
-        self._told_restart = UNSTARTED
-        self._waits = record.state == "waiting"
-        self._told_undisturbed = False
-        self._evicted = False
-        self._admitted = not record.joiner
-        self._unsure = False  # there have been plans that this joiner has not seen
-        self._peers: tuple[PeerAddress, ...] = ()
-        self._stop_told = self._asked_to_leave = False
-        self._resigned = self._connected = False
-        self._leaving = self._state_due = False
         #: Its worker has failed when the job went on without this member already.
         self.superseded = False
         #: After the departure: no other member is left on this host. False while that is not known.
@@ -140,18 +138,18 @@ class Coordinator:
         """Say in the member's record that it is going to vanish. The leader then gives its roles to others."""
 
         def mark() -> None:
-            self._leaving = self._state_due = True
-            self._record = self._record.model_copy(update={"state": "leaving"})
+            self._membership.note_leaving()
+            self._pending[Keys.member(self._id)] = self._membership.record
 
         self._inbox.put(mark)
 
     def resign(self) -> None:
         """Plan no more: the job is being ended."""
 
-        def stop_leading() -> None:
-            self._resigned = True
+        self._inbox.put(self._stop_leading)
 
-        self._inbox.put(stop_leading)
+    def _stop_leading(self) -> None:
+        self._leader = None
 
     def leave(self, departure: LeftRecord | None, stop: StopRecord | None = None) -> None:
         """Write why the member leaves (``None``: not worth a word), and ``stop`` if given; revoke the lease, end.
@@ -180,6 +178,10 @@ class Coordinator:
 
     # -- the coordinator's thread -------------------------------------------------------------------
 
+    @property
+    def _id(self) -> str:
+        return self._membership.record.id
+
     def _run(self) -> None:
         wake: float | None = self._clock()
         try:
@@ -187,10 +189,10 @@ class Coordinator:
                 self._drain(wake)
                 wake = self._turn()
         except StoreUnavailable as error:
-            logger.error("%s gives up: etcd has not answered for %.0f s (%s)", self._record.id, self._outage_s, error)
+            logger.error("%s gives up: etcd has not answered for %.0f s (%s)", self._id, self._outage_s, error)
             self._callbacks.on_error(error)
         except BaseException as error:  # the agent ends its worker and says why
-            logger.exception("the coordinator of %s failed", self._record.id)
+            logger.exception("the coordinator of %s failed", self._id)
             self._callbacks.on_error(error)
         finally:
             self._ending.set()
@@ -218,15 +220,14 @@ class Coordinator:
                 raise
             return self._clock() + _RETRY_S
         except StoreError as error:
-            if not self._connected and not isinstance(error, PlanForged):
+            if self._membership.standing is Standing.LOOKING and not isinstance(error, PlanForged):
                 raise  # at the start it is the settings that are wrong
             logger.error("etcd refuses a request, training goes on: %s", error)
             return self._clock() + _REFUSED_RETRY_S
 
     def _gives_up(self, silent_s: float) -> bool:
         """Whether etcd has been away for so long that it is gone, and this member has nothing that others need."""
-        takes_part = self._admitted and not self._waits
-        return not takes_part and silent_s > self._outage_s
+        return not self._membership.takes_part and silent_s > self._outage_s
 
     def _drain(self, wake: float | None) -> None:
         """Handle everything in the inbox, waiting for something until ``wake``."""
@@ -241,12 +242,12 @@ class Coordinator:
     def _connect(self) -> Mirror:
         snapshot = self._store.get_prefix("")
         self._last = mirror = Mirror(snapshot, self._last)
-        check_start(self._record, mirror)
+        check_start(self._membership.record, mirror)
         if self._keeper.lease is None:
             self._register(mirror)
         self._store.watch("", self._observe, snapshot.revision + 1, on_error=self._watch_failed)
-        if not self._connected:
-            self._connected = True
+        if self._membership.standing is Standing.LOOKING:
+            self._membership.note_found()
             self._keep_lease()
         for key in snapshot.entries:
             self._announce_store(mirror, key)
@@ -258,36 +259,19 @@ class Coordinator:
 
     def _register(self, found: Mirror) -> None:
         """Put the member's record under a new lease, if it may; ``found`` is what etcd holds, the plan at least."""
-        if not self._may_register(found):
+        if not self._membership.may_register(found.plan, found.plan_forged):
             return
-        lease = register(self._store, self._record, self._lease_ttl_s, found.revision(Keys.PLAN))
+        lease = register(self._store, self._membership.record, self._lease_ttl_s, found.revision(Keys.PLAN))
         if lease is not None:
             self._keeper.hold(lease)
 
-    def _may_register(self, found: Mirror) -> bool:
-        """Whether the job goes on with this member, as far as is known.
-
-        A joiner may have been admitted and lost by plans that it has yet to see; not before its first registration.
-        """
-        plan = found.plan
-        if plan is None or self._admitted or not self._connected:
-            return not self._is_out(plan)
-        return not (self._unsure or found.plan_forged or plan.epoch > self._pushed_epoch)
-
-    def _is_out(self, plan: Plan | None) -> bool:
-        """Whether the job goes on without this member."""
-        if plan is None or self._waits or not self._admitted:
-            return False
-        return plan.epoch > self._after_epoch and self._record.id not in plan.members
-
-    def _renew(self, lease: Lease) -> None:
+    def _renew(self, record: MemberRecord) -> None:
         """Put the member's record again, unless the leader has removed it."""
-        key = Keys.member(self._record.id)
+        key, lease = Keys.member(record.id), self._keeper.lease
         entry = self._store.get(key)
-        if entry is not None:
-            record = self._record.model_copy(update={"lease": lease.id})
+        if entry is not None and lease is not None:
+            record = record.model_copy(update={"lease": lease.id})
             self._store.compare_and_swap(key, entry.mod_revision, record.to_json(), lease)
-        self._state_due = False
 
     def _observe(self, event: WatchEvent) -> None:
         def apply() -> None:
@@ -300,7 +284,7 @@ class Coordinator:
             except PlanForged:
                 self._mirror = None  # nothing can be done until the plan can be read
                 return
-            if plan is not None and not self._admitted:
+            if plan is not None and self._membership.joins:
                 self._push(plan)  # each of them: it may be listed by one, and lost by the next
             if event.kind == "put":
                 self._announce_store(mirror, event.key)
@@ -323,28 +307,22 @@ class Coordinator:
 
     def _work(self, mirror: Mirror) -> float | None:
         """As :meth:`_turn`, with what etcd holds."""
-        plan, stop = mirror.plan, mirror.stop
+        plan, member = mirror.plan, self._membership
         if plan is not None:
             self._push(plan)
-        if plan is not None and plan.lineage != self._known_lineage:
-            self._known_lineage = plan.lineage
-            self._keeper.look()  # the worker must know of it before its first commit
-        restart = mirror.restart
-        if restart is not None and restart.generation > self._told_restart:
-            self._told_restart = restart.generation
-            self._callbacks.on_restart(restart)
-        if plan is not None and (self._record.joiner or self._waits):
+            self._lineage.tell(plan.lineage)
+        if mirror.restart is not None:
+            self._restart.tell(mirror.restart)
+        if plan is not None and (member.record.joiner or member.standing is Standing.WAITING):
             self._follow(mirror, plan)
-        if stop is not None and not self._stop_told:
-            self._stop_told = True
-            self._callbacks.on_stop(stop)
-        if not self._asked_to_leave and (leave := mirror.get(Keys.leave(self._record.id), LeaveRecord)) is not None:
-            self._asked_to_leave = True
-            self._callbacks.on_leave(leave)
+        if mirror.stop is not None:
+            self._stop.tell(mirror.stop)
+        if (leave := mirror.get(Keys.leave(self._id), LeaveRecord)) is not None:
+            self._leave.tell(leave)
         self._attend_neighbours(mirror)
-        if plan is not None and self._unsure and not (self._admitted or plan.unheld):
+        if plan is not None and member.standing is Standing.UNSURE and not plan.unheld:
             self._check_seen(plan)
-        if self._evicted:
+        if member.standing is Standing.FENCED:
             if self._display is not None:
                 self._display.close(0.0)
             return None
@@ -354,16 +332,14 @@ class Coordinator:
             self._register(found)
             if self._keeper.lease is None:
                 # The watch will bring the plan that evicts us, or one that is newer than what was found.
-                return None if self._is_out(found.plan) else self._clock() + _RETRY_S
+                return None if member.is_out(found.plan) else self._clock() + _RETRY_S
         try:
             while self._pending:
                 key, record = next(iter(self._pending.items()))
                 self._put(key, record)
                 del self._pending[key]
-            if self._state_due:
-                self._renew(self._keeper.lease)
             wakes = [self._health.reply(mirror, plan)]
-            if not self._resigned:
+            if self._leader is not None:
                 wakes.append(self._leader.step(mirror, self._keeper.lease, self._keeper.trusted_from))
             if self._display is not None:
                 wakes.append(self._display.follow(mirror, self._keeper.lease))
@@ -374,12 +350,7 @@ class Coordinator:
 
     def _push(self, plan: Plan) -> None:
         """Hand ``plan`` on, if it is new, and note what it means for this member."""
-        if plan.epoch > self._pushed_epoch:
-            self._unsure |= self._after_epoch < self._pushed_epoch < plan.epoch - 1
-            self._pushed_epoch = plan.epoch
-            self._admitted = self._admitted or self._record.id in plan.members
-            # One that leaves is needed until it has left, although the plan goes on without it.
-            self._evicted = self._is_out(plan) and not self._leaving
+        if self._membership.note_plan(plan):
             self._callbacks.on_plan(plan)
 
     def _check_seen(self, plan: Plan) -> None:
@@ -387,11 +358,11 @@ class Coordinator:
 
         Its record is gone then: that hangs on the lease, and the leader removes those of members that are lost.
         """
-        if self._record.id in plan.lost or self._store.get(Keys.member(self._record.id)) is None:
-            logger.error("the job may have gone on without %s, which was out of etcd's reach", self._record.id)
-            self._admitted, self._evicted = True, not self._leaving
+        lost = self._id in plan.lost or self._store.get(Keys.member(self._id)) is None
+        self._membership.note_seen(lost)
+        if lost:
+            logger.error("the job may have gone on without %s, which was out of etcd's reach", self._id)
             self._callbacks.on_evicted()
-        self._unsure = False
 
     def _attend_neighbours(self, mirror: Mirror) -> None:
         """Report members of this host whose agents have died."""
@@ -400,38 +371,36 @@ class Coordinator:
             def died(record: MemberRecord, at: float) -> None:
                 self._inbox.put(partial(self._dead.__setitem__, record.id, (record, at)))
 
-            self._neighbours = Neighbours(self._record.id, died)
+            self._neighbours = Neighbours(self._id, died)
         self._neighbours.follow(mirror.members.values())
         while self._dead:
             member, (record, at) = next(iter(self._dead.items()))
-            report_dead_agent(self._store, record, at, f"agent died, as {self._record.id} saw")
+            report_dead_agent(self._store, record, at, f"agent died, as {self._id} saw")
             del self._dead[member]
 
     def _follow(self, mirror: Mirror, plan: Plan) -> None:
         """What a member does that does not take part yet."""
-        if not self._admitted:
-            known = peers(mirror, plan)
-            if known != self._peers:
-                self._peers = known
-                self._callbacks.on_peers(known)
-        undisturbed = not plan.unheld and mirror.members.keys() >= set(plan.members)
-        if self._waits and not self._told_undisturbed and undisturbed:
-            # It is back, and may never need another plan: nobody was lost after all.
-            self._told_undisturbed = True
-            self._callbacks.on_plan(plan)
-        if not self._stop_told and over_for(self._record.id, mirror, plan):
-            self._stop_told = self._resigned = True  # it must not lead a job on that has finished
-            self._callbacks.on_stop(StopRecord(code=0, reason="the job has finished", by=self._record.id))
+        if self._membership.joins:
+            self._peers.tell(peers(mirror, plan))
+        whole = not plan.unheld and mirror.members.keys() >= set(plan.members)
+        if self._membership.standing is Standing.WAITING and whole:
+            self._whole.tell(plan)
+        if over_for(self._id, mirror, plan):
+            self._stop_leading()  # it must not lead a job on that has finished
+            self._stop.tell(StopRecord(code=0, reason="the job has finished", by=self._id))
 
     def _put(self, key: str, record: Record) -> None:
         """Write ``record``; the end of the job only if that does not go on without this member at that moment."""
+        if isinstance(record, MemberRecord):
+            self._renew(record)
+            return
         if not isinstance(record, StopRecord):
             self._store.put(key, record.to_json())
             return
         while not self._ending.is_set():
             # The mirror may be older than an outage in which the others have gone on.
             now = Mirror(self._store.get_prefix(Keys.PLAN))
-            if self._is_out(now.plan):
+            if self._membership.is_out(now.plan):
                 self.superseded = True
                 logger.warning("the job goes on without this member, which does not end it: %s", record.reason)
                 return
@@ -442,6 +411,7 @@ class Coordinator:
     def _depart(self, departure: LeftRecord | None, stop: StopRecord | None) -> None:
         if stop is not None:
             self._pending[Keys.STOP] = stop
+        self._pending.pop(Keys.member(self._id), None)  # it goes with the lease
         for key, record in self._pending.items():
             self._put(key, record)
         self._pending.clear()
@@ -451,6 +421,7 @@ class Coordinator:
             self._store.put(Keys.left(departure.id), departure.to_json())
         if self._keeper.lease is not None:
             self._keeper.lease.revoke()
-        if self._leaving:
+        me = self._membership.record
+        if me.state == "leaving":
             others = Mirror(self._store.get_prefix(Keys.MEMBERS)).members.values()
-            self.last_of_host = self._record.host not in {member.host for member in others}
+            self.last_of_host = me.host not in {member.host for member in others}
