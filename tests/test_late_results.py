@@ -18,11 +18,11 @@ import torch
 from bamboo_ds.comm import groups as groups_module
 from bamboo_ds.comm.epoch import Epoch
 from bamboo_ds.comm.groups import Groups
-from bamboo_ds.comm.inner import NCCL, Several
+from bamboo_ds.comm.inner import NCCL
 from bamboo_ds.comm.keyvalue import Server
 from bamboo_ds.comm.lifetime import Lifetime
 from bamboo_ds.comm.links import Links
-from bamboo_ds.comm.work import BambooWork, CompletedWork, future_of
+from bamboo_ds.comm.work import BambooWork, CompletedWork, Several, future_of
 from bamboo_ds.engine.iteration import slices as slices_module
 from bamboo_ds.engine.iteration.slices import SlicedPasses
 from bamboo_ds.errors import EpochChanged, PeerLost

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import pytest
@@ -10,10 +11,9 @@ from deepspeed.runtime.pipe.schedule import (
     BackwardPass,
     ForwardPass,
     LoadMicroBatch,
-    OptimizerStep,
+    PipeInstruction,
     RecvActivation,
     RecvGrad,
-    ReduceGrads,
     SendActivation,
     SendGrad,
     TrainSchedule,
@@ -21,11 +21,11 @@ from deepspeed.runtime.pipe.schedule import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bamboo_ds.errors import ConfigError, ProtocolError
+from bamboo_ds.errors import ProtocolError
 from bamboo_ds.schedule import (
     FillBubble,
+    Placement,
     RedundantForward,
-    RedundantTrainSchedule,
     RoleProgress,
     UseRole,
     Work,
@@ -34,6 +34,7 @@ from bamboo_ds.schedule import (
     epilogue,
     member_program,
     one_f_one_b,
+    redundant,
 )
 from bamboo_ds.schedule.orders import ordered
 from bamboo_ds.topology import Layout, Plan, Role, initial_plan, takeover, with_redundancy
@@ -67,86 +68,47 @@ def stock_order(micro_batches: int, stages: int, stage: int) -> list[tuple[str, 
     return order
 
 
-def passes(instructions: list) -> list[tuple[str, int]]:
-    kinds = {ForwardPass: "F", BackwardPass: "B"}
-    return [(kinds[type(i)], i.buffer_id) for i in instructions if type(i) in kinds]
-
-
-@settings(deadline=None)
-@given(shapes, st.sampled_from(["idle", "fixed", "none"]))
-def test_redundant_schedule_is_stock_1f1b(shape: tuple[int, int], placement: str) -> None:
-    stages, micro_batches = shape
-    for stage in range(stages):
-        schedule = RedundantTrainSchedule(micro_batches, stages, stage, placement)
-        instructions = flat(schedule)
-        order = stock_order(micro_batches, stages, stage)
-        assert passes(instructions) == order == list(one_f_one_b(micro_batches, stages, stage))
-        assert schedule.num_pipe_buffers() == micro_batches
-        texts = [repr(i) for i in instructions]
-        for kind, m in order:
-            before, after = [], []
-            if kind == "F":
-                if stage > 0:
-                    before += [repr(FillBubble("activation", m))] if placement == "idle" else []
-                    before += [repr(RecvActivation(m))]
-                if stage in (0, stages - 1):
-                    before += [repr(LoadMicroBatch(m))]
-                if stage < stages - 1:
-                    after += [repr(SendActivation(m))]
-                expected = [*before, repr(ForwardPass(m)), *after]
-            else:
-                if stage < stages - 1:
-                    before += [repr(FillBubble("grad", m))] if placement == "idle" else []
-                    before += [repr(RedundantForward())] if placement == "fixed" else []
-                    before += [repr(RecvGrad(m))]
-                if stage > 0:
-                    after += [repr(SendGrad(m))]
-                expected = [*before, repr(BackwardPass(m)), *after]
-            assert texts[: len(expected)] == expected
-            del texts[: len(expected)]
-        assert texts == []
-
-
-def test_same_communication_as_stock() -> None:
-    """Besides the order of sends, a stage exchanges and loads exactly what it does in the stock schedule."""
-    kinds = (LoadMicroBatch, SendActivation, RecvActivation, SendGrad, RecvGrad)
-    for stages in range(1, 7):
-        for stage in range(stages):
-            ours = flat(RedundantTrainSchedule(9, stages, stage))
-            stock = flat(TrainSchedule(9, stages, stage))
-            for kind in kinds:
-                assert sum(type(i) is kind for i in ours) == sum(type(i) is kind for i in stock), kind
-            assert not any(type(i) in (ReduceGrads, OptimizerStep) for i in ours)
-
-
-def test_unknown_placement() -> None:
-    with pytest.raises(ConfigError, match="placement"):
-        RedundantTrainSchedule(4, 2, 0, "eager")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="placement"):
-        member_program(plan_of(Layout(1, 2)), "m0", 4, placement="eager")  # type: ignore[arg-type]
+def expected_steps(stages: int, stage: int, order: Sequence[tuple[str, int]], placement: str) -> list[PipeInstruction]:
+    """What is around each pass of ``order``."""
+    found: list[PipeInstruction] = []
+    for kind, m in order:
+        if kind == "F":
+            if stage > 0:
+                found += [FillBubble("activation", m)] if placement == "idle" else []
+                found += [RecvActivation(m)]
+            found += [LoadMicroBatch(m)] if stage in (0, stages - 1) else []
+            found += [ForwardPass(m), *([SendActivation(m)] if stage < stages - 1 else [])]
+        else:
+            if stage < stages - 1:
+                found += {"idle": [FillBubble("grad", m)], "fixed": [RedundantForward()], "none": []}[placement]
+                found += [RecvGrad(m)]
+            found += [BackwardPass(m), *([SendGrad(m)] if stage > 0 else [])]
+    return found
 
 
 @settings(deadline=None, max_examples=50)
 @given(shapes, st.integers(1, 4), st.sampled_from(["idle", "fixed", "none"]), st.booleans())
-def test_undisturbed_program(shape: tuple[int, int], pipelines: int, placement: str, redundant: bool) -> None:
+def test_undisturbed_program(shape: tuple[int, int], pipelines: int, placement: Placement, redundancy: bool) -> None:
+    """Stock 1F1B: a stage exchanges and loads what it does in DeepSpeed's schedule, besides the order of sends."""
     stages, micro_batches = shape
     layout = Layout(pipelines, stages)
-    plan = plan_of(layout, redundant)
-    order = compute_order(layout, whole(plan.owners), micro_batches)
+    plan = plan_of(layout, redundancy)
+    orders = compute_order(layout, whole(plan.owners), micro_batches)
     for role in layout.roles:
         member = plan.owner(role)
-        assert [(kind, m) for _, kind, m, _ in order[member]] == stock_order(micro_batches, stages, role.stage)
-        program = member_program(plan, member, micro_batches, placement=placement)  # type: ignore[arg-type]
-        schedule = RedundantTrainSchedule(micro_batches, stages, role.stage, placement)  # type: ignore[arg-type]
-        expected = [UseRole(role), *flat(schedule), *epilogue(plan, member, placement)]  # type: ignore[arg-type]
+        order = stock_order(micro_batches, stages, role.stage)
+        assert [(kind, m) for _, kind, m, _ in orders[member]] == order
+        assert order == list(one_f_one_b(micro_batches, stages, role.stage))
+        program = member_program(plan, member, micro_batches, placement=placement)
+        steps = expected_steps(stages, role.stage, order, placement)
+        expected = [UseRole(role), *steps, *epilogue(plan, member, placement)]
         assert [repr(i) for i in program] == [repr(i) for i in expected]
-        assert program is member_program(  # cached, also for an explicit absence of progress
-            plan,
-            member,
-            micro_batches,
-            dict.fromkeys(layout.roles, RoleProgress()),
-            placement,  # type: ignore[arg-type]
-        )
+        stock = Counter(map(type, flat(TrainSchedule(micro_batches, stages, role.stage))))
+        for kind in (LoadMicroBatch, SendActivation, RecvActivation, SendGrad, RecvGrad):
+            assert Counter(map(type, program))[kind] == stock[kind], kind
+        # Cached, also for an explicit absence of progress.
+        nothing = dict.fromkeys(layout.roles, RoleProgress())
+        assert program is member_program(plan, member, micro_batches, nothing, placement)
 
 
 def test_epilogue_of_one_role() -> None:
@@ -278,20 +240,20 @@ def test_grid_of_the_redundant_schedule() -> None:
     layout = Layout(1, stages)
     owners = tuple(f"m{stage}" for stage in range(stages))
     spans = times(layout, compute_order(layout, whole(owners), micro_batches))
-    drawn = lines(RedundantTrainSchedule.__doc__, ("stage 0 ", "stage 1 ", "stage 2 "))
+    drawn = lines(redundant.__doc__, ("stage 0 ", "stage 1 ", "stage 2 "))
     for stage in range(stages):
         end = max(e for (role, *_), (_, e) in spans.items() if role.stage == stage)
         cells = [".."] * end
         for (role, kind, m, _), (start, stop) in spans.items():
             if role.stage == stage:
                 cells[start:stop] = [f"{kind}{m}"] * (stop - start)
-        redundant = 0
+        covered = 0
         for now in range(end):
-            if cells[now] != ".." or redundant == micro_batches:
+            if cells[now] != ".." or covered == micro_batches:
                 continue
-            if stage == stages - 1 or spans[Role(0, stage), "F", redundant, 0][1] <= now:
-                cells[now] = f"r{redundant}"
-                redundant += 1
+            if stage == stages - 1 or spans[Role(0, stage), "F", covered, 0][1] <= now:
+                cells[now] = f"r{covered}"
+                covered += 1
         assert drawn[stage] == ["stage", str(stage), *cells]
 
 

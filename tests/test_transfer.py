@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from bamboo_ds.errors import TransferError, UnsupportedError
 from bamboo_ds.secret import NONE, JobSecret
 from bamboo_ds.state import join, split
-from bamboo_ds.state.fetch import fetch, start_fetch
+from bamboo_ds.state.fetch import Fetch, fetch
 from bamboo_ds.state.server import StateServer, TokenBucket
 from bamboo_ds.state.transfer import Chunks, Pass
 
@@ -103,7 +103,7 @@ def test_tensors_that_cannot_be_sent(server: StateServer) -> None:
 def test_several_receivers_at_once(server: StateServer) -> None:
     tensors = state()
     server.offer("k", "t", tensors)
-    fetches = [start_fetch(server.url, "k", token=TOKEN, timeout_s=20) for _ in range(4)]
+    fetches = [Fetch(server.url, "k", token=TOKEN, timeout_s=20) for _ in range(4)]
     assert all(same(one.result(20)[1], tensors) for one in fetches)
     assert all(one.done() and one.share == 1.0 for one in fetches)
 
@@ -124,7 +124,7 @@ def test_chunks_are_all_bytes_in_order(sizes: list[int], chunk_bytes: int) -> No
 
 def test_asking_before_the_offer(server: StateServer) -> None:
     with Proxy(server.url) as proxy:
-        one = start_fetch(proxy.url, "k", token=TOKEN, timeout_s=20)
+        one = Fetch(proxy.url, "k", token=TOKEN, timeout_s=20)
         wait_for(lambda: len(proxy.asked) > 0)
         server.offer("other", "", ())
         assert not one.done()
@@ -151,7 +151,7 @@ def test_withdrawn(server: StateServer) -> None:
 
 def test_withdrawal_of_what_is_awaited(server: StateServer) -> None:
     with Proxy(server.url) as proxy:
-        one = start_fetch(proxy.url, "k", token=TOKEN, timeout_s=20)
+        one = Fetch(proxy.url, "k", token=TOKEN, timeout_s=20)
         wait_for(lambda: len(proxy.asked) > 0)
         server.withdraw("k")
         with pytest.raises(TransferError, match="withdrawn"):
@@ -165,7 +165,7 @@ def test_withdrawn_on_its_way(server: StateServer) -> None:
     tensors = [torch.from_numpy(memory)]
     server.offer("k", "", tensors)
     with Proxy(server.url, "hold", at=8 * CHUNK) as proxy:
-        one = start_fetch(proxy.url, "k", token=TOKEN, timeout_s=20)
+        one = Fetch(proxy.url, "k", token=TOKEN, timeout_s=20)
         wait_for(lambda: proxy.strikes == 1)
         assert len(server._streams) == 1
         server.withdraw("k")
@@ -183,7 +183,7 @@ def test_replaced_on_its_way(server: StateServer) -> None:
     first, second = state(16), state(2)
     server.offer("k", "first", first)
     with Proxy(server.url, "hold", at=8 * CHUNK) as proxy:
-        one = start_fetch(proxy.url, "k", token=TOKEN, timeout_s=20)
+        one = Fetch(proxy.url, "k", token=TOKEN, timeout_s=20)
         wait_for(lambda: proxy.strikes == 1)
         server.offer("k", "second", second)
         proxy.release.set()
@@ -362,7 +362,7 @@ def test_one_bucket_for_all_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     server = StateServer("127.0.0.1", 20, token=TOKEN, chunk_bytes=CHUNK)
     tensors = state()
     server.offer("k", "t", tensors)
-    fetches = [start_fetch(server.url, "k", token=TOKEN, timeout_s=20) for _ in range(2)]
+    fetches = [Fetch(server.url, "k", token=TOKEN, timeout_s=20) for _ in range(2)]
     assert all(same(one.result(20)[1], tensors) for one in fetches)
     server.close()
     assert len({bucket for bucket, _ in reserved}) == 1

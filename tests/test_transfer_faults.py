@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from bamboo_ds.errors import TransferError
-from bamboo_ds.state.fetch import start_fetch
+from bamboo_ds.state.fetch import Fetch
 from bamboo_ds.state.server import StateServer
 from bamboo_ds.state.transfer import PREFIX, Header
 
@@ -81,7 +81,7 @@ def test_a_receiver_that_takes_nothing_is_cut_off(server: StateServer, monkeypat
     tensors = state(24)  # more than all sockets on the way hold
     server.offer("k", "t", tensors)
     with Proxy(server.url, "hold", at=8 * CHUNK) as proxy:
-        one = start_fetch(proxy.url, "k", token=TOKEN, timeout_s=20)
+        one = Fetch(proxy.url, "k", token=TOKEN, timeout_s=20)
         wait_for(lambda: proxy.strikes == 1)  # in the middle of a stream
         wait_for(lambda: not server._streams)
         assert not one.done()
@@ -156,10 +156,10 @@ def pretender(*words: bytes) -> Iterator[str]:
 def test_an_answer_that_never_begins(words: tuple[bytes, ...]) -> None:
     """Each byte comes sooner than a wait for it looks whether it should end."""
     with pretender(*words) as url:
-        one = start_fetch(url, "k", token=TOKEN, timeout_s=0.5)
+        one = Fetch(url, "k", token=TOKEN, timeout_s=0.5)
         with pytest.raises(TransferError, match=r"no progress for 0.5 s"):
             one.result(5.0)
-        stopped = start_fetch(url, "k", token=TOKEN, timeout_s=60.0)
+        stopped = Fetch(url, "k", token=TOKEN, timeout_s=60.0)
         wait_for(lambda: is_in(stopped, "_admit"))
         stopped.cancel()
         with pytest.raises(TransferError, match="stopped"):
@@ -204,7 +204,7 @@ def test_the_owner_is_killed() -> None:
     try:
         url = owner.stdout.readline().strip()
         with Proxy(url) as proxy:
-            one = start_fetch(proxy.url, "k", token=TOKEN, timeout_s=3)
+            one = Fetch(proxy.url, "k", token=TOKEN, timeout_s=3)
             wait_for(lambda: proxy.passed > 4 * CHUNK)
             owner.kill()
             assert owner.wait(20) == -signal.SIGKILL
@@ -233,7 +233,7 @@ def test_the_owner_is_killed() -> None:
 def test_stopping_in_a_read(server: StateServer) -> None:
     server.offer("k", "t", state())
     with Proxy(server.url, "hold", at=5 * CHUNK) as proxy:
-        one = start_fetch(proxy.url, "k", token=TOKEN, timeout_s=600)
+        one = Fetch(proxy.url, "k", token=TOKEN, timeout_s=600)
         wait_for(lambda: proxy.strikes == 1 and is_in(one, "_receive", "_wait"))
         assert not one.done()
         with pytest.raises(TimeoutError):
@@ -247,7 +247,7 @@ def test_stopping_in_a_read(server: StateServer) -> None:
 
 def test_stopping_while_it_waits_for_the_offer(server: StateServer) -> None:
     with Proxy(server.url) as proxy:
-        one = start_fetch(proxy.url, "k", token=TOKEN, timeout_s=600)
+        one = Fetch(proxy.url, "k", token=TOKEN, timeout_s=600)
         wait_for(lambda: len(proxy.asked) > 0)
         one.cancel()
         with pytest.raises(TransferError, match="stopped"):
@@ -258,13 +258,13 @@ def test_stopping_in_a_connect_and_between_attempts() -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        refused = start_fetch(url, "k", token=TOKEN, timeout_s=600)
+        refused = Fetch(url, "k", token=TOKEN, timeout_s=600)
         refused.cancel()
         with pytest.raises(TransferError, match="stopped"):
             refused.result(20)
         listener.listen(0)
         first = socket.create_connection(listener.getsockname())  # fills the queue: others are not answered
-        one = start_fetch(url, "k", token=TOKEN, timeout_s=600)
+        one = Fetch(url, "k", token=TOKEN, timeout_s=600)
         wait_for(lambda: is_in(one, "_connect", "connect", "_wait"))
         with pytest.raises(TimeoutError):
             one.result(0)
@@ -274,21 +274,14 @@ def test_stopping_in_a_connect_and_between_attempts() -> None:
         first.close()
 
 
-def test_stopped_before_it_began(server: StateServer) -> None:
-    stop = threading.Event()
-    stop.set()
-    with pytest.raises(TransferError, match="stopped"):
-        get(server.url, stop=stop)
-
-
 def test_closing_with_everything_in_flight() -> None:
     server = StateServer("127.0.0.1", None, token=TOKEN, chunk_bytes=CHUNK)
     server.offer("k", "t", [torch.zeros(1 << 22)])
     idle = socket.create_connection((str(urlsplit(server.url).hostname), urlsplit(server.url).port or 0))
     with Proxy(server.url, "hold", at=5 * CHUNK) as held, Proxy(server.url) as waiting:
         fetches = [
-            start_fetch(held.url, "k", token=TOKEN, timeout_s=60),
-            start_fetch(waiting.url, "absent", token=TOKEN, timeout_s=60),
+            Fetch(held.url, "k", token=TOKEN, timeout_s=60),
+            Fetch(waiting.url, "absent", token=TOKEN, timeout_s=60),
         ]
         wait_for(lambda: held.strikes == 1 and len(waiting.asked) >= 1)
         server.close()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -165,7 +165,16 @@ class Attachment:
         return self.drawing and threading.current_thread() is threading.main_thread()
 
     @contextmanager
-    def acting_for(self, rank: int, answer: Answer) -> Iterator[None]:
+    def _during(self, name: str, value: object) -> Iterator[None]:
+        """In the body the attribute ``name`` is ``value``."""
+        before = getattr(self, name)
+        setattr(self, name, value)
+        try:
+            yield
+        finally:
+            setattr(self, name, before)
+
+    def acting_for(self, rank: int, answer: Answer) -> AbstractContextManager[None]:
         """In the body the calling thread acts for another rank, alone.
 
         ``torch.distributed.get_rank()`` is ``rank``, and collectives are not run but answered.
@@ -174,14 +183,9 @@ class Attachment:
             rank: logical rank.
             answer: called for every collective.
         """
-        before, self._acting = self._acting, Acting(threading.get_ident(), rank, answer)
-        try:
-            yield
-        finally:
-            self._acting = before
+        return self._during("_acting", Acting(threading.get_ident(), rank, answer))
 
-    @contextmanager
-    def among_founders(self, of_rank: Mapping[int, str], on_use: Callable[[], None]) -> Iterator[None]:
+    def among_founders(self, of_rank: Mapping[int, str], on_use: Callable[[], None]) -> AbstractContextManager[None]:
         """In the body every group of the calling thread is one of certain processes, and a loss is an error.
 
         Nobody stands in for a rank: operations of groups with a process that is gone raise ``EpochChanged``.
@@ -190,14 +194,11 @@ class Attachment:
             of_rank: the process of each rank.
             on_use: called before each operation of a group of several ranks.
         """
-        before, self._founders = self._founders, Founders(threading.get_ident(), of_rank, on_use)
-        try:
-            yield
-        finally:
-            self._founders = before
+        return self._during("_founders", Founders(threading.get_ident(), of_rank, on_use))
 
-    @contextmanager
-    def among_slices(self, home: Sequence[int], ranks: Sequence[int], passing: bool = False) -> Iterator[None]:
+    def among_slices(
+        self, home: Sequence[int], ranks: Sequence[int], passing: bool = False
+    ) -> AbstractContextManager[None]:
         """In the body, the layers of another stage may run in this process.
 
         Layers that are cut into slices communicate in a group that they take from wherever their script has it, which
@@ -211,8 +212,4 @@ class Attachment:
             passing: they run in a pass. Only the device uses what they get there, so that the host waits for none of
                 it (:meth:`~.groups.Groups.confirm` does in the end).
         """
-        before, self.slices = self.slices, SliceGroup(tuple(home), tuple(ranks), passing)
-        try:
-            yield
-        finally:
-            self.slices = before
+        return self._during("slices", SliceGroup(tuple(home), tuple(ranks), passing))

@@ -21,8 +21,8 @@ from .inner import kind_for
 from .monitored import not_passed, timed_out
 from .naming import NAME, making_groups_ours, naming_what_scripts_know, not_asking_for_devices
 from .participants import Participants, founding, owning, surviving
-from .script import _caller
-from .work import BambooWork, CompletedWork
+from .script import calling_place
+from .work import BambooWork, CompletedWork, Several
 
 Tensors = list[torch.Tensor]
 #: So many of the newest works are held where that is needed; nobody starts more before waiting.
@@ -253,9 +253,9 @@ class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         if self._attachment.in_draw and len(self.ranks) > 1:
             raise UnsupportedError(
                 f"the script communicates while it gives a batch: {operation} over ranks {list(self.ranks)}, called at "
-                f"{_caller()}. A member that draws the batches of a lost rank is alone, so an iterator or batch_fn "
-                "must not wait for other ranks. Let the iterators of the first and of the last stage read the same "
-                "batches, each by itself (what is random from a generator that is seeded with the batch's number)"
+                f"{calling_place()}. A member that draws the batches of a lost rank is alone, so an iterator or "
+                "batch_fn must not wait for other ranks. Let the iterators of the first and of the last stage read the "
+                "same batches, each by itself (what is random from a generator that is seeded with the batch's number)"
             )
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
@@ -291,7 +291,7 @@ class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     def _end_coalescing(self, device: torch.device) -> Any:
         """One work for all since :meth:`_start_coalescing`."""
         works, self._coalescing = self._coalescing or [], None
-        return _All(works)
+        return Several([(work, None) for work in works])
 
     # -- point to point ----------------------------------------------------------------------------------
     def send(self, tensors: Tensors, destination: int, tag: int) -> Any:
@@ -398,30 +398,3 @@ class _Inner:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._build(), name)
-
-
-class _All(CompletedWork):
-    """Several works as one."""
-
-    def __init__(self, works: list[Any]) -> None:
-        super().__init__()
-        self._works = works
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Wait for all, in order."""
-        for work in self._works:
-            work.wait(timeout)
-        return True
-
-    def synchronize(self) -> None:
-        """As :meth:`wait`."""
-        self.wait()
-
-    def is_completed(self) -> bool:
-        """Whether all are completed."""
-        return all(work.is_completed() for work in self._works)
-
-    def get_future(self) -> torch.futures.Future[Any]:
-        """A completed future: it waits here."""
-        self.wait()
-        return super().get_future()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -77,41 +77,3 @@ def create_inner(kind: str, store: Store, rank: int, size: int, timeout: timedel
     nccl_options = dist.ProcessGroupNCCL.Options()
     nccl_options._timeout = timeout
     return dist.ProcessGroupNCCL(store, rank, size, nccl_options)
-
-
-class Several:
-    """Several works of torch, with their finishing touches, as one."""
-
-    def __init__(self, pending: Sequence[Pending]) -> None:
-        self._pending = list(pending)
-        self._works = [work for work, _ in pending]
-
-    def wait(self, *timeout: Any) -> bool:
-        """Wait for all, in order."""
-        while self._pending:
-            work, finish = self._pending[0]
-            work.wait(*timeout)
-            if finish is not None:
-                finish()
-            self._pending.pop(0)
-        return True
-
-    def is_completed(self) -> bool:
-        """Whether all are completed."""
-        return all(work.is_completed() for work in self._works)
-
-    def is_success(self) -> bool:
-        """Whether all succeeded."""
-        return all(work.is_success() for work in self._works)
-
-    def exception(self) -> Exception | None:
-        """The first error."""
-        return next((error for work in self._works if (error := work.exception()) is not None), None)
-
-    def result(self) -> list[torch.Tensor]:
-        """Not kept."""
-        return []
-
-    def get_future(self) -> Any:
-        """Not available."""
-        raise RuntimeError("coalesced collectives have no future in gloo")

@@ -233,7 +233,7 @@ class ScriptCollectives:
         result = _instead(collective, options, group)
         if result is None:
             return
-        told = _caller(), collective.name, handle.key, lost
+        told = calling_place(), collective.name, handle.key, lost
         if told not in self._told:
             self._told.add(told)
             self._on_lacking(Lacking(collective.name, handle.ranks, lost, moved, told[0], result))
@@ -395,7 +395,7 @@ def _instead(collective: Collective, options: Any, group: Participants) -> str |
     return None
 
 
-def _caller() -> str:
+def calling_place() -> str:
     """The innermost place on this thread's stack outside of this package, torch and DeepSpeed."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES:

@@ -18,7 +18,7 @@ import torch
 
 from ..errors import EpochChanged
 from .c10d import dist
-from .inner import BEHIND, GLOO
+from .inner import BEHIND, GLOO, Pending
 from .lifetime import of_transport
 from .links import Links
 
@@ -59,8 +59,9 @@ class CompletedWork(dist.Work):  # type: ignore[misc]
         """Always."""
         return True
 
-    def exception(self) -> None:
+    def exception(self) -> Exception | None:
         """There is none."""
+        return None
 
     def result(self) -> list[torch.Tensor]:
         """The operation's tensors."""
@@ -80,6 +81,45 @@ class CompletedWork(dist.Work):  # type: ignore[misc]
         future = future_of(self._result)
         future.set_result(self._result)
         return future
+
+
+class Several(CompletedWork):
+    """Several works, with their finishing touches, as one."""
+
+    def __init__(self, pending: Sequence[Pending]) -> None:
+        super().__init__()
+        self._pending = list(pending)
+        self._works = [work for work, _ in pending]
+
+    def wait(self, *timeout: Any) -> bool:
+        """Wait for all, in order."""
+        while self._pending:
+            work, finish = self._pending[0]
+            work.wait(*timeout)
+            if finish is not None:
+                finish()
+            self._pending.pop(0)
+        return True
+
+    def synchronize(self) -> None:
+        """As :meth:`wait`."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Whether all are completed."""
+        return all(work.is_completed() for work in self._works)
+
+    def is_success(self) -> bool:
+        """Whether all succeeded."""
+        return all(work.is_success() for work in self._works)
+
+    def exception(self) -> Exception | None:
+        """The first error."""
+        return next((error for work in self._works if (error := work.exception()) is not None), None)
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """As in gloo: they have none."""
+        raise RuntimeError("coalesced collectives have no future")
 
 
 class BambooWork(dist.Work):  # type: ignore[misc]
@@ -226,14 +266,6 @@ class BambooWork(dist.Work):  # type: ignore[misc]
         if self._inner is None:
             raise self._life.ended(self._operation)
         return self._inner.result()
-
-    def source_rank(self) -> int:
-        """Group rank of the sender, of a completed receive."""
-        if self._inner is None:
-            raise self._life.ended(self._operation)
-        return int(self._inner._source_rank())
-
-    _source_rank = source_rank
 
     def synchronize(self) -> None:
         """As :meth:`wait`."""

@@ -29,47 +29,6 @@ from .progress import (
     not_begun,
     settle,
 )
-from .redundant import Placement, RedundantTrainSchedule
+from .redundant import Placement
 from .rehearsal import rehearsal_passes, rehearsal_sends
 from .timing import PassTimeline, needed, timeline
-
-__all__ = [
-    "Awaits",
-    "Commit",
-    "Decision",
-    "FillBubble",
-    "Hosts",
-    "Kind",
-    "MemberProgress",
-    "PartProgress",
-    "PassTimeline",
-    "Placement",
-    "Program",
-    "RecvChanges",
-    "RecvPart",
-    "RecvReplica",
-    "RedundantForward",
-    "RedundantTrainSchedule",
-    "ResendActivation",
-    "ResendGrad",
-    "RoleProgress",
-    "SendChanges",
-    "SendPart",
-    "SendReplica",
-    "StepReplica",
-    "UseRole",
-    "Work",
-    "commit_program",
-    "compute_order",
-    "decide",
-    "epilogue",
-    "hosts",
-    "member_program",
-    "needed",
-    "not_begun",
-    "one_f_one_b",
-    "rehearsal_passes",
-    "rehearsal_sends",
-    "settle",
-    "timeline",
-]

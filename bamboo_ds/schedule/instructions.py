@@ -6,7 +6,7 @@ one rule on top: **a buffer id is a micro-batch index**, everywhere.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from deepspeed.runtime.pipe.schedule import BufferOpInstruction, PipeInstruction
 
@@ -16,17 +16,25 @@ from ..topology import Role
 Awaits = Literal["activation", "grad", "replica"]
 
 
-class UseRole(PipeInstruction):
+class _RoleInstruction(PipeInstruction):
+    """Acts on ``role``, whatever role is the current one."""
+
+    role: Role
+
+    def __init__(self, role: Role, **more: Any) -> None:
+        super().__init__(role=role, **more)
+
+
+class UseRole(_RoleInstruction):
     """All following instructions act on the runtime of ``role``; passes on its part that begins with block ``part``.
 
     This member owns the role, or computes that part of it as its shadow.
     """
 
-    role: Role
     part: int
 
     def __init__(self, role: Role, part: int = 0) -> None:
-        super().__init__(role=role, part=part)
+        super().__init__(role, part=part)
 
 
 class FillBubble(PipeInstruction):
@@ -54,17 +62,11 @@ class FillBubble(PipeInstruction):
 class RedundantForward(PipeInstruction):
     """Run one redundant forward pass, if any is left to run, whatever is awaited (placement ``fixed``)."""
 
-    def __init__(self) -> None:
-        super().__init__()
-
 
 class ResendActivation(BufferOpInstruction):
     """Send the retained output of micro-batch ``buffer_id`` of the current role to the next stage again."""
 
     buffer_id: int
-
-    def __init__(self, buffer_id: int) -> None:
-        super().__init__(buffer_id)
 
 
 class ResendGrad(BufferOpInstruction):
@@ -72,69 +74,34 @@ class ResendGrad(BufferOpInstruction):
 
     buffer_id: int
 
-    def __init__(self, buffer_id: int) -> None:
-        super().__init__(buffer_id)
-
 
 class SendChanges(PipeInstruction):
     """Send what the script has changed of the current role to its shadow, which computes a part of it."""
 
-    def __init__(self) -> None:
-        super().__init__()
 
-
-class RecvChanges(PipeInstruction):
+class RecvChanges(_RoleInstruction):
     """Receive the same of ``role``, before this member computes a part of it."""
 
-    role: Role
 
-    def __init__(self, role: Role) -> None:
-        super().__init__(role=role)
-
-
-class SendPart(PipeInstruction):
+class SendPart(_RoleInstruction):
     """Send the gradients of the part of ``role`` that this member has computed as its shadow, to its owner."""
-
-    role: Role
-
-    def __init__(self, role: Role) -> None:
-        super().__init__(role=role)
 
 
 class RecvPart(PipeInstruction):
     """Receive the gradients of the part of the current role that its shadow has computed."""
 
-    def __init__(self) -> None:
-        super().__init__()
-
 
 class SendReplica(PipeInstruction):
     """Send the current role's reduced gradients to its shadow (asynchronously)."""
 
-    def __init__(self) -> None:
-        super().__init__()
 
-
-class RecvReplica(PipeInstruction):
+class RecvReplica(_RoleInstruction):
     """Receive the reduced gradients of ``role``, which this member shadows; the current role stays."""
-
-    role: Role
-
-    def __init__(self, role: Role) -> None:
-        super().__init__(role=role)
 
 
 class Commit(PipeInstruction):
     """Drain all sends, enter and complete the iteration's commit all-reduce over all owners."""
 
-    def __init__(self) -> None:
-        super().__init__()
 
-
-class StepReplica(PipeInstruction):
+class StepReplica(_RoleInstruction):
     """Perform on the replica of ``role`` the optimizer step that its owner performs."""
-
-    role: Role
-
-    def __init__(self, role: Role) -> None:
-        super().__init__(role=role)

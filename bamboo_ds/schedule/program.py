@@ -40,7 +40,7 @@ from .instructions import (
 )
 from .orders import ordered
 from .progress import Finished, Hosts, RoleProgress, finished, hosts, not_begun
-from .redundant import Placement, backward_step, check_placement, forward_step
+from .redundant import Placement, backward_step, forward_step
 
 Program = tuple[PipeInstruction, ...]
 
@@ -72,17 +72,15 @@ def member_program(
         member: the member, which must be in the plan.
         micro_batches: micro-batches per pipeline and iteration.
         progress: progress of every role in this iteration; ``None``: no role has begun.
-        placement: where redundant forwards go, see :class:`~.redundant.RedundantTrainSchedule`.
+        placement: where redundant forwards go, see :data:`~.redundant.Placement`.
 
     Returns:
         The program, which is cached: treat the instructions as immutable.
 
     Raises:
         ProtocolError: the plan does not list ``member``, has unheld roles, or does not fit ``progress``.
-        ConfigError: unknown ``placement``.
         ValueError: the plan has no layout yet.
     """
-    check_placement(placement)
     _check_member(plan, member)
     if progress is None:
         progress = {role: not_begun(plan.lending(role)) for role in plan.world.roles}

@@ -1,9 +1,24 @@
-"""The schedule of an undisturbed iteration: 1F1B with redundant work in its bubbles."""
+"""The steps around each pass: 1F1B in stock order, with redundant forwards in the bubbles.
+
+Three stages, four micro-batches, a backward as long as two forwards. ``Fm`` and ``Bm`` are the stage's own passes,
+``rm`` the redundant forward of micro-batch m of the *next* stage (of stage 0 on the last one), which runs only where
+the stage waits::
+
+    stage 0   F0 F1 F2 r0 r1 r2 .. B0 B0 F3 B1 B1 r3 B2 B2 .. B3 B3
+    stage 1   .. F0 F1 r0 r1 B0 B0 F2 B1 B1 F3 B2 B2 r2 B3 B3
+    stage 2   r0 r1 F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3
+
+(At ``..`` a stage only waits: the next stage's inputs that exist so far are all used.) Redundant forwards delay
+nothing: each begins only while the awaited message is not there. What they do not cover is left for a takeover.
+
+Against the stock schedule: sends follow the pass that produces their tensor (ours are asynchronous, receives block, so
+the stock schedule's delay of sends, which avoids a deadlock, is not needed), and there is one buffer per micro-batch,
+since a takeover needs all of them until the commit.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Literal, get_args
+from typing import Literal
 
 from deepspeed.runtime.pipe.schedule import (
     BackwardPass,
@@ -14,69 +29,13 @@ from deepspeed.runtime.pipe.schedule import (
     RecvGrad,
     SendActivation,
     SendGrad,
-    TrainSchedule,
 )
 
-from ..errors import ConfigError
 from .instructions import FillBubble, RedundantForward
-from .orders import one_f_one_b
 
-#: Where redundant forwards go: into measured idle time, one before every ``RecvGrad``, or nowhere.
+#: Where redundant forwards go: ``idle``, a :class:`FillBubble` before every receive, which runs them in measured idle
+#: time; ``fixed``, a :class:`RedundantForward` before every ``RecvGrad``, which lengthens the iteration; ``none``.
 Placement = Literal["idle", "fixed", "none"]
-
-
-class RedundantTrainSchedule(TrainSchedule):
-    """Forward and backward passes of one stage in stock 1F1B order, with redundant forwards in the bubbles.
-
-    Three stages, four micro-batches, a backward as long as two forwards. ``Fm`` and ``Bm`` are the stage's
-    own passes, ``rm`` the redundant forward of micro-batch m of the *next* stage (of stage 0 on the last
-    one), which runs only where the stage waits::
-
-        stage 0   F0 F1 F2 r0 r1 r2 .. B0 B0 F3 B1 B1 r3 B2 B2 .. B3 B3
-        stage 1   .. F0 F1 r0 r1 B0 B0 F2 B1 B1 F3 B2 B2 r2 B3 B3
-        stage 2   r0 r1 F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3
-
-    (At ``..`` a stage only waits: the next stage's inputs that exist so far are all used.)
-    Redundant forwards delay nothing: each begins only while the awaited message is not there. What they
-    do not cover is left for a takeover.
-
-    Against the stock schedule: sends follow the pass that produces their tensor (ours are asynchronous,
-    receives block, so the stock schedule's delay of sends, which avoids a deadlock, is not needed); one
-    buffer per micro-batch, since a takeover needs all of them until the commit; and no reduction or
-    optimizer step, which belong to the member and not to a role (:func:`~.program.epilogue`).
-
-    Args:
-        micro_batches: micro-batches per pipeline and iteration.
-        stages: stages of the pipeline.
-        stage_id: the stage to schedule.
-        placement: ``"idle"`` puts a :class:`FillBubble` directly before every receive, ``"fixed"`` a
-            :class:`RedundantForward` directly before every ``RecvGrad`` (for comparison: it lengthens the
-            iteration), ``"none"`` nothing.
-
-    Raises:
-        ConfigError: unknown ``placement``.
-    """
-
-    def __init__(self, micro_batches: int, stages: int, stage_id: int, placement: Placement = "idle") -> None:
-        super().__init__(micro_batches, stages, stage_id)
-        check_placement(placement)
-        self.placement: Placement = placement
-
-    def steps(self) -> Iterator[list[PipeInstruction]]:
-        """Yield the instructions around each forward or backward pass."""
-        for kind, m in one_f_one_b(self.micro_batches, self.stages, self.stage_id):
-            build = forward_step if kind == "F" else backward_step
-            yield build(m, first=self.is_first_stage, last=self.is_last_stage, placement=self.placement)
-
-    def num_pipe_buffers(self) -> int:
-        """One buffer per micro-batch: a buffer id is a micro-batch index."""
-        return int(self.micro_batches)
-
-
-def check_placement(placement: str) -> None:
-    """Raise :class:`ConfigError` unless ``placement`` is a :data:`Placement`."""
-    if placement not in get_args(Placement):
-        raise ConfigError(f"placement must be one of {', '.join(get_args(Placement))}, got {placement!r}")
 
 
 def forward_step(
@@ -88,7 +47,7 @@ def forward_step(
         m: the micro-batch.
         first: the role is a first stage.
         last: the role is a last stage.
-        placement: see :class:`RedundantTrainSchedule`.
+        placement: where redundant forwards go.
         send: the next stage still needs the output.
         local: the previous stage is on the same member, whose order has it computed by now: no bubble.
     """

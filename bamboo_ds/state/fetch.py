@@ -49,17 +49,21 @@ _BACKOFF_S = (0.02, 1.0)
 _READ_BUFFER = 1 << 16
 
 
-def fetch(
-    url: str,
-    key: str,
-    *,
-    token: str,
-    timeout_s: float,
-    secret: JobSecret = NONE,
-    stop: threading.Event | None = None,
-    note: Callable[[float], object] = lambda share: None,
-) -> tuple[str, list[torch.Tensor]]:
-    """Fetch the snapshot under ``key``; blocks. Call it from a background thread.
+#: What a fetch brings: the text, and the tensors.
+Fetched = tuple[str, list[torch.Tensor]]
+
+
+def fetch(url: str, key: str, *, token: str, timeout_s: float, secret: JobSecret = NONE) -> Fetched:
+    """Wait for a :class:`Fetch`; the arguments, and what is raised, are the same."""
+    return Fetch(url, key, token=token, timeout_s=timeout_s, secret=secret).result()
+
+
+class _Broken(Exception):
+    """This attempt failed; another may not."""
+
+
+class Fetch:
+    """Fetches the snapshot under ``key`` in a daemon thread, from its construction on.
 
     Waits for a key that is not offered yet. After a broken connection or a chunk with a wrong checksum only the chunks
     that were not verified yet are fetched again; a snapshot that is replaced under way is fetched from its start.
@@ -70,49 +74,55 @@ def fetch(
         timeout_s: seconds without a newly verified chunk (or header) until it is given up. A transfer that moves
             never times out; the server's rate should send several chunks in this time.
         secret: the job's.
-        stop: ends the fetch as soon as it is set.
-        note: told which part of the snapshot has arrived, from 0 to 1.
 
-    Returns:
-        The text, and the tensors with dtype and shape of the originals, each contiguous, with host memory of its own.
-
-    Raises:
-        TransferError: no data for ``timeout_s``, the owner withdrew the snapshot, the server refuses this member
-            or speaks another version, or ``stop`` was set; its ``failure`` says which.
+    Attributes:
+        share: of the snapshot that has arrived, from 0 to 1.
     """
-    permit = Pass(secret, token)
-    return _Transfer(url, key, permit, timeout_s, stop or threading.Event(), note).run()
 
-
-class _Broken(Exception):
-    """This attempt failed; another may not."""
-
-
-class _Transfer:
-    """One call of :func:`fetch`."""
-
-    def __init__(
-        self,
-        url: str,
-        key: str,
-        permit: Pass,
-        timeout_s: float,
-        stop: threading.Event,
-        note: Callable[[float], object],
-    ) -> None:
+    def __init__(self, url: str, key: str, *, token: str, timeout_s: float, secret: JobSecret = NONE) -> None:
         parts = urlsplit(url)
         if parts.scheme != "http" or not parts.hostname or not parts.port:
             raise ValueError(f"expected http://address:port as the url of a state server, not {url!r}")
+        self.share = 0.0
         self._host, self._port, self._netloc = parts.hostname, parts.port, parts.netloc
         self._url, self._key, self._timeout_s = url, key, timeout_s
-        self._pass, self._nonce = permit, secrets.token_hex(16)
-        self._stop, self._note = stop, note
+        self._pass, self._nonce = Pass(secret, token), secrets.token_hex(16)
+        self._stop = threading.Event()
         self._incoming: _Incoming | None = None
         self._progress = time.monotonic()
         self._failures = 0
         self._reason = "the other side is silent"  # why the last attempt failed
+        self._outcome: Fetched | BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="bamboo-state-fetch", daemon=True)
+        self._thread.start()
 
-    def run(self) -> tuple[str, list[torch.Tensor]]:
+    def done(self) -> bool:
+        """Whether :meth:`result` returns, or raises, at once."""
+        return not self._thread.is_alive()
+
+    def result(self, timeout_s: float | None = None) -> Fetched:
+        """The text, and the tensors with dtype and shape of the originals, each contiguous, with memory of its own.
+
+        Raises:
+            TimeoutError: it has not ended within ``timeout_s`` seconds.
+            TransferError: no data for the fetch's own ``timeout_s``, the owner withdrew the snapshot, the server
+                refuses this member or speaks another version, or :meth:`cancel` was called; its ``failure`` says which.
+        """
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            raise TimeoutError(f"the fetch has not ended within {timeout_s} s")
+        if isinstance(self._outcome, BaseException):
+            raise self._outcome
+        assert self._outcome is not None
+        return self._outcome
+
+    def cancel(self) -> None:
+        """End it as soon as possible, without waiting: :meth:`result` raises ``TransferError`` unless it was done."""
+        self._stop.set()
+
+    # -- the thread ----------------------------------------------------------------------------------
+
+    def _run(self) -> None:
         retrying = Retrying(
             retry=retry_if_exception_type(_Broken),
             stop=lambda state: time.monotonic() >= self._progress + self._timeout_s,
@@ -121,11 +131,13 @@ class _Transfer:
             reraise=True,
         )
         try:
-            return retrying(self._attempt)
+            self._outcome = retrying(self._attempt)
         except _Broken as error:
-            raise self._failed(
-                "timeout", f"no progress for {self._timeout_s:g} s {self._position()} (last: {self._reason})"
-            ) from error
+            reason = f"no progress for {self._timeout_s:g} s {self._position()} (last: {self._reason})"
+            self._outcome = self._failed("timeout", reason)
+            self._outcome.__cause__ = error
+        except BaseException as error:
+            self._outcome = error  # result() raises it
 
     def _failed(self, failure: str, reason: str) -> TransferError:
         return TransferError(self._key, self._url, failure, reason)
@@ -152,7 +164,7 @@ class _Transfer:
         if time.monotonic() >= self._progress + self._timeout_s:
             raise _Broken(self._reason)
 
-    def _attempt(self) -> tuple[str, list[torch.Tensor]]:
+    def _attempt(self) -> Fetched:
         self._check()
         first = self._incoming.verified if self._incoming else 0
         try:
@@ -204,7 +216,7 @@ class _Transfer:
         if not hmac.compare_digest(proof, self._pass.proof(self._key, self._nonce).encode()):
             raise _Broken("the server is not the owner: its answer proves nothing")
 
-    def _receive(self, response: http.client.HTTPResponse, first: int) -> tuple[str, list[torch.Tensor]]:
+    def _receive(self, response: http.client.HTTPResponse, first: int) -> Fetched:
         length, crc = header_size(_exactly(response, PREFIX.size))
         header = decode_header(_exactly(response, length), crc)
         if self._incoming is None or self._incoming.header.identity != header.identity:
@@ -215,7 +227,7 @@ class _Transfer:
         incoming = self._incoming
         while incoming.verified < len(incoming.chunks):
             incoming.read(response)
-            self._note(incoming.verified / len(incoming.chunks))
+            self.share = incoming.verified / len(incoming.chunks)
             self._moved()
             self._check()
         return header.text, incoming.tensors
@@ -285,13 +297,9 @@ class _Line(io.RawIOBase):
             if error:
                 raise OSError(error, os.strerror(error)) from None
 
-    def sendall(self, data: bytes) -> None:
-        """Send a request."""
-        while data:
-            try:
-                data = data[self._sock.send(data) :]
-            except BlockingIOError:
-                self._wait(select.POLLOUT)
+    def sendall(self, request: bytes) -> None:
+        """Send a request, which a new connection takes at once."""
+        self._sock.sendall(request)
 
     def makefile(self, mode: str) -> io.BufferedReader:
         """The file that ``http.client`` reads from; reads above the buffer's size bypass the buffer."""
@@ -316,54 +324,3 @@ class _Line(io.RawIOBase):
             self._check()
             if time.monotonic() >= end:
                 raise _Broken(f"no byte within {self._idle_s:.1f} s")
-
-
-class Fetch:
-    """A :func:`fetch` in a thread of its own; see :func:`start_fetch`.
-
-    Attributes:
-        share: of the snapshot that has arrived, from 0 to 1.
-    """
-
-    def __init__(
-        self, run: Callable[[threading.Event, Callable[[float], None]], tuple[str, list[torch.Tensor]]]
-    ) -> None:
-        self.share = 0.0
-        self._stop = threading.Event()
-        self._outcome: tuple[str, list[torch.Tensor]] | BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(run,), name="bamboo-state-fetch", daemon=True)
-        self._thread.start()
-
-    def _run(self, run: Callable[[threading.Event, Callable[[float], None]], tuple[str, list[torch.Tensor]]]) -> None:
-        try:
-            self._outcome = run(self._stop, self._note)
-        except BaseException as error:
-            self._outcome = error  # result() raises it
-
-    def _note(self, share: float) -> None:
-        self.share = share
-
-    def done(self) -> bool:
-        """Whether :meth:`result` returns, or raises, at once."""
-        return not self._thread.is_alive()
-
-    def result(self, timeout_s: float | None = None) -> tuple[str, list[torch.Tensor]]:
-        """Wait for the result or exception of :func:`fetch`; ``TimeoutError`` after ``timeout_s`` seconds."""
-        self._thread.join(timeout_s)
-        if self._thread.is_alive():
-            raise TimeoutError(f"the fetch has not ended within {timeout_s} s")
-        if isinstance(self._outcome, BaseException):
-            raise self._outcome
-        assert self._outcome is not None
-        return self._outcome
-
-    def cancel(self) -> None:
-        """End it as soon as possible, without waiting: :meth:`result` raises ``TransferError`` unless it was done."""
-        self._stop.set()
-
-
-def start_fetch(url: str, key: str, *, token: str, timeout_s: float, secret: JobSecret = NONE) -> Fetch:
-    """Start :func:`fetch` in a daemon thread; the arguments are the same."""
-    return Fetch(
-        lambda stop, note: fetch(url, key, token=token, timeout_s=timeout_s, secret=secret, stop=stop, note=note)
-    )

@@ -28,7 +28,7 @@ import torch
 from ...control.registry.records import PeerAddress
 from ...secret import JobSecret
 from ...state import Tree, join, split
-from ...state.fetch import Fetch, start_fetch
+from ...state.fetch import Fetch
 from ...state.server import StateServer
 from ...topology import Role
 from ..script.changes import Adjusted
@@ -212,4 +212,4 @@ def snapshot_key(epoch: int, rank: int) -> str:
 
 def begin_fetch(key: str, place: PeerAddress, secret: JobSecret) -> Fetch:
     """Start to fetch the snapshot ``key`` from where its owner offers it."""
-    return start_fetch(place.url, key, token=place.token, timeout_s=FETCH_TIMEOUT_S, secret=secret)
+    return Fetch(place.url, key, token=place.token, timeout_s=FETCH_TIMEOUT_S, secret=secret)
