@@ -346,13 +346,13 @@ def test_waits_for_joiners_and_passes_over_a_damaged_checkpoint(tmp_path: Path, 
         assert len(agents) == 3
         saved = lambda: {e["path"] for e in job.events("checkpoint_saved") if e["step"] > 2}  # noqa: E731
         job.wait_for("two checkpoints", lambda: bool(saved()))
-        job.wait_for("etcd knows the second one", lambda: job.status()["checkpoint"] in saved())
+        job.wait_for("etcd knows the second one", lambda: job.status()["checkpoint_path"] in saved())
         for pid in agents:
             os.kill(pid, signal.SIGKILL)
         job.wait_for("it waits", lambda: "1 of bamboo.recovery.min_members = 2 are there" in job.output())
         status = job.status()
         assert [m["state"] for m in status["members"] if m["state"] in ("running", "waiting")] == ["waiting"]
-        newest = Path(status["checkpoint"])
+        newest = Path(status["checkpoint_path"])
         # Nobody writes any more. A further one may have been completed that etcd does not know.
         damaged = [folder for folder in newest.parent.glob("step[0-9]") if folder.name != "step2"]
         assert newest in damaged
