@@ -18,7 +18,7 @@ from bamboo_ds.cli.options import read_job
 from bamboo_ds.launchers.jobs import locate
 from bamboo_ds.observe.events import read_events
 from bamboo_ds.observe.goodput import account
-from bamboo_ds.observe.lives import Category
+from bamboo_ds.observe.goodput.lives import Category
 from bamboo_ds.observe.spans import Kind, read_timelines
 
 from .support import precisions

@@ -23,8 +23,8 @@ from bamboo_ds.control.registry.records import LeftRecord, MemberRecord, Progres
 from bamboo_ds.observe.audit import audit, compare
 from bamboo_ds.observe.events import read_events
 from bamboo_ds.observe.goodput import account
+from bamboo_ds.observe.goodput.lives import Category
 from bamboo_ds.observe.ledger import read_ledger
-from bamboo_ds.observe.lives import Category
 from bamboo_ds.processes import boot_id
 from bamboo_ds.topology import Layout
 from bamboo_ds.topology.planner import initial_plan, takeover, with_redundancy

@@ -17,9 +17,9 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from ..control.registry.overview import overview
+from ..chaos.processes import Process, worker_of
 from ..launchers import jobs
-from ..observe.events import Event, MemberJoined, PlanWritten, Step, parse_event
+from ..observe.events import Event, MemberJoined, PlanWritten, Step
 from ..observe.live import LiveJob
 from ..observe.view import LossDetail
 from ..observe.words import counted, duration
@@ -53,8 +53,8 @@ class Kill:
         stage: the stage whose owner is killed.
         step: the iteration in whose middle it happens.
         survivors: how many members go on afterwards.
-        member, pid, pidfd: the victim; ``pidfd`` is readable once it is dead.
-        due: monotonic time at which it happens.
+        member, process: the victim.
+        due: time, in seconds since 1970, at which it happens.
         sent: whether the signal was sent.
     """
 
@@ -62,8 +62,7 @@ class Kill:
     step: int
     survivors: int
     member: str = ""
-    pid: int = 0
-    pidfd: int = -1
+    process: Process | None = None
     due: float | None = None
     sent: bool = False
 
@@ -82,8 +81,8 @@ class Kill:
         odd = sorted({each.mode for each in came.survivors} - {"resume"})
         if odd:
             found.append(f"not in the middle of an iteration: resumed by {', '.join(odd)}")
-        if self.pidfd >= 0 and not _dead(self.pidfd):
-            found.append(f"process {self.pid} lives")
+        if self.process is None or not self.process.dead():
+            found.append("it lives")
         return found
 
 
@@ -104,13 +103,12 @@ class Disturbed:
         self._view = view
         self.kills = kills
         self._reference = losses
-        self._processes: dict[str, tuple[int, int]] = {}  # by member: process id, and a descriptor of it
+        self._processes: dict[str, Process] = {}  # workers, by member
         self._job = view.job = LiveJob(name)
         self.steps: list[Step] = []
 
-    def on_event(self, line: str) -> None:
+    def on_event(self, event: Event) -> None:
         """Take one event in."""
-        event: Event = parse_event(line)
         for told in self._job.add(event):
             self._view.note(told.text)
         if isinstance(event, MemberJoined) and len(self._job.model.members) == STAGES:
@@ -119,43 +117,39 @@ class Disturbed:
             for kill in self.kills:
                 if not kill.sent:
                     kill.member = event.owners[kill.stage]
-                    kill.pid, kill.pidfd = self._processes.get(kill.member, (0, -1))
+                    kill.process = self._processes.get(kill.member)
         elif isinstance(event, Step):
             self._stepped(event)
 
-    def tick(self) -> float | None:
-        """Kill if it is time; returns when to be called again."""
+    def tick(self) -> None:
+        """Kill if it is time."""
         self._view.refresh()
         for kill in self.kills:
-            if kill.due is not None and not kill.sent:
-                if time.monotonic() < kill.due:
-                    return kill.due
+            if kill.due is not None and not kill.sent and time.time() >= kill.due:
                 self._kill(kill)
-        return None
 
     def _find_processes(self) -> None:
-        """Ask the running job, as ``bamboo status`` does, for the process ids of all members.
+        """Ask the running job for the processes of all members.
 
         They have just been started, so that it does not matter how long it takes: nobody trains yet.
         """
-        for member in overview(read_job(jobs.locate(self._name, None))).members:
-            if member.pid is not None:
-                self._processes[member.id] = member.pid, os.pidfd_open(member.pid)
+        for member in read_job(jobs.locate(self._name, None)).members.values():
+            self._processes[member.id] = worker_of(member)
 
     def _stepped(self, event: Step) -> None:
         self.steps.append(event)
         for kill in self.kills:
             if event.step == kill.step - 1:
-                kill.due = time.monotonic() + _MIDDLE * event.seconds
+                kill.due = event.time.timestamp() + _MIDDLE * event.seconds
         equal = sum(step.loss == loss for step, loss in zip(self.steps, self._reference, strict=False))
         remark = f"{event.seconds * 1000:.0f} ms   {equal}/{len(self.steps)} losses equal the undisturbed run's"
         self._view.step(event.step, event.loss if event.loss is not None else float("nan"), remark)
 
     def _kill(self, kill: Kill) -> None:
-        if kill.pidfd < 0 or _dead(kill.pidfd):
+        if kill.process is None or kill.process.dead():
             kill.due = None  # training was over before: nothing is proven
             return
-        signal.pidfd_send_signal(kill.pidfd, signal.SIGKILL)
+        kill.process.signal(signal.SIGKILL)
         kill.sent = True
         usual = self.steps[-1].seconds * 1000
         where = f"about {_MIDDLE * usual:.0f} ms into iteration {kill.step} (the last took {usual:.0f} ms)"
@@ -181,25 +175,17 @@ class Disturbed:
                     f" after {duration(came.loss.pause_seconds)}, {counted(redone, 'pass', 'passes')} done again"
                 )
             what = f"stage {kill.stage} killed in the middle of iteration {at}"
-            rows.append(Finding(what, f"SIGKILL, pid {kill.pid}{survived}", kill.problems(came)))
+            pid = kill.process.pid if kill.process else None
+            rows.append(Finding(what, f"SIGKILL, pid {pid}{survived}", kill.problems(came)))
         seen = [event.step for event in self.steps]
         missing = [] if seen == list(range(1, steps + 1)) else [f"steps reported: {seen}"]
         rows.append(Finding("every step done once", f"{len(seen)} steps", missing))
         return rows
 
     def close(self) -> None:
-        """Close the members' descriptors."""
-        for _, pidfd in self._processes.values():
-            os.close(pidfd)
-        self._processes.clear()
-
-
-def _dead(pidfd: int) -> bool:
-    try:
-        signal.pidfd_send_signal(pidfd, 0)
-    except ProcessLookupError:
-        return True
-    return False
+        """Let go of the members' processes."""
+        for process in self._processes.values():
+            process.close()
 
 
 def _environment(folder: Path) -> dict[str, str]:
@@ -247,13 +233,13 @@ def _disturbed(
     kills = [Kill(2, steps // 3 + 1, STAGES - 1), Kill(0, 2 * steps // 3 + 1, STAGES - 2)]
     run = Disturbed(f"demo-{os.getpid()}", view, kills, losses)
 
-    def tick() -> float | None:
+    def tick() -> None:
         interrupt.check()
-        return run.tick()
+        run.tick()
 
     try:
         with DemoJob("the run with kills", folder, lambda line: None) as job:
-            events = job.event_fifo(run.on_event)
+            events = job.follow(run.on_event)
             arguments = _arguments(folder, config, steps)
             start_bamboo(job, run._name, STAGES, script, arguments, _environment(folder), events)
             job.serve(tick)

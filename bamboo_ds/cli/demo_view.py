@@ -18,6 +18,8 @@ from .top_view import frame
 
 #: Notes that the live picture holds at most.
 _NOTES = 8
+#: Seconds between two pictures.
+_DRAW_S = 0.2
 #: Plain output names every so many steps.
 _PLAIN_EVERY = 5
 
@@ -33,6 +35,7 @@ class View:
         self._console = console
         self._steps = steps
         self._begin = time.monotonic()
+        self._drawn = 0.0
         self._phase = ""
         self._progress = Text("")
         self._step = 0
@@ -52,6 +55,7 @@ class View:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._live is not None:
+            self._drawn = 0.0
             self.refresh()
             self._live.stop()
 
@@ -79,8 +83,9 @@ class View:
         self.refresh()
 
     def refresh(self) -> None:
-        """Draw anew."""
-        if self._live is not None:
+        """Draw anew, if the last time is a little ago."""
+        if self._live is not None and time.monotonic() >= self._drawn + _DRAW_S:
+            self._drawn = time.monotonic()
             self._live.update(self._picture(), refresh=True)
 
     def _print(self, text: Text) -> None:

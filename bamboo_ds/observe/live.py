@@ -16,9 +16,9 @@ from statistics import median
 
 from ..topology.plan import Plan
 from . import events as ev
-from .accounted import Accounted
+from .goodput.accounted import Accounted
+from .goodput.lives import Category
 from .grid import Grid
-from .lives import Category
 from .model import JobModel, ToldMember
 from .story import Story
 from .view import (

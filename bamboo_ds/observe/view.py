@@ -12,8 +12,8 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from ..topology.plan import Plan
-from .accounted import Accounted
 from .event_base import Role
+from .goodput.accounted import Accounted
 
 #: Bounds of what a view lists; the newest ones are kept.
 POINTS, RECENT, LOSSES, PLANS, CHECKPOINTS, LINES, MOVES, GONE = 512, 256, 64, 64, 32, 200, 32, 64
