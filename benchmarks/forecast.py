@@ -36,7 +36,7 @@ from bamboo_ds.control.leader.view import View
 from bamboo_ds.control.registry.records import NoticeRecord
 from bamboo_ds.observe import events as ev
 from bamboo_ds.observe.goodput import account
-from bamboo_ds.observe.lives import Category
+from bamboo_ds.observe.goodput.lives import Category
 from bamboo_ds.simulate.bamboo import BambooJob
 from bamboo_ds.simulate.market import CLIMATES, Market, drawn, parse
 from bamboo_ds.simulate.pace import Pace

@@ -19,7 +19,7 @@ from rich.table import Table
 from bamboo_ds.control.web.access import token_of
 from bamboo_ds.observe.events import read_events
 from bamboo_ds.observe.goodput import account
-from bamboo_ds.observe.lives import Category
+from bamboo_ds.observe.goodput.lives import Category
 from bamboo_ds.secret import find
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]

@@ -109,7 +109,7 @@ def test_killed_workers_are_taken_over_in_no_time(start: Start) -> None:
         (job.member(rank), "signal", "SIGKILL") for rank in gone
     ]
     assert all(0 <= e["detection_seconds"] < KNOWN_S for e in lost)
-    takeovers = {(e["role"][1], e["from"]) for e in job.events("takeover")}
+    takeovers = {(e["role"][1], e["from"]) for e in job.events("takeover_planned")}
     assert {(rank, job.member(rank)) for rank in gone} <= takeovers
 
 
@@ -320,7 +320,7 @@ def test_finishing_is_no_loss(start: Start) -> None:
 def test_stage_without_holder_is_fatal(start: Start) -> None:
     job = start(3, "--settle-ms", "2000", "--max-restarts", "0", "--lease-ttl-s", "60").run()
     job.tell(2, "progress 7 /ckpt/7")
-    job.wait_quietly(lambda: job.status()["checkpoint"] == "/ckpt/7")
+    job.wait_quietly(lambda: job.status()["checkpoint_path"] == "/ckpt/7")
     kill_at_once(job, 0, 1)  # the owner of stage 1, and the shadow of it
     plan = job.wait_epoch(3, 0, 1)
     assert plan["unheld"] == [1]

@@ -269,6 +269,7 @@ def plan_event(
         owners=list(members),
         shadows=[None if bare else m for m in ring],
         lost=list(lost),
+        pipelines=1,
         reason="",
     )
 
@@ -308,7 +309,7 @@ def test_good_run_is_verified(tmp_path: Path) -> None:
     assert verdict.problems == [] and verdict.notes == []
     (effect,) = verdict.effects
     assert effect.lost == ("m1",) and (effect.pause_s, effect.redo_s) == (0.3, 0.4)
-    assert effect.healed_steps == 1 and effect.healed_s == pytest.approx(0.7)
+    assert effect.healed_steps == 1 and effect.healed_s == pytest.approx(0.8)
     assert effect.delay_s == pytest.approx(0.2) and verdict.healing_s == [0.05]
     report.save_json(tmp_path / "r.json", verdict, records)
     rows = json.loads((tmp_path / "r.json").read_text())["by_kind"]

@@ -52,7 +52,7 @@ def run_with_losses(folder: Path, reference: Reference, faults: list[dict[str, A
     result = run_bamboo(folder, 5, command, write_config(folder, {"checkpoint": settings}, 4))
     undisturbed = reference(5, 1, 4, "--save-every", "2", *result.length)
     assert_equal(result, undisturbed, faults)
-    led = [event["from"][:2] for event in result.events("takeover") if event["role"] == [0, 0]]
+    led = [event["from"][:2] for event in result.events("takeover_planned") if event["role"] == [0, 0]]
     assert led == ["m0", "m4"], "these were to be lost while they led"
     return result
 

@@ -18,7 +18,7 @@ from bamboo_ds.cli.options import read_job
 from bamboo_ds.launchers.jobs import locate
 from bamboo_ds.observe.events import read_events
 from bamboo_ds.observe.goodput import account
-from bamboo_ds.observe.lives import Category
+from bamboo_ds.observe.goodput.lives import Category
 from bamboo_ds.observe.spans import Kind, read_timelines
 
 from .support import precisions
@@ -180,7 +180,7 @@ def test_a_standby_takes_over(tmp_path: Path, reference: Reference) -> None:
         go.touch()
         result = job.finish()
     assert_same(result, reference(2, 1, 6, *result.length), faults, joined=1)
-    (event,) = result.events("takeover")
+    (event,) = result.events("takeover_planned")
     assert (event["role"], event["to"]) == ([0, 1], standby)
     assert {e["role"][1] for e in result.events("replica_built") if e["member"] == standby} == {0, 1}
     assert any(e["member"] == standby for e in result.events("replica_verified"))

@@ -45,7 +45,8 @@ SAMPLES: list[events.Event] = [
         **COMMON, members=["m0"], owners=["m0", "m0"], shadows=[None, "m0"], lost=["m1"], reason="takeover"
     ),
     events.MemoryShort(**COMMON, roles=[(0, 1)], members=["m0"]),
-    events.Takeover(**COMMON, role=(0, 1), from_="m1", to="m0"),
+    events.TakeoverPlanned(**COMMON, role=(0, 1), from_="m1", to="m0"),
+    events.Takeover(**COMMON, role=(0, 1), from_="m1", to="m0", seconds=0.3),
     events.Recovered(
         **COMMON,
         step=7,
@@ -76,7 +77,7 @@ SAMPLES: list[events.Event] = [
     events.Fatal(**COMMON, stages=[(0, 1)], members=["m0", "m1"], checkpoint=None),
     events.Restart(**COMMON, number=1, slots=[0, 2], checkpoint="/c/step7", step=9),
 ]
-TAKEOVER = next(sample for sample in SAMPLES if isinstance(sample, events.Takeover))
+TAKEOVER = next(sample for sample in SAMPLES if isinstance(sample, events.TakeoverPlanned))
 
 
 def test_every_kind_goes_to_a_file_and_back(tmp_path: Path) -> None:
@@ -89,10 +90,10 @@ def test_every_kind_goes_to_a_file_and_back(tmp_path: Path) -> None:
 
 def test_the_documented_form() -> None:
     moment = datetime(2030, 1, 2, 3, 4, 5, 0, timezone(timedelta(hours=2)))
-    event = events.Takeover(**COMMON, time=moment, role=(0, 1), from_="m1", to="m0")
+    event = events.TakeoverPlanned(**COMMON, time=moment, role=(0, 1), from_="m1", to="m0")
     assert json.loads(event.to_json()) == {
         "schema": 1,
-        "event": "takeover",
+        "event": "takeover_planned",
         "job": "gpt",
         "time": "2030-01-02T01:04:05.000000Z",
         "member": "m0",

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from bamboo_ds.cli.goodput import goodput as command
 from bamboo_ds.errors import ConfigError, ProtocolError
 from bamboo_ds.observe import events as ev
-from bamboo_ds.observe.accounted import Report
 from bamboo_ds.observe.goodput import account
-from bamboo_ds.observe.lives import Category
+from bamboo_ds.observe.goodput.accounted import Report
+from bamboo_ds.observe.goodput.lives import Category
 
 START = datetime(2026, 1, 1, tzinfo=timezone.utc)
 COMMANDS = ["train.py"]

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bamboo_ds.cli.status import job_status
 from bamboo_ds.control.leader.actions import StopJob, Wait, WritePlan
 from bamboo_ds.control.leader.decisions import EXIT_CONFIG, Decider
 from bamboo_ds.control.leader.view import View
 from bamboo_ds.control.registry.keys import Keys
 from bamboo_ds.control.registry.mirror import Mirror
+from bamboo_ds.control.registry.overview import overview
 from bamboo_ds.control.registry.records import (
     LayoutRecord,
     LeaderRecord,
@@ -27,6 +27,7 @@ from bamboo_ds.control.registry.records import (
     WorkerState,
 )
 from bamboo_ds.errors import EXIT_FATAL_LOSS
+from bamboo_ds.observe.live import LiveJob
 from bamboo_ds.processes import boot_id
 from bamboo_ds.store.records import KeyValue, Snapshot, WatchEvent
 from bamboo_ds.topology import Layout, Plan, StageMemory, planner
@@ -445,11 +446,11 @@ def test_status_of_a_job_that_lost_a_member() -> None:
     mirror = Mirror(Snapshot({e.key: e for e in entries}, 9))
     assert mirror.plan == plan
     assert mirror.revision(Keys.PLAN) == 7
-    status = job_status("j", mirror)
-    assert (status.epoch, status.step, status.checkpoint) == (3, 6, "/x")
+    status = LiveJob("j").view(overview(mirror))
+    assert (status.epoch, status.step, status.checkpoint_path) == (3, 6, "/x")
     by_id = {m.id: m for m in status.members}
-    assert by_id["a"].roles == [(0, 0), (0, 1)]
-    assert by_id["d"].shadows == [(0, 0)]
+    assert by_id["a"].roles == ((0, 0), (0, 1))
+    assert by_id["d"].shadows == ((0, 0),)
     assert by_id["c"].leader
     assert by_id["b"].state == "lost (signal SIGKILL)"
     mirror.apply(WatchEvent("delete", Keys.LEADER, KeyValue(Keys.LEADER, "", 10, 0)))

@@ -15,7 +15,14 @@ from bamboo_ds.control.leader.actions import Loss, StopJob
 from bamboo_ds.control.leader.leader import Leader
 from bamboo_ds.control.registry.keys import Keys
 from bamboo_ds.control.registry.mirror import Mirror
-from bamboo_ds.control.registry.records import LayoutRecord, LeaderRecord, LeftRecord, MemberRecord, StopRecord
+from bamboo_ds.control.registry.records import (
+    LayoutRecord,
+    LeaderRecord,
+    LeftRecord,
+    MemberRecord,
+    StopRecord,
+    WorkerState,
+)
 from bamboo_ds.errors import StoreUnavailable
 from bamboo_ds.observe.events import EventWriter
 from bamboo_ds.processes import boot_id
@@ -146,8 +153,14 @@ def test_a_takeover_is_told_once(stage: Stage, script: list[str]) -> None:
     assert stage.plan().lost == ("b",)
     assert [event["epoch"] for event in stage.events("plan")] == [1, 2, 3]
     assert [event["member_id"] for event in stage.events("member_lost")] == ["b"]
-    assert [(event["from"], event["to"]) for event in stage.events("takeover")] == [("b", "a")]
+    assert [(event["from"], event["to"]) for event in stage.events("takeover_planned")] == [("b", "a")]
     assert stage.store.get(Keys.timing(3)) is not None
+    assert not stage.events("takeover"), "its heir has not entered the plan"
+    stage.store.put(Keys.worker("a"), WorkerState(id="a", epoch=3).to_json())
+    for _ in range(2):
+        stage.step()
+    (done,) = stage.events("takeover")
+    assert (done["epoch"], done["from"], done["to"], done["role"]) == (3, "b", "a", [0, 1]) and done["seconds"] >= 0.0
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,11 @@ import pytest
 
 from bamboo_ds.errors import ProtocolError
 from bamboo_ds.observe import events as ev
-from bamboo_ds.observe import goodput
 from bamboo_ds.observe.events import Event, read_events
 from bamboo_ds.observe.goodput import Accountant, account
+from bamboo_ds.observe.goodput.lives import Category
 from bamboo_ds.observe.grid import Grid
 from bamboo_ds.observe.live import LiveJob
-from bamboo_ds.observe.lives import Category
 from bamboo_ds.observe.series import Series
 from bamboo_ds.observe.tail import EventTail
 from bamboo_ds.observe.view import LOSSES, PLANS, POINTS, RECENT, LiveView, Overview
@@ -286,7 +285,7 @@ def late() -> list[Event]:
 
 @pytest.mark.parametrize("unsettled", [64, 8])
 def test_the_running_account_is_the_account(unsettled: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(goodput, "_UNSETTLED", unsettled)
+    monkeypatch.setattr("bamboo_ds.observe.goodput.accountant._UNSETTLED", unsettled)
     for events in (recorded(), endless(40).events, four().events, late()):
         accountant = Accountant()
         for number, event in enumerate(events):
@@ -302,7 +301,7 @@ def test_the_running_account_is_the_account(unsettled: int, monkeypatch: pytest.
 
 @pytest.mark.parametrize("kept", [90, 37])
 def test_steps_that_a_restart_repeats_are_taken_back(kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(goodput, "_UNSETTLED", 8)
+    monkeypatch.setattr("bamboo_ds.observe.goodput.accountant._UNSETTLED", 8)
     job = Written()
     job.start("a", "b")
     job.steps(1, kept, 5)

@@ -50,7 +50,7 @@ def test_losses_during_evaluations(tmp_path: Path, reference: Reference) -> None
     # All others have entered the commit by then; what they would commit dies with the outputs of the last stage.
     faults.append(fault(3, 2, "._reduce_outputs"))
     result = survive_in_turn(tmp_path, reference, faults, 5, arguments=("--evaluate-every", "2"))
-    last = [event["from"][:2] for event in result.events("takeover") if event["role"] == [0, 4]]
+    last = [event["from"][:2] for event in result.events("takeover_planned") if event["role"] == [0, 4]]
     assert last == ["m4", "m3"]
 
 

@@ -17,13 +17,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bamboo_ds.cli.status import job_status
 from bamboo_ds.control.agent.ending import Ending
 from bamboo_ds.control.leader.actions import Feed, StopJob, Wait, WritePlan
 from bamboo_ds.control.leader.departures import Deadlines
 from bamboo_ds.control.leader.view import View
 from bamboo_ds.control.registry.keys import Keys
 from bamboo_ds.control.registry.mirror import Mirror
+from bamboo_ds.control.registry.overview import overview
 from bamboo_ds.control.registry.records import (
     LayoutRecord,
     LeftRecord,
@@ -456,7 +456,7 @@ def test_status_tells_who_leaves_and_who_has_left() -> None:
     entries = {Keys.member(m): record.to_json() for m, record in job.members.items()}
     entries |= {Keys.PLAN: job.plan.to_json(), Keys.left("m7"): left_record("m7").to_json()}
     mirror = Mirror(Snapshot({key: KeyValue(key, value, 1, 1) for key, value in entries.items()}, 1))
-    states = {member.id: member.state for member in job_status("j", mirror).members}
+    states = {member.id: member.state for member in overview(mirror).members}
     assert states == {"m0": "running", "m1": "leaving", "m2": "running", "m7": "left (x)"}
 
 

@@ -23,8 +23,8 @@ from bamboo_ds.control.registry.records import LeftRecord, MemberRecord, Progres
 from bamboo_ds.observe.audit import audit, compare
 from bamboo_ds.observe.events import read_events
 from bamboo_ds.observe.goodput import account
+from bamboo_ds.observe.goodput.lives import Category
 from bamboo_ds.observe.ledger import read_ledger
-from bamboo_ds.observe.lives import Category
 from bamboo_ds.processes import boot_id
 from bamboo_ds.topology import Layout
 from bamboo_ds.topology.planner import initial_plan, takeover, with_redundancy
@@ -346,13 +346,13 @@ def test_waits_for_joiners_and_passes_over_a_damaged_checkpoint(tmp_path: Path, 
         assert len(agents) == 3
         saved = lambda: {e["path"] for e in job.events("checkpoint_saved") if e["step"] > 2}  # noqa: E731
         job.wait_for("two checkpoints", lambda: bool(saved()))
-        job.wait_for("etcd knows the second one", lambda: job.status()["checkpoint"] in saved())
+        job.wait_for("etcd knows the second one", lambda: job.status()["checkpoint_path"] in saved())
         for pid in agents:
             os.kill(pid, signal.SIGKILL)
         job.wait_for("it waits", lambda: "1 of bamboo.recovery.min_members = 2 are there" in job.output())
         status = job.status()
         assert [m["state"] for m in status["members"] if m["state"] in ("running", "waiting")] == ["waiting"]
-        newest = Path(status["checkpoint"])
+        newest = Path(status["checkpoint_path"])
         # Nobody writes any more. A further one may have been completed that etcd does not know.
         damaged = [folder for folder in newest.parent.glob("step[0-9]") if folder.name != "step2"]
         assert newest in damaged

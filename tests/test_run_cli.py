@@ -24,15 +24,16 @@ import pytest
 
 from bamboo_ds.cli import main
 from bamboo_ds.cli.options import block_of
-from bamboo_ds.cli.status import job_status
 from bamboo_ds.control.registry import claims
 from bamboo_ds.control.registry.access import open_store
 from bamboo_ds.control.registry.keys import Keys
 from bamboo_ds.control.registry.mirror import Mirror
+from bamboo_ds.control.registry.overview import overview
 from bamboo_ds.control.registry.records import LayoutRecord, MemberRecord
 from bamboo_ds.errors import ConfigError, LaunchError
 from bamboo_ds.launchers import jobs, network, slots
 from bamboo_ds.observe.events import read_events
+from bamboo_ds.observe.live import LiveJob
 from bamboo_ds.observe.logs import LOGGER
 from bamboo_ds.processes import boot_id, started
 from bamboo_ds.store.records import KeyValue, Snapshot
@@ -52,7 +53,7 @@ def test_failing_script_ends_the_job_with_its_code(start: Start) -> None:
     job = start(3).run()
     job.tell(1, "exit 3")
     assert job.exit_code() == 3
-    assert not job.events("takeover")
+    assert not job.events("takeover_planned")
     assert job.events("run_finished")[0]["exit_code"] == 3
     (failed,) = job.events("member_failed")
     assert (failed["member_id"], failed["rank"], failed["detail"], failed["exit_code"]) == (job.member(1), 1, "3", 3)
@@ -223,7 +224,7 @@ def test_status_and_stop(start: Start) -> None:
     job.tell(0, "progress 12 /ckpt/10")
     job.wait_quietly(lambda: job.status()["step"] == 12)
     report = job.status()
-    assert (report["job"], report["epoch"], report["checkpoint"]) == ("status-test", 2, "/ckpt/10")
+    assert (report["job"], report["epoch"], report["checkpoint_path"]) == ("status-test", 2, "/ckpt/10")
     assert [(m["slot"], m["id"], m["pid"], m["agent_pid"]) for m in report["members"]] == [
         (r, job.member(r), job.worker(r), job.agent(r)) for r in range(4)
     ]
@@ -245,7 +246,7 @@ def test_status_and_stop(start: Start) -> None:
         for pipeline, stage in ((0, 0), (1, 0), (0, 1), (1, 1))
         if not _shadow(report, pipeline, stage)
     ]
-    assert report["unshadowed"] == bare and bare and "without a shadow: (" in done.stdout
+    assert report["unshadowed"] == bare and bare and "/- !" in done.stdout
     times = {"pause_seconds": 0.2, "rebuild_seconds": 0.1, "redo_seconds": 0.1}
     passes = {"step": 12, "forwards_redone": 1, "backwards_redone": 1, "mode": "resume"}
     unknown = {"detection_seconds": None, "plan_seconds": None}
@@ -316,7 +317,7 @@ def test_members_whose_agents_could_not_say_goodbye_stay_in_the_status() -> None
     for member in ("m0-a", "m1-b", "m12-c"):
         found[Keys.report(member)] = LayoutRecord(id=member, layout=Layout(1, 2), redundant=True).to_json()
     mirror = Mirror(Snapshot({key: KeyValue(key, value, 1, 1) for key, value in found.items()}, 1))
-    states = [(member.slot, member.state) for member in job_status("j", mirror).members]
+    states = [(member.slot, member.state) for member in LiveJob("j").view(overview(mirror)).members]
     assert states == [(0, "building"), (1, "silent"), (12, "lost")]
 
 

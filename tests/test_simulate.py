@@ -19,7 +19,7 @@ from bamboo_ds.errors import ConfigError
 from bamboo_ds.observe import events as ev
 from bamboo_ds.observe.events import read_events
 from bamboo_ds.observe.goodput import account
-from bamboo_ds.observe.lives import Category
+from bamboo_ds.observe.goodput.lives import Category
 from bamboo_ds.schedule import hosts, timeline
 from bamboo_ds.simulate.bamboo import placed
 from bamboo_ds.simulate.baselines import Stock

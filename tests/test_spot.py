@@ -21,7 +21,7 @@ import pytest
 from click.testing import CliRunner
 
 from bamboo_ds.chaos.schedule import Change, parse_trace
-from bamboo_ds.observe.lives import Category, Rank
+from bamboo_ds.observe.goodput.lives import Category, Rank
 
 from .support.etcd import wait_until
 

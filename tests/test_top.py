@@ -152,7 +152,7 @@ def test_it_ends_with_the_job_or_by_ctrl_c(monkeypatch: pytest.MonkeyPatch, ends
             raise KeyboardInterrupt
 
     terminal = Console(file=io.StringIO(), force_terminal=True, width=80, height=24)
-    monkeypatch.setattr(top_command, "snapshots", snapshots)
+    monkeypatch.setattr(top_command, "_snapshots", snapshots)
     monkeypatch.setattr(top_command, "console", lambda: terminal)
     done = CliRunner().invoke(cli, ["top", "--job", "gpt", "--store", "http://127.0.0.1:1"])
     assert done.exit_code == 0, done.output

@@ -12,7 +12,7 @@ import pytest
 from pydantic import BaseModel
 
 from bamboo_ds.observe.events import MemberLost
-from bamboo_ds.observe.lives import Category
+from bamboo_ds.observe.goodput.lives import Category
 from bamboo_ds.observe.view import JobState, LiveView, LossView, LostMember, MemberView, RoleState, RoleView
 from bamboo_ds.observe.web import page
 

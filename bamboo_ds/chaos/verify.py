@@ -1,9 +1,9 @@
-"""How a job bore its faults, from its events and from the journal of what was done to it. Pure."""
+"""How a job bore its faults, from its events, their model, and the journal of what was done to it. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from statistics import median
 
@@ -13,14 +13,14 @@ from ..observe.events import (
     MemberJoined,
     MemberLost,
     PlanWritten,
-    Reconfigured,
-    Recovered,
     ReplicaMismatch,
     RunFinished,
     RunStarted,
     Step,
 )
-from .faults import GIVEN_UP, HIT_ELSEWHERE, FaultKind, FaultRecord
+from ..observe.model import JobModel
+from ..observe.view import PlanView
+from .faults import GIVEN_UP, HIT_ELSEWHERE, FaultRecord, FaultKind
 
 #: Seconds after a fault within which its delay of training is looked for, beyond its own duration.
 _WINDOW_S = 3.0
@@ -95,23 +95,18 @@ def verify(
     _check_losses(events, records, verdict, timeout_s)
     for record in records:
         _check_record(record, verdict)
-    causes = _causes(events, records)
+    job, causes, steps = JobModel(bounded=False), _causes(events, records), _of(events, Step)
+    for event in events:
+        job.fold(event)
     verdict.effects = [
-        _effect(record, causes.get(n, ()), events, records)
+        _effect(record, causes.get(n, ()), job, steps, records)
         for n, record in enumerate(records)
         if record.outcome == "injected"
     ]
-    asked = {
-        e
-        for effect in verdict.effects
-        if effect.record.kind in (FaultKind.JOIN, FaultKind.NOTICE)
-        for e in _epochs(effect, events)
-    }
-    pauses: dict[int, float] = {}
-    for event in _of(events, Reconfigured):
-        if event.epoch not in asked:
-            pauses[event.epoch] = max(pauses.get(event.epoch, 0.0), event.pause_seconds)
-    verdict.healing_s = [pauses[epoch] for epoch in sorted(pauses)]
+    asked = {plan.epoch for effect in verdict.effects for plan in _asked(effect.record, job)}
+    verdict.healing_s = [
+        plan.pause_seconds for plan in job.plans if plan.pause_seconds is not None and plan.epoch not in asked
+    ]
     return verdict
 
 
@@ -235,14 +230,11 @@ def _check_record(record: FaultRecord, verdict: Verdict) -> None:
 # -- effects --------------------------------------------------------------------------------------------
 
 
-def _epochs(effect: Effect, events: Sequence[Event]) -> set[int]:
-    """Epochs that a joiner's admission or a notice's departure made."""
-    members, plans = set(effect.record.members), _of(events, PlanWritten)
-    found = set()
-    for before, plan in pairwise(plans):
-        if members & (set(before.members) ^ set(plan.members)):
-            found.add(plan.epoch)
-    return found
+def _asked(record: FaultRecord, job: JobModel) -> list[PlanView]:
+    """Plans that a joiner's admission or a notice's departure made."""
+    members = set(record.members)
+    changed = [plan for plan in job.plans if plan.kind != "start" and members & {*plan.joined, *plan.gone}]
+    return changed if record.kind in (FaultKind.JOIN, FaultKind.NOTICE) else []
 
 
 def _causes(events: Sequence[Event], records: Sequence[FaultRecord]) -> dict[int, tuple[str, ...]]:
@@ -264,59 +256,49 @@ def _causes(events: Sequence[Event], records: Sequence[FaultRecord]) -> dict[int
     return found
 
 
-def _tells_of(reason: str, lost: Sequence[str]) -> bool:
-    return reason.startswith("lost ") and any(member in reason for member in lost)
-
-
 def _effect(
-    record: FaultRecord, lost: tuple[str, ...], events: Sequence[Event], records: Sequence[FaultRecord]
+    record: FaultRecord, lost: tuple[str, ...], job: JobModel, steps: Sequence[Step], records: Sequence[FaultRecord]
 ) -> Effect:
-    effect = Effect(record, lost, delay_s=_delay(record, events))
+    effect = Effect(record, lost, delay_s=_delay(record, steps))
     if record.kind in (FaultKind.JOIN, FaultKind.NOTICE):
-        epochs = _epochs(effect, events)
-        changes = [e for e in _of(events, Reconfigured) if e.epoch in epochs]
-        pause = max((e.pause_seconds for e in changes), default=None)
-        return Effect(record, lost, pause, None, effect.delay_s, alone=_alone(record, changes, records))
-    # One that was leaving is not removed by the plan after its loss, but by that before it.
-    plan = next((p for p in _of(events, PlanWritten) if set(p.lost) & set(lost) or _tells_of(p.reason, lost)), None)
-    if plan is None:
+        entered = [(plan.entered, plan.pause_seconds) for plan in _asked(record, job)]
+        pauses = [(end - pause, end) for end, pause in entered if end is not None and pause is not None]
+        longest = max((end - begin for begin, end in pauses), default=None)
+        return replace(effect, pause_s=longest, alone=_alone(record, pauses, records))
+    found = [loss for loss in job.losses.views if set(lost) & {member.id for member in loss.members}]
+    if not found or found[0].epoch is None:
         return effect
-    recovered: list[Recovered] = [e for e in _of(events, Recovered) if e.epoch >= plan.epoch]
-    first = min((e.epoch for e in recovered), default=None)
-    taken = [e for e in recovered if e.epoch == first]
-    whole = next((p for p in _of(events, PlanWritten) if p.epoch > plan.epoch and p.shadows and all(p.shadows)), None)
-    healed_s = healed_steps = None
-    if plan.shadows and all(plan.shadows):
+    loss, healed_s, healed_steps = found[0], found[0].replicas_back_seconds, None
+    if any(plan.epoch == loss.epoch and plan.unshadowed == 0 for plan in job.plans):
         healed_s, healed_steps = 0.0, 0  # a standby without duties
-    elif whole is not None:
-        healed_s = (whole.time - plan.time).total_seconds()
-        healed_steps = sum(plan.time <= e.time <= whole.time for e in _of(events, Step))
-    return Effect(
-        record,
-        lost,
-        max((e.pause_seconds for e in taken), default=None),
-        max((e.redo_seconds for e in taken), default=None),
-        effect.delay_s,
-        healed_s,
-        healed_steps,
-        _alone(record, taken, records),
+    elif healed_s is not None:
+        healed_steps = sum(loss.time <= step.time.timestamp() <= loss.time + healed_s for step in steps)
+    # Where another loss interrupts the recovery, members recover from both at once.
+    details = (job.losses.detail(each.number) for each in job.losses.views if each.number >= loss.number)
+    taken = next((each for each in details if each is not None and each.survivors), None)
+    ends = [(each.time - each.redo_seconds, each.pause_seconds) for each in taken.survivors] if taken else []
+    return replace(
+        effect,
+        pause_s=taken.loss.pause_seconds if taken else None,
+        redo_s=taken.loss.redo_seconds if taken else None,
+        healed_s=healed_s,
+        healed_steps=healed_steps,
+        alone=_alone(record, [(end - pause, end) for end, pause in ends], records),
     )
 
 
-def _alone(record: FaultRecord, pauses: Sequence[Recovered | Reconfigured], records: Sequence[FaultRecord]) -> bool:
+def _alone(record: FaultRecord, pauses: Sequence[tuple[float, float]], records: Sequence[FaultRecord]) -> bool:
     """Whether no other timed fault fell into the ``pauses`` of members that the fault of ``record`` caused."""
     if not pauses:
         return True
-    redone = [e.redo_seconds if isinstance(e, Recovered) else 0.0 for e in pauses]
-    ends = [e.time.timestamp() - seconds for e, seconds in zip(pauses, redone, strict=True)]
-    begin = min(end - e.pause_seconds for e, end in zip(pauses, ends, strict=True))
+    first, last = min(begin for begin, _ in pauses), max(end for _, end in pauses)
     others = [d for d in records if d is not record and d.kind.timed and d.outcome == "injected"]
-    return not any(d.time is not None and d.time <= max(ends) and begin <= d.time + (d.seconds or 0) for d in others)
+    return not any(d.time is not None and d.time <= last and first <= d.time + (d.seconds or 0) for d in others)
 
 
-def _delay(record: FaultRecord, events: Sequence[Event]) -> float | None:
+def _delay(record: FaultRecord, steps: Sequence[Step]) -> float | None:
     """The longest time between two steps from the fault on, beyond the median."""
-    times = [event.time.timestamp() for event in _of(events, Step)]
+    times = [event.time.timestamp() for event in steps]
     if len(times) < 3 or record.time is None:
         return None
     until = record.time + _WINDOW_S + (record.seconds or 0.0 if record.kind.timed else 0.0)

@@ -23,7 +23,7 @@ from ..control.registry.mirror import Mirror
 from ..errors import ConfigError
 from ..launchers import jobs
 from ..launchers.network import LOOPBACK
-from ..observe.events import Step, parse_event
+from ..observe.events import Event, Step
 from ..observe.spans import read_timelines
 from ..processes import adopt_orphans
 from ..simulate.profile import Profile
@@ -51,8 +51,7 @@ class _Measurement:
     mirror: Mirror | None = None
     complete: bool = field(default=False, init=False)
 
-    def on_event(self, line: str) -> None:
-        event = parse_event(line)
+    def on_event(self, event: Event) -> None:
         if not isinstance(event, Step):
             return
         self.done, self.samples = event.step, event.samples or 0
@@ -95,19 +94,16 @@ def measure(script: str, arguments: Sequence[str], workers: int, steps: int) -> 
         adopt_orphans()
         interrupt = Interrupt()
 
-        def tick() -> None:
-            interrupt.check()
-
         what = f"the job of {script}"
         with interrupt.watching(), DemoJob(what, folder, lambda line: None, _SILENCE_S) as job:
             run = _Measurement(steps, jobs.random_name(), built.stages, job)
-            events = job.event_fifo(run.on_event)
+            events = job.follow(run.on_event)
             options = ["run", "--quiet", "--measured", "-n", str(workers), "--job", run.name]
             options += ["--events", str(events), "--logs", str(folder)]
             argv = [sys.executable, "-m", "bamboo_ds.cli.main", *options, script, *arguments]
             # Passes on GPUs are timed where they are launched.
             job.start(argv, {"CUDA_LAUNCH_BLOCKING": "1", **os.environ}, Path.cwd())
-            job.serve(tick)
+            job.serve(interrupt.check)
         if run.mirror is None:
             raise ConfigError(
                 f"{script} ends after {run.done} iterations, --steps asks for {steps}: let it train longer, or choose "

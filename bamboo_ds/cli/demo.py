@@ -9,7 +9,7 @@ import signal
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,16 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from ..chaos.processes import Process, worker_of
 from ..launchers import jobs
-from ..observe.events import Event, MemberJoined, MemberLost, PlanWritten, Recovered, Step, Takeover, parse_event
+from ..observe.events import Event, MemberJoined, PlanWritten, Step
+from ..observe.live import LiveJob
+from ..observe.view import LossDetail
+from ..observe.words import counted, duration
 from ..processes import adopt_orphans
 from .demo_jobs import DemoJob, Interrupt, start_bamboo, start_stock
-from .demo_view import Grid, View
+from .demo_view import View
 from .options import read_job
-from .status import job_status
 
 STAGES = 4
 SCRIPT = Path(__file__).with_name("demo_train.py")
@@ -44,44 +47,42 @@ _SHOWN = 3
 
 @dataclass
 class Kill:
-    """One kill: planned, done, and what came of it.
+    """One kill: planned, then done.
 
     Attributes:
         stage: the stage whose owner is killed.
         step: the iteration in whose middle it happens.
         survivors: how many members go on afterwards.
-        member, pid, pidfd: the victim; ``pidfd`` is readable once it is dead.
-        due: monotonic time at which it happens.
+        member, process: the victim.
+        due: time, in seconds since 1970, at which it happens.
         sent: whether the signal was sent.
-        lost: the leader's notice.
-        epoch: of the plan that followed.
-        recovered: the survivors' reports.
     """
 
     stage: int
     step: int
     survivors: int
     member: str = ""
-    pid: int = 0
-    pidfd: int = -1
+    process: Process | None = None
     due: float | None = None
     sent: bool = False
-    lost: MemberLost | None = None
-    epoch: int | None = None
-    recovered: list[Recovered] = field(default_factory=list)
 
-    def problems(self) -> list[str]:
+    def problems(self, came: LossDetail | None) -> list[str]:
         """Why this was no SIGKILL in the middle of an iteration that the others survived; empty if it was."""
         if not self.sent:
             return ["the signal was never sent"]
+        if came is None:
+            return ["the leader did not notice it"]
         found = []
-        if self.lost is None or (self.lost.reason, self.lost.detail) != ("signal", "SIGKILL"):
-            found.append(f"the leader did not notice a SIGKILL but {self.lost}")
-        if len(self.recovered) != self.survivors:
-            found.append(f"{len(self.recovered)} of {self.survivors} survivors report a recovery")
-        odd = sorted({event.mode for event in self.recovered} - {"resume"})
+        how = [(each.reason, each.detail) for each in came.loss.members if each.id == self.member]
+        if how != [("signal", "SIGKILL")]:
+            found.append(f"the leader did not notice a SIGKILL but {how}")
+        if len(came.survivors) != self.survivors:
+            found.append(f"{len(came.survivors)} of {self.survivors} survivors report a recovery")
+        odd = sorted({each.mode for each in came.survivors} - {"resume"})
         if odd:
             found.append(f"not in the middle of an iteration: resumed by {', '.join(odd)}")
+        if self.process is None or not self.process.dead():
+            found.append("it lives")
         return found
 
 
@@ -95,149 +96,96 @@ class Finding:
 
 
 class Disturbed:
-    """The run with kills: what its events say, what is shown of them, and when to kill."""
+    """The run with kills: its model, what is shown of it, and when to kill."""
 
     def __init__(self, name: str, view: View, kills: list[Kill], losses: list[float]) -> None:
         self._name = name
         self._view = view
         self.kills = kills
         self._reference = losses
-        self._processes: dict[str, tuple[int, int]] = {}  # by member: process id, and a descriptor of it
+        self._processes: dict[str, Process] = {}  # workers, by member
+        self._job = view.job = LiveJob(name)
         self.steps: list[Step] = []
 
-    def on_event(self, line: str) -> None:
+    def on_event(self, event: Event) -> None:
         """Take one event in."""
-        event: Event = parse_event(line)
-        view = self._view
-        if isinstance(event, MemberJoined):
-            view.grid = view.grid or Grid()
-            view.grid.members.append(event.member_id)
-            if len(view.grid.members) == STAGES:
-                self._find_processes()
-        elif isinstance(event, MemberLost):
-            self._lost(event)
-        elif isinstance(event, PlanWritten):
-            self._planned(event)
-        elif isinstance(event, Takeover):
-            view.note(f"takeover: stage {event.role[1]} goes from {event.from_} to {event.to}", "yellow")
-        elif isinstance(event, Recovered):
-            self._recovered(event)
+        for told in self._job.add(event):
+            self._view.note(told.text)
+        if isinstance(event, MemberJoined) and len(self._job.model.members) == STAGES:
+            self._find_processes()
+        elif isinstance(event, PlanWritten) and event.shadows:
+            for kill in self.kills:
+                if not kill.sent:
+                    kill.member = event.owners[kill.stage]
+                    kill.process = self._processes.get(kill.member)
         elif isinstance(event, Step):
             self._stepped(event)
-        elif event.event in ("fatal", "replica_mismatch"):
-            view.note(event.to_json(), "bold red")
 
-    def tick(self) -> float | None:
-        """Kill if it is time; returns when to be called again."""
+    def tick(self) -> None:
+        """Kill if it is time."""
         self._view.refresh()
         for kill in self.kills:
-            if kill.due is not None and not kill.sent:
-                if time.monotonic() < kill.due:
-                    return kill.due
+            if kill.due is not None and not kill.sent and time.time() >= kill.due:
                 self._kill(kill)
-        return None
-
-    def _planned(self, event: PlanWritten) -> None:
-        grid = self._view.grid
-        if grid is None or not event.shadows:
-            return
-        grid.owners, grid.shadows = event.owners, event.shadows
-        for kill in self.kills:
-            if kill.member and kill.member in event.lost:
-                kill.epoch = event.epoch
-        self._view.plan()
-        for kill in self.kills:
-            if not kill.sent:
-                kill.member = event.owners[kill.stage]
-                kill.pid, kill.pidfd = self._processes.get(kill.member, (0, -1))
 
     def _find_processes(self) -> None:
-        """Ask the running job, as ``bamboo status`` does, for the process ids of all members.
+        """Ask the running job for the processes of all members.
 
         They have just been started, so that it does not matter how long it takes: nobody trains yet.
         """
-        status = job_status(self._name, read_job(jobs.locate(self._name, None)))
-        for member in status.members:
-            if member.pid is not None:
-                self._processes[member.id] = member.pid, os.pidfd_open(member.pid)
+        for member in read_job(jobs.locate(self._name, None)).members.values():
+            self._processes[member.id] = worker_of(member)
 
     def _stepped(self, event: Step) -> None:
         self.steps.append(event)
         for kill in self.kills:
             if event.step == kill.step - 1:
-                kill.due = time.monotonic() + _MIDDLE * event.seconds
+                kill.due = event.time.timestamp() + _MIDDLE * event.seconds
         equal = sum(step.loss == loss for step, loss in zip(self.steps, self._reference, strict=False))
         remark = f"{event.seconds * 1000:.0f} ms   {equal}/{len(self.steps)} losses equal the undisturbed run's"
         self._view.step(event.step, event.loss if event.loss is not None else float("nan"), remark)
 
     def _kill(self, kill: Kill) -> None:
-        if kill.pidfd < 0 or _dead(kill.pidfd):
+        if kill.process is None or kill.process.dead():
             kill.due = None  # training was over before: nothing is proven
             return
-        signal.pidfd_send_signal(kill.pidfd, signal.SIGKILL)
+        kill.process.signal(signal.SIGKILL)
         kill.sent = True
         usual = self.steps[-1].seconds * 1000
         where = f"about {_MIDDLE * usual:.0f} ms into iteration {kill.step} (the last took {usual:.0f} ms)"
-        self._view.note(f"SIGKILL for {kill.member}, owner of stage {kill.stage}, {where}", "bold red")
-        if self._view.grid is not None:
-            self._view.grid.killed.add(kill.member)
+        name = self._job.model.name(kill.member)
+        self._view.note(f"SIGKILL for {name}, owner of stage {kill.stage}, {where}", "bold red")
 
-    def _lost(self, event: MemberLost) -> None:
-        for kill in self.kills:
-            if kill.member == event.member_id:
-                kill.lost = event
-        took = "" if event.detection_seconds is None else f" {event.detection_seconds * 1000:.0f} ms after its death"
-        self._view.note(f"loss of {event.member_id} noticed{took} ({event.reason}: {event.detail})", "yellow")
-
-    def _recovered(self, event: Recovered) -> None:
-        for kill in self.kills:
-            if kill.epoch != event.epoch:
-                continue
-            kill.recovered.append(event)
-            if len(kill.recovered) == kill.survivors:
-                pause = max(e.pause_seconds for e in kill.recovered) * 1000
-                redo = max(e.redo_seconds for e in kill.recovered) * 1000
-                forwards = sum(e.forwards_redone for e in kill.recovered)
-                backwards = sum(e.backwards_redone for e in kill.recovered)
-                self._view.note(
-                    f"recovered: {kill.survivors} survivors agreed and rebuilt in {pause:.0f} ms, "
-                    f"iteration {event.step} was done {redo:.0f} ms later",
-                    "green",
-                )
-                self._view.note(
-                    f"redone of stage {kill.stage}, as far as its neighbours had seen it: {forwards} forward and "
-                    f"{backwards} backward passes",
-                    "green",
-                )
+    def _loss(self, kill: Kill) -> LossDetail | None:
+        """What came of it."""
+        losses = self._job.model.losses
+        numbers = [loss.number for loss in losses.views if kill.member in {each.id for each in loss.members}]
+        return losses.detail(numbers[0]) if kill.sent and numbers else None
 
     def judge(self, steps: int) -> list[Finding]:
         """Whether the run went as it should."""
         rows = []
         for kill in self.kills:
-            problems = kill.problems()
-            if kill.pidfd >= 0 and not _dead(kill.pidfd):
-                problems.append(f"process {kill.pid} lives")
-            at = kill.recovered[0].step if kill.recovered else kill.step
+            came = self._loss(kill)
+            at = came.loss.step if came is not None and came.loss.step is not None else kill.step
+            survived = "" if came is None else f"; {len(came.survivors)} survivors went on"
+            if came is not None and came.loss.pause_seconds is not None:
+                redone = came.loss.forwards_redone + came.loss.backwards_redone
+                survived += (
+                    f" after {duration(came.loss.pause_seconds)}, {counted(redone, 'pass', 'passes')} done again"
+                )
             what = f"stage {kill.stage} killed in the middle of iteration {at}"
-            rows.append(Finding(what, f"SIGKILL, pid {kill.pid}; {len(kill.recovered)} survivors went on", problems))
+            pid = kill.process.pid if kill.process else None
+            rows.append(Finding(what, f"SIGKILL, pid {pid}{survived}", kill.problems(came)))
         seen = [event.step for event in self.steps]
         missing = [] if seen == list(range(1, steps + 1)) else [f"steps reported: {seen}"]
         rows.append(Finding("every step done once", f"{len(seen)} steps", missing))
         return rows
 
     def close(self) -> None:
-        """Close the members' descriptors."""
-        for _, pidfd in self._processes.values():
-            os.close(pidfd)
-        self._processes.clear()
-
-
-def _dead(pidfd: int) -> bool:
-    try:
-        signal.pidfd_send_signal(pidfd, 0)
-    except ProcessLookupError:
-        return True
-    return False
+        """Let go of the members' processes."""
+        for process in self._processes.values():
+            process.close()
 
 
 def _environment(folder: Path) -> dict[str, str]:
@@ -285,13 +233,13 @@ def _disturbed(
     kills = [Kill(2, steps // 3 + 1, STAGES - 1), Kill(0, 2 * steps // 3 + 1, STAGES - 2)]
     run = Disturbed(f"demo-{os.getpid()}", view, kills, losses)
 
-    def tick() -> float | None:
+    def tick() -> None:
         interrupt.check()
-        return run.tick()
+        run.tick()
 
     try:
         with DemoJob("the run with kills", folder, lambda line: None) as job:
-            events = job.event_fifo(run.on_event)
+            events = job.follow(run.on_event)
             arguments = _arguments(folder, config, steps)
             start_bamboo(job, run._name, STAGES, script, arguments, _environment(folder), events)
             job.serve(tick)

@@ -3,50 +3,29 @@
 from __future__ import annotations
 
 import os
-import selectors
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
 
 from ..errors import LaunchError
 from ..launchers.network import free_port
+from ..observe.events import Event
+from ..observe.tail import EventTail
 from ..processes import die_with_parent, end_descendants
 
 #: Seconds without a line of output or an event after which a job counts as hanging.
 SILENCE_S = 120.0
-#: Seconds between two calls of the loop's ``tick``.
-_TICK_S = 0.2
+#: Seconds between two looks at what was written.
+_TICK_S = 0.01
 #: Seconds from SIGTERM to SIGKILL for processes that are still there at the end.
 _GRACE_S = 10.0
 #: Lines of output shown when a job fails.
 _TAIL = 30
-
-
-class _Lines:
-    """Splits what arrives on a descriptor into lines."""
-
-    def __init__(self, fd: int, handle: Callable[[str], None]) -> None:
-        os.set_blocking(fd, False)
-        self.fd = fd
-        self._handle = handle
-        self._rest = b""
-
-    def read(self) -> bool:
-        """Handle what has arrived; false if there was nothing."""
-        try:
-            data = os.read(self.fd, 1 << 16)
-        except BlockingIOError:
-            return False
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        for line in lines:
-            self._handle(line.decode(errors="replace"))
-        return bool(data)
 
 
 class DemoJob:
@@ -54,7 +33,7 @@ class DemoJob:
 
     Args:
         what: the job's name for messages.
-        folder: where its log and its FIFO lie.
+        folder: where its log and its events lie.
         on_line: called with each line of output.
         silence_s: seconds without a line of output or an event after which they count as hanging.
     """
@@ -63,16 +42,15 @@ class DemoJob:
         self._silence_s = silence_s
         self._stopped = False
         self._what = what
-        self._folder = folder
         self._on_line = on_line
-        self._log = open(folder / "log.txt", "w", buffering=1)  # noqa: SIM115  # closed by __exit__
-        self._selector = selectors.DefaultSelector()
-        self._running: dict[int, subprocess.Popen[bytes]] = {}
-        self._codes: list[int] = []
+        self._path = folder / "log.txt"
+        self._log = open(self._path, "ab")  # noqa: SIM115  # closed by __exit__
+        self._written = open(self._path, "rb")  # noqa: SIM115  # the same
+        self._rest = b""
+        self._processes: list[subprocess.Popen[bytes]] = []
         self._heard = time.monotonic()
-        read_end, self._write_end = os.pipe()
-        self._inputs: list[_Lines] = []
-        self._listen(read_end, self._take_line)
+        self._events: EventTail | None = None
+        self._on_event: Callable[[Event], None] = lambda event: None
 
     def __enter__(self) -> DemoJob:
         return self
@@ -80,23 +58,17 @@ class DemoJob:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for process in self._running.values():
-            process.terminate()
+        self._end()
         deadline = time.monotonic() + _GRACE_S
-        for process in self._running.values():
+        for process in self._processes:
             try:
                 process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
         end_descendants()
-        for pidfd in self._running:
-            os.close(pidfd)
-        for lines in self._inputs:
-            os.close(lines.fd)
-        os.close(self._write_end)
-        self._selector.close()
         self._log.close()
+        self._written.close()
 
     def start(self, argv: Sequence[str], env: Mapping[str, str], cwd: Path) -> None:
         """Start a process; it ends with this one, however this one ends."""
@@ -106,77 +78,62 @@ class DemoJob:
             env=dict(env),
             cwd=cwd,
             stdin=subprocess.DEVNULL,
-            stdout=self._write_end,
-            stderr=self._write_end,
+            stdout=self._log,
+            stderr=self._log,
             start_new_session=True,  # Ctrl-C is for the demo, which ends the others
             preexec_fn=lambda: die_with_parent(signal.SIGTERM, parent),
         )
-        pidfd = os.pidfd_open(process.pid)
-        self._running[pidfd] = process
-        self._selector.register(pidfd, selectors.EVENT_READ, partial(self._reap, pidfd))
+        self._processes.append(process)
 
     def stop(self) -> None:
         """End all processes in order. What they exit with does not count."""
         self._stopped = True
-        for process in self._running.values():
-            process.terminate()
+        self._end()
 
-    def event_fifo(self, on_event: Callable[[str], None]) -> Path:
-        """A FIFO whose lines are given to ``on_event`` as they are written."""
-        path = self._folder / "events"
-        os.mkfifo(path, 0o600)
-        # Open for writing as well: else it would report an end of file whenever no writer has it open.
-        self._listen(os.open(path, os.O_RDWR | os.O_CLOEXEC), on_event)
+    def _end(self) -> None:
+        for process in self._processes:
+            if process.poll() is None:
+                process.terminate()
+
+    def follow(self, on_event: Callable[[Event], None]) -> Path:
+        """A file whose events are given to ``on_event`` as they are written."""
+        path = self._path.with_name("events.jsonl")
+        path.touch(0o600)
+        self._events, self._on_event = EventTail(path), on_event
         return path
 
-    def _listen(self, fd: int, handle: Callable[[str], None]) -> None:
-        lines = _Lines(fd, handle)
-        self._inputs.append(lines)
-        self._selector.register(fd, selectors.EVENT_READ, lines.read)
-
-    def _take_line(self, line: str) -> None:
-        self._log.write(line + "\n")
-        self._on_line(line)
-
-    def _reap(self, pidfd: int) -> None:
-        self._selector.unregister(pidfd)
-        process = self._running.pop(pidfd)
-        os.close(pidfd)
-        self._codes.append(process.wait())
-
-    def serve(self, tick: Callable[[], float | None]) -> None:
-        """Until all processes have ended well.
-
-        Args:
-            tick: called every now and then; it returns the monotonic time by which it wants to be called again, or
-                ``None`` if it does not matter.
+    def serve(self, tick: Callable[[], None]) -> None:
+        """Until all processes have ended well, calling ``tick`` every now and then.
 
         Raises:
             LaunchError: a process failed, or nothing was heard of them for too long; with the end of their output.
         """
-        due: float | None = None
-        while self._running:
-            now = time.monotonic()
-            wait = _TICK_S if due is None else min(_TICK_S, max(0.0, due - now))
-            for key, _ in self._selector.select(wait):
-                key.data()
-                self._heard = time.monotonic()
-            if any(self._codes) and not self._stopped:
-                break
+        while True:
+            codes = [process.poll() for process in self._processes]
+            self._read()
+            tick()
+            if any(codes) and not self._stopped:
+                raise LaunchError(f"{self._what} failed with exit code {next(filter(None, codes))}\n{self._last()}")
+            if None not in codes:
+                return
             if time.monotonic() - self._heard > self._silence_s:
-                raise LaunchError(f"{self._what}: nothing happened for {self._silence_s:.0f} s\n{self._tail()}")
-            due = tick()
-        for lines in self._inputs:
-            while lines.read():
-                continue
-        tick()
-        failed = [code for code in self._codes if code and not self._stopped]
-        if failed:
-            raise LaunchError(f"{self._what} failed with exit code {failed[0]}\n{self._tail()}")
+                raise LaunchError(f"{self._what}: nothing happened for {self._silence_s:.0f} s\n{self._last()}")
+            time.sleep(_TICK_S)
 
-    def _tail(self) -> str:
-        self._log.flush()
-        lines = (self._folder / "log.txt").read_text(errors="replace").splitlines()
+    def _read(self) -> None:
+        """Pass on what has been written."""
+        data = self._written.read()
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            self._on_line(line.decode(errors="replace"))
+        found = self._events.read() if self._events is not None else []
+        for _, event in found:
+            self._on_event(event)
+        if data or found:
+            self._heard = time.monotonic()
+
+    def _last(self) -> str:
+        lines = self._path.read_text(errors="replace").splitlines()
         return "\n".join(["its last output:", *(f"  {line}" for line in lines[-_TAIL:])])
 
 

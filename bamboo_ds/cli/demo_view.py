@@ -1,11 +1,9 @@
-"""What the demo shows while it runs: a live picture on a terminal, plain lines elsewhere."""
+"""What the demo shows while it runs: what ``bamboo top`` shows on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from types import TracebackType
 
 from rich.console import Console, Group, RenderableType
@@ -15,68 +13,34 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-#: Notes that the live picture holds at most, and lines of it that are no notes.
-_NOTES = 14
-_OTHER_LINES = 16
+from ..observe.live import LiveJob
+from .top_view import frame
+
+#: Notes that the live picture holds at most.
+_NOTES = 8
+#: Seconds between two pictures.
+_DRAW_S = 0.2
 #: Plain output names every so many steps.
 _PLAIN_EVERY = 5
 
 
-@dataclass
-class Grid:
-    """Who owns and who shadows each stage.
+class View:
+    """Shows the demo's course on ``console``. A context manager.
 
     Attributes:
-        members: all members ever, in the order of their slots.
-        owners, shadows: by stage.
-        killed: members that were killed.
+        job: what is known of the job that is shown; ``None``: nothing but its steps.
     """
-
-    members: list[str] = field(default_factory=list)
-    owners: Sequence[str] = ()
-    shadows: Sequence[str | None] = ()
-    killed: set[str] = field(default_factory=set)
-
-    def table(self) -> Table:
-        """Members by stages."""
-        table = Table(title_justify="left")
-        table.add_column("member")
-        for stage in range(len(self.owners)):
-            table.add_column(f"stage {stage}", justify="center", min_width=9)
-        for member in self.members:
-            dead = member in self.killed
-            name = Text(f"{member} killed", style="red strike") if dead else Text(member)
-            table.add_row(name, *(self._cell(member, stage) for stage in range(len(self.owners))))
-        return table
-
-    def _cell(self, member: str, stage: int) -> Text:
-        if self.owners[stage] == member:
-            return Text("✗", style="red") if member in self.killed else Text("OWNER", style="bold green")
-        if self.shadows and self.shadows[stage] == member:
-            return Text("shadow", style="cyan")
-        return Text("")
-
-    def line(self) -> str:
-        """The same in one line."""
-        cells = []
-        for stage, owner in enumerate(self.owners):
-            shadow = self.shadows[stage] if self.shadows else None
-            cells.append(f"stage {stage}: {owner}/{shadow or '-'}")
-        return "owner/shadow  " + "  ".join(cells)
-
-
-class View:
-    """Shows the demo's course on ``console``. A context manager."""
 
     def __init__(self, console: Console, steps: int, plain: bool) -> None:
         self._console = console
         self._steps = steps
         self._begin = time.monotonic()
+        self._drawn = 0.0
         self._phase = ""
         self._progress = Text("")
         self._step = 0
         self._notes: deque[Text] = deque(maxlen=_NOTES)
-        self.grid: Grid | None = None
+        self.job: LiveJob | None = None
         self._live: Live | None = None
         if console.is_terminal and not plain:
             # Refreshed by hand: a thread of its own would make it unsafe to start processes.
@@ -91,6 +55,7 @@ class View:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._live is not None:
+            self._drawn = 0.0
             self.refresh()
             self._live.stop()
 
@@ -117,15 +82,10 @@ class View:
             self._print(line)
         self.refresh()
 
-    def plan(self) -> None:
-        """The grid has changed."""
-        if self._live is None and self.grid is not None:
-            self._print(Text(self.grid.line()))
-        self.refresh()
-
     def refresh(self) -> None:
-        """Draw anew."""
-        if self._live is not None:
+        """Draw anew, if the last time is a little ago."""
+        if self._live is not None and time.monotonic() >= self._drawn + _DRAW_S:
+            self._drawn = time.monotonic()
             self._live.update(self._picture(), refresh=True)
 
     def _print(self, text: Text) -> None:
@@ -142,9 +102,8 @@ class View:
             bar,
             self._progress,
         ]
-        if self.grid is not None and self.grid.owners:
-            parts += [Text(""), self.grid.table()]
-        if self._notes:
-            room = max(4, self._console.height - _OTHER_LINES)
-            parts += [Text(""), *list(self._notes)[-room:]]
+        if self.job is not None:
+            view = self.job.view().model_copy(update={"story": ()})
+            parts += [Text(""), frame(view, time.time(), self._console.width - 4, self._console.height - _NOTES)]
+        parts += self._notes
         return Panel(Group(*parts), title="bamboo demo", title_align="left", subtitle=self._elapsed())

@@ -9,9 +9,9 @@ from rich.table import Table
 
 from ..errors import ConfigError
 from ..observe import pictures
-from ..observe.accounted import Report
 from ..observe.events import read_events
 from ..observe.goodput import account
+from ..observe.goodput.accounted import Report
 from .output import console
 
 #: Parts of the time that the picture shows.

@@ -15,13 +15,13 @@ from rich.table import Table
 from ..control.registry.access import jobs_in, open_store
 from ..control.registry.keys import Keys
 from ..control.registry.mirror import Mirror
+from ..control.registry.overview import overview
 from ..control.registry.records import JobRecord
 from ..errors import BambooError
 from ..launchers import jobs as launched
 from ..launchers.jobs import JobFile
 from .options import variable_option
 from .output import console, printable
-from .status import job_status
 
 _TIMEOUT_S = 3.0
 #: What the lines of events that count contain; all others are not parsed.
@@ -84,15 +84,15 @@ def report(job: str, store: str, file: JobFile | None) -> JobReport:
     try:
         with open_store(store, job, _TIMEOUT_S) as connection:
             mirror = Mirror(connection.get_prefix(""))
-        status = job_status(job, mirror)
+        now = overview(mirror)
     except BambooError as error:
         return known.model_copy(update={"problem": str(error)})
     spec = mirror.get(Keys.SPEC, JobRecord)
-    told: dict[str, object] = {"members": len(mirror.members), "step": status.step}
+    told: dict[str, object] = {"members": len(mirror.members), "step": now.step}
     if since is None and spec is not None:
         told["since"] = spec.since
     if known.losses is None:
-        told["losses"] = sum(member.state.startswith(("lost", "silent", "evicted")) for member in status.members)
+        told["losses"] = sum(member.state.startswith(("lost", "silent", "evicted")) for member in now.members)
     return known.model_copy(update=told)
 
 

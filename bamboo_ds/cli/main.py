@@ -44,17 +44,14 @@ from .options import (
     block_of,
     member_arguments,
     new_job,
-    read_job,
     running_job,
     started,
     variable_option,
 )
-from .output import console
 from .plan import plan
 from .plot import plot
 from .simulate import simulate
-from .status import job_status, status_table, watch
-from .top import top
+from .top import status, top
 from .trace import trace
 from .web import web
 
@@ -240,27 +237,9 @@ cli.add_command(trace)
 cli.add_command(plot)
 cli.add_command(list_jobs)
 cli.add_command(top)
+cli.add_command(status)
 cli.add_command(web)
 cli.add_command(logs_command)
-
-
-@cli.command()
-@running_job
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@click.option("-w", "--watch", "watches", is_flag=True, help="Show it every second until the job has ended, or Ctrl-C.")
-def status(job: str | None, store: str | None, as_json: bool, watches: bool) -> None:
-    """Show members, roles, epoch and step of a job."""
-    if as_json and watches:
-        raise ConfigError("--watch prints no JSON: leave out --json, or --watch")
-    location = jobs.locate(job, store)
-    if watches:
-        watch(location)
-        return
-    report = job_status(location.job, read_job(location))
-    if as_json:
-        click.echo(report.model_dump_json(indent=2))
-    else:
-        console().print(status_table(report))
 
 
 @cli.command()

@@ -34,25 +34,28 @@ _LISTED = 8
 _OTHER_LINES = 16
 #: Lines for stages and members where nothing limits them.
 _FEW_ROWS = 24
-#: Characters of a line of the story.
+#: Characters of a line of the story on a terminal.
 _LONGEST = 140
 
 
-def frame(view: LiveView, now: float, width: int, height: int | None) -> RenderableType:
+def frame(view: LiveView, now: float, width: int, height: int | None, processes: bool = False) -> RenderableType:
     """What ``bamboo top`` shows.
 
     Args:
         now: in seconds since 1970.
         width: columns; below 80 lines are cut.
         height: lines of the terminal; ``None``: as many as it takes, within reason.
+        processes: tell the members' processes, and the folder of the newest checkpoint.
     """
     rows = _FEW_ROWS if height is None else max(4, height - _OTHER_LINES)
     name = _names(view)
     roles = _grid(view, name, width, rows // 2)
-    members = _members(view, width, rows - (view.pipelines or 0))
+    members = _members(view, width, rows - (view.pipelines or 0), processes)
     parts: list[RenderableType] = [_head(view, now), *_flowing(_figures(view, now), width), Text()]
     parts += [part for part in (roles, Text(), members, Text()) if part is not None]
-    parts += [*_next_loss(view), Text(), *_story(view, 5 if height is None or height > 30 else 3)]
+    if processes and view.checkpoint_path is not None:
+        parts += [_line(f"newest checkpoint: {view.checkpoint_path}", cut=False), Text()]
+    parts += [*_next_loss(view), Text(), *_story(view, height)]
     return Group(*parts)
 
 
@@ -193,7 +196,7 @@ def _table() -> Table:
 # -- members ----------------------------------------------------------------------------------------------
 
 
-def _members(view: LiveView, width: int, rows: int) -> RenderableType:
+def _members(view: LiveView, width: int, rows: int, processes: bool) -> RenderableType:
     present = [member for member in view.members if member.present]
     hosts, zones = {member.host for member in present}, {member.zone for member in present if member.zone}
     places = f" on {counted(len(hosts), 'host')}" + (f" in {counted(len(zones), 'zone')}" if zones else "")
@@ -202,13 +205,14 @@ def _members(view: LiveView, width: int, rows: int) -> RenderableType:
         return Group(head, *_crowd(present))
     gone = [member for member in view.members if not member.present][-max(0, min(4, rows - len(present))) or None :]
     table = _table()
-    for column in ("member", "host", "state", "owns", "shadows", "load"):
+    for column in ("member", "host", "state", *(("worker", "agent") if processes else ()), "owns", "shadows", "load"):
         table.add_column(column, no_wrap=True, overflow="ellipsis", max_width=22 if width < 110 else None)
     for member in [*present, *(gone if rows > len(present) else ())]:
         table.add_row(
             printable(member.name + (" *" if member.leader else "")),
             printable(_place(member)),
             printable(member.state, "" if member.state == "running" else "yellow" if member.present else "dim"),
+            *((str(member.pid or "-"), str(member.agent_pid or "-")) if processes else ()),
             _listed(view, member.roles),
             _listed(view, member.shadows),
             _load(member.load) if member.present else Text(),
@@ -277,7 +281,8 @@ def _stages(view: LiveView, roles: Sequence[tuple[int, int]]) -> str:
     return ", ".join(named[:4]) + (f" and {len(named) - 4} more" if len(named) > 4 else "")
 
 
-def _story(view: LiveView, count: int) -> list[Text]:
-    lines = [(line.time, line.text if len(line.text) < _LONGEST else f"{line.text[:_LONGEST]}…") for line in view.story]
-    shown = lines[-count:]
+def _story(view: LiveView, height: int | None) -> list[Text]:
+    newest = view.story[-5 if height is None or height > 30 else -3 :]
+    whole = height is None
+    shown = [(n.time, n.text if whole or len(n.text) < _LONGEST else f"{n.text[:_LONGEST]}…") for n in newest]
     return [_line((f"{datetime.fromtimestamp(time):%H:%M:%S} ", "dim"), text, cut=False) for time, text in shown]

@@ -127,13 +127,28 @@ class MemoryShort(EventBase):
     members: list[str] = Field(description="members that hold more than they may all the same, as no plan is without")
 
 
-class Takeover(EventBase):
+class TakeoverPlanned(EventBase):
     """A plan gives a role another owner: in a takeover, or between two operations (the plan's `reason` says why)."""
 
-    event: Literal["takeover"] = "takeover"
+    event: Literal["takeover_planned"] = "takeover_planned"
     role: Role = Field(description="the role, [pipeline, stage]")
     from_: str = Field(alias="from", description="its owner until now")
     to: str = Field(description="its owner from now on")
+
+
+class Takeover(EventBase):
+    """A role's new owner has entered the plan that gives it the role. Nobody tells it if the leader is lost before."""
+
+    event: Literal["takeover"] = "takeover"
+    role: Role = Field(description="the role, [pipeline, stage]")
+    from_: str = Field(alias="from", description="its owner before")
+    to: str = Field(description="its owner now")
+    seconds: float | None = Field(
+        default=None,
+        ge=0,
+        description="since the leader noticed the loss, or, without one, wrote the plan; null in files of versions "
+        "that told plans by this event",
+    )
 
 
 class Recovered(EventBase):
@@ -355,6 +370,7 @@ Event = (
     | MemberLeft
     | PlanWritten
     | MemoryShort
+    | TakeoverPlanned
     | Takeover
     | Recovered
     | Reconfigured

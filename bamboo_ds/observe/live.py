@@ -16,9 +16,9 @@ from statistics import median
 
 from ..topology.plan import Plan
 from . import events as ev
-from .accounted import Accounted
+from .goodput.accounted import Accounted
+from .goodput.lives import Category
 from .grid import Grid
-from .lives import Category
 from .model import JobModel, ToldMember
 from .story import Story
 from .view import (
@@ -57,24 +57,25 @@ class LiveJob:
         """What is rendered."""
         return self._story.job
 
-    def add(self, event: ev.Event) -> None:
-        """Take the next event."""
+    def add(self, event: ev.Event) -> list[StoryLine]:
+        """Take the next event, and return the lines of the story that it completes."""
         if event.job != self.job:
-            return
+            return []
         if isinstance(event, ev.RunStarted):
             self._story.end()
             self._lines.clear()
             self._accounted = self._people = None
-        self._keep(self._story.tell(event))
+        return self._keep(self._story.tell(event))
 
     def late(self, now: datetime) -> None:
         """Tell the story's line of a loss that has waited too long for its pause by the time ``now``."""
         self._keep(self._story.late(now))
 
-    def _keep(self, lines: Iterable[str]) -> None:
-        for line in lines:
-            at, _, text = line.partition(" ")
-            self._lines.append(StoryLine(time=datetime.fromisoformat(at).timestamp(), text=text))
+    def _keep(self, lines: Iterable[str]) -> list[StoryLine]:
+        parts = [line.partition(" ") for line in lines]
+        found = [StoryLine(time=datetime.fromisoformat(at).timestamp(), text=text) for at, _, text in parts]
+        self._lines += found
+        return found
 
     # -- the view -----------------------------------------------------------------------------------
 
@@ -121,6 +122,7 @@ class LiveJob:
             plans=tuple(now.plans),
             checkpoints=tuple(now.checkpoints),
             checkpoint=now.checkpoint,
+            checkpoint_path=told.checkpoint or (now.checkpoint.path if now.checkpoint else None),
             account=self._account(),
             coverage=self._coverage(),
             totals=self.totals,
@@ -226,6 +228,9 @@ class LiveJob:
                     doing=each.doing,
                     notice=told.notice,
                     joined=told.joined,
+                    address=each.address,
+                    pid=each.pid,
+                    agent_pid=each.agent_pid,
                     roles=tuple(duties.roles) if duties else (),
                     shadows=tuple(duties.shadows) if duties else (),
                     copies=tuple(duties.copies) if duties else (),

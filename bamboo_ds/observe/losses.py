@@ -151,6 +151,12 @@ class Losses:
             recovered=seen.recovered or loss.survivors.keys() >= loss.waits_for,
         )
 
+    def take_over(self, event: ev.Takeover) -> None:
+        """Take that an heir computes by the plan."""
+        loss = self._losses[-1] if self._losses else None
+        if loss is not None and loss.view.epoch == event.epoch and event.seconds is not None:
+            loss.note(takeover_seconds=max(event.seconds, loss.view.takeover_seconds or 0.0))
+
     def step(self, event: ev.Step) -> None:
         """Take a step: survivors that a loss has not disturbed do not tell of a recovery."""
         loss = self._losses[-1] if self._losses else None

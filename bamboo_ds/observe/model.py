@@ -189,8 +189,11 @@ class JobModel:
             case ev.Recovered():
                 self.awaited = False
                 self.losses.recover(event, self.name(event.member or "-"))
+            case ev.Takeover():
+                self.losses.take_over(event)
             case ev.Reconfigured():
                 self.awaited = False
+                self._enter(event, at)
             case ev.MembersAwaited():
                 self.awaited = True
             case ev.Step():
@@ -263,6 +266,13 @@ class JobModel:
         elif not new.complete and old.complete:
             self._bare = at, "change"
         return News(plan=plan, replicas_back=back)
+
+    def _enter(self, event: ev.Reconfigured, at: float) -> None:
+        for back, plan in enumerate(reversed(self.plans), 1):
+            if plan.epoch == event.epoch:
+                longest = max(event.pause_seconds, plan.pause_seconds or 0.0)
+                self.plans[-back] = plan.model_copy(update={"pause_seconds": longest, "entered": at})
+                return
 
     def _step(self, event: ev.Step, at: float) -> News | None:
         before, self.number = self.number, event.step

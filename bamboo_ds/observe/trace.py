@@ -110,7 +110,8 @@ class _Trace:
                 self._instant(f"loss of {event.member_id}", at, event.member_id, reason=event.reason, why=event.detail)
             case ev.Takeover():
                 pipeline, stage = event.role
-                self._instant(f"takeover of stage {stage}", now, event.to, pipeline=pipeline, former=event.from_)
+                told = {"pipeline": pipeline, "former": event.from_, "seconds": event.seconds}
+                self._instant(f"takeover of stage {stage}", now, event.to, **told)
             case ev.Recovered() if event.member is not None:
                 self._recovered(event, event.member, now)
             case ev.Reconfigured() if event.member is not None:

@@ -12,8 +12,8 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from ..topology.plan import Plan
-from .accounted import Accounted
 from .event_base import Role
+from .goodput.accounted import Accounted
 
 #: Bounds of what a view lists; the newest ones are kept.
 POINTS, RECENT, LOSSES, PLANS, CHECKPOINTS, LINES, MOVES, GONE = 512, 256, 64, 64, 32, 200, 32, 64
@@ -28,7 +28,7 @@ RoleState = Literal["shadowed", "copying", "unshadowed", "lost"]
 
 @dataclass(frozen=True)
 class KnownMember:
-    """A member as etcd has it; ``state`` is one of those of ``bamboo status``."""
+    """A member as etcd has it; for the fields see :class:`MemberView`."""
 
     id: str
     slot: int
@@ -38,6 +38,9 @@ class KnownMember:
     doing: str | None = None
     home: int | None = None
     registered: bool = True
+    address: str | None = None
+    pid: int | None = None
+    agent_pid: int | None = None
 
 
 @dataclass(frozen=True)
@@ -129,6 +132,9 @@ class MemberView(_Part):
     doing: str | None = Field(None, description="what its worker does that takes long outside of training")
     notice: str | None = Field(None, description="newest notice that it has got")
     joined: float | None = None
+    address: str | None = Field(None, description="that its worker listens at; None when it is gone")
+    pid: int | None = Field(None, description="process of its worker; None when it is gone")
+    agent_pid: int | None = Field(None, description="process of its agent; None when it is gone")
     roles: tuple[Role, ...] = Field((), description="that it owns")
     shadows: tuple[Role, ...] = Field((), description="of which it holds the replica")
     copies: tuple[Role, ...] = Field((), description="of whose state it is making a copy")
@@ -181,6 +187,7 @@ class LossView(_Part):
     rebuild_seconds: float | None = None
     pause_seconds: float | None = None
     redo_seconds: float | None = None
+    takeover_seconds: float | None = Field(None, description="until the last heir had entered the plan, for the leader")
     forwards_redone: int = Field(0, description="forward passes computed again, of all survivors together")
     backwards_redone: int = 0
     replicas_back_seconds: float | None = Field(None, description="from the loss until every stage had a replica again")
@@ -223,6 +230,8 @@ class PlanView(_Part):
     moved_count: int = 0
     unshadowed: int | None = Field(None, description="roles without a shadow; None before redundancy, and without it")
     lent: int = Field(0, description="roles of which shadows compute a part")
+    pause_seconds: float | None = Field(None, description="longest of members that entered it between two operations")
+    entered: float | None = Field(None, description="when the last of them had entered it")
 
 
 class CheckpointView(_Part):
@@ -298,7 +307,8 @@ class LiveView(_Part):
     losses: tuple[LossView, ...] = Field((), description="the newest 64, oldest first")
     plans: tuple[PlanView, ...] = Field((), description="the newest 64, oldest first")
     checkpoints: tuple[CheckpointView, ...] = Field((), description="the newest 32, oldest first")
-    checkpoint: CheckpointView | None = Field(None, description="the newest complete one")
+    checkpoint: CheckpointView | None = Field(None, description="the newest complete one that an event has told of")
+    checkpoint_path: str | None = Field(None, description="folder of the newest complete one")
     account: Accounted | None = Field(
         None, description="where the members' time went so far; `docs/reference/goodput.md` defines the categories"
     )

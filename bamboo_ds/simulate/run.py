@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from ..config import BambooConfig, RedundancyMode
 from ..errors import ConfigError
 from ..observe.goodput import account
-from ..observe.lives import Category
+from ..observe.goodput.lives import Category
 from .bamboo import BambooJob, planned
 from .baselines import CheckpointRestart, SampleDropping, Stock
 from .market import Market

@@ -20,7 +20,7 @@ from bamboo_ds.chaos.schedule import Change
 from bamboo_ds.observe import events as ev
 from bamboo_ds.observe.events import read_events
 from bamboo_ds.observe.goodput import account
-from bamboo_ds.observe.lives import Category
+from bamboo_ds.observe.goodput.lives import Category
 from bamboo_ds.observe.tail import EventTail
 from tests.support.processes import Process, start
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from bamboo_ds.observe.lives import Category, Life
+from bamboo_ds.observe.goodput.lives import Category, Life
 
 from .market import cost_per_million, member_seconds
 

@@ -17,7 +17,7 @@ from typing import Any
 from common import JobFailed, fresh, write_config
 
 from bamboo_ds.chaos.faults import Fault
-from bamboo_ds.observe.lives import Category, Rank
+from bamboo_ds.observe.goodput.lives import Category, Rank
 
 from .crew import LOOK_S, Clock, Gang, lines, wait_for
 from .hub import Hub

@@ -11,7 +11,7 @@ from common import console, new_figure, save_figure, save_json
 from rich.table import Table
 
 from bamboo_ds.chaos.faults import Fault, FaultKind
-from bamboo_ds.observe.lives import Category
+from bamboo_ds.observe.goodput.lives import Category
 
 from .market import Work, members_over_time
 from .outcome import Outcome

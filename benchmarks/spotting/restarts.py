@@ -22,7 +22,7 @@ from typing import Any
 from common import JobFailed, environment, fresh, write_config
 
 from bamboo_ds.chaos.faults import Fault
-from bamboo_ds.observe.lives import Category, Rank
+from bamboo_ds.observe.goodput.lives import Category, Rank
 from tests.support.processes import Process, start
 
 from .crew import LOOK_S, PATIENCE_S, Clock, Gang, lines, wait_for

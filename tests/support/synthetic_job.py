@@ -105,7 +105,7 @@ class SyntheticJob:
         self._plan(f"lost: {names}", 0.02, tuple(victims))
         for rank, before, after in moved:
             role = (rank % self.pipelines, rank // self.pipelines)
-            self._emit(ev.Takeover, 0.0, role=role, **{"from": before, "to": after})
+            self._emit(ev.TakeoverPlanned, 0.0, role=role, **{"from": before, "to": after})
         for member in self.members:
             rebuild = self._random.uniform(0.06, 0.11)
             heir = any(member == after for _, _, after in moved)

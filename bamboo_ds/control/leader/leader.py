@@ -25,6 +25,7 @@ from ...observe.events import (
     Restart,
     RunStarted,
     Takeover,
+    TakeoverPlanned,
 )
 from ...store import Lease, Store
 from ...topology.plan import UNSTARTED, Plan
@@ -47,6 +48,7 @@ from .actions import Assign, Feed, Loss, StopJob, Wait, WritePlan
 from .decisions import Decider
 from .departures import Deadlines, going
 from .pruning import obsolete
+from .takeovers import Takeovers
 from .told import loss_line, told_here
 from .view import View
 
@@ -109,6 +111,7 @@ class Leader:
         self._stopped = False
         self._attempts: list[_Attempt] = []
         self._stop_attempt: StopJob | None = None
+        self._takeovers = Takeovers()
 
     def step(self, mirror: Mirror, lease: Lease, trusted_from: float) -> float | None:
         """Contest, and act if leading. Returns the monotonic time at which to call again at the latest.
@@ -118,6 +121,7 @@ class Leader:
         """
         now = self._clock()
         self._recognise(mirror)
+        self._tell_takeovers(mirror)
         self._deadlines.note(mirror.notices, now)
         leader = mirror.leader
         if self._yields(mirror):
@@ -351,12 +355,14 @@ class Leader:
             self._emit_fatal(stages, action.losses, new.epoch, attempt.progress)
         if old is None or new.layout is None or old.unheld:
             return
-        for role in new.layout.roles:
-            rank = new.layout.rank(role)
-            before, after = old.owners[rank], new.owners[rank]
-            if before != after:
-                change = {"role": (role.pipeline, role.stage), "from": before, "to": after}
-                self._emit(Takeover, new.epoch, **change)
+        since = min((loss.noticed for loss in action.losses), default=self._clock())
+        for each in self._takeovers.plan(old, new, since):
+            self._emit(TakeoverPlanned, new.epoch, **{"role": each.role, "from": each.before, "to": each.after})
+
+    def _tell_takeovers(self, mirror: Mirror) -> None:
+        for each in self._takeovers.done(mirror.workers):
+            change = {"role": each.role, "from": each.before, "to": each.after}
+            self._emit(Takeover, each.epoch, **change, seconds=max(0.0, self._clock() - each.since))
 
     def _losses(self, losses: tuple[Loss, ...], epoch: int) -> list[Event]:
         return [

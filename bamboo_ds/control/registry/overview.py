@@ -21,6 +21,9 @@ def overview(mirror: Mirror) -> Overview:
             zone=member.zone,
             doing=progress[member.id].doing if member.id in progress else None,
             home=member.home,
+            address=member.address,
+            pid=member.pid,
+            agent_pid=member.agent_pid,
         )
         for member in in_slot_order(mirror.members.values())
     ]

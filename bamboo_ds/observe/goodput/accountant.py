@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from statistics import median
 
-from . import events as ev
+from .. import events as ev
 from .accounted import Account, Accounted, Report
 from .lives import Category, Interval, Life, Rank, spent
 from .settled import Settled, Stretch
