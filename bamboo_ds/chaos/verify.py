@@ -20,7 +20,7 @@ from ..observe.events import (
 )
 from ..observe.model import JobModel
 from ..observe.view import PlanView
-from .faults import GIVEN_UP, HIT_ELSEWHERE, FaultRecord, FaultKind
+from .faults import GIVEN_UP, HIT_ELSEWHERE, FaultKind, FaultRecord
 
 #: Seconds after a fault within which its delay of training is looked for, beyond its own duration.
 _WINDOW_S = 3.0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import sys
 import tempfile
 import time
@@ -14,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import click
+import psutil
 from rich.console import Console
 from rich.table import Table
 
-from ..chaos.processes import Process, worker_of
+from ..chaos.processes import dead, worker_of
 from ..launchers import jobs
 from ..observe.events import Event, MemberJoined, PlanWritten, Step
 from ..observe.live import LiveJob
@@ -62,7 +62,7 @@ class Kill:
     step: int
     survivors: int
     member: str = ""
-    process: Process | None = None
+    process: psutil.Process | None = None
     due: float | None = None
     sent: bool = False
 
@@ -81,7 +81,7 @@ class Kill:
         odd = sorted({each.mode for each in came.survivors} - {"resume"})
         if odd:
             found.append(f"not in the middle of an iteration: resumed by {', '.join(odd)}")
-        if self.process is None or not self.process.dead():
+        if self.process is None or not dead(self.process):
             found.append("it lives")
         return found
 
@@ -103,7 +103,7 @@ class Disturbed:
         self._view = view
         self.kills = kills
         self._reference = losses
-        self._processes: dict[str, Process] = {}  # workers, by member
+        self._processes: dict[str, psutil.Process] = {}  # workers, by member
         self._job = view.job = LiveJob(name)
         self.steps: list[Step] = []
 
@@ -146,10 +146,10 @@ class Disturbed:
         self._view.step(event.step, event.loss if event.loss is not None else float("nan"), remark)
 
     def _kill(self, kill: Kill) -> None:
-        if kill.process is None or kill.process.dead():
+        if kill.process is None or dead(kill.process):
             kill.due = None  # training was over before: nothing is proven
             return
-        kill.process.signal(signal.SIGKILL)
+        kill.process.kill()
         kill.sent = True
         usual = self.steps[-1].seconds * 1000
         where = f"about {_MIDDLE * usual:.0f} ms into iteration {kill.step} (the last took {usual:.0f} ms)"
@@ -181,11 +181,6 @@ class Disturbed:
         missing = [] if seen == list(range(1, steps + 1)) else [f"steps reported: {seen}"]
         rows.append(Finding("every step done once", f"{len(seen)} steps", missing))
         return rows
-
-    def close(self) -> None:
-        """Let go of the members' processes."""
-        for process in self._processes.values():
-            process.close()
 
 
 def _environment(folder: Path) -> dict[str, str]:
@@ -237,15 +232,12 @@ def _disturbed(
         interrupt.check()
         run.tick()
 
-    try:
-        with DemoJob("the run with kills", folder, lambda line: None) as job:
-            events = job.follow(run.on_event)
-            arguments = _arguments(folder, config, steps)
-            start_bamboo(job, run._name, STAGES, script, arguments, _environment(folder), events)
-            job.serve(tick)
-        return run.judge(steps)
-    finally:
-        run.close()
+    with DemoJob("the run with kills", folder, lambda line: None) as job:
+        events = job.follow(run.on_event)
+        arguments = _arguments(folder, config, steps)
+        start_bamboo(job, run._name, STAGES, script, arguments, _environment(folder), events)
+        job.serve(tick)
+    return run.judge(steps)
 
 
 def _arguments(folder: Path, config: Path, steps: int) -> list[str]:

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import ast
 import importlib
-import inspect
 import json
 import os
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from enum import Enum
@@ -145,31 +143,38 @@ def options_of(command: click.Command) -> list[click.Option]:
 
 
 def options_markdown() -> str:
-    """The options of all commands."""
-    return "\n".join(line for name, command in sorted(commands().items()) for line in _options(name, command))
+    """The options of all commands: those that several commands share, by these commands, then those of each alone."""
+    rows = {
+        name: [_option(each) for each in options_of(command) if not each.hidden]
+        for name, command in sorted(commands().items())
+    }
+    owners: dict[str, tuple[str, ...]] = {}
+    for name in rows:
+        for row in rows[name]:
+            owners[row] = (*owners.get(row, ()), name)
+    lines: list[str] = []
+    for names in sorted(set(owners.values()), key=lambda names: (len(names) == 1, names)):
+        heading = f"Of {', '.join(names)}" if len(names) > 1 else f"`bamboo {names[0]}`"
+        lines += [f"### {heading}", "", "| option | meaning |", "|---|---|"]
+        lines += [*(row for row, of in owners.items() if of == names), ""]
+    return "\n".join(lines)
 
 
-def _options(name: str, command: click.Command) -> Iterator[str]:
-    what = inspect.cleandoc(command.help or "").split("\n\n")[0]
-    yield from (f"### `bamboo {name}`", "", " ".join(what.split()), "")
-    options = [option for option in options_of(command) if not option.hidden]
-    if options:
-        yield from ("| option | default | meaning |", "| --- | --- | --- |")
-    for option in options:
-        spelled = ", ".join(f"`{each}`" for each in (*option.opts, *option.secondary_opts))
-        meaning = " ".join((option.help or "").split()).replace("|", "\\|")
-        told = re.search(r" \[default: (.*)\]$", meaning)
-        default = told[1] if told else f"`{option.default}`" if option.show_default and not option.is_flag else ""
-        meaning = meaning[: told.start()] if told else meaning
-        variable = f" Variable: `{option.envvar}`." if option.envvar else ""
-        yield f"| {spelled} | {default} | {meaning}{variable} |"
-    if options:
-        yield ""
+def _option(option: click.Option) -> str:
+    """The row of an option: its spellings, and its meaning with the default and the variable."""
+    spelled = ", ".join(f"`{each}`" for each in (*option.opts, *option.secondary_opts))
+    meaning = " ".join((option.help or "").split()).replace("|", "\\|")
+    told = re.search(r" \[default: (.*)\]$", meaning)
+    default = told[1] if told else f"`{option.default}`" if option.show_default and not option.is_flag else ""
+    meaning = meaning[: told.start()] if told else meaning
+    notes = [f"default: {default}"] if default else []
+    notes += [f"variable: `{option.envvar}`"] if option.envvar else []
+    return f"| {spelled} | {meaning}{' (' + '; '.join(notes) + ')' if notes else ''} |"
 
 
 def settings_markdown() -> str:
     """The table of settings and defaults for the documentation, made from the models."""
-    rows = ["| setting | default | meaning |", "| --- | --- | --- |"]
+    rows = ["| setting | default | meaning |", "|---|---|---|"]
 
     def walk(model: type[BaseModel], prefix: str) -> None:
         for name, field in model.model_fields.items():
