@@ -20,6 +20,8 @@ from bamboo_ds.worker.channel import WorkerChannel
 from bamboo_ds.worker.exit import exit_code_of
 from bamboo_ds.worker.job import Job
 
+pytestmark = pytest.mark.claim("reference/limits.md")
+
 
 def plan(epoch: int, *others: str) -> Plan:
     return Plan(epoch=epoch, owners=("a", *others), members=("a", *others), store_host="a")

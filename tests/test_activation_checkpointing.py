@@ -21,6 +21,8 @@ from bamboo_ds.topology import Role
 from .support.gpt_jobs import survive
 from .support.surviving import Reference, fault
 
+pytestmark = pytest.mark.claim("reference/guarantees.md", "reference/settings.md")
+
 CPU = torch.device("cpu")
 CHECKPOINTS = {"reentrant": checkpointing.checkpoint, "non-reentrant": checkpointing.non_reentrant_checkpoint}
 

@@ -17,6 +17,8 @@ from bamboo_ds.store.records import KeyValue, Snapshot
 from bamboo_ds.topology import Layout, Plan
 from bamboo_ds.topology.planner import initial_plan, takeover, with_redundancy
 
+pytestmark = pytest.mark.claim("guides/clusters.md", "guides/elastic.md")
+
 PLAN = with_redundancy(initial_plan(["a", "b"]), Layout(1, 2), True)
 #: It lists two joiners, whom nobody follows any more: the job ends.
 NEXT = replace(PLAN, epoch=3, members=("a", "b", "j", "k"), homes=(0, 1, 0, 1), immediate=False)

@@ -28,6 +28,8 @@ from bamboo_ds.simulate.terms import Terms
 
 from .test_simulate import model, nodes
 
+pytestmark = pytest.mark.claim("guides/worth-it.md")
+
 #: Of six nodes three are lost, two at once, and come again.
 LOSSES = nodes(
     6, 3000, (400.0, "remove", "n1"), (700.0, "add", "a"), (1500.0, "remove", "n4"), (1500.0, "remove", "n0"),

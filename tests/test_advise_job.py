@@ -20,6 +20,8 @@ from .support.jobs import OF_TORCH, bamboo_command, environment
 from .support.leaks import no_leaks
 from .test_advise import TRACE
 
+pytestmark = pytest.mark.claim("guides/worth-it.md")
+
 
 def spans(steps: int = 5, micro_batches: int = 3) -> list[Span]:
     """Two stages: passes of 1 and 2 s, and of 3 and 4 s; steps of 0.5 s. The first iterations take longer."""

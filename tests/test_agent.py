@@ -26,6 +26,17 @@ from .support.control import Job, start
 from .support.page import ask, gone_back, scraped, seen, value
 from .support.ports import free_port
 
+pytestmark = pytest.mark.claim(
+    "guides/elastic.md",
+    "guides/observing.md",
+    "guides/restarts.md",
+    "reference/cli.md",
+    "reference/events.md",
+    "reference/guarantees.md",
+    "reference/limits.md",
+    "reference/settings.md",
+)
+
 __all__ = ["start"]  # the fixture
 
 Start = Callable[..., Job]

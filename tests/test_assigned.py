@@ -37,6 +37,8 @@ from bamboo_ds.topology import Role
 from .support.jobs import SUPPORT
 from .support.surviving import Reference, fault, survive_in_turn
 
+pytestmark = pytest.mark.claim("reference/guarantees.md")
+
 ROOT = Path(__file__).parents[1]
 SCRIPT = SUPPORT / "train_assigning.py"
 

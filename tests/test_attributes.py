@@ -20,6 +20,8 @@ from bamboo_ds.engine.stage.attributes import PlainTensors, holds_tensors
 from bamboo_ds.engine.stage.layers import Layers, merged
 from bamboo_ds.engine.stage.tracing import checksum
 
+pytestmark = pytest.mark.claim("reference/guarantees.md")
+
 
 class Odd:
     """Has no truth value, does not compare, cannot be hashed."""

@@ -16,7 +16,11 @@ from tests.support.comm_cases import CASES, VICTIM
 from tests.support.comm_worker import DEADLINE, Cluster, Member, cluster
 from tests.support.ports import free_port
 
-pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("fork_server")]
+pytestmark = [
+    pytest.mark.claim("guides/scripts.md", "reference/guarantees.md", "reference/limits.md"),
+    pytest.mark.integration,
+    pytest.mark.usefixtures("fork_server"),
+]
 
 #: What a survivor may see.
 LOST = ("EpochChanged", "PeerLost")

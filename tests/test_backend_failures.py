@@ -26,7 +26,11 @@ from tests.support.comm_worker import (
 )
 from tests.support.ports import free_port
 
-pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("fork_server")]
+pytestmark = [
+    pytest.mark.claim("concepts.md", "guides/elastic.md", "guides/scripts.md"),
+    pytest.mark.integration,
+    pytest.mark.usefixtures("fork_server"),
+]
 
 #: What a survivor may see.
 LOST = ("EpochChanged", "PeerLost")

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from bamboo_ds.engine.iteration.block_times import BlockTimes
 from bamboo_ds.topology import BlockCosts, BlockSeconds, Layout, Role, settled
 
+pytestmark = pytest.mark.claim("guides/even-shares.md")
+
 LAYOUT = Layout(1, 3, blocks=(2, 2, 2))
 
 

@@ -29,6 +29,8 @@ from bamboo_ds.topology import Layout, Role, takeover
 
 from .support.chaos import at, record, settled
 
+pytestmark = pytest.mark.claim("guides/chaos.md")
+
 # -- schedules --------------------------------------------------------------------------------------------
 
 

@@ -30,7 +30,7 @@ from bamboo_ds.topology import takeover
 from .support.chaos import OBEDIENT, at, members, record, settled
 from .support.leaks import no_leaks
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.claim("guides/chaos.md"), pytest.mark.integration]
 
 
 @pytest.fixture(autouse=True)

@@ -22,7 +22,12 @@ from .support.precisions import BF16_ZERO, FP16, FP16_ZERO
 from .support.savers import rest, small_file_system
 from .support.surviving import Reference, fault, survive
 
-pytestmark = pytest.mark.integration
+pytestmark = [
+    pytest.mark.claim(
+        "guides/checkpoints.md", "reference/events.md", "reference/guarantees.md", "reference/settings.md"
+    ),
+    pytest.mark.integration,
+]
 
 
 def contents(folder: Path) -> dict[str, object]:

@@ -57,6 +57,8 @@ from .support.savers import (
     small_file_system,
 )
 
+pytestmark = pytest.mark.claim("guides/checkpoints.md", "reference/cli.md", "reference/settings.md")
+
 __all__ = ["members"]  # a fixture
 
 

@@ -19,6 +19,8 @@ from bamboo_ds.topology import Layout
 from .support.leaks import no_leaks
 from .support.savers import LAYOUT, WAIT_S, Gate, Member, files, members, names, rest
 
+pytestmark = pytest.mark.claim("guides/checkpoints.md", "reference/settings.md")
+
 __all__ = ["members"]  # a fixture
 
 

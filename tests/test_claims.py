@@ -1,25 +1,12 @@
-"""``docs/claims.md`` and ``docs/state.md`` name tests and benchmarks that exist, and sections that the pages have."""
+"""Markers of tests name pages that exist, ``docs/state.md`` tests that exist."""
 
 from __future__ import annotations
 
 import ast
 import re
 from functools import cache
-from pathlib import Path
 
-from .support.docs import headings, links
-
-ROOT = Path(__file__).parents[1]
-
-
-def claims() -> str:
-    return (ROOT / "docs" / "claims.md").read_text()
-
-
-def proofs() -> dict[str, str]:
-    """What each row of a table says behind its claim, by the claim."""
-    rows = [line.strip("| ").split(" | ") for line in claims().splitlines() if line.startswith("| ")]
-    return {claim: proof for claim, proof in rows if claim != "claim" and not claim.startswith("---")}
+from .support.docs import ROOT, claims, page_of
 
 
 @cache
@@ -39,28 +26,12 @@ def exists(name: str) -> bool:
     return (ROOT / name).is_file()
 
 
-def test_what_proves_a_claim_exists() -> None:
-    named = {name for proof in proofs().values() for name in re.findall("`([^`]+)`", proof)}
-    assert named, "the tables have another form"
-    missing = sorted(name for name in named if not exists(name))
-    assert not missing, f"docs/claims.md names what does not exist: {', '.join(missing)}"
-
-
-def test_every_claim_says_what_proves_it() -> None:
-    bare = [claim for claim, proof in proofs().items() if not re.search(r"`[^`]+`|\bnone\b", proof)]
-    assert not bare, f"docs/claims.md says neither what proves these claims nor `none`: {'; '.join(bare)}"
-
-
-def test_sections_are_those_of_the_pages() -> None:
-    page = ROOT / "docs" / "claims.md"
-    sections = re.findall(r"^## (.+)$", claims(), re.MULTILINE)
-    linked = {f"[{link.text}]({link.target})": link for link in links(page)}
-    wrong = [
-        section
-        for section in sections
-        if section not in linked or headings(linked[section].file).get(linked[section].anchor) != linked[section].text
-    ]
-    assert sections and not wrong, f"no page has the sections {', '.join(wrong)}"
+def test_markers_name_pages_and_every_guide_has_a_test() -> None:
+    named = set(claims())
+    missing = sorted(claim for claim in named if not page_of(claim).is_file())
+    assert not missing, f"markers of tests name no page: {', '.join(missing)}"
+    guides = {f"guides/{page.name}" for page in (ROOT / "docs" / "guides").glob("*.md")}
+    assert not guides - named, f"no test proves what these claim: {', '.join(sorted(guides - named))}"
 
 
 def states() -> list[list[str]]:

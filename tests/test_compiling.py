@@ -17,6 +17,8 @@ from bamboo_ds.worker import job as jobs
 
 from .support.jobs import RunningJob, write_config
 
+pytestmark = pytest.mark.claim("guides/elastic.md")
+
 
 def test_what_a_lock_says(tmp_path: Path) -> None:
     lock = tmp_path / "lock"

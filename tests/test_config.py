@@ -42,6 +42,10 @@ from .support.docs import settings_markdown
 from .support.jobs import bamboo_command, environment, run_bamboo, run_stock, write_config
 from .support.processes import start
 
+pytestmark = pytest.mark.claim(
+    "README.md", "guides/launchers.md", "quickstart.md", "reference/limits.md", "reference/settings.md"
+)
+
 
 def test_an_empty_block_switches_everything_on() -> None:
     config = bamboo_config({"bamboo": {}})

@@ -29,6 +29,8 @@ from bamboo_ds.topology.planner import initial_plan
 
 from .support.etcd import EtcdServer, new_namespace, wait_until
 
+pytestmark = pytest.mark.claim("guides/clusters.md", "guides/elastic.md", "guides/security.md")
+
 pytest_plugins = ["tests.support.fixtures"]
 
 TTL_S = 30.0

@@ -8,6 +8,8 @@ from bamboo_ds.errors import ProtocolError
 from bamboo_ds.schedule import Decision, MemberProgress, RoleProgress, decide
 from bamboo_ds.topology import Layout, Role
 
+pytestmark = pytest.mark.claim("concepts.md")
+
 LAYOUT = Layout(1, 2)
 A, B = LAYOUT.roles
 PART, WHOLE, NONE = RoleProgress(3, 1), RoleProgress(4, 4, reduced=True), RoleProgress()

@@ -18,6 +18,8 @@ from bamboo_ds.config import bamboo_config
 from .support.jobs import bamboo_command
 from .support.leaks import no_leaks
 
+pytestmark = pytest.mark.claim("quickstart.md")
+
 ROOT = Path(__file__).parents[1]
 
 

@@ -18,6 +18,8 @@ from bamboo_ds.worker.exit import exit_code_of
 from .support.surviving import Reference, fault, survive
 from .test_failures import ending
 
+pytestmark = pytest.mark.claim("reference/settings.md")
+
 
 class AcceleratorError(RuntimeError):
     """As torch's, which 2.6 does not have."""

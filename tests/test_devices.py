@@ -17,6 +17,8 @@ from bamboo_ds.control.settings import AgentSettings, parse_arguments
 from bamboo_ds.worker.channel import WorkerChannel
 from bamboo_ds.worker.job import Job
 
+pytestmark = pytest.mark.claim("reference/limits.md", "reference/settings.md")
+
 CUDA = torch.device("cuda")
 
 

@@ -23,6 +23,8 @@ from .support.jobs import RunningJob, bamboo_command, slow_until, write_config
 from .support.surviving import Reference, fault, survive_in_turn
 from .test_elastic import assert_same
 
+pytestmark = pytest.mark.claim("guides/even-shares.md")
+
 AUTO = {"topology": {"blocks": "auto"}, "redundancy": {"verify_every": 2}}
 
 

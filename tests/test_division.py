@@ -32,6 +32,8 @@ from bamboo_ds.topology import (
 from bamboo_ds.topology.planner import plan as best_plan
 from bamboo_ds.topology.planner import takeover, with_redundancy
 
+pytestmark = pytest.mark.claim("guides/even-shares.md")
+
 POLICY = Policy(near_shadows=True, standby_replicas=True, divides=True)
 
 

@@ -22,6 +22,8 @@ from bamboo_ds.launchers.owning import EMBEDDED
 from .support.etcd import EtcdServer
 from .support.ports import free_port
 
+pytestmark = pytest.mark.claim("reference/cli.md")
+
 pytest_plugins = ["tests.support.fixtures"]
 
 HERE = Patient(EMBEDDED, None, None)

@@ -23,6 +23,8 @@ from bamboo_ds.topology.room import member_bytes
 
 from .support.processes import start
 
+pytestmark = pytest.mark.claim("guides/even-shares.md", "reference/cli.md")
+
 SCRIPT = """
 import sys
 import deepspeed, torch

@@ -27,7 +27,16 @@ from .support.faults import in_turn, mark
 from .support.jobs import Result, RunningJob, run_bamboo, run_text, slow_until, write_config
 from .support.watching import kill_own_etcd
 
-pytestmark = pytest.mark.integration
+pytestmark = [
+    pytest.mark.claim(
+        "guides/elastic.md",
+        "guides/worth-it.md",
+        "reference/events.md",
+        "reference/guarantees.md",
+        "reference/settings.md",
+    ),
+    pytest.mark.integration,
+]
 Reference = Callable[..., Result]
 
 

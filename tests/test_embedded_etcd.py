@@ -36,7 +36,10 @@ from bamboo_ds.store.endpoints import Certificates
 from tests.support.etcd import wait_until
 from tests.support.leaks import no_leaks
 
-pytestmark = pytest.mark.integration
+pytestmark = [
+    pytest.mark.claim("guides/elastic.md", "guides/security.md", "quickstart.md", "reference/cli.md"),
+    pytest.mark.integration,
+]
 
 
 @pytest.fixture(autouse=True)

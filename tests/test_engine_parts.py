@@ -30,6 +30,8 @@ from bamboo_ds.errors import FatalLoss, UnsupportedError
 from bamboo_ds.schedule import Decision, PartProgress, RoleProgress
 from bamboo_ds.topology import Layout, Plan, Role, initial_plan, takeover, with_redundancy
 
+pytestmark = pytest.mark.claim("guides/scripts.md", "reference/guarantees.md")
+
 STAGES = 4
 MICRO_BATCHES = 6
 

@@ -14,7 +14,10 @@ from .support.compare import differences
 from .support.faults import mark
 from .support.jobs import SUPPORT, Result, run_bamboo, run_stock, run_text, write_config
 
-pytestmark = pytest.mark.integration
+pytestmark = [
+    pytest.mark.claim("guides/timelines.md", "reference/guarantees.md", "reference/limits.md"),
+    pytest.mark.integration,
+]
 
 SCRIPT = SUPPORT / "train_surface.py"
 #: Ranks 0..3 are (pipeline, stage) = (0, 0), (1, 0), (0, 1), (1, 1). Steps: 3 with another batch size, 5 with another

@@ -12,6 +12,8 @@ import torch
 from .support.jobs import SUPPORT
 from .support.surviving import Reference, fault, survive_in_turn
 
+pytestmark = pytest.mark.claim("guides/scripts.md")
+
 #: What all of these scripts bring themselves.
 BROUGHT: dict[str, Any] = {"optimizer": None, "scheduler": None}
 

@@ -17,7 +17,7 @@ from .support.etcd import EtcdCluster, EtcdServer
 from .support.jobs import Result, RunningJob, slow_until, write_config
 from .support.watching import assert_exact, registered, wait_lost, wait_steps, wait_whole
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.claim("guides/elastic.md"), pytest.mark.integration]
 Reference = Callable[..., Result]
 
 #: Undisturbed runs with these are needed by other tests, too.

@@ -20,6 +20,8 @@ from bamboo_ds.observe.events import EventWriter, parse_event, read_events
 
 from .support.docs import schema_markdown
 
+pytestmark = pytest.mark.claim("concepts.md", "reference/cli.md", "reference/events.md")
+
 COMMON: dict[str, Any] = {"job": "gpt", "member": "m0", "epoch": 3}
 SAMPLES: list[events.Event] = [
     events.RunStarted(job="gpt", epoch=0, members=4, command=["train.py", "--steps", "5"]),

@@ -35,6 +35,8 @@ from .support.jobs import SUPPORT, RunningJob, run_bamboo, write_config
 from .support.sliced_jobs import TRAIN_SLICED
 from .support.surviving import Reference, fault, survive
 
+pytestmark = pytest.mark.claim("guides/exactness.md")
+
 ROOT = Path(__file__).parents[1]
 INEXACT = SUPPORT / "train_inexact.py"
 CHECK = {"redundancy": {"check_exact": 3}}

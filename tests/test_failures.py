@@ -15,6 +15,8 @@ from bamboo_ds.control.registry.records import LeftRecord
 from .support.control import Job, start
 from .support.jobs import write_config
 
+pytestmark = pytest.mark.claim("quickstart.md", "reference/events.md", "reference/settings.md")
+
 __all__ = ["start"]  # the fixture
 
 Start = Callable[..., Job]

@@ -9,7 +9,10 @@ import pytest
 
 from .support.surviving import Reference, fault, survive
 
-pytestmark = pytest.mark.integration
+pytestmark = [
+    pytest.mark.claim("guides/exactness.md", "reference/guarantees.md", "reference/limits.md"),
+    pytest.mark.integration,
+]
 
 
 @pytest.mark.parametrize(

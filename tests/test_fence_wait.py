@@ -28,6 +28,8 @@ from bamboo_ds.schedule import Decision
 from bamboo_ds.topology import Layout, Plan, initial_plan, with_redundancy
 from bamboo_ds.worker.job import Job
 
+pytestmark = pytest.mark.claim("guides/elastic.md")
+
 PATIENCE_S = 0.3
 
 

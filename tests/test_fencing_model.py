@@ -15,6 +15,8 @@ from bamboo_ds.store.records import KeyValue, WatchEvent
 
 from .support.fencing_model import FENCES, KINDS, RATES, SECONDS, TICK_S, Broken, Step, World, draw, quiet, run
 
+pytestmark = pytest.mark.claim("guides/clusters.md", "guides/elastic.md")
+
 #: By the fence that is switched off, a schedule that then breaks an invariant: the number of a drawn one, or steps.
 BREAKING: dict[str, int | list[Step]] = {
     "pause": 24,

@@ -23,6 +23,8 @@ from bamboo_ds.topology.planner import initial_plan
 from .support.settings import unchecked
 from .support.simulated_etcd import Etcd, SimStore
 
+pytestmark = pytest.mark.claim("guides/clusters.md", "reference/cli.md")
+
 #: Nobody has reported an engine yet.
 BUILDING = replace(initial_plan(["m0-a", "m1-b"]), epoch=1, generation=0, origin="x")
 FIRST = RestartRecord(generation=0, after_epoch=0, ranks={0: (0,), 1: (1,)})

@@ -20,7 +20,7 @@ from bamboo_ds.comm.keyvalue import Client, Server
 from tests.support.comm_worker import Member, cluster
 from tests.support.jobs import run_text
 
-pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("fork_server")]
+pytestmark = [pytest.mark.claim("guides/elastic.md"), pytest.mark.integration, pytest.mark.usefixtures("fork_server")]
 
 
 def all_reduce(member: Member) -> float:

@@ -18,6 +18,8 @@ from bamboo_ds.worker.further import engine_class
 
 from .support.jobs import SUPPORT, run_bamboo, run_stock, write_config
 
+pytestmark = pytest.mark.claim("reference/limits.md")
+
 SCRIPT = SUPPORT / "train_further_engines.py"
 ENGINES = ("reference", "engine", "copy")
 

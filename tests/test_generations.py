@@ -16,6 +16,8 @@ from bamboo_ds.state import publish
 from bamboo_ds.state.checkpoints import MANIFEST, Manifest, SaveRecord, newest_complete, read_manifest
 from bamboo_ds.topology import Layout
 
+pytestmark = pytest.mark.claim("guides/elastic.md")
+
 
 def test_a_later_start_ends_all_before_it_and_no_other_job(tmp_path: Path) -> None:
     supersede(tmp_path, ("a", 0))

@@ -21,6 +21,8 @@ from bamboo_ds.observe.goodput import account
 from bamboo_ds.observe.goodput.accounted import Report
 from bamboo_ds.observe.goodput.lives import Category
 
+pytestmark = pytest.mark.claim("reference/goodput.md")
+
 START = datetime(2026, 1, 1, tzinfo=timezone.utc)
 COMMANDS = ["train.py"]
 

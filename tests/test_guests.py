@@ -26,6 +26,8 @@ from .support.control import Job, start
 from .support.etcd import EtcdServer, Recorder
 from .support.jobs import SUPPORT, RunningJob, write_config
 
+pytestmark = pytest.mark.claim("guides/elastic.md", "guides/security.md", "reference/cli.md")
+
 __all__ = ["start"]  # the fixture
 
 pytest_plugins = ["tests.support.fixtures"]

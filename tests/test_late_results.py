@@ -35,6 +35,8 @@ from .support.late_groups import LateWork
 from .support.sliced_jobs import TRAIN_SLICED
 from .support.surviving import STEPS, Reference, fault
 
+pytestmark = pytest.mark.claim("reference/limits.md")
+
 CPU = torch.device("cpu")
 #: A device whose tensors are no processor's.
 ELSEWHERE = torch.device("meta")

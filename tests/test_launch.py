@@ -22,7 +22,7 @@ from bamboo_ds.errors import EXIT_FATAL_LOSS
 from bamboo_ds.topology import Layout, Plan
 from bamboo_ds.variables import ENV_ADDRESS, ENV_FD, ENV_JOB, ENV_JOINER, ENV_MEMBER
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.claim("reference/cli.md"), pytest.mark.integration]
 
 #: Several test suites may share two cores.
 DEADLINE_S = 60.0

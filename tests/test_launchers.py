@@ -20,6 +20,8 @@ from bamboo_ds.secret import NONE, JobSecret
 from .support.jobs import SUPPORT, bamboo_command, free_port, run_stock, write_config
 from .support.launching import SCRIPT, LaunchedJob, losses
 
+pytestmark = pytest.mark.claim("guides/launchers.md", "guides/security.md", "reference/events.md")
+
 RANKS = 2
 
 

@@ -35,6 +35,10 @@ from bamboo_ds.topology.planner import initial_plan, takeover, with_redundancy
 
 from .support.settings import deciding
 
+pytestmark = pytest.mark.claim(
+    "guides/elastic.md", "guides/even-shares.md", "guides/scripts.md", "reference/cli.md", "reference/settings.md"
+)
+
 SETTLE_S = 0.02
 PATIENCE_S = 2.5
 IDS = ("a", "b", "c", "d")

@@ -34,6 +34,8 @@ from bamboo_ds.variables import ENV_LAUNCH
 from .support.etcd import EtcdServer, new_namespace
 from .support.settings import agent
 
+pytestmark = pytest.mark.claim("concepts.md", "guides/launchers.md", "guides/security.md")
+
 pytest_plugins = ["tests.support.fixtures"]
 
 IDS = ("a", "b", "c")

@@ -31,6 +31,8 @@ from .support.jobs import Result, RunningJob, slow_until, write_config
 from .support.train import iterator
 from .test_elastic import assert_same, fault
 
+pytestmark = pytest.mark.claim("concepts.md", "guides/ledger.md")
+
 Reference = Callable[..., Result]
 START = datetime(2026, 1, 1, tzinfo=timezone.utc)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,6 +21,8 @@ from bamboo_ds.topology import (
 )
 from bamboo_ds.topology.lending import Graph, Ground, Lending
 from bamboo_ds.topology.loads import Loads
+
+pytestmark = pytest.mark.claim("guides/even-shares.md")
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=8), st.data())

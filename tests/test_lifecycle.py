@@ -12,6 +12,10 @@ import pytest
 
 from .support.jobs import DEADLINE_S, MARK, TemporaryFolder, environment, marked
 
+pytestmark = pytest.mark.claim(
+    "README.md", "benchmarks.md", "guides/elastic.md", "reference/events.md", "reference/limits.md"
+)
+
 BENCHMARK = Path(__file__).parents[1] / "benchmarks" / "lifecycle.py"
 
 

@@ -27,6 +27,8 @@ from bamboo_ds.topology.roles import Layout
 from .support.synthetic_job import SyntheticJob, four, thousand
 from .test_goodput import Written
 
+pytestmark = pytest.mark.claim("guides/observing.md")
+
 RECORDED = Path(__file__).parent / "support" / "recorded_job.jsonl"
 START = datetime(2026, 1, 1, tzinfo=timezone.utc)
 

@@ -18,6 +18,8 @@ from bamboo_ds.errors import ConfigError
 from bamboo_ds.observe import logs
 from bamboo_ds.observe.logfiles import Following, Lines, LogFile, Source, files, last_lines, merged, stamped, worker_log
 
+pytestmark = pytest.mark.claim("guides/logs.md")
+
 NOON = datetime(2026, 5, 4, 12, 0, 0, 5000)
 
 

@@ -12,7 +12,16 @@ from bamboo_ds.errors import EXIT_FATAL_LOSS
 from .support.jobs import run_bamboo, run_stock, run_text, write_config
 from .support.surviving import Reference, fault, survive, survive_in_turn
 
-pytestmark = pytest.mark.integration
+pytestmark = [
+    pytest.mark.claim(
+        "reference/cli.md",
+        "reference/events.md",
+        "reference/guarantees.md",
+        "reference/limits.md",
+        "reference/settings.md",
+    ),
+    pytest.mark.integration,
+]
 
 
 def test_stopped_processes(tmp_path: Path, reference: Reference) -> None:

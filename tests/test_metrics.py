@@ -21,6 +21,8 @@ from bamboo_ds.observe.metrics import Metrics
 from .support.page import Samples, gone_back, parsed, value
 from .support.synthetic_job import four
 
+pytestmark = pytest.mark.claim("guides/observing.md")
+
 ROOT = Path(__file__).parents[1]
 RECORDED = Path(__file__).parent / "support" / "recorded_job.jsonl"
 PROMETHEUS, GRAFANA = ROOT / "configs" / "prometheus", ROOT / "configs" / "grafana"

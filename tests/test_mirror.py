@@ -16,6 +16,8 @@ from bamboo_ds.store.records import KeyValue, Snapshot, WatchEvent
 from bamboo_ds.topology import Layout
 from bamboo_ds.topology.planner import initial_plan, with_redundancy
 
+pytestmark = pytest.mark.claim("guides/elastic.md")
+
 GOOD = MemberRecord(id="a", slot=0, host="h", address="127.0.0.1", pid=1, agent_pid=2, incarnation="x")
 KINDS = (Keys.LEFT, Keys.REPORTS, Keys.WORKERS, Keys.SUSPECTS, Keys.HEALTH, Keys.PROGRESS, Keys.NOTICES)
 

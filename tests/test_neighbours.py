@@ -16,6 +16,8 @@ from bamboo_ds.control.registry.records import LeaderRecord, LeftRecord, MemberR
 from bamboo_ds.processes import process_space, started
 from bamboo_ds.store import Store
 
+pytestmark = pytest.mark.claim("reference/guarantees.md")
+
 pytest_plugins = ["tests.support.fixtures"]
 
 Deaths = queue.SimpleQueue[tuple[MemberRecord, float]]

@@ -43,6 +43,15 @@ from .support.jobs import Result, RunningJob, slow_until, write_config
 from .support.metadata_servers import AwsMetadata, AzureMetadata, Handler
 from .support.settings import deciding
 
+pytestmark = pytest.mark.claim(
+    "guides/clusters.md",
+    "guides/elastic.md",
+    "guides/notices.md",
+    "reference/cli.md",
+    "reference/events.md",
+    "reference/limits.md",
+)
+
 Reference = Callable[..., Result]
 
 

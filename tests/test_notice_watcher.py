@@ -28,6 +28,8 @@ from .support.leaks import no_leaks
 from .support.metadata_servers import AwsMetadata, AzureMetadata, GoogleMetadata, HookServer, MetadataServer
 from .support.notices import POLL_S, Log, Watching, recorded_log
 
+pytestmark = pytest.mark.claim("guides/notices.md", "reference/settings.md")
+
 
 @pytest.fixture(autouse=True)
 def gate() -> Iterator[None]:

@@ -21,6 +21,8 @@ from .support.leaks import no_leaks
 from .support.metadata_servers import AwsMetadata, AzureMetadata, GoogleMetadata, HookServer, MetadataServer
 from .support.notices import Log, Watching, ask, poll, recorded_log
 
+pytestmark = pytest.mark.claim("guides/notices.md")
+
 
 @pytest.fixture(autouse=True)
 def gate() -> Iterator[None]:

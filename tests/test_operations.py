@@ -31,6 +31,8 @@ from bamboo_ds.errors import EpochChanged
 from bamboo_ds.schedule import Decision, RoleProgress
 from bamboo_ds.topology import Layout, Role, initial_plan, with_redundancy
 
+pytestmark = pytest.mark.claim("guides/elastic.md")
+
 LAYOUT = Layout(1, 2)
 PLAN = with_redundancy(initial_plan(["a", "b"]), LAYOUT, True)
 FRESH = {role: RoleProgress() for role in LAYOUT.roles}

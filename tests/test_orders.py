@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bamboo_ds.schedule import RoleProgress, compute_order, member_program, one_f_one_b
 from bamboo_ds.schedule.orders import Work
 from bamboo_ds.topology import Layout, Plan, Role, initial_plan, takeover, with_redundancy
+
+pytestmark = pytest.mark.claim("concepts.md", "guides/even-shares.md")
 
 
 def plan_of(pipelines: int, stages: int, redundant: bool = True) -> Plan:

@@ -21,6 +21,8 @@ from .support.leaks import no_leaks
 from .support.page import ask, parsed
 from .support.patience import Patience
 
+pytestmark = pytest.mark.claim("guides/observing.md")
+
 pytest.importorskip("opentelemetry.sdk", reason="OpenTelemetry is missing: pip install bamboo_ds[otel]")
 RECORDED = Path(__file__).parent / "support" / "recorded_job.jsonl"
 

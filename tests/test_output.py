@@ -39,6 +39,8 @@ from bamboo_ds.topology import Layout
 from bamboo_ds.topology.planner import initial_plan, with_redundancy
 from bamboo_ds.worker.activity import Activity
 
+pytestmark = pytest.mark.claim("guides/logs.md")
+
 #: Other work may take the processors.
 DEADLINE_S = 40.0
 

@@ -14,7 +14,7 @@ from .support.watching import PATIENCE_S, assert_exact, wait_entered, wait_lost,
 
 __all__ = ["make_hosts"]  # the fixture
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.claim("guides/elastic.md"), pytest.mark.integration]
 Reference = Callable[..., Result]
 MakeHosts = Callable[[int], Hosts]
 

@@ -34,6 +34,8 @@ from bamboo_ds.topology.least_loaded import LeastLoaded
 from bamboo_ds.topology.partition import partition
 from bamboo_ds.topology.planner import plan as next_plan
 
+pytestmark = pytest.mark.claim("concepts.md", "guides/elastic.md", "reference/cli.md", "reference/settings.md")
+
 EQUAL = Costs()
 
 

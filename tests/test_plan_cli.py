@@ -18,6 +18,8 @@ from bamboo_ds.topology import Layout, Plan, initial_plan, takeover, with_redund
 
 from .support.etcd import EtcdServer, new_namespace
 
+pytestmark = pytest.mark.claim("guides/even-shares.md", "reference/cli.md")
+
 pytest_plugins = ["tests.support.fixtures"]
 
 

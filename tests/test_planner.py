@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from bamboo_ds.errors import ConfigError
 from bamboo_ds.topology import Candidate, Layout, Plan, initial_plan, takeover, with_redundancy
 
+pytestmark = pytest.mark.claim("README.md", "concepts.md", "guides/elastic.md")
+
 layouts = st.builds(Layout, pipelines=st.integers(1, 4), stages=st.integers(1, 8))
 
 

@@ -21,7 +21,7 @@ from .support.precisions import (
 )
 from .support.surviving import Reference, fault, survive
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.claim("guides/exactness.md", "reference/guarantees.md"), pytest.mark.integration]
 
 STEPS = 6
 

@@ -19,6 +19,8 @@ from .support.precisions import BF16_ZERO, FP16_ZERO
 from .support.surviving import Reference, fault
 from .test_elastic import assert_same
 
+pytestmark = pytest.mark.claim("guides/even-shares.md", "guides/exactness.md", "reference/guarantees.md")
+
 #: Ranks 0..7 are (pipeline, stage) = (0, 0), (1, 0), (0, 1), ..., (1, 3): of every stage a different instruction's.
 FAULTS = (
     (0, "ForwardPass", 2),

@@ -34,6 +34,8 @@ from bamboo_ds.topology import Layout, Plan
 
 from .support.settings import agent
 
+pytestmark = pytest.mark.claim("concepts.md")
+
 pytest_plugins = ["tests.support.fixtures"]
 
 LIVING = ("a", "b")

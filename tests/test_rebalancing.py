@@ -16,6 +16,8 @@ from bamboo_ds.topology import Plan
 from .support.simulated_engine import Cut, Spec, World
 from .test_takeover_cuts import COURSES, HEALING, check, simulated, undisturbed  # noqa: F401  # the first is a fixture
 
+pytestmark = pytest.mark.claim("guides/even-shares.md")
+
 
 def at_rest(world: World) -> bool:
     """All members live, and have entered a plan by which all stages have replicas."""

@@ -35,6 +35,8 @@ from .support.recipes import CLUSTER, Unit, by_kind, commands, documents, enviro
 from .support.watching import PATIENCE_S, assert_exact, registered, wait_steps
 from .test_notice_leave import NoticedAws
 
+pytestmark = pytest.mark.claim("guides/clusters.md")
+
 Reference = Callable[..., Result]
 
 MANIFEST, UNIT, ENVIRONMENT = "kubernetes/gpt.yaml", "systemd/bamboo@.service", "systemd/job.env"

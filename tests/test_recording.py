@@ -22,6 +22,8 @@ from bamboo_ds.observe.spans import Head, Kind, Span, SpanFile, path_for, read_t
 from bamboo_ds.schedule import FillBubble, RecvReplica
 from bamboo_ds.topology import Role
 
+pytestmark = pytest.mark.claim("guides/timelines.md")
+
 LOAD = NUMBERS[Kind.LOAD]
 
 

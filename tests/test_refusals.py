@@ -41,6 +41,14 @@ from bamboo_ds.topology import Role
 from .support.jobs import SUPPORT, Result, run_bamboo, write_config
 from .support.surviving import fault, survive
 
+pytestmark = pytest.mark.claim(
+    "guides/exactness.md",
+    "guides/scripts.md",
+    "reference/guarantees.md",
+    "reference/limits.md",
+    "reference/settings.md",
+)
+
 Reference = Callable[..., Result]
 
 # -- hooks ------------------------------------------------------------------------------------------------

@@ -22,6 +22,8 @@ from bamboo_ds.engine.script.replaced import CALLED, CLIPPING, ENGINE, HANDLERS,
 from bamboo_ds.engine.stage import deepspeed_adapter
 from bamboo_ds.errors import UnsupportedError
 
+pytestmark = pytest.mark.claim("reference/limits.md")
+
 STEPS = schedule.TrainSchedule.steps
 MAP: dict[type, Any] = PipelineEngine._INSTRUCTION_MAP
 

@@ -36,6 +36,10 @@ from .support.settings import deciding
 from .support.surviving import Reference, fault
 from .test_ledger import expected
 
+pytestmark = pytest.mark.claim(
+    "guides/clusters.md", "guides/restarts.md", "reference/events.md", "reference/limits.md", "reference/settings.md"
+)
+
 IDS = ("a", "b", "c", "d")
 RUNNING = with_redundancy(initial_plan(IDS), Layout(1, 4), True)
 #: The owner of stage 1, and its shadow.

@@ -28,6 +28,8 @@ from bamboo_ds.schedule import (
 )
 from bamboo_ds.topology import Layout, Plan, Role, initial_plan, takeover, with_redundancy
 
+pytestmark = pytest.mark.claim("reference/guarantees.md")
+
 
 def plan_of(pipelines: int, stages: int, redundant: bool = True, scattered: random.Random | None = None) -> Plan:
     """The plan that a job starts with; ``scattered``: shadows, and some owners, as after any number of changes."""

@@ -21,6 +21,8 @@ from bamboo_ds.state import publish
 from bamboo_ds.state.checkpoints import MANIFEST, REMOVING, SPARE, CheckpointError, Manifest
 from bamboo_ds.topology import Layout
 
+pytestmark = pytest.mark.claim("guides/checkpoints.md", "guides/restarts.md")
+
 NOBODY = 65534
 
 

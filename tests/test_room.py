@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import replace
 from random import Random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -29,6 +30,8 @@ from bamboo_ds.topology import (
 from bamboo_ds.topology.costs import Costs
 from bamboo_ds.topology.memory import StateBytes
 from bamboo_ds.topology.planner import plan as best_plan
+
+pytestmark = pytest.mark.claim("guides/even-shares.md")
 
 
 def held(plan: Plan, member: Candidate) -> int:

@@ -44,6 +44,16 @@ from .support.control import BAMBOO, Job, start, wait_gone
 from .support.etcd import EtcdServer
 from .support.patience import Patience
 
+pytestmark = pytest.mark.claim(
+    "guides/elastic.md",
+    "guides/logs.md",
+    "guides/observing.md",
+    "guides/security.md",
+    "reference/cli.md",
+    "reference/events.md",
+    "reference/settings.md",
+)
+
 __all__ = ["start"]  # the fixture
 
 Start = Callable[..., Job]

@@ -39,6 +39,8 @@ from bamboo_ds.schedule import (
 from bamboo_ds.schedule.orders import ordered
 from bamboo_ds.topology import Layout, Plan, Role, initial_plan, takeover, with_redundancy
 
+pytestmark = pytest.mark.claim("README.md", "concepts.md", "reference/settings.md")
+
 shapes = st.tuples(st.integers(1, 8), st.integers(1, 24))
 
 

@@ -30,6 +30,8 @@ from bamboo_ds.topology import Role
 from .support.sample_scheduler import SampleScheduler
 from .test_attributes import Odd
 
+pytestmark = pytest.mark.claim("reference/guarantees.md")
+
 
 def optimizer_of(groups: int = 2) -> torch.optim.Optimizer:
     return torch.optim.AdamW([{"params": [torch.nn.Parameter(torch.zeros(2))]} for _ in range(groups)])

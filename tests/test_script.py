@@ -20,6 +20,8 @@ from bamboo_ds.worker.exit import ScriptExit
 
 from .support.jobs import SUPPORT, environment, run_text
 
+pytestmark = pytest.mark.claim("reference/settings.md")
+
 STUB = ("-m", "bamboo_ds.control.script")
 
 

@@ -33,6 +33,8 @@ from bamboo_ds.topology import Layout, Role, initial_plan, with_redundancy
 from .support.jobs import SUPPORT, run_bamboo, write_config
 from .support.surviving import Reference, fault, survive, survive_in_turn
 
+pytestmark = pytest.mark.claim("guides/exactness.md", "reference/guarantees.md")
+
 SCRIPT = SUPPORT / "train_script_state.py"
 #: The script's own optimizer has one rule per group, which norms of all gradients would mix up.
 CONFIG: dict[str, Any] = {"optimizer": None, "scheduler": None, "gradient_clipping": 0.0}

@@ -40,6 +40,8 @@ from bamboo_ds.store.certificates import certificates_of
 from bamboo_ds.store.records import KeyValue, Snapshot, WatchEvent
 from bamboo_ds.topology.planner import initial_plan
 
+pytestmark = pytest.mark.claim("guides/security.md")
+
 OURS, OTHER = JobSecret.new(), JobSecret.new()
 TEXT = "0123456789abcdef0123456789abcdef"
 

@@ -23,6 +23,8 @@ from bamboo_ds.errors import ProtocolError
 from bamboo_ds.topology import Layout, Role
 from bamboo_ds.topology.planner import initial_plan, takeover, with_redundancy
 
+pytestmark = pytest.mark.claim("concepts.md", "reference/guarantees.md")
+
 LAYOUT = Layout(2, 3)
 MODEL, DATA = (1, 3, 5), (2, 3)  # pipeline 1; stage 1
 

@@ -30,6 +30,8 @@ from bamboo_ds.simulate.run import LIMIT, ON_DEMAND, POLICIES, Simulation
 from bamboo_ds.simulate.terms import Terms
 from bamboo_ds.topology import Candidate, initial_plan, takeover, with_redundancy
 
+pytestmark = pytest.mark.claim("guides/simulating.md")
+
 #: Messages, copies and pauses take no time: what is left can be worked out by hand.
 FREE = Terms(
     network_gb_s=1e9, message_ms=0, detection_s=0, rebuild_s=0, switch_s=0, start_s=0, restart_s=0, storage_gb_s=1e9,

@@ -13,6 +13,8 @@ from bamboo_ds.simulate.terms import Terms
 
 from .test_simulate import FREE, model, nodes, simulate, simulation
 
+pytestmark = pytest.mark.claim("guides/simulating.md")
+
 
 @pytest.mark.parametrize("climate", [CLIMATES["bamboo-33"], CLIMATES["ec2-p3"], Climate(2.0, 6.0, 2, None, 3600.0)])
 @pytest.mark.parametrize("nodes", [4, 8, 32, 100])

@@ -16,7 +16,7 @@ from .support.sliced_jobs import TRAIN_SLICED, survive, survive_in_turn
 from .support.surviving import Reference, fault
 from .test_checkpoint import assert_same_files
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.claim("guides/tensor-slices.md"), pytest.mark.integration]
 
 WHOLE = {"pipeline": {"pipe_partitioned": False, "grad_partitioned": False}}
 

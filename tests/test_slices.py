@@ -54,6 +54,8 @@ from bamboo_ds.topology.slices import merged, only
 
 from .support.compare import differences
 
+pytestmark = pytest.mark.claim("guides/tensor-slices.md")
+
 layouts = st.builds(
     lambda copies, slices, stages: Layout(copies * slices, stages, slices=slices),
     st.integers(1, 3),

@@ -21,6 +21,8 @@ from bamboo_ds.topology import Layout
 
 from .support.savers import WAIT_S, Member, members, rest, save_all
 
+pytestmark = pytest.mark.claim("guides/checkpoints.md")
+
 __all__ = ["members"]  # a fixture
 
 ALONE = Layout(1, 1)

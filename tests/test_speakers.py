@@ -21,6 +21,8 @@ from bamboo_ds.worker import job as jobs
 from .support.faults import in_turn, mark
 from .support.jobs import SUPPORT, RunningJob, run_stock, slow_until, write_config
 
+pytestmark = pytest.mark.claim("guides/scripts.md")
+
 SCRIPT = SUPPORT / "train_like_megatron.py"
 LINE = re.compile(r"(?:iteration \d+ \|.*|validation at .*|rank 0 has seen .*|timers: .*)$", re.MULTILINE)
 LAST = 3

@@ -23,7 +23,7 @@ from .test_restart import assert_same
 
 __all__ = ["make_hosts"]  # the fixture
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.claim("guides/elastic.md", "reference/settings.md"), pytest.mark.integration]
 Reference = Callable[..., Result]
 MakeHosts = Callable[[int], Hosts]
 

@@ -25,6 +25,8 @@ from bamboo_ds.observe.goodput.lives import Category, Rank
 
 from .support.etcd import wait_until
 
+pytestmark = pytest.mark.claim("benchmarks.md")
+
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 

@@ -19,6 +19,8 @@ from bamboo_ds.worker.stalls import FIRST_REPORT_S, Stalls
 from .support.etcd import wait_until
 from .support.jobs import run_text
 
+pytestmark = pytest.mark.claim("guides/elastic.md")
+
 
 def elsewhere(call: Callable[[], None]) -> None:
     """Call it on another thread, while the main thread is here."""

@@ -20,6 +20,8 @@ from bamboo_ds.errors import CallsDiffer
 
 from .support.jobs import run_text
 
+pytestmark = pytest.mark.claim("guides/scripts.md")
+
 TRAINS = Stand(0, 3, "train_batch", 3, done={})
 IN_BARRIER = Stand(1, 3, "barrier", 3, "world/0.1.2", 2, (0, 1, 2), {"world/0.1.2": 1})
 

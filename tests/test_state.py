@@ -33,6 +33,8 @@ from bamboo_ds.errors import ConfigError, UnsupportedError
 
 from .support.jobs import SUPPORT, TRAIN, run_bamboo, write_config
 
+pytestmark = pytest.mark.claim("guides/exactness.md", "reference/guarantees.md", "reference/limits.md")
+
 CPU = torch.device("cpu")
 
 # -- settings of processes ----------------------------------------------------------------------------------

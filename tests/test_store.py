@@ -30,6 +30,10 @@ from tests.support.etcd import (
 )
 from tests.support.leaks import no_leaks
 
+pytestmark = pytest.mark.claim(
+    "concepts.md", "guides/elastic.md", "guides/observing.md", "reference/cli.md", "reference/settings.md"
+)
+
 pytest_plugins = ["tests.support.fixtures"]
 
 

@@ -20,7 +20,7 @@ from tests.support.etcd import (
 )
 from tests.support.leaks import no_leaks
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.claim("reference/cli.md"), pytest.mark.integration]
 
 pytest_plugins = ["tests.support.fixtures"]
 

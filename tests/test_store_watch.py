@@ -23,6 +23,8 @@ from tests.support.etcd import (
 )
 from tests.support.leaks import no_leaks
 
+pytestmark = pytest.mark.claim("concepts.md", "guides/elastic.md")
+
 pytest_plugins = ["tests.support.fixtures"]
 
 

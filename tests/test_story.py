@@ -24,6 +24,8 @@ from bamboo_ds.observe.story import Story
 from bamboo_ds.observe.summary import failure_of, summary
 from bamboo_ds.observe.tail import EventTail
 
+pytestmark = pytest.mark.claim("guides/logs.md", "reference/events.md")
+
 M0, M1, M2, M3 = MEMBERS = ["m0-aaaaaaaa", "m1-bbbbbbbb", "m2-cccccccc", "m3-dddddddd"]
 NOON = datetime(2026, 5, 4, 12, 0, 0, tzinfo=timezone.utc)
 

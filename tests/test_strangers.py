@@ -28,6 +28,7 @@ from .support.watching import assert_exact, registered, wait_lost, wait_whole
 __all__ = ["make_hosts"]  # the fixture
 
 pytestmark = [
+    pytest.mark.claim("guides/security.md"),
     pytest.mark.integration,
     pytest.mark.skipif(
         os.geteuid() != 0, reason="only root can become another user of this host, to attack from there"

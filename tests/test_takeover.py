@@ -10,7 +10,12 @@ import pytest
 from .support.recorded import check_recorded
 from .support.surviving import STEPS, Reference, fault, survive
 
-pytestmark = pytest.mark.integration
+pytestmark = [
+    pytest.mark.claim(
+        "README.md", "guides/timelines.md", "reference/events.md", "reference/guarantees.md", "reference/settings.md"
+    ),
+    pytest.mark.integration,
+]
 
 
 # Every instruction kind at every stage that executes it, two losses to a job: the second victim is no neighbour of the

@@ -41,6 +41,15 @@ from .support.simulated_engine import RUNS, Cut, Member, Spec, World, finite, sa
 from .support.simulated_network import SimulatedTransport
 from .support.simulated_worker import Fetching
 
+pytestmark = pytest.mark.claim(
+    "README.md",
+    "guides/elastic.md",
+    "guides/even-shares.md",
+    "guides/notices.md",
+    "guides/scripts.md",
+    "reference/guarantees.md",
+)
+
 LINE = Spec()
 JOBS = {
     "eager-frc": LINE,

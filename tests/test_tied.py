@@ -28,6 +28,8 @@ from .support.surviving import Reference, fault
 from .test_checkpoint import assert_same_files
 from .test_elastic import assert_same
 
+pytestmark = pytest.mark.claim("guides/checkpoints.md", "reference/guarantees.md")
+
 
 def test_where_tied_layers_are() -> None:
     specs = [TiedLayerSpec(key, nn.Linear, 2, 2) for key in ("b", "a", "b", "a", "c", "c")]

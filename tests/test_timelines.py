@@ -23,6 +23,8 @@ from bamboo_ds.observe.trace import chrome_trace
 
 from .support.recorded import check_rules
 
+pytestmark = pytest.mark.claim("guides/timelines.md")
+
 UTC = 1_800_000_000.0
 
 

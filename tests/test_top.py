@@ -29,6 +29,8 @@ from bamboo_ds.store.records import Snapshot
 
 from .support.synthetic_job import SyntheticJob, four
 
+pytestmark = pytest.mark.claim("guides/observing.md")
+
 
 def view_of(job: SyntheticJob, asked: bool = True) -> LiveView:
     live = LiveJob(job.job)

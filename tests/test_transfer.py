@@ -27,6 +27,8 @@ from bamboo_ds.state.transfer import Chunks, Pass
 
 from .support.transfer import CHUNK, TOKEN, Proxy, get, nothing_left, same, server, state, wait_for
 
+pytestmark = pytest.mark.claim("guides/elastic.md", "guides/security.md", "reference/settings.md")
+
 __all__ = ["nothing_left", "server"]  # fixtures
 
 

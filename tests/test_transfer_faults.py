@@ -24,6 +24,8 @@ from bamboo_ds.state.transfer import PREFIX, Header
 
 from .support.transfer import CHUNK, TOKEN, Proxy, get, is_in, nothing_left, same, server, state, wait_for
 
+pytestmark = pytest.mark.claim("guides/elastic.md", "guides/security.md")
+
 __all__ = ["nothing_left", "server"]  # fixtures
 
 

@@ -35,6 +35,8 @@ from tests.support.comm_worker import (
 )
 from tests.support.etcd import wait_until
 
+pytestmark = pytest.mark.claim("concepts.md", "guides/security.md", "reference/limits.md")
+
 LOST = ("EpochChanged", "PeerLost")
 WAKE: dict[str, list[float]] = {"stopped": [], "killed": []}
 

@@ -14,7 +14,10 @@ import pytest
 
 from .support.jobs import DEADLINE_S, bamboo_command, environment, run_stock, write_config
 
-pytestmark = pytest.mark.integration
+pytestmark = [
+    pytest.mark.claim("README.md", "guides/exactness.md", "guides/launchers.md", "quickstart.md"),
+    pytest.mark.integration,
+]
 
 STAGES = 4
 SCRIPT = """

@@ -27,6 +27,8 @@ from bamboo_ds.worker import plan_changes as plan_change
 
 from .support.jobs import SUPPORT, Result, RunningJob, run_bamboo, run_stock, write_config
 
+pytestmark = pytest.mark.claim("guides/elastic.md", "guides/scripts.md", "reference/limits.md")
+
 SCRIPT = SUPPORT / "train_with_collectives.py"
 RANKS = 4
 

@@ -12,6 +12,8 @@ import pytest
 
 from bamboo_ds.simulate.measured import PHASES, Row, compare, load, simulation
 
+pytestmark = pytest.mark.claim("guides/simulating.md")
+
 RECORDED = sorted((Path(__file__).parent / "recorded").glob("*.json"))
 
 

@@ -20,6 +20,8 @@ from .support.faults import mark
 from .support.jobs import run_stock, run_text, write_config
 from .support.surviving import fault
 
+pytestmark = pytest.mark.claim("guides/scripts.md")
+
 SAVES = """
 import json, os
 from pathlib import Path

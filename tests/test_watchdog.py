@@ -24,6 +24,8 @@ from .support.control import Job, start
 from .support.etcd import wait_until
 from .support.jobs import write_config
 
+pytestmark = pytest.mark.claim("reference/settings.md")
+
 __all__ = ["start"]  # the fixture
 
 PTRACE_SEIZE = 0x4206

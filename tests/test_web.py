@@ -43,6 +43,8 @@ from .support.leaks import no_leaks
 from .support.page import ask, scraped, seen, streamed, value
 from .support.patience import Patience
 
+pytestmark = pytest.mark.claim("guides/observing.md", "guides/security.md")
+
 RECORDED = Path(__file__).parent / "support" / "recorded_job.jsonl"
 SECRET = JobSecret("x" * 40)
 TOKEN = token_of(SECRET, "recorded")

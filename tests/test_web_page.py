@@ -16,6 +16,8 @@ from bamboo_ds.observe.goodput.lives import Category
 from bamboo_ds.observe.view import JobState, LiveView, LossView, LostMember, MemberView, RoleState, RoleView
 from bamboo_ds.observe.web import page
 
+pytestmark = pytest.mark.claim("guides/observing.md")
+
 PAGE = page()
 STYLE = PAGE[PAGE.index("<style") : PAGE.index("</style>")]
 SCRIPT = PAGE[PAGE.index("<script") : PAGE.index("</script>")]

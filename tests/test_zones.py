@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import replace
 from random import Random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,6 +16,8 @@ from bamboo_ds.topology import Candidate, Costs, Layout, Plan, explain, initial_
 from bamboo_ds.topology.costs import Roster
 from bamboo_ds.topology.planner import plan as best_plan
 from bamboo_ds.topology.zones import zones_apart
+
+pytestmark = pytest.mark.claim("reference/settings.md")
 
 
 def members(zones: str, hosts: int | None = None) -> list[Candidate]:

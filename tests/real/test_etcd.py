@@ -21,6 +21,8 @@ from ..test_store_security import certificates
 from .conftest import TOOLS
 from .machines import RealJob
 
+pytestmark = pytest.mark.claim("reference/cli.md")
+
 Reference = Callable[..., Result]
 
 STAGES, MICRO_BATCHES = 3, 4

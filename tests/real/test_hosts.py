@@ -15,6 +15,8 @@ from ..support.ports import free_port
 from ..support.watching import PATIENCE_S, assert_exact, wait_lost, wait_steps, wait_whole
 from .machines import Machines, RealJob
 
+pytestmark = pytest.mark.claim("guides/launchers.md")
+
 Reference = Callable[..., Result]
 
 #: Two pipelines of two stages; each host has the same stage of both, and shadows of the other's.

@@ -11,6 +11,8 @@ from bamboo_ds.observe.events import read_events
 from ..test_metrics import PROMETHEUS, RECORDED, Folded
 from .conftest import TOOLS
 
+pytestmark = pytest.mark.claim("guides/observing.md")
+
 
 @pytest.mark.tools("promtool")
 def test_rules_and_exposition() -> None:

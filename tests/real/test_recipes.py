@@ -14,6 +14,8 @@ from ..support.jobs import bamboo_command
 from ..support.recipes import CLUSTER, by_kind, documents, text
 from .conftest import TOOLS
 
+pytestmark = pytest.mark.claim("guides/clusters.md")
+
 MANIFEST = CLUSTER / "kubernetes" / "gpt.yaml"
 
 #: Renders a chart (first argument) for a release ``gpt`` with values (second one), as JSON; or says why it does not.

@@ -19,7 +19,10 @@ from .slurm import Slurm
 
 Reference = Callable[..., Result]
 
-pytestmark = pytest.mark.tools("Slurm", "munge", "sshd")
+pytestmark = [
+    pytest.mark.claim("guides/clusters.md", "guides/launchers.md"),
+    pytest.mark.tools("Slurm", "munge", "sshd"),
+]
 
 STAGES, MICRO_BATCHES = 4, 4
 ARGUMENTS = ("--training-data",)

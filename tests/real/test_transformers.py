@@ -10,6 +10,8 @@ import pytest
 from ..support.jobs import Result
 from ..support.surviving import fault, survive_in_turn
 
+pytestmark = pytest.mark.claim("guides/scripts.md")
+
 SCRIPT = Path(__file__).with_name("train_llama.py")
 
 

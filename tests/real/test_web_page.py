@@ -26,6 +26,8 @@ from ..support.ports import free_port
 from ..support.synthetic_job import SyntheticJob, four, thousand
 from ..support.watching import wait_lost, wait_steps, wait_whole
 
+pytestmark = pytest.mark.claim("guides/observing.md")
+
 WINDOW = 1440, 900
 SECRET = JobSecret("s" * 40)
 #: Steps before the loss in a picture.

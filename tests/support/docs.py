@@ -224,7 +224,37 @@ def _type_name(kind: Any) -> str:
     return names[kind]
 
 
-TABLES = {"settings": settings_markdown, "events": schema_markdown, "options": options_markdown}
+def claims() -> dict[str, list[str]]:
+    """The files of tests that prove what a page claims, by the page's path below ``docs``: the marker ``claim``."""
+    found: dict[str, list[str]] = {}
+    for file in sorted((ROOT / "tests").rglob("test_*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.mark.claim":
+                for page in map(ast.literal_eval, node.args):
+                    found.setdefault(page, []).append(file.relative_to(ROOT / "tests").as_posix())
+    return found
+
+
+def page_of(claim: str) -> Path:
+    """The page that a marker ``claim`` names."""
+    return ROOT / claim if claim == "README.md" else ROOT / "docs" / claim
+
+
+def claims_markdown() -> str:
+    """Which tests prove what a page claims."""
+    lines = ["| page | tests |", "| --- | --- |"]
+    for claim, files in sorted(claims().items()):
+        target = os.path.relpath(page_of(claim), ROOT / "docs")
+        lines.append(f"| [{claim}]({target}) | {', '.join(f'`{file}`' for file in files)} |")
+    return "\n".join(lines)
+
+
+TABLES = {
+    "claims": claims_markdown,
+    "settings": settings_markdown,
+    "events": schema_markdown,
+    "options": options_markdown,
+}
 
 
 def generated(page: Path) -> dict[str, str]:
