@@ -90,7 +90,7 @@ def test_a_joiner_is_told_of_every_plan(store: Store) -> None:
         assert waits.wait(20.0)
         store.put(Keys.PLAN, listed.to_json())
         store.put(Keys.PLAN, replace(first, epoch=3, lost=("m9",)).to_json())
-        wait_until(lambda: coordinator._inbox.qsize() >= 3, "both have arrived, and its own record", 20.0)
+        wait_until(lambda: coordinator._inbox._actions.qsize() >= 3, "both have arrived, and its own record", 20.0)
         written.set()
         assert [plans.get(timeout=20.0) for _ in range(3)] == [1, 2, 3]
     finally:
