@@ -1,13 +1,13 @@
-"""What a coordinator tells its leader."""
+"""What a coordinator tells its leader and its agent, and when it registers its member."""
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -18,10 +18,11 @@ from bamboo_ds.control.agent.coordinator import Coordinator
 from bamboo_ds.control.agent.lease import register
 from bamboo_ds.control.agent.membership import Standing
 from bamboo_ds.control.leader.restarts import fatal_plan, unstarted_plan
+from bamboo_ds.control.messages import Contact
 from bamboo_ds.control.registry.keys import Keys
 from bamboo_ds.control.registry.mirror import Mirror
 from bamboo_ds.control.registry.records import LeftRecord, MemberRecord, StopRecord, WorkerState
-from bamboo_ds.errors import LaunchError, LeaseExpired, StoreUnavailable
+from bamboo_ds.errors import LaunchError, LeaseExpired, StoreError, StoreUnavailable
 from bamboo_ds.secret import JobSecret
 from bamboo_ds.store import KeyValue, Lease, Store, WatchEvent
 from bamboo_ds.topology import Plan
@@ -34,6 +35,7 @@ pytestmark = pytest.mark.claim("guides/clusters.md", "guides/elastic.md", "guide
 pytest_plugins = ["tests.support.fixtures"]
 
 TTL_S = 30.0
+DEADLINE_S = 20.0
 ONE = initial_plan(["a"])
 
 
@@ -49,99 +51,63 @@ class LeaderDouble:
         self.steps.put(trusted_from)
 
 
-def test_one_that_has_just_come_does_not_trust_absence(store: Store) -> None:
-    """It may have come at the end of an outage, in which others have lost their leases."""
-    record = MemberRecord(id="m9", slot=9, host="h", address="x", pid=1, agent_pid=2, incarnation="x", joiner=True)
-    leader: Any = LeaderDouble()
-    ignore = dict.fromkeys(("on_plan", "on_store", "on_peers", "on_stop", "on_error"), lambda *_: None)
-    callbacks = Callbacks(**ignore, on_ended=lambda: None)  # type: ignore[arg-type]
-    begin = time.monotonic()
-    coordinator = Coordinator(
-        store, leader, record, lease_ttl_s=TTL_S, callbacks=callbacks, last_heartbeat=lambda: None
-    )
-    coordinator.start()
-    try:
-        assert leader.steps.get(timeout=20.0) >= begin + TTL_S
-    finally:
-        coordinator.close(timeout_s=10.0)
+def record(name: str = "m9", **how: Any) -> MemberRecord:
+    return MemberRecord(id=name, slot=9, host="h", address="x", pid=1, agent_pid=2, incarnation="x", **how)
 
 
-def test_a_joiner_is_told_of_every_plan(store: Store) -> None:
-    """Of the one that has admitted it, too, when the next one has lost it already: it is out then."""
-    record = MemberRecord(id="m9", slot=9, host="h", address="x", pid=1, agent_pid=2, incarnation="x", joiner=True)
-    leader: Any = LeaderDouble()
-    plans: queue.SimpleQueue[int] = queue.SimpleQueue()
-    written, waits = threading.Event(), threading.Event()
+class Member:
+    """A coordinator, and what it tells; ``how``: of its record."""
 
-    def take(plan: Plan) -> None:
-        plans.put(plan.epoch)
-        if plan.epoch == 1:
-            waits.set()
-            assert written.wait(20.0)
-
-    ignore = dict.fromkeys(("on_store", "on_peers", "on_stop", "on_error"), lambda *_: None)
-    callbacks = Callbacks(**ignore, on_plan=take, on_ended=lambda: None)  # type: ignore[arg-type]
-    first = replace(ONE, epoch=1)
-    listed = replace(first, epoch=2, members=("a", "m9"), homes=(0, 0))
-    store.put(Keys.PLAN, first.to_json())
-    coordinator = Coordinator(
-        store, leader, record, lease_ttl_s=TTL_S, callbacks=callbacks, last_heartbeat=lambda: None
-    )
-    coordinator.start()
-    try:
-        assert waits.wait(20.0)
-        store.put(Keys.PLAN, listed.to_json())
-        store.put(Keys.PLAN, replace(first, epoch=3, lost=("m9",)).to_json())
-        wait_until(lambda: coordinator._inbox.qsize() >= 3, "both have arrived, and its own record", 20.0)
-        written.set()
-        assert [plans.get(timeout=20.0) for _ in range(3)] == [1, 2, 3]
-    finally:
-        written.set()
-        coordinator.close(timeout_s=10.0)
-    assert coordinator._membership.standing is Standing.FENCED
-
-
-class Forgetful(Store):
-    """Its watch brings no plan of ``missed`` epochs, as after etcd has compacted them."""
-
-    missed: tuple[int, ...] = ()
-
-    def watch(self, prefix: str, callback: Callable[[WatchEvent], None], *args: Any, **more: Any) -> Any:
-        def bring(event: WatchEvent) -> None:
-            if event.key != Keys.PLAN or Plan.from_json(event.kv.value).epoch not in self.missed:
-                callback(event)
-
-        return super().watch(prefix, bring, *args, **more)
-
-
-class Joiner:
-    """One that waits to be admitted, has seen plan 1, and misses 2, which admits it, and 3, which has lost it."""
-
-    def __init__(self, store: Store) -> None:
+    def __init__(
+        self,
+        store: Store,
+        name: str = "m9",
+        *,
+        ttl_s: float = TTL_S,
+        outage_s: float = math.inf,
+        display: Any = None,
+        **how: Any,
+    ) -> None:
         self.store, self.leader = store, LeaderDouble()
-        self.plans, self.told = queue.SimpleQueue[int](), queue.SimpleQueue[str]()
-        how: Any = {"incarnation": "x", "joiner": True}
-        record = MemberRecord(id="m9", slot=9, host="h", address="x", pid=1, agent_pid=2, **how)
-        callbacks = Callbacks(
-            on_plan=lambda plan: self.plans.put(plan.epoch),
-            on_stop=lambda stop: self.told.put(f"stop {stop.code}"),
-            on_evicted=lambda: self.told.put("evicted"),
-            on_ended=lambda: self.told.put("ended"),
-            **dict.fromkeys(("on_store", "on_peers", "on_error"), lambda *_: None),  # type: ignore[arg-type]
-        )
-        self.write(1)
+        self.plans: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self.stops: queue.SimpleQueue[StopRecord] = queue.SimpleQueue()
+        self.told: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self.errors: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
+        self.contacts: queue.SimpleQueue[Contact] = queue.SimpleQueue()
+        self.held = threading.Event()  #: where it is not set it stays in the callback of a plan
+        self.held.set()
         leader: Any = self.leader
         self.coordinator = Coordinator(
-            store, leader, record, lease_ttl_s=1.0, callbacks=callbacks, last_heartbeat=lambda: None
+            store,
+            leader,
+            record(name, **how),
+            lease_ttl_s=ttl_s,
+            callbacks=Callbacks(
+                on_plan=self._take,
+                on_store=lambda found: None,
+                on_peers=lambda peers: None,
+                on_stop=self.stops.put,
+                on_error=self.errors.put,
+                on_evicted=lambda: self.told.put("evicted"),
+                on_ended=lambda: self.told.put("ended"),
+                on_contact=self.contacts.put,
+            ),
+            last_heartbeat=lambda: None,
+            outage_s=outage_s,
+            display=display,
         )
-        self.coordinator.start()
-        assert self.plans.get(timeout=20.0) == 1
-        self.leader.steps.get(timeout=20.0)
-        self.write(2, members=("a", "m9"), homes=(0, 0))
-        self.write(3, lost=("m9",))
 
-    def write(self, epoch: int, **fields: Any) -> None:
-        self.store.put(Keys.PLAN, replace(ONE, epoch=epoch, **fields).to_json())
+    def _take(self, plan: Plan) -> None:
+        self.plans.put(plan.epoch)
+        assert self.held.wait(DEADLINE_S)
+
+    def sees(self, *epochs: int) -> None:
+        """These are the next plans that it is told of."""
+        assert tuple(self.plans.get(timeout=DEADLINE_S) for _ in epochs) == epochs
+
+    @property
+    def standing(self) -> Standing:
+        return self.coordinator._membership.standing
 
     @property
     def lease(self) -> Lease:
@@ -149,93 +115,124 @@ class Joiner:
         assert lease is not None
         return lease
 
-    def registered(self) -> bool:
-        return self.store.get(Keys.member("m9")) is not None
+    def __enter__(self) -> Member:
+        self.coordinator.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.held.set()
+        self.coordinator.close(timeout_s=10.0)
+
+
+def write(store: Store, epoch: int, **fields: Any) -> None:
+    store.put(Keys.PLAN, replace(ONE, epoch=epoch, **fields).to_json())
+
+
+def test_one_that_has_just_come_does_not_trust_absence(store: Store) -> None:
+    """It may have come at the end of an outage, in which others have lost their leases."""
+    begin = time.monotonic()
+    with Member(store, joiner=True) as member:
+        assert member.leader.steps.get(timeout=DEADLINE_S) >= begin + TTL_S
+
+
+def test_a_joiner_is_told_of_every_plan(store: Store) -> None:
+    """Of the one that has admitted it, too, when the next one has lost it already: it is out then."""
+    write(store, 1)
+    member = Member(store, joiner=True)
+    member.held.clear()
+    with member:
+        member.sees(1)
+        write(store, 2, members=("a", "m9"), homes=(0, 0))
+        write(store, 3, lost=("m9",))
+        wait_until(lambda: member.coordinator._inbox._actions.qsize() >= 3, "both, and its own record", DEADLINE_S)
+        member.held.set()
+        member.sees(2, 3)
+    assert member.standing is Standing.FENCED
+
+
+class Forgetful(Store):
+    """Its watch brings no plan of ``missed`` epochs, and may be ended by :attr:`fail`."""
+
+    missed: tuple[int, ...] = ()
+    fail: Callable[[BaseException], None]
+
+    def watch(self, prefix: str, callback: Callable[[WatchEvent], None], *args: Any, **more: Any) -> Any:
+        def bring(event: WatchEvent) -> None:
+            if event.key != Keys.PLAN or Plan.from_json(event.kv.value).epoch not in self.missed:
+                callback(event)
+
+        self.fail = more["on_error"]
+        return super().watch(prefix, bring, *args, **more)
 
 
 @pytest.fixture
-def joiner(etcd: EtcdServer) -> Iterator[Joiner]:
+def joiner(etcd: EtcdServer) -> Iterator[Member]:
+    """One that waits to be admitted, has seen plan 1, and misses 2, which admits it, and 3, which has lost it."""
     namespace = new_namespace()
     store = Forgetful([etcd.url], namespace=namespace)
     store.missed = (2, 3)
     with Store([etcd.url], namespace=namespace) as mine:
-        one = Joiner(store)
-        one.store = mine
-        yield one
-        one.coordinator.close(timeout_s=10.0)
+        write(mine, 1)
+        with Member(store, joiner=True, ttl_s=1.0) as one:
+            one.store = mine
+            one.sees(1)
+            one.leader.steps.get(timeout=DEADLINE_S)
+            write(mine, 2, members=("a", "m9"), homes=(0, 0))
+            write(mine, 3, lost=("m9",))
+            yield one
 
 
-def test_a_joiner_that_has_missed_plans_and_its_record_is_out_and_says_so(joiner: Joiner) -> None:
+def test_a_joiner_that_has_missed_plans_and_its_record_is_out_and_says_so(joiner: Member) -> None:
     joiner.store.delete(Keys.member("m9"))  # by the leader
     joiner.store.put(Keys.STOP, StopRecord(code=3, reason="x", by="a").to_json())
-    joiner.write(4)
-    assert joiner.plans.get(timeout=20.0) == 4
-    assert [joiner.told.get(timeout=20.0) for _ in range(2)] == ["stop 3", "evicted"]
-    joiner.write(5)
-    assert joiner.plans.get(timeout=20.0) == 5 and joiner.coordinator._membership.standing is Standing.FENCED
+    write(joiner.store, 4)
+    joiner.sees(4)
+    assert joiner.stops.get(timeout=DEADLINE_S).code == 3
+    assert joiner.told.get(timeout=DEADLINE_S) == "evicted"
+    write(joiner.store, 5)
+    joiner.sees(5)
+    assert joiner.standing is Standing.FENCED
     lease = joiner.lease
     joiner.coordinator.leave(
         LeftRecord(id="m9", slot=9, outcome="evicted", reason="exit", detail="", since=1.0, boot="b")
     )
-    assert joiner.told.get(timeout=20.0) == "ended" and joiner.told.empty()
+    assert joiner.told.get(timeout=DEADLINE_S) == "ended" and joiner.told.empty() and joiner.stops.empty()
     assert joiner.store.get(Keys.left("m9")) is not None
     with pytest.raises(LeaseExpired):
         joiner.store.put("x", "", lease)
 
 
-def test_a_joiner_that_has_missed_plans_and_is_registered_waits_on(joiner: Joiner) -> None:
+def test_a_joiner_that_has_missed_plans_and_is_registered_waits_on(joiner: Member) -> None:
     """The leader would have removed its record."""
-    joiner.write(4)
-    assert joiner.plans.get(timeout=20.0) == 4
-    joiner.leader.steps.get(timeout=20.0)
-    wait_until(lambda: joiner.coordinator._membership.standing is Standing.JOINING, "it has looked")
-    assert joiner.told.empty() and joiner.registered()
+    write(joiner.store, 4)
+    joiner.sees(4)
+    joiner.leader.steps.get(timeout=DEADLINE_S)
+    wait_until(lambda: joiner.standing is Standing.JOINING, "it has looked")
+    assert joiner.told.empty() and joiner.store.get(Keys.member("m9")) is not None
 
 
-def test_a_joiner_that_has_missed_plans_does_not_register_before_it_has_found_out(joiner: Joiner) -> None:
+def test_a_joiner_that_has_missed_plans_does_not_register_before_it_has_found_out(joiner: Member) -> None:
     """Else it would find its own new record. The plan after those it has missed is fatal: it waits for the next one."""
-    lease = joiner.lease
-    lease.revoke()
+    joiner.lease.revoke()
     joiner.store.put(Keys.PLAN, replace(fatal_plan(ONE, (), ("a",)), epoch=4).to_json())
-    assert joiner.plans.get(timeout=20.0) == 4
+    joiner.sees(4)
     wait_until(lambda: joiner.coordinator._keeper.lease is None, "it knows that its lease has run out")
-    turns = joiner.coordinator._turn
-    turned = threading.Event()
+    turns, turned = joiner.coordinator._turn, threading.Event()
     joiner.coordinator._turn = lambda: (turns(), turned.set())[0]  # type: ignore[method-assign]
-    assert turned.wait(20.0)
-    joiner.write(5)
-    assert joiner.plans.get(timeout=20.0) == 5
-    assert joiner.told.get(timeout=20.0) == "evicted" and not joiner.registered()
+    assert turned.wait(DEADLINE_S)
+    write(joiner.store, 5)
+    joiner.sees(5)
+    assert joiner.told.get(timeout=DEADLINE_S) == "evicted" and joiner.store.get(Keys.member("m9")) is None
 
 
-class Taking:
-    """A member of the plan, whose turns are counted by what they say of the next one."""
-
-    def __init__(self, store: Store) -> None:
-        record = MemberRecord(id="m0", slot=0, host="h", address="x", pid=1, agent_pid=2, incarnation="x")
-        ignore = dict.fromkeys(("on_store", "on_peers", "on_stop", "on_error", "on_plan"), lambda *_: None)
-        leader: Any = LeaderDouble()
-        callbacks = Callbacks(**ignore, on_ended=lambda: None)  # type: ignore[arg-type]
-        self.coordinator = Coordinator(
-            store, leader, record, lease_ttl_s=1.0, callbacks=callbacks, last_heartbeat=lambda: None
-        )
-        self.wakes = queue.SimpleQueue[float | None]()
-        turn = self.coordinator._turn
-
-        def counted() -> float | None:
-            wake = turn()
-            if self.coordinator._keeper.lease is None:
-                self.wakes.put(wake)
-            return wake
-
-        self.coordinator._turn = counted  # type: ignore[method-assign]
-        self.coordinator.start()
-        leader.steps.get(timeout=20.0)
-
-    def lose_lease(self) -> None:
-        lease = self.coordinator._keeper.lease
-        assert lease is not None
-        lease.revoke()
+def test_what_a_watch_cannot_bring_is_read_again(joiner: Member) -> None:
+    """Etcd has compacted it."""
+    store: Any = joiner.coordinator._store
+    store.fail(StoreError("etcd has compacted revision 7"))
+    joiner.sees(3)
+    assert joiner.told.get(timeout=DEADLINE_S) == "evicted", "it is lost by that plan"
+    write(joiner.store, 4)
+    joiner.sees(4)
 
 
 def test_a_member_registers_again_while_somebody_has_overwritten_the_plan(etcd: EtcdServer) -> None:
@@ -244,91 +241,73 @@ def test_a_member_registers_again_while_somebody_has_overwritten_the_plan(etcd: 
     with Store([etcd.url], namespace=namespace) as stranger:
         store = Store([etcd.url], namespace=namespace, secret=JobSecret.new())
         store.put(Keys.PLAN, initial_plan(["m0"]).to_json())
-        member = Taking(store)
-        try:
+        with Member(store, "m0", ttl_s=1.0) as member:
+            member.leader.steps.get(timeout=DEADLINE_S)
             before = stranger.get(Keys.member("m0"))
             stranger.put(Keys.PLAN, "{}")
-            member.lose_lease()
+            member.lease.revoke()
             wait_until(lambda: stranger.get(Keys.member("m0")) not in (None, before), "it is registered anew", 20.0)
-        finally:
-            member.coordinator.close(timeout_s=10.0)
 
 
 def test_one_that_leaves_and_is_out_without_a_lease_asks_no_more(etcd: EtcdServer) -> None:
     namespace = new_namespace()
     with Store([etcd.url], namespace=namespace) as mine:
         mine.put(Keys.PLAN, initial_plan(["m0"]).to_json())
-        member = Taking(Store([etcd.url], namespace=namespace))
-        try:
+        member = Member(Store([etcd.url], namespace=namespace), "m0", ttl_s=1.0)
+        wakes, turn = queue.SimpleQueue[float | None](), member.coordinator._turn
+
+        def counted() -> float | None:
+            wake = turn()
+            if member.coordinator._keeper.lease is None:
+                wakes.put(wake)
+            return wake
+
+        member.coordinator._turn = counted  # type: ignore[method-assign]
+        with member:
+            member.leader.steps.get(timeout=DEADLINE_S)
             member.coordinator.mark_leaving()
-            mine.put(Keys.PLAN, replace(ONE, epoch=1).to_json())
+            write(mine, 1)
             wait_until(lambda: member.coordinator._membership.epoch == 1, "it has seen that it is out")
-            member.lose_lease()
-            assert member.wakes.get(timeout=20.0) is None
-        finally:
-            member.coordinator.close(timeout_s=10.0)
-    assert member.coordinator._membership.standing is Standing.LEAVING
+            member.lease.revoke()
+            assert wakes.get(timeout=DEADLINE_S) is None
+    assert member.standing is Standing.LEAVING
 
 
 def test_a_record_is_put_only_under_the_plan_that_was_looked_at(store: Store) -> None:
-    record = MemberRecord(id="m9", slot=9, host="h", address="x", pid=1, agent_pid=2, incarnation="x")
     looked_at = store.put(Keys.PLAN, ONE.to_json())
     newer = store.put(Keys.PLAN, replace(ONE, epoch=ONE.epoch + 1).to_json())
     leases: list[Lease] = []
     with mock.patch.object(
         store, "lease", side_effect=lambda ttl_s: leases.append(Store.lease(store, ttl_s)) or leases[-1]
     ):
-        assert register(store, record, TTL_S, looked_at) is None and store.get(Keys.member("m9")) is None
+        assert register(store, record(), TTL_S, looked_at) is None and store.get(Keys.member("m9")) is None
     assert [lease.refresh() for lease in leases] == [False], "not revoked"
-    assert register(store, record, TTL_S, newer) is not None and store.get(Keys.member("m9")) is not None
+    assert register(store, record(), TTL_S, newer) is not None and store.get(Keys.member("m9")) is not None
 
 
 @pytest.mark.parametrize("plan", [ONE, fatal_plan(ONE, (), ("a",))], ids=["running", "fatal"])
-@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize("how", [{"state": "waiting"}, {"joiner": True}], ids=["waits", "joins"])
 def test_one_that_takes_no_part_ends_with_the_job_and_does_not_lead_it_on(
-    store: Store, plan: Plan, waits: bool
+    store: Store, plan: Plan, how: dict[str, Any]
 ) -> None:
     """The others have finished before it could join them; what its leader would plan now is a restart."""
-    how: Any = {"state": "waiting"} if waits else {"joiner": True}
-    record = MemberRecord(id="m9", slot=9, host="h", address="x", pid=1, agent_pid=2, incarnation="x", **how)
     finished = LeftRecord(id="a", slot=0, outcome="finished", reason="exit", detail="0", since=1.0, boot="b")
     store.put(Keys.PLAN, plan.to_json())
     store.put(Keys.worker("a"), WorkerState(id="a", epoch=1).to_json())
-    leader: Any = LeaderDouble()
-    stops: queue.SimpleQueue[StopRecord] = queue.SimpleQueue()
-    ignore = dict.fromkeys(("on_plan", "on_store", "on_peers", "on_error"), lambda *_: None)
-    callbacks = Callbacks(**ignore, on_stop=stops.put, on_ended=lambda: None)  # type: ignore[arg-type]
-    coordinator = Coordinator(
-        store, leader, record, lease_ttl_s=TTL_S, callbacks=callbacks, last_heartbeat=lambda: None
-    )
-    coordinator.start()
-    try:
-        leader.steps.get(timeout=20.0)
-        assert stops.empty()
+    with Member(store, **how) as member:
+        member.leader.steps.get(timeout=DEADLINE_S)
+        assert member.stops.empty()
         store.put(Keys.left("a"), finished.to_json())
-        stop = stops.get(timeout=20.0)
-    finally:
-        coordinator.close(timeout_s=10.0)
+        stop = member.stops.get(timeout=DEADLINE_S)
     assert (stop.code, stop.reason) == (0, "the job has finished")
-    assert not leader.departed
+    assert not member.leader.departed
 
 
 def test_one_that_a_launcher_has_started_does_not_wait_with_members_that_start_a_job_of_its_name(store: Store) -> None:
     """Their plan lists nobody, and waits for members without workers; it has one."""
     store.put(Keys.PLAN, unstarted_plan(2, None).to_json())
-    record = MemberRecord(id="m0", slot=0, host="h", address="x", pid=1, agent_pid=2, incarnation="x")
-    errors: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
-    ignore = dict.fromkeys(("on_plan", "on_store", "on_peers", "on_stop"), lambda *_: None)
-    callbacks = Callbacks(**ignore, on_error=errors.put, on_ended=lambda: None)  # type: ignore[arg-type]
-    leader: Any = LeaderDouble()
-    coordinator = Coordinator(
-        store, leader, record, lease_ttl_s=TTL_S, callbacks=callbacks, last_heartbeat=lambda: None
-    )
-    coordinator.start()
-    try:
-        error = errors.get(timeout=20.0)
-    finally:
-        coordinator.close(timeout_s=10.0)
+    with Member(store, "m0") as member:
+        error = member.errors.get(timeout=DEADLINE_S)
     assert isinstance(error, LaunchError) and "bamboo join --start" in str(error) and "another name" in str(error)
 
 
@@ -343,114 +322,62 @@ def test_a_plan_of_the_past_is_no_word_of_the_present(etcd: EtcdServer) -> None:
                 reads.put(None)
             return entry
 
-    record = MemberRecord(id="m0", slot=0, host="h", address="x", pid=1, agent_pid=2, incarnation="x")
-    contacts: queue.SimpleQueue[str] = queue.SimpleQueue()
-    ignore = dict.fromkeys(("on_plan", "on_store", "on_peers", "on_stop", "on_error"), lambda *_: None)
-    tell: Any = lambda contact: contacts.put(contact.origin)  # noqa: E731
-    callbacks = Callbacks(**ignore, on_contact=tell, on_ended=lambda: None)  # type: ignore[arg-type]
-    leader: Any = LeaderDouble()
     store = Watched([etcd.url], namespace=new_namespace())
-    coordinator = Coordinator(store, leader, record, lease_ttl_s=1.0, callbacks=callbacks, last_heartbeat=lambda: None)
-    plan = initial_plan(["m0"])
-    store.put(Keys.PLAN, replace(plan, epoch=3, origin="third").to_json())
-    coordinator.start()
-    try:
-        assert contacts.get(timeout=20.0) == "third"
-        store.put(Keys.PLAN, replace(plan, epoch=2, origin="second").to_json())
+    write(store, 3, origin="third", members=("m0",))
+    with Member(store, "m0", ttl_s=1.0) as member:
+        assert member.contacts.get(timeout=DEADLINE_S).origin == "third"
+        write(store, 2, origin="second", members=("m0",))
         while not reads.empty():
             reads.get()
         for _ in range(2):
-            reads.get(timeout=20.0)
-        store.put(Keys.PLAN, replace(plan, epoch=4, origin="fourth").to_json())
-        while (origin := contacts.get(timeout=20.0)) != "fourth":
+            reads.get(timeout=DEADLINE_S)
+        write(store, 4, origin="fourth", members=("m0",))
+        while (origin := member.contacts.get(timeout=DEADLINE_S).origin) != "fourth":
             assert origin == "third"
-    finally:
-        coordinator.close(timeout_s=10.0)
 
 
 def test_a_forged_request_to_stop_holds_no_other_one_up(etcd: EtcdServer) -> None:
     """That of a member whose worker has failed: the job would wait for it."""
-    namespace, own = new_namespace(), JobSecret.new()
-    record = MemberRecord(id="m0", slot=0, host="h", address="x", pid=1, agent_pid=2, incarnation="x")
-    stops: queue.SimpleQueue[StopRecord] = queue.SimpleQueue()
-    ignore = dict.fromkeys(("on_plan", "on_store", "on_peers", "on_error"), lambda *_: None)
-    callbacks = Callbacks(**ignore, on_stop=stops.put, on_ended=lambda: None)  # type: ignore[arg-type]
-    leader: Any = LeaderDouble()
+    namespace = new_namespace()
     with Store([etcd.url], namespace=namespace) as stranger:
         stranger.put(Keys.STOP, "{}")
-        store = Store([etcd.url], namespace=namespace, secret=own)
-        coordinator = Coordinator(
-            store, leader, record, lease_ttl_s=TTL_S, callbacks=callbacks, last_heartbeat=lambda: None
-        )
-        coordinator.start()
-        try:
-            coordinator.write(Keys.STOP, StopRecord(code=7, reason="failed", by="m0"))
-            assert stops.get(timeout=20.0).code == 7
-        finally:
-            coordinator.close(timeout_s=10.0)
+        with Member(Store([etcd.url], namespace=namespace, secret=JobSecret.new()), "m0") as member:
+            member.coordinator.write(Keys.STOP, StopRecord(code=7, reason="failed", by="m0"))
+            assert member.stops.get(timeout=DEADLINE_S).code == 7
 
 
 @pytest.mark.parametrize("registered", [True, False])
 def test_one_that_takes_no_part_gives_up_when_etcd_stays_away(own_etcd: EtcdServer, registered: bool) -> None:
     """Its job may have ended with its etcd. One that takes part trains on."""
-    leaders: list[Any] = []
     namespace = new_namespace()
-    errors: queue.SimpleQueue[tuple[str, BaseException]] = queue.SimpleQueue()
-    coordinators = []
-    for name, joins in (("joins", True), ("takes part", False)):
-        fields = {"slot": 9, "host": "h", "address": "x", "pid": 1, "agent_pid": 2, "incarnation": "x"}
-        record = MemberRecord.model_validate({"id": name, "joiner": joins, **fields})
-        ignore = dict.fromkeys(("on_plan", "on_store", "on_peers", "on_stop"), lambda *_: None)
-        tell: Any = partial(lambda name, error: errors.put((name, error)), name)
-        callbacks = Callbacks(**ignore, on_error=tell, on_ended=lambda: None)  # type: ignore[arg-type]
-        leaders.append(LeaderDouble())
-        store = Store([own_etcd.url], namespace=namespace, timeout_s=1.0)
-        coordinators.append(
-            Coordinator(
-                *(store, leaders[-1], record),
-                lease_ttl_s=1.0,
-                callbacks=callbacks,
-                last_heartbeat=lambda: None,
-                outage_s=0.5,
-            )
+    joins, takes_part = (
+        Member(
+            Store([own_etcd.url], namespace=namespace, timeout_s=1.0), name, ttl_s=1.0, outage_s=0.5, joiner=name == "j"
         )
+        for name in "jt"
+    )
     if not registered:
         own_etcd.kill()
-    try:
-        for coordinator, leader in zip(coordinators, leaders, strict=True):
-            coordinator.start()
-            if registered:
-                leader.steps.get(timeout=20.0)
+    with joins, takes_part:
         if registered:
+            for member in (joins, takes_part):
+                member.leader.steps.get(timeout=DEADLINE_S)
             own_etcd.kill()
-        name, error = errors.get(timeout=20.0)
-        assert name == "joins" and isinstance(error, StoreUnavailable)
-        assert errors.empty()
-    finally:
-        for coordinator in coordinators:
-            coordinator.close(timeout_s=10.0)
+        assert isinstance(joins.errors.get(timeout=DEADLINE_S), StoreUnavailable)
+        assert takes_part.errors.empty()
 
 
 def test_whatever_fails_at_the_end_the_agent_is_told_of_it() -> None:
     """Otherwise it would wait for a minute, and the connection to etcd stay open."""
-    ended: list[str] = []
 
     class Failing:
         def close(self, timeout_s: float) -> None:
             raise RuntimeError("a test says so")
 
-    class Closing:
-        def close(self) -> None:
-            ended.append("store")
-
-    record = MemberRecord(id="m0", slot=0, host="h", address="x", pid=1, agent_pid=2, incarnation="x")
-    ignore = dict.fromkeys(("on_plan", "on_store", "on_peers", "on_stop", "on_error"), lambda *_: None)
-    callbacks = Callbacks(**ignore, on_ended=lambda: ended.append("told"))  # type: ignore[arg-type]
-    doubles: Any = Closing(), LeaderDouble(), Failing()
-    store, leader, display = doubles
-    more: dict[str, Any] = {"lease_ttl_s": TTL_S, "last_heartbeat": lambda: None, "display": display}
-    coordinator = Coordinator(store, leader, record, callbacks=callbacks, **more)
-    coordinator._ending.set()
+    store: Any = mock.Mock()
+    member = Member(store, "m0", display=Failing())
+    member.coordinator._ending.set()
     with pytest.raises(RuntimeError, match="a test says so"):
-        coordinator._run()
-    assert ended == ["store", "told"]
+        member.coordinator._run()
+    store.close.assert_called_once_with()
+    assert member.told.get_nowait() == "ended"

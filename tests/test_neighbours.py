@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import queue
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing.connection import wait
 
 import pytest
 
@@ -20,7 +21,6 @@ pytestmark = pytest.mark.claim("reference/guarantees.md")
 
 pytest_plugins = ["tests.support.fixtures"]
 
-Deaths = queue.SimpleQueue[tuple[MemberRecord, float]]
 PATIENCE_S = 20.0
 
 
@@ -54,65 +54,62 @@ def process() -> Iterator[subprocess.Popen[bytes]]:
 
 
 @pytest.fixture
-def deaths() -> Deaths:
-    return queue.SimpleQueue()
-
-
-@pytest.fixture
-def neighbours(deaths: Deaths) -> Iterator[Neighbours]:
-    one = Neighbours("m9-me", lambda record, at: deaths.put((record, at)))
+def neighbours() -> Iterator[Neighbours]:
+    one = Neighbours("m9-me")
     yield one
     one.close()
-    assert not one._thread.is_alive()
+    assert not one.pidfds
+
+
+def next_death(neighbours: Neighbours) -> MemberRecord:
+    assert wait(neighbours.pidfds, PATIENCE_S)
+    neighbours.look()
+    _, (record, at) = neighbours.dead.popitem()
+    assert not neighbours.dead and at <= time.monotonic()
+    return record
 
 
 @pytest.mark.integration
-def test_killed_agent_is_seen_and_told_once(neighbours: Neighbours, deaths: Deaths) -> None:
+def test_killed_agent_is_seen_and_told_once(neighbours: Neighbours) -> None:
     with process() as one, process() as other:
         records = [member(one.pid), member(other.pid, "m6-x"), me()]
         neighbours.follow(records)
         one.kill()
-        record, _ = deaths.get(timeout=PATIENCE_S)
-        assert record == records[0]
+        assert next_death(neighbours) == records[0]
+        neighbours.follow(records)
         neighbours.follow(records[1:])
+        assert not neighbours.dead and len(neighbours.pidfds) == 1
         other.kill()
-        assert deaths.get(timeout=PATIENCE_S)[0] == records[1]
-        assert deaths.empty()
+        assert next_death(neighbours) == records[1]
 
 
 @pytest.mark.integration
-def test_one_that_has_left_is_watched_no_more(neighbours: Neighbours, deaths: Deaths) -> None:
+def test_one_that_has_left_is_watched_no_more(neighbours: Neighbours) -> None:
     with process() as one, process() as other:
         neighbours.follow([member(one.pid), member(other.pid, "m6-x"), me()])
         neighbours.follow([member(other.pid, "m6-x"), me()])
         one.kill()
         one.wait()
         other.kill()
-        assert deaths.get(timeout=PATIENCE_S)[0].id == "m6-x"
-        assert deaths.empty()
+        assert next_death(neighbours).id == "m6-x"
 
 
 @pytest.mark.integration
-def test_dead_before_it_was_watched(neighbours: Neighbours, deaths: Deaths) -> None:
+def test_dead_before_it_was_watched(neighbours: Neighbours) -> None:
+    """Or its process id means another process by now."""
     with process() as one:
-        record = member(one.pid)
-    neighbours.follow([record, me()])
-    assert deaths.get(timeout=PATIENCE_S)[0] == record
-
-
-@pytest.mark.integration
-def test_process_id_that_means_another_process_by_now(neighbours: Neighbours, deaths: Deaths) -> None:
+        gone = member(one.pid)
     with process() as one:
-        neighbours.follow([member(one.pid, began=1), me()])
-        assert deaths.get(timeout=PATIENCE_S)[0].agent_pid == one.pid
+        neighbours.follow([gone, member(one.pid, "m6-x", began=1), me()])
+    assert neighbours.dead.keys() == {"m5-x", "m6-x"} and not neighbours.pidfds
 
 
 @pytest.mark.integration
-def test_processes_elsewhere_are_not_judged(neighbours: Neighbours, deaths: Deaths) -> None:
+def test_processes_elsewhere_are_not_judged(neighbours: Neighbours) -> None:
     with process() as one:
         far = member(one.pid, space="another kernel")
     neighbours.follow([far, member(1, "m7-x", began=0).model_copy(update={"joiner": False}), me()])
-    assert deaths.empty()
+    assert not neighbours.dead and not neighbours.pidfds
 
 
 def test_everybody_who_has_joined_is_watched() -> None:

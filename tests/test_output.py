@@ -1,4 +1,4 @@
-"""What workers write: the way to the terminal, folding, the line of status, and how far members are."""
+"""What workers write: the way to the terminal, the line of status, and how far members are."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from bamboo_ds.engine.context.records import Progress, Standing
 from bamboo_ds.engine.joining import replay
 from bamboo_ds.engine.joining.replay import Replay
 from bamboo_ds.launchers import display, screen
-from bamboo_ds.launchers.display import Display, Folding
+from bamboo_ds.launchers.display import Display
 from bamboo_ds.launchers.progress import Sparse, progress
 from bamboo_ds.launchers.screen import Screen
 from bamboo_ds.observe.logfiles import worker_log
@@ -214,31 +214,6 @@ def test_without_a_file_the_worker_has_what_its_agent_has(
 
 # -- what the launcher shows ----------------------------------------------------------------------------------
 
-LOG = b"12:00:0%d.123 W bamboo [m%d-aaaa (0,%d) e2] bamboo_ds: gradients of layer 3 are inexact\n"
-
-
-def test_equal_warnings_of_several_workers_are_one() -> None:
-    folding = Folding()
-    assert [folding.shown(slot, LOG % (slot, slot, slot), 10.0) for slot in range(4)] == [True, False, False, False]
-    assert folding.shown(2, LOG % (9, 2, 2), 10.5), "a worker that repeats itself has something to say"
-    assert folding.shown(1, LOG.replace(b" W ", b" I ") % (1, 1, 1), 10.5)
-    assert not folding.notes(11.9) and folding.due() == 10.0
-    assert folding.notes(12.0) == ["bamboo_ds: gradients of layer 3 are inexact (from 4 workers: slots 0, 1, 2, 3)"]
-    assert folding.due() is None and folding.shown(0, LOG % (0, 0, 0), 13.0)
-
-
-def test_python_s_warnings_are_folded_with_their_source() -> None:
-    folding = Folding()
-    lines = [b"/a/b.py:12: UserWarning: it is slow\n", b"  run(slowly)\n", b"  an own line\n"]
-    found = [(slot, line) for line in lines for slot in (0, 1) if folding.shown(slot, line, 10.0)]
-    assert found == [(0, lines[0]), (0, lines[1]), (0, lines[2]), (1, lines[2])]
-    assert folding.notes(20.0) == ["/a/b.py:12: UserWarning: it is slow (from 2 workers: slots 0, 1)"]
-    alone, own = b"/a/b.py:12: UserWarning: without a source\n", b"  of slot %d\n"
-    found = [(slot, line) for slot in (0, 1) for line in (alone, own % slot) if folding.shown(slot, line, 25.0)]
-    assert found == [(0, alone), (0, own % 0), (1, own % 1)], "only what was there before is left out"
-    for line in (b"step 10 loss 3.5\n", b"Warning: mine\n", b"W bamboo\n"):
-        assert [folding.shown(slot, line, 30.0) for slot in (0, 1)] == [True, True], "the script's own"
-
 
 class Shown:
     """A display of two workers, and what it shows."""
@@ -272,8 +247,7 @@ class Shown:
 
 
 def test_a_line_is_shown_in_one_piece_and_a_beginning_without_an_end_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_REST_S", "_SAME_S"):
-        monkeypatch.setattr(display, name, 1e6)
+    monkeypatch.setattr(display, "_REST_S", 1e6)
     shown = Shown(monkeypatch, prefix=False)
     os.write(shown.workers[0], b"half of ")
     os.write(shown.workers[1], b"whole\n")
@@ -285,15 +259,9 @@ def test_a_line_is_shown_in_one_piece_and_a_beginning_without_an_end_soon(monkey
     shown.wait(b"half of a line\n\r 10%")
     os.write(shown.workers[0], b"\r 20%")
     shown.wait(b"\r 20%")
-    os.write(shown.workers[1], LOG % (1, 1, 1))
-    shown.wait(LOG % (1, 1, 1))
-    os.write(shown.workers[0], LOG % (8, 0, 0))
-    shown.wait(LOG % (8, 0, 0))  # the rest of a line that is there in part
-    os.write(shown.workers[0], LOG % (9, 0, 0))
-    assert shown.end() == (
-        b"whole\nsoon\nhalf of a line\n\r 10%\r 20%" + LOG % (1, 1, 1) + LOG % (8, 0, 0) + b"[bamboo] bamboo_ds: "
-        b"gradients of layer 3 are inexact (from 2 workers: slots 0, 1)\n"
-    )
+    monkeypatch.setattr(display, "_REST_S", 1e6)
+    os.write(shown.workers[0], b"\r 30%")
+    assert shown.end() == b"whole\nsoon\nhalf of a line\n\r 10%\r 20%\r 30%"
 
 
 def test_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from collections.abc import Iterator
@@ -71,7 +72,7 @@ def test_watch_survives_kill_and_restart_of_etcd(own_etcd: EtcdServer) -> None:
         store.put("c", "3")
         seen.wait_for("put", "c")
         assert seen.seen == [("put", "a", "1"), ("put", "b", "2"), ("delete", "a", ""), ("put", "c", "3")]
-        assert watch.reconnects >= 1 and watch.resyncs == 0
+        assert watch.reconnects >= 1
 
 
 def test_watch_survives_a_stopped_etcd(own_etcd: EtcdServer) -> None:
@@ -93,59 +94,32 @@ def test_watch_survives_a_stopped_etcd(own_etcd: EtcdServer) -> None:
         assert seen.seen == [("put", "a", "1"), ("put", "b", "2")]
 
 
-def test_watch_resyncs_after_compaction(own_etcd: EtcdServer) -> None:
+def test_watch_ends_where_it_cannot_go_on(own_etcd: EtcdServer) -> None:
+    """Etcd has compacted what comes next, or lost data. Who watches reads the prefix again."""
+    told: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
     with (
         Proxy(own_etcd.port) as proxy,
         Store([proxy.url], namespace="/bamboo/j/") as store,
         Store([own_etcd.url], namespace="/bamboo/j/") as other,
     ):
-        other.put("old", "1")  # known from the start of the watch only
         seen = Recorder()
-        watch = store.watch("", seen)
-        other.put("gone", "1")
-        other.put("same", "1")
-        other.put("changed", "1")
-        seen.wait(lambda events: len(events) == 3)
+        watch = store.watch("", seen, on_error=told.put)
+        other.put("a", "1")
+        seen.wait_for("put", "a")
         proxy.set("cut")
-        other.delete("gone")
-        other.delete("old")
-        other.put("changed", "2")
-        other.put("changed", "3")
-        compact(own_etcd, other.put("new", "1"))
+        start = other.put("a", "2")
+        compact(own_etcd, other.put("a", "3"))
         proxy.set("pass")
-        seen.wait(lambda events: len(events) == 7)
-        assert sorted(seen.seen[3:]) == [
-            ("delete", "gone", ""),
-            ("delete", "old", ""),
-            ("put", "changed", "3"),
-            ("put", "new", "1"),
-        ]
-        assert watch.resyncs == 1
-        other.put("later", "1")
-        seen.wait_for("put", "later")
-        assert len(seen.seen) == 8
-
-
-def test_watch_notices_an_etcd_that_lost_its_data(own_etcd: EtcdServer) -> None:
-    with Store([own_etcd.url], namespace="/bamboo/j/") as store:
-        for number in range(5):
-            store.put(f"k{number}", "x")
-        seen = Recorder()
-        watch = store.watch("", seen)
+        error = told.get(timeout=20.0)
+        assert isinstance(error, StoreError) and "compacted" in str(error) and watch.error is error
+        store.watch("", seen, start, on_error=told.put)
+        assert "read the prefix again" in str(told.get(timeout=20.0))
+        assert seen.seen == [("put", "a", "1")]
+        store.watch("", seen, on_error=told.put)
         own_etcd.restart(empty=True)
-        seen.wait(lambda events: len(events) == 5)
-        assert {event[0] for event in seen.seen} == {"delete"}
-        store.put("new", "1")
-        seen.wait_for("put", "new")
-        assert watch.resyncs == 1
-
-
-def test_a_compacted_start_is_refused(own_etcd: EtcdServer) -> None:
-    with Store([own_etcd.url], namespace="/bamboo/j/") as store:
-        start = store.put("a", "1")
-        compact(own_etcd, store.put("a", "2"))
-        with pytest.raises(StoreError, match="read the prefix again"):
-            store.watch("", Recorder(), start)
+        error = told.get(timeout=20.0)
+        assert isinstance(error, StoreError) and "has lost data" in str(error)
+        assert told.empty() and len(seen.seen) == 1
 
 
 def test_a_callback_that_raises_ends_its_watch_only(store: Store) -> None:
@@ -229,6 +203,5 @@ def test_watch_is_exact_through_random_faults(own_etcd: EtcdServer, seed: int) -
         assert revisions == list(range(revisions[0], revisions[-1] + 1)), "a change was missed"
         # Cuts that follow each other quickly are one reconnection; pauses need none.
         assert watch.reconnects >= 1
-        assert watch.resyncs == 0
         assert watch.error is None
         print(f"{len(revisions)} changes, {watch.reconnects} reconnections")

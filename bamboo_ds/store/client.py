@@ -208,25 +208,22 @@ class Store:
 
         Usual order: ``snapshot = get_prefix(p)``, handle it, ``watch(p, callback, snapshot.revision + 1)``.
         The watch outlives broken connections and restarts of etcd: it goes on after the last revision
-        it saw; a connection that is silently dead is noticed within 3 s. If etcd has compacted that
-        revision away meanwhile, the difference to the present state is delivered as events (several
-        changes of one key then become one).
+        it saw; a connection that is silently dead is noticed within 3 s.
 
         Callbacks run one at a time in the watch's own thread; they may call any method of the store.
-        A callback that raises, or a refusal by etcd (permission withdrawn), ends the watch: the
-        exception is kept in :attr:`Watch.error`, logged, and passed to ``on_error``.
+        It ends by a callback that raises, by a refusal of etcd (permission withdrawn), and where it cannot go on: etcd
+        has compacted what comes next, or lost data. The exception is kept in :attr:`Watch.error`, logged, and passed to
+        ``on_error``; after a :class:`StoreError` read the prefix again.
 
         Args:
             prefix: keys to watch; an exact key is a prefix too.
             callback: called from the watch's thread.
             start_revision: first revision to report; ``None`` for changes after this call.
             on_error: called once, from the watch's thread, if the watch ends by an error.
-
-        Raises:
-            StoreError: ``start_revision`` is compacted already or not reached yet: read the prefix again.
         """
-        base = self.get_prefix(prefix) if start_revision is None else self._before(prefix, start_revision)
-        watch = Watch(self._connection, self._keys, prefix, callback, base, on_error, self._forget)
+        if start_revision is None:
+            start_revision = self.get_prefix(prefix).revision + 1
+        watch = Watch(self._connection, self._keys, prefix, callback, start_revision, on_error, self._forget)
         with self._lock:
             if self._connection.closed.is_set():
                 raise StoreError("the store is closed")
@@ -263,19 +260,6 @@ class Store:
         read = rpc.RequestOp(request_range=rpc.RangeRequest(key=name))
         request = rpc.TxnRequest(compare=compare, success=[operation], failure=[read])
         return self._connection.call(lambda link: link.kv.Txn, request)
-
-    def _before(self, prefix: str, revision: int) -> Snapshot:
-        """Baseline of a watch from ``revision`` on, with which a resync compares the present."""
-        if revision <= 1:
-            return Snapshot({}, 0)
-        request = self._keys.range_request(prefix, revision - 1)
-        try:
-            answer = self._connection.call(_range, request)
-        except StoreError as error:
-            if "required revision" not in str(error):
-                raise
-            raise StoreError(f"cannot watch from revision {revision} on: {error}; read the prefix again") from error
-        return Snapshot(self._keys.snapshot(answer.message).entries, revision - 1)
 
     def _forget(self, watch: Watch) -> None:
         with self._lock:

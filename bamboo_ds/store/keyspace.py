@@ -60,6 +60,6 @@ class Keyspace:
         entries = {kv.key: kv for kv in map(self.key_value, response.kvs)}
         return Snapshot(entries, response.header.revision)
 
-    def range_request(self, prefix: str, revision: int = 0) -> Any:
-        """All keys that start with ``prefix``, at ``revision`` (0: the newest)."""
-        return rpc.RangeRequest(**self.bounds(prefix), revision=revision)
+    def range_request(self, prefix: str) -> Any:
+        """All keys that start with ``prefix``."""
+        return rpc.RangeRequest(**self.bounds(prefix))

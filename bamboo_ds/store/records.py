@@ -15,8 +15,7 @@ class KeyValue:
     Attributes:
         key: name, relative to the namespace.
         value: the text; empty in the event of a deletion.
-        mod_revision: revision of the last change of this key. In the event of a deletion, the
-            revision of the deletion (for one found by a resync: a revision not before it).
+        mod_revision: revision of the last change of this key, in the event of a deletion of that.
         create_revision: revision at which the key came into being; 0 in the event of a deletion.
         lease: id of the lease that the key hangs on, ``None`` if it stays until deleted.
         genuine: whether its writer knows the job's secret; always true in a job without one.

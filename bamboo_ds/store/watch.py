@@ -22,7 +22,7 @@ from tenacity import (
 from ..errors import StoreError, StoreUnavailable
 from .connection import Broken, Connection, Link, rpc
 from .keyspace import Keyspace
-from .records import KeyValue, Snapshot, WatchEvent
+from .records import WatchEvent
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,6 @@ class Watch:
     Attributes:
         error: the exception that ended the watch; ``None`` while it runs and after :meth:`cancel`.
         reconnects: how often the stream had to be opened again.
-        resyncs: how often compaction (or an etcd that lost data) forced a comparison with the present state.
     """
 
     def __init__(
@@ -46,17 +45,15 @@ class Watch:
         keys: Keyspace,
         prefix: str,
         callback: Callable[[WatchEvent], None],
-        base: Snapshot,
+        first: int,
         on_error: Callable[[BaseException], None] | None,
         on_end: Callable[[Watch], None],
     ) -> None:
         self.error: BaseException | None = None
         self.reconnects = 0
-        self.resyncs = 0
         self._connection, self._keys, self._prefix = connection, keys, prefix
         self._callback, self._on_error, self._on_end = callback, on_error, on_end
-        self._known: dict[str, KeyValue] = dict(base.entries)
-        self._next = base.revision + 1
+        self._next = first
         self._cluster = 0
         self._stop = threading.Event()
         self._lock = threading.Lock()
@@ -88,7 +85,8 @@ class Watch:
         finally:
             self._on_end(self)
         if self.error is not None:
-            log.error("the watch of %r has ended: %s", self._prefix, self.error, exc_info=self.error)
+            defect = None if isinstance(self.error, StoreError) else self.error
+            log.warning("the watch of %r has ended: %s", self._prefix, self.error, exc_info=defect)
             if self._on_error is not None:
                 self._on_error(self.error)
 
@@ -137,9 +135,7 @@ class Watch:
                 raise Broken("the watch was refused for once")
             if first.header.revision < self._next - 1 or self._cluster not in (0, first.header.cluster_id):
                 # Waiting for our revision would be silence: this etcd starts from older or no data.
-                log.warning("etcd at %s has lost data or is another one: reading all again", link.endpoint)
-                self._resync()
-                raise Broken("started again after lost data")
+                raise StoreError(f"etcd at {link.endpoint} has lost data or is another one; read the prefix again")
             self._cluster = first.header.cluster_id
         except BaseException:
             stream.close()
@@ -147,15 +143,17 @@ class Watch:
         return stream
 
     def _canceled(self, stream: _WatchStream, response: Any) -> None:
-        """etcd has ended the watch: resync after compaction, else find out whether it may go on."""
+        """etcd has ended the watch: find out whether it may go on."""
         if response.compact_revision:
-            self._resync()
-            return
+            raise StoreError(f"etcd has compacted revision {self._next}; read the prefix again")
         # A token that is unknown after a restart of etcd and a missing permission look alike here: an
         # ordinary request authenticates again, or raises what is really the matter.
         log.info("etcd has ended the watch of %r: %s", self._prefix, response.cancel_reason or "no reason given")
         stream.link.forget_token()
-        self._read()
+        try:
+            self._connection.call(lambda link: link.kv.Range, self._keys.range_request(self._prefix))
+        except StoreUnavailable as error:
+            raise Broken(str(error)) from error
 
     def _deliver(self, response: Any) -> None:
         newest = self._next - 1
@@ -164,39 +162,9 @@ class Watch:
                 continue
             newest = max(newest, event.kv.mod_revision)
             kv = self._keys.key_value(event.kv)
-            if event.type == event.PUT:
-                self._known[kv.key] = kv
-                self._emit(WatchEvent("put", kv.key, kv))
-            else:
-                self._known.pop(kv.key, None)
-                self._emit(WatchEvent("delete", kv.key, kv))
+            if not self._ended():
+                self._callback(WatchEvent("put" if event.type == event.PUT else "delete", kv.key, kv))
         self._next = newest + 1
-
-    def _resync(self) -> None:
-        """Deliver the difference between the last known state and the present one."""
-        message = self._read()
-        now = self._keys.snapshot(message)
-        self.resyncs += 1
-        for key in [key for key in self._known if key not in now.entries]:
-            del self._known[key]
-            self._emit(WatchEvent("delete", key, KeyValue(key, "", now.revision, 0)))
-        for kv in sorted(now.entries.values(), key=lambda kv: kv.mod_revision):
-            if self._known.get(kv.key) != kv:
-                self._known[kv.key] = kv
-                self._emit(WatchEvent("put", kv.key, kv))
-        self._next, self._cluster = now.revision + 1, message.header.cluster_id
-
-    def _read(self) -> Any:
-        """All keys of the watch as they are now; raises :class:`Broken` while etcd does not answer."""
-        request = self._keys.range_request(self._prefix)
-        try:
-            return self._connection.call(lambda link: link.kv.Range, request).message
-        except StoreUnavailable as error:
-            raise Broken(str(error)) from error
-
-    def _emit(self, event: WatchEvent) -> None:
-        if not self._ended():
-            self._callback(event)
 
 
 class _WatchStream:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from bamboo_ds.control.registry.keys import Keys
@@ -189,21 +189,15 @@ class SimStore:
             self._observe = None
             self._on_error(StoreError("the watch was refused"))
             return True
-        for event in self._missed(changes[self._next :]):
+        if changes[self._next].kv.mod_revision <= self.etcd.compacted:
+            self.world.happened["compacted"] += 1
+            self._observe = None
+            self._on_error(StoreError("etcd has compacted what comes next"))
+            return True
+        for event in changes[self._next :]:
             self._observe(event)
         self._next = len(changes)
         return True
-
-    def _missed(self, changes: Sequence[WatchEvent]) -> Iterable[WatchEvent]:
-        """``changes``; where etcd has compacted them, what they come to, as :class:`bamboo_ds.store.watch.Watch`."""
-        if changes[0].kv.mod_revision > self.etcd.compacted:
-            return changes
-        self.world.happened["resync"] += 1
-        newest = {event.key: event for event in changes}
-        puts = [event for event in newest.values() if event.kind == "put"]
-        return [event for event in newest.values() if event.kind != "put"] + sorted(
-            puts, key=lambda event: event.kv.mod_revision
-        )
 
     def close(self) -> None:
         self.closed, self._observe = True, None

@@ -208,6 +208,8 @@ class SimCoordinator(Coordinator):
 
     def __init__(self, store: Any, *others: Any, **more: Any) -> None:
         super().__init__(store, *others, **more)
+        self._inbox.close()
+        self._inbox = SimMailbox()
         if "unseen" in store.world.off:
             member: Any = self._membership
             member.may_register = lambda plan, forged: not member.is_out(plan)
@@ -238,13 +240,13 @@ class SimCoordinator(Coordinator):
                 self._keeper.stay()
             except StoreUnavailable as error:
                 if self._gives_up(self._keeper.silent_s):
-                    self._inbox.put(partial(_raise, error))
+                    self._inbox.post(partial(_raise, error))
             except PlanForged:
                 return  # as on the lease's thread, which tells it in the log
 
     @property
     def pending(self) -> bool:
-        return not self._inbox.empty() or (self.due is not None and self.due <= self._clock())
+        return not self._inbox._actions.empty() or (self.due is not None and self.due <= self._clock())
 
 
 def make(

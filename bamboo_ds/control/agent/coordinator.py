@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import logging
 import math
-import queue
 import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
 
 from ...errors import LeaseExpired, PlanForged, StoreError, StoreUnavailable
 from ...store import Store, WatchEvent
@@ -37,6 +35,7 @@ from ..web.display import Display
 from .callbacks import Callbacks, News
 from .health import HealthReplies
 from .lease import LeaseKeeper, register
+from .mailbox import Mailbox
 from .membership import Membership, Standing, check_start, over_for, peers
 from .neighbours import Neighbours, report_dead_agent
 
@@ -98,17 +97,23 @@ class Coordinator:
         # The worker must know of a lineage before its first commit.
         self._lineage = News[tuple[str, int]](lambda _: self._keeper.look())
         self._health = HealthReplies(store, record.id, last_heartbeat, clock)
-        # No SimpleQueue: before Python 3.11 its `get` waits for ever if its timeout passes at the wrong moment.
-        self._inbox: queue.Queue[Callable[[], None]] = queue.Queue()
+        self._inbox = Mailbox()
         if display is not None:
-            display.wake = lambda: self._inbox.put(lambda: None)
+            display.wake = lambda: self._inbox.post(lambda: None)
         self._pending: dict[str, Record] = {}
-        self._dead: dict[str, tuple[MemberRecord, float]] = {}  # members whose agents have died, and when
-        self._neighbours: Neighbours | None = None
+        self._neighbours = Neighbours(record.id)
         self._departure: tuple[LeftRecord | None, StopRecord | None] | None = None
         self._ending = threading.Event()
         self._keeper = LeaseKeeper(
-            *(store, record.id, lease_ttl_s, self._inbox.put, callbacks.on_contact, self._gives_up, self._ending),
+            *(
+                store,
+                record.id,
+                lease_ttl_s,
+                lambda action: self._inbox.post(action),
+                callbacks.on_contact,
+                self._gives_up,
+                self._ending,
+            ),
             clock=clock,
             fence_clock=fence_clock,
         )
@@ -132,7 +137,7 @@ class Coordinator:
         def enqueue() -> None:
             self._pending[key] = record
 
-        self._inbox.put(enqueue)
+        self._inbox.post(enqueue)
 
     def mark_leaving(self) -> None:
         """Say in the member's record that it is going to vanish. The leader then gives its roles to others."""
@@ -141,12 +146,12 @@ class Coordinator:
             self._membership.note_leaving()
             self._pending[Keys.member(self._id)] = self._membership.record
 
-        self._inbox.put(mark)
+        self._inbox.post(mark)
 
     def resign(self) -> None:
         """Plan no more: the job is being ended."""
 
-        self._inbox.put(self._stop_leading)
+        self._inbox.post(self._stop_leading)
 
     def _stop_leading(self) -> None:
         self._leader = None
@@ -160,7 +165,7 @@ class Coordinator:
         def depart() -> None:
             self._departure = (departure, stop)
 
-        self._inbox.put(depart)
+        self._inbox.post(depart)
 
     def timing(self, epoch: object) -> TimingRecord | None:
         """How the loss that made ``epoch`` was learnt, where known. Callable from any thread."""
@@ -170,7 +175,7 @@ class Coordinator:
     def close(self, timeout_s: float) -> None:
         """Give up what is not done yet; wait up to ``timeout_s`` seconds for the threads to end."""
         self._ending.set()
-        self._inbox.put(lambda: None)
+        self._inbox.post(lambda: None)
         deadline = self._clock() + timeout_s
         for thread in (self._thread, self._keeper.thread):
             if thread.is_alive():
@@ -201,8 +206,8 @@ class Coordinator:
                 last.callback(self._store.close)
                 if self._display is not None:
                     last.callback(self._display.close, _DISPLAY_S)
-                if self._neighbours is not None:
-                    last.callback(self._neighbours.close)
+                last.callback(self._neighbours.close)
+                last.callback(self._inbox.close)
 
     def _turn(self) -> float | None:
         """Do all there is to do; returns when to look again at the latest."""
@@ -230,14 +235,11 @@ class Coordinator:
         return not self._membership.takes_part and silent_s > self._outage_s
 
     def _drain(self, wake: float | None) -> None:
-        """Handle everything in the inbox, waiting for something until ``wake``."""
-        try:
-            timeout = None if wake is None else max(0.0, wake - self._clock())
-            self._inbox.get(timeout=timeout)()
-            while True:
-                self._inbox.get_nowait()()
-        except queue.Empty:
-            return
+        """Handle everything in the inbox, waiting until ``wake`` for something, or for the death of a neighbour."""
+        timeout = None if wake is None else max(0.0, wake - self._clock())
+        self._inbox.handle_next(timeout, self._neighbours.pidfds)
+        self._inbox.handle_all()
+        self._neighbours.look()
 
     def _connect(self) -> Mirror:
         snapshot = self._store.get_prefix("")
@@ -289,7 +291,7 @@ class Coordinator:
             if event.kind == "put":
                 self._announce_store(mirror, event.key)
 
-        self._inbox.put(apply)
+        self._inbox.post(apply)
 
     def _watch_failed(self, error: BaseException) -> None:
         def start_again() -> None:
@@ -297,7 +299,7 @@ class Coordinator:
                 raise error  # a defect here
             self._mirror = None
 
-        self._inbox.put(start_again)
+        self._inbox.post(start_again)
 
     def _announce_store(self, mirror: Mirror, key: str) -> None:
         if key.startswith(Keys.EPOCHS) and key.endswith("/store"):
@@ -366,17 +368,10 @@ class Coordinator:
 
     def _attend_neighbours(self, mirror: Mirror) -> None:
         """Report members of this host whose agents have died."""
-        if self._neighbours is None:
-
-            def died(record: MemberRecord, at: float) -> None:
-                self._inbox.put(partial(self._dead.__setitem__, record.id, (record, at)))
-
-            self._neighbours = Neighbours(self._id, died)
         self._neighbours.follow(mirror.members.values())
-        while self._dead:
-            member, (record, at) = next(iter(self._dead.items()))
+        for record, at in list(self._neighbours.dead.values()):
             report_dead_agent(self._store, record, at, f"agent died, as {self._id} saw")
-            del self._dead[member]
+            del self._neighbours.dead[record.id]
 
     def _follow(self, mirror: Mirror, plan: Plan) -> None:
         """What a member does that does not take part yet."""

@@ -1,4 +1,4 @@
-"""What an agent's main thread is to do, posted by other threads and by signals."""
+"""What a thread of an agent is to do, posted by other threads and by signals."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from multiprocessing.connection import wait
 from queue import Empty, SimpleQueue
@@ -15,7 +15,7 @@ from .reexec import handle_signals
 
 
 class Mailbox:
-    """Actions, in the order in which they were posted. Create it in the main thread, which alone takes them out."""
+    """Actions, in the order in which they were posted. One thread alone takes them out."""
 
     def __init__(self) -> None:
         self._actions: SimpleQueue[Callable[[], object]] = SimpleQueue()
@@ -28,14 +28,14 @@ class Mailbox:
         return self._reading.fileno()
 
     def take_signals(self, handler: Callable[[signal.Signals], None]) -> None:
-        """Have signals handled like actions, each by ``handler``."""
+        """Have signals handled like actions, each by ``handler``; by the main thread alone."""
         signal.set_wakeup_fd(self._writing.fileno(), warn_on_full_buffer=False)
         handle_signals(lambda signum, _: self._actions.put(partial(handler, signal.Signals(signum))))
 
     def post(self, action: Callable[[], object]) -> None:
         """Have ``action`` called; callable from any thread."""
         self._actions.put(action)
-        with contextlib.suppress(BlockingIOError):  # it is full of wake-ups
+        with contextlib.suppress(OSError):  # it is full of wake-ups, or closed
             self._writing.send(b"\0")
 
     def handle_all(self) -> None:
@@ -44,8 +44,12 @@ class Mailbox:
         while self.handle_next(0.0):
             continue
 
-    def handle_next(self, timeout_s: float | None = None) -> bool:
-        """Call the next action, waiting for it for so many seconds; false if none comes."""
+    def handle_next(self, timeout_s: float | None = None, others: Sequence[int] = ()) -> bool:
+        """Call the next action, waiting for it for so many seconds; false if none comes.
+
+        Args:
+            others: descriptors of which none is readable while it waits.
+        """
         until = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             try:
@@ -56,7 +60,8 @@ class Mailbox:
                 if left is not None and left <= 0:
                     return False
                 # Not in `get`, which before Python 3.11 waits for ever if its timeout passes at the wrong moment.
-                wait([self._reading], left)
+                if not {*wait([self._reading, *others], left)}.isdisjoint(others):
+                    return False
                 self._clear()
         action()
         return True
@@ -68,6 +73,11 @@ class Mailbox:
             if not self.handle_next(max(0.0, until - time.monotonic())):
                 return over()
         return True
+
+    def close(self) -> None:
+        """Wake nobody any more. Idempotent."""
+        self._reading.close()
+        self._writing.close()
 
     def _clear(self) -> None:
         with contextlib.suppress(BlockingIOError):  # several wake-ups may have been read together

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import select
-import socket
-import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from multiprocessing.connection import wait
 from typing import TYPE_CHECKING
 
 from ...errors import EXIT_FATAL_LOSS
@@ -69,83 +67,62 @@ def watched_by(me: str, members: Iterable[MemberRecord], space: str) -> dict[str
 
 
 class Neighbours:
-    """Watches the agents of some members of this host, so that each that has joined is watched by somebody.
+    """The agents of some members of this host, so that each that has joined is watched by somebody.
 
     Args:
         me: id of the member that watches.
-        died: called with the record of a member whose agent is dead, and the monotonic time at which that was seen; on
-            a thread of this object. It may be called for one that has just left in order.
+
+    Attributes:
+        dead: members whose agents were found dead, with the monotonic time at which that was; whoever reports one takes
+            it out. One may have left in order just before.
     """
 
-    def __init__(self, me: str, died: Callable[[MemberRecord, float], None]) -> None:
-        self._me, self._died = me, died
-        self._watched: dict[str, tuple[int, MemberRecord]] = {}  # pidfds by member
-        self._dropped: list[int] = []
+    def __init__(self, me: str) -> None:
+        self._me = me
+        self._watched: dict[int, MemberRecord] = {}  # by pidfd
         self._known: frozenset[str] = frozenset()
-        self._lock = threading.Lock()
-        self._wake_read, self._wake_write = socket.socketpair()
-        self._closed = False
-        self._thread = threading.Thread(target=self._watch, name="bamboo-neighbours", daemon=True)
-        self._thread.start()
+        self.dead: dict[str, tuple[MemberRecord, float]] = {}
+
+    @property
+    def pidfds(self) -> list[int]:
+        """Descriptors that are readable once somebody is dead; :meth:`look` then."""
+        return list(self._watched)
 
     def follow(self, members: Iterable[MemberRecord]) -> None:
         """Watch those of ``members`` (all that are registered) that this agent is to watch, and nobody else."""
         near = watched_by(self._me, members, process_space())
-        if near.keys() == self._known:
-            return
+        for pidfd, record in list(self._watched.items()):
+            if record.id not in near:
+                self._drop(pidfd)
         for member in near.keys() - self._known:
             self._add(near[member])
-        with self._lock:
-            for member in self._watched.keys() - near.keys():
-                self._dropped.append(self._watched.pop(member)[0])
         self._known = frozenset(near)
-        self._wake_write.send(b"\0")
 
     def _add(self, record: MemberRecord) -> None:
         try:
             pidfd = os.pidfd_open(record.agent_pid)
         except ProcessLookupError:
-            self._died(record, time.monotonic())
+            self._note(record)
             return
+        self._watched[pidfd] = record
         # Looked at only now: from here on the number cannot change its meaning.
         if started(record.agent_pid) != record.agent_started:
-            os.close(pidfd)
-            self._died(record, time.monotonic())
-            return
-        with self._lock:
-            self._watched[record.id] = pidfd, record
+            self._note(self._drop(pidfd))
 
-    def _watch(self) -> None:
-        while not self._closed:
-            poll = select.poll()
-            with self._lock:
-                # Nobody else closes any: while it is polled, a descriptor's number must not change its meaning.
-                while self._dropped:
-                    os.close(self._dropped.pop())
-                for pidfd, _ in self._watched.values():
-                    poll.register(pidfd, select.POLLIN)
-            poll.register(self._wake_read, select.POLLIN)
-            ready = {fd for fd, _ in poll.poll()}
-            now = time.monotonic()
-            if self._wake_read.fileno() in ready:
-                self._wake_read.recv(4096)
-            with self._lock:
-                dead = [record for pidfd, record in self._watched.values() if pidfd in ready]
-                for record in dead:
-                    os.close(self._watched.pop(record.id)[0])
-            for record in dead:
-                self._died(record, now)
+    def _note(self, record: MemberRecord) -> None:
+        self.dead[record.id] = record, time.monotonic()
+
+    def _drop(self, pidfd: int) -> MemberRecord:
+        os.close(pidfd)
+        return self._watched.pop(pidfd)
+
+    def look(self) -> None:
+        """Note who has died."""
+        for pidfd in wait(self.pidfds, 0.0):
+            assert isinstance(pidfd, int)
+            self._note(self._drop(pidfd))
 
     def close(self) -> None:
         """Watch no more. Idempotent."""
-        if self._closed:
-            return
-        self._closed = True
-        self._wake_write.send(b"\0")
-        self._thread.join()
-        for pidfd in [*self._dropped, *(pidfd for pidfd, _ in self._watched.values())]:
-            os.close(pidfd)
-        self._watched.clear()
-        self._dropped.clear()
-        self._wake_read.close()
-        self._wake_write.close()
+        for pidfd in self.pidfds:
+            self._drop(pidfd)
