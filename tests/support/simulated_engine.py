@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from bamboo_ds.config import RedundancyConfig, RedundancyMode
+from bamboo_ds.config import BambooConfig, RedundancyConfig, RedundancyMode
 from bamboo_ds.control.leader.actions import Feed, WritePlan
 from bamboo_ds.control.leader.boundary import next_change, policy_of, ready_copies
 from bamboo_ds.control.leader.decisions import fed
@@ -78,7 +78,6 @@ from bamboo_ds.topology import (
     Layout,
     Lent,
     Plan,
-    Policy,
     Role,
     StageMemory,
     holders_of,
@@ -694,7 +693,7 @@ class World:
             gone = {name for name, member in self.members.items() if member.left} | self.network.dead
             living = {name: record for name, record in self._records.items() if name not in gone}
             view = View(self.layout.size, self.plan, living, self._records, reports=self._reports, workers=self.states)
-            found = next_change(view, self.plan, policy_of(self.layout, True, Policy.min_gain, False, True))
+            found = next_change(view, self.plan, policy_of(self.layout, True, BambooConfig()))
             self._change = None if found is None else found.plan
         return self._change
 

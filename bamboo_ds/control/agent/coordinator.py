@@ -16,6 +16,7 @@ from contextlib import ExitStack
 from functools import partial
 
 from ...errors import LeaseExpired, PlanForged, StoreError, StoreUnavailable
+from ...job_settings import JobSettings
 from ...store import Lease, Store, WatchEvent
 from ...topology.plan import UNSTARTED, Plan
 from ..fencing import now as fence_clock
@@ -61,6 +62,7 @@ class Coordinator:
             thread.
         after_epoch: plans up to this one are none of the member's business.
         outage_s: seconds without etcd after which a member gives up that does not take part.
+        settings: what the member knows of the job's.
         display: shows the job to users while the member leads.
         clock, fence_clock: monotonic seconds, and those of :func:`bamboo_ds.control.fencing.now`.
     """
@@ -76,6 +78,7 @@ class Coordinator:
         last_heartbeat: Callable[[], float | None],
         after_epoch: int = 0,
         outage_s: float = math.inf,
+        settings: JobSettings = JobSettings(),  # noqa: B008  # immutable
         display: Display | None = None,
         clock: Callable[[], float] = time.monotonic,
         fence_clock: Callable[[], float] = fence_clock,
@@ -84,7 +87,7 @@ class Coordinator:
         self._clock, self._fence_clock = clock, fence_clock
         self._leader = leader
         self._record = record
-        self._outage_s = outage_s
+        self._outage_s, self._settings = outage_s, settings
         self._display = display
         self._callbacks = callbacks
         self._health = HealthReplies(store, record.id, last_heartbeat, clock)
@@ -324,6 +327,9 @@ class Coordinator:
     def _work(self, mirror: Mirror) -> float | None:
         """As :meth:`_turn`, with what etcd holds."""
         plan, stop = mirror.plan, mirror.stop
+        if self._settings.open and (job := mirror.job) is not None and not job.settings.open:
+            self._settings = job.settings
+            self._callbacks.on_settings(job.settings)
         if plan is not None:
             self._push(plan)
         if plan is not None and plan.lineage != self._known_lineage:
