@@ -13,6 +13,7 @@ from bamboo_ds.comm import inner, nccl
 from bamboo_ds.comm.inner import GLOO, NCCL, kind_for, use_for_cuda
 from bamboo_ds.config import BambooConfig
 from bamboo_ds.control.agent.command import local_rank
+from bamboo_ds.job_settings import JobSettings
 from bamboo_ds.worker.channel import WorkerChannel
 from bamboo_ds.worker.job import Job
 
@@ -65,7 +66,9 @@ def test_the_setting_holds_from_the_first_group_on(monkeypatch: pytest.MonkeyPat
     block = BambooConfig.model_validate({"comm": {"cuda_backend": "gloo"}})
     here, there = socket.socketpair()
     with here, there:
-        channel = WorkerChannel(there, member="a", job="j", rank=0, world_size=1, address="127.0.0.1")
+        channel = WorkerChannel(
+            there, member="a", job="j", rank=0, world_size=1, address="127.0.0.1", settings=JobSettings(open=True)
+        )
         job = Job(channel, block, timedelta(seconds=1))
         try:
             assert kind_for(CUDA) == GLOO

@@ -628,7 +628,7 @@ def test_a_collector_that_is_no_url_and_one_without_the_package(monkeypatch: pyt
     block = bamboo_config({"bamboo": {"observe": {"otlp": "http://collector:4318/"}}})
     assert block is not None and block.observe.otlp == "http://collector:4318"
     with pytest.raises(ConfigError, match=r"bamboo_ds\[otel\]"):
-        block.check()
+        JobSettings.resolve(block, {})
 
 
 @pytest.mark.parametrize("url", ["https://me:hunter2@c:4318", "me:hunter2@c:4318", "http://c:4318/?key=hunter2"])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, MutableMapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from datetime import datetime, timezone
 from typing import Any
 
@@ -18,7 +18,7 @@ from pydantic import TypeAdapter
 from ..config import BambooConfig
 from ..errors import ConfigError
 from ..job_settings import JobSettings
-from ..secret import ENV_SECRET_FILE, NONE, JobSecret
+from ..secret import ENV_SECRET, ENV_SECRET_FILE, NONE, JobSecret
 from .notices import build_sources
 from .registry.access import ENV_AGENT
 from .registry.records import JobRecord
@@ -144,8 +144,9 @@ class AgentSettings(MemberOptions):
 
     def environment(self, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
         """The environment of the agent, from that of the process that starts it. Command lines are read by all."""
-        told = {name: value for name, value in environ.items() if name != ENV_SECRET_FILE}
-        return {**told, ENV_AGENT: _SETTINGS.dump_json(self, exclude_defaults=True).decode()}
+        inherited = {name: value for name, value in environ.items() if name != ENV_SECRET_FILE}
+        told = _SETTINGS.dump_json(self, exclude={"secret"}, exclude_defaults=True).decode()
+        return {**inherited, ENV_AGENT: told, ENV_SECRET: self.secret.text}
 
 
 _SETTINGS = TypeAdapter(AgentSettings)
@@ -164,4 +165,4 @@ def settings_told(environ: MutableMapping[str, str]) -> AgentSettings:
     """
     if ENV_AGENT not in environ:
         raise ConfigError("this is no command for users: `bamboo run`, `bamboo launch` and `bamboo join` start agents")
-    return _SETTINGS.validate_json(environ.pop(ENV_AGENT))
+    return replace(_SETTINGS.validate_json(environ.pop(ENV_AGENT)), secret=JobSecret(environ.get(ENV_SECRET, "")))
