@@ -85,7 +85,7 @@ def _become_supervisor(settings: BambooConfig | None, timeout: timedelta) -> Non
         if ENV_LAUNCH not in os.environ or ENV_MEMBER in os.environ:
             return
         path = os.environ.get(ENV_CONFIG)
-        settings = (bamboo_config(path) if path else None) or BambooConfig()
+        settings = bamboo_config(path) if path else None
     ranks.adopt_slurm(os.environ)
     place = ranks.launched(os.environ)
     if place is None:

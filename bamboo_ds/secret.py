@@ -107,13 +107,8 @@ def given(environ: Mapping[str, str]) -> JobSecret | None:
     return None if path is None else _checked(_read(path), f"{ENV_SECRET_FILE}: {path}")
 
 
-def handed(environ: Mapping[str, str]) -> JobSecret:
-    """The secret that a process of a job has been started with."""
-    return JobSecret(environ.get(ENV_SECRET, ""))
-
-
 def taken(environ: MutableMapping[str, str]) -> JobSecret:
-    """As :func:`handed`; the process's own children do not get it."""
+    """The secret that a worker has been started with; its own children do not get it."""
     environ.pop(ENV_SECRET_FILE, None)
     return JobSecret(environ.pop(ENV_SECRET, ""))
 

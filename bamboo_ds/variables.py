@@ -18,7 +18,7 @@ ENV_TEE = "BAMBOO_TEE"
 ENV_LAUNCH = "BAMBOO_LAUNCH"
 #: The configuration whose block counts, where the script's is not on its command line.
 ENV_CONFIG = "BAMBOO_CONFIG"
-#: How many steps are checked, in place of ``redundancy.check_exact``; every worker that is told has it.
+#: How many steps are checked, in place of ``redundancy.check_exact``.
 ENV_CHECK_EXACT = "BAMBOO_CHECK_EXACT"
 
 # An agent sets these, and some of the above, for its worker.
@@ -26,14 +26,13 @@ ENV_CHECK_EXACT = "BAMBOO_CHECK_EXACT"
 ENV_MEMBER = "BAMBOO_MEMBER"
 #: The worker's end of the channel.
 ENV_FD = "BAMBOO_CHANNEL_FD"
-ENV_HEARTBEAT_TIMEOUT = "BAMBOO_HEARTBEAT_TIMEOUT"
 ENV_JOINER = "BAMBOO_JOINER"
 #: Number of the job's restart that the worker belongs to; not set before the first one.
 ENV_RESTARTS = "BAMBOO_RESTART_COUNT"
 #: Folder of the checkpoint that a restart goes on from, if there is one.
 ENV_RESTART_FROM = "BAMBOO_RESTART_FROM"
-#: Settings that the command line gives in place of those of the script's block: JSON, values by path.
-ENV_OVERRIDES = "BAMBOO_OVERRIDES"
+#: The job's settings: JSON, see :class:`~bamboo_ds.job_settings.JobSettings`.
+ENV_SETTINGS = "BAMBOO_SETTINGS"
 
 
 def checked_steps(environ: Mapping[str, str]) -> int | None:

@@ -26,9 +26,12 @@ from bamboo_ds.control.messages import (
 )
 from bamboo_ds.control.registry.records import LayoutRecord, StoreRecord, SuspicionRecord
 from bamboo_ds.errors import EpochChanged
+from bamboo_ds.job_settings import JobSettings
 from bamboo_ds.topology import Layout, Plan
 from bamboo_ds.worker import channel as module
 from bamboo_ds.worker.channel import WorkerChannel
+
+from .support.settings import unchecked
 
 PLAN = Plan(epoch=1, owners=("a", "b"), members=("a", "b"), store_host="a")
 
@@ -47,7 +50,7 @@ class Agent:
             rank=0,
             world_size=2,
             address="127.0.0.1",
-            heartbeat_timeout_s=heartbeat_timeout_s,
+            settings=JobSettings(values=unchecked(heartbeat_timeout_s=heartbeat_timeout_s)),
         )
         self.plans: list[Plan] = []
         self.closed = threading.Event()

@@ -13,18 +13,15 @@ from bamboo_ds.comm import inner, nccl
 from bamboo_ds.comm.inner import GLOO, NCCL, kind_for, use_for_cuda
 from bamboo_ds.config import BambooConfig
 from bamboo_ds.control.agent.command import local_rank
-from bamboo_ds.control.settings import AgentSettings, parse_arguments
+from bamboo_ds.job_settings import JobSettings
 from bamboo_ds.worker.channel import WorkerChannel
 from bamboo_ds.worker.job import Job
+
+from .support.settings import agent
 
 pytestmark = pytest.mark.claim("reference/limits.md", "reference/settings.md")
 
 CUDA = torch.device("cuda")
-
-
-def settings(slot: int, home: int | None = None) -> AgentSettings:
-    options = [f"--slot={slot}", "--world-size=4", "--job=j", "--store=http://127.0.0.1:1", "--parent-pid=1"]
-    return parse_arguments([*options, *([f"--home={home}"] if home is not None else []), "--", "true"])
 
 
 @pytest.mark.parametrize(
@@ -47,7 +44,7 @@ def test_local_ranks(
     for gpu in range(driver):
         (tmp_path / "gpus" / str(gpu)).mkdir(parents=True)
     environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    assert local_rank(settings(slot, home), environ, tmp_path / "gpus") == expected
+    assert local_rank(agent(slot=slot, home=home), environ, tmp_path / "gpus") == expected
 
 
 @pytest.mark.parametrize(
@@ -71,7 +68,9 @@ def test_the_setting_holds_from_the_first_group_on(monkeypatch: pytest.MonkeyPat
     block = BambooConfig.model_validate({"comm": {"cuda_backend": "gloo"}})
     here, there = socket.socketpair()
     with here, there:
-        channel = WorkerChannel(there, member="a", job="j", rank=0, world_size=1, address="127.0.0.1")
+        channel = WorkerChannel(
+            there, member="a", job="j", rank=0, world_size=1, address="127.0.0.1", settings=JobSettings(open=True)
+        )
         job = Job(channel, block, timedelta(seconds=1))
         try:
             assert kind_for(CUDA) == GLOO

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,18 +20,19 @@ from torch import nn
 from bamboo_ds.cli import demo_train
 from bamboo_ds.config import parse_block
 from bamboo_ds.control.agent.command import worker_environment
-from bamboo_ds.control.settings import MemberOptions, parse_arguments
 from bamboo_ds.engine.context.lanes import RehearsalLanes, Stream
 from bamboo_ds.engine.iteration.exactness import ExactChecks
 from bamboo_ds.engine.iteration.facts import as_text, differences, only_rounded
 from bamboo_ds.engine.stage.optimizers import PlainOptimizer
 from bamboo_ds.engine.stage.tracing import Traces, owner_of
 from bamboo_ds.errors import ConfigError, Inexact
+from bamboo_ds.job_settings import JobSettings
 from bamboo_ds.schedule import ResendActivation, ResendGrad, UseRole, rehearsal_passes, rehearsal_sends
 from bamboo_ds.topology import Layout, Role, initial_plan, with_redundancy
 from bamboo_ds.variables import checked_steps
 
 from .support.jobs import SUPPORT, RunningJob, run_bamboo, write_config
+from .support.settings import agent
 from .support.sliced_jobs import TRAIN_SLICED
 from .support.surviving import Reference, fault, survive
 
@@ -324,26 +325,14 @@ def test_the_number_of_steps_comes_from_the_block_the_option_or_a_variable(monke
         told = usual.overridden({"redundancy.check_exact": steps})
         assert [told.redundancy.steps_to_check(device) for device in devices] == [steps] * 2
     with pytest.raises(ConfigError, match=r'--check-exact, BAMBOO_CHECK_EXACT\) is 2, and .*mode" is "none"'):
-        MemberOptions.from_block(without, job="j", address="", command=(), check_exact=2)
+        JobSettings.resolve(without, {"check_exact": 2})
     with pytest.raises(ConfigError, match="BAMBOO_CHECK_EXACT is '-1': set it to the number of steps"):
         checked_steps({"BAMBOO_CHECK_EXACT": "-1"})
     assert checked_steps({}) is None and checked_steps({"BAMBOO_CHECK_EXACT": "4"}) == 4
     monkeypatch.setenv("BAMBOO_CHECK_EXACT", "7")  # of another job that this process is in
     for told in (None, 0, 4):
-        more = [] if told is None else [f'--overrides={{"redundancy.check_exact":{told}}}']
-        needed = [
-            "--slot=0",
-            "--world-size=1",
-            "--store=http://e:1",
-            "--job=j",
-            "--parent-pid=1",
-            *more,
-            "--",
-            "python",
-        ]
-        settings = parse_arguments(needed)
-        assert settings.bamboo.redundancy.check_exact == told
-        assert [option for option in settings.to_arguments() if option.startswith("--overrides")] == more
-        assert worker_environment(settings, "m").get("BAMBOO_CHECK_EXACT") == (
-            None if told is None else json.dumps(told)
-        )
+        settings = replace(agent(), settings=JobSettings.resolve(parse_block({}), {"check_exact": told}))
+        environment = worker_environment(settings, "m")
+        assert "BAMBOO_CHECK_EXACT" not in environment
+        known = JobSettings.model_validate_json(environment["BAMBOO_SETTINGS"])
+        assert known.of_script(parse_block({"redundancy": {"check_exact": told}})).redundancy.check_exact == told

@@ -56,7 +56,7 @@ def job(meanwhile: Callable[[Job], None] = lambda job: None) -> Job:
     epoch = SimpleNamespace(links=Links(lambda: meanwhile(one)), plan=plan())
     session: Any = SimpleNamespace(plan=epoch.plan, current=epoch, timeout=timedelta(seconds=2 * PATIENCE_S))
     session.wait = partial(Session.wait, session)
-    one.channel = MagicMock(contact=None, job="j", member="a", overrides={})
+    one.channel = MagicMock(contact=None, job="j", member="a")
     one.session, one.settings, one._step = session, BambooConfig(), 0
     one.find_checkpoint = lambda plan: "/checkpoints/step40"
     return one

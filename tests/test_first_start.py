@@ -11,16 +11,18 @@ import pytest
 
 from bamboo_ds.cli import main
 from bamboo_ds.control.leader.restarts import fatal_plan, unstarted_plan
+from bamboo_ds.control.registry import vacancies
 from bamboo_ds.control.registry.keys import Keys
 from bamboo_ds.control.registry.records import JobRecord, MemberRecord, RestartRecord, StopRecord
-from bamboo_ds.control.settings import AgentSettings
+from bamboo_ds.control.settings import AgentSettings, MemberOptions
 from bamboo_ds.errors import ConfigError, JobOver, LaunchError, StoreUnavailable
+from bamboo_ds.job_settings import JobSettings
 from bamboo_ds.launchers import join
 from bamboo_ds.launchers.jobs import JobLocation
 from bamboo_ds.store.records import Snapshot
 from bamboo_ds.topology.planner import initial_plan
 
-from .support.settings import unchecked
+from .support.settings import block
 from .support.simulated_etcd import Etcd, SimStore
 
 pytestmark = pytest.mark.claim("guides/clusters.md", "reference/cli.md")
@@ -29,7 +31,8 @@ pytestmark = pytest.mark.claim("guides/clusters.md", "reference/cli.md")
 BUILDING = replace(initial_plan(["m0-a", "m1-b"]), epoch=1, generation=0, origin="x")
 FIRST = RestartRecord(generation=0, after_epoch=0, ranks={0: (0,), 1: (1,)})
 MEMBER = MemberRecord(id="m0-a", slot=0, host="h", address="x", pid=1, agent_pid=2, incarnation="a")
-SPEC = JobRecord(job="gpt", world_size=2).to_json()
+SPEC = JobRecord(job="gpt", world_size=2, settings=JobSettings(values=block(max_restarts=9))).to_json()
+UNRESTARTED = JobRecord(job="gpt", world_size=2, settings=JobSettings(values=block(max_restarts=0))).to_json()
 
 Prepare = Callable[..., AgentSettings]
 
@@ -52,11 +55,11 @@ def prepare(store: SimStore, monkeypatch: pytest.MonkeyPatch) -> Prepare:
     """:func:`join.prepare` over ``etcd``; leases of the job last for no time."""
     monkeypatch.setattr(join, "open_store", lambda *_: store)
     monkeypatch.setattr(join, "_POLL_S", 0.001)
+    monkeypatch.setattr(vacancies, "_DESERTED", 0.0002)
 
     def call(wait_s: float = 3.0, start: int | None = 2, max_restarts: int = 9) -> AgentSettings:
-        block = unchecked(lease_ttl_s=0.001, max_restarts=max_restarts)
-        told: dict[str, Any] = {"job": "gpt", "command": ("x",), "store": "x", "block": block}
-        return join.prepare(join.JoinOptions(**told, wait_s=wait_s, start=start))
+        settings = JobSettings.resolve(block(max_restarts=max_restarts), {})
+        return join.prepare(MemberOptions(job="gpt", command=("x",), store="x", settings=settings), start, wait_s)
 
     return call
 
@@ -84,7 +87,7 @@ def test_while_one_that_builds_is_there_members_wait_for_it(etcd: Etcd, prepare:
 
 
 def test_without_restarts_nobody_leads_a_deserted_job(etcd: Etcd, prepare: Prepare) -> None:
-    keep(etcd, spec=SPEC, plan=BUILDING.to_json())
+    keep(etcd, spec=UNRESTARTED, plan=BUILDING.to_json())
     with pytest.raises(LaunchError, match="has not built its engines"):
         prepare(wait_s=0.1, start=None, max_restarts=0)
 
@@ -104,11 +107,13 @@ def test_who_comes_with_another_number_of_members_starts_nothing(etcd: Etcd, pre
     assert Keys.SPEC not in etcd.keys
 
 
-def test_who_would_not_restart_cannot_wait_for_a_first_start(etcd: Etcd, prepare: Prepare) -> None:
+def test_who_would_go_by_other_settings_does_not_join(etcd: Etcd, prepare: Prepare) -> None:
     keep(etcd, spec=SPEC, plan=unstarted_plan(2, None).to_json())
-    with pytest.raises(ConfigError, match=r"set bamboo\.recovery\.max_restarts to more than 0"):
+    with pytest.raises(ConfigError, match=r"bamboo\.recovery\.max_restarts is 0 here and 9 in the job: a job goes by"):
         prepare(start=None, max_restarts=0)
-    keep(etcd, plan=fatal_plan(BUILDING, (), BUILDING.members).to_json())
+    with pytest.raises(ConfigError, match=r"--start needs restarts: set bamboo\.recovery\.max_restarts"):
+        prepare(start=2, max_restarts=0)
+    keep(etcd, spec=UNRESTARTED, plan=fatal_plan(BUILDING, (), BUILDING.members).to_json())
     with pytest.raises(JobOver, match="has ended by a fatal loss"):
         prepare(start=None, max_restarts=0)
 

@@ -25,6 +25,7 @@ from bamboo_ds.store.records import KeyValue, Snapshot
 from .support.control import Job, start
 from .support.etcd import EtcdServer, Recorder
 from .support.jobs import SUPPORT, RunningJob, write_config
+from .support.settings import agent
 
 pytestmark = pytest.mark.claim("guides/elastic.md", "guides/security.md", "reference/cli.md")
 
@@ -56,7 +57,7 @@ def mirror(*records: MemberRecord | LeftRecord | StopRecord) -> Mirror:
 
 
 def test_a_guest_that_etcd_has_forgotten_may_come_back() -> None:
-    members = JoinedMembers(range(2), return_s=4.0)
+    members = JoinedMembers(agent(lease_ttl_s=2), range(2))
     assert members.look(mirror(guest()), 100.0) == {"m9-guest"}
     assert members.look(mirror(), 200.0) == {"m9-guest"}
     assert members.look(mirror(guest()), 203.0) == {"m9-guest"}
@@ -80,7 +81,7 @@ def test_forged_records_hold_no_request_to_stop_up(etcd: EtcdServer, monkeypatch
     ):
         for request in (
             lambda: _stop_members(JobLocation(job, etcd.url)),
-            lambda: tell_to_stop(etcd.url, job, signal.SIGTERM, "x"),
+            lambda: tell_to_stop(agent(job=job, store=etcd.url), signal.SIGTERM, "x"),
         ):
             store.delete_prefix("")
             store.put(Keys.member("m9-guest"), guest().to_json())

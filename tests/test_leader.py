@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bamboo_ds.control.leader.actions import StopJob, Wait, WritePlan
+from bamboo_ds.control.leader.actions import Complete, StopJob, Wait, WritePlan
 from bamboo_ds.control.leader.decisions import EXIT_CONFIG, Decider
 from bamboo_ds.control.leader.view import View
 from bamboo_ds.control.registry.keys import Keys
@@ -27,13 +27,14 @@ from bamboo_ds.control.registry.records import (
     WorkerState,
 )
 from bamboo_ds.errors import EXIT_FATAL_LOSS
+from bamboo_ds.job_settings import JobSettings
 from bamboo_ds.observe.live import LiveJob
 from bamboo_ds.processes import boot_id
 from bamboo_ds.store.records import KeyValue, Snapshot, WatchEvent
 from bamboo_ds.topology import Layout, Plan, StageMemory, planner
 from bamboo_ds.topology.planner import initial_plan, takeover, with_redundancy
 
-from .support.settings import deciding
+from .support.settings import block, deciding
 
 pytestmark = pytest.mark.claim(
     "guides/elastic.md", "guides/even-shares.md", "guides/scripts.md", "reference/cli.md", "reference/settings.md"
@@ -151,6 +152,23 @@ def test_different_layouts_stop() -> None:
         assert isinstance(action, StopJob)
         assert action.code == EXIT_CONFIG
         assert "a has 1 pipelines of 4 stages with redundancy, d has" in action.reason
+
+
+def test_what_workers_go_by_completes_an_open_record() -> None:
+    """Before the first plan with stages, which is made by that; a worker that goes by something else ends the job."""
+    opened, own = JobSettings(values=block(max_restarts=0), open=True), block(max_restarts=0, zones_apart=False)
+    first = initial_plan(IDS)
+    told = {name: report(name).model_copy(update={"settings": own}) for name in IDS}
+    view = View(world_size=4, plan=first, members=members(*IDS), reports=told, settings=opened)
+    assert decider().decide(view, 100.0) == Complete(own)
+    after = replace(view, settings=opened.completed(own))
+    assert isinstance(decider().decide(after, 100.0), WritePlan)
+    told[IDS[2]] = report(IDS[2]).model_copy(update={"settings": block(max_restarts=0)})
+    for each in (view, after):
+        action = decider().decide(each, 100.0)
+        assert isinstance(
+            action, StopJob
+        ) and f"the script of {IDS[2]} differs from others in topology.zones_apart" in (action.reason)
 
 
 def test_layout_of_another_size_stops() -> None:

@@ -7,26 +7,27 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
-from bamboo_ds.config import BambooConfig, NoticesConfig
+from bamboo_ds.config import NoticesConfig
 from bamboo_ds.control.agent.command import worker_environment
 from bamboo_ds.control.notices import Notice, NoticeSource, NoticeWatcher, build_sources
 from bamboo_ds.control.notices.aws import AwsSource
 from bamboo_ds.control.notices.azure import AzureSource
 from bamboo_ds.control.notices.gcp import GcpSource
 from bamboo_ds.control.notices.hooks import FileSource, HttpSource
-from bamboo_ds.control.settings import parse_arguments
+from bamboo_ds.control.settings import settings_told
 from bamboo_ds.errors import ConfigError
+from bamboo_ds.job_settings import JobSettings
 
 from .support.leaks import no_leaks
 from .support.metadata_servers import AwsMetadata, AzureMetadata, GoogleMetadata, HookServer, MetadataServer
 from .support.notices import POLL_S, Log, Watching, recorded_log
+from .support.settings import agent
 
 pytestmark = pytest.mark.claim("guides/notices.md", "reference/settings.md")
 
@@ -43,15 +44,24 @@ def log() -> Iterator[Log]:
         yield recorded
 
 
-def test_passwords_in_urls_are_in_no_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    notices = NoticesConfig(sources=["http"], url="http://me:secret@127.0.0.1/notice")
-    options = ["--slot=0", "--world-size=1", "--job=j", "--store=http://127.0.0.1:1", "--parent-pid=1", "--", "true"]
-    settings = replace(parse_arguments(options), block=BambooConfig(notices=notices))
-    assert "secret" not in " ".join(settings.to_arguments())
-    for name, value in settings.environment().items():
-        monkeypatch.setenv(name, value)
-    assert parse_arguments(settings.to_arguments()) == settings
-    assert "secret" not in " ".join(worker_environment(settings, "m").values())
+def test_passwords_in_urls_are_in_no_command_line_and_not_in_etcd() -> None:
+    """A member that has the job's settings from there adds the password of its own configuration."""
+    url = "http://me:secret@127.0.0.1/notice"
+    own = agent(sources=["http"], url=url)
+    assert "secret" not in " ".join(own.agent_command)
+    environment = own.environment({})
+    assert settings_told(environment) == own
+    assert "secret" not in " ".join(worker_environment(own, "m").values())
+    record = own.record(1).settings
+    assert record.values.notices.url == "http://***@127.0.0.1/notice"
+    assert record.of_member(own.settings).values.notices.url == url
+    for other in ({"url": "http://me:secret@127.0.0.2/notice"}, {"sources": (), "url": None}):
+        values = own.bamboo.overridden({f"notices.{name}": value for name, value in other.items()})
+        with pytest.raises(ConfigError, match=r"bamboo\.notices\.url is ") as caught:
+            record.of_member(JobSettings(values=values))
+        assert "secret" not in str(caught.value)
+    with pytest.raises(ConfigError, match="a password, which etcd does not keep"):
+        record.of_member(JobSettings(open=True))
 
 
 # -- watcher --------------------------------------------------------------------------------------------

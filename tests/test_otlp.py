@@ -14,6 +14,7 @@ import pytest
 from bamboo_ds.config import bamboo_config
 from bamboo_ds.control.settings import AgentSettings
 from bamboo_ds.control.web.feed import Feed
+from bamboo_ds.job_settings import JobSettings
 from bamboo_ds.observe.events import EventWriter, read_events
 from bamboo_ds.secret import JobSecret
 
@@ -170,7 +171,9 @@ def test_the_last_report_has_the_newest_events(collector: Collector, tmp_path: P
     block = bamboo_config({"bamboo": {"observe": {"http": "127.0.0.1:0", "otlp": collector.url}}})
     assert block is not None
     known: dict[str, Any] = {"store": "x", "parent_pid": 1, "command": ("x",), "secret": JobSecret("x" * 40)}
-    settings = AgentSettings(job="recorded", slot=0, world_size=1, block=block, events=str(path), **known)
+    settings = AgentSettings(
+        job="recorded", slot=0, world_size=1, settings=JobSettings(values=block), events=str(path), **known
+    )
     event = next(read_events(RECORDED))
     with no_leaks():
         site = Site(settings, None)

@@ -14,9 +14,11 @@ from bamboo_ds.control.registry.access import open_store
 from bamboo_ds.control.registry.keys import Keys
 from bamboo_ds.control.registry.records import JobRecord, LayoutRecord, MemberRecord, WorkerState
 from bamboo_ds.errors import ConfigError
+from bamboo_ds.job_settings import JobSettings
 from bamboo_ds.topology import Layout, Plan, initial_plan, takeover, with_redundancy
 
 from .support.etcd import EtcdServer, new_namespace
+from .support.settings import block
 
 pytestmark = pytest.mark.claim("guides/even-shares.md", "reference/cli.md")
 
@@ -94,12 +96,12 @@ def test_a_running_job(keys: Keyspace) -> None:
     expected = report(*keys.arguments)
     assert (expected["iteration_s"], expected["next_iteration_s"]) == (0.4, 0.2)
     assert "an iteration takes 0.4 s, and is expected to take 0.2 s" in expected["reasons"]
-    keys.put(Keys.SPEC, JobRecord(job=keys.job, world_size=4, min_gain=0.6))
+    keys.put(Keys.SPEC, JobRecord(job=keys.job, world_size=4, settings=JobSettings(values=block(min_gain=0.6))))
     calm = report(*keys.arguments)
     assert next_owners(calm) == ["a", "b", "b", "d"]
     assert "another plan would be 50.0% faster: topology.min_gain asks for 60.0%" in calm["reasons"]
     assert next_owners(report(*keys.arguments, "--min-gain", "0.1")) == next_owners(grown)
-    keys.put(Keys.SPEC, JobRecord(job=keys.job, world_size=4, standby_replicas=True))
+    keys.put(Keys.SPEC, JobRecord(job=keys.job, world_size=4, settings=JobSettings(values=block(replicas=True))))
     assert report(*keys.arguments) == expected  # nobody stands by
     # A copy that a learner reports complete is not made again.
     members = {"members": (*keys.plan.members, "e"), "homes": (*keys.plan.homes, 0)}

@@ -25,6 +25,7 @@ from bamboo_ds.control.registry.keys import Keys
 from bamboo_ds.control.registry.records import StopRecord
 from bamboo_ds.control.settings import MemberOptions
 from bamboo_ds.errors import EXIT_EVICTED, EXIT_FATAL_LOSS, EXIT_LEFT, EXIT_OVER
+from bamboo_ds.job_settings import JobSettings
 from bamboo_ds.secret import JobSecret
 
 from .support.compare import differences
@@ -122,7 +123,7 @@ def test_variables_exist() -> None:
 def test_blocks_are_valid(name: str) -> None:
     """A restart waits for as many members as there are GPUs for workers: NCCL refuses two workers on one."""
     config = configurations()[name]
-    options = MemberOptions.from_block(block(config), job="gpt-1", command=("train.py",))
+    options = MemberOptions(job="gpt-1", command=("train.py",), settings=JobSettings.resolve(block(config), {}))
     options.check_notices()
     assert options.bamboo.recovery.min_members == 8
     assert options.bamboo.recovery.max_restarts, "bamboo join --start needs restarts"

@@ -30,7 +30,7 @@ def test_a_job_that_has_gone_on_with_a_newer_version_is_over_for_it(
     settings: Any = SimpleNamespace(bamboo=block, rejoins=0, feeder=False, waiting=False, slot=1)
     slot = Slot(settings, "m1")
     slot.state = State.REJOINING
-    rejoin = Rejoin(settings, "m1", slot)
+    rejoin = Rejoin("m1", slot)
     monkeypatch.setattr(rejoin, "_open", lambda: nullcontext(store))
     rejoin.find(Mailbox())
     assert slot.state is State.ENDED and slot.next is None

@@ -379,8 +379,9 @@ def test_settings_of_the_script(start: Start, tmp_path: Path) -> None:
     config = tmp_path / "ds.json"
     config.write_text(json.dumps({"bamboo": {"membership": {"lease_ttl_s": 7, "heartbeat_timeout_s": 3}}}))
     script = tmp_path / "script.py"
-    words = "os.environ['BAMBOO_HEARTBEAT_TIMEOUT'], os.isatty(1), os.isatty(2), os.get_terminal_size().columns"
-    script.write_text(f"import os, sys; print({words}, *sys.argv[1:])")
+    known = "json.loads(os.environ['BAMBOO_SETTINGS'])['values']['membership']['heartbeat_timeout_s']"
+    words = f"{known}, os.isatty(1), os.isatty(2), os.get_terminal_size().columns"
+    script.write_text(f"import json, os, sys; print({words}, *sys.argv[1:])")
     arguments = ["-n", "2", "--deepspeed_config", str(config), "--", "-x"]
     command = [*BAMBOO, "run", "--quiet", "-n", "1", str(script), *arguments]
     terminal, inside = pty.openpty()
@@ -415,7 +416,7 @@ def test_script_without_bamboo_runs_as_it_would_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["-n", "3", "--pipelines", "2", "x.py"], "--pipelines 2 does not divide -n 3"),
+        (["-n", "3", "--pipelines", "2", __file__], "--pipelines 2 does not divide -n 3"),
         (["-n", "1", "--job", "a/b", "x.py"], "job name 'a/b' is not usable"),
         (["-n", "1", "x.py", "--deepspeed_config", "/does/not/exist"], "does not exist"),
         (["-n", "1", "--events", "/does/not/exist/e", __file__], "/does/not/exist"),

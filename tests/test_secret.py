@@ -25,13 +25,12 @@ from bamboo_ds import secret
 from bamboo_ds.comm import handshake
 from bamboo_ds.comm.handshake import Door, Handshake, Refused, calling, hosting
 from bamboo_ds.comm.keyvalue import Client, Server
-from bamboo_ds.config import BambooConfig
 from bamboo_ds.control.agent.command import worker_environment
 from bamboo_ds.control.registry.access import check_secret, embedded_etcd
 from bamboo_ds.control.registry.keys import Keys
 from bamboo_ds.control.registry.mirror import Mirror
 from bamboo_ds.control.registry.records import LeaderRecord, ProgressRecord, RestartRecord
-from bamboo_ds.control.settings import AgentSettings, MemberOptions, parse_arguments
+from bamboo_ds.control.settings import settings_told
 from bamboo_ds.errors import ConfigError, LaunchError, StoreError
 from bamboo_ds.launchers import jobs
 from bamboo_ds.observe.logs import LOGGER
@@ -39,6 +38,8 @@ from bamboo_ds.secret import ENV_SECRET, ENV_SECRET_FILE, NONE, JobSecret
 from bamboo_ds.store.certificates import certificates_of
 from bamboo_ds.store.records import KeyValue, Snapshot, WatchEvent
 from bamboo_ds.topology.planner import initial_plan
+
+from .support.settings import agent
 
 pytestmark = pytest.mark.claim("guides/security.md")
 
@@ -69,7 +70,7 @@ def test_where_it_comes_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv(ENV_SECRET, OURS.text)
     assert secret.find("j") == OURS
     monkeypatch.setenv(ENV_SECRET, "")  # of a process of a job that has none
-    assert secret.find("j") == NONE == secret.handed(os.environ)
+    assert secret.find("j") == NONE
     assert secret.taken(environ := {ENV_SECRET: TEXT, ENV_SECRET_FILE: "x", "A": "b"}) == JobSecret(TEXT)
     assert environ == {"A": "b"}
 
@@ -126,21 +127,12 @@ def test_an_empty_variable_of_the_user_is_refused() -> None:
         secret.given({ENV_SECRET: ""})
 
 
-def test_it_is_on_no_command_line_and_in_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    options = MemberOptions.from_block(BambooConfig(), job="j", address="127.0.0.1", command=("x",), secret=OURS)
-    settings = AgentSettings(
-        **options.member_options(),
-        slot=0,
-        world_size=1,
-        store="unix:///x",
-        parent_pid=1,
-    )
-    arguments, environment = settings.to_arguments(), settings.environment()
-    assert OURS.text not in f"{arguments} {settings!r} {OURS!r} {OURS}"
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    assert parse_arguments(arguments) == settings
-    assert environment[ENV_SECRET] == worker_environment(settings, "m0-1")[ENV_SECRET] == OURS.text
+def test_it_is_on_no_command_line_and_in_no_text() -> None:
+    settings = agent(secret=OURS)
+    environment = settings.environment({})
+    assert OURS.text not in f"{settings.agent_command} {settings!r} {OURS!r} {OURS}"
+    assert settings_told(environment) == settings and environment == {ENV_SECRET: OURS.text}
+    assert worker_environment(settings, "m0-1")[ENV_SECRET] == OURS.text
 
 
 # -- records in etcd --------------------------------------------------------------------------------------

@@ -10,7 +10,8 @@ import pytest
 from click.testing import CliRunner
 
 from bamboo_ds.cli.main import cli
-from bamboo_ds.config import BambooConfig, RedundancyMode, parse_block, paths_by_name
+from bamboo_ds.config import BambooConfig, RedundancyMode, parse_block
+from bamboo_ds.job_settings import paths_by_name
 from bamboo_ds.observe import events as ev
 from bamboo_ds.simulate.bamboo import planned
 from bamboo_ds.simulate.baselines import SampleDropping, Stock

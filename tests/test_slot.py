@@ -86,7 +86,7 @@ def test_after_a_fatal_loss_it_waits_for_the_restart() -> None:
     waiting.note_restart(replace_restart(after_epoch=FATAL.epoch))
     assert waiting.state is State.STARTING and waiting.next is not None
     told = waiting.next
-    assert (told.rank, told.generation, told.restart_from, told.extra_ranks) == (1, 1, "/c", {2: 7})
+    assert (told.rank, told.generation, told.restart_from, told.extra) == (1, 1, "/c", {2: 7})
     assert not told.waiting and not told.joins
 
 

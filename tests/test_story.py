@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from bamboo_ds.cli.main import cli
 from bamboo_ds.config import parse_block
 from bamboo_ds.control.settings import MemberOptions
 from bamboo_ds.errors import ConfigError, ProtocolError
+from bamboo_ds.job_settings import JobSettings
 from bamboo_ds.launchers.folders import folder_of, with_logs
 from bamboo_ds.launchers.narration import Narration, banner
 from bamboo_ds.launchers.screen import Screen
@@ -363,15 +365,12 @@ def test_the_file_of_a_job_that_has_ended(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.delenv("BAMBOO_LOGS", raising=False)
     monkeypatch.chdir(tmp_path)
-    found = with_logs({"job": "gpt", "logs": None, "events": None}, None, default=True)
-    folder = tmp_path / "bamboo-logs" / "gpt"
-    assert found == {"job": "gpt", "logs": str(folder), "events": str(folder / "events.jsonl")}
+    gpt = MemberOptions(job="gpt", command=())
+    found, folder = with_logs(gpt, None, default=True), tmp_path / "bamboo-logs" / "gpt"
+    assert (found.logs, found.events) == (str(folder), str(folder / "events.jsonl"))
     assert folder.stat().st_mode & 0o777 == 0o700
-    assert with_logs({**found, "events": "/e"}, "other") == {
-        **found,
-        "logs": str(tmp_path / "other/gpt"),
-        "events": "/e",
-    }
+    other = with_logs(replace(found, events="/e"), "other")
+    assert (other.logs, other.events) == (str(tmp_path / "other/gpt"), "/e")
     assert with_logs(found, None) == found
     write(folder / "events.jsonl", losing_run())
     assert "exit code 0" in CliRunner().invoke(cli, ["events", "--job", "gpt"]).output
@@ -385,7 +384,7 @@ def test_a_folder_that_cannot_be_made(
     """The default one is done without, one that the user has named is an error."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bamboo-logs").write_text("a file")
-    none = {"job": "gpt", "logs": None, "events": None}
+    none = MemberOptions(job="gpt", command=())
     assert with_logs(none, None, default=True) == none
     assert len(caplog.records) == 1 and "name a folder with --logs" in caplog.text
     with pytest.raises(ConfigError, match=r"--logs .*bamboo-logs \(BAMBOO_LOGS\) cannot be written to"):
@@ -429,7 +428,7 @@ def test_the_banner_has_no_secrets() -> None:
     assert everything[2:] == ["logs: /l/gpt"]
     assert banner(MemberOptions(job="gpt", command=()), "", "")[1:] == ["watch it with bamboo status --job gpt"]
     shown = parse_block({"observe": {"http": "127.0.0.1:9400"}})
-    assert banner(MemberOptions(job="gpt", command=(), block=shown), "", "")[-1] == (
+    assert banner(MemberOptions(job="gpt", command=(), settings=JobSettings(values=shown)), "", "")[-1] == (
         "page at 127.0.0.1:9400; bamboo web --job gpt tells its URL and token"
     )
 

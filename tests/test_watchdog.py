@@ -14,11 +14,11 @@ from typing import Any
 import psutil
 import pytest
 
-from bamboo_ds.config import BambooConfig, MembershipConfig
+from bamboo_ds.config import MembershipConfig, parse_block
 from bamboo_ds.control.agent.agent import Agent
 from bamboo_ds.control.agent.watchdog import Watchdog
 from bamboo_ds.control.messages import Heartbeat
-from bamboo_ds.control.settings import MemberOptions
+from bamboo_ds.job_settings import JobSettings
 
 from .support.control import Job, start
 from .support.etcd import wait_until
@@ -78,9 +78,7 @@ def test_it_is_not_less_than_later() -> None:
 def test_what_is_not_said_of_them(
     membership: dict[str, Any], others: dict[str, Any], expected: tuple[float, float]
 ) -> None:
-    block = BambooConfig.model_validate({"membership": membership})
-    options = MemberOptions.from_block(block, job="j", address="127.0.0.1", command=("true",), **others)
-    settings = options.bamboo.membership
+    settings = JobSettings.resolve(parse_block({"membership": membership}), others).values.membership
     assert (settings.heartbeat_limit_s, settings.start_limit_s) == expected
 
 

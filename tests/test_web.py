@@ -32,6 +32,7 @@ from bamboo_ds.control.web.display import Display
 from bamboo_ds.control.web.feed import Feed
 from bamboo_ds.control.web.server import WebServer
 from bamboo_ds.errors import ConfigError, StoreUnavailable
+from bamboo_ds.job_settings import JobSettings
 from bamboo_ds.observe.events import Event, EventWriter, read_events
 from bamboo_ds.observe.live import LiveJob
 from bamboo_ds.observe.tail import EventTail
@@ -393,7 +394,14 @@ def display(address: str, store: StoreDouble, secret: JobSecret = SECRET, **obse
     block = bamboo_config({"bamboo": {"observe": {"http": address, **observe}}})
     assert block is not None
     settings = AgentSettings(
-        job="recorded", slot=0, world_size=1, store="x", parent_pid=1, command=("x",), secret=secret, block=block
+        job="recorded",
+        slot=0,
+        world_size=1,
+        store="x",
+        parent_pid=1,
+        command=("x",),
+        secret=secret,
+        settings=JobSettings(values=block),
     )
     return Display(settings, "a", store)  # type: ignore[arg-type]
 
@@ -622,7 +630,7 @@ def test_a_collector_that_is_no_url_and_one_without_the_package(monkeypatch: pyt
     block = bamboo_config({"bamboo": {"observe": {"otlp": "http://collector:4318/"}}})
     assert block is not None and block.observe.otlp == "http://collector:4318"
     with pytest.raises(ConfigError, match=r"bamboo_ds\[otel\]"):
-        block.check()
+        JobSettings.resolve(block, {})
 
 
 @pytest.mark.parametrize("url", ["https://me:hunter2@c:4318", "me:hunter2@c:4318", "http://c:4318/?key=hunter2"])

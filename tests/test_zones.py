@@ -10,12 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bamboo_ds.config import TopologyConfig
 from bamboo_ds.control.leader.boundary import policy_of
 from bamboo_ds.topology import Candidate, Costs, Layout, Plan, explain, initial_plan, with_redundancy
 from bamboo_ds.topology.costs import Roster
 from bamboo_ds.topology.planner import plan as best_plan
 from bamboo_ds.topology.zones import zones_apart
+
+from .support.settings import block
 
 pytestmark = pytest.mark.claim("reference/settings.md")
 
@@ -57,9 +58,9 @@ def test_a_job_that_runs_moves_its_shadows_and_says_why() -> None:
     """Until the zones are apart, and then no more; off, nothing moves."""
     near, some = job("aabb", 4, apart=False), members("aabb")
     layout = near.world
-    off = best_plan(near, some, policy=policy_of(layout, True, 0.05, False, False))
+    off = best_plan(near, some, policy=policy_of(layout, True, block(zones_apart=False)))
     assert off.shadows == near.shadows
-    policy = policy_of(layout, True, 0.05, False, TopologyConfig().zones_apart)
+    policy = policy_of(layout, True, block())
     apart = best_plan(near, some, policy=policy)
     assert together(near, some) == 2 and together(apart, some) == 0
     assert "shadow of (0,1): m0 -> m2, because m0 is in zone a, as the owner m1 is" in "; ".join(
@@ -71,7 +72,7 @@ def test_a_job_that_runs_moves_its_shadows_and_says_why() -> None:
 def test_standbys_elsewhere_are_chosen() -> None:
     """Two standbys; each holds replicas of the other zone's stages."""
     some = members("aabbab")
-    plan = best_plan(job("aabb", 4), some, policy=policy_of(Layout(1, 4, blocks=(4,) * 4), True, 0.05, True, True))
+    plan = best_plan(job("aabb", 4), some, policy=policy_of(Layout(1, 4, blocks=(4,) * 4), True, block(replicas=True)))
     assert together(plan, some) == 0
     assert {"m4", "m5"} <= set(plan.shadows)
 
@@ -80,7 +81,7 @@ def test_roles_that_other_pipelines_can_clone_stay() -> None:
     some, layout = members("aaaabbbb"), Layout(2, 4)
     for sharded in (False, True):
         near = with_redundancy(initial_plan([m.id for m in some]), replace(layout, sharded=sharded), True, some)
-        apart = best_plan(near, some, policy=policy_of(near.world, True, 0.05, False, True))
+        apart = best_plan(near, some, policy=policy_of(near.world, True, block()))
         assert (apart.shadows != near.shadows) == sharded
         assert together(near, some) > 0 and (together(apart, some) == 0) == sharded
 

@@ -16,9 +16,7 @@ from typing import Any
 import psutil
 from rich.console import Console
 
-from ..config import BLOCK, config_path_from_argv, load_config
-from ..control.registry.records import JobRecord
-from ..control.settings import AgentSettings, parse_arguments
+from ..control.registry.records import JobRecord, MemberRecord
 from ..errors import ConfigError, LaunchError
 from ..launchers.jobs import JobLocation
 from ..observe.events import read_events
@@ -104,17 +102,15 @@ def run(options: CampaignOptions, faults: Sequence[Fault] = (), changes: Sequenc
             console.print(_told(record), highlight=False)
 
         situation = _ready(observer, options, ended)
-        settings = _settings(situation, options.location.store)
-        events = options.events or (settings.events if settings else None)
+        member, job = _member_here(situation), observer.job
+        events = options.events or (member.events if member else None)
         if events is None:
             raise ConfigError("the job writes no events: start it with --events FILE, or it cannot be verified")
         if changes:
             assert situation.plan is not None
             limit = options.limit or situation.plan.world.size
             faults = by_trace(changes, len(situation.members), limit, options.compress)
-        runner = Runner(
-            observer, faults, _runner_options(options, observer.spec, situation, settings, changes), ended, tell
-        )
+        runner = Runner(observer, faults, _runner_options(options, job, situation, member, changes), ended, tell)
         going: list[int] = []
         try:
             runner.run()
@@ -137,7 +133,7 @@ def run(options: CampaignOptions, faults: Sequence[Fault] = (), changes: Sequenc
         list(read_events(events)),
         records,
         finished=options.wait,
-        timeout_s=settings.bamboo.membership.heartbeat_limit_s if settings else 5.0,
+        timeout_s=job.settings.values.membership.heartbeat_limit_s,
     )
     if options.complete and runner.reached < len(faults):
         verdict.problems.append(f"the job ended after {runner.reached} of {len(faults)} faults")
@@ -230,42 +226,40 @@ def _ready(observer: Observer, options: CampaignOptions, ended: Callable[[], boo
             raise LaunchError(f"job {options.location.job!r} has not done a step within {options.ready_s:.0f} s")
 
 
-def _settings(situation: JobSituation, store: str) -> AgentSettings | None:
-    """The settings of an agent of the job on this host, from its command line."""
+def _member_here(situation: JobSituation) -> MemberRecord | None:
+    """A member that has not joined later, with an agent on this host."""
     for record in situation.members.values():
         if record.joiner:
             continue
         try:
-            words = agent_of(record).cmdline()
+            agent_of(record)
         except psutil.NoSuchProcess:
             continue
-        start = words.index("bamboo_ds.control.agent") + 1 if "bamboo_ds.control.agent" in words else len(words)
-        if words[start:]:
-            return parse_arguments(["--store", store, *words[start:]])
+        return record
     return None
 
 
 def _runner_options(
     options: CampaignOptions,
-    spec: JobRecord | None,
+    job: JobRecord,
     situation: JobSituation,
-    settings: AgentSettings | None,
+    member: MemberRecord | None,
     changes: Sequence[Change],
 ) -> RunnerOptions:
     location = options.location
-    command = spec.command if spec else ()
     env, folder = _surroundings(location)
     slots = sorted(record.slot for record in situation.members.values())
     nodes = initial_nodes(changes, len(slots)) if changes else []
+    settings = job.settings.values
     return RunnerOptions(
         choice=Choice(options.spare_holders, options.min_members, options.hosts, spare_slots=options.spare_slots),
-        join=JoinCommand(location.store, location.job, settings, command, env, folder, options.out),
+        join=JoinCommand(location.store, location.job, member, job.command, env, folder, options.out),
         timeout_s=options.timeout_s,
         one_at_a_time=options.one_at_a_time,
         keep=options.keep,
         ready_s=options.ready_s,
-        risk_s=(settings.bamboo.membership.lease_ttl_s if settings else 5.0) + 1.0,
-        notice_file=_notice_file(command, folder),
+        risk_s=settings.membership.lease_ttl_s + 1.0,
+        notice_file=settings.notices.file and os.path.join(folder, settings.notices.file),
         etcd_pid=None if location.launcher is None else listener(location.launcher, location.store.split(",")[0]),
         nodes=dict(zip(nodes, slots, strict=False)),
     )
@@ -279,18 +273,6 @@ def _surroundings(location: JobLocation) -> tuple[dict[str, str], str]:
     env = launcher.environ()
     env.pop(ENV_STORE, None)
     return env, launcher.cwd()
-
-
-def _notice_file(command: Sequence[str], folder: str) -> str | None:
-    """``bamboo.notices.file`` of the job's configuration, if its agents watch it."""
-    path = config_path_from_argv(command)
-    if path is None:
-        return None
-    file = os.path.join(folder, path)
-    block: Any = load_config(file if os.path.exists(file) else path).get(BLOCK, {})  # it may be base64, too
-    notices = block.get("notices", {}) if isinstance(block, dict) else {}
-    name = notices.get("file") if "file" in notices.get("sources", ()) else None
-    return str(Path(folder) / name) if name else None
 
 
 # -- settings of the command line -----------------------------------------------------------------------

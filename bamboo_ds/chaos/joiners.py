@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..control.registry.records import MemberRecord
-from ..control.settings import AgentSettings
 from .faults import Fault
 from .injections import Impossible, Injection
 from .situation import JobSituation
@@ -30,7 +29,7 @@ class JoinCommand:
     Attributes:
         store: URLs of etcd.
         job: name of the job.
-        settings: of an agent of the job; joiners get the same.
+        member: one of the job on this host; joiners have its address, and write events where it does.
         command: what the workers execute, from the job's ``spec``.
         env: environment to start in.
         folder: working directory to start in.
@@ -39,7 +38,7 @@ class JoinCommand:
 
     store: str
     job: str
-    settings: AgentSettings | None
+    member: MemberRecord | None
     command: tuple[str, ...]
     env: Mapping[str, str]
     folder: str
@@ -53,15 +52,10 @@ class JoinCommand:
         if not rest:
             raise Impossible("the job does not say what its workers execute: nothing can join it")
         words = [sys.executable, "-m", "bamboo_ds.cli.main", "join", "--store", self.store, "--job", self.job]
-        if self.settings is not None:
-            membership = self.settings.bamboo.membership
-            words += ["--address", self.settings.address]
-            words += ["--lease-ttl-s", str(membership.lease_ttl_s)]
-            words += ["--heartbeat-timeout-s", str(membership.heartbeat_limit_s)]
-            words += ["--settle-ms", str(membership.settle_ms)]
-            words += ["--grace-s", str(self.settings.grace_s)]
-            if self.settings.events is not None:
-                words += ["--events", self.settings.events]
+        if self.member is not None:
+            words += ["--address", self.member.address]
+        if self.member is not None and self.member.events is not None:
+            words += ["--events", self.member.events]
         if rest[0] == "-m":
             return [*words, "-m", *rest[1:]]
         return [*words, *rest]

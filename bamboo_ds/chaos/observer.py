@@ -9,7 +9,6 @@ from tenacity import Retrying, retry_if_result, stop_after_delay, wait_fixed
 from typing_extensions import Self
 
 from ..control.registry.access import open_store
-from ..control.registry.keys import Keys
 from ..control.registry.mirror import Mirror
 from ..control.registry.records import JobRecord
 from ..errors import ConfigError, StoreError, StoreUnavailable
@@ -60,9 +59,16 @@ class Observer:
         self._store.watch("", self._changes.put, snapshot.revision + 1, on_error=self._changes.put)
 
     @property
-    def spec(self) -> JobRecord | None:
-        """What ``bamboo run`` was asked for."""
-        return self._mirror.get(Keys.SPEC, JobRecord)
+    def job(self) -> JobRecord:
+        """What the job is, and its settings.
+
+        Raises:
+            ConfigError: etcd does not say it.
+        """
+        found = self._mirror.job
+        if found is None:
+            raise ConfigError("etcd has no record of the job that can be read: start it with this bamboo_ds")
+        return found
 
     def look(self, timeout_s: float = 0.0) -> JobSituation:
         """The newest situation that is known here; waits up to ``timeout_s`` seconds for something to change."""

@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import click
 
@@ -23,6 +21,7 @@ from ..control.registry.mirror import Mirror
 from ..errors import ConfigError
 from ..launchers import jobs
 from ..launchers.network import LOOPBACK
+from ..launchers.run import LocalSlots
 from ..observe.events import Event, Step
 from ..observe.spans import read_timelines
 from ..processes import adopt_orphans
@@ -126,8 +125,7 @@ def with_block(arguments: Sequence[str], folder: Path) -> list[str]:
 
 def _built(script: str, arguments: Sequence[str], workers: int) -> Built:
     """What the script builds; raises :class:`ConfigError` if that is no job that can be measured."""
-    options: Any = SimpleNamespace(workers=workers, pipelines=None, address=LOOPBACK)
-    built = build(options, [script, *arguments])
+    built = build(LOOPBACK, LocalSlots(workers), [script, *arguments])
     if built.problem is not None:
         raise ConfigError(f"{script} with -n {workers}: {built.problem}")
     if built.unknown is not None:

@@ -18,8 +18,9 @@ import click
 from rich.table import Table
 
 from ..config import config_path_from_argv
+from ..control.settings import MemberOptions
 from ..launchers.network import LOOPBACK
-from ..launchers.run import RunOptions
+from ..launchers.run import LocalSlots
 from ..observe.words import counted
 from ..topology import Candidate, Layout, initial_plan, short_of_memory, with_redundancy
 from ..topology.memory import StateBytes
@@ -35,10 +36,12 @@ _TIMEOUT_S = 300.0
 _LINES = 15
 
 
-def tell(options: RunOptions, config: str | None) -> int:
-    """Print what the job of ``options`` would be; returns the exit code, 1 if there is a problem.
+def tell(options: MemberOptions, slots: LocalSlots, config: str | None) -> int:
+    """Print what the job would be; returns the exit code, 1 if there is a problem.
 
     Args:
+        options: of its members.
+        slots: what they are.
         config: of the command line.
 
     Raises:
@@ -50,14 +53,14 @@ def tell(options: RunOptions, config: str | None) -> int:
     address = None if options.address == LOOPBACK else options.address
     configuration = config or config_path_from_argv(script)
     findings = list(examine(Patient(options.store, address, configuration)))
-    built = build(options, script)
+    built = build(options.address, slots, script)
     if built.problem is not None:
         findings.append(Finding("script", "problem", built.problem))
     elif built.unknown is not None:
         findings.append(Finding("script", "warning", built.unknown))
     _tell_findings(findings)
     if built.problem is None:
-        _tell_plan(options, built)
+        _tell_plan(options, slots, built)
     return int(any(finding.state == "problem" for finding in findings))
 
 
@@ -68,19 +71,19 @@ def _tell_findings(findings: Sequence[Finding]) -> None:
         click.echo(f"{each.state}: {each.check}: {each.found}" + (f"; {each.cure}" if each.cure else ""))
 
 
-def _tell_plan(options: RunOptions, built: Built) -> None:
-    workers = options.workers
+def _tell_plan(options: MemberOptions, slots: LocalSlots, built: Built) -> None:
+    workers = slots.workers
     size = counted(workers, "member")
-    if built.unknown is not None and options.pipelines is None:
+    if built.unknown is not None and slots.pipelines is None:
         click.echo(f"plan: {size}; how many stages there are only the script knows")
         return
-    pipelines = built.pipelines if built.unknown is None else options.pipelines or 1
+    pipelines = built.pipelines if built.unknown is None else slots.pipelines or 1
     stages = built.stages if built.unknown is None else workers // pipelines
     layout = Layout(pipelines * built.slices, stages, slices=built.slices)
     here = socket.gethostname()
     limit = options.bamboo.topology.memory_limit
     members = [
-        Candidate(f"m{slot}", slot, options.host_of(slot) or here, options.zone, slot, memory=limit)
+        Candidate(f"m{slot}", slot, slots.host_of(slot) or here, options.zone, slot, memory=limit)
         for slot in range(workers)
     ]
     redundancy = options.bamboo.redundancy
@@ -137,14 +140,14 @@ def _listed(roles: Sequence[object]) -> str:
     return " ".join(map(str, roles)) or "-"
 
 
-def build(options: RunOptions, script: Sequence[str]) -> Built:
+def build(address: str, slots: LocalSlots, script: Sequence[str]) -> Built:
     """Run the script up to ``deepspeed.initialize``, in a process of its own."""
     with tempfile.TemporaryDirectory(prefix="bamboo-dry-run-") as folder:
         result, output = Path(folder, "result"), Path(folder, "output")
         with open(output, "wb") as file:
             process = subprocess.Popen(
                 [sys.executable, "-u", "-m", "bamboo_ds.cli.building", str(result), *script],
-                env={**os.environ, **_environment(options)},
+                env={**os.environ, **_environment(address, slots)},
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
@@ -176,9 +179,9 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def _environment(options: RunOptions) -> dict[str, str]:
+def _environment(address: str, slots: LocalSlots) -> dict[str, str]:
     """What a worker of rank 0 is told."""
-    size = str(options.workers)
+    size = str(slots.workers)
     told = {
         "RANK": "0",
         "WORLD_SIZE": size,
@@ -187,9 +190,9 @@ def _environment(options: RunOptions) -> dict[str, str]:
         "LOCAL_SIZE": size,
         "CROSS_RANK": "0",
         "CROSS_SIZE": "1",
-        "MASTER_ADDR": options.address,
+        "MASTER_ADDR": address,
         "MASTER_PORT": "29500",
     }
-    if options.pipelines is not None:
-        told["BAMBOO_PIPELINES"] = str(options.pipelines)
+    if slots.pipelines is not None:
+        told["BAMBOO_PIPELINES"] = str(slots.pipelines)
     return told if "OMP_NUM_THREADS" in os.environ else {**told, "OMP_NUM_THREADS": "1"}

@@ -13,10 +13,8 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter
 from rich.table import Table
 
 from ..control.registry.access import jobs_in, open_store
-from ..control.registry.keys import Keys
 from ..control.registry.mirror import Mirror
 from ..control.registry.overview import overview
-from ..control.registry.records import JobRecord
 from ..errors import BambooError
 from ..launchers import jobs as launched
 from ..launchers.jobs import JobFile
@@ -87,7 +85,7 @@ def report(job: str, store: str, file: JobFile | None) -> JobReport:
         now = overview(mirror)
     except BambooError as error:
         return known.model_copy(update={"problem": str(error)})
-    spec = mirror.get(Keys.SPEC, JobRecord)
+    spec = mirror.job
     told: dict[str, object] = {"members": len(mirror.members), "step": now.step}
     if since is None and spec is not None:
         told["since"] = spec.since

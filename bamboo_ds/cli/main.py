@@ -8,7 +8,7 @@ import select
 import shutil
 import signal
 import sys
-from typing import Any
+from dataclasses import replace
 
 import click
 
@@ -18,13 +18,15 @@ from ..control.registry.keys import Keys
 from ..control.registry.mirror import Mirror
 from ..control.registry.records import StopRecord
 from ..control.registry.vacancies import is_over
+from ..control.settings import MemberOptions
 from ..errors import EXIT_OVER, EXIT_STOPPED, BambooError, ConfigError, JobOver, LaunchError
+from ..job_settings import JobSettings
 from ..launchers import jobs
 from ..launchers.folders import with_logs
 from ..launchers.narration import banner
 from ..launchers.network import LOOPBACK
 from ..launchers.owning import EMBEDDED
-from ..launchers.run import Launcher, RunOptions
+from ..launchers.run import Launcher, LocalSlots
 from ..launchers.screen import Screen
 from ..observe import logs
 from ..secret import find
@@ -40,9 +42,8 @@ from .ledger import ledger
 from .logs import logs_command
 from .options import (
     MEASURED,
-    MemberArguments,
     block_of,
-    member_arguments,
+    member_options,
     new_job,
     running_job,
     started,
@@ -104,30 +105,32 @@ def cli() -> None:
     help="Start no job: run SCRIPT alone up to deepspeed.initialize, and print problems, plan and memory.",
 )
 @click.option("--measured", is_flag=True, hidden=True, help="As bamboo advise measures a job.")
-@member_arguments
+@member_options
 def run(
-    member: MemberArguments,
+    member: MemberOptions,
+    store: str,
     workers: int,
     pipelines: int | None,
-    job: str | None,
-    check_exact: int | None,
+    logs: str | None,
+    config: str | None,
+    prefix_output: bool,
+    emulate_hosts: int | None,
     dry_run: bool,
     measured: bool,
-    **options: Any,
+    quiet: bool,
 ) -> None:
     """Run SCRIPT with ARGUMENTS on N local workers that survive the loss of any of them."""
     if pipelines is not None and workers % pipelines:
         raise ConfigError(f"--pipelines {pipelines} does not divide -n {workers}")
-    members = member.options(job or jobs.random_name(), LOOPBACK, check_exact=check_exact)
+    member = replace(member, job=member.job or jobs.random_name(), store=store, address=member.address or LOOPBACK)
+    slots = LocalSlots(workers, pipelines, emulate_hosts)
     if dry_run:
         from .dry_run import tell
 
-        given = RunOptions(**members, workers=workers, pipelines=pipelines, **options)
-        sys.exit(tell(given, member.config))
+        sys.exit(tell(member, slots, config))
     if measured:
-        members["overrides"] = {**members["overrides"], **MEASURED}
-    members = with_logs(members, member.logs, default=True)
-    sys.exit(Launcher(RunOptions(**members, workers=workers, pipelines=pipelines, **options)).run())
+        member = replace(member, settings=member.settings.overridden(MEASURED))
+    sys.exit(Launcher(with_logs(member, logs, default=True), slots, prefix_output, quiet).run())
 
 
 @cli.command("launch", context_settings={"allow_interspersed_args": False}, epilog=_EXIT_CODES)
@@ -152,24 +155,23 @@ def launch_command(
 
     No process of a rank whose end the launcher sees ends the others. Write -- before COMMAND.
     """
-    from ..launchers.wrap import LaunchOptions, Wrapper
+    from ..launchers.wrap import Wrapper
 
     if shutil.which(command[0]) is None:
         raise ConfigError(f"there is no command {command[0]!r}")
-    block, job = block_of(config, command), jobs.check_name(job or jobs.random_name())
-    options = LaunchOptions.from_block(
-        block,
-        job=job,
+    options = MemberOptions(
+        job=jobs.check_name(job or jobs.random_name()),
+        store=store,
         address=address,
         command=command,
         events=None if events is None else os.path.abspath(events),
         tee=tee,
         grace_s=grace_s,
-        check_exact=check_exact,
+        settings=JobSettings.resolve(block_of(config, command), {"check_exact": check_exact}),
     )
     # Without --logs only where no rank can be on another host, which may not have the folder.
-    members = with_logs(options.member_options(), logs, default=store == EMBEDDED and address == LOOPBACK)
-    sys.exit(Wrapper(LaunchOptions(**members, store=store, config=config, quiet=quiet)).run())
+    options = with_logs(options, logs, default=store == EMBEDDED and address == LOOPBACK)
+    sys.exit(Wrapper(options, config, quiet).run())
 
 
 @cli.command(context_settings={"allow_interspersed_args": False}, epilog=_JOIN_EXIT_CODES)
@@ -189,15 +191,16 @@ def launch_command(
     show_default=True,
     help="For the job to be ready; with --start also for a way to etcd, and for its answer.",
 )
-@member_arguments
+@member_options
 def join(
-    member: MemberArguments,
+    member: MemberOptions,
     store: str | None,
-    job: str | None,
     start: int | None,
     host: str | None,
     zone: str,
     wait_s: float,
+    logs: str | None,
+    config: str | None,
     quiet: bool,
 ) -> None:
     """Add a worker to a running job; SCRIPT and ARGUMENTS are those of the job.
@@ -205,23 +208,28 @@ def join(
     The worker builds its engine, catches up with the job and is admitted between two iterations, as a standby or with
     the stages that the plan gives to it. This command ends with the worker.
     """
-    from ..launchers.join import JoinOptions
-    from ..launchers.join import join as become_member
+    from ..launchers.join import become_agent, prepare
     from ..launchers.network import address_towards
 
-    location = jobs.locate(job, store)
-    # A host that starts a job may itself have just started, and have no network yet.
-    address = member.address or address_towards(location.store, 0.0 if start is None else wait_s)
-    options = {**member.options(location.job, address, zone, host), "secret": find(location.job)}
+    location = jobs.locate(member.job or None, store)
     here = jobs.find(location.job)
-    if here is not None and here.store == location.store:
-        options = {**options, "logs": here.logs, "events": options["events"] or here.events}
-    joins = JoinOptions(
-        **with_logs(options, member.logs), store=location.store, wait_s=wait_s, start=start, quiet=quiet
+    known = here if here is not None and here.store == location.store else None
+    options = replace(
+        member,
+        job=location.job,
+        store=location.store,
+        # A host that starts a job may itself have just started, and have no network yet.
+        address=member.address or address_towards(location.store, 0.0 if start is None else wait_s),
+        host=host,
+        zone=zone,
+        secret=find(location.job),
+        logs=None if known is None else known.logs,
+        events=member.events or (None if known is None else known.events),
     )
+    options = with_logs(options, logs)
     if not quiet:
-        Screen(alone=False).say(banner(joins, "a member joins", location.store))
-    become_member(joins)
+        Screen(alone=False).say(banner(options, "a member joins", location.store))
+    become_agent(prepare(options, start, wait_s, tells=not quiet))
 
 
 cli.add_command(plan)

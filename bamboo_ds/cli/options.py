@@ -6,14 +6,16 @@ import functools
 import importlib.machinery
 import importlib.util
 import os
+import re
 import warnings
 import zipfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import click
+from pydantic import TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
 
 from ..config import BLOCK, BambooConfig, bamboo_config, config_path_from_argv, load_config
 from ..control.agent.command import script_command
@@ -21,6 +23,7 @@ from ..control.registry.access import open_store
 from ..control.registry.mirror import Mirror
 from ..control.settings import MemberOptions
 from ..errors import ConfigError
+from ..job_settings import JobSettings, paths_by_name
 from ..launchers import jobs
 from ..launchers.network import LOOPBACK
 from ..launchers.owning import EMBEDDED
@@ -74,6 +77,38 @@ def variable_option(name: str, **attributes: Any) -> Callable[[Command], Command
     return click.option(name, cls=_OfTheUser, envvar=_VARIABLES[name], show_envvar=True, **attributes)
 
 
+class _Setting(click.ParamType):
+    """A value of one of the block's settings."""
+
+    name = "value"
+
+    def __init__(self, field: FieldInfo) -> None:
+        kind: Any = field.annotation
+        for constraint in field.metadata:
+            kind = Annotated[kind, constraint]
+        self._values: TypeAdapter[Any] = TypeAdapter(kind)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            return self._values.validate_strings(value)
+        except ValidationError as error:
+            self.fail(f"{value!r}: {error.errors()[0]['msg']}", param, ctx)
+
+
+def setting_option(name: str) -> Callable[[Command], Command]:
+    """The option of a setting, made from its field of the block."""
+    path = paths_by_name()[name]
+    part: Any = BambooConfig.model_fields[path.partition(".")[0]].annotation
+    field: FieldInfo = part.model_fields[name]
+    words = re.sub(r"\[([^]]*)\]\([^)]*\)|`", r"\1", field.description or "")
+    told: dict[str, Any] = {
+        "type": _Setting(field),
+        "help": f"{words[0].upper()}{words[1:]}. In place of {BLOCK}.{path}.",
+    }
+    option = f"--{name.replace('_', '-')}"
+    return variable_option(option, **told) if option in _VARIABLES else click.option(option, **told)
+
+
 def together(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
     """Several options as one decorator, in this order."""
 
@@ -89,13 +124,7 @@ def together(*options: Callable[[Command], Command]) -> Callable[[Command], Comm
 new_job = together(
     variable_option("--store", default=EMBEDDED, show_default=True, help="URLs of etcd, separated by commas."),
     variable_option("--job", help="Name of the job.  [default: random]"),
-    variable_option(
-        "--check-exact",
-        type=click.IntRange(min=0),
-        metavar="N",
-        help="In the first N steps rehearse the takeover of every stage and compare everything, bit for bit; 0: in "
-        "none. Overrides bamboo.redundancy.check_exact.",
-    ),
+    setting_option("check_exact"),
 )
 #: What commands have that are about a job that runs; see :func:`~bamboo_ds.launchers.jobs.locate`.
 running_job = together(
@@ -137,93 +166,58 @@ def read_job(location: jobs.JobLocation) -> Mirror:
     return Mirror(snapshot)
 
 
-@dataclass(frozen=True)
-class MemberArguments:
-    """What the command line says of members; ``None`` where the ``"bamboo"`` block decides. See the options' help."""
-
-    address: str | None
-    events: str | None
-    logs: str | None
-    tee: bool
-    config: str | None
-    lease_ttl_s: float | None
-    heartbeat_timeout_s: float | None
-    settle_ms: float | None
-    max_restarts: int | None
-    rejoin_s: float | None
-    grace_s: float
-    module: bool
-    script: str
-    arguments: tuple[str, ...]
-
-    def options(
-        self, job: str, address: str, zone: str = "", host: str | None = None, check_exact: int | None = None
-    ) -> dict[str, Any]:
-        """Values of :class:`~bamboo_ds.control.settings.MemberOptions`, by name.
-
-        Args:
-            address: unless ``--address`` names another one.
-
-        Raises:
-            ConfigError: the block is wrong, or the job's name, or the script cannot be run.
-        """
-        options = MemberOptions.from_block(
-            block_of(self.config, self.arguments),
-            job=jobs.check_name(job),
-            address=self.address or address,
-            command=script_command(self.script, self.arguments, self.module),
-            zone=zone,
-            host=host,
-            events=None if self.events is None else os.path.abspath(self.events),
-            tee=self.tee,
-            lease_ttl_s=self.lease_ttl_s,
-            heartbeat_timeout_s=self.heartbeat_timeout_s,
-            settle_ms=self.settle_ms,
-            grace_s=self.grace_s,
-            max_restarts=self.max_restarts,
-            rejoin_s=self.rejoin_s,
-            check_exact=check_exact,
-        ).member_options()
-        check_script(self.script, self.module)
-        return options
-
-
 _member = together(
     variable_option(
         "--address",
         help=f"IP address that others reach this host at.  [default: {LOOPBACK}; of bamboo join: the one towards etcd]",
     ),
     started,
-    click.option("--lease-ttl-s", type=click.FloatRange(min=1), help="Overrides bamboo.membership.lease_ttl_s."),
-    click.option("--heartbeat-timeout-s", type=click.FloatRange(min=0.5), help="Overrides the block's setting."),
-    click.option("--settle-ms", type=click.FloatRange(min=0), help="Overrides the block's setting."),
-    click.option("--max-restarts", type=click.IntRange(min=0), help="Overrides bamboo.recovery.max_restarts."),
-    click.option("--rejoin-s", type=click.FloatRange(min=0), help="Overrides bamboo.membership.rejoin_s."),
+    *map(setting_option, ("lease_ttl_s", "heartbeat_timeout_s", "settle_ms", "max_restarts", "rejoin_s")),
     click.option("-m", "--module", is_flag=True, help="SCRIPT is the name of a module."),
     click.argument("script"),
     click.argument("arguments", nargs=-1, type=click.UNPROCESSED),
 )
 
 
-def member_arguments(command: Command) -> Command:
-    """Give a command the shared options; it gets them as its first argument, a :class:`MemberArguments`."""
-    names = [field.name for field in fields(MemberArguments)]
+def member_options(command: Command) -> Command:
+    """Give a command the options of members.
+
+    It gets what the command line says of members as its first argument, :class:`MemberOptions`; empty are in these the
+    name of the job and the address where the user has named none. ``--logs`` and ``--config`` it gets as well.
+    """
 
     @functools.wraps(command)
-    def call(**values: Any) -> None:
-        command(MemberArguments(**{name: values.pop(name) for name in names}), **values)
+    def call(script: str, arguments: tuple[str, ...], module: bool, tee: bool, grace_s: float, **values: Any) -> None:
+        settings = {name: values.pop(name) for name in paths_by_name() if name in values}
+        events, config = values.pop("events"), values["config"]
+        options = MemberOptions(
+            job=check_name(values.pop("job")),
+            address=values.pop("address") or "",
+            command=script_command(script, arguments, module),
+            events=None if events is None else os.path.abspath(events),
+            tee=tee,
+            grace_s=grace_s,
+            settings=JobSettings.resolve(block_of(config, arguments), settings),
+        )
+        check_script(script, module)
+        command(options, **values)
 
     return _member(call)
 
 
-def block_of(config: str | None, arguments: Sequence[str]) -> BambooConfig:
-    """The ``"bamboo"`` block that agents go by, from ``--config`` or from the script's own configuration."""
+def check_name(job: str | None) -> str:
+    """``job``, as :func:`.jobs.check_name` has it; empty without one."""
+    return "" if job is None else jobs.check_name(job)
+
+
+def block_of(config: str | None, arguments: Sequence[str]) -> BambooConfig | None:
+    """The ``"bamboo"`` block of ``--config``, or of the script's own configuration; ``None``: none is known."""
     path = config or config_path_from_argv(arguments)
     loaded = load_config(path) if path else {}
     if path and BLOCK not in loaded:
         what = f'the configuration has no "{BLOCK}" block'
         click.echo(f"bamboo: {what}: unless the script adds one, the loss of a worker ends the job", err=True)
-    return bamboo_config(loaded) or BambooConfig()
+    return bamboo_config(loaded)
 
 
 def check_script(script: str, module: bool) -> None:

@@ -9,11 +9,11 @@ import click
 from pydantic import BaseModel, ConfigDict
 from rich.table import Table
 
+from ..config import BambooConfig
 from ..control.leader.boundary import as_told, policy_of, ready_copies
-from ..control.registry.keys import Keys
 from ..control.registry.mirror import Mirror
-from ..control.registry.records import JobRecord
 from ..errors import ConfigError
+from ..job_settings import JobSettings
 from ..launchers import jobs
 from ..topology import (
     Candidate,
@@ -386,8 +386,8 @@ def observed(job: str, mirror: Mirror) -> Situation:
         for r in registered
     )
     redundant = any(report.redundant for report in mirror.reports.values())
-    spec = mirror.get(Keys.SPEC, JobRecord) or JobRecord(job=job, world_size=len(members))
-    policy = policy_of(current.world, redundant, spec.min_gain, spec.standby_replicas, spec.zones_apart)
+    settings = mirror.job.settings if mirror.job is not None else JobSettings()
+    policy = policy_of(current.world, redundant, settings.values)
     current = as_told(mirror.workers, current)
     iteration_s = max((mirror.workers[m].iteration_s for m in current.members if m in mirror.workers), default=0.0)
     return Situation(current, members, ready_copies(mirror.workers, current), policy, job, iteration_s)
@@ -418,7 +418,7 @@ def imagined(layout: Layout, members: Sequence[Candidate], sizes: Sequence[int] 
     for slot in range(len(members), layout.size):
         everybody.append(Candidate(f"m{slot}", slot, f"gone{slot}", home=slot))
     present = everybody[: layout.size]
-    policy = policy_of(layout, True, Policy.min_gain, False, True)
+    policy = policy_of(layout, True, BambooConfig())
     current = with_redundancy(initial_plan([m.id for m in present]), layout, True, present, memory, True)
     current = replace(current, cuts=tuple(tuple(range(1, count)) for count in layout.blocks))
     while len(present) > max(len(members), 1):

@@ -5,7 +5,7 @@
 :mod:`.leader`     what the agent does whose member leads: judges losses, writes plans, starts the job again
 :mod:`.registry`   what a job keeps in etcd: keys, records, a mirror of all of them
 :mod:`.notices`    who says that a node is about to vanish
-:mod:`.settings`   what an agent is told: the slot, and the ``"bamboo"`` block with what overrides it
+:mod:`.settings`   what an agent is told: the job's settings, and its own circumstances
 :mod:`.messages`   what agent and worker tell each other, over :mod:`.wire`
 :mod:`.fencing`    when a worker may commit without etcd, and when the job may be started again
 :mod:`.reporting`  events of the control plane

@@ -62,9 +62,9 @@ class BambooPipelineEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed i
         job = current_job()
         config = kwargs.get("config")
         module: Any = kwargs.get("model")
-        settings = bamboo_config(config)
-        assert settings is not None
-        settings = settings.overridden(job.channel.overrides)
+        block = bamboo_config(config)
+        assert block is not None
+        settings = job.channel.settings.of_script(block)
         exact = settings.redundancy.steps_to_check(get_accelerator().device_name())
         check_config(config)
         check_schedule()

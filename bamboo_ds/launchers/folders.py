@@ -5,9 +5,9 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
 
+from ..control.settings import MemberOptions
 from ..errors import ConfigError
 from ..variables import ENV_LOGS
 
@@ -42,9 +42,8 @@ def _made(job: str, logs: str) -> str:
     return path
 
 
-def with_logs(options: Mapping[str, Any], logs: str | None, default: bool = False) -> dict[str, Any]:
-    """``options`` of members, by name, with the folder of the job's logs, and its file of events there unless they
-    name one.
+def with_logs(options: MemberOptions, logs: str | None, default: bool = False) -> MemberOptions:
+    """``options`` with the folder of the job's logs, and its file of events there unless they name one.
 
     Args:
         logs: folder of all logs, as the user has named it.
@@ -53,12 +52,11 @@ def with_logs(options: Mapping[str, Any], logs: str | None, default: bool = Fals
     Raises:
         ConfigError: see :func:`folder_of`.
     """
-    folder = folder_of(options["job"], logs)
+    folder = folder_of(options.job, logs)
     if folder is None and default:
         try:
-            folder = _made(options["job"], LOGS)
+            folder = _made(options.job, LOGS)
         except OSError as error:
             logger.warning("the job has no logs and no events: %s; name a folder with --logs", error)
-    folder = folder or options["logs"]
-    events = options["events"] or (folder and os.path.join(folder, EVENTS))
-    return {**options, "logs": folder, "events": events}
+    folder = folder or options.logs
+    return replace(options, logs=folder, events=options.events or (folder and os.path.join(folder, EVENTS)))

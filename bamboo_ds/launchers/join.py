@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, replace
+from typing import NoReturn
 
 from tenacity import Retrying, retry_if_exception, retry_if_result, stop_after_delay, wait_fixed
 
@@ -18,11 +18,11 @@ from ..control.registry.access import check_secret, open_store
 from ..control.registry.keys import Keys
 from ..control.registry.mirror import Mirror, read_plan
 from ..control.registry.vacancies import Desertion, Vacancy, find_vacancy, is_over
-from ..control.settings import AgentSettings, MemberOptions, job_record
+from ..control.settings import AgentSettings, MemberOptions, in_slot
 from ..errors import ConfigError, JobOver, LaunchError, StoreUnavailable
 from ..secret import WITHOUT_SECRET
 from ..store import Store
-from ..topology.plan import UNSTARTED, Plan
+from ..topology.plan import Plan
 from .network import awaited
 
 logger = logging.getLogger("bamboo_ds.launchers")
@@ -32,51 +32,42 @@ _TIMEOUT_S = 10.0
 _POLL_S = 0.2
 
 
-@dataclass(frozen=True, kw_only=True)
-class JoinOptions(MemberOptions):
-    """What ``bamboo join`` was asked for.
+def prepare(
+    options: MemberOptions, start: int | None = None, wait_s: float = 0.0, tells: bool = False
+) -> AgentSettings:
+    """What an agent is told that joins the job, with a slot of its own.
 
-    Attributes:
-        store: URLs of etcd.
-        wait_s: seconds to wait until etcd answers (with ``start``), and until the job has built its engines.
+    Args:
+        options: of the member.
         start: how many members start the job, if nobody has started it; ``None``: it runs already.
-        quiet: whether the course of the member is not told.
-    """
-
-    store: str
-    wait_s: float
-    start: int | None = None
-    quiet: bool = False
-
-
-def prepare(options: JoinOptions) -> AgentSettings:
-    """The settings of an agent that joins the job, with a slot of its own.
+        wait_s: seconds to wait until etcd answers (with ``start``), and until the job has built its engines.
+        tells: the agent tells in the terminal what becomes of its member.
 
     Raises:
-        ConfigError: there is no such job, it was started with another number of members, this member would not restart
-            with it, or the sources of notices are wrong.
+        ConfigError: there is no such job, it was started with another number of members or with other settings, or the
+            sources of notices are wrong.
         JobOver: it has ended.
         LaunchError: it has not built its engines within ``wait_s``.
     """
     options.check_notices()
-    if options.start is not None and not options.bamboo.recovery.max_restarts:
+    if start is not None and not options.bamboo.recovery.max_restarts:
         raise ConfigError("--start needs restarts: set bamboo.recovery.max_restarts to more than 0")
     with open_store(options.store, options.job, _TIMEOUT_S, options.secret) as store:
-        if options.start is not None:
-            awaited(store.ping, StoreUnavailable, options.wait_s)  # etcd may be started together with the members
-            _begin(store, options, options.start)
-        vacancy = _find_place(store, options)
-    return AgentSettings(
-        **options.member_options(),
-        **dataclasses.asdict(vacancy),
-        store=options.store,
+        if start is not None:
+            awaited(store.ping, StoreUnavailable, wait_s)  # etcd may be started together with the members
+            begin(store, options, start)
+        arrival = Arrival(store, options, start, wait_s > 0)
+        vacancy = _find_place(arrival, options, wait_s)
+    return in_slot(
+        replace(options, settings=arrival.settings),
+        **asdict(vacancy),
         parent_pid=os.getppid(),
         guest=True,
-        tells=not options.quiet,
+        tells=tells,
     )
 
 
-def _begin(store: Store, options: JoinOptions, members: int) -> None:
+def begin(store: Store, options: MemberOptions, members: int) -> None:
     """Unless somebody has started the job, make it one that begins when so many ``members`` have come.
 
     Several may do this at once. The plan is first, since members that come later go by it.
@@ -91,15 +82,15 @@ def _begin(store: Store, options: JoinOptions, members: int) -> None:
     entry = store.get(Keys.PLAN)
     if entry is None:
         return  # others have given the job up
-    _check_number(read_plan(entry), options)  # another one may have been faster
-    put_once(store, Keys.SPEC, job_record(options, members).to_json())
+    _check_number(read_plan(entry), options, members)  # another one may have been faster
+    put_once(store, Keys.SPEC, options.record(members).to_json())
 
 
-def _check_number(plan: Plan, options: JoinOptions) -> None:
+def _check_number(plan: Plan, options: MemberOptions, start: int | None) -> None:
     """Raise :class:`ConfigError` if the job was started with another number of members."""
-    if options.start not in (None, len(plan.owners)):
+    if start not in (None, len(plan.owners)):
         raise ConfigError(
-            f"--start {options.start}: job {options.job!r} at {options.store} was started with {len(plan.owners)} "
+            f"--start {start}: job {options.job!r} at {options.store} was started with {len(plan.owners)} "
             "members, which does not change; take that number, or another name for a new job"
         )
 
@@ -107,14 +98,26 @@ def _check_number(plan: Plan, options: JoinOptions) -> None:
 class Arrival:
     """What a member that comes makes of the job.
 
+    Args:
+        start, waits: see :func:`prepare`.
+
     Attributes:
         answered: etcd has, at least once. One that never has is hardly the right one.
+        settings: the job's, as far as they are known.
     """
 
-    def __init__(self, store: Store, options: JoinOptions, clock: Callable[[], float] = time.monotonic) -> None:
-        self._store, self._options = store, options
-        self._desertion = Desertion(options.bamboo.membership.lease_ttl_s, clock)
-        self.answered = options.start is not None
+    def __init__(
+        self,
+        store: Store,
+        options: MemberOptions,
+        start: int | None,
+        waits: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store, self._options, self._start, self._waits = store, options, start, waits
+        self.settings = options.settings
+        self._desertion = Desertion(clock)
+        self.answered = start is not None
 
     def look(self) -> Vacancy | None:
         """A place in the job once its engines are built, it waits for members, or all that built them are gone.
@@ -122,68 +125,58 @@ class Arrival:
         In the last case nobody is left who could say that the job starts again: this member will lead it. ``None``: not
         yet. Raises as :func:`prepare` does.
         """
-        options, restarts = self._options, self._options.bamboo.recovery.max_restarts > 0
+        options = self._options
         snapshot, self.answered = self._store.get_prefix(""), True
         check_secret(snapshot.entries.values(), options.job, options.secret)
         spec = snapshot.entries.get(Keys.SPEC)
         if spec is not None and not spec.genuine:
             raise LaunchError(f"what {options.store} says about job {options.job!r} was written by somebody else")
         mirror = Mirror(snapshot)
-        if Keys.SPEC not in snapshot.entries and not options.wait_s:
+        if Keys.SPEC not in snapshot.entries and not self._waits:
             raise ConfigError(f"no job {options.job!r} is known at {options.store}; check --store and --job")
         if is_over(mirror):
             what = "has finished" if mirror.stop is None else f"has ended ({mirror.stop.reason})"
             raise JobOver(f"job {options.job!r} {what}: there is nothing to join", finished=mirror.stop is None)
-        plan = mirror.plan
-        if plan is None:
+        plan, job = mirror.plan, mirror.job
+        if plan is None or job is None:
             return None
-        _check_number(plan, options)
+        _check_number(plan, options, self._start)
+        self.settings = job.settings.of_member(options.settings)
+        restarts = self.settings.values.recovery.max_restarts > 0
         if plan.unheld and not restarts:
-            if plan.generation == UNSTARTED:
-                raise ConfigError(
-                    f"job {options.job!r} at {options.store} waits for the first of its members, which restart after a "
-                    "fatal loss: set bamboo.recovery.max_restarts to more than 0"
-                )
             raise JobOver(f"job {options.job!r} has ended by a fatal loss: there is nothing to join", finished=False)
         if plan.layout is not None or plan.unheld:
             return find_vacancy(self._store, mirror, plan)
-        if not self._desertion.look(mirror) or not restarts:
+        if not self._desertion.look(mirror, self.settings.values.membership.lease_ttl_s) or not restarts:
             return None
         logger.warning("nobody is left of job %r, which has not built its engines: this member leads it", options.job)
         return find_vacancy(self._store, mirror, plan, restart=True)
 
 
-def _find_place(store: Store, options: JoinOptions) -> Vacancy:
+def _find_place(arrival: Arrival, options: MemberOptions, wait_s: float) -> Vacancy:
     """A place in the job, as soon as there is one; raises as :func:`prepare` does."""
-    arrival = Arrival(store, options)
 
     def outage(error: BaseException) -> bool:
         return isinstance(error, StoreUnavailable) and arrival.answered
 
     looking = Retrying(
         retry=retry_if_result(lambda found: found is None) | retry_if_exception(outage),
-        stop=stop_after_delay(options.wait_s),
+        stop=stop_after_delay(wait_s),
         wait=wait_fixed(_POLL_S),
         retry_error_callback=lambda state: state.outcome.result() if state.outcome else None,
     )
     found = looking(arrival.look)
     if found is None:
         raise LaunchError(
-            f"job {options.job!r} at {options.store} has not built its engines within {options.wait_s:.0f} s; "
+            f"job {options.job!r} at {options.store} has not built its engines within {wait_s:.0f} s; "
             "check --store and --job, or raise --wait-s"
         )
     return found
 
 
-def join(options: JoinOptions) -> None:
-    """Become the agent of a new slot; does not return.
-
-    Raises:
-        ConfigError, LaunchError: see :func:`prepare`.
-    """
-    settings = prepare(options)
-    arguments = [sys.executable, "-m", "bamboo_ds.control.agent", *settings.to_arguments()]
+def become_agent(agent: AgentSettings) -> NoReturn:
+    """Become that agent."""
     sys.stdout.flush()
     sys.stderr.flush()
     # The agent must not have threads when it forks its worker; the client of etcd has left some here.
-    os.execve(sys.executable, arguments, settings.environment())
+    os.execve(sys.executable, agent.agent_command, agent.environment())

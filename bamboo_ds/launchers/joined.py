@@ -12,8 +12,9 @@ from ..control.registry.access import open_store
 from ..control.registry.keys import Keys
 from ..control.registry.mirror import Mirror
 from ..control.registry.records import MemberRecord, StopRecord
+from ..control.settings import MemberOptions
 from ..errors import EXIT_FATAL_LOSS, StoreError, StoreUnavailable
-from ..secret import JobSecret
+from ..store import Store
 
 logger = logging.getLogger("bamboo_ds.launchers")
 
@@ -22,6 +23,14 @@ _STORE_TIMEOUT_S = 2.0
 _POLL_S = 0.1
 #: Seconds that etcd has to tell for the first time who is there.
 _UNKNOWN_S = 30.0
+
+
+def launchers_store(options: MemberOptions, timeout_s: float) -> Store:
+    """The store of the job of ``options``; raises as :class:`~bamboo_ds.store.Store` does.
+
+    Its secret is found by the job's name where a rank of another launcher has made it.
+    """
+    return open_store(options.store, options.job, timeout_s, options.secret or None)
 
 
 def exit_code(mirror: Mirror) -> int:
@@ -43,12 +52,13 @@ class JoinedMembers:
     """Who is left of a job. Use it once, after all members that the launcher has started itself are gone.
 
     Args:
+        options: of the launcher's members. A member that etcd has forgotten, in an outage, has two lease times to
+            register again.
         own: slots of the launcher.
-        return_s: seconds that a member which etcd has forgotten has to register again, after an outage of etcd.
     """
 
-    def __init__(self, own: Container[int], return_s: float) -> None:
-        self._own, self._return_s = own, return_s
+    def __init__(self, options: MemberOptions, own: Container[int]) -> None:
+        self._own, self._return_s = own, 2 * options.bamboo.membership.lease_ttl_s
         self._absent_since: dict[str, float] = {}
         #: Those that have been seen.
         self.seen: set[str] = set()
@@ -63,31 +73,23 @@ class JoinedMembers:
 
 
 def await_end(
-    urls: str,
-    job: str,
-    own: Container[int],
-    pause: Callable[[float], bool],
-    return_s: float,
-    quiet: bool = False,
-    departed: bool = False,
-    secret: JobSecret | None = None,
+    options: MemberOptions, own: Container[int], pause: Callable[[float], bool], quiet: bool, departed: bool
 ) -> int | None:
-    """Wait until no member is left.
+    """Wait until no member of the job is left.
 
     Args:
-        urls: of etcd.
+        options: of the launcher's members.
+        own: slots of the launcher.
         pause: waits for so many seconds, attending to whatever else is to be done; false: wait no longer.
-        own, return_s: see :class:`JoinedMembers`.
         quiet: do not say what is waited for.
         departed: members that have left before count as well.
-        secret: see :func:`open_store`.
 
     Returns:
         The job's exit code; ``None`` if none had joined, or if they are still there.
     """
     give_up_at = time.monotonic() + _UNKNOWN_S
-    joined, told = JoinedMembers(own, return_s), quiet
-    with open_store(urls, job, _STORE_TIMEOUT_S, secret) as store:
+    joined, told = JoinedMembers(options, own), quiet
+    with launchers_store(options, _STORE_TIMEOUT_S) as store:
         while True:
             try:
                 mirror = Mirror(store.get_prefix(""))
@@ -115,11 +117,11 @@ def await_end(
                 return None
 
 
-def tell_to_stop(urls: str, job: str, signum: int, told: str, secret: JobSecret | None = None) -> None:
+def tell_to_stop(options: MemberOptions, signum: int, told: str) -> None:
     """Have all members end, those that are about to join included, since ``told`` has got the signal."""
     record = StopRecord(code=128 + signum, reason=f"{signal.Signals(signum).name} of {told}", by="")
     try:
-        with open_store(urls, job, _STORE_TIMEOUT_S, secret) as store:
+        with launchers_store(options, _STORE_TIMEOUT_S) as store:
             put_once(store, Keys.STOP, record.to_json())
     except StoreError as error:
         logger.error("cannot tell members that have joined that the job ends: %s", error)

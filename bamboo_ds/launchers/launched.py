@@ -16,8 +16,9 @@ from datetime import timedelta
 from typing import Any, NoReturn
 
 from ..config import BambooConfig
-from ..control.settings import AgentSettings, MemberOptions
+from ..control.settings import AgentSettings
 from ..errors import ConfigError
+from ..job_settings import JobSettings
 from ..processes import process_space, started
 from ..secret import JobSecret, given
 from ..variables import ENV_EVENTS, ENV_LAUNCH, ENV_LOGS, ENV_TEE, checked_steps
@@ -25,20 +26,24 @@ from . import jobs
 from .folders import EVENTS, folder_of
 from .meeting import Decision, Meeting, address
 from .ranks import Launched
-from .supervisor import SupervisorSettings, supervisor_command
+from .supervisor import SupervisorTask, supervisor_command
 
 
-def become_supervisor(me: Launched, block: BambooConfig, timeout: timedelta) -> NoReturn:
+def become_supervisor(me: Launched, block: BambooConfig | None, timeout: timedelta) -> NoReturn:
     """Agree with the processes of the other ranks, then replace this process. Does not return.
 
+    Args:
+        block: that of the configuration; ``None``: that is not known yet.
+
     Raises:
-        ConfigError: the process cannot be started again by its command line, or the job's secret cannot be had.
+        ConfigError: the process cannot be started again by its command line, the job's secret cannot be had, or the
+            block is wrong or not that of rank 0.
         LaunchError: the etcd of the job cannot be had, or another process than rank 0 has answered in its place.
     """
     command = own_command()
     own = given(os.environ)
-    checked_steps(os.environ)
-    meeting, decision = Meeting(me, timeout), Decision(me, own)
+    settings = JobSettings.resolve(block, {"check_exact": checked_steps(os.environ)})
+    meeting, decision = Meeting(me, timeout), Decision(me, own, settings)
     try:
         shared, secret = meeting.agree(own, decision)
     except BaseException:  # goes on up; only what was begun must not stay
@@ -46,7 +51,7 @@ def become_supervisor(me: Launched, block: BambooConfig, timeout: timedelta) -> 
             decision.etcd.stop()
         raise
     etcd = None if decision.etcd is None else decision.etcd.supervisor_pid
-    arguments, environment = _supervisor(me, block, command, shared, secret, etcd)
+    arguments, environment = _supervisor(me, settings, command, shared, secret, etcd)
     sys.stdout.flush()
     sys.stderr.flush()
     os.execve(sys.executable, arguments, environment)
@@ -72,49 +77,42 @@ def own_command() -> tuple[str, ...]:
 
 def _supervisor(
     me: Launched,
-    block: BambooConfig,
+    own: JobSettings,
     command: tuple[str, ...],
     shared: Mapping[str, Any],
     secret: JobSecret,
     etcd: int | None,
 ) -> tuple[list[str], dict[str, str]]:
-    """The command of the rank supervisor, and its environment."""
-    job = jobs.check_name(shared["job"])
+    """The command of the rank supervisor, and its environment; ``own``: what this rank would go by."""
+    job, settings = jobs.check_name(shared["job"]), JobSettings.model_validate(shared["settings"])
     logs = folder_of(job, os.environ.get(ENV_LOGS))
-    options = MemberOptions.from_block(
-        block,
+    agent = AgentSettings(
         job=job,
+        store=shared["store"],
         address=address(me),
         command=command,
         events=os.environ.get(ENV_EVENTS) or (os.path.join(logs, EVENTS) if logs else None),
         logs=logs,
         tee=os.environ.get(ENV_TEE, "1") != "0",
         secret=secret,
-        check_exact=checked_steps(os.environ),
-    )
-    options.check_notices()
-    agent = AgentSettings(
-        **options.member_options(),
+        settings=settings.of_member(own),
         slot=me.rank,
         world_size=me.world_size,
-        store=shared["store"],
         parent_pid=os.getpid(),
         master_port=me.master_port,
-        pipelines=None,
-        result_fd=None,
-        state_file=None,
         generation=0,
         launched=True,
     )
+    agent.check_notices()
     wrapper = _wrapper_here()
-    settings = SupervisorSettings(
+    task = SupervisorTask(
         owner=me.rank == 0 and not shared["wrapped"],
         supervisor=etcd,
         embedded=shared["embedded"],
         wrapper=None if wrapper is None else wrapper[0],
         wrapper_started=None if wrapper is None else wrapper[1],
     )
-    return supervisor_command(settings, agent), agent.environment()
+    return supervisor_command(task), agent.environment()
 
 
 def _wrapper_here() -> tuple[int, int] | None:

@@ -13,6 +13,7 @@ from typing import Any
 from ..control.registry.access import embedded_etcd
 from ..control.registry.claims import claim
 from ..errors import BambooError, LaunchError
+from ..job_settings import JobSettings
 from ..secret import NONE, SETTING, WITHOUT_SECRET, JobSecret, find, keep, split
 from ..store import EmbeddedEtcd
 from ..variables import ENV_ADDRESS, ENV_JOB, ENV_LAUNCH, ENV_STORE
@@ -24,14 +25,14 @@ logger = logging.getLogger("bamboo_ds.launchers")
 
 
 class Decision:
-    """What rank 0 decides for all: where the job's etcd is, and the job's name; and the job's secret.
+    """What rank 0 decides for all: where the job's etcd is, the job's name, its settings; and the job's secret.
 
     Attributes:
         etcd: that this process has started; it outlives the ``exec``.
     """
 
-    def __init__(self, me: Launched, own: JobSecret | None) -> None:
-        self._me, self._own = me, own
+    def __init__(self, me: Launched, own: JobSecret | None, settings: JobSettings) -> None:
+        self._me, self._own, self._settings = me, own, settings.public()
         self.etcd: EmbeddedEtcd | None = None
 
     def __call__(self) -> tuple[dict[str, Any], JobSecret]:
@@ -50,7 +51,8 @@ class Decision:
         elif not wrapped:
             claim(store, job)
         keep(job, secret)
-        return {"store": store, "job": job, "embedded": self.etcd is not None, "wrapped": wrapped}, secret
+        decided = {"store": store, "job": job, "embedded": self.etcd is not None, "wrapped": wrapped}
+        return {**decided, "settings": self._settings.model_dump(mode="json", exclude_defaults=True)}, secret
 
 
 def verified(said: str, me: Launched, own: JobSecret | None, prefix: str) -> tuple[dict[str, Any], JobSecret]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 
 from ..control.registry.access import embedded_etcd
 from ..control.registry.claims import claimed
@@ -32,21 +33,23 @@ def tell_finished(events: EventWriter, job: str, code: int, begin: float) -> Non
 
 
 @contextmanager
-def owned(options: MemberOptions, store: str, watch_etcd: Callable[[int], None]) -> Iterator[tuple[str, str]]:
+def owned(options: MemberOptions, watch_etcd: Callable[[int], None]) -> Iterator[tuple[MemberOptions, str]]:
     """In the body the job of ``options`` is this process's: other commands find it, and no other one takes its name.
 
+    Where the store is :data:`EMBEDDED` one is started, and ended with the body.
+
     Args:
-        store: URLs of etcd, or :data:`EMBEDDED`: one is started, and ended with the body.
-        watch_etcd: told the process id of its supervisor then.
+        watch_etcd: told the process id of the supervisor of that.
 
     Returns:
-        URLs of etcd, and the path of the file that says where the job is.
+        ``options`` with the URLs of etcd, and the path of the file that says where the job is.
 
     Raises:
         LaunchError: a job of this name runs.
         StoreError: etcd cannot be used.
     """
     with ExitStack() as stack:
+        store = options.store
         if store == EMBEDDED:
             etcd = stack.enter_context(embedded_etcd(options.address, options.job, options.secret))
             watch_etcd(etcd.supervisor_pid)
@@ -57,4 +60,4 @@ def owned(options: MemberOptions, store: str, watch_etcd: Callable[[int], None])
         state.write()
         stack.callback(state.remove)
         keep(options.job, options.secret)
-        yield store, str(state.path)
+        yield replace(options, store=store), str(state.path)

@@ -11,7 +11,7 @@ import psutil
 
 from ..control.agent.output import Screens
 from ..control.reporting import emit_or_log
-from ..control.settings import AgentSettings, MemberOptions
+from ..control.settings import MemberOptions, in_slot
 from ..errors import EXIT_FATAL_LOSS
 from ..observe.events import RunStarted
 from ..secret import JobSecret, given
@@ -21,41 +21,41 @@ from .owning import EMBEDDED, open_events, owned, tell_finished
 from .slots import AGENT_GRACE_S, OTHERS_S, Slots
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunOptions(MemberOptions):
-    """What ``bamboo run`` was asked for.
+@dataclass(frozen=True)
+class LocalSlots:
+    """The slots that ``bamboo run`` was asked for.
 
     Attributes:
-        workers: number of slots.
-        store: URLs of etcd, or ``embedded``.
-        pipelines: their number, if the user has said it.
-        prefix_output: whether each line of output begins with its slot.
-        emulate_hosts: number of hosts that the slots are said to be on; ``None``: the one that they are on.
-        quiet: whether the course of the job is not told.
+        workers: their number.
+        pipelines: number of pipelines, if the user has said it.
+        hosts: number of hosts that the slots are said to be on; ``None``: the one that they are on.
     """
 
     workers: int
-    store: str
-    pipelines: int | None
-    prefix_output: bool
-    emulate_hosts: int | None
-    quiet: bool
+    pipelines: int | None = None
+    hosts: int | None = None
 
     def host_of(self, slot: int) -> str | None:
         """The host that ``slot`` is said to be on; ``None``: the one that it is on."""
-        if self.emulate_hosts is None:
-            return None
-        return f"emulated-{slot * self.emulate_hosts // self.workers}"
+        return None if self.hosts is None else f"emulated-{slot * self.hosts // self.workers}"
 
 
 class Launcher(Slots):
-    """Runs one job. Use it once, in the main thread."""
+    """Runs one job. Use it once, in the main thread.
 
-    def __init__(self, options: RunOptions) -> None:
+    Args:
+        options: of all members.
+        slots: what they are.
+        prefix_output: whether each line of output begins with its slot.
+        quiet: whether the course of the job is not told.
+    """
+
+    def __init__(self, options: MemberOptions, slots: LocalSlots, prefix_output: bool, quiet: bool) -> None:
         options = replace(options, secret=given(os.environ) or JobSecret.new())
         tees = options.tee and options.logs is not None
-        super().__init__(options, range(options.workers), tees or options.prefix_output, options.prefix_output)
-        self._options = options
+        super().__init__(options, range(slots.workers), tees or prefix_output, prefix_output)
+        self._local, self._prefix_output, self._quiet = slots, prefix_output, quiet
+        self._embedded = options.store == EMBEDDED
 
     def run(self) -> int:
         """Run to the end; returns the exit code.
@@ -63,22 +63,23 @@ class Launcher(Slots):
         Raises :class:`LaunchError` or :class:`ConfigError` if the job cannot be started, ``StoreError``
         if etcd cannot be used.
         """
-        options = self._options
+        options, workers = self._options, self._local.workers
         options.check_notices()
         with ExitStack() as stack:
             events = stack.enter_context(open_events(options.events))
-            narration = Narration(options, self._screen, options.quiet)
+            narration = Narration(options, self._screen, self._quiet)
             stack.callback(narration.end)
             stack.enter_context(self._prepared({child.pid for child in psutil.Process().children()}))
-            job = owned(options, options.store, lambda pid: self._watch_etcd(pid, stack))
-            self._urls, state_file = stack.enter_context(job)
+            job = owned(options, lambda pid: self._watch_etcd(pid, stack))
+            self._options, state_file = stack.enter_context(job)
             begin = time.monotonic()
             command = list(options.command)
-            emit_or_log(events, RunStarted(job=options.job, epoch=0, members=options.workers, command=command))
+            emit_or_log(events, RunStarted(job=options.job, epoch=0, members=workers, command=command))
             self._handle_signals()
             if self._interrupted is None:
                 self._start_all(state_file)
-            narration.begin(banner(options, f"{options.workers} members on this host", self._urls), self._urls)
+            store = self._options.store
+            narration.begin(banner(options, f"{workers} members on this host", store), store)
             self._serve()
             narration.leave()
             self._loop.join_background(AGENT_GRACE_S)
@@ -87,29 +88,26 @@ class Launcher(Slots):
             return code
 
     def _start_all(self, state_file: str) -> None:
-        options = self._options
+        options, local = self._options, self._local
         port = free_port(options.address)
-        screens = Screens() if options.prefix_output else Screens.own()
-        for slot in range(options.workers):
-            member = options.member_options()
-            member["host"] = options.host_of(slot) or member["host"]
-            settings = AgentSettings(
-                **member,
+        screens = Screens() if self._prefix_output else Screens.own()
+        for slot in range(local.workers):
+            agent = in_slot(
+                replace(options, host=local.host_of(slot) or options.host),
                 slot=slot,
-                world_size=options.workers,
-                store=self._urls,
+                world_size=local.workers,
                 parent_pid=os.getpid(),
                 master_port=port,
-                pipelines=options.pipelines,
+                pipelines=local.pipelines,
                 state_file=state_file,
                 generation=0,
                 screen=screens.to_argument() if self._shows else None,
             )
-            self._spawn(settings)
+            self._spawn(agent)
 
     def _await_others(self) -> int | None:
         """Stay for members that have joined, if they need what is here; what the job has come to with them."""
-        if self._options.store != EMBEDDED and self._outcomes & {"left", "finished"}:
+        if not self._embedded and self._outcomes & {"left", "finished"}:
             return None  # the job needs nothing that is here
         ending = not self._outcomes.isdisjoint(("failed", "stopped", "fatal"))
         if (self._stopping or ending) and self._leave_at is None:
@@ -128,7 +126,7 @@ class Launcher(Slots):
             return worst
         if of_joined is not None:
             return of_joined
-        all_left = len(self._departures) == self._options.workers and self._outcomes == {"left"}
+        all_left = len(self._departures) == self._local.workers and self._outcomes == {"left"}
         if "finished" in self._outcomes or all_left:
             return 0
         return next((d.code for d in self._by_time if d.error is not None), EXIT_FATAL_LOSS)

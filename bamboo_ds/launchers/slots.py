@@ -8,14 +8,12 @@ import logging
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack
 from typing import BinaryIO
 
 from ..control.agent.neighbours import report_dead_agent
-from ..control.registry.access import open_store
 from ..control.registry.keys import Keys
 from ..control.registry.mirror import Mirror
 from ..control.registry.records import LeftRecord
@@ -23,7 +21,6 @@ from ..control.settings import AgentSettings, MemberOptions
 from ..errors import LaunchError, StoreError
 from ..observe import logs
 from ..processes import adopt_orphans, end_descendants, reap_adopted
-from ..secret import JobSecret
 from . import joined
 from .display import Display
 from .loop import Loop
@@ -37,7 +34,7 @@ AGENT_GRACE_S = 3.0
 _FATAL_GRACE_S = 90.0
 #: Seconds within which signals come of one event: a terminal that closes, a launcher that repeats what Ctrl-C said.
 _SAME_EVENT_S = 0.5
-STORE_TIMEOUT_S = 10.0
+_STORE_TIMEOUT_S = 10.0
 #: Seconds that etcd has to hear that the job ends, before members here end and etcd with them.
 _TELL_S = 2.0
 #: Seconds beyond the workers' grace that members of other slots get when the job is ended.
@@ -58,11 +55,8 @@ class _Agent:
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
         try:
             self.process = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "bamboo_ds.control.agent"),
-                    *dataclasses.replace(settings, result_fd=write_end).to_arguments(),
-                ],
-                env=settings.environment(),
+                settings.agent_command,
+                env=dataclasses.replace(settings, result_fd=write_end).environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=error,
@@ -96,7 +90,7 @@ class Slots:
     Use it once, in the main thread. Subclasses say which slots there are, and what their ends come to.
 
     Args:
-        options: of every member.
+        options: of every member; with URLs of etcd at the latest before the first of them is started.
         own: numbers of the slots.
         shows: whether this process shows the output of agents; else they write where it does.
         prefix_output: whether each line of that begins with its slot.
@@ -105,7 +99,7 @@ class Slots:
     def __init__(
         self, options: MemberOptions, own: Collection[int], shows: bool = False, prefix_output: bool = False
     ) -> None:
-        self._common = options
+        self._options = options
         self._slots = own
         self._loop = Loop()
         self._shows = shows
@@ -119,7 +113,6 @@ class Slots:
         self._kill_at: float | None = None
         self._leave_at: float | None = None
         self._stop_at: float | None = None
-        self._urls = ""
         self._etcd_ended = self._hurried = False
         self._own: set[int] = set()  # children besides agents
 
@@ -157,7 +150,7 @@ class Slots:
 
     def _without_etcd(self) -> str:
         """What becomes of a job without etcd."""
-        fence_s = self._common.bamboo.fence_s
+        fence_s = self._options.bamboo.fence_s
         if fence_s is None:
             return "training goes on, but survives no loss any more"
         return (
@@ -176,7 +169,7 @@ class Slots:
         """The same through etcd, since ``told`` has got the signal: in the background, because etcd may not answer."""
 
         def tell() -> None:
-            joined.tell_to_stop(self._urls, self._common.job, signum, told, self._secret)
+            joined.tell_to_stop(self._options, signum, told)
             self._stop_soon()
 
         self._loop.in_background(tell)
@@ -189,19 +182,7 @@ class Slots:
             late = self._leave_at is not None and time.monotonic() >= self._leave_at
             return not (late or self._etcd_ended or self._hurried)
 
-        options = self._common
-        return joined.await_end(
-            *(
-                self._urls,
-                options.job,
-                self._slots,
-                pause,
-                2 * options.bamboo.membership.lease_ttl_s,
-                quiet,
-                departed,
-                self._secret,
-            )
-        )
+        return joined.await_end(self._options, self._slots, pause, quiet, departed)
 
     # -- agents -------------------------------------------------------------------------------------
 
@@ -271,11 +252,6 @@ class Slots:
         elif departure.outcome == "fatal" and not self._stopping and self._kill_at is None:
             self._kill_at = time.monotonic() + _FATAL_GRACE_S
 
-    @property
-    def _secret(self) -> JobSecret | None:
-        """The job's; ``None`` where a rank of another launcher has made it: this process finds it by the job's name."""
-        return self._common.secret or None
-
     def _report_dead_agent(self, agent: _Agent) -> None:
         """Tell the leader of a member whose agent cannot: its lease would take a while to run out.
 
@@ -283,10 +259,10 @@ class Slots:
         """
         died = time.monotonic()
         try:
-            with open_store(self._urls, self._common.job, STORE_TIMEOUT_S, self._secret) as store:
+            with joined.launchers_store(self._options, _STORE_TIMEOUT_S) as store:
                 for member in Mirror(store.get_prefix(Keys.MEMBERS)).members.values():
                     # Not by its slot: an agent that has come back has got another one.
-                    if member.address == self._common.address and member.agent_pid == agent.process.pid:
+                    if member.address == self._options.address and member.agent_pid == agent.process.pid:
                         status = agent.process.returncode
                         report_dead_agent(store, member, died, f"agent died with exit status {status}")
         except StoreError as error:
@@ -301,7 +277,7 @@ class Slots:
             self._signal_agents(signum)  # this host is to be left
         elif self._interrupted is None:
             self._interrupted, self._interrupted_at = signum, at
-            self._leave_at = time.monotonic() + self._common.grace_s + AGENT_GRACE_S + OTHERS_S
+            self._leave_at = time.monotonic() + self._options.grace_s + AGENT_GRACE_S + OTHERS_S
             self._stop_at = time.monotonic() + _TELL_S
             self._end_others(signum)
         elif at - self._interrupted_at >= _SAME_EVENT_S:
@@ -311,7 +287,7 @@ class Slots:
     def _stop(self) -> None:
         if not self._stopping:
             self._stopping = True
-            self._kill_at = time.monotonic() + self._common.grace_s + AGENT_GRACE_S
+            self._kill_at = time.monotonic() + self._options.grace_s + AGENT_GRACE_S
             self._signal_agents(signal.SIGTERM)
 
     def _signal_agents(self, signum: int) -> None:

@@ -23,11 +23,10 @@ from dataclasses import asdict, dataclass, replace
 
 import psutil
 
-from ..control.registry.access import open_store
 from ..control.registry.claims import release
 from ..control.registry.mirror import Mirror
 from ..control.reporting import emit_or_log
-from ..control.settings import AgentSettings, parse_arguments
+from ..control.settings import AgentSettings, settings_told
 from ..errors import EXIT_FATAL_LOSS, BambooError, StoreUnavailable
 from ..observe import logs
 from ..observe.events import EventWriter, RunStarted
@@ -47,8 +46,8 @@ _SUPERVISOR_S = 10.0
 
 
 @dataclass(frozen=True)
-class SupervisorSettings:
-    """What a rank supervisor is told besides the settings of its agent.
+class SupervisorTask:
+    """What a rank supervisor is told besides what its agent is.
 
     Attributes:
         owner: it speaks for the job, as a launcher would: there is no ``bamboo launch``.
@@ -64,19 +63,17 @@ class SupervisorSettings:
     wrapper_started: int | None = None
 
 
-def supervisor_command(settings: SupervisorSettings, agent: AgentSettings) -> list[str]:
-    """The command that runs a rank supervisor."""
-    module = "bamboo_ds.launchers.supervisor"
-    return [sys.executable, "-m", module, json.dumps(asdict(settings)), *agent.to_arguments()]
+def supervisor_command(task: SupervisorTask) -> list[str]:
+    """The command that runs a rank supervisor, in the environment of its agent."""
+    return [sys.executable, "-m", "bamboo_ds.launchers.supervisor", json.dumps(asdict(task))]
 
 
 class RankSupervisor(Slots):
     """Runs one slot to its end. Use it once, in the main thread."""
 
-    def __init__(self, settings: SupervisorSettings, agent: AgentSettings) -> None:
+    def __init__(self, task: SupervisorTask, agent: AgentSettings) -> None:
         super().__init__(agent, (agent.slot,))
-        self._settings, self._agent = settings, agent
-        self._urls = agent.store
+        self._task, self._agent = task, agent
 
     def run(self) -> int:
         """Run to the end; returns the exit code.
@@ -84,17 +81,17 @@ class RankSupervisor(Slots):
         Raises:
             BambooError: the agent could not be started, or another job of this name runs here.
         """
-        settings, agent = self._settings, self._agent
+        task, agent = self._task, self._agent
         with ExitStack() as stack:
             events = stack.enter_context(EventWriter(agent.events))
-            if settings.supervisor is not None:
-                stack.callback(_end_etcd, settings.supervisor)
-            stack.enter_context(self._prepared(() if settings.supervisor is None else (settings.supervisor,)))
-            if settings.supervisor is not None:
-                self._watch_etcd(settings.supervisor, stack)
-            if settings.wrapper is not None:
-                self._watch_wrapper(settings.wrapper, stack)
-            state_file = self._own_job(stack) if settings.owner else None
+            if task.supervisor is not None:
+                stack.callback(_end_etcd, task.supervisor)
+            stack.enter_context(self._prepared(() if task.supervisor is None else (task.supervisor,)))
+            if task.supervisor is not None:
+                self._watch_etcd(task.supervisor, stack)
+            if task.wrapper is not None:
+                self._watch_wrapper(task.wrapper, stack)
+            state_file = self._own_job(stack) if task.owner else None
             begin = time.monotonic()
             if agent.slot == 0:
                 started_ = RunStarted(job=agent.job, epoch=0, members=agent.world_size, command=list(agent.command))
@@ -103,16 +100,17 @@ class RankSupervisor(Slots):
             self._serve()
             code = self._result()
             self._loop.join_background(AGENT_GRACE_S)
-            if settings.owner:
+            if task.owner:
                 tell_finished(events, agent.job, code, begin)
-                if not settings.embedded:
-                    release(self._urls, agent.job)
+                if not task.embedded:
+                    release(agent.store, agent.job)
             return code
 
     def _own_job(self, stack: ExitStack) -> str:
         """Let other commands find the job; returns the path of the file that says where."""
-        events = self._agent.events and os.path.abspath(self._agent.events)
-        state = jobs.this_process(self._agent.job, self._urls, foreign=True, events=events, logs=self._agent.logs)
+        agent = self._agent
+        events = agent.events and os.path.abspath(agent.events)
+        state = jobs.this_process(agent.job, agent.store, foreign=True, events=events, logs=agent.logs)
         state.write()
         stack.callback(state.remove)
         return str(state.path)
@@ -128,14 +126,14 @@ class RankSupervisor(Slots):
         except ProcessLookupError:
             ended()
             return
-        if started(pid) != self._settings.wrapper_started:  # another process has its number
+        if started(pid) != self._task.wrapper_started:  # another process has its number
             ended()
 
     # -- what it comes to ---------------------------------------------------------------------------
 
     def _result(self) -> int:
         """The exit code, once the agent has ended and, where others go on, the job has."""
-        code, keeps_etcd = self._worst(), self._settings.supervisor is not None
+        code, keeps_etcd = self._worst(), self._task.supervisor is not None
         if code is None and self._interrupted is None:
             done = self._outcomes & {"finished", "left"}
             code = 0 if done and not keeps_etcd else self._await_job()
@@ -152,9 +150,9 @@ class RankSupervisor(Slots):
         ending = not self._outcomes.isdisjoint(("failed", "stopped", "fatal"))
         if (self._stopping or ending) and self._leave_at is None:
             self._leave_at = time.monotonic() + self._agent.grace_s + OTHERS_S
-        others = joined.JoinedMembers(self._slots, 2 * self._agent.bamboo.membership.lease_ttl_s)
+        others = joined.JoinedMembers(self._agent, self._slots)
         silent_since: float | None = None
-        with open_store(self._urls, self._agent.job, _STORE_TIMEOUT_S, self._secret) as store:
+        with joined.launchers_store(self._agent, _STORE_TIMEOUT_S) as store:
             while True:
                 now = time.monotonic()
                 try:
@@ -162,19 +160,19 @@ class RankSupervisor(Slots):
                     silent_since = None
                 except StoreUnavailable as error:
                     silent_since = now if silent_since is None else silent_since
-                    if self._settings.embedded and now - silent_since > _GONE_S:
+                    if self._task.embedded and now - silent_since > _GONE_S:
                         logger.info("the job's etcd is gone: %s", error)
                         return 0  # whoever owned it has judged the job
                 else:
                     if mirror.plan is None and not mirror.members:
-                        return EXIT_FATAL_LOSS if self._settings.owner else 0  # its owner has removed its keys
+                        return EXIT_FATAL_LOSS if self._task.owner else 0  # its owner has removed its keys
                     if not others.look(mirror, now):
                         return joined.exit_code(mirror)
                 self._attend(_POLL_S)
                 late = self._leave_at is not None and time.monotonic() >= self._leave_at
-                if late or self._hurried or (self._etcd_ended and self._settings.owner):
+                if late or self._hurried or (self._etcd_ended and self._task.owner):
                     return EXIT_FATAL_LOSS
-                if self._interrupted is not None and not self._settings.owner:
+                if self._interrupted is not None and not self._task.owner:
                     return EXIT_FATAL_LOSS
 
 
@@ -217,11 +215,11 @@ def _detach() -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a rank supervisor; returns its exit code."""
     argv = sys.argv[1:] if argv is None else argv
-    settings, agent = SupervisorSettings(**json.loads(argv[0])), parse_arguments(argv[1:])
-    result_to = None if settings.wrapper is None else _detach()
+    task, agent = SupervisorTask(**json.loads(argv[0])), settings_told(os.environ)
+    result_to = None if task.wrapper is None else _detach()
     logs.configure()
     try:
-        code = RankSupervisor(settings, agent).run()
+        code = RankSupervisor(task, agent).run()
     except (BambooError, OSError) as error:
         logger.error("%s", error)
         code = 1

@@ -9,12 +9,11 @@ import subprocess
 import tempfile
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 
-from ..control.agent.command import CHECK_EXACT
 from ..control.settings import MemberOptions
 from ..errors import LaunchError
 from ..processes import die_with_parent, process_space, started
@@ -31,30 +30,20 @@ _DEEPSPEED_FILE = "DS_ENV_FILE"
 _DEEPSPEED_DEFAULT = ".deepspeed_env"
 
 
-@dataclass(frozen=True, kw_only=True)
-class LaunchOptions(MemberOptions):
-    """What ``bamboo launch`` was asked for; ``command`` is that of the other launcher.
+class Wrapper(Slots):
+    """Runs another launcher, and stays until the job is over. Use it once, in the main thread.
 
-    Attributes:
-        store: URLs of etcd, or ``embedded``.
+    Args:
+        options: what is known of the members; their ``command`` is that of the other launcher.
         config: DeepSpeed's configuration, for scripts that do not name it on their command line.
         quiet: whether the course of the job is not told.
     """
 
-    store: str
-    config: str | None
-    quiet: bool
-
-
-class Wrapper(Slots):
-    """Runs another launcher, and stays until the job is over. Use it once, in the main thread."""
-
-    def __init__(self, options: LaunchOptions) -> None:
+    def __init__(self, options: MemberOptions, config: str | None, quiet: bool) -> None:
         # Without one that the user gives, rank 0 makes one if all ranks are on its host.
-        options = replace(options, secret=given(os.environ) or NONE)
-        super().__init__(options, ())
-        self._options = options
-        self._command: subprocess.Popen[bytes] | None = None
+        super().__init__(replace(options, secret=given(os.environ) or NONE), ())
+        self._config, self._quiet = config, quiet
+        self._launcher: subprocess.Popen[bytes] | None = None
 
     def run(self) -> int:
         """Run to the end; returns the exit code.
@@ -66,16 +55,17 @@ class Wrapper(Slots):
         options = self._options
         with ExitStack() as stack:
             events = stack.enter_context(open_events(options.events))
-            narration = Narration(options, self._screen, options.quiet)
+            narration = Narration(options, self._screen, self._quiet)
             stack.callback(narration.end)
             stack.enter_context(self._prepared({child.pid for child in psutil.Process().children()}))
-            job = owned(options, options.store, lambda pid: self._watch_etcd(pid, stack))
-            self._urls, _ = stack.enter_context(job)
+            job = owned(options, lambda pid: self._watch_etcd(pid, stack))
+            self._options, _ = stack.enter_context(job)
             begin = time.monotonic()
             self._handle_signals()
             if self._interrupted is None:
                 self._start(stack)
-            narration.begin(banner(options, f"started by {options.command[0]}", self._urls), self._urls)
+            store = self._options.store
+            narration.begin(banner(options, f"started by {options.command[0]}", store), store)
             code = self._follow()
             narration.leave()
             self._loop.join_background(AGENT_GRACE_S)
@@ -85,7 +75,7 @@ class Wrapper(Slots):
     def _start(self, stack: ExitStack) -> None:
         command, me = self._options.command, os.getpid()
         try:
-            self._command = subprocess.Popen(
+            self._launcher = subprocess.Popen(
                 command,
                 env=self._environment(stack),
                 start_new_session=True,  # Ctrl-C is for this process, which ends the members in order
@@ -93,14 +83,14 @@ class Wrapper(Slots):
             )
         except OSError as error:
             raise LaunchError(f"cannot start {command[0]}: {error}") from error
-        self._own.add(self._command.pid)
-        self._loop.watch_process(self._command.pid, lambda: None, stack)
+        self._own.add(self._launcher.pid)
+        self._loop.watch_process(self._launcher.pid, lambda: None, stack)
 
     def _environment(self, stack: ExitStack) -> dict[str, str]:
         """What the processes of the launcher are told."""
         options = self._options
         told = {
-            ENV_STORE: self._urls,
+            ENV_STORE: options.store,
             ENV_JOB: options.job,
             ENV_LAUNCH: f"{os.getpid()} {started(os.getpid())} {process_space()}",
         }
@@ -109,10 +99,10 @@ class Wrapper(Slots):
         if options.logs is not None:
             told[ENV_LOGS] = os.path.dirname(options.logs)
             told[ENV_TEE] = str(int(options.tee))
-        if CHECK_EXACT in options.overrides:
-            told[ENV_CHECK_EXACT] = str(options.overrides[CHECK_EXACT])
-        if options.config is not None:
-            told[ENV_CONFIG] = os.path.abspath(options.config)
+        if "redundancy.check_exact" in options.settings.given:
+            told[ENV_CHECK_EXACT] = str(options.bamboo.redundancy.check_exact)
+        if self._config is not None:
+            told[ENV_CONFIG] = os.path.abspath(self._config)
         if os.environ.get(ENV_SECRET_FILE):
             told[ENV_SECRET_FILE] = os.path.abspath(os.environ[ENV_SECRET_FILE])
         # To other hosts DeepSpeed passes what this file lists.
@@ -124,7 +114,7 @@ class Wrapper(Slots):
     def _follow(self) -> int:
         """Until the launcher has ended, and then the job; returns the exit code."""
         status: int | None = None
-        while self._command is not None and (status := self._command.poll()) is None:
+        while self._launcher is not None and (status := self._launcher.poll()) is None:
             self._attend(None if self._kill_at is None else max(0.0, self._kill_at - time.monotonic()))
             if self._kill_at is not None and time.monotonic() >= self._kill_at:
                 self._kill_at = None
@@ -156,8 +146,8 @@ class Wrapper(Slots):
 
     def _signal_launcher(self, signum: int) -> None:
         """Signal the launcher and what it has started in its session, which rank supervisors here are not in."""
-        if self._command is not None and self._command.poll() is None:
-            os.killpg(self._command.pid, signum)
+        if self._launcher is not None and self._launcher.poll() is None:
+            os.killpg(self._launcher.pid, signum)
 
     def _signal_agents(self, signum: int) -> None:
         if signum == signal.SIGKILL:

@@ -29,8 +29,7 @@ def placed(pace: Pace, members: Sequence[Candidate], config: BambooConfig) -> Pl
     )
     plan = replace(plan, cuts=pace.cuts if layout.blocks else (), costs=pace.costs if layout.blocks else None)
     replicas = config.redundancy.mode.replicas
-    topology, standby = config.topology, config.standby
-    policy = policy_of(layout, replicas, topology.min_gain, standby.replicas, topology.zones_apart)
+    policy = policy_of(layout, replicas, config)
     return replace(best_plan(plan, members, policy=policy, holders={}), unheld=(), immediate=True)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ..config import BLOCK, BambooConfig, paths_by_name
+from ..config import BLOCK, BambooConfig
+from ..job_settings import paths_by_name
 
 #: What simulated jobs go by.
 MODELLED = frozenset(

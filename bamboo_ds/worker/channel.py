@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import select
@@ -25,6 +24,7 @@ from ..control.registry.records import (
 from ..control.wire import LineSocket
 from ..errors import EpochChanged, Isolated
 from ..forking import only_here
+from ..job_settings import JobSettings
 from ..observe.ring import SpanRing
 from ..secret import NONE, JobSecret, taken
 from ..topology.block_costs import BlockSeconds
@@ -34,19 +34,17 @@ from ..topology.roles import Layout
 from ..variables import (
     ENV_ADDRESS,
     ENV_FD,
-    ENV_HEARTBEAT_TIMEOUT,
     ENV_JOB,
     ENV_JOINER,
     ENV_MEMBER,
-    ENV_OVERRIDES,
     ENV_RESTART_FROM,
+    ENV_SETTINGS,
 )
 from .activity import Activity
 from .stalls import Stalls
 
 logger = logging.getLogger("bamboo_ds.control.channel")
 
-_DEFAULT_HEARTBEAT_TIMEOUT_S = 5.0
 _LONGEST_HEARTBEAT_INTERVAL_S = 0.2
 #: How long close() waits for an agent that does not read.
 _FLUSH_DEADLINE_S = 1.0
@@ -67,8 +65,8 @@ class WorkerChannel:
         joiner: the job was running already when this worker was started.
         restart_from: folder of the newest checkpoint that members had told of when the job was started again.
         secret: the job's.
-        overrides: settings that hold in place of those of the script's block, by path.
-        heartbeat_timeout_s: seconds without a heartbeat after which the agent kills this worker.
+        settings: the job's.
+        goes_by: what this worker goes by, which is told with its layout where the job's record is open.
         ahead: by how much DeepSpeed's count of steps exceeds the job's.
         activity: what heartbeats tell of the main thread.
         contact: the newest word of etcd, see :mod:`bamboo_ds.control.fencing`.
@@ -84,11 +82,10 @@ class WorkerChannel:
         rank: int,
         world_size: int,
         address: str,
-        heartbeat_timeout_s: float = _DEFAULT_HEARTBEAT_TIMEOUT_S,
         joiner: bool = False,
         restart_from: str | None = None,
         secret: JobSecret = NONE,
-        overrides: Mapping[str, Any] = MappingProxyType({}),
+        settings: JobSettings = JobSettings(),  # noqa: B008  # immutable
         spans: SpanRing | None = None,
     ) -> None:
         self.member = member
@@ -99,11 +96,10 @@ class WorkerChannel:
         self.joiner = joiner
         self.restart_from = restart_from
         self.secret = secret
-        self.overrides = overrides
+        self.settings, self.goes_by = settings, settings.values
         self.spans = spans
         self.ahead = 0
-        self.heartbeat_timeout_s = heartbeat_timeout_s
-        self._interval = min(_LONGEST_HEARTBEAT_INTERVAL_S, 0.25 * heartbeat_timeout_s)
+        self._interval = min(_LONGEST_HEARTBEAT_INTERVAL_S, 0.25 * settings.values.membership.heartbeat_limit_s)
         self._wire = LineSocket(only_here(sock))
         self._changed = threading.Condition()
         self._plan: Plan | None = None
@@ -144,11 +140,10 @@ class WorkerChannel:
             rank=int(os.environ["RANK"]),
             world_size=int(os.environ["WORLD_SIZE"]),
             address=os.environ[ENV_ADDRESS],
-            heartbeat_timeout_s=float(os.environ.get(ENV_HEARTBEAT_TIMEOUT, _DEFAULT_HEARTBEAT_TIMEOUT_S)),
             joiner=bool(os.environ.get(ENV_JOINER)),
             restart_from=os.environ.get(ENV_RESTART_FROM),
             secret=taken(os.environ),
-            overrides=json.loads(os.environ.pop(ENV_OVERRIDES, "{}")),
+            settings=JobSettings.model_validate_json(os.environ.pop(ENV_SETTINGS, "{}")),
             spans=SpanRing.inherited(os.environ),
         )
         _inherited = (os.getpid(), channel)
@@ -290,6 +285,7 @@ class WorkerChannel:
             every_rank=self._every_rank,
             stage=stage,
             memory=memory,
+            settings=self.goes_by if self.settings.open else None,
         )
         self._send(self._layout)
 

@@ -33,16 +33,17 @@ class Job:
     Attributes:
         channel: to the agent.
         session: the data plane.
-        settings: the script's block, once it is known, with what overrides it.
+        settings: the job's; while its record is open those of the script's block, once that is known.
     """
 
     def __init__(self, channel: WorkerChannel, settings: BambooConfig | None, timeout: timedelta) -> None:
         from ..comm.session import Session
 
         self.channel = channel
-        self.settings = settings or BambooConfig()
+        self.settings = channel.settings.values if settings is None else channel.settings.of_script(settings)
         # Whoever reads nothing for so long has lost its lease, or been killed by its agent.
-        silence_s = 2 * max(self.settings.membership.lease_ttl_s, channel.heartbeat_timeout_s)
+        membership = self.settings.membership
+        silence_s = 2 * max(membership.lease_ttl_s, membership.heartbeat_limit_s)
         self.session: Session = Session(
             *(channel.member, channel.address, timeout, self._peer_failed, silence_s),
             awaited=self._tell_awaited,
@@ -71,11 +72,11 @@ class Job:
         return self._settings
 
     @settings.setter
-    def settings(self, block: BambooConfig) -> None:
+    def settings(self, values: BambooConfig) -> None:
         from ..comm.inner import use_for_cuda
 
-        self._settings = block.overridden(self.channel.overrides)
-        use_for_cuda(self._settings.comm.cuda_backend)
+        self._settings = self.channel.goes_by = values
+        use_for_cuda(values.comm.cuda_backend)
 
     def check_first_engine(self) -> None:
         """Raise :class:`UnsupportedError` if this process has an engine that the job keeps alive."""

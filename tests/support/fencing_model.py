@@ -32,9 +32,9 @@ from bamboo_ds.control.leader import restarts as restart
 from bamboo_ds.control.leader.leader import Leader
 from bamboo_ds.control.registry.keys import Keys
 from bamboo_ds.control.registry.records import JobRecord, RestartRecord, StopRecord
-from bamboo_ds.control.settings import AgentSettings
+from bamboo_ds.control.settings import AgentSettings, MemberOptions
 from bamboo_ds.generations import is_over, supersede
-from bamboo_ds.launchers.join import JoinOptions
+from bamboo_ds.job_settings import JobSettings
 from bamboo_ds.state import publish
 from bamboo_ds.state.checkpoints import MANIFEST, Manifest, SaveRecord, Status, list_checkpoints, read_manifest
 from bamboo_ds.state.writer import Save, SaveFailed, check_lineage
@@ -53,7 +53,7 @@ TICK_S = 0.4
 #: Seconds for which a job may stand still once nothing is broken any more.
 HEALED_S = 60.0
 JOB = "job"
-BLOCK = block(lease_ttl_s=TTL_S, fence_s=FENCE_S, max_restarts=1000)
+SETTINGS = JobSettings(values=block(lease_ttl_s=TTL_S, fence_s=FENCE_S, max_restarts=1000))
 FOLDER = "checkpoints"
 #: How long steps take, and how fast clocks run.
 SECONDS = (0.4, 1.2, 3.0, 7.0, 12.0)
@@ -134,7 +134,8 @@ class World:
             self._come(STAGES) if first else self._start_host(self.settings(slot=number))
         if first:
             return
-        self.etcd.put(Keys.SPEC, JobRecord(job=JOB, world_size=STAGES, pipelines=1).to_json(), None, "")
+        record = JobRecord(job=JOB, world_size=STAGES, pipelines=1, settings=SETTINGS)
+        self.etcd.put(Keys.SPEC, record.to_json(), None, "")
 
     def close(self) -> None:
         shutil.rmtree(self.folder)
@@ -143,21 +144,22 @@ class World:
         self._ids += 1
         return f"m{slot}-{self._ids:08x}"
 
-    def _start_host(self, settings: AgentSettings | None, comes: JoinOptions | None = None) -> None:
+    def _start_host(
+        self, settings: AgentSettings | None, comes: tuple[MemberOptions, int | None] | None = None
+    ) -> None:
         host = Host(self, len(self.hosts))
         self.hosts.append(host)
         Party(host, settings, comes)
 
     def _come(self, start: int | None) -> None:
         """A host with a member that comes by ``bamboo join``."""
-        told = {"job": JOB, "command": ("x",), "block": BLOCK, "store": "x", "wait_s": HEALED_S}
-        self._start_host(None, JoinOptions(**told, start=start))
+        self._start_host(None, (MemberOptions(job=JOB, command=("x",), settings=SETTINGS, store="x"), start))
 
     def settings(self, slot: int, **more: Any) -> AgentSettings:
         values: dict[str, Any] = {
             "job": JOB,
             "command": ("x",),
-            "block": BLOCK,
+            "settings": SETTINGS,
             "slot": slot,
             "world_size": STAGES,
             "store": "x",

@@ -12,7 +12,6 @@ import random
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -219,10 +218,9 @@ class HostJob(RunningJob):
             "host": f"h{host}",
         }
         told = settings_of(**{**values, **changes})
-        command = [sys.executable, "-m", "bamboo_ds.control.agent", *told.to_arguments()]
         with open(self.folder / f"agent-{slot}.log", "wb") as log:
             process = start(
-                command,
+                told.agent_command,
                 told.environment(self.env),
                 log.fileno(),
                 pass_fds=[writing],

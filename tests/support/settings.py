@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from bamboo_ds.config import BambooConfig, parse_block, paths_by_name
+from bamboo_ds.config import BambooConfig, parse_block
 from bamboo_ds.control.leader.decisions import Decider
 from bamboo_ds.control.leader.restarts import RestartLimits
 from bamboo_ds.control.settings import AgentSettings
+from bamboo_ds.job_settings import JobSettings, paths_by_name
 
 
 def block(**values: Any) -> BambooConfig:
@@ -39,7 +40,7 @@ def agent(**values: Any) -> AgentSettings:
         **{name: value for name, value in values.items() if name in names},
     }
     others = {name: value for name, value in values.items() if name not in names}
-    return AgentSettings(block=block(**{"max_restarts": 0, **others}), **told)
+    return AgentSettings(settings=JobSettings(values=block(**{"max_restarts": 0, **others})), **told)
 
 
 def deciding(settle_s: float, reply_s: float, limits: RestartLimits | None = None, **values: Any) -> Decider:

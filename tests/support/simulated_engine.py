@@ -53,7 +53,6 @@ from bamboo_ds.topology import (
     Layout,
     Lent,
     Plan,
-    Policy,
     Role,
     StageMemory,
     holders_of,
@@ -607,7 +606,7 @@ class World:
             gone = {name for name, member in self.members.items() if member.left} | self.network.dead
             living = {name: record for name, record in self._records.items() if name not in gone}
             view = View(self.layout.size, self.plan, living, self._records, reports=self._reports, workers=self.states)
-            found = next_change(view, self.plan, policy_of(self.layout, True, Policy.min_gain, False, True))
+            found = next_change(view, self.plan, policy_of(self.layout, True, BambooConfig()))
             self._change = None if found is None else found.plan
         return self._change
 

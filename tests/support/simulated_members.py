@@ -25,7 +25,7 @@ from bamboo_ds.control.leader.leader import Leader
 from bamboo_ds.control.messages import Contact, ExitNotice, Message, PlanPush
 from bamboo_ds.control.registry.records import LayoutRecord, SuspicionRecord, WorkerRecord, WorkerState
 from bamboo_ds.control.registry.vacancies import Vacancy
-from bamboo_ds.control.settings import AgentSettings
+from bamboo_ds.control.settings import AgentSettings, MemberOptions
 from bamboo_ds.errors import (
     EXIT_EVICTED,
     EXIT_FATAL_LOSS,
@@ -39,7 +39,7 @@ from bamboo_ds.errors import (
     StoreError,
     StoreUnavailable,
 )
-from bamboo_ds.launchers.join import Arrival, JoinOptions, _begin
+from bamboo_ds.launchers.join import Arrival, begin
 from bamboo_ds.observe.events import EventWriter
 from bamboo_ds.topology import Layout, Plan
 
@@ -346,7 +346,7 @@ class SimRejoin(Rejoin):
     """Asks this host's store."""
 
     def __init__(self, agent: SimAgent | SimWaiting) -> None:
-        super().__init__(agent._settings, agent._id, agent._slot, agent.host.clock)
+        super().__init__(agent._id, agent._slot, agent.host.clock)
         self._host = agent.host
 
     def _open(self) -> Any:
@@ -357,11 +357,12 @@ class Comer:
     """As ``bamboo join``, brought again by a cluster whenever it ends with a code that does not mean the end.
 
     Args:
-        options: ``start`` among them.
+        options: of the member.
+        start: how many members start the job.
     """
 
-    def __init__(self, host: Host, options: JoinOptions) -> None:
-        self._host, self._options = host, options
+    def __init__(self, host: Host, options: MemberOptions, start: int | None) -> None:
+        self._host, self._options, self._start = host, options, start
         self._store: Any = SimStore(host.world, host)
         self._arrival: Arrival | None = None
 
@@ -369,9 +370,9 @@ class Comer:
         """As :func:`bamboo_ds.launchers.join.prepare`, but once. Raises where that is the end."""
         try:
             if self._arrival is None:
-                if self._options.start is not None:
-                    _begin(self._store, self._options, self._options.start)
-                self._arrival = Arrival(self._store, self._options, self._host.clock)
+                if self._start is not None:
+                    begin(self._store, self._options, self._start)
+                self._arrival = Arrival(self._store, self._options, self._start, True, self._host.clock)
             return self._arrival.look()
         except (ConfigError, JobOver):
             raise
@@ -387,14 +388,16 @@ class Party:
         comes: what it was asked for that comes by ``bamboo join``; its settings follow from the job.
     """
 
-    def __init__(self, host: Host, settings: AgentSettings | None, comes: JoinOptions | None = None) -> None:
+    def __init__(
+        self, host: Host, settings: AgentSettings | None, comes: tuple[MemberOptions, int | None] | None = None
+    ) -> None:
         self.host, self.world = host, host.world
         self.over = False
         self._stay_at = 0.0
         self._come_at = 0.0
         self.rejoin: SimRejoin | None = None
         self.process: SimAgent | SimWaiting | None = None
-        self._comer = None if comes is None else Comer(host, comes)
+        self._comer = None if comes is None else Comer(host, *comes)
         if settings is not None:
             self._become(settings)
         host.parties.append(self)
@@ -406,8 +409,8 @@ class Party:
             self.process = SimWaiting(settings, self.host)
             return
         self.process = SimAgent(settings, self.host)
-        for rank, slot in settings.extra_ranks.items():
-            Party(self.host, replace(settings, slot=slot, home=rank, extra=None))
+        for rank, slot in settings.extra.items():
+            Party(self.host, replace(settings, slot=slot, home=rank, extra={}))
         self.world.workers[self.process._id] = self.process._worker
 
     @property

@@ -1,12 +1,10 @@
-"""The process of an agent: ``python -m bamboo_ds.control.agent --slot I … -- SCRIPT ARGS``."""
+"""The process of an agent, which has what it is told in its environment (:mod:`bamboo_ds.control.settings`)."""
 
 from __future__ import annotations
 
 import logging
 import os
 import signal
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from ...errors import EXIT_EVICTED, EXIT_LEFT, ConfigError, LaunchError
@@ -14,13 +12,14 @@ from ...observe import logs
 from ...processes import adopt_orphans, die_with_parent
 from ...secret import forget
 from ..registry.records import LeftRecord
-from ..settings import AgentSettings, parse_arguments
+from ..settings import AgentSettings, settings_told
 from .agent import Agent
 from .output import log_to_file
 from .reexec import reexecute
 
 logger = logging.getLogger("bamboo_ds.control.agent")
 
+_WRONG_USAGE = 2
 #: Exit codes of guests whose job goes on without them. Who keeps them running must tell that from a job that is over.
 _GONE = {"left": EXIT_LEFT, "evicted": EXIT_EVICTED}
 
@@ -40,10 +39,14 @@ def _serve(settings: AgentSettings) -> LeftRecord:
     return departure
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main() -> int:
     """Run an agent; returns the exit code of its worker, 128 + n for signal n; see also :data:`_GONE`."""
-    settings = parse_arguments(sys.argv[1:] if argv is None else argv)
     logs.configure()
+    try:
+        settings = settings_told(os.environ)
+    except ConfigError as error:
+        logger.error("%s", error)
+        return _WRONG_USAGE
     log_to_file(settings)
     if not settings.guest:
         die_with_parent(signal.SIGTERM, settings.parent_pid)

@@ -71,7 +71,7 @@ class Agent:
         self._coordinator_ended = threading.Event()
         self._kill_at: float | None = None
         self._watchdog = Watchdog(settings.bamboo.membership)
-        self._data_workers = DataWorkers(settings)
+        self._data_workers = DataWorkers()
         self._progress: Heartbeat | None = None
         self._progress_due: float | None = None
         self._exit_notice: ExitNotice | None = None
@@ -93,7 +93,7 @@ class Agent:
 
     def run(self) -> LeftRecord:
         """Serve until the worker has ended and etcd knows; returns how it ended."""
-        self._data_workers.start_extra()
+        self._data_workers.start_extra(self._settings)
         self._coordinator = self._make_coordinator()
         self._coordinator.start()
         self._leaving.watch(lambda notice: self._mailbox.post(partial(self._note_notice, notice)))
@@ -118,7 +118,7 @@ class Agent:
         if self._slot.state is State.REJOINING:
             from .rejoin import Rejoin
 
-            Rejoin(self._settings, self._id, self._slot).find(self._mailbox)
+            Rejoin(self._id, self._slot).find(self._mailbox)
         self._events.close()
         return departure
 
@@ -143,6 +143,7 @@ class Agent:
             on_evicted=lambda: self._mailbox.post(lambda: self._obey(self._slot.note_evicted())),
             on_ended=lambda: self._mailbox.post(self._coordinator_ended.set),
             on_contact=self._worker.send,
+            on_settings=lambda settings: self._mailbox.post(partial(self._slot.note_settings, settings)),
         )
         return make_coordinator(
             self._settings,
@@ -173,7 +174,7 @@ class Agent:
 
     def on_feed(self, slot: int, rank: int) -> None:
         """Start a worker that draws the batches of the pipeline of ``rank``."""
-        self._mailbox.post(partial(self._data_workers.start, slot, rank))
+        self._mailbox.post(lambda: self._data_workers.start(self._slot.settings, slot, rank))
 
     # -- main loop ----------------------------------------------------------------------------------
 

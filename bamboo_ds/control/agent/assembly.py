@@ -15,7 +15,7 @@ from ..leader.leader import Leader
 from ..registry.access import open_store
 from ..registry.keys import Keys
 from ..registry.records import MemberRecord
-from ..settings import AgentSettings, job_record
+from ..settings import AgentSettings
 from ..web.display import Display
 from .callbacks import Callbacks
 from .coordinator import Coordinator
@@ -53,10 +53,11 @@ def make_coordinator(
         last_heartbeat=last_heartbeat,
         after_epoch=settings.after_epoch,
         outage_s=outage_s(settings),
+        settings=settings.settings,
         display=Display(settings, member, store) if shows else None,
     )
     if settings.slot == 0 and settings.home is None and not settings.waiting:
-        coordinator.write(Keys.SPEC, job_record(settings, settings.world_size, settings.pipelines))
+        coordinator.write(Keys.SPEC, settings.record(settings.world_size, settings.pipelines))
     return coordinator
 
 
@@ -84,4 +85,5 @@ def member_record(settings: AgentSettings, member: str, pid: int) -> MemberRecor
         feeder=settings.feeder,
         state="waiting" if settings.waiting else "running",
         generation=None if settings.joins or settings.waiting else settings.generation or 0,
+        events=settings.events,
     )

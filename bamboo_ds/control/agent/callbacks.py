@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from ...job_settings import JobSettings
 from ...topology.plan import Plan
 from ..messages import Contact
 from ..registry.records import LeaveRecord, PeerAddress, RestartRecord, StopRecord, StoreRecord
@@ -25,6 +26,7 @@ class Callbacks:
         on_restart: workers are to be started again.
         on_leave: somebody asks the member to leave.
         on_evicted: plans that the member has not seen may have admitted and lost it.
+        on_settings: the job's record was open, and is complete.
         on_contact: etcd has just said what its newest plan is; on the thread of the lease.
         on_error: the coordinator has ended by this error; the member cannot be kept.
         on_ended: the coordinator has ended, after the departure or by an error; always the last call.
@@ -40,6 +42,7 @@ class Callbacks:
     on_leave: Callable[[LeaveRecord], None] = lambda record: None
     on_evicted: Callable[[], None] = lambda: None
     on_contact: Callable[[Contact], None] = lambda contact: None
+    on_settings: Callable[[JobSettings], None] = lambda settings: None
 
 
 class News(Generic[T]):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -12,19 +11,16 @@ from ...secret import ENV_SECRET
 from ...variables import (
     ENV_ADDRESS,
     ENV_CHECK_EXACT,
-    ENV_HEARTBEAT_TIMEOUT,
     ENV_JOB,
     ENV_JOINER,
     ENV_MEMBER,
-    ENV_OVERRIDES,
     ENV_RESTART_FROM,
     ENV_RESTARTS,
+    ENV_SETTINGS,
 )
 from ..registry.access import without_access
 from ..settings import AgentSettings
 
-#: This one has a variable of its own, which users may set, too.
-CHECK_EXACT = "redundancy.check_exact"
 _GPUS = Path("/proc/driver/nvidia/gpus")
 _STUB = "bamboo_ds.control.script"
 #: Options of the interpreter that are followed by a value.
@@ -78,8 +74,7 @@ def worker_environment(settings: AgentSettings, member: str) -> dict[str, str]:
             ENV_MEMBER: member,
             ENV_JOB: settings.job,
             ENV_ADDRESS: settings.address,
-            ENV_HEARTBEAT_TIMEOUT: str(settings.bamboo.membership.heartbeat_limit_s),
-            ENV_OVERRIDES: json.dumps(dict(settings.overrides)),
+            ENV_SETTINGS: settings.settings.public().model_dump_json(exclude_defaults=True),
             ENV_SECRET: settings.secret.text,
             "RANK": str(settings.rank),
             "WORLD_SIZE": str(settings.world_size),
@@ -103,8 +98,6 @@ def worker_environment(settings: AgentSettings, member: str) -> dict[str, str]:
         env.update(placed)
     for name in (ENV_JOINER, ENV_RESTARTS, ENV_RESTART_FROM, ENV_CHECK_EXACT):
         env.pop(name, None)
-    if CHECK_EXACT in settings.overrides:
-        env[ENV_CHECK_EXACT] = str(settings.overrides[CHECK_EXACT])
     if settings.joins:
         env[ENV_JOINER] = "1"
     if settings.generation:

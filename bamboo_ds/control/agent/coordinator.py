@@ -14,6 +14,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 from ...errors import LeaseExpired, PlanForged, StoreError, StoreUnavailable
+from ...job_settings import JobSettings
 from ...store import Store, WatchEvent
 from ...topology.plan import Plan
 from ..fencing import now as fence_clock
@@ -62,6 +63,7 @@ class Coordinator:
             thread.
         after_epoch: plans up to this one are none of the member's business.
         outage_s: seconds without etcd after which a member gives up that does not take part.
+        settings: what the member knows of the job's.
         display: shows the job to users while the member leads.
         clock, fence_clock: monotonic seconds, and those of :func:`bamboo_ds.control.fencing.now`.
     """
@@ -77,6 +79,7 @@ class Coordinator:
         last_heartbeat: Callable[[], float | None],
         after_epoch: int = 0,
         outage_s: float = math.inf,
+        settings: JobSettings = JobSettings(),  # noqa: B008  # immutable
         display: Display | None = None,
         clock: Callable[[], float] = time.monotonic,
         fence_clock: Callable[[], float] = fence_clock,
@@ -85,7 +88,7 @@ class Coordinator:
         self._clock = clock
         self._leader: Leader | None = leader  # ``None``: the job is being ended, and this member plans no more
         self._membership = Membership(record, after_epoch)
-        self._outage_s = outage_s
+        self._outage_s, self._settings = outage_s, settings
         self._display = display
         self._callbacks = callbacks
         self._peers = News[tuple[PeerAddress, ...]](callbacks.on_peers, known=())
@@ -310,6 +313,9 @@ class Coordinator:
     def _work(self, mirror: Mirror) -> float | None:
         """As :meth:`_turn`, with what etcd holds."""
         plan, member = mirror.plan, self._membership
+        if self._settings.open and (job := mirror.job) is not None and not job.settings.open:
+            self._settings = job.settings
+            self._callbacks.on_settings(job.settings)
         if plan is not None:
             self._push(plan)
             self._lineage.tell(plan.lineage)

@@ -8,7 +8,6 @@ import os
 import select
 import signal
 import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 
@@ -18,26 +17,21 @@ logger = logging.getLogger("bamboo_ds.control.feeders")
 
 
 class DataWorkers:
-    """The data workers of one agent, each with an agent of its own. They end with this one.
+    """The data workers of one agent, each with an agent of its own. They end with this one."""
 
-    Args:
-        settings: of the agent that starts them.
-    """
-
-    def __init__(self, settings: AgentSettings) -> None:
-        self._settings = settings
+    def __init__(self) -> None:
         self._processes: list[subprocess.Popen[bytes]] = []
 
-    def start(self, slot: int, rank: int) -> None:
-        """Start a worker in a slot of its own that joins as ``rank``."""
+    def start(self, own: AgentSettings, slot: int, rank: int) -> None:
+        """Start a worker in a slot of its own that joins as ``rank``; ``own``: of the agent that starts it."""
         logger.warning("starting a worker for rank %d: nobody else can draw its batches", rank)
-        self._start(dataclasses.replace(self._settings, slot=slot, home=rank, generation=None))
+        self._start(dataclasses.replace(own, slot=slot, home=rank, generation=None))
 
-    def start_extra(self) -> None:
+    def start_extra(self, own: AgentSettings) -> None:
         """Start the workers that a restart wants besides the agent's own; they give their roles to others soon."""
-        for rank, slot in self._settings.extra_ranks.items():
+        for rank, slot in own.extra.items():
             logger.warning("starting a worker for rank %d as well: there are too few members", rank)
-            self._start(dataclasses.replace(self._settings, slot=slot, home=rank))
+            self._start(dataclasses.replace(own, slot=slot, home=rank))
 
     def _start(self, settings: AgentSettings) -> None:
         settings = dataclasses.replace(
@@ -48,12 +42,11 @@ class DataWorkers:
             parent_pid=os.getpid(),
             result_fd=None,
             state_file=None,
-            extra=None,
+            extra={},
         )
-        command = [sys.executable, "-m", "bamboo_ds.control.agent", *settings.to_arguments()]
         # It ends with us, at the latest by `end_descendants`.
         process = subprocess.Popen(
-            command, env=settings.environment(), stdin=subprocess.DEVNULL, start_new_session=True
+            settings.agent_command, env=settings.environment(), stdin=subprocess.DEVNULL, start_new_session=True
         )
         self._processes.append(process)
 

@@ -44,7 +44,6 @@ def reexecute(settings: AgentSettings) -> NoReturn:
     Raises:
         OSError: the interpreter cannot be executed. Then nothing has changed but the signals, which are blocked.
     """
-    arguments = [sys.executable, "-m", "bamboo_ds.control.agent", *settings.to_arguments()]
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -52,7 +51,7 @@ def reexecute(settings: AgentSettings) -> NoReturn:
     for fd in map(int, os.listdir("/proc/self/fd")):
         if fd >= _FIRST_PRIVATE_FD:
             _pass_on(fd, fd == settings.result_fd)
-    os.execve(sys.executable, arguments, settings.environment())
+    os.execve(sys.executable, settings.agent_command, settings.environment())
 
 
 def _pass_on(fd: int, inheritable: bool) -> None:

@@ -16,11 +16,8 @@ from tenacity import Retrying, retry_if_result, stop_after_delay, wait_exponenti
 
 from ...errors import ProtocolError, StoreError
 from ..registry.access import open_store
-from ..registry.keys import Keys
 from ..registry.mirror import Mirror
-from ..registry.records import JobRecord
 from ..registry.vacancies import Desertion, find_vacancy, is_over
-from ..settings import AgentSettings
 from .mailbox import Mailbox
 from .slot import Slot, State
 
@@ -53,7 +50,7 @@ def prospect(mirror: Mirror, member: str, restarts: bool) -> Prospect:
     ``member``, it is starting, or nobody is there.
     """
     plan = mirror.plan
-    if plan is None or mirror.get(Keys.SPEC, JobRecord) is None or is_over(mirror):
+    if plan is None or mirror.job is None or is_over(mirror):
         return "over"
     if plan.unheld:
         return "open" if restarts else "over"
@@ -65,19 +62,18 @@ class Rejoin:
     """Looks for a way back into the job.
 
     Args:
-        settings: of the agent whose worker was evicted, or that has waited for a restart.
         member: what it was.
-        slot: its slot, which goes from rejoining to starting, or ends.
+        slot: that of the agent whose worker was evicted, or that has waited for a restart. It goes from rejoining to
+            starting, or ends.
         clock: monotonic seconds.
     """
 
-    def __init__(
-        self, settings: AgentSettings, member: str, slot: Slot, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, member: str, slot: Slot, clock: Callable[[], float] = time.monotonic) -> None:
+        settings = slot.settings
         self._settings, self._member, self._slot, self._clock = settings, member, slot, clock
         earned = settings.waiting or slot.member_s >= _GOOD_S
         self._rejoins = 0 if earned else settings.rejoins
-        self._desertion = Desertion(settings.bamboo.membership.lease_ttl_s, clock)
+        self._desertion = Desertion(clock)
 
     def find(self, mailbox: Mailbox) -> None:
         """Look until there is a place, the slot is told to end, the job is over, or has not been seen for too long.
@@ -119,7 +115,8 @@ class Rejoin:
             with self._open() as store:
                 mirror = Mirror(store.get_prefix(""))
                 view = prospect(mirror, self._member, restarts)
-                deserted = self._desertion.look(mirror if view == "not yet" else None)
+                lease_ttl_s = settings.bamboo.membership.lease_ttl_s
+                deserted = self._desertion.look(mirror if view == "not yet" else None, lease_ttl_s)
                 if view == "over" or (deserted and not restarts):
                     logger.info("there is no job to come back to")
                     self._slot.end()
@@ -135,6 +132,6 @@ class Rejoin:
             self._slot.end()
             return
         told = dataclasses.asdict(vacancy)
-        found = dataclasses.replace(settings, **told, restart_from=None, extra=None, rejoins=self._rejoins + 1)
+        found = dataclasses.replace(settings, **told, restart_from=None, extra={}, rejoins=self._rejoins + 1)
         logger.warning("coming back into the job, as slot %d", found.slot)
         self._slot.start_with(found)

@@ -26,6 +26,7 @@ from enum import Enum
 from typing import Literal
 
 from ...errors import EXIT_DEVICE, EXIT_FATAL_LOSS, EXIT_LEFT
+from ...job_settings import JobSettings
 from ...processes import boot_id
 from ...topology.plan import Plan
 from ..messages import ExitNotice
@@ -76,11 +77,11 @@ class Slot:
     """One slot in one process image. All methods are for one thread.
 
     Args:
-        settings: of the agent.
         member: the member that the slot is registered as.
         clock: monotonic seconds.
 
     Attributes:
+        settings: of the agent.
         state: see above.
         epoch: that of the newest plan.
         fatal: epoch of the plan that some stage is lost in.
@@ -93,7 +94,7 @@ class Slot:
     """
 
     def __init__(self, settings: AgentSettings, member: str, clock: Callable[[], float] = time.monotonic) -> None:
-        self._settings, self._member, self._clock = settings, member, clock
+        self.settings, self._member, self._clock = settings, member, clock
         self.state = State.WAITING if settings.waiting else State.STARTING
         self.epoch = self._listed = 0  # the newest plan, and the newest that lists the member
         self._since = clock()
@@ -112,7 +113,7 @@ class Slot:
     @property
     def admitted(self) -> bool:
         """Whether the job counts with the member."""
-        return self._listed > 0 or not self._settings.joins
+        return self._listed > 0 or not self.settings.joins
 
     @property
     def member_s(self) -> float:
@@ -128,15 +129,19 @@ class Slot:
     def failure_ends_job(self) -> bool:
         """Whether the job ends if the worker's script fails now."""
         spoilt = self.fatal is not None or self.terminated or self.evicted
-        return self._settings.bamboo.recovery.on_exception == "stop" and not self._settings.joins and not spoilt
+        return self.settings.bamboo.recovery.on_exception == "stop" and not self.settings.joins and not spoilt
 
     @property
     def next(self) -> AgentSettings | None:
         """What the process goes on with, if it does."""
-        if self.state is State.WAITING and not self._settings.waiting:
+        if self.state is State.WAITING and not self.settings.waiting:
             after = self.epoch if self.fatal is None else self.fatal
-            return replace(self._settings, waiting=True, after_epoch=after, extra=None)
+            return replace(self.settings, waiting=True, after_epoch=after, extra={})
         return self._found if self.state is State.STARTING else None
+
+    def note_settings(self, settings: JobSettings) -> None:
+        """The job's record is complete."""
+        self.settings = replace(self.settings, settings=settings.with_credentials(self.settings.bamboo))
 
     # -- with a worker ------------------------------------------------------------------------------
 
@@ -149,7 +154,7 @@ class Slot:
         if plan.unheld and concerned:
             # A stage is lost. Workers that take part stop by themselves, others have nothing left to join.
             self.fatal = plan.epoch
-            return EndWorker(_FATAL_GRACE_S, ask=False) if listed else EndWorker(self._settings.grace_s)
+            return EndWorker(_FATAL_GRACE_S, ask=False) if listed else EndWorker(self.settings.grace_s)
         if listed:
             self._since = self._since if self.admitted else self._clock()
             self._listed = plan.epoch
@@ -159,7 +164,7 @@ class Slot:
             return None
         # A plan for the next boundary lets the worker go there; after any other it is late already.
         late = plan.immediate or plan.epoch > self._listed + 1
-        if (self._reason is not None or self._settings.feeder) and self._member not in plan.lost:
+        if (self._reason is not None or self.settings.feeder) and self._member not in plan.lost:
             self.dropped = True
             logger.info("the plan of epoch %d goes on without this member", plan.epoch)
         else:
@@ -172,14 +177,14 @@ class Slot:
         self.stop = stop
         if self.state is State.WAITING:
             self.depart("stopped", "exit", stop.reason, stop.code)
-        return EndWorker(self._settings.grace_s)
+        return EndWorker(self.settings.grace_s)
 
     def note_error(self, error: BaseException) -> EndWorker:
         """The control plane has failed."""
         self.broken = error
         if self.state is State.WAITING:
             self.depart("lost", "exit", f"control plane: {error}", EXIT_FATAL_LOSS)
-        return EndWorker(self._settings.grace_s)
+        return EndWorker(self.settings.grace_s)
 
     def note_evicted(self) -> EndWorker:
         """The job may have gone on without the member, which has seen no such plan, and whose worker knows of none."""
@@ -196,7 +201,7 @@ class Slot:
             return None
         # It has nothing that others could need. It may be admitted in this moment, and leaves all the same.
         self.dropped = True
-        return EndWorker(self._settings.grace_s)
+        return EndWorker(self.settings.grace_s)
 
     def terminate(self) -> None:
         """The agent is to end."""
@@ -225,7 +230,7 @@ class Slot:
             notice: what it has told of its end.
             step: the newest that it has told.
         """
-        settings = self._settings
+        settings = self.settings
         free = self.dropped or not self.admitted or status == EXIT_LEFT
         if notice is not None and notice.step is not None:
             step = notice.step
@@ -267,7 +272,7 @@ class Slot:
 
     def note_restart(self, restart: RestartRecord) -> None:
         """Workers are started again."""
-        settings = self._settings
+        settings = self.settings
         old = restart.after_epoch < settings.after_epoch or restart.generation <= (settings.generation or 0)
         ranks = restart.ranks.get(settings.slot)
         if self.state is not State.WAITING or old or ranks is None:
@@ -279,14 +284,14 @@ class Slot:
             generation=restart.generation,
             after_epoch=restart.after_epoch,
             restart_from=restart.checkpoint,
-            extra=",".join(f"{rank}:{restart.extra[rank]}" for rank in ranks[1:]) or None,
+            extra={rank: restart.extra[rank] for rank in ranks[1:]},
         )
         self.start_with(found)
 
     def note_plan_without(self, plan: Plan) -> None:
         """The job has started without this slot, which rejoins it; a plan that is fatal, too, changes nothing."""
         if self.state is State.WAITING and not plan.unheld and plan.layout is not None:
-            logger.info("the job has started without slot %d, which joins it", self._settings.slot)
+            logger.info("the job has started without slot %d, which joins it", self.settings.slot)
             self._go(State.REJOINING)
 
     def end(self) -> None:
@@ -313,5 +318,5 @@ class Slot:
             self._go(State.ENDED)
         values = {"outcome": outcome, "reason": reason, "detail": detail, "code": code, "boot": boot_id()}
         self.departure = LeftRecord.model_validate(
-            {"id": self._member, "slot": self._settings.slot, "since": self._clock(), **values}
+            {"id": self._member, "slot": self.settings.slot, "since": self._clock(), **values}
         )

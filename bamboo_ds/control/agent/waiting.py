@@ -63,7 +63,7 @@ class WaitingAgent:
                     break
             coordinator.close(timeout_s=1.0)
         if self._slot.state is State.REJOINING:
-            Rejoin(self._settings, self._id, self._slot).find(self._mailbox)
+            Rejoin(self._id, self._slot).find(self._mailbox)
         if self._slot.next is None:
             self._slot.depart("evicted", "exit", "the job has started without this member", 0)
         return self._slot.departure
@@ -84,6 +84,7 @@ class WaitingAgent:
             on_error=lambda error: post(partial(slot.note_error, error)),
             on_ended=lambda: post(self._note_end),
             on_restart=lambda restart: post(partial(slot.note_restart, restart)),
+            on_settings=lambda settings: post(partial(slot.note_settings, settings)),
             on_leave=lambda asked: post(
                 partial(slot.depart, "left", "exit", f"leave, {asked.source}: {asked.detail}", 0)
             ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from ...config import BambooConfig
 from ...topology.plan import Plan
 from ..registry.records import RestartRecord
 
@@ -67,4 +68,11 @@ class Feed:
     rank: int
 
 
-Action = Wait | WritePlan | StopJob | Feed | Assign
+@dataclass(frozen=True)
+class Complete:
+    """Complete the job's record, which was open, by the settings that its workers have told."""
+
+    settings: BambooConfig
+
+
+Action = Wait | WritePlan | StopJob | Feed | Assign | Complete

@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ...config import BambooConfig
 from ...topology import (
     Candidate,
     Costs,
@@ -35,20 +36,19 @@ from .departures import every_rank, feeding, going, handover, needed, waits
 from .view import View
 
 
-def policy_of(layout: Layout, redundant: bool, min_gain: float, standby_replicas: bool, zones_apart: bool) -> Policy:
-    """What a job wants of the planner.
-
-    Args:
-        layout: the logical world.
-        redundant: whether roles have replicas.
-        min_gain: ``bamboo.topology.min_gain``.
-        standby_replicas: ``bamboo.standby.replicas``.
-        zones_apart: ``bamboo.topology.zones_apart``.
-    """
+def policy_of(layout: Layout, redundant: bool, settings: BambooConfig) -> Policy:
+    """What a job wants of the planner; ``redundant``: roles have replicas."""
+    topology = settings.topology
     # Who holds a stage can compute a part of it.
     divides = bool(layout.blocks)
-    everywhere = standby_replicas or divides
-    return Policy(redundant, divides, everywhere, near_shadows=True, zones_apart=zones_apart, min_gain=min_gain)
+    return Policy(
+        redundant,
+        divides,
+        standby_replicas=settings.standby.replicas or divides,
+        near_shadows=True,
+        zones_apart=topology.zones_apart,
+        min_gain=topology.min_gain,
+    )
 
 
 def ready_copies(workers: Mapping[str, WorkerState], plan: Plan) -> dict[str, tuple[int, ...]]:

@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ...config import BambooConfig
+from ...config import BLOCK, BambooConfig
 from ...errors import EXIT_FATAL_LOSS
+from ...job_settings import differences
 from ...topology import Layout, StageMemory, holders_of
 from ...topology.plan import Plan
 from ...topology.planner import initial_plan, takeover, with_redundancy
 from ..registry.records import LayoutRecord, LeftRecord, in_slot_order
-from .actions import Action, Feed, Loss, StopJob, Wait, WritePlan
+from .actions import Action, Complete, Feed, Loss, StopJob, Wait, WritePlan
 from .boundary import as_told, next_change, policy_of, ready_copies
 from .departures import drawing_ends, every_rank, vanished, wanted_feeder
 from .failures import hopeless
@@ -31,24 +32,31 @@ class Decider:
     """Decides for one leader; remembers only since when it has seen members absent or accused, and of whom both.
 
     Args:
-        settings: the job's. For ``membership.settle_ms`` a loss waits for companions, because preemptions come in
-            bulk, and accusations for a better explanation. For half of ``membership.lease_ttl_s`` a single accusation
-            waits for a health reply of the accused's agent. Without a reply the accused is dropped. With one, both are
-            right and the connection between them is at fault: a new epoch with the same members rebuilds it. If they
-            cannot reach each other then either, one of them is dropped.
+        settings: the job's, as far as they are known; those in the view are newer. For ``membership.settle_ms`` a loss
+            waits for companions, because preemptions come in bulk, and accusations for a better explanation. For half
+            of ``membership.lease_ttl_s`` a single accusation waits for a health reply of the accused's agent. Without a
+            reply the accused is dropped. With one, both are right and the connection between them is at fault: a new
+            epoch with the same members rebuilds it. If they cannot reach each other then either, one of them is
+            dropped.
         limits: of a restart.
     """
 
     def __init__(self, settings: BambooConfig, limits: RestartLimits = RestartLimits()) -> None:  # noqa: B008  # immutable
-        self._settings = settings
-        self._settle_s = settings.membership.settle_ms / 1000
-        self._reply_timeout_s = settings.membership.lease_ttl_s / 2
-        self._restarts = Restarts(settings.recovery, limits) if settings.recovery.max_restarts else None
+        self._limits = limits
+        self._go_by(settings)
         self._since: dict[tuple[str, int, str], float] = {}
         self._reconnected: dict[frozenset[str], int] = {}  # pairs of members: the epoch that connected them anew
 
+    def _go_by(self, settings: BambooConfig) -> None:
+        self._settings = settings
+        self._settle_s = settings.membership.settle_ms / 1000
+        self._reply_timeout_s = settings.membership.lease_ttl_s / 2
+        self._restarts = Restarts(settings.recovery, self._limits) if settings.recovery.max_restarts else None
+
     def decide(self, view: View, now: float) -> Action:
         """The next action; ``now`` is monotonic seconds."""
+        if view.settings is not None and view.settings.values != self._settings:
+            self._go_by(view.settings.values)
         if view.stopping:
             return Wait()
         for departure in view.left.values():
@@ -97,10 +105,7 @@ class Decider:
                 if not set(at).intersection(plan.homes):
                     return self._unfed(plan, at) if every_rank(view) else fed(view, plan, at)
             redundant = any(report.redundant for report in view.reports.values())
-            settings = self._settings
-            topology, standby = settings.topology, settings.standby
-            policy = policy_of(plan.world, redundant, topology.min_gain, standby.replicas, topology.zones_apart)
-            change = next_change(view, plan, policy)
+            change = next_change(view, plan, policy_of(plan.world, redundant, self._settings))
             if change is not None:
                 return change
             rank = wanted_feeder(view, plan)
@@ -127,8 +132,18 @@ class Decider:
                     f"start it with -n {report.layout.size} (bamboo join: --start {report.layout.size}) or change the "
                     "number of stages",
                 )
+        told = [report for report in reports if report.settings is not None]
+        opened = view.settings is not None and view.settings.open
+        for report in told:
+            assert report.settings is not None and told[0].settings is not None
+            names = differences(report.settings, told[0].settings if opened else self._settings)
+            if names:
+                what = f"the script of {report.id} differs from others in {', '.join(names)} of its {BLOCK!r} block"
+                return StopJob(EXIT_CONFIG, f"{what}: all workers must run by the same configuration")
         if len(reports) < len(plan.members):
             return None
+        if opened and told and told[0].settings is not None:
+            return Complete(told[0].settings)
         members = list(view.candidates(plan).values())
         layout = reports[0].layout
         memory, apart = _told_memory(plan, layout, reports), self._settings.topology.zones_apart

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ...config import BambooConfig
 from ...observe.events import (
     Event,
     EventWriter,
@@ -44,7 +45,7 @@ from ..registry.records import (
 from ..registry.vacancies import claim_slot
 from ..reporting import emit_or_log
 from ..settings import AgentSettings
-from .actions import Assign, Feed, Loss, StopJob, Wait, WritePlan
+from .actions import Assign, Complete, Feed, Loss, StopJob, Wait, WritePlan
 from .decisions import Decider
 from .departures import Deadlines, going
 from .pruning import obsolete
@@ -159,6 +160,7 @@ class Leader:
             near_deadline=self._deadlines.near(now),
             progress=mirror.progress,
             restart=mirror.restart,
+            settings=None if mirror.job is None else mirror.job.settings,
         )
         self._tell_last(view)
         action = self._decider.decide(view, now)
@@ -170,6 +172,9 @@ class Leader:
             return _earliest(action.until, self._deadlines.wake(now))
         if isinstance(action, Assign):
             self._assign(action.record, mirror)
+            return None
+        if isinstance(action, Complete):
+            self._complete(action.settings, mirror)
             return None
         if isinstance(action, Feed):
             return _earliest(self._feed(action.rank, mirror), self._deadlines.wake(now))
@@ -231,6 +236,13 @@ class Leader:
         told = record.model_dump(include={"checkpoint", "step", "global_step"})
         self._emit(Restart, record.after_epoch, number=record.generation, slots=slots, **told)
 
+    def _complete(self, told: BambooConfig, mirror: Mirror) -> None:
+        """Complete the job's record, once; the watch tells all."""
+        job = mirror.job
+        assert job is not None
+        complete = job.model_copy(update={"settings": job.settings.completed(told)})
+        self._store.compare_and_swap(Keys.SPEC, mirror.revision(Keys.SPEC), complete.to_json())
+
     def _prune(self, mirror: Mirror) -> None:
         """Once in an epoch, when everybody has entered it: every agent holds a copy of all keys."""
         plan = mirror.plan
@@ -245,7 +257,11 @@ class Leader:
     def _write(self, action: WritePlan, mirror: Mirror) -> None:
         new_plan = replace(action.plan, nonce=secrets.token_hex(8))
         if not new_plan.origin:
-            new_plan = replace(new_plan, origin=new_plan.nonce, fence_s=self._settings.bamboo.fence_s)
+            new_plan = replace(new_plan, origin=new_plan.nonce)
+        if mirror.plan is None or (mirror.plan.layout is None and new_plan.layout is not None):
+            # Before this no engine has been there that could commit.
+            settings = self._settings.settings if mirror.job is None else mirror.job.settings
+            new_plan = replace(new_plan, fence_s=settings.values.fence_s)
         if action.losses:
             # Before the plan, so that whoever knows the plan knows its times.
             first = min(loss.noticed for loss in action.losses)

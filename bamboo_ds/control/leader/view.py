@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from ...job_settings import JobSettings
 from ...topology import Candidate, Plan
 from ..registry.records import (
     LayoutRecord,
@@ -38,6 +39,7 @@ class View:
         near_deadline: members that are going to vanish and have little time left.
         progress: newest progress by member id, also of members that are gone.
         restart: the newest restart.
+        settings: the job's, as etcd has them.
     """
 
     world_size: int
@@ -54,6 +56,7 @@ class View:
     near_deadline: frozenset[str] = frozenset()
     progress: Mapping[str, ProgressRecord] = field(default_factory=dict)
     restart: RestartRecord | None = None
+    settings: JobSettings | None = None
 
     def candidates(self, plan: Plan, leaving: Collection[str] = ()) -> dict[str, Candidate]:
         """What planning functions are told of members, living or gone, by id.

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("bamboo_ds.control.access")
 
-#: ``bamboo.notices`` of an agent as JSON: there may be a password in a URL, and everybody can read command lines.
-ENV_NOTICES = "BAMBOO_AGENT_NOTICES"
+#: What an agent is told, as JSON: there are secrets in it, and everybody can read command lines.
+ENV_AGENT = "BAMBOO_AGENT"
 
 
 def open_store(urls: str, job: str, timeout_s: float, secret: JobSecret | None = None) -> Store:
@@ -103,5 +103,5 @@ def check_secret(entries: Collection[KeyValue], job: str, secret: JobSecret) -> 
 
 def without_access(env: MutableMapping[str, str]) -> None:
     """Remove from ``env`` what is for agents only: workers have no business with it."""
-    for name in (ENV_SECRET_FILE, ENV_STORE, ENV_NOTICES, ENV_USER, ENV_PASSWORD, ENV_CA, ENV_CERT, ENV_KEY):
+    for name in (ENV_SECRET_FILE, ENV_STORE, ENV_AGENT, ENV_USER, ENV_PASSWORD, ENV_CA, ENV_CERT, ENV_KEY):
         env.pop(name, None)

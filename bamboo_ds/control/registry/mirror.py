@@ -15,6 +15,7 @@ from ...topology.plan import Plan
 from .keys import Keys
 from .records import (
     HealthReply,
+    JobRecord,
     LayoutRecord,
     LeaderRecord,
     LeftRecord,
@@ -131,6 +132,11 @@ class Mirror:
         """The leading member; none while a record stands there that is not genuine, since that hangs on no lease."""
         record = None if self.forged_revision(Keys.LEADER) else self.get(Keys.LEADER, LeaderRecord)
         return record.id if record else None
+
+    @property
+    def job(self) -> JobRecord | None:
+        """What the job is, and its settings."""
+        return self.get(Keys.SPEC, JobRecord)
 
     @property
     def stop(self) -> StopRecord | None:

@@ -8,7 +8,8 @@ from typing import Literal
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, field_validator
 from typing_extensions import Self
 
-from ...config import StandbyConfig, TopologyConfig
+from ...config import BambooConfig
+from ...job_settings import JobSettings
 from ...processes import boot_id
 from ...topology.block_costs import BlockSeconds
 from ...topology.memory import StageMemory
@@ -72,8 +73,7 @@ class JobRecord(Record):
     """``spec``: what the launcher, or the first member of a job without one, was asked for.
 
     Attributes:
-        min_gain, zones_apart: ``bamboo.topology``'s, and standby_replicas: ``bamboo.standby.replicas``. The leader
-            plans by its own settings; these tell others.
+        settings: what the job goes by.
         since: when it was written, in UTC.
     """
 
@@ -81,9 +81,7 @@ class JobRecord(Record):
     world_size: int
     pipelines: int | None = None
     command: tuple[str, ...] = ()
-    min_gain: float = TopologyConfig().min_gain
-    standby_replicas: bool = StandbyConfig().replicas
-    zones_apart: bool = TopologyConfig().zones_apart
+    settings: JobSettings = JobSettings()
     since: AwareDatetime | None = None
 
 
@@ -102,6 +100,7 @@ class MemberRecord(Record):
             for the job's restart.
         generation: the restart (0: the first start) that the worker is part of from the beginning; ``None``: it
             joins what is running, or has no worker.
+        events: the file on ``host`` that its agent writes events to.
     """
 
     id: str
@@ -120,6 +119,7 @@ class MemberRecord(Record):
     feeder: bool = False
     state: Literal["running", "leaving", "waiting"] = "running"
     generation: int | None = 0
+    events: str | None = None
 
 
 class RestartRecord(Record):
@@ -233,6 +233,7 @@ class LayoutRecord(WorkerRecord):
         stage: what the stage takes that the member's script runs as.
         memory: bytes that the member may hold of roles; ``None``: any number.
         every_rank: the script has an engine without the block, which computes with all ranks or not at all.
+        settings: what the worker goes by, where the job's record is open; see :mod:`bamboo_ds.job_settings`.
     """
 
     type: Literal["layout"] = "layout"
@@ -244,6 +245,7 @@ class LayoutRecord(WorkerRecord):
     stage: StageMemory | None = None
     memory: int | None = None
     every_rank: bool = False
+    settings: BambooConfig | None = None
 
     @property
     def key(self) -> str:

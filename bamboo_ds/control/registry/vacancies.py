@@ -13,7 +13,6 @@ from ...topology import Plan, ends
 from ...topology.plan import UNSTARTED
 from .keys import Keys
 from .mirror import Mirror
-from .records import JobRecord
 
 #: Members at home at the ends of each pipeline, where scripts have iterators over its batches.
 WANTED_SOURCES = 3
@@ -72,7 +71,7 @@ def find_vacancy(
         own_slot: the slot that the caller has had; it keeps it if it waits for a restart, where it may be expected.
         restart: nobody of it is there any more, who could say that it is fatal.
     """
-    spec, newest = mirror.get(Keys.SPEC, JobRecord), mirror.restart
+    spec, newest = mirror.job, mirror.restart
     size, fatal = len(plan.owners), restart or bool(plan.unheld)
     waiting = [record.home for record in mirror.members.values() if record.id not in plan.members]
     taken = [record.slot for record in Mirror(store.get_prefix(Keys.MEMBERS)).members.values()]
@@ -116,20 +115,22 @@ class Desertion:
     """Notices that nobody has been there for so long that nobody will be. Then whoever comes must lead the job on.
 
     Args:
-        lease_ttl_s: of the job's members. An outage of etcd that costs their leases is not taken for their end.
         clock: monotonic seconds.
     """
 
-    def __init__(self, lease_ttl_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._after_s, self._clock = _DESERTED * lease_ttl_s, clock
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._since: float | None = None
 
-    def look(self, mirror: Mirror | None) -> bool:
-        """Whether it is so, by the newest ``mirror``; ``None``: the job is known to be well."""
+    def look(self, mirror: Mirror | None, lease_ttl_s: float) -> bool:
+        """Whether it is so, by the newest ``mirror``; ``None``: the job is known to be well.
+
+        ``lease_ttl_s`` is that of the job's members: an outage of etcd that costs their leases is not their end.
+        """
         plan = mirror.plan if mirror is not None else None
         if mirror is None or plan is None or any(member in mirror.members for member in plan.members):
             self._since = None
             return False
         now = self._clock()
         self._since = now if self._since is None else self._since
-        return now - self._since > self._after_s
+        return now - self._since > _DESERTED * lease_ttl_s
