@@ -206,9 +206,9 @@ def test_log_lines_carry_member_role_and_epoch(
         assert logs.configure() is logs.configure() and len(logger.handlers) == 1
         logs.set_context(member="m2", role="(0,2)", epoch=5)
         logs.set_context(epoch=6)
-        logs.get_logger("store").info("hello")
-        logs.get_logger().debug("silence")
-        logs.get_logger().warning("about another", extra={"member": "m3"})
+        logging.getLogger(f"{logs.LOGGER}.store").info("hello")
+        logging.getLogger(logs.LOGGER).debug("silence")
+        logging.getLogger(logs.LOGGER).warning("about another", extra={"member": "m3"})
         first, second = capsys.readouterr().err.splitlines()
         assert first.endswith("I bamboo [m2 (0,2) e6] bamboo_ds.store: hello")
         assert "[m3 (0,2) e6]" in second

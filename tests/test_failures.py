@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from bamboo_ds.control.agent.ending import Ending
 from bamboo_ds.control.leader.failures import hopeless
 from bamboo_ds.control.registry.records import LeftRecord
 
@@ -43,36 +41,6 @@ def left(name: str, error: str | None, step: int | None, outcome: str = "lost") 
 def test_what_comes_back_is_given_up(failures: list[tuple[str | None, int | None]], given_up: bool) -> None:
     records = [left(f"m{n}", error, step) for n, (error, step) in enumerate(failures)]
     assert (hopeless(records) is not None) is given_up
-
-
-def ending(status: int, **more: Any) -> LeftRecord:
-    usual: dict[str, Any] = {
-        "joined": False,
-        "fatal": False,
-        "terminated": False,
-        "stop": None,
-        "evicted": False,
-        "left": None,
-    }
-    values = {"died": 5.0, "hung": None, "broken": None, **usual, **more}
-    return Ending(**values).departure("m1", 1, status)
-
-
-def test_the_end_of_a_worker_that_failed() -> None:
-    assert (ending(13).outcome, ending(13).error) == ("failed", None)
-    spared = ending(13, spared=True, step=7)
-    assert (spared.outcome, spared.error, spared.code, spared.step) == ("lost", "exit code 13", 13, 7)
-    assert spared.detail == "exit code 13"
-    raised = ending(1, spared=True, error="ValueError: x")
-    assert (raised.outcome, raised.error) == ("lost", "ValueError: x")
-    # It did not get to its exit code.
-    assert (ending(-9, error="ValueError: x").outcome, ending(-9, error="ValueError: x").code) == ("failed", 1)
-    assert (ending(-9, done=True).outcome, ending(-9).outcome) == ("finished", "lost")
-    assert ending(0, step=7).abrupt and not ending(0, step=7, done=True).abrupt
-    assert not ending(0).abrupt, "what is no training job"
-    # Whatever it does, these are no failures.
-    for status in (0, -9, 86, 87, 88):
-        assert ending(status, spared=True).error is None
 
 
 def config(folder: Path) -> tuple[str, str]:

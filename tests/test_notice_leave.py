@@ -17,7 +17,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bamboo_ds.control.agent.ending import Ending
 from bamboo_ds.control.leader.actions import Feed, StopJob, Wait, WritePlan
 from bamboo_ds.control.leader.departures import Deadlines
 from bamboo_ds.control.leader.view import View
@@ -29,10 +28,9 @@ from bamboo_ds.control.registry.records import (
     LeftRecord,
     MemberRecord,
     NoticeRecord,
-    StopRecord,
     WorkerState,
 )
-from bamboo_ds.errors import EXIT_EVICTED, EXIT_FATAL_LOSS, EXIT_LEFT
+from bamboo_ds.errors import EXIT_LEFT
 from bamboo_ds.processes import boot_id
 from bamboo_ds.store.records import KeyValue, Snapshot
 from bamboo_ds.topology import Candidate, Layout
@@ -419,44 +417,7 @@ def test_who_does_not_know_when_is_never_short_of_time() -> None:
     assert times.wake(50.0) is None and times.near(1e9) == frozenset()
 
 
-# -- the end of a worker, and what is told of it -----------------------------------------------------------
-
-ENDING = Ending(
-    died=100.0,
-    joined=False,
-    fatal=False,
-    terminated=False,
-    stop=None,
-    evicted=False,
-    left="leave, file: x",
-    hung=None,
-    broken=None,
-)
-STOP = StopRecord(code=3, reason="x", by="m0")
-
-
-@pytest.mark.parametrize(
-    ("ending", "status", "outcome", "code"),
-    [
-        (ENDING, EXIT_LEFT, "left", 0),
-        (ENDING, 1, "left", 0),  # the script has made something else of the exception
-        (ENDING, 0, "finished", 0),
-        (ENDING, -signal.SIGKILL, "lost", 137),
-        (replace(ENDING, terminated=True), -signal.SIGTERM, "left", 0),
-        (replace(ENDING, stop=STOP), EXIT_LEFT, "stopped", 3),
-        (replace(ENDING, hung=("heartbeat", 99.0)), -signal.SIGKILL, "lost", 137),
-        (replace(ENDING, left=None), EXIT_LEFT, "evicted", 0),
-        (replace(ENDING, left=None), EXIT_EVICTED, "evicted", 0),
-        (replace(ENDING, left=None), EXIT_FATAL_LOSS, "fatal", EXIT_FATAL_LOSS),
-        (replace(ENDING, left=None), 1, "failed", 1),
-        (replace(ENDING, left=None, joined=True), 1, "lost", 1),
-        (replace(ENDING, left=None, broken=OSError("x")), 0, "failed", 1),
-    ],
-)
-def test_what_the_end_of_a_worker_means(ending: Ending, status: int, outcome: str, code: int) -> None:
-    record = ending.departure("m1", 1, status)
-    assert (record.outcome, record.code) == (outcome, code)
-    assert (record.detail == ending.left) == (outcome == "left")
+# -- what is told of it --------------------------------------------------------------------------------
 
 
 def test_status_tells_who_leaves_and_who_has_left() -> None:

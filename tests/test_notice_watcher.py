@@ -155,7 +155,7 @@ def test_stopping_does_not_wait_for_answers() -> None:
         gcp.wait_for(lambda: gcp.waiting == 0)
 
 
-class Defective:
+class Defective(NoticeSource):
     """A source with a programming error."""
 
     name = "defective"
@@ -167,9 +167,6 @@ class Defective:
     async def poll(self, session: Any) -> Notice | None:
         self.asked.release()
         raise KeyError("oops")
-
-    async def acknowledge(self, session: Any, notice: Notice) -> bool:
-        return False
 
 
 def test_defects_silence_nobody(tmp_path: Path, log: Log) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from bamboo_ds.control.agent.slot import EndWorker, Slot, State
 from bamboo_ds.control.agent.waiting import WaitingAgent
 from bamboo_ds.control.messages import ExitNotice
-from bamboo_ds.control.registry.records import LeaveRecord, RestartRecord, StopRecord
+from bamboo_ds.control.registry.records import LeaveRecord, LeftRecord, RestartRecord, StopRecord
 from bamboo_ds.errors import EXIT_EVICTED, EXIT_FATAL_LOSS, EXIT_LEFT
 from bamboo_ds.topology import Layout, Plan
 from bamboo_ds.topology.planner import initial_plan, takeover, with_redundancy
@@ -134,6 +135,71 @@ def test_one_that_waits_leaves_when_somebody_asks_it_to() -> None:
     left = waiting._slot.departure
     assert left is not None and waiting._slot.state is State.ENDED
     assert (left.outcome, left.detail, left.code) == ("left", "leave, web: the job's page", 0)
+
+
+def leaves(it: Slot) -> None:
+    it.note_notice("leave, file: x")
+    it.note_plan(replace(WITHOUT, immediate=False, lost=()))
+
+
+def fails(it: Slot) -> None:
+    it.note_error(OSError("x"))
+
+
+@pytest.mark.parametrize(
+    ("told", "status", "outcome", "code"),
+    [
+        ((), 0, "finished", 0),
+        ((), 1, "failed", 1),
+        ((), -signal.SIGKILL, "lost", 137),
+        ((), EXIT_EVICTED, "evicted", 0),
+        ((), EXIT_LEFT, "evicted", 0),
+        ((), EXIT_FATAL_LOSS, "fatal", EXIT_FATAL_LOSS),
+        ((fails,), 0, "failed", 1),
+        ((leaves,), EXIT_LEFT, "left", 0),
+        ((leaves,), 1, "left", 0),  # the script has made something else of the exception
+        ((leaves,), 0, "finished", 0),
+        ((leaves,), -signal.SIGKILL, "lost", 137),
+        ((leaves, Slot.terminate), -signal.SIGTERM, "left", 0),
+        ((leaves, lambda it: it.note_stop(STOP)), EXIT_LEFT, "stopped", 3),
+    ],
+)
+def test_what_the_end_of_a_worker_means(
+    told: Sequence[Callable[[Slot], object]], status: int, outcome: str, code: int
+) -> None:
+    it = slot(RUNNING)
+    for each in told:
+        each(it)
+    departure = it.note_end(status, 100.0, None, None, None)
+    assert (departure.outcome, departure.code) == (outcome, code)
+    assert (departure.detail == "leave, file: x") == (outcome == "left")
+
+
+def test_the_end_of_a_worker_that_failed() -> None:
+    """By itself: a loss where others may go on without it, and told with its cause."""
+
+    def departure(status: int, notice: ExitNotice | None = None, **settings: Any) -> LeftRecord:
+        return slot(RUNNING, **settings).note_end(status, 5.0, None, notice, 7)
+
+    spared: dict[str, Any] = {"on_exception": "takeover"}
+    raised = ExitNotice(reason="ValueError: x", failed=True)
+    done = ExitNotice(reason="", done=True)
+    assert (departure(13).outcome, departure(13).error) == ("failed", None)
+    assert slot(WITHOUT, home=1).note_end(1, 5.0, None, None, 7).outcome == "lost", "it has only tried to join"
+    lost = departure(13, **spared)
+    assert (lost.outcome, lost.error, lost.code, lost.step) == ("lost", "exit code 13", 13, 7)
+    assert lost.detail == "exit code 13"
+    assert departure(1, raised, **spared).error == "ValueError: x"
+    # It did not get to its exit code.
+    assert (departure(-9, raised).outcome, departure(-9, raised).code) == ("failed", 1)
+    assert departure(-9, done).outcome == "finished"
+    assert departure(0).abrupt and not departure(0, done).abrupt
+    assert not slot(RUNNING).note_end(0, 5.0, None, None, None).abrupt, "what is no training job"
+    hung = slot(RUNNING).note_end(-9, 5.0, ("heartbeat", 3.0), None, None)
+    assert (hung.outcome, hung.reason, hung.since, hung.detail) == ("lost", "heartbeat", 3.0, "none for 2.0 s")
+    # Whatever it does, these are no failures.
+    for status in (0, -9, 86, 87, 88):
+        assert departure(status, **spared).error is None
 
 
 def test_a_stop_ends_the_worker_and_the_slot() -> None:

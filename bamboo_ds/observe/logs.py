@@ -153,8 +153,3 @@ def level_from_environment(default_level: int = logging.WARNING) -> int:
     if name not in _LEVELS:
         raise ConfigError(f"{LEVEL_VARIABLE}={name!r} is no log level; use one of {', '.join(_LEVELS)}")
     return int(getattr(logging, name))
-
-
-def get_logger(name: str = "") -> logging.Logger:
-    """The package's logger, or a child of it."""
-    return logging.getLogger(f"{LOGGER}.{name}" if name else LOGGER)

@@ -16,7 +16,7 @@ from .connection import Connection, Credentials, EtcdAnswer, Link, rpc
 from .endpoints import parse_endpoints, read_certificates
 from .keyspace import Keyspace
 from .records import KeyValue, Snapshot, TlsFiles, WatchEvent
-from .watch import HealthMonitor, Watch
+from .watch import Watch
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +80,6 @@ class Store:
         self._connection = Connection(places, Credentials(read_certificates(tls), own, user, password), timeout_s)
         self._lock = threading.Lock()
         self._watches: set[Watch] = set()
-        self._monitor: HealthMonitor | None = None
 
     def ping(self) -> float:
         """Seconds that a linearizable read takes; raises like every request."""
@@ -208,7 +207,7 @@ class Store:
 
         Usual order: ``snapshot = get_prefix(p)``, handle it, ``watch(p, callback, snapshot.revision + 1)``.
         The watch outlives broken connections and restarts of etcd: it goes on after the last revision
-        it saw; a connection that is silently dead is noticed within 3 s.
+        it saw. That a connection is silently dead is noticed by requests alone: whoever watches has to make some.
 
         Callbacks run one at a time in the watch's own thread; they may call any method of the store.
         It ends by a callback that raises, by a refusal of etcd (permission withdrawn), and where it cannot go on: etcd
@@ -228,8 +227,6 @@ class Store:
             if self._connection.closed.is_set():
                 raise StoreError("the store is closed")
             self._watches.add(watch)
-            if self._monitor is None:
-                self._monitor = HealthMonitor(self._connection, self._keys)
         watch.start()
         return watch
 
@@ -237,11 +234,9 @@ class Store:
         """End all watches, threads and connections; leases stay. Idempotent."""
         self._connection.close()
         with self._lock:
-            watches, monitor = list(self._watches), self._monitor
+            watches = list(self._watches)
         for watch in watches:
             watch.cancel()
-        if monitor is not None:
-            monitor.join()
 
     def _put_request(self, key: str, value: str, lease: Lease | None) -> Any:
         data = self._keys.value(key, value)

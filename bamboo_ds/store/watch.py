@@ -1,4 +1,4 @@
-"""Watches that survive their connection, and a monitor that detects silent connections."""
+"""Watches that survive their connection."""
 
 from __future__ import annotations
 
@@ -26,9 +26,8 @@ from .records import WatchEvent
 
 log = logging.getLogger(__name__)
 
-#: A silent connection is noticed within the sum of both, in seconds.
-PROBE_INTERVAL_S = 1.0
-PROBE_TIMEOUT_S = 2.0
+#: Seconds that etcd may take for a token.
+_TOKEN_S = 2.0
 
 
 class Watch:
@@ -179,7 +178,7 @@ class _WatchStream:
         self._closed = False
         try:
             # hasleader: etcd ends the watch rather than leave it silent when it is cut off from its cluster.
-            metadata = (*link.metadata(PROBE_TIMEOUT_S), ("hasleader", "true"))
+            metadata = (*link.metadata(_TOKEN_S), ("hasleader", "true"))
             self._call = link.watch.Watch(iter(self._requests.get, None), metadata=metadata)
         except (ValueError, Broken) as error:
             self._requests.put(None)
@@ -208,34 +207,3 @@ class _WatchStream:
         self._closed = True
         self._requests.put(None)
         self._call.cancel()
-
-
-class HealthMonitor:
-    """Reads from etcd once a second, and abandons a link without an answer.
-
-    A broken TCP connection, a stopped etcd and a cluster without quorum leave a watch silent forever;
-    none of them answers a linearizable read.
-    """
-
-    def __init__(self, connection: Connection, keys: Keyspace) -> None:
-        self._connection = connection
-        self._request = rpc.RangeRequest(key=keys.absolute("ping"), count_only=True)
-        self._thread = threading.Thread(target=self._run, name="bamboo-store-health", daemon=True)
-        self._thread.start()
-
-    def join(self) -> None:
-        """Wait for the end, which follows the closing of the connection."""
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
-
-    def _run(self) -> None:
-        while not self._connection.closed.wait(PROBE_INTERVAL_S):
-            try:
-                self._connection.attempt(
-                    self._connection.link(), lambda link: link.kv.Range, self._request, PROBE_TIMEOUT_S
-                )
-            except Broken as error:
-                log.debug("health: %s", error)
-            except StoreError as error:
-                # An answer, though a refusal: the connection is alive; requests report it to their callers.
-                log.debug("health: %s", error)

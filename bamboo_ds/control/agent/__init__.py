@@ -12,7 +12,6 @@
 :mod:`.assembly`        puts that side together
 :mod:`.worker_process`  the worker: spawned, signalled, reaped; :mod:`.command` says what is executed
 :mod:`.watchdog`        whether the worker hangs
-:mod:`.ending`          what the worker's end means
 :mod:`.leaving`         leaving on notice
 :mod:`.data_workers`    further workers, which only draw batches
 :mod:`.neighbours`      agents of the same host that die

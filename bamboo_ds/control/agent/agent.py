@@ -382,9 +382,8 @@ class Agent:
         end_at = self._leaving.end_at if departure.outcome == "left" else time.monotonic() + _DATA_WORKERS_S
 
         def left_s() -> float | None:
-            self._mailbox.handle_all()
             if self._slot.terminated:
                 return 0.0
             return None if end_at is None else end_at - time.monotonic()
 
-        self._data_workers.wait(self._mailbox.fileno(), left_s)
+        self._data_workers.wait(self._mailbox, left_s)

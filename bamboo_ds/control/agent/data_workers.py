@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-import select
 import signal
 import subprocess
 from collections.abc import Callable
 from contextlib import ExitStack
+from multiprocessing.connection import wait
 
 from ..settings import AgentSettings
+from .mailbox import Mailbox
 
 logger = logging.getLogger("bamboo_ds.control.feeders")
 
@@ -62,20 +63,18 @@ class DataWorkers:
             if process.poll() is None:
                 process.terminate()
 
-    def wait(self, wake: int, on_wake: Callable[[], float | None]) -> None:
+    def wait(self, mailbox: Mailbox, left_s: Callable[[], float | None]) -> None:
         """Wait for the end of all.
 
         Args:
-            wake: a descriptor that is readable when there is something else to do.
-            on_wake: does that; returns for how many seconds to wait on at most, ``None``: as long as it takes.
+            mailbox: what is posted there is done meanwhile.
+            left_s: for how many seconds to wait on at most, ``None``: as long as it takes.
         """
         with ExitStack() as stack:
             living = [os.pidfd_open(process.pid) for process in self._processes if process.poll() is None]
             for pidfd in living:
                 stack.callback(os.close, pidfd)
-            while living:
-                timeout = on_wake()
-                if timeout is not None and timeout <= 0:
-                    return
-                ready = select.select([*living, wake], [], [], timeout)[0]
-                living = [pidfd for pidfd in living if pidfd not in ready]
+            while living and ((left := left_s()) is None or left > 0):
+                mailbox.handle_next(left, living)
+                ended = wait(living, 0.0)
+                living = [pidfd for pidfd in living if pidfd not in ended]

@@ -1,4 +1,4 @@
-"""Keeps a member's lease alive, on a thread of its own, so that a slow request cannot let it run out."""
+"""Keeps a member's lease, and its connection to etcd, alive, on a thread of its own, which no slow request holds up."""
 
 from __future__ import annotations
 
@@ -24,6 +24,9 @@ logger = logging.getLogger("bamboo_ds.control.lease")
 #: A member that was refreshed in time survives an outage of (1 - REFRESH) TTLs, so every outage that can
 #: cost a lease is longer than _OUTAGE TTLs for everyone.
 REFRESH = 0.2
+#: Seconds after which etcd is asked at the latest. A broken connection, a stopped etcd and a cluster without quorum
+#: leave a watch silent forever; none of them answers that.
+_ASK_S = 1.0
 _OUTAGE = 0.6
 
 
@@ -102,7 +105,7 @@ class LeaseKeeper:
         return self._trusted_from
 
     def _keep(self) -> None:
-        while not self._ending.wait(REFRESH * self._ttl_s):
+        while not self._ending.wait(min(REFRESH * self._ttl_s, _ASK_S)):
             try:
                 self.stay()
             except StoreUnavailable as error:

@@ -25,14 +25,13 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Literal
 
-from ...errors import EXIT_DEVICE, EXIT_FATAL_LOSS, EXIT_LEFT
+from ...errors import EXIT_DEVICE, EXIT_EVICTED, EXIT_FATAL_LOSS, EXIT_LEFT
 from ...job_settings import JobSettings
 from ...processes import boot_id
 from ...topology.plan import Plan
 from ..messages import ExitNotice
 from ..registry.records import LeftRecord, RestartRecord, StopRecord
 from ..settings import AgentSettings
-from .ending import Ending
 
 logger = logging.getLogger("bamboo_ds.control.agent")
 
@@ -226,30 +225,12 @@ class Slot:
         Args:
             status: its exit status, negative for a signal.
             died: monotonic seconds of its death.
-            hung: see :class:`.ending.Ending`.
+            hung: it was killed since its heartbeat stopped or since it made no progress, and when that began.
             notice: what it has told of its end.
-            step: the newest that it has told.
+            step: the newest that it has committed, as far as it has told.
         """
         settings = self.settings
-        free = self.dropped or not self.admitted or status == EXIT_LEFT
-        if notice is not None and notice.step is not None:
-            step = notice.step
-        ending = Ending(
-            died=died,
-            joined=settings.joins,
-            fatal=self.fatal is not None,
-            terminated=self.terminated,
-            stop=self.stop,
-            evicted=self.evicted,
-            left=(self._reason if free else None) or (_RELIEVED if self.dropped else None),
-            hung=hung,
-            broken=self.broken,
-            error=notice.reason if notice is not None and (notice.failed or status == EXIT_DEVICE) else None,
-            done=notice is not None and notice.done,
-            spared=settings.bamboo.recovery.on_exception == "takeover" and self.admitted,
-            step=step,
-        )
-        departure = ending.departure(self._member, settings.slot, status)
+        departure = self._meaning(status, died, hung, notice, step)
         told = self.terminated or self._reason is not None
         restarts = settings.bamboo.recovery.max_restarts and not (self.stop or self.broken)
         if departure.outcome == "fatal" and restarts and not told and not settings.feeder:
@@ -260,7 +241,77 @@ class Slot:
             self._go(State.ENDED)
         if departure.outcome == "fatal" and settings.feeder:
             departure = departure.model_copy(update={"outcome": "lost"})  # a restart does not wait for its return
-        return departure.model_copy(update={"generation": None if settings.joins else settings.generation or 0})
+        return departure
+
+    def _meaning(
+        self,
+        status: int,
+        died: float,
+        hung: tuple[Literal["heartbeat", "hang"], float] | None,
+        notice: ExitNotice | None,
+        step: int | None,
+    ) -> LeftRecord:
+        """Classify the end of the worker; the arguments are those of :meth:`note_end`."""
+        settings = self.settings
+        done = notice is not None and notice.done  # its script has ended well, and nobody needs it any more
+        # What its script has told of its failure, or it of its device's.
+        raised = notice.reason if notice is not None and (notice.failed or status == EXIT_DEVICE) else None
+        if raised is not None and status < 0:
+            status = 1  # it had failed before something killed it
+        if done and status == -signal.SIGKILL:
+            status = 0
+        # It was free to go because it had been told to leave: by whom and why.
+        free = self.dropped or not self.admitted or status == EXIT_LEFT
+        left = (self._reason if free else None) or (_RELIEVED if self.dropped else None)
+        # Its failure counts as a loss, since the job may be able to go on without it.
+        spared = settings.bamboo.recovery.on_exception == "takeover" and self.admitted
+        # A failure of one that has joined costs the job only this attempt.
+        failed = "lost" if settings.joins else "failed"
+        since, reason = died, "exit" if status >= 0 else "signal"
+        detail = str(status) if status >= 0 else signal.Signals(-status).name
+        code = status if status >= 0 else 128 - status
+        error: str | None = None
+        if status == 0 and not (self.terminated or self.stop or self.evicted or self.broken):
+            outcome = "finished"
+        elif hung is not None:
+            outcome, (reason, since) = "lost", hung
+            detail = f"none for {died - since:.1f} s"
+        elif self.broken is not None:
+            outcome, detail, code = failed, f"control plane: {self.broken}", 1
+        elif self.stop is not None:
+            outcome, code = "stopped", self.stop.code
+        elif left is not None and (status >= 0 or status == -signal.SIGTERM):
+            outcome, detail, code = "left", left, 0
+        elif self.fatal is not None and not self.terminated:
+            outcome, code = "fatal", EXIT_FATAL_LOSS
+        elif self.evicted or status in (EXIT_EVICTED, EXIT_LEFT):
+            outcome, code = "evicted", 0
+        elif status == EXIT_FATAL_LOSS:
+            outcome = "fatal"
+        elif status > 0 and not self.terminated:
+            outcome = failed
+            if spared or status == EXIT_DEVICE:
+                outcome, error = "lost", raised or f"exit code {status}"
+                detail = error
+        else:
+            outcome = "lost"
+        step = notice.step if notice is not None and notice.step is not None else step
+        return LeftRecord.model_validate(
+            {
+                "id": self._member,
+                "slot": settings.slot,
+                "outcome": outcome,
+                "reason": reason,
+                "detail": detail,
+                "code": code,
+                "error": error,
+                "step": step,
+                "abrupt": outcome == "finished" and not done and step is not None,
+                "since": since,
+                "boot": boot_id(),
+                "generation": None if settings.joins else settings.generation or 0,
+            }
+        )
 
     def note_superseded(self, departure: LeftRecord) -> LeftRecord:
         """The job had gone on without the member before its worker failed."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import AwareDatetime, BaseModel, Field
 
-from .notice import Notice, seconds_until
+from .notice import Notice, NoticeSource, seconds_until
 from .transport import Answer, SourceBroken, request
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class _Recommendation(BaseModel):
     notice_time: AwareDatetime = Field(alias="noticeTime")
 
 
-class AwsSource:
+class AwsSource(NoticeSource):
     """Asks the metadata service of an EC2 instance.
 
     Args:
@@ -59,10 +59,6 @@ class AwsSource:
             what = f"rebalance recommendation of {answer.parse(_Recommendation).notice_time.isoformat()}"
             return Notice("rebalance", self.name, what, None, vanishes=False, key=what)
         return None
-
-    async def acknowledge(self, session: aiohttp.ClientSession, notice: Notice) -> bool:
-        """AWS does not want to know."""
-        return False
 
     async def _get(self, session: aiohttp.ClientSession, path: str) -> Answer:
         fresh = self._token is None

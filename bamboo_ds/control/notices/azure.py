@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, Field, field_validator
 
-from .notice import Notice, NoticeKind, seconds_until
+from .notice import Notice, NoticeKind, NoticeSource, seconds_until
 from .transport import ANSWER_TIMEOUT_S, SourceBroken, http_date, request
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class _Document(BaseModel):
     events: list[_Event] = Field(alias="Events")
 
 
-class AzureSource:
+class AzureSource(NoticeSource):
     """Asks the metadata service of an Azure virtual machine.
 
     A changed ``NotBefore``, and the start of an event, make a new notice of it.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from .notice import Notice
+from .notice import Notice, NoticeSource
 from .transport import ANSWER_TIMEOUT_S, Answer, SourceBroken, SourceError, request
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ _MEANINGS: dict[str, dict[str, Notice | None]] = {
 }
 
 
-class GcpSource:
+class GcpSource(NoticeSource):
     """Asks the metadata server of a Compute Engine instance.
 
     The first :meth:`poll` returns at once, later ones when something has changed or after ``_WAIT_S``
@@ -85,10 +85,6 @@ class GcpSource:
                 if isinstance(end, Exception):
                     raise end
         return notice
-
-    async def acknowledge(self, session: aiohttp.ClientSession, notice: Notice) -> bool:
-        """Google does not want to know."""
-        return False
 
     async def _read(self, session: aiohttp.ClientSession, key: str, waiting: bool) -> None:
         """Read the value of ``key``, ``waiting`` for it to differ from what was read last."""

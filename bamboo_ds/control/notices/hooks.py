@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, Field
 
-from .notice import Notice, NoticeKind
+from .notice import Notice, NoticeKind, NoticeSource
 from .transport import MAX_ANSWER, SourceBroken, SourceSilent, parse_json, request
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class HookPayload(BaseModel):
         )
 
 
-class FileSource:
+class FileSource(NoticeSource):
     """A notice is the existence of a file, empty or with a :class:`HookPayload`.
 
     Each rewriting of the file is a new notice. A writer who wants to be read once writes another file and
@@ -63,10 +63,6 @@ class FileSource:
         contents, appearance = found
         payload = parse_json(HookPayload, contents, self.where) if contents.strip() else HookPayload()
         return payload.notice(self.name, self.where, appearance)
-
-    async def acknowledge(self, session: aiohttp.ClientSession, notice: Notice) -> bool:
-        """A file cannot be told; it stays as it is."""
-        return False
 
     def _read(self) -> tuple[bytes, str] | None:
         """The file's contents and what tells this version of it from others; ``None``: there is no file."""
@@ -91,7 +87,7 @@ class FileSource:
         return contents, f"{about.st_ino} {about.st_mtime_ns} {about.st_size}"
 
 
-class HttpSource:
+class HttpSource(NoticeSource):
     """A notice is a :class:`HookPayload` that a URL answers with 200; 204 and 404 say that there is none.
 
     Notices that differ by their deadline only are the same one.
@@ -107,7 +103,3 @@ class HttpSource:
         if answer.status != 200:
             return None
         return answer.parse(HookPayload).notice(self.name, self.where)
-
-    async def acknowledge(self, session: aiohttp.ClientSession, notice: Notice) -> bool:
-        """The protocol has no acknowledgement."""
-        return False

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     import aiohttp
@@ -36,17 +37,18 @@ class Notice:
     key: str = ""
 
 
-class NoticeSource(Protocol):
-    """Something that can be asked for a notice. All calls are made on one event loop, one at a time."""
+class NoticeSource(ABC):
+    """Something that can be asked for a notice. All calls are made on one event loop, one at a time.
 
-    @property
-    def name(self) -> str:
-        """Unique among the sources of a watcher; what :attr:`Notice.source` says."""
+    Attributes:
+        name: unique among the sources of a watcher; what :attr:`Notice.source` says.
+        where: the URL or path that is asked, for the log.
+    """
 
-    @property
-    def where(self) -> str:
-        """The URL or path that is asked, for the log."""
+    name: str
+    where: str
 
+    @abstractmethod
     async def poll(self, session: aiohttp.ClientSession) -> Notice | None:
         """The most urgent notice that stands, every time again until it is withdrawn; ``None``: there is none.
 
@@ -59,11 +61,12 @@ class NoticeSource(Protocol):
     async def acknowledge(self, session: aiohttp.ClientSession, notice: Notice) -> bool:
         """Tell the source that this node has been left and need not be spared any longer.
 
-        Returns whether the source was told: false where it takes no such message.
+        Returns whether the source was told: false where it takes no such message, as most do.
 
         Raises:
             SourceError: as :meth:`poll`.
         """
+        return False
 
 
 def seconds_until(when: datetime, now: datetime) -> float:

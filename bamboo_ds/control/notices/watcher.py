@@ -44,7 +44,7 @@ class NoticeWatcher:
         self._thread: threading.Thread | None = None
         self._running = threading.Event()
         self._loop: asyncio.AbstractEventLoop
-        self._session: asyncio.Future[aiohttp.ClientSession]
+        self._session: aiohttp.ClientSession
         self._stopping = asyncio.Event()
 
     def start(self) -> None:
@@ -95,22 +95,20 @@ class NoticeWatcher:
 
     async def _main(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._session = self._loop.create_future()
-        self._running.set()
-        async with open_session() as session:
-            self._session.set_result(session)
-            tasks = [asyncio.create_task(self._follow(source, session)) for source in self._sources.values()]
+        async with open_session() as self._session:
+            self._running.set()
+            tasks = [asyncio.create_task(self._follow(source)) for source in self._sources.values()]
             await self._stopping.wait()
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
 
-    async def _follow(self, source: NoticeSource, session: aiohttp.ClientSession) -> None:
+    async def _follow(self, source: NoticeSource) -> None:
         told: set[tuple[str, str]] = set()
         health = _Health(source)
         while True:
             try:
-                notice = await source.poll(session)
+                notice = await source.poll(self._session)
             except Exception as error:  # even a defect of one source must not silence the others
                 health.note(error)
             else:
@@ -133,7 +131,7 @@ class NoticeWatcher:
         if source is None:
             return False
         try:
-            return await source.acknowledge(await asyncio.shield(self._session), notice)
+            return await source.acknowledge(self._session, notice)
         except SourceError as error:
             logger.warning("%s was not acknowledged: %s", notice.detail, error)
             return False
