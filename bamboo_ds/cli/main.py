@@ -130,7 +130,7 @@ def run(
         sys.exit(tell(member, slots, config))
     if measured:
         member = replace(member, settings=member.settings.overridden(MEASURED))
-    sys.exit(Launcher(with_logs(member, logs, default=True), slots, prefix_output, quiet).run())
+    sys.exit(Launcher(with_logs(member, logs, default=True), slots, prefix_output).run(quiet))
 
 
 @cli.command("launch", context_settings={"allow_interspersed_args": False}, epilog=_EXIT_CODES)
@@ -171,7 +171,7 @@ def launch_command(
     )
     # Without --logs only where no rank can be on another host, which may not have the folder.
     options = with_logs(options, logs, default=store == EMBEDDED and address == LOOPBACK)
-    sys.exit(Wrapper(options, config, quiet).run())
+    sys.exit(Wrapper(options, config).run(quiet))
 
 
 @cli.command(context_settings={"allow_interspersed_args": False}, epilog=_JOIN_EXIT_CODES)

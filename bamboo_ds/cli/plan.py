@@ -11,6 +11,7 @@ from rich.table import Table
 
 from ..config import BambooConfig
 from ..control.leader.boundary import as_told, policy_of, ready_copies
+from ..control.leader.view import View
 from ..control.registry.mirror import Mirror
 from ..errors import ConfigError
 from ..job_settings import JobSettings
@@ -371,20 +372,10 @@ def observed(job: str, mirror: Mirror) -> Situation:
     current = mirror.plan
     if current is None or current.layout is None:
         raise ConfigError(f"job {job!r} has not built its engines yet: there is nothing to plan")
-    homes = dict(zip(current.members, current.homes, strict=False))
-    registered = [r for r in mirror.members.values() if r.id in current.members or r.id in mirror.reports]
-    members = tuple(
-        Candidate(
-            r.id,
-            r.slot,
-            r.host,
-            r.zone,
-            homes.get(r.id, r.home),
-            leaving=r.state == "leaving" or r.id in mirror.left,
-            memory=mirror.reports[r.id].memory if r.id in mirror.reports else None,
-        )
-        for r in registered
-    )
+    view = View.of(mirror, len(current.owners))
+    leaving = {r.id for r in view.members.values() if r.state == "leaving" or r.id in view.left}
+    facts = view.candidates(current, leaving)
+    members = tuple(facts[m] for m in view.members if m in current.members or m in view.reports)
     redundant = any(report.redundant for report in mirror.reports.values())
     settings = mirror.job.settings if mirror.job is not None else JobSettings()
     policy = policy_of(current.world, redundant, settings.values)

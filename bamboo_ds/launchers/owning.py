@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
+
+import psutil
 
 from ..control.registry.access import embedded_etcd
 from ..control.registry.claims import claimed
 from ..control.reporting import emit_or_log
-from ..control.settings import MemberOptions
 from ..errors import ConfigError
-from ..observe.events import EventWriter, RunFinished
+from ..observe.events import Event, EventWriter, RunFinished
 from ..secret import keep
 from . import jobs
+from .narration import Narration, banner
+from .slots import AGENT_GRACE_S, Slots
 
 EMBEDDED = "embedded"
-
-
-def open_events(path: str | None) -> EventWriter:
-    """The writer of the launcher's events; raises :class:`ConfigError` if it cannot write there."""
-    try:
-        return EventWriter(path)
-    except OSError as error:
-        raise ConfigError(f"cannot write events to {path}: {error}") from error
 
 
 def tell_finished(events: EventWriter, job: str, code: int, begin: float) -> None:
@@ -32,32 +27,75 @@ def tell_finished(events: EventWriter, job: str, code: int, begin: float) -> Non
     emit_or_log(events, RunFinished(job=job, epoch=0, exit_code=code, run_seconds=time.monotonic() - begin))
 
 
-@contextmanager
-def owned(options: MemberOptions, watch_etcd: Callable[[int], None]) -> Iterator[tuple[MemberOptions, str]]:
-    """In the body the job of ``options`` is this process's: other commands find it, and no other one takes its name.
+class JobOwner(Slots):
+    """Owns a job from its start to its end: other commands find it, and no other one takes its name.
 
-    Where the store is :data:`EMBEDDED` one is started, and ended with the body.
-
-    Args:
-        watch_etcd: told the process id of the supervisor of that.
-
-    Returns:
-        ``options`` with the URLs of etcd, and the path of the file that says where the job is.
-
-    Raises:
-        LaunchError: a job of this name runs.
-        StoreError: etcd cannot be used.
+    Attributes:
+        what: what takes part, for the terminal.
     """
-    with ExitStack() as stack:
-        store = options.store
-        if store == EMBEDDED:
+
+    what: str
+
+    def run(self, quiet: bool) -> int:
+        """Run to the end; returns the exit code. ``quiet``: the course of the job is not told.
+
+        Raises:
+            ConfigError, LaunchError: the job cannot be started.
+            StoreError: etcd cannot be used.
+        """
+        options = self._options
+        options.check_notices()
+        with ExitStack() as stack:
+            try:
+                events = stack.enter_context(EventWriter(options.events))
+            except OSError as error:
+                raise ConfigError(f"cannot write events to {options.events}: {error}") from error
+            narration = Narration(options, self._screen, quiet)
+            stack.callback(narration.end)
+            stack.enter_context(self._prepared({child.pid for child in psutil.Process().children()}))
+            state_file = self._own_job(stack)
+            begin = time.monotonic()
+            for event in self._beginning():
+                emit_or_log(events, event)
+            self._handle_signals()
+            if self._interrupted is None:
+                self._start(state_file, stack)
+            store = self._options.store
+            narration.begin(banner(options, self.what, store), store)
+            self._follow()
+            narration.leave()
+            self._loop.join_background(AGENT_GRACE_S)
+            code = self._result()
+            tell_finished(events, options.job, code, begin)
+            return code
+
+    def _own_job(self, stack: ExitStack) -> str:
+        """Have an etcd, and the job's name in it; returns the path of the file that says where the job is."""
+        options = self._options
+        if options.store == EMBEDDED:
             etcd = stack.enter_context(embedded_etcd(options.address, options.job, options.secret))
-            watch_etcd(etcd.supervisor_pid)
-            store = etcd.url
+            self._watch_etcd(etcd.supervisor_pid, stack)
+            self._options = replace(options, store=etcd.url)
         else:
-            stack.enter_context(claimed(store, options.job))
-        state = jobs.this_process(options.job, store, events=options.events, logs=options.logs)
+            stack.enter_context(claimed(options.store, options.job))
+        state = jobs.this_process(options.job, self._options.store, events=options.events, logs=options.logs)
         state.write()
         stack.callback(state.remove)
         keep(options.job, options.secret)
-        yield replace(options, store=store), str(state.path)
+        return str(state.path)
+
+    def _beginning(self) -> Sequence[Event]:
+        """What is told when etcd is there."""
+        return ()
+
+    def _start(self, state_file: str, stack: ExitStack) -> None:
+        """Start what the job consists of; ``stack`` ends what must not outlive it."""
+        raise NotImplementedError
+
+    def _follow(self) -> None:
+        """Until that has ended."""
+        raise NotImplementedError
+
+    def _result(self) -> int:
+        """Stay for members that go on; returns the job's exit code."""
+        raise NotImplementedError

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
-import psutil
-
 from ..control.agent.output import Screens
-from ..control.reporting import emit_or_log
 from ..control.settings import MemberOptions, in_slot
 from ..errors import EXIT_FATAL_LOSS
-from ..observe.events import RunStarted
+from ..observe.events import Event, RunStarted
 from ..secret import JobSecret, given
-from .narration import Narration, banner
 from .network import free_port
-from .owning import EMBEDDED, open_events, owned, tell_finished
-from .slots import AGENT_GRACE_S, OTHERS_S, Slots
+from .owning import EMBEDDED, JobOwner
+from .slots import OTHERS_S
 
 
 @dataclass(frozen=True)
@@ -40,54 +37,28 @@ class LocalSlots:
         return None if self.hosts is None else f"emulated-{slot * self.hosts // self.workers}"
 
 
-class Launcher(Slots):
+class Launcher(JobOwner):
     """Runs one job. Use it once, in the main thread.
 
     Args:
         options: of all members.
         slots: what they are.
         prefix_output: whether each line of output begins with its slot.
-        quiet: whether the course of the job is not told.
     """
 
-    def __init__(self, options: MemberOptions, slots: LocalSlots, prefix_output: bool, quiet: bool) -> None:
+    def __init__(self, options: MemberOptions, slots: LocalSlots, prefix_output: bool) -> None:
         options = replace(options, secret=given(os.environ) or JobSecret.new())
         tees = options.tee and options.logs is not None
         super().__init__(options, range(slots.workers), tees or prefix_output, prefix_output)
-        self._local, self._prefix_output, self._quiet = slots, prefix_output, quiet
+        self._local, self._prefix_output = slots, prefix_output
         self._embedded = options.store == EMBEDDED
+        self.what = f"{slots.workers} members on this host"
 
-    def run(self) -> int:
-        """Run to the end; returns the exit code.
+    def _beginning(self) -> Sequence[Event]:
+        job, command = self._options.job, list(self._options.command)
+        return (RunStarted(job=job, epoch=0, members=self._local.workers, command=command),)
 
-        Raises :class:`LaunchError` or :class:`ConfigError` if the job cannot be started, ``StoreError``
-        if etcd cannot be used.
-        """
-        options, workers = self._options, self._local.workers
-        options.check_notices()
-        with ExitStack() as stack:
-            events = stack.enter_context(open_events(options.events))
-            narration = Narration(options, self._screen, self._quiet)
-            stack.callback(narration.end)
-            stack.enter_context(self._prepared({child.pid for child in psutil.Process().children()}))
-            job = owned(options, lambda pid: self._watch_etcd(pid, stack))
-            self._options, state_file = stack.enter_context(job)
-            begin = time.monotonic()
-            command = list(options.command)
-            emit_or_log(events, RunStarted(job=options.job, epoch=0, members=workers, command=command))
-            self._handle_signals()
-            if self._interrupted is None:
-                self._start_all(state_file)
-            store = self._options.store
-            narration.begin(banner(options, f"{workers} members on this host", store), store)
-            self._serve()
-            narration.leave()
-            self._loop.join_background(AGENT_GRACE_S)
-            code = self._exit_code(self._await_others())
-            tell_finished(events, options.job, code, begin)
-            return code
-
-    def _start_all(self, state_file: str) -> None:
+    def _start(self, state_file: str, stack: ExitStack) -> None:
         options, local = self._options, self._local
         port = free_port(options.address)
         screens = Screens() if self._prefix_output else Screens.own()
@@ -104,6 +75,12 @@ class Launcher(Slots):
                 screen=screens.to_argument() if self._shows else None,
             )
             self._spawn(agent)
+
+    def _follow(self) -> None:
+        self._serve()
+
+    def _result(self) -> int:
+        return self._exit_code(self._await_others())
 
     def _await_others(self) -> int | None:
         """Stay for members that have joined, if they need what is here; what the job has come to with them."""

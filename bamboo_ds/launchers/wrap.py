@@ -19,9 +19,8 @@ from ..errors import LaunchError
 from ..processes import die_with_parent, process_space, started
 from ..secret import ENV_SECRET_FILE, NONE, given
 from ..variables import ENV_CHECK_EXACT, ENV_CONFIG, ENV_EVENTS, ENV_JOB, ENV_LAUNCH, ENV_LOGS, ENV_STORE, ENV_TEE
-from .narration import Narration, banner
-from .owning import open_events, owned, tell_finished
-from .slots import AGENT_GRACE_S, Slots
+from .owning import JobOwner
+from .slots import AGENT_GRACE_S
 
 logger = logging.getLogger("bamboo_ds.launchers")
 
@@ -30,49 +29,24 @@ _DEEPSPEED_FILE = "DS_ENV_FILE"
 _DEEPSPEED_DEFAULT = ".deepspeed_env"
 
 
-class Wrapper(Slots):
+class Wrapper(JobOwner):
     """Runs another launcher, and stays until the job is over. Use it once, in the main thread.
 
     Args:
         options: what is known of the members; their ``command`` is that of the other launcher.
         config: DeepSpeed's configuration, for scripts that do not name it on their command line.
-        quiet: whether the course of the job is not told.
     """
 
-    def __init__(self, options: MemberOptions, config: str | None, quiet: bool) -> None:
+    def __init__(self, options: MemberOptions, config: str | None) -> None:
         # Without one that the user gives, rank 0 makes one if all ranks are on its host.
         super().__init__(replace(options, secret=given(os.environ) or NONE), ())
-        self._config, self._quiet = config, quiet
+        self._config = config
+        self.what = f"started by {options.command[0]}"
+        self._status: int | None = None
+        self._members_code: int | None = None
         self._launcher: subprocess.Popen[bytes] | None = None
 
-    def run(self) -> int:
-        """Run to the end; returns the exit code.
-
-        Raises:
-            ConfigError, LaunchError: the job cannot be started.
-            StoreError: etcd cannot be used.
-        """
-        options = self._options
-        with ExitStack() as stack:
-            events = stack.enter_context(open_events(options.events))
-            narration = Narration(options, self._screen, self._quiet)
-            stack.callback(narration.end)
-            stack.enter_context(self._prepared({child.pid for child in psutil.Process().children()}))
-            job = owned(options, lambda pid: self._watch_etcd(pid, stack))
-            self._options, _ = stack.enter_context(job)
-            begin = time.monotonic()
-            self._handle_signals()
-            if self._interrupted is None:
-                self._start(stack)
-            store = self._options.store
-            narration.begin(banner(options, f"started by {options.command[0]}", store), store)
-            code = self._follow()
-            narration.leave()
-            self._loop.join_background(AGENT_GRACE_S)
-            tell_finished(events, options.job, code, begin)
-            return code
-
-    def _start(self, stack: ExitStack) -> None:
+    def _start(self, state_file: str, stack: ExitStack) -> None:
         command, me = self._options.command, os.getpid()
         try:
             self._launcher = subprocess.Popen(
@@ -111,30 +85,30 @@ class Wrapper(Slots):
         Path(told[_DEEPSPEED_FILE]).write_text(deepspeed_variables(told, os.environ.get(_DEEPSPEED_FILE)))
         return {**os.environ, **told}
 
-    def _follow(self) -> int:
-        """Until the launcher has ended, and then the job; returns the exit code."""
-        status: int | None = None
+    def _follow(self) -> None:
+        """Until the launcher has ended, and then the members."""
+        command = self._options.command[0]
         while self._launcher is not None and (status := self._launcher.poll()) is None:
             self._attend(None if self._kill_at is None else max(0.0, self._kill_at - time.monotonic()))
             if self._kill_at is not None and time.monotonic() >= self._kill_at:
                 self._kill_at = None
                 self._signal_launcher(signal.SIGKILL)
-        code = self._await_members(status)
+        self._status = None if self._launcher is None else status
+        if self._status and not self._stopping:
+            logger.warning("%s has ended with %d; members of the job may go on", command, self._status)
+        self._members_code = self._await_joined(quiet=True, departed=True)
+
+    def _result(self) -> int:
+        """What the members have come to; the launcher's own status if there never were any."""
+        status, code = self._status, self._members_code
         if self._interrupted is not None:
             return 128 + self._interrupted
         if code is not None:
             if status:
-                logger.warning(
-                    "%s has ended with %d; the job's exit code is %d", self._options.command[0], status, code
-                )
+                command = self._options.command[0]
+                logger.warning("%s has ended with %d; the job's exit code is %d", command, status, code)
             return code
         return 0 if status is None else status if status >= 0 else 128 - status
-
-    def _await_members(self, status: int | None) -> int | None:
-        """Stay as long as there are members; what the job has come to, ``None`` if there never were any."""
-        if status and not self._stopping:
-            logger.warning("%s has ended with %d; members of the job may go on", self._options.command[0], status)
-        return self._await_joined(quiet=True, departed=True)
 
     # -- the end ------------------------------------------------------------------------------------
 

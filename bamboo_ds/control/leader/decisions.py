@@ -132,18 +132,17 @@ class Decider:
                     f"start it with -n {report.layout.size} (bamboo join: --start {report.layout.size}) or change the "
                     "number of stages",
                 )
-        told = [report for report in reports if report.settings is not None]
+        told = {report.id: report.settings for report in reports if report.settings is not None}
         opened = view.settings is not None and view.settings.open
-        for report in told:
-            assert report.settings is not None and told[0].settings is not None
-            names = differences(report.settings, told[0].settings if opened else self._settings)
-            if names:
-                what = f"the script of {report.id} differs from others in {', '.join(names)} of its {BLOCK!r} block"
+        settings = next(iter(told.values()), self._settings) if opened else self._settings
+        for member, own in told.items():
+            if names := differences(own, settings):
+                what = f"the script of {member} differs from others in {', '.join(names)} of its {BLOCK!r} block"
                 return StopJob(EXIT_CONFIG, f"{what}: all workers must run by the same configuration")
         if len(reports) < len(plan.members):
             return None
-        if opened and told and told[0].settings is not None:
-            return Complete(told[0].settings)
+        if opened and told:
+            return Complete(settings)
         members = list(view.candidates(plan).values())
         layout = reports[0].layout
         memory, apart = _told_memory(plan, layout, reports), self._settings.topology.zones_apart

@@ -145,23 +145,7 @@ class Leader:
             return None  # the watch tells
         if plan is not None and plan.lost and self._remove_lost(plan, mirror):
             return None  # before any other plan, which does not name them any more
-        view = View(
-            world_size=self._world_size,
-            plan=plan,
-            members=mirror.members,
-            known=mirror.known,
-            left=mirror.left,
-            reports=mirror.reports,
-            workers=mirror.workers,
-            suspicions=mirror.suspicions,
-            healthy=mirror.healthy,
-            trusted_from=trusted_from,
-            stopping=mirror.stop is not None,
-            near_deadline=self._deadlines.near(now),
-            progress=mirror.progress,
-            restart=mirror.restart,
-            settings=None if mirror.job is None else mirror.job.settings,
-        )
+        view = View.of(mirror, self._world_size, trusted_from, self._deadlines.near(now))
         self._tell_last(view)
         action = self._decider.decide(view, now)
         if isinstance(action, Wait):

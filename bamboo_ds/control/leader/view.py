@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from ...job_settings import JobSettings
 from ...topology import Candidate, Plan
+from ..registry.mirror import Mirror
 from ..registry.records import (
     LayoutRecord,
     LeftRecord,
@@ -57,6 +58,29 @@ class View:
     progress: Mapping[str, ProgressRecord] = field(default_factory=dict)
     restart: RestartRecord | None = None
     settings: JobSettings | None = None
+
+    @classmethod
+    def of(
+        cls, mirror: Mirror, world_size: int, trusted_from: float = 0.0, near_deadline: frozenset[str] = frozenset()
+    ) -> View:
+        """What ``mirror`` has."""
+        return cls(
+            world_size=world_size,
+            plan=mirror.plan,
+            members=mirror.members,
+            known=mirror.known,
+            left=mirror.left,
+            reports=mirror.reports,
+            workers=mirror.workers,
+            suspicions=mirror.suspicions,
+            healthy=mirror.healthy,
+            trusted_from=trusted_from,
+            stopping=mirror.stop is not None,
+            near_deadline=near_deadline,
+            progress=mirror.progress,
+            restart=mirror.restart,
+            settings=None if mirror.job is None else mirror.job.settings,
+        )
 
     def candidates(self, plan: Plan, leaving: Collection[str] = ()) -> dict[str, Candidate]:
         """What planning functions are told of members, living or gone, by id.
