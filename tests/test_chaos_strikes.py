@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from bamboo_ds.chaos.faults import Fault, FaultRecord, Kind, Target
-from bamboo_ds.chaos.injections import Impossible, Injection, Kill, Notify, Obey, Partition, Raise, Stop
+from bamboo_ds.chaos.injections import Impossible, Injection, Kill, Notify, Obey, Raise, Stop
 from bamboo_ds.chaos.joiners import JoinCommand
 from bamboo_ds.chaos.processes import (
     Process,
@@ -153,11 +153,6 @@ def test_notice_is_written_and_withdrawn(tmp_path: Path) -> None:
             Notify(fault(Kind.NOTICE), found[1:], None).begin()
 
 
-def test_partition_says_why_not() -> None:
-    with pytest.raises(Impossible, match="network"):
-        Partition(fault(Kind.PARTITION, 1.0)).begin()
-
-
 def test_listener_is_found_by_its_port() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -226,12 +221,12 @@ Run = Callable[..., tuple[Runner, list[FaultRecord]]]
 def test_faults_are_carried_out_and_told(run: Run) -> None:
     with members(4) as found:
         faults = [fault(Kind.STOP, 0.2, "slot:1"), fault(Kind.KILL, None, "slot:3", 0.05, 1)]
-        faults += [fault(Kind.PARTITION, 1.0, "slot:0", 0.1, 2), fault(Kind.ETCD_STOP, 1.0, None, 0.1, 3)]
+        faults += [fault(Kind.ETCD_STOP, 1.0, None, 0.1, 2)]
         runner, records = run(PretendedJob(found), faults, choice=Choice(spare_holders=False))
-        assert runner.reached == 4 and gone(found[3].pid) and not gone(found[1].pid)
+        assert runner.reached == 3 and gone(found[3].pid) and not gone(found[1].pid)
         told = {d.number: d for d in records}
-        assert sorted(told) == [0, 1, 2, 3]
-        assert [told[n].outcome for n in range(4)] == ["injected", "injected", "impossible", "impossible"]
+        assert sorted(told) == [0, 1, 2]
+        assert [told[n].outcome for n in range(3)] == ["injected", "injected", "impossible"]
         assert told[0].confirmed and told[1].confirmed and told[1].pids == [found[3].pid]
         assert told[1].members == ["m3"] and told[1].begun_s >= 0.05 and told[0].seconds is not None
 

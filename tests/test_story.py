@@ -22,7 +22,6 @@ from bamboo_ds.observe import events
 from bamboo_ds.observe.events import Event, EventWriter
 from bamboo_ds.observe.story import Story
 from bamboo_ds.observe.summary import failure_of, summary
-from bamboo_ds.observe.tail import EventTail
 
 M0, M1, M2, M3 = MEMBERS = ["m0-aaaaaaaa", "m1-bbbbbbbb", "m2-cccccccc", "m3-dddddddd"]
 NOON = datetime(2026, 5, 4, 12, 0, 0, tzinfo=timezone.utc)
@@ -326,20 +325,6 @@ def write(path: Path, found: Sequence[Event]) -> Path:
         for event in found:
             writer.emit(event)
     return path
-
-
-def test_a_line_that_is_being_written_is_waited_for(tmp_path: Path) -> None:
-    path = write(tmp_path / "events.jsonl", begun()[:1])
-    tail = EventTail(path, path.stat().st_size)
-    line = step(1, 1).to_json().encode() + b"\n"
-    for part, found in ((line[:9], 0), (line[9:], 1), (b"", 0)):
-        with open(path, "ab") as file:
-            file.write(part)
-        assert len(tail.read()) == found
-    with open(path, "ab") as file:
-        file.write(b"{}\n")
-    with pytest.raises(ProtocolError, match=r"events\.jsonl:2: not an event of schema 1"):
-        tail.read()
 
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,15 +38,13 @@ class Kind(str, Enum):
     NOTICE = "notice"
     #: A member more.
     JOIN = "join"
-    #: A member is cut off from the others.
-    PARTITION = "partition"
     #: SIGSTOP of the embedded etcd, SIGCONT after some seconds.
     ETCD_STOP = "etcd_stop"
 
     @property
     def timed(self) -> bool:
         """Whether it lasts for some seconds and is undone then."""
-        return self in (Kind.STOP, Kind.FREEZE, Kind.HOLD_GIL, Kind.ETCD_STOP, Kind.PARTITION)
+        return self in (Kind.STOP, Kind.FREEZE, Kind.HOLD_GIL, Kind.ETCD_STOP)
 
     @property
     def lethal(self) -> bool:
@@ -56,7 +54,7 @@ class Kind(str, Enum):
     @property
     def risky(self) -> bool:
         """Whether the members that it hits may be lost: a timed fault that outlasts a timeout."""
-        return self.lethal or self in (Kind.STOP, Kind.FREEZE, Kind.HOLD_GIL, Kind.PARTITION)
+        return self.lethal or self in (Kind.STOP, Kind.FREEZE, Kind.HOLD_GIL)
 
     @property
     def aimed(self) -> bool:
@@ -83,7 +81,6 @@ SECONDS: dict[Kind, tuple[float, float]] = {
     Kind.FREEZE: (0.2, 10.0),
     Kind.HOLD_GIL: (0.05, 8.0),
     Kind.ETCD_STOP: (0.2, 10.0),
-    Kind.PARTITION: (0.2, 10.0),
 }
 
 #: What a record says of a joiner that another fault has hit.

@@ -297,12 +297,3 @@ class Notify(Injection):
         if self._path is not None:
             self._path.unlink(missing_ok=True)
             self._path = None
-
-
-class Partition(Injection):
-    """A member cut off from the others."""
-
-    def begin(self) -> None:
-        raise Impossible(
-            "all members of this host share one network: only members in network namespaces of their own can be cut off"
-        )

@@ -6,12 +6,12 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from ..control.registry.records import in_slot_order
 from ..processes import reap_adopted
 from .faults import GIVEN_UP, HIT_ELSEWHERE, Fault, FaultRecord, Kind
-from .injections import Impossible, Injection, Kill, Notify, Obey, Partition, Raise, Stop
+from .injections import Impossible, Injection, Kill, Notify, Obey, Raise, Stop
 from .joiners import Join, JoinCommand
 from .processes import ProcessGone, feeders_of, here
 from .situation import Situation
@@ -41,7 +41,6 @@ _CHOSEN: dict[Kind, type[Injection]] = {
     Kind.HOLD_GIL: Obey,
     Kind.EXCEPTION: Raise,
     Kind.EXIT: Obey,
-    Kind.PARTITION: Partition,
 }
 
 
@@ -333,43 +332,38 @@ class Runner:
         outcome: Literal["injected", "absent", "impossible", "failed"],
         detail: str,
     ) -> None:
-        account, fault = injection.account, injection.fault
-        self._tell(
-            FaultRecord(
-                number=fault.number if fault.number >= 0 else None,
-                kind=fault.kind,
-                target=str(fault.target) if fault.target else None,
-                planned_s=planned_s,
-                begun_s=injection.began - self._begin,
-                time=time.time() - (time.monotonic() - injection.began),
-                members=account.members,
-                slots=account.slots,
-                pids=account.pids,
-                seconds=account.seconds,
-                outcome=outcome,
-                confirmed=account.confirmed,
-                detail=detail,
-                epoch=situation.epoch,
-                step=situation.step,
-            )
+        account = injection.account
+        self._record(
+            injection.fault,
+            situation,
+            planned_s=planned_s,
+            begun_s=injection.began - self._begin,
+            time=time.time() - (time.monotonic() - injection.began),
+            members=account.members,
+            slots=account.slots,
+            pids=account.pids,
+            seconds=account.seconds,
+            outcome=outcome,
+            confirmed=account.confirmed,
+            detail=detail,
         )
 
     def _refuse(self, fault: Fault, found: Aim | None, situation: Situation) -> None:
         """The fault does not happen."""
-        self._tell(
-            FaultRecord(
-                number=fault.number,
-                kind=fault.kind,
-                target=str(fault.target) if fault.target else None,
-                planned_s=fault.at_s,
-                begun_s=time.monotonic() - self._begin,
-                members=[record.id for record in found.members] if found else [],
-                outcome="absent" if found is None else "spared",
-                detail=(found.refusal or "") if found else "nobody is there whom it means",
-                epoch=situation.epoch,
-                step=situation.step,
-            )
+        self._record(
+            fault,
+            situation,
+            planned_s=fault.at_s,
+            begun_s=time.monotonic() - self._begin,
+            members=[record.id for record in found.members] if found else [],
+            outcome="absent" if found is None else "spared",
+            detail=(found.refusal or "") if found else "nobody is there whom it means",
         )
+
+    def _record(self, fault: Fault, situation: Situation, **more: Any) -> None:
+        number, target = fault.number if fault.number >= 0 else None, str(fault.target) if fault.target else None
+        now = {"epoch": situation.epoch, "step": situation.step}
+        self._tell(FaultRecord(number=number, kind=fault.kind, target=target, **now, **more))
 
     # -- members ------------------------------------------------------------------------------------------
 

@@ -26,7 +26,6 @@ Kinds of faults:
   host        SIGKILL of everything on a host
   notice      the file of "bamboo.notices.file" is written for a member
   join        a member more
-  partition   a member is cut off from the others (not possible on one host)
   etcd_stop   SIGSTOP of the embedded etcd for some seconds
 (*) only if the script runs as `-m bamboo_ds.chaos.victim SCRIPT`, or calls its install() and BAMBOO_CHAOS=1 is set
 (**) only if asked for by --weight or --script, as it ends the job unless "bamboo.recovery.on_exception" is "takeover"
