@@ -56,25 +56,23 @@ class LiveJob:
         """What is rendered."""
         return self._story.job
 
-    def add(self, event: ev.Event) -> list[StoryLine]:
-        """Take the next event, and return the lines of the story that it completes."""
+    def add(self, event: ev.Event) -> None:
+        """Take the next event."""
         if event.job != self.job:
-            return []
+            return
         if isinstance(event, ev.RunStarted):
             self._story.end()
             self._lines.clear()
             self._accounted = self._people = None
-        return self._keep(self._story.tell(event))
+        self._keep(self._story.tell(event))
 
     def late(self, now: datetime) -> None:
         """Tell the story's line of a loss that has waited too long for its pause by the time ``now``."""
         self._keep(self._story.late(now))
 
-    def _keep(self, lines: Iterable[str]) -> list[StoryLine]:
-        parts = [line.partition(" ") for line in lines]
-        found = [StoryLine(time=datetime.fromisoformat(at).timestamp(), text=text) for at, _, text in parts]
-        self._lines += found
-        return found
+    def _keep(self, lines: Iterable[str]) -> None:
+        for at, _, text in (line.partition(" ") for line in lines):
+            self._lines.append(StoryLine(time=datetime.fromisoformat(at).timestamp(), text=text))
 
     # -- the view -----------------------------------------------------------------------------------
 
