@@ -126,13 +126,13 @@ class Disturbed:
         self.kills = kills
         self._reference = losses
         self._processes: dict[str, Process] = {}  # workers, by member
-        self._story = Story(form="")
+        self._story = Story()
         self.steps: list[Step] = []
 
     def on_event(self, event: Event) -> None:
         """Take one event in."""
         for line in self._story.tell(event):
-            self._course.say(f" {line}")
+            self._course.say(f"  {line.text}")
         if isinstance(event, MemberJoined) and len(self._story.job.members) == STAGES:
             self._find_processes()
         elif isinstance(event, PlanWritten) and event.shadows:

@@ -10,8 +10,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
-from datetime import datetime, timezone
+from datetime import datetime
 from statistics import median
 
 from ..topology.plan import Plan
@@ -45,7 +44,7 @@ class LiveJob:
 
     def __init__(self, job: str) -> None:
         self.job = job
-        self._story = Story(timezone.utc, "%Y-%m-%dT%H:%M:%S+00:00")
+        self._story = Story()
         self._lines: deque[StoryLine] = deque(maxlen=LINES)
         self._accounted: tuple[float, Accounted] | None = None  # when, in time of events, and how
         self._people: tuple[object, tuple[MemberView, ...]] | None = None  # what members were made of, and they
@@ -64,15 +63,11 @@ class LiveJob:
             self._story.end()
             self._lines.clear()
             self._accounted = self._people = None
-        self._keep(self._story.tell(event))
+        self._lines += self._story.tell(event)
 
     def late(self, now: datetime) -> None:
         """Tell the story's line of a loss that has waited too long for its pause by the time ``now``."""
-        self._keep(self._story.late(now))
-
-    def _keep(self, lines: Iterable[str]) -> None:
-        for at, _, text in (line.partition(" ") for line in lines):
-            self._lines.append(StoryLine(time=datetime.fromisoformat(at).timestamp(), text=text))
+        self._lines += self._story.late(now)
 
     # -- the view -----------------------------------------------------------------------------------
 
