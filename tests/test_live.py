@@ -23,7 +23,7 @@ from bamboo_ds.topology.planner import takeover
 from bamboo_ds.topology.roles import Layout
 
 from .support.synthetic_job import SyntheticJob, four, thousand
-from .test_goodput import Written
+from .support.written import Written
 
 RECORDED = Path(__file__).parent / "support" / "recorded_job.jsonl"
 START = datetime(2026, 1, 1, tzinfo=timezone.utc)

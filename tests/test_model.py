@@ -9,7 +9,7 @@ from bamboo_ds.observe.model import JobModel, News
 from bamboo_ds.observe.view import LOSSES, PLANS
 
 from .support.synthetic_job import SyntheticJob
-from .test_goodput import Written
+from .support.written import Written
 
 
 def folded(events: list[ev.Event], bounded: bool = True) -> JobModel:
