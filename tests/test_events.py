@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from bamboo_ds.errors import ConfigError, ProtocolError
 from bamboo_ds.observe import events, logs
 from bamboo_ds.observe.events import EventWriter, parse_event, read_events
+from bamboo_ds.observe.tail import EventTail
 
 from .support.docs import schema_markdown
 
@@ -139,6 +140,24 @@ def test_reading_is_strict_and_names_the_line(tmp_path: Path, line: bytes, messa
     path.write_bytes(SAMPLES[0].to_json().encode() + b"\n" + line)
     with pytest.raises(ProtocolError, match=re.escape(str(path)) + message):
         list(read_events(path))
+
+
+def test_a_file_is_followed_while_it_grows(tmp_path: Path) -> None:
+    """In pieces; the rest of a line is waited for; what is no event is an error, or passed over and told."""
+    path, faults = tmp_path / "events.jsonl", list[ProtocolError]()
+    lines = [sample.to_json().encode() + b"\n" for sample in SAMPLES]
+    path.write_bytes(b"".join([*lines[:3], b"rubbish\n", *lines[3:-1], lines[-1][:40]]))
+    tail, found, limit = EventTail(path, skip=faults.append), list[events.Event](), max(map(len, lines)) + 1
+    while some := tail.read(limit):
+        assert sum(len(line) for line, _ in some) <= limit
+        found += [event for _, event in some]
+    assert found == SAMPLES[:-1] and len(faults) == 1 and f"{path}:4:" in str(faults[0])
+    with open(path, "ab") as file:
+        file.write(lines[-1][40:])
+    assert [event for _, event in tail.read()] == SAMPLES[-1:] and tail.read() == []
+    with pytest.raises(ProtocolError, match=":4:"):
+        EventTail(path).read()
+    assert len(EventTail(path, path.stat().st_size - len(lines[-1])).read()) == 1
 
 
 def test_without_a_path_nothing_is_written() -> None:

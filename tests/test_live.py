@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from bamboo_ds.errors import ProtocolError
 from bamboo_ds.observe import events as ev
 from bamboo_ds.observe.events import Event, read_events
 from bamboo_ds.observe.goodput import Accountant, account
@@ -18,14 +17,13 @@ from bamboo_ds.observe.goodput.lives import Category
 from bamboo_ds.observe.grid import Grid
 from bamboo_ds.observe.live import LiveJob
 from bamboo_ds.observe.series import Series
-from bamboo_ds.observe.tail import EventTail
 from bamboo_ds.observe.view import LOSSES, PLANS, POINTS, RECENT, LiveView, Overview
 from bamboo_ds.topology.plan import Plan
 from bamboo_ds.topology.planner import takeover
 from bamboo_ds.topology.roles import Layout
 
 from .support.synthetic_job import SyntheticJob, four, thousand
-from .test_goodput import Written
+from .support.written import Written
 
 pytestmark = pytest.mark.claim("guides/observing.md")
 
@@ -190,28 +188,6 @@ def test_the_predicted_effect_of_a_loss_is_the_planners(sharded: bool, slices: i
             rank = each.role[1] * 4 + each.role[0]
             if shadows[rank] is not None:
                 assert each.heir == after.owners[rank] == shadows[rank]
-
-
-def test_a_line_that_is_no_event_is_passed_over(tmp_path: Path) -> None:
-    path, faults = tmp_path / "events.jsonl", list[ProtocolError]()
-    lines = RECORDED.read_bytes().splitlines(keepends=True)
-    path.write_bytes(b"".join([*lines[:3], b"rubbish\n", *lines[3:6], lines[6][:40]]))
-    tail = EventTail(path, skip=faults.append)
-    assert [event for _, event in tail.read()] == recorded()[:6]
-    assert len(faults) == 1 and f"{path}:4:" in str(faults[0])
-    with open(path, "ab") as file:
-        file.write(lines[6][40:])
-    assert [event for _, event in tail.read()] == recorded()[6:7]
-    with pytest.raises(ProtocolError, match=":4:"):
-        EventTail(path).read()
-
-
-def test_a_file_is_read_in_pieces() -> None:
-    tail, found = EventTail(RECORDED), list[Event]()
-    while some := tail.read(limit=2048):
-        assert sum(len(line) for line, _ in some) <= 2048
-        found += [event for _, event in some]
-    assert found == recorded()
 
 
 # -- bounds ---------------------------------------------------------------------------------------------

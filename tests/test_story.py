@@ -22,9 +22,8 @@ from bamboo_ds.launchers.narration import Narration, banner
 from bamboo_ds.launchers.screen import Screen
 from bamboo_ds.observe import events
 from bamboo_ds.observe.events import Event, EventWriter
-from bamboo_ds.observe.story import Story
+from bamboo_ds.observe.story import Story, printed
 from bamboo_ds.observe.summary import failure_of, summary
-from bamboo_ds.observe.tail import EventTail
 
 pytestmark = pytest.mark.claim("guides/logs.md", "reference/events.md")
 
@@ -95,18 +94,18 @@ def begun() -> list[Event]:
 
 
 def told(story: Story, found: Sequence[Event]) -> list[str]:
-    return [line for event in found for line in story.tell(event)]
+    return [printed(line, timezone.utc) for event in found for line in story.tell(event)]
 
 
 def lines(*found: Event) -> list[str]:
     """What is told of ``found`` after the usual beginning."""
-    story = Story(timezone.utc)
+    story = Story()
     told(story, begun())
-    return [*told(story, found), *story.end()]
+    return [*told(story, found), *(printed(line, timezone.utc) for line in story.end())]
 
 
 def test_the_beginning() -> None:
-    story = Story(timezone.utc)
+    story = Story()
     assert told(story, begun()) == [
         "12:00:00 job gpt starts with 4 members",
         "12:00:03 all 4 members are there (hosts: a, b) and build their engines",
@@ -117,7 +116,7 @@ def test_the_beginning() -> None:
 
 
 def test_many_roles_are_not_listed() -> None:
-    story, many = Story(timezone.utc), [f"m{i}-{i}" for i in range(12)]
+    story, many = Story(), [f"m{i}-{i}" for i in range(12)]
     found = told(story, [plan(0, 1, many, [], pipelines=None), plan(1, 2, many, [None] * 12, pipelines=2)])
     assert found[-1] == "12:00:01 2 pipelines of 6 stages on 12 members; not every stage has a replica"
 
@@ -139,7 +138,7 @@ def test_a_loss_is_one_line_and_another_when_all_stages_have_replicas_again() ->
 
 def test_a_loss_with_two_roles_that_two_members_take_over() -> None:
     """With two pipelines; a survivor reports nothing, so that the next step completes the line."""
-    story = Story(timezone.utc)
+    story = Story()
     owners, heirs = [M0, M1, M2, M2], [M0, M1, M0, M1]
     told(story, [*joined(1, M0, M1, M2), plan(1, 1, owners, [], pipelines=None)])
     told(story, [plan(2, 2, owners, [M2, M2, M0, M1], pipelines=2), step(3, 1)])
@@ -163,12 +162,13 @@ def test_a_loss_within_a_recovery() -> None:
 
 
 def test_a_loss_whose_recovery_takes_long_is_told_before() -> None:
-    story = Story(timezone.utc)
+    story = Story()
     told(story, begun())
     assert not told(story, [lost(10, M2), plan(10, 3, [M0, M1, M1, M3], [None] * 4, [M2])])
     assert not story.late(NOON + timedelta(seconds=19))
     line = "12:00:10 worker m2 on host b died (SIGKILL); stage 2 taken over by m1; 3 of 4 are left"
-    assert [story.late(NOON + timedelta(seconds=s)) for s in (20, 30)] == [[line], []]
+    late = [story.late(NOON + timedelta(seconds=s)) for s in (20, 30)]
+    assert [[printed(each, timezone.utc) for each in found] for found in late] == [[line], []]
     saved = at(31, events.CheckpointSaved, 3, step=3, path="/c/3", seconds=0.4, bytes=9)
     assert told(story, [saved, *recovered(40, 3, M0, M1, M3, pause_s=25)]) == [
         "12:00:31 checkpoint of step 3 saved in 0.40 s: /c/3",
@@ -248,7 +248,7 @@ def test_a_fatal_loss_and_a_restart() -> None:
 
 
 def test_a_fatal_loss_before_the_engines_are_built() -> None:
-    story = Story(timezone.utc)
+    story = Story()
     told(story, begun()[:5])
     fatal = at(4, events.Fatal, 1, stages=[], members=[M1], checkpoint=None)
     assert told(story, [lost(4, M1), fatal]) == [
@@ -311,7 +311,7 @@ def losing_run() -> list[Event]:
 
 
 def test_summary() -> None:
-    story = Story(timezone.utc)
+    story = Story()
     told(story, losing_run())
     assert summary(story.job) == [
         "exit code 0 after 20 s; newest step: 9",
@@ -330,20 +330,6 @@ def write(path: Path, found: Sequence[Event]) -> Path:
         for event in found:
             writer.emit(event)
     return path
-
-
-def test_a_line_that_is_being_written_is_waited_for(tmp_path: Path) -> None:
-    path = write(tmp_path / "events.jsonl", begun()[:1])
-    tail = EventTail(path, path.stat().st_size)
-    line = step(1, 1).to_json().encode() + b"\n"
-    for part, found in ((line[:9], 0), (line[9:], 1), (b"", 0)):
-        with open(path, "ab") as file:
-            file.write(part)
-        assert len(tail.read()) == found
-    with open(path, "ab") as file:
-        file.write(b"{}\n")
-    with pytest.raises(ProtocolError, match=r"events\.jsonl:2: not an event of schema 1"):
-        tail.read()
 
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -461,7 +447,7 @@ def test_the_first_failure_is_that_of_the_exit_code(tmp_path: Path) -> None:
 
 
 def test_the_first_failure_of_a_fatal_loss() -> None:
-    story = Story(timezone.utc)
+    story = Story()
     fatal = at(10, events.Fatal, 3, stages=[(0, 1), (0, 2)], members=[M1, M2], checkpoint=None)
     told(story, [*begun(), lost(9, M0), lost(10, M1), lost(10, M2), fatal, finished(11, 86)])
     failure = failure_of(story.job)
@@ -472,7 +458,7 @@ def test_the_first_failure_of_a_fatal_loss() -> None:
 
 
 def test_members_are_looked_at_while_something_takes_long() -> None:
-    story = Story(timezone.utc)
+    story = Story()
     seen = []
     new = "m4-eeeeeeee"
     for found in (

@@ -82,6 +82,17 @@ def test_a_thousand_members_are_summed_up() -> None:
     assert "next loss: that of one of 4 members would be fatal (back to the beginning)" in text
 
 
+def test_status_lists_every_member_with_its_processes() -> None:
+    view = view_of(SyntheticJob("big", 8, 8).train(1).lose(3))
+    known = [each.model_copy(update={"pid": 100 + each.slot, "agent_pid": 900 + each.slot}) for each in view.members]
+    view = view.model_copy(update={"members": tuple(known), "checkpoint_path": "/c/1"})
+    out = io.StringIO()
+    Console(file=out, width=160, color_system=None).print(frame(view, view.time or 0.0, 160, None, processes=True))
+    words = out.getvalue().split()
+    assert {str(100 + slot) for slot in range(64)} | {str(900 + slot) for slot in range(64)} <= set(words)
+    assert "newest checkpoint: /c/1" in out.getvalue()
+
+
 def test_without_events_and_without_a_plan() -> None:
     """Where etcd alone tells, that is said; before the engines are built there are no stages."""
     live = LiveJob("gpt-demo")

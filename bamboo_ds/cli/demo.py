@@ -20,12 +20,11 @@ from rich.table import Table
 from ..chaos.processes import dead, worker_of
 from ..launchers import jobs
 from ..observe.events import Event, MemberJoined, PlanWritten, Step
-from ..observe.live import LiveJob
+from ..observe.story import Story
 from ..observe.view import LossDetail
 from ..observe.words import counted, duration
 from ..processes import adopt_orphans
 from .demo_jobs import DemoJob, Interrupt, start_bamboo, start_stock
-from .demo_view import View
 from .options import read_job
 
 STAGES = 4
@@ -41,6 +40,8 @@ CONFIG: dict[str, Any] = {
 }
 #: Share of an iteration after which a kill happens.
 _MIDDLE = 0.5
+#: Every how many steps one is told.
+_TOLD_EVERY = 5
 #: Differences that a failed comparison shows.
 _SHOWN = 3
 
@@ -95,23 +96,44 @@ class Finding:
     problems: list[str]
 
 
-class Disturbed:
-    """The run with kills: its model, what is shown of it, and when to kill."""
+class Course:
+    """Prints the demo's course, line by line."""
 
-    def __init__(self, name: str, view: View, kills: list[Kill], losses: list[float]) -> None:
+    def __init__(self, steps: int) -> None:
+        self._steps, self._begin = steps, time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """Since the begin."""
+        return time.monotonic() - self._begin
+
+    def say(self, text: str) -> None:
+        """Something has happened."""
+        click.echo(f"[{self.seconds:5.1f} s] {text}")
+
+    def step(self, step: int, loss: float, remark: str = "") -> None:
+        """A step is done; the first, the last and some between are told."""
+        if step % _TOLD_EVERY == 0 or step in (1, self._steps):
+            self.say(f"  step {step}/{self._steps}   loss {loss:.6f}   {remark}")
+
+
+class Disturbed:
+    """The run with kills: its model, what is told of it, and when to kill."""
+
+    def __init__(self, name: str, course: Course, kills: list[Kill], losses: list[float]) -> None:
         self._name = name
-        self._view = view
+        self._course = course
         self.kills = kills
         self._reference = losses
         self._processes: dict[str, psutil.Process] = {}  # workers, by member
-        self._job = view.job = LiveJob(name)
+        self._story = Story()
         self.steps: list[Step] = []
 
     def on_event(self, event: Event) -> None:
         """Take one event in."""
-        for told in self._job.add(event):
-            self._view.note(told.text)
-        if isinstance(event, MemberJoined) and len(self._job.model.members) == STAGES:
+        for line in self._story.tell(event):
+            self._course.say(f"  {line.text}")
+        if isinstance(event, MemberJoined) and len(self._story.job.members) == STAGES:
             self._find_processes()
         elif isinstance(event, PlanWritten) and event.shadows:
             for kill in self.kills:
@@ -123,7 +145,6 @@ class Disturbed:
 
     def tick(self) -> None:
         """Kill if it is time."""
-        self._view.refresh()
         for kill in self.kills:
             if kill.due is not None and not kill.sent and time.time() >= kill.due:
                 self._kill(kill)
@@ -143,7 +164,7 @@ class Disturbed:
                 kill.due = event.time.timestamp() + _MIDDLE * event.seconds
         equal = sum(step.loss == loss for step, loss in zip(self.steps, self._reference, strict=False))
         remark = f"{event.seconds * 1000:.0f} ms   {equal}/{len(self.steps)} losses equal the undisturbed run's"
-        self._view.step(event.step, event.loss if event.loss is not None else float("nan"), remark)
+        self._course.step(event.step, event.loss if event.loss is not None else float("nan"), remark)
 
     def _kill(self, kill: Kill) -> None:
         if kill.process is None or dead(kill.process):
@@ -153,12 +174,12 @@ class Disturbed:
         kill.sent = True
         usual = self.steps[-1].seconds * 1000
         where = f"about {_MIDDLE * usual:.0f} ms into iteration {kill.step} (the last took {usual:.0f} ms)"
-        name = self._job.model.name(kill.member)
-        self._view.note(f"SIGKILL for {name}, owner of stage {kill.stage}, {where}", "bold red")
+        name = self._story.job.name(kill.member)
+        self._course.say(f"  SIGKILL for {name}, owner of stage {kill.stage}, {where}")
 
     def _loss(self, kill: Kill) -> LossDetail | None:
         """What came of it."""
-        losses = self._job.model.losses
+        losses = self._story.job.losses
         numbers = [loss.number for loss in losses.views if kill.member in {each.id for each in loss.members}]
         return losses.detail(numbers[0]) if kill.sent and numbers else None
 
@@ -195,38 +216,34 @@ def _environment(folder: Path) -> dict[str, str]:
     }
 
 
-def _undisturbed(folder: Path, script: Path, steps: int, view: View, interrupt: Interrupt) -> list[float]:
+def _undisturbed(folder: Path, script: Path, steps: int, course: Course, interrupt: Interrupt) -> list[float]:
     """Train as stock DeepSpeed; returns the losses."""
-    view.phase(f"1/3  stock DeepSpeed: {STAGES} pipeline stages, nobody disturbs")
+    course.say(f"1/3  stock DeepSpeed: {STAGES} pipeline stages, nobody disturbs")
     config = folder / "ds_config.json"
     config.write_text(json.dumps(CONFIG, indent=2))
 
     def on_line(line: str) -> None:
         words = line.split()
         if len(words) == 4 and (words[0], words[2]) == ("step", "loss"):
-            view.step(int(words[1]), float(words[3]))
-
-    def tick() -> None:
-        interrupt.check()
-        view.refresh()
+            course.step(int(words[1]), float(words[3]))
 
     with DemoJob("the undisturbed run", folder, on_line) as job:
         start_stock(job, STAGES, script, _arguments(folder, config, steps), _environment(folder))
-        job.serve(tick)
+        job.serve(interrupt.check)
     losses: list[float] = json.loads((folder / "losses-0.json").read_text())
     return losses
 
 
 def _disturbed(
-    folder: Path, script: Path, steps: int, view: View, interrupt: Interrupt, losses: list[float]
+    folder: Path, script: Path, steps: int, course: Course, interrupt: Interrupt, losses: list[float]
 ) -> list[Finding]:
     """Train the same under ``bamboo run`` and kill; returns what happened."""
-    view.phase("2/3  the same script under `bamboo run`; two workers will be killed")
+    course.say("2/3  the same script under `bamboo run`; two workers will be killed")
     config = folder / "ds_config.json"
     config.write_text(json.dumps({**CONFIG, "bamboo": {}}, indent=2))
     # Not neighbours: the stages of a lost member's shadow stay without replica (see the README).
     kills = [Kill(2, steps // 3 + 1, STAGES - 1), Kill(0, 2 * steps // 3 + 1, STAGES - 2)]
-    run = Disturbed(f"demo-{os.getpid()}", view, kills, losses)
+    run = Disturbed(f"demo-{os.getpid()}", course, kills, losses)
 
     def tick() -> None:
         interrupt.check()
@@ -268,31 +285,26 @@ def _verdict(findings: list[Finding], seconds: float) -> Table:
 
 @click.command("demo", context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--steps", type=click.IntRange(min=6), default=30, show_default=True, help="Iterations of each run.")
-@click.option("--plain", is_flag=True, help="Plain lines also on a terminal.")
-def demo(steps: int, plain: bool) -> None:
+def demo(steps: int) -> None:
     """Train a small GPT twice, kill two of four stages in the second run, and compare the results.
 
     Exits with 0 only if both kills happened in the middle of an iteration and losses, weights and optimizer state of
     both runs are bit-equal; else with 1.
     """
-    begin = time.monotonic()
-    console = Console()
     adopt_orphans()
-    interrupt = Interrupt()
+    course, interrupt = Course(steps), Interrupt()
     with interrupt.watching(), tempfile.TemporaryDirectory(prefix="bamboo-demo-") as folder:
         root = Path(folder)
         stock, bamboo = root / "stock", root / "bamboo"
         stock.mkdir()
         bamboo.mkdir()
         script = Path(shutil.copy(SCRIPT, root / "train.py"))
-        with View(console, steps, plain) as view:
-            losses = _undisturbed(stock, script, steps, view, interrupt)
-            findings = _disturbed(bamboo, script, steps, view, interrupt, losses)
-            view.phase("3/3  comparing losses and checkpoints of both runs", busy="reading …")
-            findings += _compared(stock, bamboo, steps)
-            interrupt.check()
-            view.phase("done", busy="")
-    console.print(_verdict(findings, time.monotonic() - begin))
+        losses = _undisturbed(stock, script, steps, course, interrupt)
+        findings = _disturbed(bamboo, script, steps, course, interrupt, losses)
+        course.say("3/3  comparing losses and checkpoints of both runs")
+        findings += _compared(stock, bamboo, steps)
+        interrupt.check()
+    Console().print(_verdict(findings, course.seconds))
     failed = [finding for finding in findings if finding.problems]
     for finding in failed:
         more = len(finding.problems) - _SHOWN
@@ -300,4 +312,4 @@ def demo(steps: int, plain: bool) -> None:
         click.echo("\n    ".join([f"bamboo demo: NOT proven: {finding.what}:", *lines]), err=True)
     if failed:
         sys.exit(1)
-    console.print("Two of four workers were killed, and the result is bit for bit that of the undisturbed run.")
+    click.echo("Two of four workers were killed, and the result is bit for bit that of the undisturbed run.")

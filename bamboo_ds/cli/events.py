@@ -13,7 +13,7 @@ from ..errors import ConfigError
 from ..launchers import jobs
 from ..launchers.folders import EVENTS, LOGS
 from ..observe.events import RunFinished, RunStarted
-from ..observe.story import Story
+from ..observe.story import Story, printed
 from ..observe.summary import ending
 from ..observe.tail import EventTail
 from .options import variable_option
@@ -44,20 +44,20 @@ def events(follow: bool, job: str | None, logs: str | None, as_json: bool, file:
                 if job not in (None, event.job):
                     continue
                 going = isinstance(event, RunStarted) or (going and not isinstance(event, RunFinished))
-                told = [line.decode().rstrip("\n")] if as_json else story.tell(event)
+                told = [line.decode().rstrip("\n")] if as_json else [*map(printed, story.tell(event))]
                 for text in told:
                     click.echo(text)
             # A file may hold several runs: the last one counts.
             if not found and not (follow and going):
                 break
-            for text in () if found or as_json else story.late(datetime.now(timezone.utc)):
+            for text in () if found or as_json else map(printed, story.late(datetime.now(timezone.utc))):
                 click.echo(text)
             if not found:
                 time.sleep(_POLL_S)
     except KeyboardInterrupt:
         click.echo()
     if not as_json:
-        for text in [*story.end(), *ending(story.job)]:
+        for text in [*map(printed, story.end()), *ending(story.job)]:
             click.echo(text)
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterator
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -18,11 +16,13 @@ from ..control.registry.overview import overview
 from ..errors import BambooError
 from ..launchers import jobs as launched
 from ..launchers.jobs import JobFile
+from ..observe.events import parse_event
+from ..observe.model import JobModel
 from .options import variable_option
 from .output import console, printable
 
 _TIMEOUT_S = 3.0
-#: What the lines of events that count contain; all others are not parsed.
+#: Events that count: a file may have a million of them, and all others are not parsed.
 _COUNTED = re.compile(rb'"event":"(run_started|member_lost)"')
 
 
@@ -98,20 +98,12 @@ def losses(events: str | None, job: str) -> int | None:
     """Members of ``job`` that its file of events calls lost since its newest start; ``None`` without a file."""
     if events is None or not Path(events).is_file():
         return None
-    lost: set[str] = set()
-    for event in _events(events):
-        if event.get("job") == job and event["event"] == "run_started":
-            lost.clear()
-        elif event.get("job") == job:
-            lost.add(event["member_id"])
-    return len(lost)
-
-
-def _events(path: str) -> Iterator[dict[str, str]]:
-    with open(path, "rb") as file:
+    found = JobModel()
+    with open(events, "rb") as file:
         for line in file:
-            if line.endswith(b"\n") and _COUNTED.search(line):
-                yield json.loads(line)
+            if line.endswith(b"\n") and _COUNTED.search(line) and (event := parse_event(line)).job == job:
+                found.fold(event)
+    return found.totals.losses
 
 
 def jobs_table(found: list[JobReport]) -> Table:

@@ -48,9 +48,10 @@ def frame(view: LiveView, now: float, width: int, height: int | None, processes:
         processes: tell the members' processes, and the folder of the newest checkpoint.
     """
     rows = _FEW_ROWS if height is None else max(4, height - _OTHER_LINES)
+    listed = len(view.members) if processes and height is None else rows - (view.pipelines or 0)
     name = _names(view)
     roles = _grid(view, name, width, rows // 2)
-    members = _members(view, width, rows - (view.pipelines or 0), processes)
+    members = _members(view, width, listed, processes)
     parts: list[RenderableType] = [_head(view, now), *_flowing(_figures(view, now), width), Text()]
     parts += [part for part in (roles, Text(), members, Text()) if part is not None]
     if processes and view.checkpoint_path is not None:
@@ -203,7 +204,8 @@ def _members(view: LiveView, width: int, rows: int, processes: bool) -> Renderab
     head = _line((counted(len(present), "member"), "bold"), places if present else "")
     if len(present) > max(4, rows):
         return Group(head, *_crowd(present))
-    gone = [member for member in view.members if not member.present][-max(0, min(4, rows - len(present))) or None :]
+    most = max(0, rows - len(present)) if processes else max(0, min(4, rows - len(present)))
+    gone = [member for member in view.members if not member.present][-most or None :]
     table = _table()
     for column in ("member", "host", "state", *(("worker", "agent") if processes else ()), "owns", "shadows", "load"):
         table.add_column(column, no_wrap=True, overflow="ellipsis", max_width=22 if width < 110 else None)

@@ -14,7 +14,7 @@ from ..control.registry.access import open_store
 from ..control.registry.mirror import Mirror
 from ..control.settings import MemberOptions
 from ..errors import BambooError
-from ..observe.story import Story
+from ..observe.story import Story, printed
 from ..observe.summary import ending
 from ..observe.tail import EventTail
 from ..store import Store
@@ -96,15 +96,15 @@ class Narration:
                 members.look(self._story.job.unsettled and not self._leaving.is_set(), time.monotonic())
             members.look(False, time.monotonic())
             self._look(self._tail)
-            self._screen.say([*self._story.end(), *ending(self._story.job)])
+            self._screen.say([*map(printed, self._story.end()), *ending(self._story.job)])
         except Exception as error:  # whatever it is, the job goes on
             logger.warning("what happens in the job is not told any more: %s: %s", type(error).__name__, error)
 
     def _look(self, tail: EventTail) -> None:
         for _, event in tail.read():
             if event.job == self._options.job:
-                self._screen.say(self._story.tell(event))
-        self._screen.say(self._story.late(datetime.now(timezone.utc)))
+                self._screen.say([*map(printed, self._story.tell(event))])
+        self._screen.say([*map(printed, self._story.late(datetime.now(timezone.utc)))])
 
 
 class Members:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
 from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
@@ -143,12 +143,7 @@ class Takeover(EventBase):
     role: Role = Field(description="the role, [pipeline, stage]")
     from_: str = Field(alias="from", description="its owner before")
     to: str = Field(description="its owner now")
-    seconds: float | None = Field(
-        default=None,
-        ge=0,
-        description="since the leader noticed the loss, or, without one, wrote the plan; null in files of versions "
-        "that told plans by this event",
-    )
+    seconds: float | None = Field(None, ge=0, description="since the notice of the loss, without one since the plan")
 
 
 class Recovered(EventBase):
@@ -176,11 +171,7 @@ class Recovered(EventBase):
         description="forward passes computed again here, as far as the neighbours had used their results; of a divided "
         "stage those of each part",
     )
-    backwards_redone: int = Field(
-        ge=0,
-        description="backward passes computed again here, as far as the neighbours had used their results; of a "
-        "divided stage those of each part",
-    )
+    backwards_redone: int = Field(ge=0, description="the same of backward passes")
     mode: str = Field(
         description="`resume`: the operation was finished from its progress; `commit`: only its commit was repeated"
     )
@@ -392,7 +383,7 @@ Event = (
 _ADAPTER: TypeAdapter[Event] = TypeAdapter(Annotated[Event, Field(discriminator="event")])
 
 
-class EventWriter:
+class EventWriter(AbstractContextManager["EventWriter"]):
     """Appends events to a file that other processes may be appending to as well. Thread-safe.
 
     Args:
@@ -426,12 +417,7 @@ class EventWriter:
             if fd is not None:
                 os.close(fd)
 
-    def __enter__(self) -> EventWriter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -15,7 +15,9 @@ from dataclasses import dataclass, field
 
 from ..errors import ConfigError
 from . import events as ev
+from .model import JobModel
 from .spans import PASSES, PAUSES, REDUNDANT, Kind, Span, Timeline
+from .view import LossDetail
 
 #: What is drawn in one colour, by the kind of a span; what is not here is left blank.
 STYLES = {
@@ -122,6 +124,7 @@ class Recorded:
 
     def __init__(self, events: Sequence[ev.Event], timelines: Sequence[Timeline]) -> None:
         self._events, self._timelines = events, timelines
+        self._lost = list(_losses(events))
         self._spans: dict[int, dict[str, list[Span]]] = defaultdict(lambda: defaultdict(list))
         whole: dict[int, list[tuple[float, float]]] = defaultdict(list)
         for timeline in timelines:
@@ -149,7 +152,7 @@ class Recorded:
         newest_first = [
             self._iteration(step) for step in sorted(self._whole, key=self._whole.__getitem__, reverse=True)
         ]
-        hit = next((n for n, each in enumerate(newest_first) if each.paused and self._recoveries(each)), None)
+        hit = next((n for n, each in enumerate(newest_first) if each.paused and self._losses(each)), None)
         before = newest_first if hit is None else newest_first[hit + 1 :]
         calm = [each.step for each in before if not each.paused][:1]
         return [*calm, *([] if hit is None else [newest_first[hit].step])] or [newest_first[0].step]
@@ -189,24 +192,36 @@ class Recorded:
                 found.begin = min(found.begin, t.utc(spans[0].begin))
         return found
 
-    def _recoveries(self, found: _Iteration) -> list[ev.Recovered]:
-        """Of its members, in it."""
-        told = [event for event in self._events if isinstance(event, ev.Recovered) and event.member in found.spans]
-        return [event for event in told if event.step == found.step]
+    def _losses(self, found: _Iteration) -> list[tuple[LossDetail, str]]:
+        """Those of its members that have interrupted it, not of another run in the file, and the plans' reasons."""
+        return [
+            (each, reason)
+            for each, reason in self._lost
+            if each.loss.step == found.step and found.spans.keys() & {survivor.id for survivor in each.survivors}
+        ]
 
     def _notes(self, found: _Iteration) -> Iterable[str]:
-        recovered = self._recoveries(found)
-        if not recovered:
-            return
-        epochs = {event.epoch for event in recovered}
-        plans = [event for event in self._events if isinstance(event, ev.PlanWritten) and event.epoch in epochs]
-        for plan in plans:
-            if plan.lost and found.spans.keys() & set(plan.members):  # not of another run in the file
-                yield plan.reason
-        pause = max(event.pause_seconds for event in recovered)
-        redone = sum(event.forwards_redone for event in recovered), sum(event.backwards_redone for event in recovered)
-        yield f"pause {pause * 1000:.0f} ms"
-        yield f"redone: {redone[0]} forward, {redone[1]} backward"
+        losses = [each.loss for each, _ in self._losses(found)]
+        if losses:
+            yield from (reason for _, reason in self._losses(found))
+            yield f"pause {max(loss.pause_seconds or 0.0 for loss in losses) * 1000:.0f} ms"
+            backwards = sum(loss.backwards_redone for loss in losses)
+            yield f"redone: {sum(loss.forwards_redone for loss in losses)} forward, {backwards} backward"
+
+
+def _losses(events: Sequence[ev.Event]) -> Iterable[tuple[LossDetail, str]]:
+    """The losses of all runs, each with the reason of the plan after it."""
+    runs = [JobModel(bounded=False)]
+    for event in events:
+        if isinstance(event, ev.RunStarted):
+            runs.append(JobModel(bounded=False))
+        runs[-1].fold(event)
+    for run in runs:
+        reasons = {plan.epoch: plan.reason for plan in run.plans}
+        for loss in run.losses.views:
+            detail = run.losses.detail(loss.number)
+            if detail is not None and loss.epoch is not None:
+                yield detail, reasons[loss.epoch]
 
 
 def _death(timeline: Timeline, found: _Iteration, timelines: Sequence[Timeline], at: float) -> float:

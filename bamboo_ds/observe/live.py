@@ -10,15 +10,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
-from datetime import datetime, timezone
+from datetime import datetime
 from statistics import median
 
 from ..topology.plan import Plan
 from . import events as ev
 from .goodput.accounted import Accounted
 from .goodput.lives import Category
-from .grid import Grid
+from .grid import Duties, Grid
 from .model import JobModel, ToldMember
 from .story import Story
 from .view import (
@@ -26,7 +25,6 @@ from .view import (
     LINES,
     Coverage,
     JobState,
-    KnownMember,
     LiveView,
     LossDetail,
     MemberView,
@@ -46,7 +44,7 @@ class LiveJob:
 
     def __init__(self, job: str) -> None:
         self.job = job
-        self._story = Story(timezone.utc, "%Y-%m-%dT%H:%M:%S+00:00")
+        self._story = Story()
         self._lines: deque[StoryLine] = deque(maxlen=LINES)
         self._accounted: tuple[float, Accounted] | None = None  # when, in time of events, and how
         self._people: tuple[object, tuple[MemberView, ...]] | None = None  # what members were made of, and they
@@ -57,25 +55,19 @@ class LiveJob:
         """What is rendered."""
         return self._story.job
 
-    def add(self, event: ev.Event) -> list[StoryLine]:
-        """Take the next event, and return the lines of the story that it completes."""
+    def add(self, event: ev.Event) -> None:
+        """Take the next event."""
         if event.job != self.job:
-            return []
+            return
         if isinstance(event, ev.RunStarted):
             self._story.end()
             self._lines.clear()
             self._accounted = self._people = None
-        return self._keep(self._story.tell(event))
+        self._lines += self._story.tell(event)
 
     def late(self, now: datetime) -> None:
         """Tell the story's line of a loss that has waited too long for its pause by the time ``now``."""
-        self._keep(self._story.late(now))
-
-    def _keep(self, lines: Iterable[str]) -> list[StoryLine]:
-        parts = [line.partition(" ") for line in lines]
-        found = [StoryLine(time=datetime.fromisoformat(at).timestamp(), text=text) for at, _, text in parts]
-        self._lines += found
-        return found
+        self._lines += self._story.late(now)
 
     # -- the view -----------------------------------------------------------------------------------
 
@@ -208,44 +200,29 @@ class LiveJob:
         for member, told in now.members.items():
             if member not in people:
                 state = told.gone or ("starting" if overview is None else "gone")
-                people[member] = KnownMember(
-                    member, _slot(member), state, registered=overview is None and not told.gone
-                )
+                there = overview is None and not told.gone
+                people[member] = MemberView(id=member, slot=_slot(member), state=state, present=there)
         found = []
         for each in people.values():
-            told, duties = now.members.get(each.id, ToldMember()), grid.duties.get(each.id)
-            found.append(
-                MemberView(
-                    id=each.id,
-                    name=now.name(each.id),
-                    slot=each.slot,
-                    host=each.host or told.host,
-                    zone=each.zone or None,
-                    state=each.state,
-                    present=each.registered,
-                    leader=overview is not None and each.id == overview.leader,
-                    home=told.home if each.home is None else each.home,
-                    doing=each.doing,
-                    notice=told.notice,
-                    joined=told.joined,
-                    address=each.address,
-                    pid=each.pid,
-                    agent_pid=each.agent_pid,
-                    roles=tuple(duties.roles) if duties else (),
-                    shadows=tuple(duties.shadows) if duties else (),
-                    copies=tuple(duties.copies) if duties else (),
-                    load=duties.load if duties else None,
-                    heirs=tuple(duties.heirs) if duties else (),
-                    fatal=tuple(duties.fatal) if duties else (),
-                )
-            )
+            told, duties = now.members.get(each.id, ToldMember()), grid.duties.get(each.id, Duties(load=None))
+            known = {
+                "name": now.name(each.id),
+                "host": each.host or told.host,
+                "leader": overview is not None and each.id == overview.leader,
+                "home": told.home if each.home is None else each.home,
+                "notice": told.notice,
+                "joined": told.joined,
+                "load": duties.load,
+            }
+            parts = {name: tuple(getattr(duties, name)) for name in ("roles", "shadows", "copies", "heirs", "fatal")}
+            found.append(each.model_copy(update={**known, **parts}))
         present = sorted((each for each in found if each.present), key=lambda each: (each.slot, each.id))
         return present + [each for each in found if not each.present][-GONE:]
 
-    def _told_of(self, grid: Grid) -> list[KnownMember]:
+    def _told_of(self, grid: Grid) -> list[MemberView]:
         """The members of the plan, where etcd is not asked."""
         state = "building" if grid.pipelines is None else "running"
-        return [KnownMember(member, _slot(member), state) for member in grid.members]
+        return [MemberView(id=member, slot=_slot(member), state=state) for member in grid.members]
 
 
 def _slot(member: str) -> int:

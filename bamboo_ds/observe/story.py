@@ -7,71 +7,69 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from datetime import datetime, timedelta, timezone, tzinfo
+from datetime import datetime, tzinfo
 
 from . import events as ev
 from .event_base import Role
 from .model import JobModel, News
-from .view import LossView, LostMember, Moved, PlanView
+from .view import LossView, LostMember, Moved, PlanView, StoryLine
 from .words import counted, duration, how, listed, stages
 
 #: Roles up to which the line about the start names every owner.
 _LISTED = 8
-#: After which a loss is told without its pause.
-_LATE = timedelta(seconds=10)
+#: Seconds after which a loss is told without its pause.
+_LATE_S = 10.0
 _MEMBER = re.compile(r"\bm\d+-[0-9a-f]{8}\b")
 #: What ends the wait for the rest of a loss.
 _ENDS = (ev.RunStarted, ev.RunFinished, ev.Restart, ev.Fatal, ev.MembersAwaited)
 
 
+def printed(line: StoryLine, zone: tzinfo | None = None) -> str:
+    """A line for a terminal, with its time in ``zone``; ``None``: the local one."""
+    return f"{datetime.fromtimestamp(line.time, zone):%H:%M:%S} {line.text}"
+
+
 class Story:
     """Folds events into a model, and tells what they have added to it.
-
-    Args:
-        zone: of the times; ``None``: the local one.
-        form: of the times, as of :meth:`datetime.datetime.strftime`; a blank and the text follow.
 
     Attributes:
         job: the model.
     """
 
-    def __init__(self, zone: tzinfo | None = None, form: str = "%H:%M:%S") -> None:
-        self._zone, self._form = zone, form
+    def __init__(self) -> None:
         self.job = JobModel()
         self._waits: int | None = None  # number of the loss whose line waits
         self._told = False  # that is told already, without the pause
-        self._later: list[str] = []  # what has happened since, told after it
+        self._later: list[StoryLine] = []  # what has happened since, told after it
 
-    def tell(self, event: ev.Event) -> list[str]:
+    def tell(self, event: ev.Event) -> list[StoryLine]:
         """The lines that ``event`` completes."""
-        lines = self._tell_loss(event.time) if isinstance(event, _ENDS) else []
+        time = event.time.timestamp()
+        lines = self._tell_loss(time) if isinstance(event, _ENDS) else []
         news = self.job.fold(event)
         if news is not None and news.loss:
-            lines += self._tell_loss(event.time, interrupted=True)
+            lines += self._tell_loss(time, interrupted=True)
             newest = self.job.losses.newest
             self._waits = newest.number if newest is not None else None
         elif self._waits is not None and not self.job.losses.recovering:
-            lines += self._tell_loss(event.time)
-        told = [] if news is None else [self._line(event.time, text) for text in self._texts(event, news)]
+            lines += self._tell_loss(time)
+        told = [] if news is None else [StoryLine(time=time, text=text) for text in self._texts(event, news)]
         if self._waits is not None and not self._told:
             self._later += told
             return lines
         return [*lines, *told]
 
-    def late(self, now: datetime) -> list[str]:
+    def late(self, now: datetime) -> list[StoryLine]:
         """The lines that have waited too long by the time ``now``, without what is still missing."""
         loss = self._waiting()
-        if loss is None or self._told or now.timestamp() - loss.time < _LATE.total_seconds():
+        if loss is None or self._told or now.timestamp() - loss.time < _LATE_S:
             return []
         lines, self._later, self._told = [*self._of_loss(loss), *self._later], [], True
         return lines
 
-    def end(self) -> list[str]:
+    def end(self) -> list[StoryLine]:
         """The lines that waited for events which do not come any more."""
         return self._tell_loss(None)
-
-    def _line(self, time: datetime, text: str) -> str:
-        return f"{time.astimezone(self._zone).strftime(self._form)} {text}"
 
     # -- losses -------------------------------------------------------------------------------------
 
@@ -79,7 +77,7 @@ class Story:
         detail = None if self._waits is None else self.job.losses.detail(self._waits)
         return None if detail is None else detail.loss
 
-    def _tell_loss(self, time: datetime | None, interrupted: bool = False) -> list[str]:
+    def _tell_loss(self, time: float | None, interrupted: bool = False) -> list[StoryLine]:
         """The line of the loss that waits, if any, and what has happened since."""
         loss, told, later = self._waiting(), self._told, self._later
         self._waits, self._told, self._later = None, False, []
@@ -90,9 +88,9 @@ class Story:
         if loss.pause_seconds is None or time is None:
             return []
         who = " and ".join(each.name for each in loss.members)
-        return [self._line(time, f"recovered from the loss of {who} in {duration(loss.pause_seconds)}")]
+        return [StoryLine(time=time, text=f"recovered from the loss of {who} in {duration(loss.pause_seconds)}")]
 
-    def _of_loss(self, loss: LossView, interrupted: bool = False) -> list[str]:
+    def _of_loss(self, loss: LossView, interrupted: bool = False) -> list[StoryLine]:
         pause = "" if loss.pause_seconds is None else f" in {duration(loss.pause_seconds)}"
         parts = [
             " and ".join(f"worker {_at(each)} {how(each.reason, self._named(each.detail))}" for each in loss.members)
@@ -108,7 +106,7 @@ class Story:
             parts.append("another loss interrupts the recovery")
         if loss.left is not None:
             parts.append(f"{loss.left} of {loss.before} {'is' if loss.left == 1 else 'are'} left")
-        return [self._line(datetime.fromtimestamp(loss.time, timezone.utc), "; ".join(parts))]
+        return [StoryLine(time=loss.time, text="; ".join(parts))]
 
     # -- everything else ----------------------------------------------------------------------------
 

@@ -23,47 +23,6 @@ JobState = Literal["starting", "building", "training", "recovering", "waiting", 
 RoleState = Literal["shadowed", "copying", "unshadowed", "lost"]
 
 
-# -- what is passed in besides events -------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class KnownMember:
-    """A member as etcd has it; for the fields see :class:`MemberView`."""
-
-    id: str
-    slot: int
-    state: str
-    host: str | None = None
-    zone: str = ""
-    doing: str | None = None
-    home: int | None = None
-    registered: bool = True
-    address: str | None = None
-    pid: int | None = None
-    agent_pid: int | None = None
-
-
-@dataclass(frozen=True)
-class Overview:
-    """What etcd tells of a job at one moment.
-
-    Attributes:
-        members: registered ones, and those that are gone of which keys are left, in the order of their slots.
-        stopping: why the job is being ended.
-    """
-
-    leader: str | None = None
-    members: tuple[KnownMember, ...] = ()
-    plan: Plan | None = None
-    step: int | None = None
-    global_step: int | None = None
-    checkpoint: str | None = None
-    stopping: str | None = None
-
-
-# -- the view -------------------------------------------------------------------------------------------
-
-
 class _Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -118,7 +77,7 @@ class MemberView(_Part):
     """One member; of those that are gone the newest 64."""
 
     id: str
-    name: str = Field(description="as the story calls it: `m2` for `m2-e373aeb4`, unless another one was called so")
+    name: str = Field("", description="as the story calls it: `m2` for `m2-e373aeb4`, unless another one was called so")
     slot: int
     host: str | None = None
     zone: str | None = None
@@ -126,7 +85,9 @@ class MemberView(_Part):
         description="starting, building, running, leaving, waiting, evicted, silent; of gone ones `lost (signal "
         "SIGKILL)`, `left (…)`, `finished` and the like"
     )
-    present: bool = Field(description="registered in etcd, or, where etcd is not asked, a member of the newest plan")
+    present: bool = Field(
+        True, description="registered in etcd, or, where etcd is not asked, a member of the newest plan"
+    )
     leader: bool = False
     home: int | None = Field(None, description="rank that its script runs as")
     doing: str | None = Field(None, description="what its worker does that takes long outside of training")
@@ -145,6 +106,25 @@ class MemberView(_Part):
     fatal: tuple[Role, ...] = Field(
         (), description="if it were lost now: roles without another holder; one makes the loss fatal (a restart)"
     )
+
+
+@dataclass(frozen=True)
+class Overview:
+    """What etcd tells of a job at one moment.
+
+    Attributes:
+        members: registered ones, and those that are gone of which keys are left, in the order of their slots; with what
+            their keys tell.
+        stopping: why the job is being ended.
+    """
+
+    leader: str | None = None
+    members: tuple[MemberView, ...] = ()
+    plan: Plan | None = None
+    step: int | None = None
+    global_step: int | None = None
+    checkpoint: str | None = None
+    stopping: str | None = None
 
 
 class LostMember(_Part):

@@ -7,7 +7,7 @@ import random
 from datetime import datetime, timedelta, timezone
 
 from bamboo_ds.observe import events as ev
-from bamboo_ds.observe.view import KnownMember, Overview
+from bamboo_ds.observe.view import MemberView, Overview
 from bamboo_ds.topology.plan import Lent, Plan
 from bamboo_ds.topology.roles import Layout
 
@@ -170,7 +170,13 @@ class SyntheticJob:
         """What etcd would tell of the members."""
         slots = {member: int(member[1:].partition("-")[0]) for member in self.members}
         known = [
-            KnownMember(member, slot, "running", self.host(slot), f"us-east-1{'abcd'[slot // (HOST * ZONE) % 4]}")
+            MemberView(
+                id=member,
+                slot=slot,
+                state="running",
+                host=self.host(slot),
+                zone=f"us-east-1{'abcd'[slot // (HOST * ZONE) % 4]}",
+            )
             for member, slot in slots.items()
         ]
         plan = Plan(

@@ -360,7 +360,7 @@ class Leader:
             self._emit(TakeoverPlanned, new.epoch, **{"role": each.role, "from": each.before, "to": each.after})
 
     def _tell_takeovers(self, mirror: Mirror) -> None:
-        for each in self._takeovers.done(mirror.workers):
+        for each in self._takeovers.done(mirror.workers) if self._takeovers.under_way else ():
             change = {"role": each.role, "from": each.before, "to": each.after}
             self._emit(Takeover, each.epoch, **change, seconds=max(0.0, self._clock() - each.since))
 

@@ -43,6 +43,11 @@ class Takeovers:
         self._under_way.update({each.role: each for each in found if each.after in new.members})
         return found
 
+    @property
+    def under_way(self) -> bool:
+        """Whether there are any."""
+        return bool(self._under_way)
+
     def done(self, workers: Mapping[str, WorkerState]) -> Iterator[Handover]:
         """Those whose new owners have entered the plan, each once."""
         for role, each in list(self._under_way.items()):

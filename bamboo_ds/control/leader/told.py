@@ -21,7 +21,7 @@ def loss_line(events: Iterable[Event]) -> str:
     Args:
         events: members and the plan before the loss, the members that are lost, and the plan without them.
     """
-    story = Story(form="")
+    story = Story()
     for event in events:
         story.tell(event)
-    return ";".join(story.end()).strip()
+    return "; ".join(line.text for line in story.end())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...observe.view import KnownMember, Overview
+from ...observe.view import MemberView, Overview
 from ...topology.plan import Plan
 from .keys import slot_of
 from .mirror import Mirror
@@ -13,12 +13,12 @@ def overview(mirror: Mirror) -> Overview:
     """The job as its keys have it."""
     plan, progress = mirror.plan, mirror.progress
     members = [
-        KnownMember(
+        MemberView(
             id=member.id,
             slot=member.slot,
             state=state_of(member, plan),
             host=member.host,
-            zone=member.zone,
+            zone=member.zone or None,
             doing=progress[member.id].doing if member.id in progress else None,
             home=member.home,
             address=member.address,
@@ -41,7 +41,7 @@ def overview(mirror: Mirror) -> Overview:
     )
 
 
-def gone(mirror: Mirror) -> list[KnownMember]:
+def gone(mirror: Mirror) -> list[MemberView]:
     """Members that are not registered, and of which something is left."""
     present, left, known, plan = mirror.members.keys(), mirror.left, mirror.known, mirror.plan
     # Those whose agents could not say goodbye. What they have reported is still there.
@@ -50,13 +50,13 @@ def gone(mirror: Mirror) -> list[KnownMember]:
     for member in silent:
         states[member] = slot_of(member), "silent" if plan and member in plan.members else "lost"
     return [
-        KnownMember(
+        MemberView(
             id=member,
             slot=slot,
             state=state,
             host=known[member].host if member in known else None,
-            zone=known[member].zone if member in known else "",
-            registered=False,
+            zone=(known[member].zone or None) if member in known else None,
+            present=False,
         )
         for member, (slot, state) in sorted(states.items(), key=lambda pair: (pair[1][0], pair[0]))
     ]
