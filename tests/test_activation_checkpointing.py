@@ -114,16 +114,16 @@ def test_layers_that_seed_themselves_leave_other_generators_alone() -> None:
 @pytest.mark.parametrize("kind", CHECKPOINTS)
 def test_inputs_of_checkpoints_count_as_saved(kind: str) -> None:
     linear = nn.Linear(8, 8)
-    runtime: Any = SimpleNamespace(part=SimpleNamespace(saved={}), module=linear)
+    runtime: Any = SimpleNamespace(share=SimpleNamespace(part=SimpleNamespace(saved={})), module=linear)
     runtime.module.activation_checkpoint_func = CHECKPOINTS[kind]
     x = torch.randn(4, 8, requires_grad=True)
     with counting_saved_bytes(runtime, 0):
         hidden = linear.activation_checkpoint_func(lambda v: torch.tanh(linear(torch.tanh(linear(v)))), x)
-    assert runtime.part.saved == {0: x.nbytes}
+    assert runtime.share.part.saved == {0: x.nbytes}
     assert linear.activation_checkpoint_func is CHECKPOINTS[kind]
     with counting_saved_bytes(runtime, 1):
         torch.tanh(hidden)
-    assert runtime.part.saved == {0: x.nbytes, 1: x.nbytes}
+    assert runtime.share.part.saved == {0: x.nbytes, 1: x.nbytes}
 
 
 @pytest.mark.parametrize("kind", CHECKPOINTS)

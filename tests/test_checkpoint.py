@@ -85,7 +85,7 @@ def test_losses_while_saving(tmp_path: Path, reference: Reference, waits: bool) 
     """The others save again, the roles that they have taken over included."""
     # A follower, the member that leads the save, one with two roles, the heir of the one that led.
     faults = [fault(1, 2, "._save_checkpoint"), fault(0, 2, "._save_checkpoint"), fault(3, 2, ".save_checkpoint")]
-    faults.append(fault(4, 2, ".commits.agree"))
+    faults.append(fault(4, 2, ".iteration.commits.agree"))
     result = run_with_losses(tmp_path, reference, faults, asynchronous=not waits)
     assert_saved(result, reference, set())
     if waits:

@@ -327,16 +327,16 @@ engine, data = begin(-1)  # 2**64 - 1: where a script sets none, torch's is any 
 engine.train_batch(data)
 binding = engine._parts.binding
 local, (replica,) = binding.local, binding.replicas()
-assert local.checksum is not None and replica.checksum is not None
+assert local.verification.checksum is not None and replica.verification.checksum is not None
 for runtime in (local, replica):
     binding.use(runtime)
     binding.refresh()
     restore(runtime, capture(runtime))
-    assert runtime.checksum is None, "it is of the state before"
+    assert runtime.verification.checksum is None, "it is of the state before"
 binding.use(local)
 for _ in range(3):
     engine.train_batch(data)
-assert replica.checksum is not None
+assert replica.verification.checksum is not None
 """
 
 

@@ -19,7 +19,7 @@ from bamboo_ds.engine.context.records import Progress
 from bamboo_ds.engine.data.batches import Batches, PipelineBatches, Source
 from bamboo_ds.engine.data.supply import BatchSupply, Needs
 from bamboo_ds.engine.iteration.boundaries import Boundaries
-from bamboo_ds.engine.iteration.bubbles import IdleTimes
+from bamboo_ds.engine.iteration.measures import IdleTimes
 from bamboo_ds.engine.recovery.copies import Copies
 from bamboo_ds.engine.recovery.roles import RoleTransfer
 from bamboo_ds.engine.replicas.construction import Construction
@@ -91,7 +91,7 @@ def test_roles_that_are_taken_over(victim: int) -> None:
     heir = after.owner(Role(0, victim))
     for member in after.members:
         found = member_of(before, member)
-        found.binding.runtimes[before.shadowed_by(member)[0]].part.forwards = 3
+        found.binding.runtimes[before.shadowed_by(member)[0]].share.part.forwards = 3
         found.follow(after)
         runtimes = found.binding.runtimes
         assert {role for role, runtime in runtimes.items() if runtime.owned} == set(after.owned_by(member))
@@ -104,7 +104,7 @@ def test_roles_that_are_taken_over(victim: int) -> None:
 def test_a_replica_that_differs_is_not_taken_over() -> None:
     before = plan_of(Layout(1, STAGES))
     found = member_of(before, "m0")
-    found.binding.runtimes[Role(0, 1)].valid = False
+    found.binding.runtimes[Role(0, 1)].verification.valid = False
     with pytest.raises(FatalLoss) as error:
         found.follow(takeover(before, ["m1"]))
     assert error.value.stages == ((0, 1),) and error.value.members == ("m1",)
@@ -234,9 +234,9 @@ def test_what_of_a_reduction_is_kept() -> None:
     found = member_of(plan, "m1")
     found.progress.entered = True
     for runtime in found.binding.runtimes.values():
-        runtime.reduced, runtime.reduced_loss = [torch.ones(1)], torch.ones(1)
+        runtime.results.reduced, runtime.results.loss = [torch.ones(1)], torch.ones(1)
     found.drop_reductions({Role(0, s): RoleProgress(reduced=s == 2) for s in range(STAGES)})
-    kept = {role.stage: runtime.reduced is not None for role, runtime in found.binding.runtimes.items()}
+    kept = {role.stage: runtime.results.reduced is not None for role, runtime in found.binding.runtimes.items()}
     assert kept == {1: False, 2: True} and not found.progress.entered
 
 
@@ -253,10 +253,12 @@ def test_which_passes_are_done_again(known: RoleProgress, partial: bool, again: 
     """Those that the others count on are kept; a pass that was interrupted in its middle is not one."""
     found = member_of(plan_of(Layout(1, STAGES)), "m1")
     (runtime,) = found.binding.owned()
-    runtime.part.forwards, runtime.part.backwards, runtime.partial_pass = 2, 1, partial
+    share = runtime.share
+    share.part.forwards, share.part.backwards, share.partial_pass = 2, 1, partial
     found.begin_again({runtime.role: known})
-    assert (runtime.part.forwards, runtime.part.backwards) == ((0, 0) if again else (2, 1))
-    assert not (again and runtime.partial_pass)
+    share = runtime.share
+    assert (share.part.forwards, share.part.backwards) == ((0, 0) if again else (2, 1))
+    assert not (again and share.partial_pass)
 
 
 def test_passes_that_a_takeover_repeats() -> None:
@@ -314,14 +316,14 @@ def test_boundaries(retain: bool) -> None:
         made.append(Boundaries(context, IdleTimes()))
         made[-1].hosts = tuple((owner,) for owner in plan.owners)
     first, second, third = made
-    outputs = first.binding.current.part.activations
+    outputs = first.binding.current.share.part.activations
     outputs[0] = (torch.ones(2), torch.ones(2, dtype=torch.int64))
     first.send_activations(0)
     assert (0 in outputs) == retain
     second.recv_activations(0)
     floating, whole = second.ds.pipe_buffers["inputs"][0]
     assert floating.requires_grad and floating.is_leaf and not whole.requires_grad
-    gradients = third.binding.current.part.gradients
+    gradients = third.binding.current.share.part.gradients
     gradients[0] = torch.full((2,), 3.0)
     third.send_grads(0)
     second.recv_grads(0)

@@ -24,7 +24,7 @@ SCRIPT = SUPPORT / "train_surface.py"
 #: length; what rank 0 has told DeepSpeed's monitors so far another member goes on with. Rank 0 leads, and goes in the
 #: second evaluation, the first one with so many micro-batches: the others have committed the step that it has told of.
 FAULTS: list[dict[str, Any]] = [
-    {"rank": 0, "step": 2, "at": ".passes.forward", "micro_batch": 2, "evaluating": True},
+    {"rank": 0, "step": 2, "at": ".iteration.passes.forward", "micro_batch": 2, "evaluating": True},
     {"rank": 3, "step": 6, "at": "BackwardPass", "micro_batch": 4},
 ]
 

@@ -280,7 +280,8 @@ def test_what_no_optimizer_steps_is_not_compared() -> None:
         def part(self, sums: list[torch.Tensor], parameter: nn.Parameter) -> torch.Tensor:
             return sums[[id(known)].index(id(parameter))]
 
-    runtime = SimpleNamespace(module=stage, optimizer=Sharded(), part=SimpleNamespace(activations={0: torch.ones(2)}))
+    share = SimpleNamespace(part=SimpleNamespace(activations={0: torch.ones(2)}))
+    runtime = SimpleNamespace(module=stage, optimizer=Sharded(), share=share)
     binding = SimpleNamespace(runtimes={role: runtime})
     epoch = SimpleNamespace(layout=SimpleNamespace(stages=2))
     context: Any = SimpleNamespace(ds=SimpleNamespace(micro_batches=1), binding=binding, epoch=epoch)

@@ -150,7 +150,7 @@ def test_a_layer_that_fails_on_the_remains_of_a_result_is_interrupted(
     groups: Any = SimpleNamespace(
         among_slices=lambda *arguments: nullcontext(), note_pass=lambda passing: None, check=check
     )
-    runtime = SimpleNamespace(role=None, partial_pass=False)
+    runtime = SimpleNamespace(role=None, share=SimpleNamespace(partial_pass=False))
     binding: Any = SimpleNamespace(current=runtime, local=runtime)
     ds: Any = SimpleNamespace(device=CPU, timers=None)
     context: Any = SimpleNamespace(ds=ds, groups=groups, binding=binding)
@@ -168,7 +168,7 @@ def test_a_layer_that_fails_on_the_remains_of_a_result_is_interrupted(
     monkeypatch.setattr(slices_module, "runs_behind", lambda device: True)
     with pytest.raises(EpochChanged, match="a loss"):
         fail()
-    assert runtime.partial_pass
+    assert runtime.share.partial_pass
 
 
 def test_without_such_collectives_nothing_is_asked(alone: Alone) -> None:

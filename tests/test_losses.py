@@ -39,7 +39,7 @@ def test_several_at_once(tmp_path: Path, reference: Reference) -> None:
 @pytest.mark.parametrize(
     "at",
     [
-        ".recovery.take_over_roles",
+        ".recovery.roles.follow",
         "ResendActivation",
         *(pytest.param(at, marks=pytest.mark.exhaustive) for at in (".recovery.report", "ReduceGrads", "Commit")),
     ],
@@ -55,7 +55,7 @@ def test_loss_during_a_recovery(tmp_path: Path, reference: Reference, at: str) -
 
 
 def test_losses_during_evaluations(tmp_path: Path, reference: Reference) -> None:
-    faults = [fault(rank, 2, ".passes.forward", 1, evaluating=True) for rank in (0, 2, 4)]
+    faults = [fault(rank, 2, ".iteration.passes.forward", 1, evaluating=True) for rank in (0, 2, 4)]
     # All others have entered the commit by then; what they would commit dies with the outputs of the last stage.
     faults.append(fault(3, 2, "._reduce_outputs"))
     result = survive_in_turn(tmp_path, reference, faults, 5, arguments=("--evaluate-every", "2"))
@@ -118,7 +118,7 @@ if rank == 1:
 engine, batches = begin(7, stages=3)
 out = sys.argv[sys.argv.index("--out") + 1]
 if isinstance(engine, Engine):
-    fault = {"rank": 0, "step": 0, "at": ".passes.forward", "micro_batch": 0, "evaluating": True}
+    fault = {"rank": 0, "step": 0, "at": ".iteration.passes.forward", "micro_batch": 0, "evaluating": True}
     install(engine, json.dumps([fault]), out)
 losses = [float(engine.eval_batch(batches)), *(float(engine.train_batch(batches)) for _ in range(3))]
 Path(out, f"losses-{rank}.json").write_text(json.dumps(losses))

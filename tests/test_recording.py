@@ -114,7 +114,7 @@ class Worker:
     def __init__(self, mode: str = "losses") -> None:
         self.ring = SpanRing.create(64)
         self.progress: Any = SimpleNamespace(steps=0, redone={})
-        current = SimpleNamespace(role=Role(0, 1), part=SimpleNamespace(begin=0))
+        current = SimpleNamespace(role=Role(0, 1), share=SimpleNamespace(part=SimpleNamespace(begin=0)))
         binding: Any = SimpleNamespace(current=current)
         ds: Any = SimpleNamespace(execute=self._execute)
         self.recording = Recording(ds, binding, self.progress, self.ring, mode)

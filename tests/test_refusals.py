@@ -16,8 +16,8 @@ from torch import nn
 
 import bamboo_ds
 from bamboo_ds import stages
-from bamboo_ds.engine.iteration.mismatches import Mismatches
 from bamboo_ds.engine.iteration.recomputing import default_budget
+from bamboo_ds.engine.iteration.replication import Mismatches
 from bamboo_ds.engine.operations.script_calls import ScriptCalls
 from bamboo_ds.engine.replicas.refusals import (
     check_gradients,

@@ -133,16 +133,52 @@ def test_what_a_later_start_loads_from_earlier_ones_change_no_more(folder: Path)
     assert load(1)
 
 
-def test_a_long_history_holds_no_heartbeat_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is written of it at once is one operation: a single call of json's holds the interpreter's lock."""
-    history, other = History(), History()
+SAVED = Done("save", {"folder": "/c", "tag": "one", "save_id": None})
+
+
+def history_of(slices: int = 1) -> History:
+    """Of operations of several kinds, in which an iteration has another number of losses than the others."""
+    history = History(slices)
     history.add_iteration([[0.1, 2.0], [float("inf"), 1e-9]], skipped=True)
-    saved = Done("save", {"folder": "/c", "tag": "one", "save_id": None})
-    whole = [["train", {"losses": [[0.1, 2.0], [float("inf"), 1e-9]], "skipped": True}], ["save", saved.data]]
-    expected = json.dumps(whole)
+    history.add("evaluate", [0.5, 0.25], alike=True)
+    history.add_iteration([[0.3, 2.0], [0.7, 1e-300]], skipped=False, alike=False)
+    history.add_iteration([[0.5], [0.25]], skipped=False, alike=True)
+    history.add_iteration([[-0.0, 1.0], [1 / 3, 5.0]], skipped=False, alike=True)
+    return history
+
+
+@pytest.mark.parametrize("first", range(6))
+def test_a_history_travels_and_is_saved(first: int) -> None:
+    history, other = history_of(), history_of()
+    saved, late = History(), History()
+    assert saved.extend(history.first(first, SAVED)) == first + 1 and saved[first] == SAVED
+    assert [saved[number] for number in range(first)] == [history[number] for number in range(first)]
+    assert late.extend(history.answer(History.key(first))) == 5 - first
+    assert [late[number] for number in range(5 - first)] == [history[number] for number in range(first, 5)]
+    assert other.extend(history.answer(History.key(0))) == 5 and other[9] == history[4] and other.steps == 8
+    assert other.losses(6) == [*other.losses(5), float("inf")] and other.losses(5)[1:3] == [0.5, 0.375]
+    assert (other.alike("train"), other.alike("evaluate"), other.differs) == (False, True, True)
+
+
+def test_a_history_that_was_written_one_by_one_is_read() -> None:
+    history, old = history_of(), History()
+    done = [
+        [each.kind, each.data, *([] if each.alike is None else [each.alike])]
+        for each in map(history.__getitem__, range(5))
+    ]
+    assert old.extend(json.dumps(done)) == 5
+    assert [old[number] for number in range(5)] == [history[number] for number in range(5)]
+    assert old.answer(History.key(0)) == history.answer(History.key(0))
+
+
+def test_a_long_history_is_short_and_holds_no_heartbeat_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A single call of json's holds the interpreter's lock."""
+    history = History()
+    for step in range(1000):
+        history.add_iteration([[step / 7], [step / 3]], skipped=False, alike=True)
+    assert len(history.first(1000, SAVED)) < 1000 * 2 * 16
+    history.add("save", SAVED.data)
     written, dumps = [], json.dumps
     monkeypatch.setattr(json, "dumps", lambda value: written.append(value) or dumps(value))
-    assert history.first(1, saved) == expected and written == whole
-    history.add("save", saved.data)
-    assert history.answer(History.key(0)) == expected and history.answer(History.key(2)) == "[]"
-    assert other.extend(expected) == 2 and [other[0], other[1]] == [history[0], saved]
+    history.first(1001, SAVED)
+    assert written[:-1] == [[at, "save", SAVED.data, None] for at in (1000, 1001)]

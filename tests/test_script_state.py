@@ -46,7 +46,7 @@ def test_all_copies_follow(tmp_path: Path, reference: Reference) -> None:
 
     Both losses come when an evaluation has just changed what layers keep, or does so.
     """
-    faults = [fault(1, 4, ".passes.forward", 1, evaluating=True), fault(2, 5, "BackwardPass", 1)]
+    faults = [fault(1, 4, ".iteration.passes.forward", 1, evaluating=True), fault(2, 5, "BackwardPass", 1)]
     result = survive_in_turn(
         tmp_path,
         reference,

@@ -185,7 +185,9 @@ def test_precision(
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("at", [".recovery.take_over_roles", ".recovery.begin_again", "ResendActivation", "~forward"])
+@pytest.mark.parametrize(
+    "at", [".recovery.roles.follow", ".recovery.roles.begin_again", "ResendActivation", "~forward"]
+)
 def test_loss_during_a_recovery(tmp_path: Path, reference: Reference, at: str) -> None:
     """A slice of the other stage follows while the survivors recover, or do their passes again."""
     survive(tmp_path, reference, [fault(3, 2, "~backward", 2), fault(0, 2, at, 3 if at.startswith("~") else None)])
@@ -193,7 +195,7 @@ def test_loss_during_a_recovery(tmp_path: Path, reference: Reference, at: str) -
 
 @pytest.mark.exhaustive
 def test_losses_during_evaluations(tmp_path: Path, reference: Reference) -> None:
-    faults = [fault(3, 2, ".passes.forward", 1, evaluating=True), fault(2, 4, "._reduce_outputs")]
+    faults = [fault(3, 2, ".iteration.passes.forward", 1, evaluating=True), fault(2, 4, "._reduce_outputs")]
     survive(tmp_path, reference, faults, arguments=("--steps", "5", "--evaluate-every", "2"))
 
 

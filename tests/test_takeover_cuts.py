@@ -298,7 +298,7 @@ def test_an_heir_passes_on_what_the_layers_of_the_lost_stage_keep(monkeypatch: p
     send = Replication.send
 
     def counting(self: Replication) -> None:
-        passed_on[self.binding.current.received_layers is not None] += 1
+        passed_on[self.binding.current.results.layers is not None] += 1
         send(self)
 
     monkeypatch.setattr(Replication, "send", counting)
@@ -323,7 +323,7 @@ def test_an_heir_that_has_no_pass_to_do_draws_for_others(monkeypatch: pytest.Mon
         own = [runtime for runtime in self.binding.owned() if runtime.role.stage in (0, self.epoch.layout.stages - 1)]
         lanes = [lane for (stream, _), lane in self.epoch.lanes.streams.items() if stream in BATCH_PARTS]
         serves = any(lane.source == self.epoch.member for lane in lanes)
-        drawn[serves and bool(own) and all(runtime.reduced is not None for runtime in own)] += 1
+        drawn[serves and bool(own) and all(runtime.results.reduced is not None for runtime in own)] += 1
         draw_ahead(self, micro_batches)
 
     monkeypatch.setattr(BatchSupply, "draw_ahead", counting)
@@ -495,8 +495,8 @@ def test_a_replica_that_lacks_a_gradient_is_found(monkeypatch: pytest.MonkeyPatc
     def forgetful(self: Replication, role: Role) -> None:
         receive(self, role)
         replica = self.binding.runtimes[role]
-        assert replica.reduced is not None
-        replica.reduced = [torch.zeros_like(each) for each in replica.reduced]
+        assert replica.results.reduced is not None
+        replica.results.reduced = [torch.zeros_like(each) for each in replica.results.reduced]
 
     monkeypatch.setattr(Replication, "receive", forgetful)
     with pytest.raises(AssertionError, match="differs"):

@@ -89,12 +89,12 @@ def test_one_member_adds_its_stages_up(monkeypatch: pytest.MonkeyPatch, frozen: 
         use(runtime)
         reduction.reduce_tied()
         assert binding.current is runtime
-    assert runtimes[0].tied[0] is not runtimes[1].tied[0]
+    assert runtimes[0].results.tied[0] is not runtimes[1].results.tied[0]
     keys = ["a"] if frozen else ["a", "b"]
     assert [group for group, _ in itertools.groupby(reduced)] == [*keys, *(["a"] if keys[-1] != "a" else [])]
     for runtime, expected in zip(runtimes, (1011.0, 1011.0, 1100.0), strict=True):
         count = 1 if runtime.role.stage == 2 else len(keys)
-        assert [runtime.tied[place].unique().tolist() for place in range(count)] == [[expected]] * count
+        assert [runtime.results.tied[place].unique().tolist() for place in range(count)] == [[expected]] * count
         use(runtime)
         sums = reduction.local_sums(runtime)
         own = stages[runtime.role.stage].other.weight.grad

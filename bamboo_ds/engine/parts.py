@@ -19,8 +19,7 @@ from .context.shared import EngineContext, InContext
 from .data.accounts import Accounts
 from .data.batches import Batches
 from .data.dataset import Dataset
-from .data.reading import Reading
-from .data.supply import BatchSupply, Needs
+from .data.supply import BatchSupply, Needs, reading
 from .iteration.measures import Measures
 from .iteration.parts import IterationParts
 from .iteration.slices import mode_for
@@ -153,7 +152,7 @@ def parts_of(engine: PipelineEngine, job: Job, settings: BambooConfig, layout: L
     dataset = _dataset_of(ds, layout)
     stage, limit = local_stage(ds, layout, mode.eager_backward), settings.topology.memory_limit
     needs = Needs(partial(channel.report_layout, layout, mode.replicas, stage=stage, memory=limit), dataset is None)
-    batches = Batches(layout.slices, Reading(context).batches)
+    batches = Batches(layout.slices, partial(reading, context))
     accounts = Accounts(settings.observe.ledger, session.member)
     supply = BatchSupply(context, batches, accounts, dataset, ds.data_iterator, needs)
     host = ds.checkpoint_engine = HostCopyEngine(ds.checkpoint_engine)

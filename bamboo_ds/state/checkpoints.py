@@ -129,7 +129,7 @@ class Manifest(_Record):
         files: every file besides the manifest, by its path inside the checkpoint.
         time: when it was completed, UTC.
         losses: path of the JSON list of the losses of all steps, if there is one.
-        history: path of the JSON list of what the job had done, this save included, if there is one.
+        history: path of the JSON of what the job had done, this save included, if there is one.
         seed: of the job's random numbers in forward passes.
         consumed: micro-batches of each pipeline that the job has used.
     """

@@ -122,7 +122,7 @@ class CheckpointSaver:
             seed, consumed: noted in the manifest.
             lineage: of the job; nothing is published once a later one has begun in the folder.
             losses: gives those of all steps up to this one; called by the thread of the member that leads.
-            history: the same, the JSON list of what the job has done, this save included.
+            history: the same, the JSON of what the job has done, this save included.
             interrupt: called every 50 ms while waiting; may raise to end the wait.
 
         Returns:

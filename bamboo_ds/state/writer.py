@@ -118,7 +118,7 @@ class Save:
         leads: whether this member completes the checkpoint; it may come to lead while the save goes on.
         latest: whether DeepSpeed's file ``latest`` is to name it.
         losses: gives those of all steps up to this one; ``None``: none are kept.
-        history: gives the JSON list of what the job has done; ``None``: none is kept.
+        history: gives the JSON of what the job has done; ``None``: none is kept.
         timeout_s: for how many seconds nothing may move in the partial folder.
         known: the folder as this process has seen it before; ``None`` the first time.
         spared: what keeps the checkpoint before this one is there, or cannot be had.

@@ -58,7 +58,7 @@ class Meter:
             handlers[names[name]] = self._after(handlers[names[name]])
         type(engine).HANDLERS = handlers
         if hasattr(engine, "_parts"):
-            redundant = type(engine._parts.redundant)
+            redundant = type(engine._parts.iteration.redundant)
             redundant.run = self._after(redundant.run)
 
     @contextmanager

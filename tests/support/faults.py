@@ -18,6 +18,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ def install(engine: Any, faults: str, folder: str) -> None:
             _install_while_writing(engine, fault, Path(folder))
         elif name.startswith("."):
             part, _, method = name[1:].rpartition(".")
-            owner = type(getattr(engine._parts, part)) if part else kind
+            owner = type(attrgetter(part)(engine._parts)) if part else kind
             setattr(owner, method, _wrapped(engine, getattr(owner, method), fault, Path(folder)))
         else:
             handlers[known[name]] = _wrapped(engine, handlers[known[name]], fault, Path(folder))

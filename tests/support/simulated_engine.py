@@ -34,8 +34,7 @@ from bamboo_ds.engine.context.shared import EngineContext
 from bamboo_ds.engine.data.accounts import Accounts
 from bamboo_ds.engine.data.batches import Batches
 from bamboo_ds.engine.data.dataset import Dataset
-from bamboo_ds.engine.data.reading import Reading
-from bamboo_ds.engine.data.supply import BatchSupply, Needs
+from bamboo_ds.engine.data.supply import BatchSupply, Needs, reading
 from bamboo_ds.engine.iteration.block_times import BlockTimes
 from bamboo_ds.engine.iteration.measures import Measures
 from bamboo_ds.engine.iteration.stage_memory import PassBytes
@@ -183,7 +182,7 @@ class Member(Parts):
         accounts = Accounts(str(spec.ledger) if spec.ledger else None, name)
         accounts.begin("run", accounts.folder)
         needs = Needs(partial(world.note_needs, name), dataset is None)
-        batches = Batches(1, Reading(context).batches)
+        batches = Batches(1, partial(reading, context))
         supply = BatchSupply(context, batches, accounts, dataset, None, needs)
         times: BlockTimes = DrawnBlockTimes(layout, spec.iterations, random)
         if spec.straggler is not None:

@@ -17,7 +17,7 @@ from bamboo_ds.control.registry.records import PeerAddress, WorkerState
 from bamboo_ds.engine.checkpoints.saving import SaveRequest
 from bamboo_ds.engine.context.records import Progress
 from bamboo_ds.engine.iteration.block_times import BlockTimes
-from bamboo_ds.engine.iteration.bubbles import IdleTimes
+from bamboo_ds.engine.iteration.measures import IdleTimes
 from bamboo_ds.engine.stage.runtime import RuntimeBinding
 from bamboo_ds.errors import EpochChanged, FatalLoss, Left
 from bamboo_ds.state import split

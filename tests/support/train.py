@@ -200,7 +200,7 @@ def exhaust(steps: list[int]) -> None:
         if parts is None or parts.progress.steps not in steps:
             return
         runtime = parts.binding.current
-        if not runtime.owned and runtime.part.forwards == 2:
+        if not runtime.owned and runtime.share.part.forwards == 2:
             raise torch.OutOfMemoryError("no memory is left, says the test")
 
     def install(module: nn.Module, stage: int) -> None:

@@ -72,7 +72,7 @@ def install_faults(engine: Any, faults: str, out: Path) -> None:
         if engine._parts.progress.evaluating:
             return
         runtime = engine._parts.binding.current
-        m = runtime.part.forwards if place == "~forward" else runtime.part.backwards
+        m = runtime.share.part.forwards if place == "~forward" else runtime.share.part.backwards
         for fault in mine:
             here = fault["at"] == place and fault["micro_batch"] == m and module._due(engine, fault)
             if here and not (out / module.mark(fault)).exists():

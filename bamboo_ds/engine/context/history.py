@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import base64
 import json
+from array import array
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 Kind = Literal["train", "evaluate", "save", "load", "visit"]
+
+#: Of an iteration: its optimizers left out their step; the ends of pipelines were compared; they were alike.
+_SKIPPED, _COMPARED, _ALIKE = 1, 2, 4
 
 
 @dataclass(frozen=True)
@@ -31,6 +37,9 @@ class Done:
 class History:
     """All operations since the script began, in order; equal on all members. Appending is the main thread's alone.
 
+    An iteration takes eight bytes for each loss and one more, in memory; where it travels or is in a checkpoint, a
+    third more.
+
     Args:
         slices: tensor slices, each of which has losses of its own; those of the first count.
     """
@@ -40,27 +49,60 @@ class History:
 
     def __init__(self, slices: int = 1) -> None:
         self._slices = slices
-        self._done: list[Done] = []
+        self._count = 0
+        #: Numbers of pipelines, and of losses of each, in the columns below: those of the first iteration.
+        self._shape: tuple[int, int] | None = None
+        self._losses, self._flags = array("d"), array("b")
+        #: Operations that are not in the columns, by number, and their numbers.
+        self._others: dict[int, Done] = {}
+        self._numbers: list[int] = []
         self._alike: dict[Kind, bool] = {}
         #: Number of iterations among them.
         self.steps = 0
 
     def __len__(self) -> int:
-        return len(self._done)
+        return self._count
 
     def __getitem__(self, number: int) -> Done:
-        return self._done[number]
+        if not 0 <= number < self._count:
+            raise IndexError(number)
+        return self._others.get(number) or self._iteration(self._row(number))
+
+    def _row(self, number: int) -> int:
+        """How many iterations of the columns come before operation ``number``."""
+        return number - bisect_left(self._numbers, number)
+
+    def _iteration(self, row: int) -> Done:
+        assert self._shape is not None
+        (pipelines, each), flags = self._shape, self._flags[row]
+        begins = range(row * pipelines * each, (row + 1) * pipelines * each, each)
+        losses = [self._losses[begin : begin + each].tolist() for begin in begins]
+        alike = bool(flags & _ALIKE) if flags & _COMPARED else None
+        return Done("train", {"losses": losses, "skipped": bool(flags & _SKIPPED)}, alike)
 
     def add(self, kind: Kind, data: Any, alike: bool | None = None) -> None:
         """Note an operation; see :class:`Done`."""
-        self._done.append(Done(kind, data, alike))
-        self.steps += kind == "train"
-        if alike is not None:
-            self._alike[kind] = alike and self._alike.get(kind, True)
+        self._others[self._count] = Done(kind, data, alike)
+        self._numbers.append(self._count)
+        self._note(kind, alike)
 
     def add_iteration(self, losses: Sequence[Sequence[float]], skipped: bool, alike: bool | None = None) -> None:
         """Note an iteration: its losses by pipeline, and whether the optimizers left out their step."""
-        self.add("train", {"losses": [list(each) for each in losses], "skipped": skipped}, alike)
+        shape = len(losses), len(losses[0])
+        self._shape = self._shape or shape
+        if self._shape != shape or any(len(each) != shape[1] for each in losses):
+            self.add("train", {"losses": [list(each) for each in losses], "skipped": skipped}, alike)
+            return
+        for each in losses:
+            self._losses.extend(each)
+        self._flags.append(_SKIPPED * skipped + _COMPARED * (alike is not None) + _ALIKE * bool(alike))
+        self._note("train", alike)
+
+    def _note(self, kind: Kind, alike: bool | None) -> None:
+        self.steps += kind == "train"
+        if alike is not None:
+            self._alike[kind] = alike and self._alike.get(kind, True)
+        self._count += 1
 
     def alike(self, kind: Kind) -> bool | None:
         """Whether the ends of pipelines have given the same in all operations of ``kind`` that were compared."""
@@ -71,6 +113,8 @@ class History:
         """Whether the ends of a pipeline have ever given different batches."""
         return not all(self._alike.values())
 
+    # -- as text ------------------------------------------------------------------------------------------
+
     @classmethod
     def key(cls, first: int) -> str:
         """The key to ask for everything from number ``first`` on."""
@@ -78,46 +122,81 @@ class History:
 
     def answer(self, key: str) -> str:
         """The answer to :meth:`key`; callable from any thread."""
-        return _as_text(self._done[int(key.removeprefix(self.PREFIX)) :])
-
-    def extend(self, answer: str) -> int:
-        """Take over what another member has answered; returns how much that was."""
-        new = [Done(*each) for each in json.loads(answer)]
-        for done in new:
-            self.add(done.kind, done.data, done.alike)
-        return len(new)
+        return self._text(int(key.removeprefix(self.PREFIX)), self._count)
 
     def first(self, count: int, *more: Done) -> str:
         """The first ``count`` operations, and ``more``, as :meth:`extend` takes them; callable from any thread."""
-        return _as_text([*self._done[:count], *more])
+        return self._text(0, count, *more)
+
+    def _text(self, first: int, last: int, *more: Done) -> str:
+        """Operations from ``first`` to before ``last``, and ``more``: the columns, and all else by its number.
+
+        All else is encoded one by one: a single call of json's holds the interpreter's lock, and no heartbeat goes out.
+        """
+        width = self._shape[0] * self._shape[1] if self._shape else 0
+        begin, end = self._row(first), self._row(last)
+        numbers = self._numbers[bisect_left(self._numbers, first) : bisect_left(self._numbers, last)]
+        others = [(number - first, self._others[number]) for number in numbers]
+        others += enumerate(more, last - first)
+        told = {
+            "count": last - first + len(more),
+            "shape": self._shape,
+            "losses": _packed(self._losses[begin * width : end * width]),
+            "flags": _packed(self._flags[begin:end]),
+        }
+        texts = ", ".join(json.dumps([at, each.kind, each.data, each.alike]) for at, each in others)
+        return f'{json.dumps(told)[:-1]}, "others": [{texts}]}}'
+
+    def extend(self, answer: str) -> int:
+        """Take over what another member has answered, or what a checkpoint tells; returns how much that was."""
+        told = json.loads(answer)
+        if isinstance(told, list):  # of a checkpoint that an earlier version has written: all one by one
+            told = {"count": len(told), "shape": None, "others": [[at, *each] for at, each in enumerate(told)]}
+        others = {at: Done(*fields) for at, *fields in told["others"]}
+        pipelines, each = told["shape"] or (0, 0)
+        losses, flags = (_unpacked(kind, told.get(name, "")) for kind, name in (("d", "losses"), ("b", "flags")))
+        row = 0
+        for at in range(told["count"]):
+            done = others.get(at)
+            if done is not None and done.kind == "train" and isinstance(done.data, dict):
+                self.add_iteration(**done.data, alike=done.alike)
+            elif done is not None:
+                self.add(done.kind, done.data, done.alike)
+            else:
+                begins = range(row * pipelines * each, (row + 1) * pipelines * each, each)
+                alike = bool(flags[row] & _ALIKE) if flags[row] & _COMPARED else None
+                self.add_iteration([losses[b : b + each] for b in begins], bool(flags[row] & _SKIPPED), alike)
+                row += 1
+        return int(told["count"])
+
+    # -- questions ----------------------------------------------------------------------------------------
 
     def losses(self, count: int) -> list[float]:
         """Mean loss of the global batch of every iteration among the first ``count`` operations; from any thread."""
-        iterations = [each.data["losses"][:: self._slices] for each in self._done[:count] if each.kind == "train"]
+        done = (self[number] for number in range(count))
+        iterations = (each.data["losses"][:: self._slices] for each in done if each.kind == "train")
         return [sum(losses[0] for losses in each) / len(each) for each in iterations]
 
     def count(self, kind: Kind) -> int:
         """How many operations of ``kind`` there are."""
-        return sum(done.kind == kind for done in self._done)
+        return self.steps if kind == "train" else sum(done.kind == kind for done in self._others.values())
 
     def save_folders(self) -> list[str]:
         """Folders that checkpoints were saved into, the last one first."""
-        return list(dict.fromkeys(each.data["folder"] for each in reversed(self._done) if each.kind == "save"))
+        saves = [each for each in self._others.values() if each.kind == "save"]
+        return list(dict.fromkeys(each.data["folder"] for each in reversed(saves)))
 
     def newest_save(self, folder: str) -> list[int]:
         """Numbers of the saves into ``folder``, the newest first."""
-        found = [i for i, done in enumerate(self._done) if done.kind == "save" and done.data["folder"] == folder]
-        return found[::-1]
+        others = self._others.items()
+        return [at for at, done in others if done.kind == "save" and done.data["folder"] == folder][::-1]
 
 
-def _fields(done: Done) -> list[Any]:
-    return [done.kind, done.data, *([] if done.alike is None else [done.alike])]
+def _packed(column: array[Any]) -> str:
+    return base64.b64encode(column.tobytes()).decode()
 
 
-def _as_text(done: Sequence[Done]) -> str:
-    """A JSON list.
-
-    Made of one operation at a time: in one call the history of a long job would hold the interpreter's lock for
-    seconds, and no heartbeat would go out.
-    """
-    return f"[{', '.join(json.dumps(_fields(each)) for each in done)}]"
+def _unpacked(kind: str, text: str) -> array[Any]:
+    column: array[Any] = array(kind)
+    column.frombytes(base64.b64decode(text))
+    return column

@@ -65,7 +65,7 @@ class Recording:
             current, m = self._binding.current, told.get("buffer_id")
             role, part = told.get("role") or current.role, 0
             if kind in (_FORWARD, _BACKWARD):
-                part = current.part.begin
+                part = current.share.part.begin
                 redone = self._progress.redone.get((role, part))
                 if redone is not None and m < redone[kind == _BACKWARD]:
                     marks |= REDONE

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +13,7 @@ from ...errors import EpochChanged, UnsupportedError
 from ...topology import Plan, Role, batch_sources, hungry
 from ..context.history import Kind
 from ..context.lanes import BATCH_PARTS, Stream
-from ..context.shared import InContext
+from ..context.shared import EngineContext, InContext
 from .accounts import Accounts, Consumed
 from .batches import PARTS, Batches, Served, Source
 from .dataset import Dataset
@@ -144,9 +145,9 @@ class BatchSupply(InContext):
         def eager(pipeline: int) -> bool:
             ends = [runtimes[role] for stage in (0, stages - 1) if (role := Role(pipeline, stage)) in runtimes]
             # One that was taken over with its reduced gradients does no passes any more.
-            passing = [end for end in ends if (end.owned or end.helps) and end.reduced is None]
+            passing = [end for end in ends if (end.owned or end.share.helps) and end.results.reduced is None]
             own = [name in self.batches[pipeline].own for name in PARTS]
-            at = [end.at_ends(part, stages) for end in passing for part in end.parts]
+            at = [end.at_ends(part, stages) for end in passing for part in end.share.parts]
             draws = any(drawn and here for each in at for drawn, here in zip(own, each, strict=True))
             return pipeline in self._feeding or not draws
 
@@ -185,6 +186,13 @@ class BatchSupply(InContext):
         """Write the lines of the last iteration that are due under ``plan``."""
         with self.binding.for_script():  # a dataset may tell its length itself
             self.accounts.write(plan, self.dataset)
+
+
+@contextmanager
+def reading(context: EngineContext) -> Iterator[None]:
+    """In the body the script draws batches, as between two of its calls and without other ranks."""
+    with context.binding.for_script(), context.groups.alone():
+        yield
 
 
 def _none(rank: int) -> Iterator[Any]:

@@ -15,7 +15,7 @@ from ...schedule import Hosts
 from ...topology import Role
 from ..context.lanes import Stream
 from ..context.shared import InContext
-from .bubbles import IdleTimes
+from .measures import IdleTimes
 
 
 @dataclass(eq=False)
@@ -34,31 +34,31 @@ class Boundaries(InContext):
 
     def send_activations(self, buffer_id: int) -> None:
         """Send the outputs of a micro-batch to the next part or stage."""
-        part = self.binding.current.part
+        part = self.binding.current.share.part
         self._send_on(self._outgoing(+1), buffer_id, self._kept(part.activations, buffer_id))
 
     def send_grads(self, buffer_id: int) -> None:
         """Send the gradients of a micro-batch's inputs to the part or stage before, and to a shadow that uses them."""
         runtime = self.binding.current
-        payload = self._kept(runtime.part.gradients, buffer_id)
+        payload = self._kept(runtime.share.part.gradients, buffer_id)
         self._send_on(self._outgoing(-1), buffer_id, payload)
         shadow = self.epoch.lanes.get((Stream.SHADOW_GRADIENT, Role(runtime.role.pipeline, runtime.role.stage - 1)))
-        if shadow is not None and runtime.part.begin == 0 and not self.progress.resumed:
+        if shadow is not None and runtime.share.part.begin == 0 and not self.progress.resumed:
             self._send_on(shadow, buffer_id, payload)
 
     def resend_activation(self, buffer_id: int) -> None:
         """Send outputs again, to the new owner of the next part or stage."""
-        self._send_on(self._outgoing(+1), buffer_id, self.binding.current.part.activations[buffer_id])
+        self._send_on(self._outgoing(+1), buffer_id, self.binding.current.share.part.activations[buffer_id])
 
     def resend_grad(self, buffer_id: int) -> None:
         """Send gradients again, to the new owner of the part or stage before."""
-        self._send_on(self._outgoing(-1), buffer_id, self.binding.current.part.gradients[buffer_id])
+        self._send_on(self._outgoing(-1), buffer_id, self.binding.current.share.part.gradients[buffer_id])
 
     def recv_activations(self, buffer_id: int) -> None:
         """Receive the inputs of a micro-batch."""
         lane = self.incoming("activation")
         if lane is None:
-            front, _ = self.binding.current.parts
+            front, _ = self.binding.current.share.parts
             payload = front.activations[buffer_id]
         else:
             payload = self.receive(lane, buffer_id, self.place("activation", buffer_id))
@@ -68,7 +68,7 @@ class Boundaries(InContext):
         """Receive the gradients of a micro-batch's outputs."""
         lane = self.incoming("grad")
         if lane is None:
-            _, rear = self.binding.current.parts
+            _, rear = self.binding.current.share.parts
             self.ds.grad_layer = rear.gradients[buffer_id]
         else:
             self.ds.grad_layer = self.receive(lane, buffer_id, self.place("grad", buffer_id))
@@ -76,13 +76,13 @@ class Boundaries(InContext):
     def place(self, awaits: str, buffer_id: int) -> Hashable:
         """Names a receive of the current part."""
         runtime = self.binding.current
-        return runtime.role, awaits, buffer_id, runtime.part.begin
+        return runtime.role, awaits, buffer_id, runtime.share.part.begin
 
     def incoming(self, awaits: str) -> Lane | None:
         """The lane that ``activation`` or ``grad`` comes on; ``None``: from another part of the stage, here."""
         runtime, forward = self.binding.current, awaits == "activation"
-        if runtime.part.begin > 0 if forward else runtime.part.end < runtime.blocks:
-            if len(runtime.parts) > 1:
+        if runtime.share.part.begin > 0 if forward else runtime.share.part.end < runtime.blocks:
+            if len(runtime.share.parts) > 1:
                 return None
             return self.epoch.lanes[Stream.INNER_ACTIVATION if forward else Stream.INNER_GRADIENT, runtime.role]
         other = self._computer(runtime.role.stage + (-1 if forward else 1), last=forward)
@@ -93,8 +93,8 @@ class Boundaries(InContext):
     def _outgoing(self, step: int) -> Lane | None:
         """The lane to the next part or stage (``step`` 1) or the one before (-1); ``None`` as above."""
         runtime, forward = self.binding.current, step > 0
-        if runtime.part.end < runtime.blocks if forward else runtime.part.begin > 0:
-            if len(runtime.parts) > 1:
+        if runtime.share.part.end < runtime.blocks if forward else runtime.share.part.begin > 0:
+            if len(runtime.share.parts) > 1:
                 return None
             return self.epoch.lanes[Stream.INNER_ACTIVATION if forward else Stream.INNER_GRADIENT, runtime.role]
         target = Role(runtime.role.pipeline, runtime.role.stage + step)

@@ -119,9 +119,9 @@ class Commits(InContext):
     def is_complete(self, runtime: StageRuntime) -> bool:
         """Whether there is all that the commit needs of a role. One cloned from another pipeline lacks its own's."""
         stage, last = runtime.role.stage, self.epoch.layout.stages - 1
-        if runtime.reduced is None or (stage == last and runtime.reduced_loss is None):
+        if runtime.results.reduced is None or (stage == last and runtime.results.loss is None):
             return False
-        return stage not in (0, last) or len(runtime.consumed) >= self._accounted()
+        return stage not in (0, last) or len(runtime.results.consumed) >= self._accounted()
 
     def drawn(self) -> dict[Role, int]:
         """Checksum of what this member's iterator has given in this operation, if it speaks for its end."""
@@ -133,13 +133,13 @@ class Commits(InContext):
     def _contribution(self) -> Contribution:
         losses: dict[int, Sequence[float]] = {}
         measured: dict[Role, Measured] = {}
-        consumed = {r.role: r.checksums() for r in self.binding.owned() if r.consumed}
+        consumed = {r.role: r.results.checksums() for r in self.binding.owned() if r.results.consumed}
         for runtime in self.binding.owned():
-            if runtime.reduced_loss is not None:
-                losses[runtime.role.pipeline] = runtime.reduced_loss.tolist()
-            assert runtime.measured is not None
-            measured[runtime.role] = runtime.measured
-        mismatches = [r.role for r in self.binding.replicas() if not r.valid]
-        redundant = [replica.part.forwards for replica in self.binding.replicas() if not replica.helps]
+            if runtime.results.loss is not None:
+                losses[runtime.role.pipeline] = runtime.results.loss.tolist()
+            assert runtime.results.measured is not None
+            measured[runtime.role] = runtime.results.measured
+        mismatches = [r.role for r in self.binding.replicas() if not r.verification.valid]
+        redundant = [replica.share.part.forwards for replica in self.binding.replicas() if not replica.share.helps]
         ahead = sum(redundant) - self.checks.redone
         return Contribution(losses, measured, ahead, mismatches, consumed, self.drawn())

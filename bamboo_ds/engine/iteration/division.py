@@ -25,7 +25,7 @@ from ..context.shared import InContext
 from ..data.batches import as_message, from_message
 from ..stage.blocks import CutSearch
 from ..stage.layers import copied, merged
-from ..stage.runtime import PartSums
+from ..stage.work import PartSums
 from .boundaries import Boundaries
 from .reduction import Reduction
 
@@ -48,31 +48,31 @@ class Division(InContext):
             parts, computers = progress[role].parts, members[plan.world.rank(role)]
             ends = [*(part.begin for part in parts[1:]), runtime.blocks]
             mine = [(part, end) for part, end, each in zip(parts, ends, computers, strict=True) if each == member]
-            runtime.helps = bool(mine) and not runtime.owned
-            runtime.received_part = None
+            runtime.share.helps = bool(mine) and not runtime.owned
+            runtime.share.received = None
             if not mine:
-                if runtime.divided:  # of a division that is over
+                if runtime.share.divided:  # of a division that is over
                     runtime.begin_again()
-                    runtime.divide([(0, runtime.blocks)])
+                    runtime.share.divide([(0, runtime.blocks)])
                 continue
-            if not runtime.begun:
-                looks = runtime.owned and runtime.cuts is None and len(parts) == 1 and not runtime.stage.whole
+            if not runtime.share.begun:
+                looks = runtime.owned and runtime.stage.cuts is None and len(parts) == 1 and not runtime.stage.whole
                 looks = looks and not runtime.layers.generators  # backward passes may draw from them
-                runtime.search = CutSearch(runtime.stage) if looks else None
+                runtime.stage.search = CutSearch(runtime.stage) if looks else None
             known = {part.begin: part for part, _ in mine}
-            stale = [part for part in runtime.parts if part.begun and known.get(part.begin) != part.progress()]
+            stale = [part for part in runtime.share.parts if part.begun and known.get(part.begin) != part.progress()]
             if stale and not progress[role].reduced:
                 runtime.begin_again()
-            runtime.divide([(part.begin, end) for part, end in mine])
+            runtime.share.divide([(part.begin, end) for part, end in mine])
         self.binding.reload()
 
     def note_cuts(self) -> bool:
         """An iteration is over: note where stages may be divided; whether that was found out of any."""
         found = False
         for runtime in self.binding.owned():
-            if runtime.search is not None:
-                runtime.cuts, runtime.search = runtime.search.found(), None
-                found |= runtime.cuts is not None
+            if runtime.stage.search is not None:
+                runtime.stage.cuts, runtime.stage.search = runtime.stage.search.found(), None
+                found |= runtime.stage.cuts is not None
         return found
 
     # -- what scripts have changed ------------------------------------------------------------------------
@@ -83,11 +83,9 @@ class Division(InContext):
         told: Payload = ()
         if runtime is self.binding.local and (self.progress.changed or runtime.trained):
             layers = runtime.layers.capture(self.progress.changed)
-            if runtime.first_layers is not None:  # passes that are done have changed them
-                kept = {
-                    name: runtime.first_layers[name] for name in ("buffers", "extra", "numbers", "tensors", "whole")
-                }
-                layers = {**layers, **kept}
+            if runtime.share.first_layers is not None:  # passes that are done have changed them
+                first = runtime.share.first_layers
+                layers |= {name: first[name] for name in ("buffers", "extra", "numbers", "tensors", "whole")}
             told = as_message(copied({"layers": layers, "trains": runtime.trains()}))
         lane = self.epoch.lanes[Stream.CHANGES, runtime.role]
         self.epoch.transport.send(lane, self.progress.sequence, told)
@@ -97,7 +95,7 @@ class Division(InContext):
         lane, runtime = self.epoch.lanes[Stream.CHANGES, role], self.binding.runtimes[role]
         told = self.epoch.transport.recv(lane, self.progress.sequence)
         assert isinstance(told, tuple)
-        if told and not runtime.begun:
+        if told and not runtime.share.begun:
             tree = from_message(told)
             runtime.layers.restore(tree["layers"])
             runtime.train_only(tree["trains"])
@@ -107,34 +105,33 @@ class Division(InContext):
     def send_part(self, role: Role) -> None:
         """Send what this member has computed of ``role``, which it shadows."""
         runtime = self.binding.use(self.binding.runtimes[role])
-        (part,) = runtime.parts
-        sums, parameters = self.reduction.own_sums(runtime), self._parameters(role)
-        gradients = [runtime.optimizer.part(sums, p) for p in parameters]
-        used = torch.tensor([runtime.optimizer.used(p) for p in parameters], dtype=torch.bool)
+        (part,) = runtime.share.parts
+        sums, optimizer = self.reduction.own_sums(runtime), runtime.optimizer
         _, last = runtime.at_ends(part, self.epoch.layout.stages)
-        losses = self.reduction.losses() if last else torch.empty(0, dtype=torch.float64)
-        consumed = torch.tensor(runtime.checksums(), dtype=torch.int64)
-        layers = as_message(runtime.layers.capture())
-        payload = (losses, consumed, used, *(gradient.detach() for gradient in gradients), *layers)
-        self.epoch.transport.send(self.epoch.lanes[Stream.PART, role], self.progress.sequence, payload)
+        told = {
+            "losses": self.reduction.losses() if last else None,
+            "consumed": runtime.results.consumed,
+            "gradients": [
+                optimizer.part(sums, p).detach() if optimizer.used(p) else None for p in self._parameters(role)
+            ],
+            "layers": runtime.layers.capture(),
+        }
+        self.epoch.transport.send(self.epoch.lanes[Stream.PART, role], self.progress.sequence, as_message(told))
 
     def receive_part(self) -> None:
         """Receive the same for the bound role."""
         runtime = self.binding.current
         payload = self.epoch.transport.recv(self.epoch.lanes[Stream.PART, runtime.role], self.progress.sequence)
-        assert isinstance(payload, tuple)
-        if runtime.reduced is not None:
+        if runtime.results.reduced is not None:
             return  # it was reduced before a loss
-        losses, consumed, used, *rest = payload
-        parameters = self._parameters(runtime.role)
-        given = zip(parameters, rest, used.tolist(), strict=False)
-        gradients = {id(p): gradient for p, gradient, has_any in given if has_any}
-        runtime.received_part = PartSums(gradients, losses if losses.numel() else None)
-        runtime.consumed.update(enumerate(consumed.tolist()))
-        theirs = from_message(tuple(rest[len(parameters) :]))
+        told = from_message(payload)
+        given = zip(self._parameters(runtime.role), told["gradients"], strict=True)
+        gradients = {id(parameter): gradient for parameter, gradient in given if gradient is not None}
+        runtime.share.received = PartSums(gradients, told["losses"])
+        runtime.results.consumed.update(told["consumed"])
         changed = self.progress.changed if runtime is self.binding.local else ()
         names = runtime.stage.names(*self._lent(runtime.role))
-        runtime.received_layers = merged(runtime.layers.capture(changed), theirs, names)
+        runtime.results.layers = merged(runtime.layers.capture(changed), told["layers"], names)
 
     def _lent(self, role: Role) -> tuple[int, int]:
         """The blocks that the shadow of ``role`` computes."""

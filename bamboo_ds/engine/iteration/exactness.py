@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from ...comm.transport import Payload, Transport
+from ...comm.transport import Transport
 from ...config import BLOCK
 from ...errors import EpochChanged, Inexact, ProtocolError
 from ...schedule import rehearsal_passes, rehearsal_sends
@@ -35,13 +35,26 @@ from ...topology import Role
 from ..context.lanes import RehearsalLanes, Stream
 from ..context.operation import Outcome
 from ..context.shared import InContext
+from ..data.batches import as_message, from_message
 from ..replicas.building import StageBuilder
 from ..stage.runtime import StageRuntime
 from ..stage.tracing import Traces, checksum, given_back, owner_of, tensors_in
-from .facts import Facts, causes_in_passes, causes_in_steps, differences, only_rounded, state_of, summed, suspects
+from .facts import (
+    Facts,
+    Tally,
+    causes_in_passes,
+    causes_in_steps,
+    differences,
+    in_words,
+    only_rounded,
+    state_of,
+    summed,
+    suspects,
+    total,
+    union,
+)
 from .recomputing import release_cache
 from .reduction import Reduction
-from .tally import Tally, in_words, total, union
 
 logger = logging.getLogger("bamboo_ds")
 
@@ -184,7 +197,7 @@ class ExactChecks(InContext):
         # Here, where the traceback does not hold the pass's tensors any more.
         tally.exhausted.add(role)
         self._skipped.add(role)
-        self.redone -= self.ds.micro_batches - replica.part.forwards
+        self.redone -= self.ds.micro_batches - replica.share.part.forwards
         self.binding.refresh()
         replica.forget_passes()
         self.binding.reload()
@@ -204,7 +217,7 @@ class ExactChecks(InContext):
             torch.OutOfMemoryError: there is not enough memory for that; the passes that are done stay.
         """
         role, micro_batches = replica.role, self.ds.micro_batches
-        forwards, backwards = replica.part.forwards, replica.part.backwards
+        forwards, backwards = replica.share.part.forwards, replica.share.part.backwards
         for stream, done in ((Stream.ACTIVATION, forwards), (Stream.GRADIENT, backwards)):
             for m in range(done if (stream, role) in lanes.streams else 0):
                 transport.recv(lanes[stream, role], m)  # the replica has used it when it was there first
@@ -249,7 +262,7 @@ class ExactChecks(InContext):
         else:
             for m in micro_batches:
                 name = f"output of the stage in micro-batch {m}"
-                facts[name] = [checksum(t) for t in tensors_in(runtime.part.activations[m])]
+                facts[name] = [checksum(t) for t in tensors_in(runtime.share.part.activations[m])]
         sums = runtime.optimizer.local()
         known = {id(p) for group in runtime.optimizer.groups() for p in group}
         named = [(n, p) for n, p in module.named_parameters() if p.requires_grad and id(p) in known]
@@ -267,7 +280,7 @@ class ExactChecks(InContext):
         if role.stage > 0:
             for m in micro_batches:
                 name = f"gradient of the stage's input in micro-batch {m}"
-                facts[name] = [checksum(t) for t in tensors_in(runtime.part.gradients[m])]
+                facts[name] = [checksum(t) for t in tensors_in(runtime.share.part.gradients[m])]
         return facts
 
     # -- after the step -----------------------------------------------------------------------------------
@@ -342,18 +355,12 @@ class ExactChecks(InContext):
         return self._opened[1:]
 
     def _send(self, lanes: RehearsalLanes, transport: Transport, role: Role, facts: Facts) -> None:
-        tensors = {name: value.detach() for name, value in facts.items() if torch.is_tensor(value)}
-        rest = {name: value for name, value in facts.items() if name not in tensors}
-        header = json.dumps([list(facts), list(tensors), rest]).encode()
-        payload = (torch.frombuffer(bytearray(header), dtype=torch.uint8), *tensors.values())
-        transport.send(lanes.reports[role], self.progress.sequence, payload)
+        plain = {name: value.detach() if torch.is_tensor(value) else value for name, value in facts.items()}
+        transport.send(lanes.reports[role], self.progress.sequence, as_message(plain))
 
     def _receive(self, lanes: RehearsalLanes, transport: Transport, role: Role) -> Facts:
-        payload: Payload = transport.recv(lanes.reports[role], self.progress.sequence)
-        assert isinstance(payload, tuple)
-        names, sent, rest = json.loads(bytes(payload[0].tolist()))
-        tensors = dict(zip(sent, payload[1:], strict=True))
-        return {name: tensors[name] if name in tensors else rest[name] for name in names}
+        facts: Facts = from_message(transport.recv(lanes.reports[role], self.progress.sequence))
+        return facts
 
     def _check(self, lanes: RehearsalLanes, transport: Transport, role: Role, mine: Facts) -> None:
         """Compare checksums with the owner's, and note what differs for :meth:`_look_closer`."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from ...topology import Role
 from ..replicas.replica import capture
 from ..stage.runtime import StageRuntime
 from ..stage.tracing import checksum
@@ -148,3 +150,44 @@ def _apart(own: torch.Tensor, other: torch.Tensor) -> tuple[float, float]:
     wide = torch.complex128 if own.is_complex() else torch.float64
     first, second = (each.detach().cpu().to(wide) for each in (own, other))
     return (first - second).abs().max().item(), max(first.abs().max().item(), second.abs().max().item())
+
+
+@dataclass
+class Tally:
+    """What this member has compared, and the seconds that it has taken.
+
+    ``changed``: roles that it has left out after their scripts had changed them; ``exhausted``: those whose rehearsal
+    has exhausted the memory, which it leaves out from then on.
+    """
+
+    steps: int = 0
+    rehearsals: int = 0
+    tensors: int = 0
+    differing: int = 0
+    seconds: float = 0.0
+    roles: set[Role] = field(default_factory=set)
+    changed: set[Role] = field(default_factory=set)
+    exhausted: set[Role] = field(default_factory=set)
+
+    def told(self) -> dict[str, Any]:
+        """The same as JSON has it; roles as pipeline and stage."""
+        values = vars(self).items()
+        return {
+            name: sorted((role.pipeline, role.stage) for role in value) if isinstance(value, set) else value
+            for name, value in values
+        }
+
+
+def total(told: Iterable[dict[str, Any]], name: str) -> int:
+    """The sum of what all members have counted."""
+    return sum(each[name] for each in told)
+
+
+def union(told: Iterable[dict[str, Any]], name: str) -> set[tuple[int, int]]:
+    """Pipeline and stage of the roles that any member names."""
+    return {(pipeline, stage) for each in told for pipeline, stage in each[name]}
+
+
+def in_words(roles: Iterable[Sequence[int]]) -> str:
+    """Roles, given as pipeline and stage, in words."""
+    return ", ".join(f"stage {stage} of pipeline {pipeline}" for pipeline, stage in roles)

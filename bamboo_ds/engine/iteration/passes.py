@@ -46,16 +46,16 @@ class Passes(InContext):
     def use_role(self, role: Role, part: int = 0) -> None:
         """Bind the runtime of ``role``; passes act on the part of it that begins with block ``part``."""
         runtime = self.binding.use(self.binding.runtimes[role])
-        self.ds.pipe_buffers = runtime.choose(part).buffers
+        self.ds.pipe_buffers = runtime.share.choose(part).buffers
 
     @contextmanager
     def _in_part(self, runtime: StageRuntime) -> Iterator[None]:
         """In the body DeepSpeed takes the current part of the bound ``runtime`` for a stage."""
-        if not runtime.divided:
+        if not runtime.share.divided:
             yield
             return
         stage = self.ds.stage_id
-        first, last = runtime.at_ends(runtime.part, self.layout.stages)
+        first, last = runtime.at_ends(runtime.share.part, self.layout.stages)
         self.ds.stage_id = 0 if first else self.layout.stages - 1 if last else _INNER
         try:
             yield
@@ -72,7 +72,7 @@ class Passes(InContext):
         drawn = self.supply.batches[runtime.role.pipeline].batch(buffer_id, first, last)
         batch = self._batch = self.slices.processed(drawn)
         if self.supply.accounts.on and not self.progress.evaluating:
-            runtime.consumed[buffer_id] = payload_checksum(as_payload(PARTS[last], batch[last]))
+            runtime.results.consumed[buffer_id] = payload_checksum(as_payload(PARTS[last], batch[last]))
         with self._in_part(runtime):
             self.ds.load_micro_batch(buffer_id)
         self._batch = None
@@ -84,7 +84,7 @@ class Passes(InContext):
     def forward(self, buffer_id: int) -> None:
         """The forward pass of a micro-batch; passes of a role come in the order of its micro-batches."""
         runtime = self.binding.current
-        part = runtime.part
+        part = runtime.share.part
         if self.progress.evaluating:
             with (
                 self.slices.among(),
@@ -99,7 +99,7 @@ class Passes(InContext):
         begin_forward()
         self._note_layers(runtime)
         with (
-            self.slices.in_pass(keeps=any((runtime.first_layers or {}).values())),
+            self.slices.in_pass(keeps=any((runtime.share.first_layers or {}).values())),
             self.generators.keyed(Drawing.FORWARD, runtime, buffer_id),
             seeded_layers(self.ds.module, self.progress.consumed + buffer_id),
             self.checks.watching(runtime, buffer_id),
@@ -107,7 +107,7 @@ class Passes(InContext):
                 part.begin,
                 part.end,
                 self.generators.blocks(runtime, buffer_id),
-                runtime.search.note if runtime.search is not None and buffer_id == 0 else None,
+                runtime.stage.search.note if runtime.stage.search is not None and buffer_id == 0 else None,
                 partial(self.measures.times.forward, runtime.role) if self.measures.times.on else None,
             ),
             self._in_part(runtime),
@@ -125,7 +125,7 @@ class Passes(InContext):
     def backward(self, buffer_id: int) -> None:
         """The backward pass of a micro-batch, whose gradients go into the role's sums."""
         runtime = self.binding.current
-        part, (first, last) = runtime.part, self._at_ends(runtime)
+        part, (first, last) = runtime.share.part, self._at_ends(runtime)
         if buffer_id != part.backwards:
             raise ProtocolError(f"backward {buffer_id} of role {runtime.role} comes after {part.backwards} backwards")
         begin = time.perf_counter()
@@ -136,9 +136,9 @@ class Passes(InContext):
             self.generators.keyed(Drawing.BACKWARD, runtime, buffer_id),
             seeded_layers(self.ds.module),
             self._in_part(runtime),
-            runtime.search.backward(self.ds.device) if runtime.search is not None else nullcontext(),
+            runtime.stage.search.backward(self.ds.device) if runtime.stage.search is not None else nullcontext(),
         ):
-            if last or not runtime.divided or _differentiable(self.ds.pipe_buffers["outputs"][buffer_id]):
+            if last or not runtime.share.divided or _differentiable(self.ds.pipe_buffers["outputs"][buffer_id]):
                 began = time.perf_counter()
                 self.ds.backward_pass(buffer_id)
                 if self.measures.times.on:
@@ -156,16 +156,16 @@ class Passes(InContext):
         self.measures.idle.record((runtime.role, "backward"), time.perf_counter() - begin)
 
     def _at_ends(self, runtime: StageRuntime) -> tuple[bool, bool]:
-        return runtime.at_ends(runtime.part, self.layout.stages)
+        return runtime.at_ends(runtime.share.part, self.layout.stages)
 
     def _note_layers(self, runtime: StageRuntime) -> None:
         """The first pass of an iteration begins: keep what later passes change of what the layers keep.
 
         Those of slices, of replicas and of parts may be done again from the first one on.
         """
-        again = self.layout.slices > 1 or not runtime.owned or runtime.divided
-        if again and runtime.first_layers is None:
-            runtime.first_layers = runtime.layers.undo()
+        again = self.layout.slices > 1 or not runtime.owned or runtime.share.divided
+        if again and runtime.share.first_layers is None:
+            runtime.share.first_layers = runtime.layers.undo()
 
 
 def _detached(value: Any) -> Payload:

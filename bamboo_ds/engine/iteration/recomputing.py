@@ -56,7 +56,7 @@ def counting_saved_bytes(runtime: StageRuntime, micro_batch: int) -> Iterator[No
     """
     module: Any = runtime.module
     seen = {p.untyped_storage().data_ptr() for p in module.parameters()}
-    checkpoint, saved = module.activation_checkpoint_func, runtime.part.saved
+    checkpoint, saved = module.activation_checkpoint_func, runtime.share.part.saved
     saved[micro_batch] = 0
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:

@@ -54,14 +54,14 @@ class Reduction(InContext):
                 flats = [part.reshape(-1) for _, _, part in holders]
                 total.copy_(all_reduce(flats, shares, group).view_as(total))
             for each, place, _ in holders:
-                each.tied[place] = total.clone()
+                each.results.tied[place] = total.clone()
 
     def reduce(self) -> None:
         """Average the gradients over the pipelines into ``runtime.reduced`` of all roles of this stage."""
         runtime = self.binding.current
         # A collective counts a member once: roles of one stage are reduced together, with the last of them.
         same = [r for r in self.binding.owned() if r.role.stage == runtime.role.stage]
-        if runtime is not same[-1] or all(r.reduced is not None for r in same):
+        if runtime is not same[-1] or all(r.results.reduced is not None for r in same):
             return
         sums = []
         for each in same:
@@ -69,8 +69,9 @@ class Reduction(InContext):
             check_gradients(each.module)
             sums.append(self.local_sums(each))
             if self.ds.is_last_stage():
-                told = each.received_part.losses if each.received_part is not None else None
-                each.reduced_loss = self.losses() if told is None else told
+                received = each.share.received
+                told = None if received is None else received.losses
+                each.results.loss = self.losses() if told is None else told
         # Even one pipeline alone reduces: in another precision the sums are rounded.
         rounds = any(g.dtype != self.ds.communication_data_type for g in sums[0])
         if (self.ds.is_data_parallel or rounds) and self.ds.reduces_gradients:
@@ -82,25 +83,25 @@ class Reduction(InContext):
         self.epoch.session.confirm("reducing gradients")
         for each, reduced in zip(same, sums, strict=True):
             self.binding.use(each)
-            each.measured = each.optimizer.measure(reduced)
-            each.reduced = each.optimizer.keep(reduced)
+            each.results.measured = each.optimizer.measure(reduced)
+            each.results.reduced = each.optimizer.keep(reduced)
 
     def local_sums(self, runtime: StageRuntime) -> list[torch.Tensor]:
         """What the bound ``runtime`` gives to the reduction over the pipelines."""
         sums = self._sums(runtime)
-        if not runtime.tied:
+        tied = runtime.results.tied
+        if not tied:
             return sums
         parameters = runtime.trainable()
-        found = runtime.optimizer.replaced(sums, {id(parameters[i]): total for i, total in runtime.tied.items()})
-        runtime.tied.clear()
+        found = runtime.optimizer.replaced(sums, {id(parameters[i]): total for i, total in tied.items()})
+        tied.clear()
         return found
 
     def _sums(self, runtime: StageRuntime) -> list[torch.Tensor]:
         """Sums over the micro-batches of the bound ``runtime`` and of its shadow, if that has computed a part of it."""
         sums = self.own_sums(runtime)
-        return (
-            sums if runtime.received_part is None else runtime.optimizer.replaced(sums, runtime.received_part.gradients)
-        )
+        received = runtime.share.received
+        return sums if received is None else runtime.optimizer.replaced(sums, received.gradients)
 
     def own_sums(self, runtime: StageRuntime) -> list[torch.Tensor]:
         """Sums of the bound ``runtime`` alone. What it has not computed is zero, and goes on being nothing."""

@@ -84,11 +84,11 @@ class RedundantPasses(InContext):
         plan, transport = self.epoch.plan, self.epoch.transport
         for replica in self.binding.replicas():
             role = replica.role
-            if replica.reduced is not None or replica.helps or replica.divided:
+            if replica.results.reduced is not None or replica.share.helps or replica.share.divided:
                 continue
             if not (self.epoch.shadows(role) and assists(plan, role)):
                 continue
-            done, last = replica.part, role.stage == self.ds.num_stages - 1
+            done, last = replica.share.part, role.stage == self.ds.num_stages - 1
             m = done.backwards
             if self.mode.eager_backward and not self.progress.resumed and m < done.forwards:
                 lane = self.epoch.lanes.get((Stream.SHADOW_GRADIENT, role))
@@ -109,32 +109,32 @@ class RedundantPasses(InContext):
 
     def _inputs(self, role: Role) -> dict[int, Payload]:
         """Outputs of the stage before ``role``, by micro-batch, as far as this member has computed them."""
-        return self.binding.runtimes[self.epoch.plan.world.predecessor(role)].parts[-1].activations
+        return self.binding.runtimes[self.epoch.plan.world.predecessor(role)].share.parts[-1].activations
 
     def _over_budget(self, replica: StageRuntime) -> bool:
-        if not any(each.part.forwards for each in self.binding.replicas()):  # the first one of this iteration
+        if not any(each.share.part.forwards for each in self.binding.replicas()):  # the first one of this iteration
             setting = self.settings.redundancy.memory_budget_mb
             self._budget = default_budget(self.ds.device) if setting is None else setting * 2**20
-        return self._budget is not None and sum(replica.part.saved.values()) >= self._budget
+        return self._budget is not None and sum(replica.share.part.saved.values()) >= self._budget
 
     def run(self, replica: StageRuntime, kind: str) -> None:
         """Run a redundant pass. If it exhausts the device's memory there are none any more in this iteration."""
         before, forward = self.binding.current, kind == "forward"
-        m = replica.part.forwards if forward else replica.part.backwards
+        m = replica.share.part.forwards if forward else replica.share.part.backwards
         told = Kind.REDUNDANT_FORWARD if forward else Kind.REDUNDANT_BACKWARD
         try:
             with self.recording.span(told, replica.role, m):
                 self._run(replica, kind)
         except torch.OutOfMemoryError as error:
             self._exhausted = True
-            dropped, reason = replica.part.forwards, str(error).splitlines()[0]
-        self.passes.use_role(before.role, before.part.begin)
+            dropped, reason = replica.share.part.forwards, str(error).splitlines()[0]
+        self.passes.use_role(before.role, before.share.part.begin)
         if not self._exhausted:
             return
         # Here, where the traceback does not hold the pass's tensors any more.
         self.binding.refresh()
         for each in self.binding.replicas():
-            if each.reduced is None and not each.helps:
+            if each.results.reduced is None and not each.share.helps:
                 each.begin_again()
         self.binding.reload()
         release_cache(self.ds.device)
@@ -152,14 +152,14 @@ class RedundantPasses(InContext):
     def _run(self, replica: StageRuntime, kind: str) -> None:
         role = replica.role
         if kind == "backward":
-            m = replica.part.backwards
+            m = replica.share.part.backwards
             self.passes.use_role(role)
             if not self.ds.is_last_stage():
                 lane = self.epoch.lanes[Stream.SHADOW_GRADIENT, role]
                 self.ds.grad_layer = self.epoch.transport.recv(lane, m)
             self.passes.backward(m)
             return
-        m = replica.part.forwards
+        m = replica.share.part.forwards
         source = self._inputs(role)[m] if role.stage > 0 else None
         self.passes.use_role(role)
         if role.stage > 0:

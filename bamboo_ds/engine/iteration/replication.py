@@ -14,12 +14,68 @@ from ..data.batches import as_message, from_message
 from ..replicas.construction import Construction
 from ..stage.commit import Measured
 from ..stage.runtime import StageRuntime
+from ..stage.work import Results
 from .boundaries import Boundaries
-from .mismatches import Mismatches
 from .steps import Steps
 
 #: How many of the tensors that differ are named.
 _NAMED = 100
+
+
+class Mismatches:
+    """Replicas that differed from their owner when they were last compared; equal on all members of an epoch.
+
+    A replica that differs is copied again, which mends what a memory error has done once. One that differs at the next
+    comparison too will differ for ever: something that the optimizer step depends on is not part of a role's state. It
+    is not copied again, and is no holder of the state any more.
+
+    Args:
+        every: iterations between two comparisons.
+    """
+
+    def __init__(self, every: int) -> None:
+        self._every = every
+        self._last: dict[Role, int] = {}
+
+    def begin(self) -> None:
+        """An epoch begins: a replica that differed is dropped, and its role gets a new one."""
+        self._last.clear()
+
+    def has(self, role: Role, step: int) -> bool:
+        """Whether ``role``'s comparison before the one in iteration ``step`` has found a difference."""
+        # What is copied after an iteration cannot be compared in the next one.
+        return role in self._last and step <= self._last[role] + self._every + 1
+
+    def note(self, role: Role, step: int) -> bool:
+        """The replica of ``role`` differed in iteration ``step``; whether it will not be mended."""
+        lasting = self.has(role, step)
+        self._last[role] = step
+        return lasting
+
+
+@dataclass(frozen=True)
+class StepMessage:
+    """What the optimizer step of a role needs.
+
+    Attributes:
+        reduced: reduced gradients.
+        layers: what the layers keep after the passes.
+        trained: which parameters are trainable, if the script has changed that.
+        measured: whether the gradients overflow, and their squares.
+        loss: of a last stage.
+        consumed: checksums of micro-batches, by number.
+        checksum: of the owner's state after the last step, if it is to be compared.
+        tensors: the same of the single tensors, if the replica has differed.
+    """
+
+    reduced: list[torch.Tensor]
+    layers: Tree
+    trained: list[bool]
+    measured: tuple[bool, tuple[float, ...]]
+    loss: torch.Tensor | None
+    consumed: dict[int, int]
+    checksum: int | None
+    tensors: list[int]
 
 
 @dataclass(eq=False)
@@ -42,21 +98,22 @@ class Replication(InContext):
     def send(self) -> None:
         """Send what the step of the bound role needs to its shadow and to those that build a replica."""
         runtime = self.binding.current
-        assert runtime.reduced is not None and runtime.measured is not None
-        check = -1 if runtime.checksum is None else runtime.checksum
-        parts = (
-            runtime.tensor_checksums if check >= 0 and self.mismatches.has(runtime.role, self.progress.steps) else []
-        )
-        trained = runtime.trains() if runtime.trained else []
-        counts = (check, len(runtime.reduced), len(parts), len(trained))
-        header = torch.tensor([*counts, *parts, *trained, *runtime.checksums()], dtype=torch.int64)
-        loss = runtime.reduced_loss if runtime.reduced_loss is not None else torch.empty(0, dtype=torch.float64)
+        results, verification = runtime.results, runtime.verification
+        assert results.reduced is not None and results.measured is not None
         changed = self.progress.changed if runtime is self.binding.local else ()
-        # An heir that has done no passes of its own passes on what the lost owner's layers keep.
-        kept = runtime.received_layers
-        places, *layers = as_message(runtime.layers.capture(changed) if kept is None else kept)
-        measured = torch.tensor([runtime.measured.overflow, *runtime.measured.squares], dtype=torch.float64)
-        payload = (header, measured, loss, places, *runtime.reduced, *layers)
+        differed = self.mismatches.has(runtime.role, self.progress.steps)
+        told = StepMessage(
+            results.reduced,
+            # An heir that has done no passes of its own passes on what the lost owner's layers keep.
+            runtime.layers.capture(changed) if results.layers is None else results.layers,
+            runtime.trains() if runtime.trained else [],
+            (results.measured.overflow, results.measured.squares),
+            results.loss,
+            results.consumed,
+            verification.checksum,
+            verification.tensors if differed and verification.checksum is not None else [],
+        )
+        payload = as_message(vars(told))
         for lane in self.epoch.lanes.replicas(runtime.role):
             self.epoch.transport.send(lane, self.progress.sequence, payload)
 
@@ -64,29 +121,21 @@ class Replication(InContext):
         """Receive the same of ``role``, and compare its replica with the owner where it is time."""
         lane = self.epoch.lanes.replica(role, self.epoch.member)
         payload = self.boundaries.receive(lane, self.progress.sequence, (role, "replica", None))
-        assert isinstance(payload, tuple)
-        header, measured, loss, places, *tensors = payload
-        check, count, parted, changed, *numbers = header.tolist()
-        parts, trained, consumed = numbers[:parted], numbers[parted : parted + changed], numbers[parted + changed :]
-        trained = [bool(each) for each in trained]
-        reduced = tensors[:count]
-        layers = from_message((places, *tensors[count:]))
+        told = StepMessage(**from_message(payload))
         self.epoch.transport.take(self.epoch.lanes.told[role, self.epoch.member])  # the same
         construction = self.constructions.get(role)
         if construction is not None:
-            construction.incoming = reduced, layers, trained
+            construction.incoming = told.reduced, told.layers, told.trained
             return
         replica = self.binding.runtimes[role]
-        replica.layers.changes.follow(*layers["changes"])
-        replica.reduced, replica.received_layers = reduced, layers
-        if trained:
-            replica.train_only(trained)
-        overflow, *squares = measured.tolist()
-        replica.measured = Measured(bool(overflow), tuple(squares))
-        replica.reduced_loss = loss if loss.numel() else None
-        replica.consumed = dict(enumerate(consumed))
-        if check >= 0 and replica.checksum is not None and replica.valid:
-            self._compare(replica, check, parts)
+        replica.layers.changes.follow(*told.layers["changes"])
+        if told.trained:
+            replica.train_only(told.trained)
+        measured = Measured(*told.measured)
+        replica.results = Results({}, told.reduced, measured, told.loss, told.layers, told.consumed)
+        verification = replica.verification
+        if told.checksum is not None and verification.checksum is not None and verification.valid:
+            self._compare(replica, told.checksum, told.tensors)
 
     def send_layers(self, role: Role, layers: Tree | None) -> None:
         """Send what the layers of ``role`` keep after an evaluation; ``None``: what they have kept before."""
@@ -103,12 +152,12 @@ class Replication(InContext):
     def _compare(self, replica: StageRuntime, expected: int, parts: Sequence[int]) -> None:
         """Compare the replica with its owner's checksum, and with those of its tensors where they are told."""
         role, step = [replica.role.pipeline, replica.role.stage], self.progress.steps
-        if replica.checksum == expected:
+        if replica.verification.checksum == expected:
             self.epoch.channel.event("replica_verified", step=step, role=role, checksum=f"{expected:08x}")
             return
-        replica.valid = False
+        replica.verification.valid = False
         names = [name for name, _ in replica.named_tensors()]
-        differ = [n for n, own, other in zip(names, replica.tensor_checksums, parts, strict=False) if own != other][
+        differ = [n for n, own, other in zip(names, replica.verification.tensors, parts, strict=False) if own != other][
             :_NAMED
         ]
         self.differing[replica.role] = differ
@@ -117,7 +166,7 @@ class Replication(InContext):
             step=step,
             role=role,
             expected=f"{expected:08x}",
-            found=f"{replica.checksum:08x}",
+            found=f"{replica.verification.checksum:08x}",
             tensors=differ,
         )
 

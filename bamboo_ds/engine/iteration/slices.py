@@ -69,7 +69,7 @@ class SlicedPasses(InContext):
             with self.among(passing=True):
                 yield
         except BaseException as error:  # goes on up; a loss may come in any form
-            runtime.partial_pass = runtime.partial_pass or keeps
+            runtime.share.partial_pass = runtime.share.partial_pass or keeps
             for name, timer in self._timers().items():
                 if timer.started_ and name not in timing:
                     timer.stop()

@@ -64,7 +64,7 @@ class PassBytes(InContext):
     def watching(self, runtime: StageRuntime, micro_batch: int) -> Iterator[None]:
         """The body is a forward pass of ``runtime``, which is bound."""
         stage, count = runtime.role.stage, self.ds.micro_batches
-        whole = runtime.owned and not runtime.divided
+        whole = runtime.owned and not runtime.share.divided
         if not self.on or stage in self._found or not whole or micro_batch != count - 1:
             yield
             return
@@ -76,7 +76,7 @@ class PassBytes(InContext):
         if stage > 0:
             boundary += _bytes_of(buffers["inputs"][micro_batch])  # as many of their gradients
         under_way = min(count, self.layout.stages - stage)
-        saved = runtime.part.saved.pop(micro_batch)
+        saved = runtime.share.part.saved.pop(micro_batch)
         self._found[stage] = under_way * saved + (count if self.context.retains else under_way) * boundary
 
 

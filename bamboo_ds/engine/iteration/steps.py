@@ -76,20 +76,20 @@ class Steps(InContext):
 
     def _apply_reduced(self, runtime: StageRuntime) -> None:
         """Give the bound runtime the gradients that its optimizer step needs, and what its owner's layers keep."""
-        if runtime.reduced is None:
+        if runtime.results.reduced is None:
             raise ProtocolError(f"role {runtime.role} is to step without reduced gradients")
-        runtime.optimizer.apply(runtime.reduced)
-        if runtime.received_layers is not None:
-            runtime.layers.restore(runtime.received_layers)
+        runtime.optimizer.apply(runtime.results.reduced)
+        if runtime.results.layers is not None:
+            runtime.layers.restore(runtime.results.layers)
         runtime.layers.tensors.settle()
 
     def _note_checksum(self, runtime: StageRuntime) -> None:
-        runtime.checksum = None
+        runtime.verification.checksum = None
         every = self.settings.redundancy.verify_every if self.mode.replicas else 0
         if every and self.ds.global_steps % every == 0:
             self.binding.refresh()
-            runtime.tensor_checksums = checksums(runtime)
-            runtime.checksum = combined(runtime.tensor_checksums)
+            runtime.verification.tensors = checksums(runtime)
+            runtime.verification.checksum = combined(runtime.verification.tensors)
 
     # -- the script's own role ----------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from ..replicas.construction import Construction, KeptLayers, KeptSettings, Snap
 from ..replicas.replica import capture
 from ..script.changes import Adjusted
 from ..stage.schedulers import SchedulerPosition
+from ..stage.work import Results
 from .reports import Reports, all_at_boundary
 
 logger = logging.getLogger("bamboo_ds")
@@ -191,13 +192,13 @@ class Copies(InContext):
             return
         if construction.follows:
             kept.before.restore(runtime)
-        runtime.reduced, runtime.received_layers = kept.reduced, kept.layers
+        runtime.results = Results(reduced=kept.reduced, layers=kept.layers)
         if kept.trained:
             runtime.train_only(kept.trained)
         self.progress.committed = kept.committed
         self.iteration.steps.repeat(runtime)
         self.progress.committed = committed
-        runtime.reduced = runtime.received_layers = None
+        runtime.results = Results()
         if construction.follows:
             construction.positions[kept.sequence].restore(runtime)
 
@@ -206,7 +207,7 @@ class Copies(InContext):
         role, runtime = construction.role, construction.runtime
         assert runtime is not None
         self.binding.runtimes[role] = runtime
-        runtime.owned, runtime.valid, runtime.stale = False, True, self.epoch.layout.sharded
+        runtime.owned, runtime.verification.valid, runtime.stale = False, True, self.epoch.layout.sharded
         del self.constructions[role]
         if not self.constructions:
             self.epoch.channel.activity.telling.pop("copies", None)
@@ -223,13 +224,13 @@ class Copies(InContext):
 
     def replicas(self) -> tuple[int, ...]:
         """Ranks of the roles whose replica this member holds."""
-        return tuple(self.epoch.layout.rank(r.role) for r in self.binding.replicas() if r.valid)
+        return tuple(self.epoch.layout.rank(r.role) for r in self.binding.replicas() if r.verification.valid)
 
     def tell_replicas(self) -> None:
         """Tell the control plane which epoch this member has entered, what it holds, and what it may share."""
-        known = {self.epoch.layout.rank(r.role): r for r in self.binding.owned() if r.cuts is not None}
+        known = {self.epoch.layout.rank(r.role): r for r in self.binding.owned() if r.stage.cuts is not None}
         # Scripts may have stages compiled as wholes later.
-        owned = {rank: () if r.stage.whole else r.cuts or () for rank, r in known.items()}
+        owned = {rank: () if r.stage.whole else r.stage.cuts or () for rank, r in known.items()}
         self.iteration.measures.times.enter(self.epoch.plan.epoch)
         measured = (
             self.iteration.measures.times.told(),

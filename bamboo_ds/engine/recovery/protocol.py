@@ -151,7 +151,7 @@ class RecoveryProtocol(InContext):
         roles = [
             RoleReport(
                 role=(runtime.role.pipeline, runtime.role.stage),
-                parts=_told(runtime) if runtime.begun and not runtime.partial_pass else (),
+                parts=_told(runtime) if runtime.share.begun and not runtime.share.partial_pass else (),
                 reduced=self.iteration.commits.is_complete(runtime),
                 state_only=runtime.role in self.progress.taken_over,
                 changes=replace(runtime.layers.changes),
@@ -164,7 +164,7 @@ class RecoveryProtocol(InContext):
             at_boundary=self.progress.at_boundary,
             roles=tuple(roles),
             helped=tuple((layout.rank(each.role), part) for each in self.binding.helped() for part in _told(each)),
-            spent=tuple(layout.rank(replica.role) for replica in self.binding.replicas() if replica.spent),
+            spent=tuple(layout.rank(replica.role) for replica in self.binding.replicas() if replica.share.spent),
             commit=self.progress.vector,
             received=self.supply.batches.received,
             repeatable=self.operation is None or self.operation.repeatable(),
@@ -188,5 +188,5 @@ def _told(runtime: StageRuntime) -> tuple[PartReport, ...]:
     """The parts of a stage that are computed here."""
     return tuple(
         PartReport(begin=part.begin, end=part.end, forwards=part.forwards, backwards=part.backwards)
-        for part in runtime.parts
+        for part in runtime.share.parts
     )

@@ -33,7 +33,8 @@ class RoleTransfer(InContext):
         """
         if self.epoch.layout.slices > 1 and runs_behind(self.ds.device):
             for runtime in self.binding.owned():
-                runtime.partial_pass = runtime.partial_pass or (runtime.begun and runtime.reduced is None)
+                share = runtime.share
+                share.partial_pass = share.partial_pass or (share.begun and runtime.results.reduced is None)
 
     def follow(self, plan: Plan) -> None:
         """Make the runtimes those that ``plan`` gives to this member, from what it holds already.
@@ -49,18 +50,18 @@ class RoleTransfer(InContext):
         owned, followed = plan.owned_by(member), {*plan.shadowed_by(member), *plan.learned_by(member)}
         for role in owned:
             runtime = runtimes.get(role)
-            if runtime is None or not (runtime.owned or runtime.valid):
+            if runtime is None or not runtime.usable:
                 runtime = self._clone(role, plan)
             if not runtime.owned:
-                logger.warning("taking over role %s with %d forwards done", role, runtime.part.forwards)
-                runtime.owned, runtime.helps = True, False
+                logger.warning("taking over role %s with %d forwards done", role, runtime.share.part.forwards)
+                runtime.owned, runtime.share.helps = True, False
                 self.progress.taken_over.add(role)
-            elif runtime.divided and runtime.begun and plan.lending(role) is None:
+            elif runtime.share.divided and runtime.share.begun and plan.lending(role) is None:
                 logger.warning("taking over a part of role %s, which its shadow has computed", role)
                 self.progress.taken_over.add(role)
         for role in [r for r in runtimes if r not in owned]:
-            if role in followed and (runtimes[role].owned or runtimes[role].valid):
-                runtimes[role].helps |= runtimes[role].owned and runtimes[role].divided
+            if role in followed and runtimes[role].usable:
+                runtimes[role].share.helps |= runtimes[role].owned and runtimes[role].share.divided
                 runtimes[role].owned = False
             else:
                 self.binding.drop(role)
@@ -73,7 +74,7 @@ class RoleTransfer(InContext):
         """
         alike = [] if self.epoch.layout.sharded else [each for each in self.epoch.layout.siblings(role) if each != role]
         held = (runtime for runtime in self.binding.runtimes.values() if runtime.role in alike)
-        source = next((runtime for runtime in held if runtime.owned or runtime.valid), None)
+        source = next((runtime for runtime in held if runtime.usable), None)
         lost, checkpoint = [(role.pipeline, role.stage)], self.epoch.job.newest_checkpoint(plan)
         if source is None:
             raise FatalLoss(lost, plan.lost, checkpoint)
@@ -97,16 +98,15 @@ class RoleTransfer(InContext):
         for role, runtime in self.binding.runtimes.items():
             # A replica's are still what the owner has: they protect the role while the iteration is finished.
             if not progress[role].reduced:
-                runtime.tied.clear()
-                runtime.reduced = runtime.measured = runtime.reduced_loss = runtime.received_layers = None
+                runtime.results.drop_reduction()
 
     def begin_again(self, progress: Mapping[Role, RoleProgress]) -> None:
         """Forget the passes of this member's roles that ``progress`` does not know of: their slices do them again."""
         self.binding.refresh()
         for runtime in self.binding.owned():
             known = progress[runtime.role]
-            same = all(part.progress() in known.parts for part in runtime.parts if part.begun)
-            if not (known.reduced or (same and not runtime.partial_pass)):
+            same = all(part.progress() in known.parts for part in runtime.share.parts if part.begun)
+            if not (known.reduced or (same and not runtime.share.partial_pass)):
                 logger.info("role %s begins the iteration again with its other slices", runtime.role)
                 runtime.begin_again()
         self.binding.reload()

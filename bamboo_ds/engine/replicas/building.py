@@ -23,6 +23,7 @@ from ..stage.layers import Layers
 from ..stage.rng import left_alone
 from ..stage.runtime import StageRuntime
 from ..stage.schedulers import Pristine
+from ..stage.work import Results
 from ..stage.wrappers import stage_optimizer
 from .replica import build_stage_module, capture, check_structure, restore
 
@@ -101,8 +102,9 @@ class StageBuilder(InContext):
         text, tensors = split(capture(source))
         # An optimizer keeps the tensors of a state that it loads.
         runtime = self.build(role, join(text, [t.clone() for t in tensors]), source.pristine)
-        if source.reduced is not None:
-            runtime.reduced, runtime.measured = [g.clone() for g in source.reduced], source.measured
+        if source.results.reduced is not None:
+            reduced = [gradient.clone() for gradient in source.results.reduced]
+            runtime.results = Results(reduced=reduced, measured=source.results.measured)
         self.binding.runtimes[role] = runtime
         return runtime
 

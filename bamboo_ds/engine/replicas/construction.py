@@ -108,12 +108,12 @@ class Construction:
     role: Role
     source: tuple[str, PeerAddress]
     fetch: Fetch
-    begun: float = field(default_factory=time.monotonic)
-    incoming: tuple[list[torch.Tensor], Tree, list[bool]] | None = None
-    kept: deque[Kept | KeptLayers | KeptSettings] = field(default_factory=deque)
-    runtime: StageRuntime | None = None
-    positions: dict[int, SchedulerPosition] = field(default_factory=dict)
-    follows: bool = False
+    begun: float = field(default_factory=time.monotonic, init=False)
+    incoming: tuple[list[torch.Tensor], Tree, list[bool]] | None = field(default=None, init=False)
+    kept: deque[Kept | KeptLayers | KeptSettings] = field(default_factory=deque, init=False)
+    runtime: StageRuntime | None = field(default=None, init=False)
+    positions: dict[int, SchedulerPosition] = field(default_factory=dict, init=False)
+    follows: bool = field(default=False, init=False)
 
     @property
     def near(self) -> bool:

@@ -20,6 +20,7 @@ from ..stage.rng import left_alone
 from ..stage.runtime import StageRuntime
 from ..stage.schedulers import capture_scheduler, restore_scheduler
 from ..stage.tracing import content_checksum
+from ..stage.work import Verification
 
 #: Types of what a script marks parameters with.
 _MARKS = (str, int, float, bool, type(None))
@@ -241,8 +242,8 @@ def restore(runtime: StageRuntime, state: Tree) -> None:
     restore_scheduler(runtime, state["scheduler"])
     runtime.optimizer.restore(state["optimizer"])  # after the scheduler, which may change the groups
     runtime.attributes.update(state["counters"])
-    runtime.checksum = None  # it is of the state before: the local runtime may have been another member's for long
-    runtime.valid = True
+    # What was compared is the state before: the local runtime may have been another member's for long.
+    runtime.verification = Verification()
 
 
 def checksums(runtime: StageRuntime) -> list[int]:

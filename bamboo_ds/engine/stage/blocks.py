@@ -65,10 +65,14 @@ class StageBlocks:
     Attributes:
         module, count: as given.
         bounds: the first layer of each block, and behind the last one their number.
+        cuts: blocks before which the stage may be divided; ``None`` before this member has computed all of it.
+        search: what finds that out in the current iteration.
     """
 
     def __init__(self, module: Any, count: int) -> None:
         self.module, self.count = module, count
+        self.cuts: tuple[int, ...] | None = None
+        self.search: CutSearch | None = None
         self.bounds = [0, 0]
         if count > 1:
             self.bounds = bounds(len(module.forward_funcs), module.activation_checkpoint_interval, count)
