@@ -18,7 +18,7 @@ The engine itself (:mod:`.pipeline_engine`) is what scripts and DeepSpeed see. I
         +--> recovery      one recovery: plan, lanes, roles, reports (handshake), decision
         |      +--> announcements  what scripts have changed of their stages
         |      +--> copies --> construction, building --> replica, clones, wrappers
-        |      +--> supply --> data, accounts
+        |      +--> supply --> data
         v
     operation: a program of instructions (bamboo_ds.schedule)
         passes       forwards, backwards, batches       slices, rng, recomputing, layers

@@ -10,7 +10,6 @@ import torch
 
 from ..errors import Isolated, UnsupportedError
 from ..topology import Role, end_sources
-from .accounts import Accounts
 from .assigned import NOT_ALIKE, agree, differing, fingerprint
 from .commit import Committed, Contribution, Form, Measured, decode, encode
 from .construction import Construction
@@ -31,7 +30,6 @@ class Commits:
     epoch: CurrentEpoch
     progress: Progress
     batches: Batches
-    accounts: Accounts
     saves: Saves
     checks: ExactChecks
     constructions: Mapping[Role, Construction]
@@ -121,7 +119,7 @@ class Commits:
 
     def _accounted(self) -> int:
         """Micro-batches of a pipeline that the commit accounts for."""
-        return self.ds.micro_batches if self.accounts.on else 0
+        return self.ds.micro_batches if self.progress.checksums else 0
 
     def is_complete(self, runtime: StageRuntime) -> bool:
         """Whether there is all that the commit needs of a role. One cloned from another pipeline lacks its own's."""

@@ -19,7 +19,6 @@ from ..control.registry.records import PeerAddress
 from ..errors import ProtocolError, TransferError
 from ..schedule import Decision
 from ..state.fetch import fetch
-from .accounts import Accounts
 from .exactness import ExactChecks
 from .flags import FLAGS, compare_flags
 from .handshake import Reports, newest_of
@@ -53,7 +52,6 @@ class Joining:
     progress: Progress
     history: History
     saves: Saves
-    accounts: Accounts
     checks: ExactChecks
     active: bool = field(default=False, init=False)
     target: int | None = field(default=None, init=False)
@@ -100,6 +98,6 @@ class Joining:
         progress.steps, progress.consumed, progress.seed = newest.steps, newest.consumed, newest.seed
         self.job.channel.ahead = newest.ahead
         self.saves.nonce = newest.nonce
-        self.accounts.follow(newest.nonce, newest.accounts)
+        progress.checksums = newest.checksums
         self.checks.begin(newest.exact)
         self.active = False

@@ -14,7 +14,6 @@ from ..comm.script import ScriptCollectives
 from ..comm.standing import Stand
 from ..config import BambooConfig
 from ..topology import Layout, Role
-from .accounts import Accounts
 from .announcements import Announcements
 from .beats import Beats
 from .block_times import BlockTimes
@@ -104,7 +103,6 @@ class Parts:
         )
         beats, generators = Beats(job, progress), RoleGenerators(ds, layout, progress, history)
         recording = Recording(ds, binding, progress, channel.spans, settings.observe.timeline)
-        self.accounts = accounts = Accounts(settings.observe.ledger, session.member)
         brought = ds.client_lr_scheduler is not None and ds.lr_scheduler is not None
         if brought:
             local.pristine = Pristine(ds.lr_scheduler, ds.basic_optimizer, given=ds.client_lr_scheduler)
@@ -123,7 +121,7 @@ class Parts:
         needs = Needs(partial(channel.report_layout, layout, mode.replicas, stage=stage, memory=limit), dataset is None)
         self.report_layout = needs.tell_all
         self.supply = supply = BatchSupply(
-            ds, binding, epoch, progress, batches, accounts, dataset, ds.data_iterator, history, needs
+            ds, binding, epoch, progress, batches, dataset, ds.data_iterator, history, needs
         )
 
         # Passes, reduction, commit, step.
@@ -139,14 +137,14 @@ class Parts:
         retains = mode.replicas or layout.slices > 1
         kept = PassBytes(ds, layout, limit is not None, retains)
         self.passes = passes = Passes(
-            ds, layout, binding, progress, batches, accounts, slices, generators, idle, checks, times, kept
+            ds, layout, binding, progress, batches, slices, generators, idle, checks, times, kept
         )
         self.boundaries = boundaries = Boundaries(ds, binding, epoch, progress, idle, retains)
         self.division = division = Division(ds, binding, epoch, progress, boundaries, reduction)
         self.redundant = redundant = RedundantPasses(
             ds, redundancy, mode, binding, epoch, progress, batches, passes, boundaries, idle, checks, recording
         )
-        self.commits = commits = Commits(ds, binding, epoch, progress, batches, accounts, saves, checks, constructions)
+        self.commits = commits = Commits(ds, binding, epoch, progress, batches, saves, checks, constructions)
         verify_every = redundancy.verify_every if mode.replicas else 0
         self.steps = steps = Steps(ds, layout, groups, binding, progress, generators, verify_every)
         mismatches = Mismatches(redundancy.verify_every)
@@ -156,7 +154,7 @@ class Parts:
 
         # Takeover, copies, replay.
         self.copies = copies = Copies(binding, epoch, progress, builder, steps, snapshots, constructions, times, kept)
-        self.joining = joining = Joining(job, binding, progress, history, saves, accounts, checks)
+        self.joining = joining = Joining(job, binding, progress, history, saves, checks)
         announcements = Announcements(binding, epoch, progress, joining)
         self.recovery = recovery = RecoveryProtocol(
             *(ds, binding, epoch, progress, reduction.tied_stages, builder, boundaries, replication),

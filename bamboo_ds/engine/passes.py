@@ -14,7 +14,6 @@ import torch
 from ..comm.transport import Payload
 from ..errors import ProtocolError
 from ..topology import Layout, Role
-from .accounts import Accounts, payload_checksum
 from .block_times import BlockTimes
 from .bubbles import IdleTimes
 from .data import PARTS, Batches, as_payload
@@ -27,7 +26,7 @@ from .rng import Drawing, seeded_layers
 from .runtime import RuntimeBinding, StageRuntime
 from .slices import SlicedPasses
 from .stage_memory import PassBytes
-from .tracing import tensors_in
+from .tracing import payload_checksum, tensors_in
 
 #: Number of a stage that is neither a pipeline's first nor its last one.
 _INNER = -1
@@ -42,7 +41,6 @@ class Passes:
     binding: RuntimeBinding
     progress: Progress
     batches: Batches
-    accounts: Accounts
     slices: SlicedPasses
     generators: RoleGenerators
     idle: IdleTimes
@@ -80,7 +78,7 @@ class Passes:
         first, last = self._at_ends(runtime)
         drawn = self.batches[runtime.role.pipeline].batch(buffer_id, first, last)
         batch = self._batch = self.slices.processed(drawn)
-        if self.accounts.on and not self.progress.evaluating:
+        if self.progress.checksums and not self.progress.evaluating:
             runtime.consumed[buffer_id] = payload_checksum(as_payload(PARTS[last], batch[last]))
         with self._in_part(runtime):
             self.ds.load_micro_batch(buffer_id)

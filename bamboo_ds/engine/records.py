@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from ..comm.transport import Transport
 from ..errors import UnsupportedError
+from ..observe.event_base import Consumed
 from ..schedule import Decision
 from ..topology import Layout, Plan, Role
 from .commit import Committed
@@ -89,6 +90,7 @@ class Recovery:
         rebuilt: from the plan until everybody had agreed what to do.
         forwards_redone: passes of the roles taken over that their lost owners may have done already.
         backwards_redone: the same of backward passes.
+        consumed: by the newest committed step.
     """
 
     decision: Decision
@@ -97,6 +99,7 @@ class Recovery:
     rebuilt: float
     forwards_redone: int
     backwards_redone: int
+    consumed: Consumed | None
 
 
 @dataclass
@@ -108,6 +111,8 @@ class Progress:
         sequence: operations (iterations, evaluations, saves) committed so far, equal on all members.
         steps: iterations committed so far.
         consumed: micro-batches of each pipeline that committed iterations have used.
+        checksums: micro-batches get checksums, by which events tell what steps have consumed; equal on all members.
+        newest: what the newest committed step has consumed, with ``checksums``.
         vector: sum of the last commit all-reduce.
         committed: the same, decoded, of the current iteration.
         paused: seconds for which this member entered other plans since the last iteration.
@@ -133,6 +138,8 @@ class Progress:
     sequence: int = 0
     steps: int = 0
     consumed: int = 0
+    checksums: bool = False
+    newest: Consumed | None = None
     vector: tuple[float, ...] | None = None
     committed: Committed | None = None
     paused: float = 0.0

@@ -107,7 +107,7 @@ class RecoveryProtocol:
         self.epoch.job.lost_at = None
         redone = self._redone(plan, decision)
         seconds = planned - noticed, time.monotonic() - planned
-        self.progress.recovery = Recovery(decision, noticed, *seconds, *redone)
+        self.progress.recovery = Recovery(decision, noticed, *seconds, *redone, self.progress.newest)
         self.announcements.tell_again()
         with self.binding.for_script():
             plan_change.tell(plan, self.epoch.member)
@@ -156,7 +156,6 @@ class RecoveryProtocol:
             self._drop_reductions(decision.progress)
             self.begin_again(decision.progress)
         self.supply.connect({m: {} if m in decision.behind else report.received for m, report in reports.items()})
-        self.supply.write_ledger(plan)
         # A member that is behind in an iteration steps first and takes part then.
         steps = max(report.steps for report in reports.values())
         lacking = any(reports[m].steps < steps for m in decision.behind) or any(r.stale for r in reports.values())
@@ -196,7 +195,7 @@ class RecoveryProtocol:
             consumed=self.progress.consumed,
             seed=self.progress.seed,
             nonce=self.saves.nonce,
-            accounts=self.supply.accounts.report(),
+            checksums=self.progress.checksums,
             script=ScriptReport(**self.collectives.record()),
             exact=self.checks.left,
         )

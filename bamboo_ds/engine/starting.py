@@ -72,7 +72,7 @@ def _agree(parts: Parts, exact: int) -> StartReport:
         seed=parts.progress.seed,
         nonce=secrets.token_hex(4),
         resumed=parts.resuming.find() if parts.epoch.leads else None,
-        ledger=parts.accounts.folder,
+        checksums=parts.job.settings.observe.checksums,
         exact=exact,
         flags=parts.flags,
     )
@@ -92,6 +92,6 @@ def _agree(parts: Parts, exact: int) -> StartReport:
     parts.flags.clear()
     parts.flags.update(agreed.flags)
     parts.progress.seed, parts.saves.nonce = agreed.seed, agreed.nonce
-    parts.accounts.begin(agreed.nonce, agreed.ledger)
+    parts.progress.checksums = agreed.checksums
     parts.checks.begin(agreed.exact)
     return agreed

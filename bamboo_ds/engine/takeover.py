@@ -209,4 +209,5 @@ class Takeover:
             forwards_redone=recovery.forwards_redone,
             backwards_redone=recovery.backwards_redone,
             mode=recovery.decision.mode,
+            consumed=recovery.consumed.model_dump() if recovery.consumed is not None else None,
         )

@@ -14,7 +14,6 @@ from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from random import Random
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -30,7 +29,6 @@ from bamboo_ds.control.leader.decisions import fed
 from bamboo_ds.control.leader.restarts import fatal_plan
 from bamboo_ds.control.leader.view import View
 from bamboo_ds.control.registry.records import LayoutRecord, MemberRecord, WorkerState
-from bamboo_ds.engine.accounts import Accounts
 from bamboo_ds.engine.announcements import Announcements
 from bamboo_ds.engine.beats import Beats
 from bamboo_ds.engine.block_times import BlockTimes
@@ -171,7 +169,7 @@ class Member:
         self.started = self.left = self.ended = False
         self.session: Any = Session(name, world.network)
         self.job: Any = Job(world, self.session, plan, rank, joiner)
-        self.progress = progress = Progress(seed=7)
+        self.progress = progress = Progress(seed=7, checksums=spec.checksums)
         engine: Any = _Engine()
         engine.__dict__.update(
             device=torch.device("cpu"),
@@ -210,8 +208,6 @@ class Member:
         history, batches, idle = History(), Batches(1, Reading(binding, groups).batches), DrawnIdleTimes(random)
         beats, generators = Beats(self.job, progress), RoleGenerators(ds, layout, progress, history)
         recording = Recording(ds, binding, progress, None, "off")
-        accounts = Accounts(str(spec.ledger) if spec.ledger else None, name)
-        accounts.begin("run", accounts.folder)
         saves: Any = Saves()
         self.saves = saves
         collectives: Any = SimpleNamespace(
@@ -222,29 +218,27 @@ class Member:
         settings = RedundancyConfig.model_validate({"mode": spec.mode, "verify_every": 1})
 
         needs = Needs(partial(world.note_needs, name), dataset is None)
-        supply = BatchSupply(ds, binding, epoch, progress, batches, accounts, dataset, None, history, needs)
+        supply = BatchSupply(ds, binding, epoch, progress, batches, dataset, None, history, needs)
         tied = {0, layout.stages - 1} if spec.tied else set()
         reduction = Reduction(ds, binding, epoch, tied)
         builder = _Builder(ds, layout, groups, binding)
         builder.member = self
         checks = ExactChecks(ds, True, True, binding, epoch, progress, reduction, builder, beats)
         checks.begin(spec.checked)
-        self.joining = joining = Joining(self.job, binding, progress, history, saves, accounts, checks)
+        self.joining = joining = Joining(self.job, binding, progress, history, saves, checks)
         slices = SlicedPasses(ds, groups, binding)
         times: BlockTimes = DrawnBlockTimes(layout, spec.iterations, random)
         if spec.straggler is not None:
             times = StragglersBlockTimes(layout, range(3, spec.iterations - 8) if name == spec.straggler else range(0))
         kept = PassBytes(ds, layout, on=False, retains=True)
-        self.passes = Passes(
-            ds, layout, binding, progress, batches, accounts, slices, generators, idle, checks, times, kept
-        )
+        self.passes = Passes(ds, layout, binding, progress, batches, slices, generators, idle, checks, times, kept)
         self.boundaries = Boundaries(ds, binding, epoch, progress, idle, True)
         self.division = Division(ds, binding, epoch, progress, self.boundaries, reduction)
         self.redundant = RedundantPasses(
             ds, settings, mode, binding, epoch, progress, batches, self.passes, self.boundaries, idle, checks, recording
         )
         self.reduction = reduction
-        self.commits = Commits(ds, binding, epoch, progress, batches, accounts, saves, checks, constructions)
+        self.commits = Commits(ds, binding, epoch, progress, batches, saves, checks, constructions)
         self.steps = Steps(ds, layout, groups, binding, progress, generators, settings.verify_every)
         self.replication = Replication(
             binding, epoch, progress, self.boundaries, self.steps, constructions, Mismatches(1)
@@ -426,7 +420,7 @@ class Spec:
         sharded: optimizers are partitioned over the pipelines.
         statistics: layers keep some.
         dataset: batches are those of one, which all members can read.
-        ledger: its folder, if there is one.
+        checksums: events tell what steps have consumed.
         heals: stages get new replicas, and roles move, while the job goes on.
         leaves: a member leaves.
         joiners: so many members come in the place of lost ones.
@@ -451,7 +445,7 @@ class Spec:
     sharded: bool = False
     statistics: bool = True
     dataset: bool = False
-    ledger: Path | None = None
+    checksums: bool = False
     heals: bool = False
     leaves: bool = False
     joiners: int = 0
