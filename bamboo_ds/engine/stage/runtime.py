@@ -141,7 +141,7 @@ class StageRuntime:
             parameters.
         reduced: what the optimizer step needs of the gradients after the data-parallel reduction; ``None`` until then.
         measured: what the commit has to know of them.
-        consumed: checksum of each micro-batch that a first or last stage has loaded, if there is a ledger. It travels
+        consumed: checksum of each micro-batch that a first or last stage has loaded, if the job wants them. It travels
             with the reduced gradients that the micro-batch has contributed to.
         reduced_loss: the pipeline's mean loss (and additional losses) of this iteration, if this runtime holds
             the last stage and all of its forwards are done or its replica was received.
