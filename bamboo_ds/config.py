@@ -7,14 +7,24 @@ nearest known key named, so that a typing error never silently turns a safeguard
 from __future__ import annotations
 
 import difflib
+import warnings
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, ValidationInfo, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveInt,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
-from .addresses import CREDENTIAL, check_collector, split_address
 from .addresses import check_url as check_url
+from .addresses import split_address
 from .deepspeed_config import config_path_from_argv as config_path_from_argv
 from .deepspeed_config import load_config as load_config
 from .errors import ConfigError
@@ -265,14 +275,22 @@ class StandbyConfig(_Block):
     )
 
 
+#: Settings of ``bamboo.observe`` that are no more: what users are told who have them in a file.
+_FORMER = {
+    "ledger": 'is "bamboo.observe.checksums": true now, which it switches on: there are no files of a ledger any more; '
+    "the events of steps tell what these have consumed, and `bamboo goodput EVENTS` verifies it",
+    "otlp": "has no effect any more: a collector reads /metrics and the file of events itself, as "
+    '"OpenTelemetry" in docs/guides/observing.md has it',
+}
+
+
 class ObserveConfig(_Block):
     """``bamboo.observe``"""
 
-    ledger: str | None = Field(
-        None,
-        min_length=1,
-        description="folder on a file system that all members share, for a ledger of the batches that committed steps"
-        " have consumed, see `bamboo ledger`; `null`: none",
+    checksums: bool = Field(
+        False,
+        description="whether every batch gets a checksum, with which the events of steps tell what they have consumed; "
+        "`bamboo goodput` [verifies](goodput.md#samples) that each sample was consumed once",
     )
     http: str | None = Field(
         None,
@@ -283,11 +301,6 @@ class ObserveConfig(_Block):
     control: bool = Field(
         False, description="whether who may see that page may also end the job from there, and ask members to leave"
     )
-    otlp: str | None = Field(
-        None,
-        description="URL of an OpenTelemetry collector (OTLP over HTTP, such as `http://host:4318`) that gets the same "
-        "metrics, and the events as logs, without a credential; needs the extra `otel`. `null`: none",
-    )
     timeline: Literal["losses", "all", "off"] = Field(
         "losses",
         description="which instructions of workers are kept beside the events, for `bamboo trace` and `bamboo plot`: "
@@ -295,17 +308,25 @@ class ObserveConfig(_Block):
         "[Timelines](../guides/timelines.md)",
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _without_former(cls, block: Any) -> Any:
+        """Configurations with :data:`_FORMER` settings go on working; a warning says what to write instead."""
+        if not isinstance(block, Mapping):
+            return block
+        given = {name for name in _FORMER if block.get(name) is not None}
+        for name in sorted(given):
+            # Without its value: that of a collector may have a credential in it.
+            warnings.warn(f'"{BLOCK}.observe.{name}" {_FORMER[name]}', FutureWarning, stacklevel=2)
+        rest = {name: value for name, value in block.items() if name not in _FORMER}
+        return {"checksums": True, **rest} if "ledger" in given else rest
+
     @field_validator("http")
     @classmethod
     def _is_an_address(cls, value: str | None) -> str | None:
         if value is not None:
             split_address(value)
         return value
-
-    @field_validator("otlp")
-    @classmethod
-    def _is_a_url(cls, value: str | None) -> str | None:
-        return None if value is None else check_collector(value)
 
 
 SourceName = Literal["aws", "gcp", "azure", "file", "http"]
@@ -410,8 +431,7 @@ def _explain(error: ValidationError) -> str:
             cure = f'did you mean "{near[0]}"?' if near else f"known keys: {', '.join(known)}"
             lines.append(f'"{name}" is not a setting; {cure}')
         else:
-            found = "not shown here" if item["type"] == CREDENTIAL else repr(item["input"])
-            lines.append(f'"{name}" is {found}: {item["msg"]}')
+            lines.append(f'"{name}" is {item["input"]!r}: {item["msg"]}')
     return "; ".join(lines)
 
 

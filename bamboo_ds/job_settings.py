@@ -8,7 +8,6 @@ that gives stages to members; no setting that has been in force before may diffe
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
@@ -19,7 +18,7 @@ from .config import BLOCK, BambooConfig
 from .errors import ConfigError
 
 #: Settings, or parts of the block, that are in force from a job's start on. Agents go by them.
-FROM_THE_START = ("membership.", "notices.", "observe.http", "observe.control", "observe.otlp")
+FROM_THE_START = ("membership.", "notices.", "observe.http", "observe.control")
 _HIDDEN = "***"
 
 
@@ -156,8 +155,6 @@ def _shown(block: BambooConfig, path: str) -> str:
 def _check(block: BambooConfig) -> None:
     """Raise :class:`ConfigError` if two settings contradict each other."""
     block.redundancy.steps_to_check()
-    if block.observe.otlp is not None and importlib.util.find_spec("opentelemetry") is None:
-        raise ConfigError('bamboo.observe.otlp needs OpenTelemetry: pip install "bamboo_ds[otel]", or remove it')
     ttl = block.membership.lease_ttl_s
     if block.fence_s is not None and block.fence_s < 2 * ttl:
         raise ConfigError(

@@ -42,8 +42,8 @@ from bamboo_ds.chaos.observer import Observer
 from bamboo_ds.chaos.processes import agent_of, listener, stopped, worker_of
 from bamboo_ds.chaos.situation import JobSituation
 from bamboo_ds.launchers import jobs
-from bamboo_ds.observe.audit import audit
-from bamboo_ds.observe.ledger import read_ledger
+from bamboo_ds.observe.consumption import Consumption
+from bamboo_ds.observe.events import read_events
 
 MICRO_BATCHES, BATCH = 4, 4
 #: Seconds for anything that is waited for.
@@ -268,7 +268,7 @@ def run(folder: Path, scenario: Scenario) -> tuple[Lifecycle, int]:
     block = {
         "notices": {"sources": ["aws"], "poll_s": 0.5},
         "redundancy": {"verify_every": 10},
-        "observe": {"ledger": str(folder / "ledger")},
+        "observe": {"checksums": True},
     }
     config = write_config(folder, MICRO_BATCHES, block, train_micro_batch_size_per_gpu=BATCH)
     until, name = folder / "done", f"lifecycle-{os.getpid()}"
@@ -343,8 +343,9 @@ def verdicts(life: Lifecycle, code: int, calm: Path) -> dict[str, bool]:
     folder, scenario, job = life.folder, life.scenario, life.job
     expected = undisturbed(calm, scenario)
     mine, wanted = states(folder), states(calm)
-    lines, problems = read_ledger([folder / "ledger"])
-    consumed = audit(lines, distinct=True, steps=scenario.steps)
+    consumed = Consumption()
+    for event in read_events(folder / "events.jsonl"):
+        consumed.add(event)
     outage = next(deed for deed in life.deeds if deed.what.startswith("etcd"))
     notice = life.deeds[-1]
     redone = [e for e in job.events("recovered") if notice.begin <= wall(e) < notice.end]
@@ -362,7 +363,9 @@ def verdicts(life: Lifecycle, code: int, calm: Path) -> dict[str, bool]:
         and bool(losses(folder)),
         "weights, optimizer states, counters bit-equal": bool(wanted) and equal(mine, wanted),
         "replicas verified": bool(job.events("replica_verified")) and not job.events("replica_mismatch"),
-        "every micro-batch consumed exactly once": not problems and not consumed.problems,
+        "every sample consumed exactly once": list(consumed.history()) == list(range(1, scenario.steps + 1))
+        and not consumed.problems()
+        and not consumed.alike(),
         "training went on without etcd, which cost nobody": life.steps_without_etcd > 0 and not outage.lost,
         "the notice cost no redone work": len(notice.left) == 1 and not notice.lost and not redone,
         "no process left": not left,

@@ -1,4 +1,4 @@
-"""At most one start of a job commits, publishes and accounts, whatever processes, clocks and the network do."""
+"""At most one start of a job commits and publishes, whatever processes, clocks and the network do."""
 
 from __future__ import annotations
 

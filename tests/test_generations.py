@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from bamboo_ds.generations import is_over, supersede
-from bamboo_ds.observe.ledger import LedgerLine, LedgerWriter, read_ledger
 from bamboo_ds.state import publish
 from bamboo_ds.state.checkpoints import MANIFEST, Manifest, SaveRecord, newest_complete, read_manifest
 from bamboo_ds.topology import Layout
@@ -26,16 +25,6 @@ def test_a_later_start_ends_all_before_it_and_no_other_job(tmp_path: Path) -> No
     supersede(tmp_path, ("a", 2))
     assert [is_over(tmp_path, ("a", n)) for n in range(5)] == [True, True, True, False, False]
     assert not is_over(tmp_path, ("b", 0)) and not is_over(tmp_path, ("", 0)) and not is_over(tmp_path / "x", ("a", 0))
-
-
-def test_an_old_start_accounts_for_nothing(tmp_path: Path) -> None:
-    fields = {"run": "r", "global_step": 1, "pipeline": 0, "pipelines": 1, "inputs": ["0" * 8], "labels": ["1" * 8]}
-    old, new = LedgerWriter(str(tmp_path), "m0-a"), LedgerWriter(str(tmp_path), "m0-b")
-    for step, writer, generation in ((1, old, 0), (1, new, 1), (2, old, 0), (2, new, 1)):
-        line = LedgerLine.model_validate({**fields, "step": step, "member": f"g{generation}", "epoch": 1})
-        writer.append(line, ("job", generation))
-    lines, problems = read_ledger([tmp_path])
-    assert not problems and [(line.member, line.step) for line in lines] == [("g0", 1), ("g1", 1), ("g1", 2)]
 
 
 def record(generation: int) -> SaveRecord:

@@ -15,7 +15,6 @@ import pytest
 from bamboo_ds.control.registry.records import PeerAddress
 from bamboo_ds.engine.context.operation import Outcome
 from bamboo_ds.engine.context.records import Progress, Recovery
-from bamboo_ds.engine.data.accounts import Consumed, LedgerReport
 from bamboo_ds.engine.recovery.reports import (
     MemberReport,
     PartReport,
@@ -114,7 +113,7 @@ class Member:
         found = self._recoveries.pop(0)
         if isinstance(found, EpochChanged):
             raise found
-        self.progress.recovery = Recovery(found, 0.0, 0.0, 0.0, 0, 0)
+        self.progress.recovery = Recovery(found, 0.0, 0.0, 0.0, 0, 0, None)
         self.progress.taken_over.add(Role(0, 1))
         return found
 
@@ -232,7 +231,7 @@ def report(**changes: Any) -> MemberReport:
         "consumed": 12,
         "seed": 2**64 - 1,
         "nonce": "n",
-        "accounts": LedgerReport(folder="/l", last=Consumed(3, 3, ((1, 2), (3, 4)), None)),
+        "checksums": True,
         "script": ScriptReport(gap=3, done={"world": 1}, open=0),
         "exact": 0,
     }

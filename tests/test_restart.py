@@ -20,11 +20,9 @@ from bamboo_ds.control.leader.decisions import Decider
 from bamboo_ds.control.leader.restarts import RestartLimits, assign, fatal_plan, unstarted_plan
 from bamboo_ds.control.leader.view import View
 from bamboo_ds.control.registry.records import LeftRecord, MemberRecord, ProgressRecord, RestartRecord, WorkerState
-from bamboo_ds.observe.audit import audit, compare
 from bamboo_ds.observe.events import read_events
 from bamboo_ds.observe.goodput import account
 from bamboo_ds.observe.goodput.lives import Category
-from bamboo_ds.observe.ledger import read_ledger
 from bamboo_ds.processes import boot_id
 from bamboo_ds.topology import Layout
 from bamboo_ds.topology.planner import initial_plan, takeover, with_redundancy
@@ -34,7 +32,7 @@ from .support.faults import mark
 from .support.jobs import Result, RunningJob, write_config
 from .support.settings import deciding
 from .support.surviving import Reference, fault
-from .test_ledger import expected
+from .test_consumption import assert_consumed_once
 
 pytestmark = pytest.mark.claim(
     "guides/clusters.md", "guides/restarts.md", "reference/events.md", "reference/limits.md", "reference/settings.md"
@@ -306,7 +304,7 @@ def test_twice_from_a_checkpoint_with_half_of_the_members(tmp_path: Path, refere
     """A plain loop that saves; its scheduler and layers count. The restart is hit while it replays what was done."""
     arguments = (*ARGUMENTS, "--count-samples", "--count-passes")
     faults = [fault(1, 5, "BackwardPass", 1), fault(0, 5, ".recovery.run"), fault(3, 4, ".loader.load")]
-    bamboo = {"checkpoint": {"asynchronous": False}, "observe": {"ledger": str(tmp_path / "ledger")}}
+    bamboo = {"checkpoint": {"asynchronous": False}, "observe": {"checksums": True}}
     file, go_on = write_config(tmp_path, bamboo, 4), tmp_path / "go on"
     # The last step waits until all have copies: then workers that only stand in for others are not needed any more.
     pace = ["--slow-until", str(go_on), "--slow-s", "600", "--slow-from", "7"]
@@ -322,10 +320,7 @@ def test_twice_from_a_checkpoint_with_half_of_the_members(tmp_path: Path, refere
     assert first["checkpoint"] == str(tmp_path / "checkpoints" / "step4")
     assert steps_of(result) == [[1, 2, 3, 4, 5], [], [5, 6, 7, 8]]
     assert len(result.ranks()) == 2, "workers that only stood in for others have left"
-    lines, problems = read_ledger([tmp_path / "ledger"])
-    consumed = audit(lines, distinct=True, steps=8)
-    assert problems + consumed.problems + compare(consumed, audit(expected(8, 1, 4, 4))) == []
-    assert (len(consumed.runs), consumed.steps) == (2, 9)
+    assert [list(start) for start in assert_consumed_once(result, 1, 8).starts] == [[1, 2, 3, 4, 5], [5, 6, 7, 8]]
     spent = account(read_events(tmp_path / "events.jsonl"))
     # Nobody may be left who tells of the last member that a restart has lost.
     lost = {event["member_id"] for event in result.events("member_lost")}

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -33,7 +32,7 @@ from bamboo_ds.control.web.feed import Feed
 from bamboo_ds.control.web.server import WebServer
 from bamboo_ds.errors import ConfigError, StoreUnavailable
 from bamboo_ds.job_settings import JobSettings
-from bamboo_ds.observe.events import Event, EventWriter, read_events
+from bamboo_ds.observe.events import Event
 from bamboo_ds.observe.live import LiveJob
 from bamboo_ds.observe.tail import EventTail
 from bamboo_ds.secret import NONE, JobSecret
@@ -297,21 +296,6 @@ def test_a_file_that_is_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
     assert caplog.text.count("missing.jsonl") == 1
 
 
-def test_only_new_events_are_passed_on(tmp_path: Path) -> None:
-    path = tmp_path / "events.jsonl"
-    path.write_bytes(RECORDED.read_bytes())
-    feed, told = Feed("recorded", str(path)), list[str]()
-    feed.on_event = lambda event: told.append(event.event)
-    feed.refresh()
-    event = next(read_events(RECORDED))
-    with EventWriter(path) as events:
-        now = feed._since
-        events.emit(event.model_copy(update={"time": now}))
-        events.emit(event.model_copy(update={"time": now, "job": "another"}))
-    feed.refresh()
-    assert told == ["run_started"]
-
-
 def test_a_long_past_is_read_while_the_page_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It shows how far it is, and who scrapes is told to come again: counters that climb once more look like news."""
     monkeypatch.setattr("bamboo_ds.control.web.feed._CHUNK", 4096)
@@ -336,7 +320,6 @@ def test_a_long_past_is_read_while_the_page_answers(tmp_path: Path, monkeypatch:
         assert view["state"] == "reading" and 0 < view["step"] < 25 and view["ended"] is None
         status, _, body = ask(served.url, "/metrics", TOKEN)
         assert status == 503 and "being read" in json.loads(body)["error"]
-        assert served.feed.families(lambda: True) is None
         go.set()
         wait(lambda: seen(served.url, TOKEN)["state"] == "ended", "the rest is read")
         assert value(scraped(served.url, TOKEN), "bamboo_steps_committed_total") == 25
@@ -621,21 +604,3 @@ def test_addresses(text: str, address: tuple[str, int]) -> None:
 def test_addresses_that_are_none(text: str) -> None:
     with pytest.raises(ConfigError, match=r"observe\.http.*127\.0\.0\.1:9400"):
         bamboo_config({"bamboo": {"observe": {"http": text}}})
-
-
-def test_a_collector_that_is_no_url_and_one_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match=r"observe\.otlp"):
-        bamboo_config({"bamboo": {"observe": {"otlp": "collector:4318"}}})
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    block = bamboo_config({"bamboo": {"observe": {"otlp": "http://collector:4318/"}}})
-    assert block is not None and block.observe.otlp == "http://collector:4318"
-    with pytest.raises(ConfigError, match=r"bamboo_ds\[otel\]"):
-        JobSettings.resolve(block, {})
-
-
-@pytest.mark.parametrize("url", ["https://me:hunter2@c:4318", "me:hunter2@c:4318", "http://c:4318/?key=hunter2"])
-def test_a_collectors_credential_is_not_taken_from_the_settings(url: str) -> None:
-    """Every agent's command line has those."""
-    with pytest.raises(ConfigError, match=r"observe\.otlp.*OTEL_EXPORTER_OTLP_HEADERS") as caught:
-        bamboo_config({"bamboo": {"observe": {"otlp": url}}})
-    assert "hunter2" not in "".join(traceback.format_exception(caught.value))

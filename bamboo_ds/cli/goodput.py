@@ -1,7 +1,8 @@
-"""``bamboo goodput``: what the seconds of a job's members were spent on."""
+"""``bamboo goodput``: what the seconds of a job's members were spent on, and whether each sample was consumed once."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import click
@@ -9,6 +10,7 @@ from rich.table import Table
 
 from ..errors import ConfigError
 from ..observe import pictures
+from ..observe.consumption import Consumption
 from ..observe.events import read_events
 from ..observe.goodput import account
 from ..observe.goodput.accounted import Report
@@ -16,6 +18,8 @@ from .output import console
 
 #: Parts of the time that the picture shows.
 _BINS = 240
+#: Problems that are printed; the others are counted.
+_SHOWN = 20
 
 
 @click.command()
@@ -26,14 +30,18 @@ def goodput(events: Path, as_json: bool, png: Path | None) -> None:
     """Account for every second of every member of a job, from its EVENTS (a file of JSON lines).
 
     Goodput is the productive share of the member-seconds.
+
+    With bamboo.observe.checksums also verify that every sample was consumed once: exit code 1 if not.
     """
-    report = account(read_events(events))
+    consumption = Consumption()
+    report = account(consumption.watching(read_events(events)))
     if not report.members:
         raise ConfigError(f"{events}: no event tells of a member")
     if png is not None:
         _draw(png, report)
     if as_json:
         click.echo(report.model_dump_json(indent=2))
+        _verify(consumption)
         return
     table = Table(box=None)
     for column in ("category", "member-seconds", "share"):
@@ -50,6 +58,25 @@ def goodput(events: Path, as_json: bool, png: Path | None) -> None:
         facts.append(f"{report.steps_per_second:.3f} steps/s")
     click.echo(", ".join(facts))
     click.echo("goodput " + ("unknown" if report.goodput is None else f"{report.goodput:.2%}"))
+    _verify(consumption)
+
+
+def _verify(consumption: Consumption) -> None:
+    """Tell on stderr whether each sample was consumed once, if the events have what it takes; exit if not."""
+    steps, problems = len(consumption.history()), consumption.problems()
+    if not steps:
+        return
+    for problem in problems[:_SHOWN]:
+        click.echo(problem, err=True)
+    if len(problems) > _SHOWN:
+        click.echo(f"and {len(problems) - _SHOWN} problems more", err=True)
+    alike = f", {number} of them with the contents of one before" if (number := consumption.alike()) else ""
+    verdict = (
+        f"samples: not each consumed once, {len(problems)} problems" if problems else "samples: each consumed once"
+    )
+    click.echo(f"{verdict} ({steps} steps{alike})", err=True)
+    if problems:
+        sys.exit(1)
 
 
 def _draw(path: Path, report: Report) -> None:

@@ -38,7 +38,6 @@ from .doctor import doctor
 from .events import events
 from .goodput import goodput
 from .jobs import jobs as list_jobs
-from .ledger import ledger
 from .logs import logs_command
 from .options import (
     MEASURED,
@@ -238,7 +237,6 @@ cli.add_command(advise)
 cli.add_command(checkpoints)
 cli.add_command(chaos)
 cli.add_command(doctor)
-cli.add_command(ledger)
 cli.add_command(goodput)
 cli.add_command(events)
 cli.add_command(trace)

@@ -73,7 +73,7 @@ def _agree(parts: Parts, exact: int) -> StartReport:
         seed=parts.progress.seed,
         nonce=secrets.token_hex(4),
         resumed=newest_whole(parts.epoch) if parts.epoch.leads else None,
-        ledger=parts.supply.accounts.folder,
+        checksums=parts.job.settings.observe.checksums,
         exact=exact,
         flags=parts.flags,
     )
@@ -93,6 +93,6 @@ def _agree(parts: Parts, exact: int) -> StartReport:
     parts.flags.clear()
     parts.flags.update(agreed.flags)
     parts.progress.seed, parts.saves.nonce = agreed.seed, agreed.nonce
-    parts.supply.accounts.begin(agreed.nonce, agreed.ledger)
+    parts.progress.checksums = agreed.checksums
     parts.iteration.checks.begin(agreed.exact)
     return agreed

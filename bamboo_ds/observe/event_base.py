@@ -27,6 +27,24 @@ GLOBAL_STEP: Any = Field(
 )
 
 
+class Consumed(BaseModel):
+    """What a committed step has consumed."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    step: int = Field(ge=1, description="number of the step")
+    global_step: int = Field(ge=0, description="the same as DeepSpeed counts")
+    checksum: str = Field(
+        pattern="^[0-9a-f]{8}$",
+        description="CRC-32 over those of the micro-batches: for each pipeline of its inputs, then of its labels",
+    )
+    samples: tuple[int, int] | None = Field(
+        default=None,
+        description="[first sample, the one behind the last], counted over all passes over `training_data`; null where "
+        "batches come from iterators",
+    )
+
+
 class EventBase(BaseModel):
     """What every event carries. Unknown fields are refused when reading."""
 

@@ -16,7 +16,7 @@ from typing import Annotated, Literal
 from pydantic import Field, TypeAdapter, ValidationError
 
 from ..errors import ProtocolError
-from .event_base import GLOBAL_STEP, SCHEMA, EventBase, Role
+from .event_base import GLOBAL_STEP, SCHEMA, Consumed, EventBase, Role
 
 
 class RunStarted(EventBase):
@@ -175,6 +175,11 @@ class Recovered(EventBase):
     mode: str = Field(
         description="`resume`: the operation was finished from its progress; `commit`: only its commit was repeated"
     )
+    consumed: Consumed | None = Field(
+        default=None,
+        description="by the newest step that was committed before the loss, whose own event may be missing; null as "
+        "in `step`",
+    )
 
 
 class Reconfigured(EventBase):
@@ -219,6 +224,9 @@ class Step(EventBase):
     frc_total: int = Field(ge=0, description="redundant forward passes that would cover every micro-batch")
     samples: int | None = Field(
         default=None, ge=0, description="samples of the global batch; null where it is not known"
+    )
+    consumed: Consumed | None = Field(
+        default=None, description="what `bamboo goodput` verifies; null without `observe.checksums`"
     )
 
 

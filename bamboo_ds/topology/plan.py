@@ -95,7 +95,7 @@ class Plan:
 
     @property
     def lineage(self) -> tuple[str, int]:
-        """Name of the lineage: all plans, checkpoints and ledger lines of one start of the job's workers."""
+        """Name of the lineage: all plans, steps and checkpoints of one start of the job's workers."""
         return self.origin, self.generation
 
     @property

@@ -24,7 +24,7 @@ from pydantic import BaseModel
 
 from bamboo_ds.cli.main import cli
 from bamboo_ds.config import BambooConfig
-from bamboo_ds.observe.events import Event, EventBase, Role
+from bamboo_ds.observe.events import Consumed, Event, EventBase, Role
 
 ROOT = Path(__file__).resolve().parents[2]
 _GENERATED = re.compile(r"(<!-- generated: (\w+) -->\n)(.*?)(<!-- end of generated -->)", re.DOTALL)
@@ -195,6 +195,7 @@ def schema_markdown() -> str:
     common = set(EventBase.model_fields)
     lines = ["| event | field | type | meaning |", "|---|---|---|---|"]
     lines += [_row("(every event)", name, EventBase) for name in EventBase.model_fields]
+    lines += [_row("(`consumed`)", name, Consumed) for name in Consumed.model_fields]
     for model in get_args(Event):
         kind = f"`{model.model_fields['event'].default}`"
         lines.append(f"| {kind} | | | {' '.join((model.__doc__ or '').split())} |")
@@ -202,7 +203,7 @@ def schema_markdown() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _row(kind: str, name: str, model: type[EventBase]) -> str:
+def _row(kind: str, name: str, model: type[BaseModel]) -> str:
     info = model.model_fields[name]
     return f"| {kind} | `{info.alias or name}` | {_type_name(info.annotation)} | {info.description} |"
 
@@ -211,6 +212,8 @@ def _type_name(kind: Any) -> str:
     """The JSON name of a field's type."""
     if kind == Role:
         return "[int, int]"
+    if kind is Consumed:
+        return "`consumed`"
     origin, inner = get_origin(kind), get_args(kind)
     if origin is Literal:
         return " \\| ".join(str(value) for value in inner)

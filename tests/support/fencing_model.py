@@ -4,7 +4,7 @@ What decides is the package's: :class:`Coordinator`, :class:`Leader` (with its d
 :class:`Agent` and :class:`WaitingAgent`, :class:`Slot` and :class:`Rejoin`, :mod:`~bamboo_ds.control.fencing`,
 :mod:`~bamboo_ds.generations` and the folder of checkpoints. Modelled: etcd (transactions, leases, watches, one
 revision for all), the network between hosts, clocks, processes that are stopped or killed, and workers, which do
-nothing but enter plans, commit, account and publish.
+nothing but enter plans, commit, tell of it and publish.
 
 A schedule is a list of :class:`Step`: everything that happens follows from it. All is one thread. A process that is
 held in the middle of a request to etcd is a nested loop of the world, in which all others go on.
@@ -33,7 +33,7 @@ from bamboo_ds.control.leader.leader import Leader
 from bamboo_ds.control.registry.keys import Keys
 from bamboo_ds.control.registry.records import JobRecord, RestartRecord, StopRecord
 from bamboo_ds.control.settings import AgentSettings, MemberOptions
-from bamboo_ds.generations import is_over, supersede
+from bamboo_ds.generations import supersede
 from bamboo_ds.job_settings import JobSettings
 from bamboo_ds.state import publish
 from bamboo_ds.state.checkpoints import MANIFEST, Manifest, SaveRecord, Status, list_checkpoints, read_manifest
@@ -91,7 +91,7 @@ KINDS: dict[str, int] = {
     "fail": 1,  # a script
     "join": 4,
     "save": 3,  # a checkpoint is published; its writer may be stopped while it writes, or just before the rename
-    "account": 2,  # the next member that accounts is stopped just before
+    "tell": 2,  # the next member that tells of a step is stopped just before
 }
 
 
@@ -120,12 +120,13 @@ class World:
         self.folder = Path(tempfile.mkdtemp(prefix="fencing-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None))
         (self.folder / FOLDER).mkdir()
         self._ids = self._turns = 0
-        self.hold_account = 0.0
+        self.hold_tell = 0.0
         self._sent: dict[tuple[int, int, str], int] = {}
         self.plan: Plan | None = None
         self.gone: set[str] = set()  # members that plans have listed, and a later one did not
         self.assigned = UNSTARTED if first else 0  # the newest restart
-        self.committed = self.accounted = 0  # newest generations that did
+        self.committed = 0  # the newest generation that did
+        self.restarted_after = -1  # the epoch that the newest restart has followed
         self.commits = 0
         self.late: dict[int, tuple[int, int]] = {}  # by generation: epoch and step of its commit after a restart
         self.published: dict[str, str] = {}  # newest save by tag
@@ -199,7 +200,7 @@ class World:
                 raise Broken(f"restart {record.generation} follows {self.assigned}")
             if plan is not None and plan.generation == UNSTARTED and len(record.ranks) < STAGES:
                 raise Broken(f"the first start is on slots {list(record.ranks)} alone")
-            self.assigned = record.generation
+            self.assigned, self.restarted_after = record.generation, record.after_epoch
         elif key == Keys.STOP and plan is not None:
             stop = StopRecord.from_json(value)
             if by not in plan.members and not plan.unheld and "failed" in stop.reason:
@@ -221,23 +222,17 @@ class World:
         self.committed = max(self.committed, generation)
         self.commits += 1
         worker.step += 1
-        if self.hold_account and worker.plan.owners[0] == worker.member:
-            seconds, self.hold_account = self.hold_account, 0.0
-            if not self._stop_for(worker, seconds, 1):
-                return
-        self._account(worker)
-
-    def _account(self, worker: Worker) -> None:
-        """One line of the ledger, by the owner of the first stage."""
-        assert worker.plan is not None
         if worker.plan.owners[0] != worker.member:
             return
-        lineage = worker.plan.lineage
+        if self.hold_tell:
+            seconds, self.hold_tell = self.hold_tell, 0.0
+            if not self._stop_for(worker, seconds, 1):
+                return
+        # Whoever reads the events tells by their epochs which of them a restart has replaced.
+        replaced = worker.plan.epoch <= self.restarted_after
+        if replaced != (generation < self.assigned):
+            raise Broken(f"start {generation} tells in epoch {worker.plan.epoch}, {self.assigned} has begun")
         self._begin(worker)
-        if "mark" in self.off or not is_over(self.folder / FOLDER, lineage):
-            if lineage[1] < self.accounted:
-                raise Broken(f"start {lineage[1]} accounts when start {self.accounted} has")
-            self.accounted = lineage[1]
 
     def _begin(self, worker: Worker) -> None:
         """What every start does first in a folder; then it chooses the checkpoint that it goes on from."""
@@ -405,7 +400,7 @@ class World:
     def do(self, step: Step) -> None:
         """One step of a schedule."""
         host = self.hosts[step.one % len(self.hosts)]
-        effect = self._account_ if step.kind == "account" else getattr(self, "_" + step.kind.replace(" ", "_"), None)
+        effect = getattr(self, "_" + step.kind.replace(" ", "_"), None)
         if step.kind != "pass" and effect is not None and effect(host, step) is not False:
             self.happened[step.kind] += 1
         if step.kind not in ("save",):
@@ -519,15 +514,15 @@ class World:
             self._publish(worker, 3 * step.seconds, step.one + step.other)
         return bool(members and leads)
 
-    def _account_(self, host: Host, step: Step) -> None:
-        self.hold_account = 3 * step.seconds
+    def _tell(self, host: Host, step: Step) -> None:
+        self.hold_tell = 3 * step.seconds
 
     # -- the end ------------------------------------------------------------------------------------------
 
     def heal(self) -> None:
         """Nothing is broken any more; raises :class:`Broken` if the job neither ends nor goes on."""
         self.apart.clear()
-        self.hold_account = 0.0
+        self.hold_tell = 0.0
         self.etcd.up or self._etcd(self.hosts[0], Step("etcd"))
         for host in self.hosts:
             host.etcd, host.mute, host.stopped, host.hold_s, host.lose = True, False, False, 0.0, False

@@ -14,7 +14,6 @@ from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from random import Random
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -31,7 +30,6 @@ from bamboo_ds.control.leader.restarts import fatal_plan
 from bamboo_ds.control.leader.view import View
 from bamboo_ds.control.registry.records import LayoutRecord, MemberRecord, WorkerState
 from bamboo_ds.engine.context.shared import EngineContext
-from bamboo_ds.engine.data.accounts import Accounts
 from bamboo_ds.engine.data.batches import Batches
 from bamboo_ds.engine.data.dataset import Dataset
 from bamboo_ds.engine.data.supply import BatchSupply, Needs, reading
@@ -177,13 +175,11 @@ class Member(Parts):
         engine.__dict__.update(local.attributes)
         engine._modules["module"] = local.module
         context = EngineContext(ds, job, settings, settings.redundancy.mode, groups, RuntimeBinding(engine, local))
-        context.progress.seed = 7
+        context.progress.seed, context.progress.checksums = 7, spec.checksums
         random = Random(world.random.random())
-        accounts = Accounts(str(spec.ledger) if spec.ledger else None, name)
-        accounts.begin("run", accounts.folder)
         needs = Needs(partial(world.note_needs, name), dataset is None)
         batches = Batches(1, partial(reading, context))
-        supply = BatchSupply(context, batches, accounts, dataset, None, needs)
+        supply = BatchSupply(context, batches, dataset, None, needs)
         times: BlockTimes = DrawnBlockTimes(layout, spec.iterations, random)
         if spec.straggler is not None:
             times = StragglersBlockTimes(layout, range(3, spec.iterations - 8) if name == spec.straggler else range(0))
@@ -337,7 +333,7 @@ class Spec:
         sharded: optimizers are partitioned over the pipelines.
         statistics: layers keep some.
         dataset: batches are those of one, which all members can read.
-        ledger: its folder, if there is one.
+        checksums: events tell what steps have consumed.
         heals: stages get new replicas, and roles move, while the job goes on.
         leaves: a member leaves.
         joiners: so many members come in the place of lost ones.
@@ -362,7 +358,7 @@ class Spec:
     sharded: bool = False
     statistics: bool = True
     dataset: bool = False
-    ledger: Path | None = None
+    checksums: bool = False
     heals: bool = False
     leaves: bool = False
     joiners: int = 0

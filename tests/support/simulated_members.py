@@ -80,7 +80,7 @@ class Host:
 
 
 class Worker:
-    """Enters plans, commits, accounts, publishes. Nothing else of training is there."""
+    """Enters plans, commits, publishes. Nothing else of training is there."""
 
     pid = 1
 

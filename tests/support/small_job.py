@@ -7,7 +7,8 @@ from typing import Any
 
 import deepspeed
 import torch
-from train import build, iterator  # beside this file
+from samples import iterator  # beside this file
+from train import build
 
 
 def begin(seed: int, stages: int = 2) -> tuple[Any, Any]:

@@ -20,11 +20,10 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec, PipelineModule
 from job_script import draws, dump, initialize, options, state_of, steps
+from samples import CLASSES, HIDDEN, Samples, iterator
 from torch import nn
 
 import bamboo_ds
-
-HIDDEN, CLASSES = 16, 10
 
 
 class Device:
@@ -99,41 +98,6 @@ class CrossEntropy(nn.CrossEntropyLoss):
 
     def forward(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return super().forward(logits.float(), labels)
-
-
-class Samples(torch.utils.data.Dataset):  # type: ignore[type-arg]
-    """Deterministic samples that note their index when they are read."""
-
-    def __init__(self, size: int, model: str, ledger: Path | None) -> None:
-        self.size, self.model, self.ledger = size, model, ledger
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, index: int) -> Any:
-        if self.ledger is not None:
-            with open(self.ledger, "a") as file:
-                file.write(f"{index}\n")
-        generator = torch.Generator().manual_seed(1000 + index)
-        x = torch.randn(HIDDEN, generator=generator)
-        label = torch.randint(0, CLASSES, (), generator=generator)
-        if self.model == "tuple":
-            y = torch.randn(HIDDEN, generator=generator)
-            return (x, y, label.clone(), label % 2 == 0), label
-        return x, label
-
-
-def iterator(arguments: argparse.Namespace, pipeline: int, pipelines: int, batch: int, ledger: Path | None) -> Any:
-    """Micro-batches of one pipeline: pipeline d reads the samples with index = d modulo D."""
-    data = Samples(1 << 20, arguments.model, ledger)
-    index = pipeline
-    while True:
-        samples = []
-        for _ in range(batch):
-            samples.append(data[index])
-            index += pipelines
-        inputs, labels = torch.utils.data.default_collate(samples)
-        yield (tuple(inputs) if isinstance(inputs, list) else inputs), labels
 
 
 def with_noise(batches: Any, first: bool) -> Any:

@@ -42,8 +42,6 @@ def make_coordinator(
     """
     record = member_record(settings, member, pid)
     store = open_store(settings.store, settings.job, _STORE_TIMEOUT_S, settings.secret)
-    observe = settings.bamboo.observe
-    shows = observe.http is not None or observe.otlp is not None
     coordinator = Coordinator(
         store,
         Leader(store, events, settings, member, on_feed),
@@ -54,7 +52,7 @@ def make_coordinator(
         after_epoch=settings.after_epoch,
         outage_s=outage_s(settings),
         settings=settings.settings,
-        display=Display(settings, member, store) if shows else None,
+        display=Display(settings, member, store) if settings.bamboo.observe.http is not None else None,
     )
     if settings.slot == 0 and settings.home is None and not settings.waiting:
         coordinator.write(Keys.SPEC, settings.record(settings.world_size, settings.pipelines))

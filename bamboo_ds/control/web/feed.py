@@ -10,7 +10,6 @@ from datetime import datetime, timezone
 from typing import Any
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import Metric
 from prometheus_client.exposition import choose_encoder
 from pydantic_core import to_json
 
@@ -40,25 +39,20 @@ class Feed:
         version: grows when the view changes.
         members: number of members in it.
         reading: the file is being read for the first time, and what is known is the past.
-        on_event: is told of events of the job that were emitted after the feed was made.
     """
 
     def __init__(self, job: str, events: str | None) -> None:
-        self._job = job
         self._live = LiveJob(job)
         self._metrics = Metrics(self._live)
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self._metrics)
         self._tail = None if events is None else EventTail(events, skip=self._note_fault)
-        self._since = datetime.now(timezone.utc)
-        self.on_event: Callable[[Event], None] | None = None
         self._overview: Overview | None = None
         self._faults = False
         self._reader, self._lock = threading.Lock(), threading.Lock()  # held by who reads, and by who needs the state
         self._shown_at = -_SHOW_S
         self.reading = events is not None
         self._parts: dict[str, tuple[Any, int, bytes]] = {}  # by field of the view: its value, since when, as JSON
-        self._started: float | None = None
         self.version = 0
         self.members = 0
 
@@ -103,8 +97,6 @@ class Feed:
         try:
             self._live.add(event)
             self._metrics.add(event)
-            if self.on_event is not None and event.time >= self._since and event.job == self._job:
-                self.on_event(event)
         except Exception as error:  # the others are worth showing
             self._note_fault(error)
 
@@ -131,7 +123,7 @@ class Feed:
                 continue
             self._parts[name] = value, version, to_json(value, inf_nan_mode="null")
             self.version = version
-        self.members, self._started = len(view.members), view.started
+        self.members = len(view.members)
 
     def view(self, since: int = 0) -> tuple[int, bytes]:
         """The version, and the fields of the view that have changed after version ``since``, as a JSON object."""
@@ -144,17 +136,11 @@ class Feed:
         with self._lock:
             return self._live.loss(number)
 
-    def families(self, enough: Callable[[], bool] = lambda: False) -> tuple[float | None, list[Metric]] | None:
-        """The metrics now, after since when they count, in seconds since 1970 (``None``: that is not known).
+    def exposition(self, accept: str, enough: Callable[[], bool] = lambda: False) -> tuple[bytes, str] | None:
+        """The metrics now, in the format that a scraper's header asks for, and the format's name.
 
         ``None`` while the file is read for the first time: counters that climb again look like news.
         """
-        self.refresh(enough)
-        with self._lock:
-            return None if self.reading else (self._started, list(self._metrics.collect()))
-
-    def exposition(self, accept: str, enough: Callable[[], bool] = lambda: False) -> tuple[bytes, str] | None:
-        """The metrics now, in the format that a scraper's header asks for, and the format's name; ``None`` as above."""
         self.refresh(enough)
         with self._lock:
             encode, content_type = choose_encoder(accept)

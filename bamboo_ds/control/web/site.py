@@ -1,8 +1,6 @@
-"""All that shows one job to users: what is known of it, the web server, the exporter."""
+"""All that shows one job to users: what is known of it, the web server."""
 
 from __future__ import annotations
-
-import time
 
 from ...addresses import split_address
 from ...secret import SETTING
@@ -22,14 +20,8 @@ class Site:
 
     def __init__(self, settings: AgentSettings, change: Change | None) -> None:
         self._settings, self._change = settings, change
-        observe = settings.bamboo.observe
         self.feed = Feed(settings.job, settings.events)
         self._server: WebServer | None = None
-        self._exporter = None
-        if observe.otlp is not None:
-            from .exporter import Exporter
-
-            self._exporter = Exporter(self.feed, settings.job, observe.otlp)
 
     @property
     def url(self) -> str | None:
@@ -60,9 +52,5 @@ class Site:
 
     def close(self, timeout_s: float) -> None:
         """End; wait up to ``timeout_s`` seconds for that in all. Idempotent."""
-        deadline = time.monotonic() + timeout_s
-        parts = [part for part in (self._server, self._exporter) if part is not None]
-        for part in parts:  # at the same time
-            part.close(0.0)
-        for part in parts:
-            part.close(max(0.0, deadline - time.monotonic()))
+        if self._server is not None:
+            self._server.close(timeout_s)

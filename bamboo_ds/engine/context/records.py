@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from ...comm.transport import Transport
 from ...control.registry.records import PeerAddress
 from ...errors import UnsupportedError
+from ...observe.event_base import Consumed
 from ...schedule import Decision
 from ...topology import Layout, Plan, Role
 from ..stage.commit import Committed
@@ -91,6 +92,7 @@ class Recovery:
         rebuilt: from the plan until everybody had agreed what to do.
         forwards_redone: passes of the roles taken over that their lost owners may have done already.
         backwards_redone: the same of backward passes.
+        consumed: by the newest committed step.
     """
 
     decision: Decision
@@ -99,6 +101,7 @@ class Recovery:
     rebuilt: float
     forwards_redone: int
     backwards_redone: int
+    consumed: Consumed | None
 
 
 class Standing(Enum):
@@ -123,6 +126,8 @@ class Progress:
         sequence: operations (iterations, evaluations, saves) committed so far, equal on all members.
         steps: iterations committed so far.
         consumed: micro-batches of each pipeline that committed iterations have used.
+        checksums: micro-batches get checksums, by which events tell what steps have consumed; equal on all members.
+        newest: what the newest committed step has consumed, with ``checksums``.
         vector: sum of the last commit all-reduce.
         committed: the same, decoded, of the current iteration.
         paused: seconds for which this member entered other plans since the last iteration.
@@ -151,6 +156,8 @@ class Progress:
     sequence: int = 0
     steps: int = 0
     consumed: int = field(default=0, init=False)
+    checksums: bool = field(default=False, init=False)
+    newest: Consumed | None = field(default=None, init=False)
     vector: tuple[float, ...] | None = field(default=None, init=False)
     committed: Committed | None = field(default=None, init=False)
     paused: float = field(default=0.0, init=False)

@@ -1,5 +1,4 @@
-"""Micro-batches: drawn from the scripts' iterators, served to other members, accounted for in the ledger.
+"""Micro-batches: drawn from the scripts' iterators, served to other members, and what iterations have consumed.
 
-:class:`~.supply.BatchSupply` is for recovery and operations, :class:`~.batches.Batches` for passes,
-:class:`~.accounts.Accounts` for the commit.
+:class:`~.supply.BatchSupply` is for recovery and operations, :class:`~.batches.Batches` for passes.
 """

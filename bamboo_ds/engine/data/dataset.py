@@ -61,22 +61,17 @@ class Dataset:
         stream.position += 1
         return next(stream.loader)
 
-    def indices(self, pipeline: int, position: int) -> tuple[int, list[int]]:
-        """Which pass over the dataset batch ``position`` belongs to, and the indices of its samples.
+    def samples_before(self, position: int) -> int:
+        """Samples of all pipelines before batch ``position`` of each, over all passes over the dataset.
 
-        Where the pipelines do not divide the dataset, the sampler completes a pass with its first samples.
+        Where the pipelines do not divide the dataset, the sampler completes a pass with its first samples. These count,
+        and so do those at the end of a pass that the loader drops because they do not fill a batch.
         """
         if self._batches_per_pass is None:
-            self._batches_per_pass = len(self._loader(_ResumedSampler(self._data, self._pipelines, pipeline, 0)))
-        number, batch = divmod(position, self._batches_per_pass)
+            self._batches_per_pass = len(self._loader(_ResumedSampler(self._data, self._pipelines, 0, 0)))
+        passes, batch = divmod(position, self._batches_per_pass)
         share = -(-len(self._data) // self._pipelines)
-        ordinals = range(batch * self._batch_size, min((batch + 1) * self._batch_size, share))
-        return number, [(pipeline + k * self._pipelines) % len(self._data) for k in ordinals]
-
-    @property
-    def size(self) -> int:
-        """Number of samples."""
-        return len(self._data)
+        return self._pipelines * (passes * share + min(batch * self._batch_size, share))
 
     def _open(self, pipeline: int, position: int) -> Iterator[Any]:
         with torch.random.fork_rng(devices=[]):  # a loader draws a seed for its workers

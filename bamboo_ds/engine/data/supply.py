@@ -1,20 +1,22 @@
-"""Where the batches of an operation come from, and the account of what iterations have consumed."""
+"""Where the batches of an operation come from, and what iterations have consumed."""
 
 from __future__ import annotations
 
 import itertools
 import logging
+import struct
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from ...errors import EpochChanged, UnsupportedError
-from ...topology import Plan, Role, batch_sources, hungry
+from ...observe.event_base import Consumed
+from ...topology import Role, batch_sources, hungry
 from ..context.history import Kind
 from ..context.lanes import BATCH_PARTS, Stream
 from ..context.shared import EngineContext, InContext
-from .accounts import Accounts, Consumed
 from .batches import PARTS, Batches, Served, Source
 from .dataset import Dataset
 
@@ -58,7 +60,6 @@ class BatchSupply(InContext):
     """
 
     batches: Batches
-    accounts: Accounts
     dataset: Dataset | None
     dataset_iterator: Any
     needs: Needs
@@ -165,27 +166,32 @@ class BatchSupply(InContext):
             # The operation has committed; what was left of it in the lanes is gone with their epoch.
             self.batches.drop()
 
-    # -- the ledger ---------------------------------------------------------------------------------------
+    # -- what was consumed --------------------------------------------------------------------------------
 
     def account(self) -> None:
-        """Write what the iteration that has just committed has consumed, if there is a ledger."""
-        if not self.accounts.on:
+        """Note what the iteration that has just committed has consumed, if micro-batches have checksums.
+
+        A first or last stage notes the checksum of each micro-batch that it loads. The checksums travel with the
+        gradients that the micro-batches contribute to: to the shadow with the reduced gradients, to everybody with the
+        commit. So nothing commits unaccounted, and of a role that is taken over they are of what its lost owner used.
+        """
+        progress = self.progress
+        if not progress.checksums:
             return
         self.binding.refresh()
-        self.accounts.commit(
-            Consumed(
-                step=self.progress.steps,
-                global_step=self.binding.local.attributes["global_steps"],
-                checksums=self.progress.agreed.consumed,
-                position=self.progress.consumed - self.ds.micro_batches if self.batches.shared else None,
-            )
+        samples = None
+        if self.dataset is not None and self.batches.shared:
+            with self.binding.for_script():  # a dataset may tell its length itself
+                ends = progress.consumed - self.ds.micro_batches, progress.consumed
+                samples = self.dataset.samples_before(ends[0]), self.dataset.samples_before(ends[1])
+        # All slices of a copy of the model use the same batches: one speaks for them.
+        told = [each for pipeline in progress.agreed.consumed[:: self.epoch.layout.slices] for each in pipeline]
+        progress.newest = Consumed(
+            step=progress.steps,
+            global_step=self.binding.local.attributes["global_steps"],
+            checksum=f"{zlib.crc32(struct.pack(f'>{len(told)}I', *told)):08x}",
+            samples=samples,
         )
-        self.write_ledger(self.epoch.plan)
-
-    def write_ledger(self, plan: Plan) -> None:
-        """Write the lines of the last iteration that are due under ``plan``."""
-        with self.binding.for_script():  # a dataset may tell its length itself
-            self.accounts.write(plan, self.dataset)
 
 
 @contextmanager

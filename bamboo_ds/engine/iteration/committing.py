@@ -114,7 +114,7 @@ class Commits(InContext):
 
     def _accounted(self) -> int:
         """Micro-batches of a pipeline that the commit accounts for."""
-        return self.ds.micro_batches if self.supply.accounts.on else 0
+        return self.ds.micro_batches if self.progress.checksums else 0
 
     def is_complete(self, runtime: StageRuntime) -> bool:
         """Whether there is all that the commit needs of a role. One cloned from another pipeline lacks its own's."""

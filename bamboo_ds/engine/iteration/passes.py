@@ -15,12 +15,11 @@ from ...comm.transport import Payload
 from ...errors import ProtocolError
 from ...topology import Role
 from ..context.shared import InContext
-from ..data.accounts import payload_checksum
 from ..data.batches import PARTS, as_payload
 from ..data.supply import BatchSupply
 from ..stage.rng import Drawing, seeded_layers
 from ..stage.runtime import StageRuntime
-from ..stage.tracing import tensors_in
+from ..stage.tracing import payload_checksum, tensors_in
 from .exactness import ExactChecks
 from .generators import RoleGenerators
 from .measures import Measures
@@ -71,7 +70,7 @@ class Passes(InContext):
         first, last = self._at_ends(runtime)
         drawn = self.supply.batches[runtime.role.pipeline].batch(buffer_id, first, last)
         batch = self._batch = self.slices.processed(drawn)
-        if self.supply.accounts.on and not self.progress.evaluating:
+        if self.progress.checksums and not self.progress.evaluating:
             runtime.results.consumed[buffer_id] = payload_checksum(as_payload(PARTS[last], batch[last]))
         with self._in_part(runtime):
             self.ds.load_micro_batch(buffer_id)

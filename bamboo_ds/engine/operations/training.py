@@ -193,6 +193,7 @@ class Training(InContext):
             frc_done=agreed.redundant,
             frc_total=shadowed * self.ds.micro_batches,
             samples=self.ds.train_batch_size(),
+            consumed=newest.model_dump() if (newest := self.progress.newest) is not None else None,
         )
 
     # -- replicas that differ -----------------------------------------------------------------------------

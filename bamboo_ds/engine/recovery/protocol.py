@@ -85,7 +85,7 @@ class RecoveryProtocol(InContext):
         self.epoch.job.lost_at = None
         redone = self.roles.redone(plan, decision)
         seconds = planned - noticed, time.monotonic() - planned
-        self.progress.recovery = Recovery(decision, noticed, *seconds, *redone)
+        self.progress.recovery = Recovery(decision, noticed, *seconds, *redone, self.progress.newest)
         self.announcements.tell_again()
         with self.binding.for_script():
             plan_change.tell(plan, self.epoch.member)
@@ -117,7 +117,7 @@ class RecoveryProtocol(InContext):
         progress.steps, progress.consumed, progress.seed = newest.steps, newest.consumed, newest.seed
         self.epoch.channel.ahead = newest.ahead
         self.saves.nonce = newest.nonce
-        self.supply.accounts.follow(newest.nonce, newest.accounts)
+        progress.checksums = newest.checksums
         self.iteration.checks.begin(newest.exact)
 
     def _check_setup(self, plan: Plan, reports: Reports) -> None:
@@ -138,7 +138,6 @@ class RecoveryProtocol(InContext):
             self.copies.drop_incoming()
             self.roles.begin_again(decision.progress)
         self.supply.connect({m: {} if m in decision.behind else report.received for m, report in reports.items()})
-        self.supply.write_ledger(plan)
         # A member that is behind in an iteration steps first and takes part then.
         steps = max(report.steps for report in reports.values())
         lacking = any(reports[m].steps < steps for m in decision.behind) or any(r.stale for r in reports.values())
@@ -178,7 +177,7 @@ class RecoveryProtocol(InContext):
             consumed=self.progress.consumed,
             seed=self.progress.seed,
             nonce=self.saves.nonce,
-            accounts=self.supply.accounts.report(),
+            checksums=self.progress.checksums,
             script=ScriptReport(**self.collectives.record()),
             exact=self.iteration.checks.left,
         )

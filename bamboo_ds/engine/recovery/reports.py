@@ -14,7 +14,6 @@ from typing_extensions import Self
 from ...control.registry.records import PeerAddress
 from ...schedule import Decision, MemberProgress, PartProgress, RoleProgress, decide, settle
 from ...topology import Plan, Role, Side
-from ..data.accounts import LedgerReport
 from ..stage.layers import Changes
 
 
@@ -40,7 +39,7 @@ class StartReport(_Report):
         seed: of the generators of passes and steps.
         nonce: names this run of the job in the ids of its saves.
         resumed: folder and tag of the checkpoint that the job goes on from, if it was started again.
-        ledger: folder of the ledger, if there is one.
+        checksums: micro-batches get checksums.
         exact: how many first steps are checked.
         flags: settings of the process that decide how tensors are computed; all members must have the same.
     """
@@ -48,7 +47,7 @@ class StartReport(_Report):
     seed: int
     nonce: str
     resumed: tuple[str, str] | None
-    ledger: str | None
+    checksums: bool
     exact: int
     flags: dict[str, str]
 
@@ -115,7 +114,7 @@ class MemberReport(_Report):
         consumed: micro-batches of each pipeline that committed iterations have used.
         seed: of the generators of passes and steps.
         nonce: names this run of the job in the ids of its saves.
-        accounts: of the ledger, if there is one.
+        checksums: micro-batches get checksums.
         script: the script's own collectives.
         exact: how many first steps are checked; 0: none any more.
     """
@@ -139,7 +138,7 @@ class MemberReport(_Report):
     consumed: int
     seed: int
     nonce: str
-    accounts: LedgerReport | None
+    checksums: bool
     script: ScriptReport
     exact: int
 

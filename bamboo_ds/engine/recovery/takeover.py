@@ -199,4 +199,5 @@ class Takeover(InContext):
             forwards_redone=recovery.forwards_redone,
             backwards_redone=recovery.backwards_redone,
             mode=recovery.decision.mode,
+            consumed=recovery.consumed.model_dump() if recovery.consumed is not None else None,
         )

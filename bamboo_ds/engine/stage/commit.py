@@ -22,7 +22,7 @@ class Form:
     Attributes:
         losses: number of losses of a pipeline.
         norms: number of norms in an optimizer step.
-        accounted: micro-batches of a pipeline for which there are checksums; 0 without a ledger.
+        accounted: micro-batches of a pipeline for which there are checksums; 0 without them.
     """
 
     losses: int = 1
@@ -52,7 +52,7 @@ class Contribution:
         measured: of the reduced gradients of each role it owns.
         redundant: redundant forward passes that its replicas hold.
         mismatches: roles whose replica failed its check here.
-        consumed: checksum of each micro-batch that the first and last stages it owns have consumed; with a ledger only.
+        consumed: checksum of each micro-batch that the first and last stages it owns have consumed, if there are any.
         drawn: checksum of what the iterator at an end of a pipeline has given, if it speaks for that end.
     """
 

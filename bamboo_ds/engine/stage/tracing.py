@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...comm.transport import Payload
 from ...state import Tree, split
 
 #: What is computed, by a name that tells where, with a checksum for each time that it was.
@@ -122,6 +123,14 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 def checksum(tensor: torch.Tensor, value: int = 0) -> int:
     """CRC-32 of shape, type and contents, going on from ``value``."""
     return content_checksum(tensor, zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), value))
+
+
+def payload_checksum(payload: Payload) -> int:
+    """CRC-32 over shapes, types and contents; whether a single tensor is in a tuple makes no difference."""
+    value = 0
+    for tensor in () if payload is None else (payload,) if torch.is_tensor(payload) else payload:
+        value = checksum(tensor, value)
+    return value
 
 
 def bits(state: Tree) -> tuple[str, list[int]]:
