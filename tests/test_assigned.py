@@ -398,7 +398,7 @@ def test_the_commit_compares(members: Any, error: Any, message: str) -> None:
     epoch.transport = Transport(members, "m0")
     epoch.session = SimpleNamespace(confirm=lambda operation: None)
     nothing: Any = SimpleNamespace(busy=False)
-    commits = Commits(nothing, nothing, epoch, progress, nothing, nothing, nothing, nothing, {})
+    commits = Commits(nothing, nothing, epoch, progress, nothing, nothing, nothing, {})
     if error is None:
         commits.agree(torch.zeros(3, dtype=torch.float64))
     else:
@@ -410,7 +410,7 @@ def test_a_lost_owner_had_assigned_something_else() -> None:
     progress = Progress(seed=1, sequence=4)
     epoch: Any = SimpleNamespace(owns=lambda role: True)
     nothing: Any = SimpleNamespace()
-    commits = Commits(nothing, nothing, epoch, progress, nothing, nothing, nothing, nothing, {})
+    commits = Commits(nothing, nothing, epoch, progress, nothing, nothing, nothing, {})
     progress.told_assigned[Role(0, 1)] = 3, 17
     assert commits._fingerprint() == 0, "of an operation that is over"
     progress.told_assigned[Role(0, 1)] = 4, 17

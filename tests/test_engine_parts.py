@@ -219,9 +219,7 @@ def test_an_end_without_an_iterator() -> None:
         nothing: Any = None
         needs = Needs(lambda iterators, apart: None, iterators=True)
         batches = Batches()
-        supply = BatchSupply(
-            parts.ds, parts.binding, parts.epoch, nothing, batches, nothing, nothing, nothing, History(), needs
-        )
+        supply = BatchSupply(parts.ds, parts.binding, parts.epoch, nothing, batches, nothing, nothing, History(), needs)
         supply.use_iterator("train", None)
         if process is not None:
             assert batches[0].batch(0, inputs=False, labels=True)[1] == 1

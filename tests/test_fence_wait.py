@@ -86,7 +86,7 @@ def test_the_end_of_the_script_needs_no_etcd(ends: bool) -> None:
     epoch.job.boundary.return_value = 0
     epoch.transport.all_reduce = lambda vector: vector
     progress, nothing = Progress(seed=1), MagicMock()
-    commits = Commits(nothing, nothing, epoch, progress, nothing, nothing, nothing, nothing, {})
+    commits = Commits(nothing, nothing, epoch, progress, nothing, nothing, nothing, {})
     if ends:
         End(epoch, progress, commits, nothing).commit()
     else:
