@@ -53,23 +53,31 @@ async def serve(
             proven.discard(handler)
             super().connection_lost(handler, exc)
 
-    server = Bounded(handle, handler_cancellation=True, access_log=None, logger=silent)
+    handling: set[asyncio.Task[Any]] = set()
+
+    async def noted(request: Any) -> web.StreamResponse:
+        task = asyncio.current_task()
+        assert task is not None
+        handling.add(task)
+        task.add_done_callback(handling.discard)
+        return await handle(request)
+
+    server = Bounded(noted, handler_cancellation=True, access_log=None, logger=silent)
     runner = web.ServerRunner(server, shutdown_timeout=0.1)
     await runner.setup()
     await web.SockSite(runner, listener, backlog=BACKLOG).start()
-    before = asyncio.all_tasks()  # those of the caller end with it
     ready()
     await end.wait()
     # asyncio loses connections that it is accepting while its server closes: let them arrive first.
     asyncio.get_running_loop().remove_reader(listener)
     with contextlib.suppress(OSError):  # a copy in a forked child must not go on accepting
         listener.shutdown(socket.SHUT_RDWR)
-    while (tasks := asyncio.all_tasks() - before) or server.connections:
+    while handling or server.connections:
         for connection in server.connections:
             if connection.transport is not None:
                 abort(connection.transport)
-        if tasks:
-            await asyncio.wait(tasks, timeout=_CLOSING_TICK_S)
+        if handling:
+            await asyncio.wait(handling, timeout=_CLOSING_TICK_S)
         else:
             await asyncio.sleep(0)
     await runner.cleanup()

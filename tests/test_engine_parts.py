@@ -220,7 +220,7 @@ def test_an_end_without_an_iterator() -> None:
         parts.history = History()
         needs = Needs(lambda iterators, apart: None, iterators=True)
         batches = Batches()
-        supply = BatchSupply(parts, batches, nothing, nothing, nothing, needs)
+        supply = BatchSupply(parts, batches, nothing, nothing, needs)
         supply.use_iterator("train", None)
         if process is not None:
             assert batches[0].batch(0, inputs=False, labels=True)[1] == 1

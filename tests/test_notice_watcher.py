@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from bamboo_ds.config import NoticesConfig
 from bamboo_ds.control.agent.command import worker_environment
+from bamboo_ds.control.loop import AgentLoop
 from bamboo_ds.control.notices import Notice, NoticeSource, NoticeWatcher, build_sources
 from bamboo_ds.control.notices.aws import AwsSource
 from bamboo_ds.control.notices.azure import AzureSource
@@ -149,8 +150,8 @@ def test_stopping_does_not_wait_for_answers() -> None:
         with watching:
             aws.wait_for(lambda: aws.held == 1)
             gcp.wait_for(lambda: gcp.waiting == 2)
-            assert any(thread.name == "bamboo-notices" for thread in threading.enumerate())
-        assert not any(thread.name == "bamboo-notices" for thread in threading.enumerate())
+            assert any(thread.name == "bamboo-loop" for thread in threading.enumerate())
+        assert not any(thread.name == "bamboo-loop" for thread in threading.enumerate())
         assert watching.watcher.stop()  # a second time
         gcp.wait_for(lambda: gcp.waiting == 0)
 
@@ -184,7 +185,7 @@ def test_defects_silence_nobody(tmp_path: Path, log: Log) -> None:
             FileSource(str(tmp_path / "notice")),
             HttpSource(f"{server.url}/notice"),
         ]
-        watcher = NoticeWatcher(sources, hear, POLL_S)
+        watcher = NoticeWatcher(sources, hear, AgentLoop(), POLL_S)
         watcher.start()
         try:
             assert heard.get(timeout=10).source == "file"
@@ -201,7 +202,7 @@ def test_defects_silence_nobody(tmp_path: Path, log: Log) -> None:
 
 def test_without_sources_there_is_no_thread() -> None:
     before = threading.active_count()
-    watcher = NoticeWatcher([], lambda notice: None)
+    watcher = NoticeWatcher([], lambda notice: None, AgentLoop())
     watcher.start()
     assert threading.active_count() == before
     assert watcher.stop()
@@ -209,8 +210,8 @@ def test_without_sources_there_is_no_thread() -> None:
 
 def test_wrong_uses_are_refused() -> None:
     with pytest.raises(ValueError, match="same name"):
-        NoticeWatcher([FileSource("a"), FileSource("b")], lambda notice: None)
-    watcher = NoticeWatcher([FileSource("/absent/file")], lambda notice: None)
+        NoticeWatcher([FileSource("a"), FileSource("b")], lambda notice: None, AgentLoop())
+    watcher = NoticeWatcher([FileSource("/absent/file")], lambda notice: None, AgentLoop())
     assert watcher.stop()
     watcher.start()
     with pytest.raises(RuntimeError, match="before"):
@@ -223,10 +224,11 @@ def test_aiohttp_is_loaded_only_by_a_watcher_with_sources() -> None:
     code = (
         "import sys\n"
         "from bamboo_ds.config import NoticesConfig\n"
+        "from bamboo_ds.control.loop import AgentLoop\n"
         "from bamboo_ds.control.notices import NoticeWatcher, build_sources\n"
         "config = NoticesConfig(sources=['aws', 'gcp', 'azure', 'file', 'http'], file='/f', url='http://h/')\n"
         "assert len(build_sources(config, {})) == 5\n"
-        "watcher = NoticeWatcher([], print)\n"
+        "watcher = NoticeWatcher([], print, AgentLoop())\n"
         "watcher.start()\n"
         "watcher.stop()\n"
         "assert 'aiohttp' not in sys.modules and 'torch' not in sys.modules\n"

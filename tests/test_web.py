@@ -21,6 +21,7 @@ import pytest
 
 from bamboo_ds.addresses import split_address
 from bamboo_ds.config import bamboo_config
+from bamboo_ds.control.loop import AgentLoop
 from bamboo_ds.control.registry.keys import Keys
 from bamboo_ds.control.registry.mirror import Mirror
 from bamboo_ds.control.registry.overview import overview
@@ -58,7 +59,7 @@ class Served:
         self.fails: Exception | None = None
         self.feed = Feed("recorded", events)
         self.access = Access(SECRET, "recorded")
-        self.server = WebServer(self.feed, self.access, "recorded", "127.0.0.1", 0, self._change)
+        self.server = WebServer(self.feed, self.access, "recorded", ("127.0.0.1", 0), self._change, AgentLoop())
         self.url = self.server.url
 
     def _change(self, what: str, member: str) -> Future[None]:
@@ -175,7 +176,9 @@ def test_changes_need_more_than_a_cookie(served: Served) -> None:
 
 
 def test_a_page_that_only_shows() -> None:
-    server = WebServer(Feed("recorded", None), Access(SECRET, "recorded"), "recorded", "127.0.0.1", 0, None)
+    server = WebServer(
+        Feed("recorded", None), Access(SECRET, "recorded"), "recorded", ("127.0.0.1", 0), None, AgentLoop()
+    )
     try:
         status, _, body = ask(server.url, "/api/stop", TOKEN, "POST")
         assert status == 403 and "bamboo.observe.control" in json.loads(body)["error"]
@@ -386,7 +389,7 @@ def display(address: str, store: StoreDouble, secret: JobSecret = SECRET, **obse
         secret=secret,
         settings=JobSettings(values=block),
     )
-    return Display(settings, "a", store)  # type: ignore[arg-type]
+    return Display(settings, "a", store, AgentLoop())  # type: ignore[arg-type]
 
 
 def lead(shown: Display, ready: Callable[[], Any]) -> None:
@@ -466,7 +469,9 @@ def test_who_waits_for_etcd_in_vain_gives_up_what_it_asked_for(monkeypatch: pyte
     assert asked[1].set_running_or_notify_cancel()
     waiting = iter(asked)
     change = lambda what, member: next(waiting)  # noqa: E731
-    server = WebServer(Feed("recorded", None), Access(SECRET, "recorded"), "recorded", "127.0.0.1", 0, change)
+    server = WebServer(
+        Feed("recorded", None), Access(SECRET, "recorded"), "recorded", ("127.0.0.1", 0), change, AgentLoop()
+    )
     try:
         status, _, body = ask(server.url, "/api/stop", TOKEN, "POST")
         assert (status, json.loads(body)["error"]) == (503, "etcd does not answer") and asked[0].cancelled()
@@ -483,13 +488,13 @@ def test_a_page_that_ends_badly_keeps_nobody(monkeypatch: pytest.MonkeyPatch, ca
     store = StoreDouble()
     shown = display("127.0.0.1:0", store)
     lead(shown, lambda: store.written)
-    site = shown._site
-    assert site is not None
+    server = shown._server
+    assert server is not None
     with monkeypatch.context() as broken:
-        broken.setattr("bamboo_ds.control.web.site.Site.close", fail)
+        broken.setattr("bamboo_ds.control.web.server.WebServer.close", fail)
         shown.close(0.0)
     assert "a test says so" in caplog.text
-    site.close(5.0)
+    server.close(5.0)
 
 
 def answers_at(url: str) -> bool:
@@ -526,7 +531,7 @@ def test_a_failure_of_any_kind_is_no_failure_of_the_job(
         raise RuntimeError("a test says so")
 
     monkeypatch.setattr("bamboo_ds.control.web.display._RETRY_S", 0.05)
-    monkeypatch.setattr("bamboo_ds.control.web.site.Site.__init__", fail)
+    monkeypatch.setattr("bamboo_ds.control.web.server.WebServer.__init__", fail)
     shown = display("127.0.0.1:0", StoreDouble())
     lead(shown, lambda: len(failed) > 2)
     shown.close(5.0)
@@ -550,23 +555,20 @@ def test_all_addresses_are_told_as_the_one_that_others_know() -> None:
 
 @pytest.mark.integration
 def test_torch_is_not_loaded_to_serve() -> None:
-    code = "import sys, bamboo_ds.control.web.site, bamboo_ds.control.web.display; assert 'torch' not in sys.modules"
+    code = "import sys, bamboo_ds.control.web.server, bamboo_ds.control.web.display; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-def test_what_cannot_listen_again_ends_with_its_lead(monkeypatch: pytest.MonkeyPatch) -> None:
-    store, lease, closed = StoreDouble(), None, threading.Event()
-    shown = display("127.0.0.1:0", store)
-    lead(shown, lambda: store.written)
-    site = shown._site
-    assert site is not None and site._server is not None
-    assert site._server.close(10.0)
-    monkeypatch.setattr(site, "listen", lambda: [][0])
-    monkeypatch.setattr(site, "close", lambda timeout_s: closed.set())
-    shown._try_at = 0.0
-    shown._open()
-    shown.follow(mirror("b"), lease)  # type: ignore[arg-type]
-    assert closed.wait(20.0)
+def test_a_server_that_has_ended_is_followed_by_another() -> None:
+    store = StoreDouble()
+    with no_leaks():
+        shown = display("127.0.0.1:0", store)
+        lead(shown, lambda: store.written)
+        ended = shown._server
+        assert ended is not None and ended.close(10.0)
+        shown._try_at = 0.0
+        lead(shown, lambda: shown._server not in (None, ended))
+        shown.close(5.0)
 
 
 def test_one_that_leads_for_a_moment_only_leaves_nothing() -> None:

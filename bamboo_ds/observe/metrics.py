@@ -5,12 +5,12 @@ Counters begin with the job's start in the file. Pure, apart from the types of `
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import get_args
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client import Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from . import events as ev
@@ -29,27 +29,6 @@ _PAUSE = (0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _CHECKPOINT = (0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
 
 
-class _Histogram:
-    """Counts of values up to each bound, and their sum."""
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self._bounds = bounds
-        self._counts = [0] * (len(bounds) + 1)
-        self._sum = 0.0
-
-    def observe(self, value: float) -> None:
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self._sum += value
-
-    def add_to(self, family: HistogramMetricFamily, labels: Sequence[str] = ()) -> None:
-        """Put it into a family, as cumulative counts."""
-        total, buckets = 0, []
-        for bound, count in zip([*map(float, self._bounds), float("inf")], self._counts, strict=True):
-            total += count
-            buckets.append(("+Inf" if bound == float("inf") else str(bound), float(total)))
-        family.add_metric(labels, buckets, self._sum)
-
-
 class Metrics(Collector):
     """Folds events beside a :class:`~.live.LiveJob`, whose views it completes.
 
@@ -62,9 +41,13 @@ class Metrics(Collector):
         self._begin()
 
     def _begin(self) -> None:
-        self._steps = _Histogram(_STEP)
-        self._pauses = {phase: _Histogram(_PAUSE) for phase in PHASES}
-        self._saves = _Histogram(_CHECKPOINT)
+        self._steps = Histogram("bamboo_step_seconds", "Durations of iterations.", buckets=_STEP, registry=None)
+        parts = "Parts of the pause after a loss, of each survivor; phase pause: from its notice to the agreement."
+        self._pauses = Histogram("bamboo_pause_seconds", parts, ["phase"], buckets=_PAUSE, registry=None)
+        for phase in PHASES:
+            self._pauses.labels(phase)
+        saves = "Time to write checkpoints, in the background."
+        self._saves = Histogram("bamboo_checkpoint_seconds", saves, buckets=_CHECKPOINT, registry=None)
         self._saved: set[tuple[str, int]] = set()
         self._badput: dict[str, float] = {}
         self._number: int | None = None
@@ -86,7 +69,7 @@ class Metrics(Collector):
                 for phase in PHASES:
                     seconds = getattr(event, f"{phase}_seconds")
                     if seconds is not None:
-                        self._pauses[phase].observe(seconds)
+                        self._pauses.labels(phase).observe(seconds)
             case ev.CheckpointSaved():
                 if (event.path, event.step) not in self._saved:
                     self._saves.observe(event.seconds)
@@ -107,9 +90,7 @@ class Metrics(Collector):
         if view.last_step_time is not None:
             newest = "When the newest step was committed, in seconds since 1970."
             yield GaugeMetricFamily("bamboo_last_step_timestamp_seconds", newest, value=view.last_step_time)
-        durations = HistogramMetricFamily("bamboo_step_seconds", "Durations of iterations.")
-        self._steps.add_to(durations)
-        yield durations
+        yield from _families(self._steps)
         if totals.samples is not None:
             yield CounterMetricFamily("bamboo_samples", "Samples in committed steps.", value=totals.samples)
         yield _counted(
@@ -134,14 +115,8 @@ class Metrics(Collector):
             SOURCES,
             totals.notices_by_source,
         )
-        parts = "Parts of the pause after a loss, of each survivor; phase pause: from its notice to the agreement."
-        pauses = HistogramMetricFamily("bamboo_pause_seconds", parts, labels=["phase"])
-        for phase, histogram in self._pauses.items():
-            histogram.add_to(pauses, [phase])
-        yield pauses
-        saves = HistogramMetricFamily("bamboo_checkpoint_seconds", "Time to write checkpoints, in the background.")
-        self._saves.add_to(saves)
-        yield saves
+        yield from _families(self._pauses)
+        yield from _families(self._saves)
         if view.account is not None and view.account.goodput is not None:
             share = "Productive share of the member-seconds since the start."
             yield GaugeMetricFamily("bamboo_goodput_ratio", share, value=view.account.goodput)
@@ -150,6 +125,13 @@ class Metrics(Collector):
         for category, seconds in self._job.badput().items():  # only here: it takes its time with many members
             self._badput[category] = max(seconds, self._badput.get(category, 0.0))
         yield _counted(badput, sorted(self._badput), self._badput)
+
+
+def _families(histogram: Histogram) -> Iterable[Metric]:
+    """What a histogram tells, but for the time since which it counts: another leader's counts the same job."""
+    for family in histogram.collect():
+        family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
+        yield family
 
 
 def _counted(family: Metric, values: Iterable[str], counts: Mapping[str, float]) -> Metric:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from bamboo_ds.control.loop import AgentLoop
 from bamboo_ds.control.web.access import Access, token_of
 from bamboo_ds.control.web.feed import Feed
 from bamboo_ds.control.web.server import WebServer
@@ -64,7 +65,7 @@ class Served:
         self.tell()
         self._feed = Feed(job.job, str(self._path))
         self._feed.know(job.overview())
-        self.server = WebServer(self._feed, Access(SECRET, job.job), job.job, "127.0.0.1", 0, None)
+        self.server = WebServer(self._feed, Access(SECRET, job.job), job.job, ("127.0.0.1", 0), None, AgentLoop())
         self.token = token_of(SECRET, job.job)
 
     def tell(self) -> None:
@@ -200,7 +201,7 @@ def test_the_server_goes_and_comes_back(browser: Browser, tmp_path: Path) -> Non
     browser.until("that is said", lambda: "No word from the job's leader" in browser.text("#banner"))
     assert "bamboo web --job away" in browser.text("#banner")
     again = Feed(job.job, str(tmp_path / "events.jsonl"))
-    server = WebServer(again, Access(SECRET, job.job), job.job, "127.0.0.1", port, None)
+    server = WebServer(again, Access(SECRET, job.job), job.job, ("127.0.0.1", port), None, AgentLoop())
     try:
         browser.until("it is back", lambda: browser.script("return document.getElementById('banner').hidden"))
         assert browser.text("#freshness") == "● live"

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import aiohttp
 
+from bamboo_ds.control.loop import AgentLoop
 from bamboo_ds.control.notices import Notice, NoticeSource, NoticeWatcher
 from bamboo_ds.control.notices.transport import open_session
 
@@ -66,7 +67,7 @@ class Watching:
 
     def __init__(self, *sources: NoticeSource) -> None:
         self.notices: queue.Queue[Notice] = queue.Queue()
-        self.watcher = NoticeWatcher(sources, self.notices.put, POLL_S)
+        self.watcher = NoticeWatcher(sources, self.notices.put, AgentLoop(), POLL_S)
 
     def __enter__(self) -> Watching:
         self.watcher.start()

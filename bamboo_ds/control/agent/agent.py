@@ -22,6 +22,7 @@ from ...observe import logs
 from ...observe.events import EventWriter
 from ...processes import end_descendants
 from ...topology.plan import Plan
+from ..loop import AgentLoop
 from ..messages import EventReport, ExitNotice, Heartbeat, Peers, PlanPush, parse_to_agent
 from ..notices import Notice
 from ..registry.keys import Keys, new_member_id
@@ -75,7 +76,8 @@ class Agent:
         self._progress: Heartbeat | None = None
         self._progress_due: float | None = None
         self._exit_notice: ExitNotice | None = None
-        self._leaving = Leaving(settings, self._id, self._events)
+        self._loop = AgentLoop()
+        self._leaving = Leaving(settings, self._id, self._events, self._loop)
         self._mailbox.take_signals(self._note_signal)
         self._output = WorkerOutput(settings)
         self._timeline = TimelineWriter(settings.events, settings.job, self._id, settings.rank)
@@ -151,6 +153,7 @@ class Agent:
             self._worker.pid,
             self._events,
             callbacks,
+            self._loop,
             on_feed=self.on_feed,
             last_heartbeat=lambda: self._worker.last_sign_of_life,
         )

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from ...observe.events import EventWriter
 from ...processes import process_space, started
 from ..leader.leader import Leader
+from ..loop import AgentLoop
 from ..registry.access import open_store
 from ..registry.keys import Keys
 from ..registry.records import MemberRecord
@@ -31,6 +32,7 @@ def make_coordinator(
     pid: int,
     events: EventWriter,
     callbacks: Callbacks,
+    loop: AgentLoop,
     *,
     on_feed: Callable[[int, int], None] = lambda slot, rank: None,
     last_heartbeat: Callable[[], float | None] = lambda: None,
@@ -39,6 +41,7 @@ def make_coordinator(
 
     Args:
         pid: process id of the worker, or of the agent if that waits for the job's restart.
+        loop: serves the page.
     """
     record = member_record(settings, member, pid)
     store = open_store(settings.store, settings.job, _STORE_TIMEOUT_S, settings.secret)
@@ -52,7 +55,7 @@ def make_coordinator(
         after_epoch=settings.after_epoch,
         outage_s=outage_s(settings),
         settings=settings.settings,
-        display=Display(settings, member, store) if settings.bamboo.observe.http is not None else None,
+        display=Display(settings, member, store, loop) if settings.bamboo.observe.http is not None else None,
     )
     if settings.slot == 0 and settings.home is None and not settings.waiting:
         coordinator.write(Keys.SPEC, settings.record(settings.world_size, settings.pipelines))

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 
 from ...observe.events import EventWriter, MemberLeft, NoticeReceived
+from ..loop import AgentLoop
 from ..messages import Heartbeat
 from ..notices import Notice, NoticeWatcher, build_sources
 from ..registry.records import NoticeRecord
@@ -24,6 +25,7 @@ class Leaving:
         settings: the agent's.
         member: its member.
         events: where it tells of notices.
+        loop: asks for them.
 
     Attributes:
         notice: what the member leaves for; ``None``: it does not.
@@ -34,10 +36,10 @@ class Leaving:
         ConfigError: the settings of the sources are wrong.
     """
 
-    def __init__(self, settings: AgentSettings, member: str, events: EventWriter) -> None:
+    def __init__(self, settings: AgentSettings, member: str, events: EventWriter, loop: AgentLoop) -> None:
         config = settings.bamboo.notices
         sources = build_sources(config, os.environ, {"slot": str(settings.slot), "member": member})
-        self._watcher = NoticeWatcher(sources, lambda notice: self._tell(notice), config.poll_s)
+        self._watcher = NoticeWatcher(sources, lambda notice: self._tell(notice), loop, config.poll_s)
         self._tell: Callable[[Notice], None] = lambda notice: None
         self._settings, self._member, self._events = settings, member, events
         self._heard_at = 0.0

@@ -14,6 +14,7 @@ from functools import partial
 from ...observe import logs
 from ...observe.events import EventWriter
 from ...topology.plan import UNSTARTED
+from ..loop import AgentLoop
 from ..registry.keys import new_member_id
 from ..registry.records import LeftRecord
 from ..settings import AgentSettings
@@ -51,7 +52,7 @@ class WaitingAgent:
         again = "" if self._settings.generation == UNSTARTED else " again"
         logger.warning("slot %d waits until the job starts%s", self._settings.slot, again)
         with EventWriter(self._settings.events) as events:
-            coordinator = make_coordinator(self._settings, self._id, os.getpid(), events, self.callbacks())
+            coordinator = make_coordinator(self._settings, self._id, os.getpid(), events, self.callbacks(), AgentLoop())
             coordinator.start()
             while self._slot.state is State.WAITING and not self._ended:
                 self._mailbox.handle_next()

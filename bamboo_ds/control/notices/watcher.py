@@ -1,15 +1,15 @@
-"""The thread that asks all sources, each at its own pace."""
+"""Asks all sources, each at its own pace."""
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import contextlib
 import logging
-import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
+from ..loop import AgentLoop
 from .notice import Notice, NoticeSource
 from .transport import SourceBroken, SourceError, open_session
 
@@ -20,57 +20,53 @@ logger = logging.getLogger("bamboo_ds.control.notices")
 
 
 class NoticeWatcher:
-    """Asks sources for notices on one daemon thread, ``bamboo-notices``, until stopped.
+    """Asks sources for notices until stopped.
 
     A source that does not answer, or answers nonsense, is logged once when that begins and once when it
-    ends; it is asked again every ``poll_s`` seconds and delays no other. Without sources there is no thread
+    ends; it is asked again every ``poll_s`` seconds and delays no other. Without sources nothing runs
     and aiohttp is not loaded.
 
     Args:
         sources: whom to ask; their names differ.
-        on_notice: called on the watcher's thread, once per distinct notice; must not block. A notice that
+        on_notice: called on the loop's thread, once per distinct notice; must not block. A notice that
             a source withdraws and gives again is a new one.
+        loop: runs it.
         poll_s: seconds between an answer of a source and the next question to it.
     """
 
     def __init__(
-        self, sources: Sequence[NoticeSource], on_notice: Callable[[Notice], None], poll_s: float = 1.0
+        self,
+        sources: Sequence[NoticeSource],
+        on_notice: Callable[[Notice], None],
+        loop: AgentLoop,
+        poll_s: float = 1.0,
     ) -> None:
         self._sources = {source.name: source for source in sources}
         if len(self._sources) != len(sources):
             raise ValueError(f"sources of the same name: {[source.name for source in sources]}")
         self._on_notice = on_notice
+        self._loop = loop
         self._poll_s = poll_s
-        self._thread: threading.Thread | None = None
-        self._running = threading.Event()
-        self._loop: asyncio.AbstractEventLoop
-        self._session: aiohttp.ClientSession
+        self._asking: Future[None] | None = None
+        self._session: Future[aiohttp.ClientSession] = Future()
         self._stopping = asyncio.Event()
 
     def start(self) -> None:
         """Start asking. Call it once, in a process that will not fork any more."""
-        if self._thread is not None:
+        if self._asking is not None:
             raise RuntimeError("the watcher has been started before")
-        if not self._sources:
-            return
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._main()), name="bamboo-notices", daemon=True)
-        self._thread.start()
-        self._running.wait()
+        if self._sources:
+            self._asking = self._loop.run(self._ask())
 
     def acknowledge(self, notice: Notice, timeout_s: float = 2.0) -> bool:
-        """Tell the source of ``notice`` that this node has been left; from any thread but the watcher's.
+        """Tell the source of ``notice`` that this node has been left; from any thread but the loop's.
 
         Call it when nobody on this node needs it any more: the cloud may take it at once. Returns whether
         the source was told, within ``timeout_s`` seconds; failures are logged.
         """
-        if self._thread is None or not self._thread.is_alive():
+        if self._asking is None or self._asking.done():
             return False
-        call = self._acknowledge(notice)
-        try:
-            future = asyncio.run_coroutine_threadsafe(call, self._loop)
-        except RuntimeError:  # the thread has closed its loop in this moment
-            call.close()
-            return False
+        future = self._loop.run(self._acknowledge(notice))
         try:
             return future.result(timeout_s)
         except (concurrent.futures.TimeoutError, concurrent.futures.CancelledError):
@@ -79,36 +75,35 @@ class NoticeWatcher:
             return False
 
     def stop(self, timeout_s: float = 5.0) -> bool:
-        """End the thread and close its connections; returns whether that took less than ``timeout_s`` seconds.
+        """Ask no more and close all connections; returns whether that took less than ``timeout_s`` seconds.
 
         A file system or a resolver that hangs can delay it. Further calls are allowed, but none from the
-        watcher's thread.
+        loop's thread.
         """
-        if self._thread is None:
+        if self._asking is None:
             return True
-        with contextlib.suppress(RuntimeError):  # the loop is closed: the thread has ended, or is about to
-            self._loop.call_soon_threadsafe(self._stopping.set)
-        self._thread.join(timeout_s)
-        if self._thread.is_alive():
-            logger.warning("the thread of the notices has not ended within %.1f s", timeout_s)
-        return not self._thread.is_alive()
+        self._loop.call(self._stopping.set)
+        done, _ = concurrent.futures.wait([self._asking], timeout_s)
+        ended = bool(done) and self._loop.join(timeout_s)
+        if not ended:
+            logger.warning("the notices have not ended within %.1f s", timeout_s)
+        return ended
 
-    async def _main(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        async with open_session() as self._session:
-            self._running.set()
-            tasks = [asyncio.create_task(self._follow(source)) for source in self._sources.values()]
+    async def _ask(self) -> None:
+        async with open_session() as session:
+            self._session.set_result(session)
+            tasks = [asyncio.create_task(self._follow(source, session)) for source in self._sources.values()]
             await self._stopping.wait()
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
 
-    async def _follow(self, source: NoticeSource) -> None:
+    async def _follow(self, source: NoticeSource, session: aiohttp.ClientSession) -> None:
         told: set[tuple[str, str]] = set()
         health = _Health(source)
         while True:
             try:
-                notice = await source.poll(self._session)
+                notice = await source.poll(session)
             except Exception as error:  # even a defect of one source must not silence the others
                 health.note(error)
             else:
@@ -131,7 +126,7 @@ class NoticeWatcher:
         if source is None:
             return False
         try:
-            return await source.acknowledge(self._session, notice)
+            return await source.acknowledge(await asyncio.shield(asyncio.wrap_future(self._session)), notice)
         except SourceError as error:
             logger.warning("%s was not acknowledged: %s", notice.detail, error)
             return False

@@ -6,17 +6,19 @@ begun to lead, when it has a loss to handle; what goes wrong is logged and tried
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import queue
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from functools import partial
 from typing import TYPE_CHECKING
 
+from ...addresses import split_address
 from ...errors import EXIT_STOPPED, LeaseExpired, StoreError, StoreUnavailable
+from ...secret import SETTING
 from ...store import Lease, Store
+from ..loop import AgentLoop
 from ..once import put_once
 from ..registry.keys import Keys
 from ..registry.mirror import Mirror
@@ -25,7 +27,7 @@ from ..registry.records import LeaveRecord, StopRecord, WebRecord
 from ..settings import AgentSettings
 
 if TYPE_CHECKING:
-    from .site import Site
+    from .server import WebServer
 
 logger = logging.getLogger("bamboo_ds.control.web")
 
@@ -34,12 +36,13 @@ _CALM_S, _RETRY_S, _OVERVIEW_S = 0.5, 2.0, 0.5
 
 
 class Display:
-    """The web server of one member, and its exporter. Not thread-safe: everything is called by the coordinator.
+    """The web server of one member. Not thread-safe: everything is called by the coordinator.
 
     Args:
         settings: the agent's.
         member: its member.
         store: where requests of users go.
+        loop: the agent's; runs it.
         clock: monotonic seconds.
 
     Attributes:
@@ -47,12 +50,17 @@ class Display:
     """
 
     def __init__(
-        self, settings: AgentSettings, member: str, store: Store, clock: Callable[[], float] = time.monotonic
+        self,
+        settings: AgentSettings,
+        member: str,
+        store: Store,
+        loop: AgentLoop,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._settings, self._member, self._store, self._clock = settings, member, store, clock
+        self._settings, self._member, self._store, self._loop, self._clock = settings, member, store, loop, clock
         self.wake: Callable[[], None] = lambda: None
-        self._site: Site | None = None
-        self._opening: Future[tuple[Site, OSError | None]] | None = None
+        self._server: WebServer | None = None
+        self._opening: Future[WebServer] | None = None
         self._try_at: float | None = None  # ``None``: the member does not lead
         self._failures = 0
         self._told: str | None = None
@@ -81,7 +89,7 @@ class Display:
 
     def close(self, timeout_s: float) -> None:
         """Serve no more; wait up to ``timeout_s`` seconds for that. Idempotent, and never fails."""
-        site, self._site = self._site, None
+        server, self._server = self._server, None
         opening, self._opening = self._opening, None
         self._try_at = self._seen = None
         try:
@@ -90,9 +98,9 @@ class Display:
                 if done.set_running_or_notify_cancel():
                     done.set_exception(StoreUnavailable("this member does not lead any more"))
             if opening is not None:
-                opening.add_done_callback(partial(_abandon, site))
-            elif site is not None:
-                site.close(timeout_s)
+                opening.add_done_callback(_abandon)
+            elif server is not None:
+                server.close(timeout_s)
         except Exception as error:
             self._warn(f"the page of the job has not ended well: {error!r}")
 
@@ -104,61 +112,49 @@ class Display:
             self._try_at = now + _CALM_S
         if self._opening is not None and self._opening.done():
             self._note_opened(self._opening)
-        wanted = self._site is None or (self._site.url is None and self._settings.bamboo.observe.http is not None)
+        if self._server is not None and not self._server.alive:
+            self._server = None
         wakes = []
-        if wanted and self._opening is None:
+        if self._server is None and self._opening is None:
             if now >= self._try_at:
                 self._open()
             else:
                 wakes.append(self._try_at)
-        if self._site is not None:
+        if self._server is not None:
             seen = id(mirror), mirror.changes
             if seen != self._seen and now >= self._shown_at + _OVERVIEW_S:
                 self._seen, self._shown_at = seen, now
-                self._site.feed.know(overview(mirror))
+                self._server.feed.know(overview(mirror))
             elif seen != self._seen:
                 wakes.append(self._shown_at + _OVERVIEW_S)
-            if self._site.url is not None:
-                self._announce(self._site.url, mirror, lease)
+            self._announce(self._url(self._server), mirror, lease)
         self._carry_out(mirror)
         if not self._asked.empty():
             wakes.append(now)
         return min(wakes, default=None)
 
     def _open(self) -> None:
-        opening: Future[tuple[Site, OSError | None]] = Future()
-        self._opening, site = opening, self._site
         change = self._ask if self._settings.bamboo.observe.control else None
+        self._opening = self._loop.run(asyncio.to_thread(_serve, self._settings, change, self._loop))
+        self._opening.add_done_callback(lambda _: self.wake())
 
-        def run() -> None:
-            try:
-                from .site import Site
-
-                found = site or Site(self._settings, change)
-                try:
-                    found.listen()
-                except OSError as error:
-                    opening.set_result((found, error))
-                else:
-                    opening.set_result((found, None))
-            except Exception as error:
-                opening.set_exception(error)
-            self.wake()
-
-        threading.Thread(target=run, name="bamboo-web-start", daemon=True).start()
-
-    def _note_opened(self, opening: Future[tuple[Site, OSError | None]]) -> None:
-        self._opening, self._try_at = None, self._clock() + _RETRY_S
-        self._site, error = opening.result()
-        if error is not None:
+    def _note_opened(self, opening: Future[WebServer]) -> None:
+        self._opening, self._try_at, self._seen = None, self._clock() + _RETRY_S, None
+        try:
+            self._server = opening.result()
+        except OSError as error:
             self._failures += 1
             if self._failures > 1:  # who led before may need a moment to learn that it does not any more
                 self._warn(str(error))
             return
         self._failures, self._told = 0, None
-        if self._site.url is not None:
-            job = self._settings.job
-            logger.info("serving the page of the job at %s; bamboo web --job %s has the token", self._site.url, job)
+        url, job = self._url(self._server), self._settings.job
+        logger.info("serving the page of the job at %s; bamboo web --job %s has the token", url, job)
+
+    def _url(self, server: WebServer) -> str:
+        """Where it listens; of all addresses that which other members know."""
+        own = f"//[{self._settings.address}]:" if ":" in self._settings.address else f"//{self._settings.address}:"
+        return server.url.replace("//0.0.0.0:", own).replace("//[::]:", own)
 
     def _announce(self, url: str, mirror: Mirror, lease: Lease) -> None:
         """Let other commands find the page."""
@@ -210,8 +206,30 @@ class Display:
             put_once(self._store, Keys.leave(member), record.to_json())
 
 
-def _abandon(site: Site | None, opening: Future[tuple[Site, OSError | None]]) -> None:
-    """What was being opened, ``site`` if that was there, is not wanted any more."""
-    found = opening.result()[0] if opening.exception() is None else site
-    if found is not None:
-        found.close(0.0)
+def _serve(settings: AgentSettings, change: Callable[[str, str], Future[None]] | None, loop: AgentLoop) -> WebServer:
+    """Serve the page, by a thread that may take its time to import what that needs.
+
+    Raises:
+        OSError: cannot listen at the address; the message names the setting.
+    """
+    from .access import Access
+    from .feed import Feed
+    from .server import WebServer
+
+    address, job, secret = settings.bamboo.observe.http, settings.job, settings.secret
+    assert address is not None
+    if not secret:
+        raise OSError(f'"bamboo.observe.http" has no effect: the job has no secret to tell users by; set {SETTING}')
+    host, port = split_address(address)
+    place = host or settings.address, port
+    try:
+        return WebServer(Feed(job, settings.events), Access(secret, job), job, place, change, loop)
+    except OSError as error:
+        what = f'cannot serve the page of the job at "bamboo.observe.http" = {address!r}, trying on'
+        raise OSError(f"{what}: {error}") from error
+
+
+def _abandon(opening: Future[WebServer]) -> None:
+    """What was being opened is not wanted any more."""
+    if not opening.cancelled() and opening.exception() is None:
+        opening.result().close(0.0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import html
 import json
 import logging
@@ -12,14 +11,16 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from concurrent import futures
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import parse_qs
 
 from ...errors import BambooError
 from ...forking import only_here
 from ...observe.web import page
 from ...serving import BACKLOG, serve
+from ..loop import AgentLoop
 from .access import Access
 from .feed import Feed
 
@@ -38,6 +39,8 @@ _CHANGE_S = 10.0
 #: Seconds that a request may wait for events to be read.
 _PATIENCE_S = 3.0
 _LARGEST_FORM = 4096
+#: Paths that need no token.
+_OPEN = ("/healthz", "/login")
 _HEADERS = {
     "Cache-Control": "no-store",
     "X-Content-Type-Options": "nosniff",
@@ -63,65 +66,58 @@ Change = Callable[[str, str], "Future[None]"]
 
 
 class WebServer:
-    """Serves a :class:`Feed` from a thread of its own until :meth:`close`.
+    """Serves a :class:`Feed` until :meth:`close`.
 
     Args:
-        host, port: what to listen on, and nothing else; port 0: any.
+        access: tells holders of the job's token from others.
+        address: host and port to listen on, and nothing else; port 0: any.
         change: carries out what users ask for; ``None``: they may only read.
+        loop: runs it.
 
     Raises:
         OSError: cannot listen there.
 
     Attributes:
+        feed: what is known of the job.
         url: where it listens.
     """
 
-    def __init__(self, feed: Feed, access: Access, job: str, host: str, port: int, change: Change | None) -> None:
-        self._feed, self._access, self._job, self._change = feed, access, job, change
-        self._page = page()
-        family, _, _, _, name = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        self._socket = only_here(socket.create_server((str(name[0]), port), family=family, backlog=BACKLOG))
+    def __init__(
+        self, feed: Feed, access: Access, job: str, address: tuple[str, int], change: Change | None, loop: AgentLoop
+    ) -> None:
+        self.feed, self._access, self._job, self._change, self._loop = feed, access, job, change, loop
+        self._page, self._router = page(), self._routes()
+        family, _, _, _, name = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0]
+        self._socket = only_here(socket.create_server((str(name[0]), address[1]), family=family, backlog=BACKLOG))
         found, number = self._socket.getsockname()[:2]
         self.url = f"http://[{found}]:{number}" if ":" in found else f"http://{found}:{number}"
         self._streams = 0
         self._proven: set[Any] = set()
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="bamboo-web", daemon=True)
-        self._thread.start()
+        self._end, self._news = asyncio.Event(), asyncio.Event()
+        self._serving = loop.run(self._serve())
 
     def close(self, timeout_s: float) -> bool:
         """End; whether that was done within ``timeout_s`` seconds. Idempotent."""
         self._closing.set()
-        loop = self._loop
-        if loop is not None:
-            with contextlib.suppress(RuntimeError):  # it has ended
-                loop.call_soon_threadsafe(self._end.set)
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        self._loop.call(self._end.set)
+        done, _ = futures.wait([self._serving], timeout_s)
+        return bool(done) and self._loop.join(timeout_s)
 
     @property
     def alive(self) -> bool:
         """Whether it serves."""
-        return self._thread.is_alive()
+        return not self._serving.done()
 
-    # -- its thread -----------------------------------------------------------------------------------
-
-    def _run(self) -> None:
-        try:
-            with self._socket:
-                asyncio.run(self._serve())
-        except Exception:
-            logger.exception("the web server at %s has ended", self.url)
+    # -- serving --------------------------------------------------------------------------------------
 
     async def _serve(self) -> None:
-        self._end, self._news = asyncio.Event(), asyncio.Event()
-        self._loop = asyncio.get_running_loop()
-        if self._closing.is_set():
-            return
         ticker = asyncio.create_task(self._tick())
         try:
-            await serve(self._handle, self._socket, self._proven, lambda: None, self._end)
+            with self._socket:
+                await serve(self._handle, self._socket, self._proven, lambda: None, self._end)
+        except Exception:
+            logger.exception("the web server at %s has ended", self.url)
         finally:
             ticker.cancel()
             await asyncio.wait([ticker])
@@ -131,8 +127,8 @@ class WebServer:
         told = 0
         while True:
             try:
-                await asyncio.to_thread(self._feed.refresh, self._closing.is_set)
-                version = self._feed.version
+                await asyncio.to_thread(self.feed.refresh, self._closing.is_set)
+                version = self.feed.version
                 if version != told:
                     told = version
                     self._news.set()
@@ -140,7 +136,7 @@ class WebServer:
             except Exception:
                 logger.exception("the page of the job is not brought up to date")
                 await asyncio.sleep(10 * _TICK_S)
-            await asyncio.sleep(_TICK_S + self._feed.members / _SLOWER)
+            await asyncio.sleep(_TICK_S + self.feed.members / _SLOWER)
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         from aiohttp import web
@@ -156,53 +152,74 @@ class WebServer:
             return self._error(500, "the server has failed; its agent's log says how")
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
-        method, path = request.method, request.path
-        if path == "/healthz" and method in ("GET", "HEAD"):
-            return self._text("ok\n")
-        if path == "/login":
-            return await self._login(request) if method == "POST" else self._form()
-        if not self._access.admits(request.headers, request.cookies):
-            return self._form(401) if (method, path) == ("GET", "/") else self._error(401, "a token is needed")
-        self._proven.add(request.protocol)
-        if method == "POST":
-            if not self._access.admits_change(request.headers, request.cookies):
+        """Let in who may come in, and find what the request is for."""
+        reads = request.method in ("GET", "HEAD")
+        if request.path not in _OPEN:
+            if not self._access.admits(request.headers, request.cookies):
+                at_page = (request.method, request.path) == ("GET", "/")
+                return self._form(401) if at_page else self._error(401, "a token is needed")
+            self._proven.add(request.protocol)
+            if request.method == "POST" and not self._access.admits_change(request.headers, request.cookies):
                 return self._error(403, "requests that change something must come from this page, or with the token")
-            return await self._do(path)
-        if method not in ("GET", "HEAD"):
+        if not reads and request.method != "POST":
             return self._error(405, "only GET, HEAD and POST are served")
-        return await self._show(request, path)
+        found = await self._router.resolve(cast("web.Request", request))
+        if found.http_exception is not None:
+            return self._error(404, "there is nothing here")
+        return await found.handler(cast("web.Request", request))
 
-    async def _show(self, request: web.BaseRequest, path: str) -> web.StreamResponse:
+    def _routes(self) -> web.UrlDispatcher:
         from aiohttp import web
 
-        if path == "/":
-            return self._html(self._page)
-        if path == "/api/view":
-            _, text = await asyncio.to_thread(self._fresh)
-            answer = self._json(text)
-            answer.enable_compression()
-            return answer
-        if path == "/api/stream":
-            return await self._stream(request)
-        if path == "/api/controls":
-            return self._json(json.dumps({"control": self._change is not None}).encode())
-        if path.startswith("/api/losses/"):
-            number = path.rpartition("/")[2]
-            known = number.isascii() and number.isdecimal() and len(number) < 20
-            detail = await asyncio.to_thread(self._feed.loss, int(number)) if known else None
-            return self._error(404, "no such loss") if detail is None else self._json(detail.model_dump_json().encode())
-        if path == "/metrics":
-            accept = request.headers.get("Accept", "")
-            found = await asyncio.to_thread(self._feed.exposition, accept, self._soon())
-            if found is None:
-                return self._error(503, "the events of the job are being read")
-            body, content_type = found
-            return web.Response(body=body, headers={**_HEADERS, "Content-Type": content_type})
-        return self._error(404, "there is nothing here")
+        routes = web.UrlDispatcher()
+        routes.add_get("/healthz", self._healthz)
+        routes.add_get("/login", self._login)
+        routes.add_post("/login", self._log_in)
+        routes.add_post("/logout", self._log_out)
+        routes.add_get("/", self._show)
+        routes.add_get("/api/view", self._view)
+        routes.add_get("/api/stream", self._stream, allow_head=False)
+        routes.add_get("/api/controls", self._controls)
+        routes.add_get("/api/losses/{number:[0-9]{1,19}}", self._loss)
+        routes.add_get("/metrics", self._metrics)
+        routes.add_post("/api/stop", self._stop)
+        routes.add_post("/api/leave/{member}", self._leave)
+        return routes
+
+    # -- what shows something -------------------------------------------------------------------------
+
+    async def _healthz(self, _: web.BaseRequest) -> web.StreamResponse:
+        from aiohttp import web
+
+        return web.Response(text="ok\n", headers=_HEADERS)
+
+    async def _show(self, _: web.BaseRequest) -> web.StreamResponse:
+        return self._html(self._page)
+
+    async def _view(self, _: web.BaseRequest) -> web.StreamResponse:
+        answer = self._json((await asyncio.to_thread(self._fresh))[1])
+        answer.enable_compression()
+        return answer
+
+    async def _controls(self, _: web.BaseRequest) -> web.StreamResponse:
+        return self._json(json.dumps({"control": self._change is not None}).encode())
+
+    async def _loss(self, request: web.BaseRequest) -> web.StreamResponse:
+        detail = await asyncio.to_thread(self.feed.loss, int(_last(request)))
+        return self._error(404, "no such loss") if detail is None else self._json(detail.model_dump_json().encode())
+
+    async def _metrics(self, request: web.BaseRequest) -> web.StreamResponse:
+        from aiohttp import web
+
+        found = await asyncio.to_thread(self.feed.exposition, request.headers.get("Accept", ""), self._soon())
+        if found is None:
+            return self._error(503, "the events of the job are being read")
+        body, content_type = found
+        return web.Response(body=body, headers={**_HEADERS, "Content-Type": content_type})
 
     def _fresh(self) -> tuple[int, bytes]:
-        self._feed.refresh(self._soon())
-        return self._feed.view()
+        self.feed.refresh(self._soon())
+        return self.feed.view()
 
     def _soon(self) -> Callable[[], bool]:
         """Whether a request has waited long enough for what is new."""
@@ -221,8 +238,8 @@ class WebServer:
             seen = 0
             while True:
                 news = self._news
-                if self._feed.version != seen:
-                    seen, text = await asyncio.to_thread(self._feed.view, seen)
+                if self.feed.version != seen:
+                    seen, text = await asyncio.to_thread(self.feed.view, seen)
                     await asyncio.wait_for(answer.write(b"data: " + text + b"\n\n"), _STALL_S)
                 try:
                     await asyncio.wait_for(news.wait(), _HEARTBEAT_S)
@@ -235,7 +252,10 @@ class WebServer:
 
     # -- what changes something -----------------------------------------------------------------------
 
-    async def _login(self, request: web.BaseRequest) -> web.StreamResponse:
+    async def _login(self, _: web.BaseRequest) -> web.StreamResponse:
+        return self._form()
+
+    async def _log_in(self, request: web.BaseRequest) -> web.StreamResponse:
         from aiohttp import web
 
         try:
@@ -250,18 +270,22 @@ class WebServer:
             return self._form(401, wrong=True)
         return web.Response(status=303, headers={**_HEADERS, "Location": "./", "Set-Cookie": self._access.cookie()})
 
-    async def _do(self, path: str) -> web.StreamResponse:
+    async def _log_out(self, _: web.BaseRequest) -> web.StreamResponse:
         from aiohttp import web
 
-        if path == "/logout":
-            forget = self._access.cookie(forget=True)
-            return web.Response(status=303, headers={**_HEADERS, "Location": "login", "Set-Cookie": forget})
-        member = path[len("/api/leave/") :] if path.startswith("/api/leave/") else ""
-        if path != "/api/stop" and not member:
-            return self._error(404, "there is nothing here")
+        forget = self._access.cookie(forget=True)
+        return web.Response(status=303, headers={**_HEADERS, "Location": "login", "Set-Cookie": forget})
+
+    async def _stop(self, _: web.BaseRequest) -> web.StreamResponse:
+        return await self._do("stop", "")
+
+    async def _leave(self, request: web.BaseRequest) -> web.StreamResponse:
+        return await self._do("leave", _last(request))
+
+    async def _do(self, what: str, member: str) -> web.StreamResponse:
         if self._change is None:
             return self._error(403, 'this page only shows the job: set "bamboo.observe.control" to true')
-        done = self._change("leave" if member else "stop", member)
+        done = self._change(what, member)
         try:
             await asyncio.wait_for(asyncio.wrap_future(done), _CHANGE_S)
         except LookupError as error:
@@ -298,13 +322,13 @@ class WebServer:
 
         return web.Response(body=body, status=status, headers={**_HEADERS, "Content-Type": "application/json"})
 
-    def _text(self, text: str) -> web.Response:
-        from aiohttp import web
-
-        return web.Response(text=text, headers=_HEADERS)
-
     def _error(self, status: int, what: str) -> web.Response:
         answer = self._json(json.dumps({"error": what}).encode(), status)
         if status == 401:
             answer.headers["WWW-Authenticate"] = "Bearer"
         return answer
+
+
+def _last(request: web.BaseRequest) -> str:
+    """What the last part of a path names."""
+    return request.path.rpartition("/")[2]
