@@ -21,7 +21,7 @@ from ..control.registry.vacancies import Desertion, Vacancy, find_vacancy, is_ov
 from ..control.settings import AgentSettings, MemberOptions, job_record
 from ..errors import ConfigError, JobOver, LaunchError, StoreUnavailable
 from ..secret import WITHOUT_SECRET
-from ..store import Store
+from ..store.client import Store
 from ..topology.plan import UNSTARTED, Plan
 from .network import awaited
 

@@ -16,7 +16,8 @@ from contextlib import ExitStack
 from functools import partial
 
 from ...errors import LeaseExpired, PlanForged, StoreError, StoreUnavailable
-from ...store import Lease, Store, WatchEvent
+from ...store.client import Lease, Store
+from ...store.records import WatchEvent
 from ...topology.plan import UNSTARTED, Plan
 from ..fencing import now as fence_clock
 from ..leader.leader import Leader

@@ -26,7 +26,7 @@ from ...observe.events import (
     RunStarted,
     Takeover,
 )
-from ...store import Lease, Store
+from ...store.client import Lease, Store
 from ...topology.plan import UNSTARTED, Plan
 from ..once import is_genuine, put_once
 from ..registry.keys import Keys

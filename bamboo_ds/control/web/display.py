@@ -16,7 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ...errors import EXIT_STOPPED, LeaseExpired, StoreError, StoreUnavailable
-from ...store import Lease, Store
+from ...store.client import Lease, Store
 from ..once import put_once
 from ..registry.keys import Keys
 from ..registry.mirror import Mirror
