@@ -24,76 +24,37 @@ import importlib.machinery
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import ModuleType
 
+from .patching import MEGATRON
 
-def _patch_comm(module: ModuleType) -> None:
-    from . import hooks
-
-    hooks.patch_comm(module)
-
-
-def _patch_engine(module: ModuleType) -> None:
-    from . import hooks
-
-    hooks.patch_engine(module, _patch_megatron_again)
-
-
-def _patch_extensions(module: ModuleType) -> None:
-    from . import compiling
-
-    compiling.patch(module)
-
-
-#: Modules that define what Megatron prints and writes with, in versions of Megatron-DeepSpeed, GPT-NeoX and Megatron's
-#: core.
-_MEGATRON = (
-    "megatron",
-    "megatron.utils",
-    "megatron.logging",
-    "megatron.global_vars",
-    "megatron.training",
-    "megatron.timers",
-    "megatron.mpu.initialize",
-    "megatron.core.timers",
-    "megatron.core.parallel_state",
-)
-
-
-def _patch_megatron(module: ModuleType) -> None:
-    from . import megatron
-
-    megatron.patch(module)
-
-
-def _patch_megatron_again() -> None:
-    from . import megatron
-
-    megatron.patch_everywhere(_MEGATRON)
-
-
-_PATCHES: dict[str, Callable[[ModuleType], None]] = {
-    "deepspeed.comm.comm": _patch_comm,
-    "deepspeed.runtime.engine": _patch_engine,
-    "torch.utils.cpp_extension": _patch_extensions,
-    **dict.fromkeys(_MEGATRON, _patch_megatron),
+#: By the module that is imported: the module of this package that patches it, and its function.
+_PATCHES: dict[str, tuple[str, str]] = {
+    "deepspeed.comm.comm": ("hooks", "patch_comm"),
+    "deepspeed.runtime.engine": ("hooks", "patch_engine"),
+    "torch.utils.cpp_extension": ("compiling", "patch"),
+    **dict.fromkeys(MEGATRON, ("megatron", "patch")),
 }
+
+
+def _patch(module: ModuleType) -> None:
+    where, function = _PATCHES[module.__name__]
+    getattr(importlib.import_module(f"{__package__}.{where}"), function)(module)
 
 
 class _PatchingLoader(importlib.abc.Loader):
     """Executes a module through its own loader, then patches it."""
 
-    def __init__(self, loader: importlib.abc.Loader, patch: Callable[[ModuleType], None]) -> None:
+    def __init__(self, loader: importlib.abc.Loader) -> None:
         self._loader = loader
-        self._patch = patch
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
-        self._patch(module)
+        _patch(module)
 
 
 class _PatchingFinder(importlib.abc.MetaPathFinder):
@@ -102,13 +63,12 @@ class _PatchingFinder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        patch = _PATCHES.get(fullname)
-        if patch is None:
+        if fullname not in _PATCHES:
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
         if spec is None or spec.loader is None:
             return None
-        spec.loader = _PatchingLoader(spec.loader, patch)
+        spec.loader = _PatchingLoader(spec.loader)
         return spec
 
 
@@ -128,8 +88,6 @@ def autoload() -> None:
         return
     if "SLURM_PROCID" in os.environ:
         _adopt_slurm()
-    for name, patch in _PATCHES.items():
-        module = sys.modules.get(name)
-        if module is not None:
-            patch(module)
+    for module in filter(None, map(sys.modules.get, _PATCHES)):
+        _patch(module)
     sys.meta_path.insert(0, _PatchingFinder())

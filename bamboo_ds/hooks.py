@@ -7,14 +7,14 @@ import inspect
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
 from . import stages
 from .config import BLOCK, bamboo_config, has_block
 from .errors import ConfigError, UnsupportedError
-from .patching import MARK, patch
+from .patching import MARK, MEGATRON, patch
 
 logger = logging.getLogger("bamboo_ds")
 
@@ -38,12 +38,11 @@ def patch_comm(module: ModuleType) -> None:
     patch(module, "init_distributed", wrap)
 
 
-def patch_engine(module: ModuleType, before: Callable[[], None]) -> None:
+def patch_engine(module: ModuleType) -> None:
     """Make ``PipelineEngine(config=...)`` build a bamboo engine where the configuration has the block.
 
     Args:
         module: DeepSpeed's, of its engines.
-        before: called before such an engine is built.
     """
     base = module.DeepSpeedEngine
     if MARK in base.__dict__:
@@ -59,7 +58,9 @@ def patch_engine(module: ModuleType, before: Callable[[], None]) -> None:
             return object.__new__(_further_class(cls))
         built = _engine_class(cls)
         align_local_rank(kwargs.get("args"), os.environ, sys.argv)
-        before()
+        from . import megatron
+
+        megatron.patch_everywhere(MEGATRON)
         return object.__new__(built)
 
     base.__new__ = new

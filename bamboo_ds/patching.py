@@ -8,6 +8,19 @@ from typing import Any
 
 #: Attribute of what is replaced already.
 MARK = "_bamboo_patched"
+#: Modules that define what Megatron prints and writes with, in versions of Megatron-DeepSpeed, GPT-NeoX and Megatron's
+#: core.
+MEGATRON = (
+    "megatron",
+    "megatron.utils",
+    "megatron.logging",
+    "megatron.global_vars",
+    "megatron.training",
+    "megatron.timers",
+    "megatron.mpu.initialize",
+    "megatron.core.timers",
+    "megatron.core.parallel_state",
+)
 
 
 def patch(module: ModuleType, name: str, wrap: Callable[[Any], Any]) -> None:

@@ -237,7 +237,7 @@ def _die_at(folder: Path, mark: Path, point: str, tag: str) -> None:
 
 POINTS = {  # where, and whether the new checkpoint is complete then
     "file": False,
-    ".part-0.json": False,
+    ".written-0.json": False,
     MANIFEST: False,
     "rename": False,
     "latest": True,
@@ -327,7 +327,7 @@ def test_vanished_folder(members: Callable[..., Member], tmp_path: Path, what: s
     save_all([leader, follower], 1)
     leader.save(2)
     follower.begin(2)
-    while not list(leader.folder.glob(f"{PARTIAL}*/.part-0.json")):
+    while not list(leader.folder.glob(f"{PARTIAL}*/.written-0.json")):
         assert leader.saver.busy
     if what == "partial":
         os.rename(hidden(leader.folder, PARTIAL)[0], tmp_path / "gone")

@@ -366,7 +366,7 @@ def test_replaced_schedules_are_refused(monkeypatch: pytest.MonkeyPatch) -> None
 def test_the_engine_is_replaced_however_the_configuration_is_given(tmp_path: Path, as_path: bool) -> None:
     module = ModuleType("engine")
     module.DeepSpeedEngine = type("DeepSpeedEngine", (), {"__init__": lambda self, config: None})  # type: ignore[attr-defined]
-    patch_engine(module, lambda: None)
+    patch_engine(module)
     without = write_config(tmp_path, None)
     assert type(module.DeepSpeedEngine(config=str(without))) is module.DeepSpeedEngine
     path = write_config(tmp_path, {})

@@ -24,7 +24,8 @@ from bamboo_ds.control.registry.mirror import Mirror
 from bamboo_ds.control.registry.records import LeftRecord, MemberRecord, StopRecord, WorkerState
 from bamboo_ds.errors import LaunchError, LeaseExpired, StoreError, StoreUnavailable
 from bamboo_ds.secret import JobSecret
-from bamboo_ds.store import KeyValue, Lease, Store, WatchEvent
+from bamboo_ds.store.client import Lease, Store
+from bamboo_ds.store.records import KeyValue, WatchEvent
 from bamboo_ds.topology import Plan
 from bamboo_ds.topology.planner import initial_plan
 

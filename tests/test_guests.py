@@ -19,7 +19,7 @@ from bamboo_ds.control.registry.records import LeftRecord, MemberRecord, StopRec
 from bamboo_ds.launchers.jobs import JobLocation
 from bamboo_ds.launchers.joined import JoinedMembers, exit_code, tell_to_stop
 from bamboo_ds.secret import ENV_SECRET, JobSecret
-from bamboo_ds.store import Store
+from bamboo_ds.store.client import Store
 from bamboo_ds.store.records import KeyValue, Snapshot
 
 from .support.control import Job, start

@@ -27,7 +27,8 @@ from bamboo_ds.errors import StoreUnavailable
 from bamboo_ds.observe.events import EventWriter
 from bamboo_ds.processes import boot_id
 from bamboo_ds.secret import JobSecret
-from bamboo_ds.store import Lease, Store, WatchEvent
+from bamboo_ds.store.client import Lease, Store
+from bamboo_ds.store.records import WatchEvent
 from bamboo_ds.topology import Layout, Plan
 from bamboo_ds.variables import ENV_LAUNCH
 

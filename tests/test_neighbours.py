@@ -15,7 +15,7 @@ from bamboo_ds.control.agent.neighbours import Neighbours, report_dead_agent, wa
 from bamboo_ds.control.registry.keys import Keys
 from bamboo_ds.control.registry.records import LeaderRecord, LeftRecord, MemberRecord
 from bamboo_ds.processes import process_space, started
-from bamboo_ds.store import Store
+from bamboo_ds.store.client import Store
 
 pytestmark = pytest.mark.claim("reference/guarantees.md")
 

@@ -30,7 +30,7 @@ from bamboo_ds.topology import (
     takeover,
     with_redundancy,
 )
-from bamboo_ds.topology.least_loaded import LeastLoaded
+from bamboo_ds.topology.loads import Loads
 from bamboo_ds.topology.partition import partition
 from bamboo_ds.topology.planner import plan as next_plan
 
@@ -521,11 +521,11 @@ def test_least_loaded(groups: list[int], data: st.DataObject) -> None:
     names = [f"m{i}" for i in range(len(groups))]
     group = {name: f"g{g}" for name, g in zip(names, groups, strict=True)}
     loads = {name: float(data.draw(st.integers(0, 3))) for name in names}
-    finder = LeastLoaded(names, loads, group)
+    finder = Loads(loads, group)
     for _ in range(6):
         excluded = data.draw(st.sets(st.sampled_from(sorted(set(group.values())))))
         allowed = [name for name in names if group[name] not in excluded]
-        assert finder.pick(excluded) == min(allowed, key=lambda name: loads[name], default=None)
+        assert finder.least(excluded) == min(allowed, key=lambda name: loads[name], default=None)
         grown = data.draw(st.sampled_from(names))
         loads[grown] += data.draw(st.integers(0, 2))
         finder.update(grown, loads[grown])

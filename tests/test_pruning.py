@@ -28,7 +28,7 @@ from bamboo_ds.control.registry.records import (
     WorkerState,
 )
 from bamboo_ds.observe.events import EventWriter
-from bamboo_ds.store import Store
+from bamboo_ds.store.client import Store
 from bamboo_ds.store.records import KeyValue, Snapshot
 from bamboo_ds.topology import Layout, Plan
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from bamboo_ds import autoload, hooks, megatron, speaks_for
+from bamboo_ds import hooks, megatron, speaks_for
 from bamboo_ds.worker import job as jobs
 
 from .support.faults import in_turn, mark
@@ -243,7 +243,7 @@ def test_functions_that_a_package_defines_late_and_its_modules_have_imported(
     model = type("Engine", (), {})
     engines: Any = ModuleType("engines")
     engines.DeepSpeedEngine = model
-    autoload._patch_engine(engines)
+    hooks.patch_engine(engines)
     monkeypatch.setattr(hooks, "bamboo_config", lambda config: config["bamboo"])
     monkeypatch.setattr(hooks, "_engine_class", lambda kind: kind)
     model(config={"bamboo": {}})

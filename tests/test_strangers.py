@@ -16,7 +16,8 @@ from bamboo_ds.control.registry.keys import Keys, namespace
 from bamboo_ds.control.registry.records import MemberRecord, ProgressRecord, RestartRecord, WorkerState
 from bamboo_ds.engine.context.history import History
 from bamboo_ds.secret import JobSecret
-from bamboo_ds.store import EmbeddedEtcd, Snapshot
+from bamboo_ds.store.embedded import EmbeddedEtcd
+from bamboo_ds.store.records import Snapshot
 from bamboo_ds.topology import Plan
 
 from .support.etcd import EtcdServer, wait_until

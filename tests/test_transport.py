@@ -129,7 +129,7 @@ def test_wire_keeps_every_bit() -> None:
             del stream[:size]
         assert (key, head.sequence, head.kind, len(stream)) == (b"some key", number, wire.DATA, 0)
         assert flat(wire.assemble(head.structure, parts)) == flat(payload)
-        assert flat(wire.assemble(*wire.copy_parts(payload))) == flat(payload)
+        assert flat(wire.assemble(*wire.copied_tensors(payload))) == flat(payload)
 
 
 @pytest.mark.parametrize(

@@ -147,7 +147,7 @@ def check_what_is_told(result: Result, members: dict[str, list[dict[str, Any]]])
     operations = {operation for operation, *_ in places}
     assert {"allreduce", "allgather", "reduce"} <= operations
     assert not {"barrier", "broadcast"} & operations, "they lack nothing: the root lives"
-    assert "no process runs as ranks (2) now, and in the place of their parts are those that the" in result.output
+    assert "no process runs as ranks (2) now, and in the place of their shares are those that the" in result.output
     broadcasts = [e for e in result.events("collective_incomplete") if e["operation"] == "broadcast"]
     assert all(0 in event["lost_ranks"] for event in broadcasts) and len(broadcasts) >= 1
 

@@ -29,8 +29,7 @@ from ..errors import BambooError
 from ..launchers.network import LOOPBACK, address_towards, free_port
 from ..launchers.owning import EMBEDDED
 from ..processes import who_has
-from ..store.endpoints import Endpoint, parse_endpoints
-from ..store.variables import ENV_CA, ENV_CERT, ENV_KEY
+from ..store.endpoints import ENV_CA, ENV_CERT, ENV_KEY, Endpoint, parse_endpoints
 from ..supported import check_config
 from .options import variable_option
 from .output import console

@@ -367,7 +367,7 @@ class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
 def _method(collective: Collective) -> Callable[..., Any]:
     """The method of a group that torch calls for a collective: with its tensors, and with options or without."""
-    count = len(inspect.signature(collective.parts).parameters) - 1
+    count = len(inspect.signature(collective.forms).parameters) - 1
 
     def call(self: Any, *arguments: Any, opts: Any = None) -> Any:
         options = next(iter(arguments[count:]), opts)

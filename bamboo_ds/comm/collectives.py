@@ -40,7 +40,7 @@ class Collective:
         name: by which torch calls it.
         shape: what it does with its tensors; several collectives do one thing with different forms of them.
         options: torch's type of them.
-        parts: brings its tensors into the form that its shape has, for a number of ranks: of reductions and broadcasts
+        forms: brings its tensors into the form that its shape has, for a number of ranks: of reductions and broadcasts
             the tensors, else see :data:`Gathered` and :data:`Scattered`, of ``alltoall`` outputs and inputs by rank.
         also: names that newer versions of torch call it by.
         single: does it for one pair of tensors where torch's bindings lack it.
@@ -49,7 +49,7 @@ class Collective:
     name: str
     shape: Shape
     options: str
-    parts: Callable[..., Any]
+    forms: Callable[..., Any]
     also: tuple[str, ...] = ()
     single: str | None = None
 
@@ -60,12 +60,12 @@ class Collective:
 
     @property
     def reduces(self) -> bool:
-        """Whether it sums up parts of ranks."""
+        """Whether it sums up shares of ranks."""
         return self.shape in ("allreduce", "allreduce_coalesced", "reduce", "reduce_scatter")
 
     @property
     def copies(self) -> bool:
-        """Whether it gives each rank's part."""
+        """Whether it gives each rank's share."""
         return self.shape in ("allgather", "gather", "alltoall")
 
     def device(self, arguments: Sequence[Any]) -> torch.device | None:
@@ -194,7 +194,7 @@ def start(
     device = collective.device(arguments)
     kind = GLOO if device is None else kind_for(device)
     if collective.reduces and not (among.by_role or among.complete):
-        key = f"{key}/parts"  # what is begun when it is waited for must not meet what is begun when it is called
+        key = f"{key}/shares"  # what is begun when it is waited for must not meet what is begun when it is called
     inner = epoch.groups.get(key, among.members, kind, timeout, device)
 
     def pending(work: Any, finish: Callable[[], None] | None = None) -> Any:
@@ -226,21 +226,21 @@ def alone(
             it is the contribution of all of them, and stays as it is.
     """
     *tensors, options = arguments
-    parts, written = collective.parts(size, *tensors), collective.written(arguments)
+    shares, written = collective.forms(size, *tensors), collective.written(arguments)
     if collective.shape in ("allgather", "gather"):
-        for row, tensor in parts:
+        for row, tensor in shares:
             for output in row:
                 _copy(output, tensor)
     elif collective.shape in ("reduce_scatter", "scatter"):
-        for output, row in parts:
+        for output, row in shares:
             if row:
                 _copy(output, row[rank])
     elif collective.shape == "alltoall":
-        for output in parts[0]:
-            _copy(output, parts[1][rank])
+        for output in shares[0]:
+            _copy(output, shares[1][rank])
     if each and collective.reduces and getattr(options, "rootRank", rank) == rank:
         for tensor in written:
-            _copy(tensor, reduced(tensor.detach().reshape(-1), size, options.reduceOp, lambda part: [part] * size))
+            _copy(tensor, reduced(tensor.detach().reshape(-1), size, options.reduceOp, lambda share: [share] * size))
     return CompletedWork(written)
 
 
@@ -248,7 +248,7 @@ class Adapter:
     """Translates collectives over the ranks of a group to collectives of the members that take part.
 
     A member calls each collective once, whatever the number of its roles. In reductions of the engine its contribution
-    counts once: it has summed its roles' parts before. Elsewhere it stands for each rank that the member is host of.
+    counts once: it has summed its roles' shares before. Elsewhere it stands for each rank that the member is host of.
 
     Args:
         inner: group with one rank for each of ``among.members``.
@@ -274,7 +274,7 @@ class Adapter:
         """Begin it: its work, and what is to be done once after that."""
         *tensors, options = arguments
         run: Callable[[Any, Any], Pending] = getattr(self, f"_{collective.shape}")
-        return run(collective.parts(len(self._hosts), *tensors), options)
+        return run(collective.forms(len(self._hosts), *tensors), options)
 
     # -- reductions --------------------------------------------------------------------------------------
     def _allreduce(self, tensors: Tensors, options: Any) -> Pending:
@@ -296,24 +296,24 @@ class Adapter:
             return self._inner.reduce(tensors, options), divide if root == self._me else None
         return self._by_rank(tensors, options, options.rootRank == self._rank)
 
-    def _reduce_scatter(self, parts: Scattered, options: Any) -> Pending:
-        """Reduce everything, keep our part."""
-        pending = [self._reduce_part(output, row, options) for output, row in parts]
+    def _reduce_scatter(self, shares: Scattered, options: Any) -> Pending:
+        """Reduce everything, keep our share."""
+        pending = [self._reduce_share(output, row, options) for output, row in shares]
 
         def finish() -> None:
-            for _, part in pending:
-                part()
+            for _, share in pending:
+                share()
 
         return Several([(work, None) for work, _ in pending]), finish
 
-    def _reduce_part(self, output: torch.Tensor, row: Tensors, options: Any) -> tuple[Any, Callable[[], None]]:
-        whole = torch.cat([part.reshape(-1) for part in row])
+    def _reduce_share(self, output: torch.Tensor, row: Tensors, options: Any) -> tuple[Any, Callable[[], None]]:
+        whole = torch.cat([share.reshape(-1) for share in row])
         work, reduce = self._allreduce([whole], _options(registry.AllreduceOptions(), options))
 
         def finish() -> None:
             if reduce is not None:
                 reduce()
-            start = sum(part.numel() for part in row[: self._rank])
+            start = sum(share.numel() for share in row[: self._rank])
             _copy(output, whole[start : start + output.numel()])
 
         return work, finish
@@ -333,7 +333,7 @@ class Adapter:
     def _by_rank(self, tensors: Tensors, options: Any, wanted: bool = True) -> Pending:
         """Every rank contributes what its host has passed, in the order of a ring of all ranks.
 
-        All of it is done by whoever waits, piece by piece, so that large tensors need no room for all parts of them.
+        All of it is done by whoever waits, piece by piece, so that large tensors need no room for all shares of them.
 
         Args:
             wanted: this member is to get the result.
@@ -350,15 +350,15 @@ class Adapter:
 
         def reduce() -> None:
             flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
-            total = reduced(flat, len(self._hosts), options.reduceOp, self._parts)
+            total = reduced(flat, len(self._hosts), options.reduceOp, self._shares)
             if wanted:
                 for tensor, found in zip(tensors, total.split([each.numel() for each in tensors]), strict=True):
                     _copy(tensor.detach(), found)
 
         return Several([]), reduce
 
-    def _parts(self, piece: torch.Tensor) -> Tensors:
-        """The parts of all ranks."""
+    def _shares(self, piece: torch.Tensor) -> Tensors:
+        """The shares of all ranks."""
         gathered = self._room_for(piece)
         self._settle(self._inner.allgather([gathered], [piece], registry.AllgatherOptions()))
         return [gathered[host] for host in self._hosts]
@@ -368,16 +368,16 @@ class Adapter:
         options.rootRank = self._hosts[options.rootRank]
         return self._inner.broadcast(tensors, options), None
 
-    def _scatter(self, parts: Scattered, options: Any) -> Pending:
-        """Broadcast everything, keep our part: the root cannot know for which of its roles an owner calls.
+    def _scatter(self, shares: Scattered, options: Any) -> Pending:
+        """Broadcast everything, keep our share: the root cannot know for which of its roles an owner calls.
 
         Nothing comes from a root that has no process.
         """
         if self._among.of_rank[options.rootRank] is None:
             return Several([]), None
-        root, ((output, row),) = self._hosts[options.rootRank], parts
+        root, ((output, row),) = self._hosts[options.rootRank], shares
         if root == self._me:
-            whole = torch.stack([part.reshape(output.shape) for part in row])
+            whole = torch.stack([share.reshape(output.shape) for share in row])
         else:
             whole = output.new_empty((len(self._hosts), *output.shape))
         broadcast = _options(registry.BroadcastOptions(), options)
@@ -385,16 +385,16 @@ class Adapter:
         return self._inner.broadcast([whole], broadcast), lambda: _copy(output, whole[self._rank])
 
     # -- collection --------------------------------------------------------------------------------------
-    def _allgather(self, parts: Gathered, options: Any) -> Pending:
+    def _allgather(self, shares: Gathered, options: Any) -> Pending:
         """Every rank's output is its host's input."""
-        return _together(self._gather_all(row, tensor, options) for row, tensor in parts)
+        return _together(self._gather_all(row, tensor, options) for row, tensor in shares)
 
     def _gather_all(self, row: Tensors, tensor: torch.Tensor, options: Any) -> Pending:
         gathered = self._room_for(tensor)
         return self._inner.allgather([gathered], [tensor], options), lambda: self._spread(row, gathered)
 
-    def _gather(self, parts: Gathered, options: Any) -> Pending:
-        ((row, tensor),) = parts
+    def _gather(self, shares: Gathered, options: Any) -> Pending:
+        ((row, tensor),) = shares
         if not self._among.by_role:  # several members may run as the root: whoever has passed outputs gets them
             return self._gather_all(row, tensor, _options(registry.AllgatherOptions(), options))
         options.rootRank = self._hosts[options.rootRank]
@@ -410,14 +410,14 @@ class Adapter:
             _copy(output, gathered[host])
 
     # -- exchange ----------------------------------------------------------------------------------------
-    def _alltoall(self, parts: tuple[Tensors, Tensors], options: Any) -> Pending:
-        """Output j is what the host of rank j sends to our rank. All parts must have one size."""
-        outputs, inputs = parts
-        if len({part.numel() for part in (*inputs, *outputs)}) != 1:
+    def _alltoall(self, shares: tuple[Tensors, Tensors], options: Any) -> Pending:
+        """Output j is what the host of rank j sends to our rank. All shares must have one size."""
+        outputs, inputs = shares
+        if len({share.numel() for share in (*inputs, *outputs)}) != 1:
             raise UnsupportedError(
-                "all_to_all with parts of different sizes is not supported while roles of the group share a member"
+                "all_to_all with shares of different sizes is not supported while roles of the group share a member"
             )
-        whole = torch.stack([part.reshape(-1) for part in inputs])
+        whole = torch.stack([share.reshape(-1) for share in inputs])
         everyone = self._room_for(whole)
 
         def finish() -> None:
@@ -426,7 +426,7 @@ class Adapter:
 
         return self._inner.allgather([everyone], [whole], _options(registry.AllgatherOptions(), options)), finish
 
-    def _barrier(self, parts: None, options: Any) -> Pending:
+    def _barrier(self, shares: None, options: Any) -> Pending:
         return self._inner.barrier(options), None
 
 

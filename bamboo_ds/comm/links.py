@@ -64,9 +64,9 @@ class Links:
             self._inbox.setdefault(key, deque()).append(message)
             self.changed.notify_all()
 
-    def message(self, sequence: int, structure: int, parts: list[wire.WireTensor]) -> PeerMessage:
+    def message(self, sequence: int, structure: int, tensors: list[wire.WireTensor]) -> PeerMessage:
         """A message of this member to itself, for :meth:`deliver`."""
-        return PeerMessage(self._me, sequence, structure, parts, time.monotonic())
+        return PeerMessage(self._me, sequence, structure, tensors, time.monotonic())
 
     def inbox(self, key: bytes) -> deque[PeerMessage]:
         """The messages for ``key``, oldest first. Hold :attr:`changed` to look or take."""
@@ -198,7 +198,7 @@ class Links:
         key = f"round/{self._rounds}".encode()
         for member in self._peers:
             self.send(member, wire.encode(key, 0, payload))
-        own = self.message(0, *wire.copy_parts(payload))
+        own = self.message(0, *wire.copied_tensors(payload))
         found: dict[str, wire.Payload] = {own.source: own.payload()}
         with self.changed:
             inbox = self.inbox(key)

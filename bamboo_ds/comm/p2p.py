@@ -149,15 +149,15 @@ class RecvWork(CompletedWork):
 
     def _take(self) -> None:
         assert self.message is not None
-        (part,) = self.message.parts
+        (sent,) = self.message.tensors
         tensor = self._result[0]
-        if part.data.numel() != tensor.numel() * tensor.element_size():
+        if sent.data.numel() != tensor.numel() * tensor.element_size():
             raise RuntimeError(
-                f"recv: rank {self.message.sequence} sent {part.data.numel()} bytes, "
+                f"recv: rank {self.message.sequence} sent {sent.data.numel()} bytes, "
                 f"the tensor takes {tensor.numel() * tensor.element_size()}"
             )
         # Like any transport of bytes: the receiver's dtype tells what they mean.
-        tensor.detach().copy_(part.data.view(tensor.dtype).view(tensor.shape))
+        tensor.detach().copy_(sent.data.view(tensor.dtype).view(tensor.shape))
 
     def is_completed(self) -> bool:
         """Whether :meth:`wait` would return, or raise, at once."""
@@ -197,6 +197,6 @@ def check(tensors: list[torch.Tensor], tag: int) -> torch.Tensor:
 
 def deliver_here(links: Links, key: bytes, source: int, tensor: torch.Tensor) -> CompletedWork:
     """Send to another role of the same member."""
-    structure, parts = wire.copy_parts(tensor)
-    links.deliver(key, links.message(source, structure, parts))
+    structure, tensors = wire.copied_tensors(tensor)
+    links.deliver(key, links.message(source, structure, tensors))
     return CompletedWork([tensor])

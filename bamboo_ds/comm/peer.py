@@ -32,19 +32,19 @@ class PeerMessage:
     Attributes:
         source: the member that sent it.
         sequence: its number, as the sender gave it.
-        structure, parts: see :mod:`.wire`.
+        structure, tensors: see :mod:`.wire`.
         arrival: ``time.monotonic()`` when its last byte was there.
     """
 
     source: str
     sequence: int
     structure: int
-    parts: list[wire.WireTensor]
+    tensors: list[wire.WireTensor]
     arrival: float
 
     def payload(self) -> wire.Payload:
         """What was sent. CUDA copies happen here: call it in the main thread."""
-        return wire.assemble(self.structure, self.parts)
+        return wire.assemble(self.structure, self.tensors)
 
 
 class Peer:
@@ -110,11 +110,11 @@ class Peer:
         head = wire.decode_head(block)
         if head.kind == wire.DATA:
             meta = bytes(_read(self._connection, head.extension)) if head.extension else head.meta
-            key, parts = wire.decode_meta(head, meta)
-            for part in parts:
-                if part.data.numel():
-                    _read_into(self._connection, wire.view(part.data))
-            self._deliver(key, PeerMessage(self.member, head.sequence, head.structure, parts, time.monotonic()))
+            key, tensors = wire.decode_meta(head, meta)
+            for tensor in tensors:
+                if tensor.data.numel():
+                    _read_into(self._connection, wire.view(tensor.data))
+            self._deliver(key, PeerMessage(self.member, head.sequence, head.structure, tensors, time.monotonic()))
         elif head.kind == wire.FLUSH:
             self.write([wire.control(wire.ACK, head.sequence)])
         else:

@@ -1,4 +1,4 @@
-"""The order in which gloo's ring all-reduce combines the parts of ranks, which depends on an element's place.
+"""The order in which gloo's ring all-reduce combines the shares of ranks, which depends on an element's place.
 
 A reduction whose ranks have not each a process of their own gives, by this order, what it would give with one for each.
 """
@@ -15,15 +15,15 @@ from .c10d import dist
 
 #: Bytes of a segment of gloo's ring all-reduce at most.
 _SEGMENT = 1 << 20
-#: Bytes of all parts of a tensor that are gathered at once at most; else one chunk of the ring after the other.
+#: Bytes of all shares of a tensor that are gathered at once at most; else one chunk of the ring after the other.
 _AT_ONCE = 64 << 20
 
-#: The parts that all ranks have of a piece of a tensor, given this process's.
+#: The shares that all ranks have of a piece of a tensor, given this process's.
 Gather = Callable[[torch.Tensor], Sequence[torch.Tensor]]
 
 
 def chunks(count: int, elements: int, size: int) -> Iterator[tuple[int, int, list[int]]]:
-    """The parts of a tensor that gloo's ring sums in one order.
+    """The shares of a tensor that gloo's ring sums in one order.
 
     Args:
         count: of ranks.
@@ -49,26 +49,26 @@ def reduced(flat: torch.Tensor, count: int, operator: Any, gather: Gather) -> to
     """What an all-reduce of ``count`` ranks gives, to the last bit as gloo's. Collective if ``gather`` is.
 
     Args:
-        flat: this process's part, of one dimension.
+        flat: this process's share, of one dimension.
         operator: torch's ``ReduceOp``; see :func:`combination`.
-        gather: returns ``count`` parts of the piece of a tensor that it is called with.
+        gather: returns ``count`` shares of the piece of a tensor that it is called with.
     """
     combine, average = combination(operator)
     total, whole = torch.empty_like(flat), None
     if flat.numel() * flat.element_size() * count <= _AT_ONCE:
         whole = gather(flat)
     for begin, end, order in chunks(count, flat.numel(), flat.element_size()):
-        parts = gather(flat[begin:end]) if whole is None else [part[begin:end] for part in whole]
+        shares = gather(flat[begin:end]) if whole is None else [share[begin:end] for share in whole]
         first, *others = order
-        found = parts[first]
+        found = shares[first]
         for rank in others:
-            found = combine(parts[rank], found)
+            found = combine(shares[rank], found)
         total[begin:end] = found
     return total.div_(count) if average else total
 
 
 def combination(operator: Any) -> tuple[Callable[[torch.Tensor, torch.Tensor], torch.Tensor], bool]:
-    """How ``operator`` combines two parts, and whether the result of all of them is divided by their number.
+    """How ``operator`` combines two shares, and whether the result of all of them is divided by their number.
 
     Raises:
         UnsupportedError: it is one that gloo does not have.

@@ -5,7 +5,7 @@ recovers as in an operation of the engine, and it goes on among those that are l
 stage contributes once more what its own script passes, so that what all ranks have alike is summed up, counted and
 averaged as before.
 
-All members must come out of a collective alike. So it has two parts: the collective itself, then a meeting in which all
+All members must come out of a collective alike. So it has two steps: the collective itself, then a meeting in which all
 tell each other that they have its result. If a member has come out of the meeting, all have the result; whoever was
 still in the meeting takes it. If nobody has, nobody uses a result that may be missing somewhere, and all do it again
 from what they had passed. The recovery tells which it is: every member says how many collectives of each group it has
@@ -70,7 +70,7 @@ class Attached(Protocol):
 
 @dataclass(frozen=True)
 class Lacking:
-    """A collective of the script in which not every rank has the part that it had at the start of the job.
+    """A collective of the script in which not every rank has the share that it had at the start of the job.
 
     Attributes:
         operation: as torch's backends call it.
@@ -78,7 +78,7 @@ class Lacking:
         lost: those that no process runs as.
         moved: those whose process does not compute the rank's own stage (any more): what it has of that is old.
         place: the line of the script that calls it, ``file:line in function``.
-        result: what it gives in the place of the lost ranks' parts.
+        result: what it gives in the place of the lost ranks' shares.
     """
 
     operation: str
@@ -96,7 +96,7 @@ class ScriptCollectives:
         session: this process's data plane.
         context: where the main thread is.
         recover: recovers after a loss, and calls :meth:`agree` meanwhile.
-        on_lacking: told, on one member and once for each place in the script, of collectives that lack parts of ranks;
+        on_lacking: told, on one member and once for each place in the script, of collectives that lack shares of ranks;
             ``None``: nobody is.
     """
 
@@ -224,7 +224,7 @@ class ScriptCollectives:
                 continue
 
     def note(self, plan: Plan, handle: Group, collective: Collective, options: Any, group: Participants) -> None:
-        """Tell, the first time at each place, that a collective of ``group`` lacks parts of ranks."""
+        """Tell, the first time at each place, that a collective of ``group`` lacks shares of ranks."""
         runs = list(zip(handle.ranks, group.of_rank, strict=True))
         lost = tuple(rank for rank, member in runs if member is None)
         moved = tuple(rank for rank, member in runs if member not in (None, plan.owners[rank]))
@@ -382,9 +382,9 @@ class ScriptWork(dist.Work):  # type: ignore[misc]
 
 
 def _instead(collective: Collective, options: Any, group: Participants) -> str | None:
-    """What a collective gives in the place of the lost ranks' parts; ``None``: it needs none of these."""
+    """What a collective gives in the place of the lost ranks' shares; ``None``: it needs none of these."""
     if collective.copies or collective.reduces:
-        return "in the place of their parts are those that the owners of their stages have passed"
+        return "in the place of their shares are those that the owners of their stages have passed"
     root = getattr(options, "rootRank", None)
     if collective.shape in ("broadcast", "scatter") and root is not None and group.of_rank[root] is None:
         return (

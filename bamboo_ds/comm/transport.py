@@ -104,7 +104,7 @@ class Transport:
         if lane.tag not in self._outgoing:
             raise ValueError(f"lane {lane.name} does not start at member {self._epoch.member}")
         if lane.destination == self._epoch.member:
-            self._links.deliver(self._key(lane), self._links.message(sequence, *wire.copy_parts(payload)))
+            self._links.deliver(self._key(lane), self._links.message(sequence, *wire.copied_tensors(payload)))
         else:
             self._links.send(lane.destination, wire.encode(self._key(lane), sequence, payload))
 

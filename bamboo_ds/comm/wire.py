@@ -56,9 +56,9 @@ def encode(key: bytes, sequence: int, payload: Payload) -> list[memoryview]:
     structure, tensors = _structure(payload)
     words: list[int] = []
     pieces: list[memoryview] = []
-    for part in tensors:
-        data = as_bytes(part)
-        words += (_CODES[part.dtype], _CUDA if part.is_cuda else _HOST, part.dim(), *part.shape)
+    for tensor in tensors:
+        data = as_bytes(tensor)
+        words += (_CODES[tensor.dtype], _CUDA if tensor.is_cuda else _HOST, tensor.dim(), *tensor.shape)
         if data.numel():
             pieces.append(view(data))
     return [*_head(DATA, structure, len(tensors), sequence, key, words), *pieces]
@@ -69,7 +69,7 @@ def _structure(payload: Payload) -> tuple[int, tuple[torch.Tensor, ...]]:
         return NOTHING, ()
     if isinstance(payload, torch.Tensor):
         return SINGLE, (payload,)
-    if isinstance(payload, tuple) and all(isinstance(part, torch.Tensor) for part in payload):
+    if isinstance(payload, tuple) and all(isinstance(tensor, torch.Tensor) for tensor in payload):
         return TUPLE, payload
     raise TypeError(f"a message carries None, a tensor or a tuple of tensors, not {type(payload).__name__} of others")
 
@@ -155,7 +155,7 @@ def decode_meta(head: FrameHead, meta: bytes) -> tuple[bytes, list[WireTensor]]:
     if (len(meta) - head.key_length) % 8:
         raise ProtocolError(f"message {head.sequence} for {key!r} has a broken header")
     words = iter(struct.unpack(f"<{(len(meta) - head.key_length) // 8}q", meta[head.key_length :]))
-    parts = []
+    tensors = []
     for _ in range(head.tensors):
         code, device, dimensions = next(words), next(words), next(words)
         dtype = DTYPES.get(code)
@@ -165,21 +165,21 @@ def decode_meta(head: FrameHead, meta: bytes) -> tuple[bytes, list[WireTensor]]:
         size = dtype.itemsize
         for extent in shape:
             size *= extent
-        parts.append(WireTensor(torch.empty(size, dtype=torch.uint8), dtype, shape, device == _CUDA))
-    return key, parts
+        tensors.append(WireTensor(torch.empty(size, dtype=torch.uint8), dtype, shape, device == _CUDA))
+    return key, tensors
 
 
-def assemble(structure: int, parts: list[WireTensor]) -> Payload:
+def assemble(structure: int, received: list[WireTensor]) -> Payload:
     """The payload that was sent."""
     if structure == NOTHING:
         return None
-    tensors = tuple(part.tensor() for part in parts)
+    tensors = tuple(each.tensor() for each in received)
     return tensors[0] if structure == SINGLE else tensors
 
 
-def copy_parts(payload: Payload) -> tuple[int, list[WireTensor]]:
-    """Structure and copied parts of ``payload``, for delivery within one member."""
+def copied_tensors(payload: Payload) -> tuple[int, list[WireTensor]]:
+    """Structure and copied tensors of ``payload``, for delivery within one member."""
     structure, tensors = _structure(payload)
     return structure, [
-        WireTensor(as_bytes(part).clone(), part.dtype, tuple(part.shape), part.is_cuda) for part in tensors
+        WireTensor(as_bytes(tensor).clone(), tensor.dtype, tuple(tensor.shape), tensor.is_cuda) for tensor in tensors
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..store import Store
+from ..store.client import Store
 
 
 def put_once(store: Store, key: str, value: str, given: Mapping[str, int] | None = None) -> bool:

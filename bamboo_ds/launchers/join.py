@@ -21,7 +21,7 @@ from ..control.registry.vacancies import Desertion, Vacancy, find_vacancy, is_ov
 from ..control.settings import AgentSettings, MemberOptions, in_slot
 from ..errors import ConfigError, JobOver, LaunchError, StoreUnavailable
 from ..secret import WITHOUT_SECRET
-from ..store import Store
+from ..store.client import Store
 from ..topology.plan import Plan
 from .network import awaited
 

@@ -14,7 +14,7 @@ from ..control.registry.mirror import Mirror
 from ..control.registry.records import MemberRecord, StopRecord
 from ..control.settings import MemberOptions
 from ..errors import EXIT_FATAL_LOSS, StoreError, StoreUnavailable
-from ..store import Store
+from ..store.client import Store
 
 logger = logging.getLogger("bamboo_ds.launchers")
 

@@ -15,7 +15,7 @@ from ..control.registry.claims import claim
 from ..errors import BambooError, LaunchError
 from ..job_settings import JobSettings
 from ..secret import NONE, SETTING, WITHOUT_SECRET, JobSecret, find, keep, split
-from ..store import EmbeddedEtcd
+from ..store.embedded import EmbeddedEtcd
 from ..variables import ENV_ADDRESS, ENV_JOB, ENV_LAUNCH, ENV_STORE
 from . import jobs
 from .network import own_address

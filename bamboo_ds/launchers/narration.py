@@ -17,7 +17,7 @@ from ..errors import BambooError
 from ..observe.story import Story, printed
 from ..observe.summary import ending
 from ..observe.tail import EventTail
-from ..store import Store
+from ..store.client import Store
 from .progress import Sparse, progress
 from .screen import Screen
 

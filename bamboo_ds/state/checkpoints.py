@@ -13,7 +13,7 @@ A folder after some saves of a job::
       .bamboo-partial~job~save id~step30/       being written, or abandoned
         .save.json                              what is being saved
         layer_00-model_states.pt …
-        .part-0.json                            role 0 has written all of its files
+        .written-0.json                         role 0 has written all of its files
         .failed-1.json                          role 1 could not
       .bamboo-removing~job~token/               on its way to deletion
       .bamboo-replaced~job~token~step20/        an older checkpoint while another takes its name
@@ -27,11 +27,12 @@ import os
 import re
 import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from enum import Enum
 from pathlib import Path, PurePosixPath
-from typing import Annotated
+from typing import Annotated, Any
 from urllib.parse import unquote
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
@@ -44,6 +45,8 @@ MANIFEST = "bamboo_manifest.json"
 LOSSES = "bamboo_losses.json"
 HISTORY = "bamboo_history.json"
 SAVE = ".save.json"
+#: What names begin with that tell which role has written its files.
+WRITTEN = ".written-"
 PARTIAL, REMOVING, REPLACED, SPARE = ".bamboo-partial", ".bamboo-removing", ".bamboo-replaced", ".bamboo-spare"
 #: Separates the fields of a hidden folder's name; cannot occur in names of jobs and ids of saves.
 SEPARATOR = "~"
@@ -83,15 +86,14 @@ class FileRecord(_Record):
     crc32: int = Field(ge=0, lt=1 << 32)
 
 
-class SaveRecord(_Record):
-    """``.save.json``: the save that a partial folder belongs to.
+class _SaveFacts(_Record):
+    """What is known of a save from its beginning on.
 
     Attributes:
         save_id: names this attempt; a repetition of the same save has another one.
         step: number of committed steps that the state contains.
         seed: of the job's random numbers in forward passes.
         consumed: micro-batches of each pipeline that the job has used.
-        origin, generation: the lineage that saves, see :mod:`bamboo_ds.generations`.
     """
 
     schema_version: int = Field(SCHEMA, alias="schema")
@@ -102,6 +104,15 @@ class SaveRecord(_Record):
     layout: Layout
     seed: int | None = None
     consumed: int | None = None
+
+
+class SaveRecord(_SaveFacts):
+    """``.save.json``: the save that a partial folder belongs to.
+
+    Attributes:
+        origin, generation: the lineage that saves, see :mod:`bamboo_ds.generations`.
+    """
+
     origin: str = ""
     generation: int = 0
 
@@ -110,44 +121,38 @@ class SaveRecord(_Record):
         """Both."""
         return self.origin, self.generation
 
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What the :class:`Manifest` repeats."""
+        return {name: getattr(self, name) for name in _SaveFacts.model_fields}
 
-class PartRecord(_Record):
-    """``.part-<rank>.json``: all files of the role with this rank are written and flushed to the disk."""
+
+class RoleFiles(_Record):
+    """``.written-<rank>.json``: all files of the role with this rank are written and flushed to the disk."""
 
     save_id: str
     rank: int
     files: dict[RelativePath, FileRecord]
 
 
-class Manifest(_Record):
+class Manifest(_SaveFacts):
     """``bamboo_manifest.json``: the contents of a complete checkpoint.
 
     Attributes:
         serial: one more than the highest in the folder when it was written; clocks of hosts differ, this does not.
-        step: number of committed steps that the state contains.
         roles: files by the rank of the role that wrote them; roles that write nothing have an empty list.
         files: every file besides the manifest, by its path inside the checkpoint.
         time: when it was completed, UTC.
         losses: path of the JSON list of the losses of all steps, if there is one.
         history: path of the JSON of what the job had done, this save included, if there is one.
-        seed: of the job's random numbers in forward passes.
-        consumed: micro-batches of each pipeline that the job has used.
     """
 
-    schema_version: int = Field(SCHEMA, alias="schema")
-    job: str
-    save_id: str
     serial: int
-    tag: str
-    step: int
-    layout: Layout
     roles: dict[int, list[RelativePath]]
     files: dict[RelativePath, FileRecord]
     time: datetime
     losses: RelativePath | None = None
     history: RelativePath | None = None
-    seed: int | None = None
-    consumed: int | None = None
 
 
 @dataclass(frozen=True)
@@ -320,39 +325,21 @@ def _infos(folder: Path, path: Path, latest: str, checksums: bool) -> list[Check
 
 def _info(folder: Path, path: Path, latest: str, checksums: bool) -> CheckpointInfo:
     tag = path.relative_to(folder).as_posix()
+    place: dict[str, Any] = {"path": path, "tag": tag, "latest": tag == latest}
     if not (path / MANIFEST).exists():
         size = sum(os.stat(path / name).st_size for name in _files(path))
-        reason = "has no manifest: not written by bamboo_ds"
-        return CheckpointInfo(
-            path=path, tag=tag, status=Status.UNKNOWN, size=size, reasons=(reason,), latest=tag == latest
-        )
+        reasons = ("has no manifest: not written by bamboo_ds",)
+        return CheckpointInfo(**place, status=Status.UNKNOWN, size=size, reasons=reasons)
     problems = tuple(str(problem) for problem in verify(path, checksums))
+    place |= {"reasons": problems, "verified": checksums}
     try:
         manifest = read_manifest(path)
     except CheckpointError:
-        return CheckpointInfo(
-            path=path,
-            tag=tag,
-            status=Status.DAMAGED,
-            size=0,
-            reasons=problems,
-            verified=checksums,
-            latest=tag == latest,
-        )
-    return CheckpointInfo(
-        path=path,
-        tag=tag,
-        status=Status.DAMAGED if problems else Status.COMPLETE,
-        size=sum(record.size for record in manifest.files.values()),
-        reasons=problems,
-        verified=checksums,
-        latest=tag == latest,
-        job=manifest.job,
-        step=manifest.step,
-        serial=manifest.serial,
-        layout=manifest.layout,
-        time=manifest.time,
-    )
+        return CheckpointInfo(**place, status=Status.DAMAGED, size=0)
+    status = Status.DAMAGED if problems else Status.COMPLETE
+    size = sum(record.size for record in manifest.files.values())
+    named = {name: getattr(manifest, name) for name in ("job", "step", "serial", "layout", "time")}
+    return CheckpointInfo(**place, **named, status=status, size=size)
 
 
 def _unfinished(path: Path) -> CheckpointInfo:
@@ -360,31 +347,23 @@ def _unfinished(path: Path) -> CheckpointInfo:
     names = list(_files(path))
     size = 0
     for name in names:
-        try:
+        with suppress(FileNotFoundError):  # just renamed or removed by the save itself
             size += os.stat(path / name).st_size
-        except FileNotFoundError:
-            continue  # just renamed or removed by the save itself
+    place: dict[str, Any] = {"path": path, "status": Status.UNFINISHED, "size": size}
     record: SaveRecord | Manifest
-    parts = sum(name.startswith(".part-") for name in names)
+    written = sum(name.startswith(WRITTEN) for name in names)
     try:
         if MANIFEST in names:
             record, reason = read_manifest(path), "all is written, but it has not got its name"
         else:
             record = SaveRecord.model_validate_json((path / SAVE).read_bytes())
-            reason = f"{parts} of {record.layout.size} roles have written their part"
+            reason = f"{written} of {record.layout.size} roles have written their files"
     except (OSError, ValidationError, CheckpointError) as error:
         tag, reason = unquote(path.name.split(SEPARATOR, 3)[-1]), f"its record cannot be read: {error}"
-        return CheckpointInfo(path=path, tag=tag, status=Status.UNFINISHED, size=size, reasons=(reason,))
-    return CheckpointInfo(
-        path=path,
-        tag=record.tag,
-        status=Status.UNFINISHED,
-        size=size,
-        reasons=(f"not complete: {reason} (the save goes on, or was abandoned)",),
-        job=record.job,
-        step=record.step,
-        layout=record.layout,
-    )
+        return CheckpointInfo(**place, tag=tag, reasons=(reason,))
+    reasons = (f"not complete: {reason} (the save goes on, or was abandoned)",)
+    named = {name: getattr(record, name) for name in ("tag", "job", "step", "layout")}
+    return CheckpointInfo(**place, **named, reasons=reasons)
 
 
 def _candidates(folder: Path, depth: int) -> Iterator[Path]:

@@ -169,7 +169,7 @@ class CheckpointSaver:
     def add(self, rank: int, files: Sequence[HostFile]) -> None:
         """The files of one role; roles that write nothing are added with an empty list."""
         with self._changed:
-            self._opened().parts[rank] = list(files)
+            self._opened().files[rank] = list(files)
 
     def submit(self) -> None:
         """Hand the collected files to the writer. Returns when the newest checkpoint may be deleted, or soon."""
@@ -208,7 +208,7 @@ class CheckpointSaver:
     def follow(self, members: Collection[str]) -> None:
         """Only ``members`` are left of those that own roles.
 
-        Parts that the others have completely written still count; if one is missing the save fails. The first
+        Roles whose files the others have completely written still count; if one is missing the save fails. The first
         surviving owner leads from now on: it completes the current save, or the last one, which its predecessor may
         have completed already.
         """
@@ -330,7 +330,7 @@ class CheckpointSaver:
                 if written and save.leads:
                     self._queue.appendleft((save, begin))  # it came to lead in the last moment
                 else:
-                    save.parts.clear()
+                    save.files.clear()
                     self._aborted.pop(save.record.save_id, None)
                     self._results.append(result)
                     self._last = save if written else None
@@ -354,7 +354,7 @@ class CheckpointSaver:
         record = save.record
         result = SaveResult(save.folder, record.tag, record.save_id, record.step)
         try:
-            if save.parts_done and (path := _completed(save)) is not None:
+            if save.all_written and (path := _completed(save)) is not None:
                 return self._inherited(save, result, path)
             path = perform(save, self)
         except SaveAborted as error:

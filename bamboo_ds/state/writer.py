@@ -6,8 +6,8 @@ the completion.
     member that leads            other members
     opens the partial folder
     writes its files             wait for the folder, write their files
-    .part-<rank>.json            .part-<rank>.json (or .failed-<rank>.json)
-    waits for all parts
+    .written-<rank>.json         .written-<rank>.json (or .failed-<rank>.json)
+    waits for all roles
     manifest, rename, latest, prune
 
 Members meet only in the shared folder, so training goes on meanwhile.
@@ -37,9 +37,10 @@ from .checkpoints import (
     LOSSES,
     MANIFEST,
     SAVE,
+    WRITTEN,
     FileRecord,
     Manifest,
-    PartRecord,
+    RoleFiles,
     SaveRecord,
     read_manifest,
 )
@@ -66,7 +67,7 @@ class SaveResult:
     Attributes:
         folder: what the script gave to ``save_checkpoint``.
         path: the complete checkpoint, on the member that leads.
-        error: why it failed; ``None`` with ``path`` ``None``: this member does not lead, and has written its part.
+        error: why it failed; ``None`` with ``path`` ``None``: this member does not lead, and has written its files.
         aborted: the only failure is that this member, or the one that leads, has given the save up.
         size: bytes that this member has written.
         total: bytes of the whole checkpoint, on the member that leads.
@@ -122,7 +123,7 @@ class Save:
         timeout_s: for how many seconds nothing may move in the partial folder.
         known: the folder as this process has seen it before; ``None`` the first time.
         spared: what keeps the checkpoint before this one is there, or cannot be had.
-        parts: files by rank of the role; emptied while they are written.
+        files: by rank of the role; emptied while they are written.
         gone: ranks whose members are lost: their missing files will never come.
         written: bytes that this member has written.
         total: bytes of the checkpoint, once this member has completed it.
@@ -137,11 +138,11 @@ class Save:
     history: Callable[[], str] | None
     timeout_s: float
     known: KnownFolder | None = None
-    parts: dict[int, list[HostFile]] = field(default_factory=dict)
+    files: dict[int, list[HostFile]] = field(default_factory=dict)
     gone: set[int] = field(default_factory=set)
     written: int = 0
     total: int = 0
-    parts_done: bool = False
+    all_written: bool = False
     spared: bool = False
 
     @property
@@ -211,7 +212,7 @@ def perform(save: Save, control: Control) -> Path | None:
     """Carry out a save.
 
     Returns:
-        The folder of the complete checkpoint on the member that leads, else ``None``: the parts are written.
+        The folder of the complete checkpoint on the member that leads, else ``None``: its files are written.
 
     Raises:
         SaveAborted: it was given up.
@@ -219,9 +220,9 @@ def perform(save: Save, control: Control) -> Path | None:
     """
     control.check(save)
     try:
-        if not save.parts_done:
+        if not save.all_written:
             _enter(save, control)
-            _write_parts(save, control)
+            _write_files(save, control)
         if not save.leads:
             return None
         manifest = _await_manifest(save, control)
@@ -285,24 +286,24 @@ def _check_folder(save: Save) -> None:
     save.folder.mkdir(parents=True, exist_ok=True)
 
 
-def _write_parts(save: Save, control: Control) -> None:
+def _write_files(save: Save, control: Control) -> None:
     root = save.partial
-    for rank in list(save.parts):
+    for rank in list(save.files):
         try:
             records = {}
-            while save.parts[rank]:
-                file = save.parts[rank][0]
+            while save.files[rank]:
+                file = save.files[rank][0]
                 records[file.name] = _write(root, file, lambda: control.check(save))
                 save.written += records[file.name].size
-                save.parts[rank].pop(0).content.release()
-            part = PartRecord(save_id=save.record.save_id, rank=rank, files=records)
-            publish.write_atomically(root / f".part-{rank}.json", part.to_json())
+                save.files[rank].pop(0).content.release()
+            done = RoleFiles(save_id=save.record.save_id, rank=rank, files=records)
+            publish.write_atomically(root / f"{WRITTEN}{rank}.json", done.to_json())
         except SaveAborted:
             raise
         except Exception as error:
-            _tell_failure(root, rank, save.parts[rank], error)
+            _tell_failure(root, rank, save.files[rank], error)
             raise
-    save.parts_done = True
+    save.all_written = True
 
 
 def _write(root: Path, file: HostFile, check: Callable[[], None]) -> FileRecord:
@@ -331,9 +332,9 @@ def _tell_failure(root: Path, rank: int, unwritten: Sequence[HostFile], error: E
 
 
 def _await_manifest(save: Save, control: Control) -> Manifest:
-    """The manifest, once all roles have written their parts."""
+    """The manifest, once all roles have written their files."""
     root, expected = save.partial, set(range(save.record.layout.size))
-    parts: dict[int, PartRecord] = {}
+    roles: dict[int, RoleFiles] = {}
     before: Any = None
     deadline, poll = time.monotonic() + save.timeout_s, _FIRST_POLL_S
     while True:
@@ -346,11 +347,11 @@ def _await_manifest(save: Save, control: Control) -> Manifest:
         for rank in sorted(expected):
             if f".failed-{rank}.json" in sizes:
                 raise SaveFailed(f"role {rank} could not write its files: {_note(root, rank)}")
-            if rank not in parts and f".part-{rank}.json" in sizes:
-                parts[rank] = _read_part(root / f".part-{rank}.json", rank, save.record.save_id)
-        missing = expected - set(parts)
+            if rank not in roles and f"{WRITTEN}{rank}.json" in sizes:
+                roles[rank] = _read_role_files(root / f"{WRITTEN}{rank}.json", rank, save.record.save_id)
+        missing = expected - set(roles)
         if not missing:
-            return _write_manifest(save, parts)
+            return _write_manifest(save, roles)
         if missing & gone:
             raise SaveFailed(f"the owners of roles {_listed(missing & gone)} were lost before they had written them")
         if sizes != before:
@@ -369,22 +370,22 @@ def _note(root: Path, rank: int) -> str:
     return str(json.loads(text)) if text else "its member had no space left for the reason"
 
 
-def _read_part(path: Path, rank: int, save_id: str) -> PartRecord:
+def _read_role_files(path: Path, rank: int, save_id: str) -> RoleFiles:
     try:
-        part = PartRecord.model_validate_json(path.read_bytes())
+        found = RoleFiles.model_validate_json(path.read_bytes())
     except ValidationError as error:
         raise SaveFailed(f"{path} cannot be read: {error}") from error
-    if (part.rank, part.save_id) != (rank, save_id):
-        raise SaveFailed(f"{path} belongs to role {part.rank} of save {part.save_id}")
-    return part
+    if (found.rank, found.save_id) != (rank, save_id):
+        raise SaveFailed(f"{path} belongs to role {found.rank} of save {found.save_id}")
+    return found
 
 
-def _write_manifest(save: Save, parts: Mapping[int, PartRecord]) -> Manifest:
-    """Check the parts against the folder and write the manifest."""
+def _write_manifest(save: Save, roles: Mapping[int, RoleFiles]) -> Manifest:
+    """Check what ``roles`` have written against the folder and write the manifest."""
     root, record = save.partial, save.record
     files: dict[str, FileRecord] = {}
-    for rank, part in sorted(parts.items()):
-        for name, file in part.files.items():
+    for rank, written in sorted(roles.items()):
+        for name, file in written.files.items():
             if name in files:
                 raise SaveFailed(f"role {rank} has written {name} besides another role")
             if (size := os.stat(root / name).st_size) != file.size:
@@ -397,19 +398,13 @@ def _write_manifest(save: Save, parts: Mapping[int, PartRecord]) -> Manifest:
         publish.write_atomically(root / name, text)
         files[name] = FileRecord(size=len(text.encode()), crc32=zlib.crc32(text.encode()))
     manifest = Manifest(
-        job=record.job,
-        save_id=record.save_id,
+        **record.facts,
         serial=publish.next_serial(save.folder),
-        tag=record.tag,
-        step=record.step,
-        layout=record.layout,
-        roles={rank: sorted(part.files) for rank, part in sorted(parts.items())},
+        roles={rank: sorted(written.files) for rank, written in sorted(roles.items())},
         files=files,
         time=datetime.now(timezone.utc),
         losses=LOSSES if LOSSES in notes else None,
         history=HISTORY if HISTORY in notes else None,
-        seed=record.seed,
-        consumed=record.consumed,
     )
     publish.write_atomically(root / MANIFEST, manifest.to_json())
     return manifest
@@ -420,7 +415,7 @@ def _complete(save: Save, manifest: Manifest, control: Control) -> Path:
     control.point_of_no_return(save)
     check_lineage(save)
     save.total = sum(file.size for file in manifest.files.values())
-    for name in (*(f".part-{rank}.json" for rank in range(save.record.layout.size)), SAVE):
+    for name in (*(f"{WRITTEN}{rank}.json" for rank in range(save.record.layout.size)), SAVE):
         (save.partial / name).unlink(missing_ok=True)
     return publish.publish(save.partial, save.folder, manifest)
 

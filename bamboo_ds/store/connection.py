@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,10 +22,9 @@ from tenacity import (
 )
 
 from ..errors import LeaseExpired, StoreError, StoreUnavailable
-from .advice import advice
-from .endpoints import Certificates, Endpoint
+from ..secret import SETTING
+from .endpoints import ADDRESSES, ENV_CA, ENV_CERT, ENV_KEY, ENV_PASSWORD, ENV_USER, Certificates, Endpoint
 from .protobuf_shim import load_etcdrpc
-from .variables import ADDRESSES, ENV_PASSWORD, ENV_USER
 
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # it prints every failed handshake, which our own errors tell
 
@@ -71,6 +71,29 @@ _BROKEN = (
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.CANCELLED,  # the channel was closed under the request
     grpc.StatusCode.INTERNAL,  # the stream was reset
+)
+
+
+#: What gRPC says, and what it means.
+_CURES = (
+    (
+        # The last one is gRPC's name for such an alert that comes after the handshake.
+        r"ALERT_BAD_CERTIFICATE|CERTIFICATE_REQUIRED|UNKNOWN_CA|Unwrap failed",
+        f"etcd wants a client certificate that it trusts: set {ENV_CERT} and {ENV_KEY}",
+    ),
+    (r"CERTIFICATE_VERIFY_FAILED", f"etcd's certificate is of another authority than {ENV_CA} holds"),
+    (r"Hostname Verification", f"etcd's certificate is for other names than {ADDRESSES} has"),
+    (r"Handshake read failed|WRONG_VERSION_NUMBER", "etcd does not seem to use TLS: write http://"),
+    (r"Socket closed", "if etcd uses TLS write https://"),
+)
+
+
+#: The same at the job's own etcd, whose certificates nobody chooses.
+_OWN = (
+    (
+        r"CERTIFICATE_VERIFY_FAILED|WRONG_VERSION_NUMBER",
+        f"what answers there does not know the secret that this process has of the job: check {SETTING}",
+    ),
 )
 
 
@@ -312,7 +335,7 @@ class Connection:
             raise StoreUnavailable(
                 f"etcd did not answer within {self.timeout_s:g} s at {self.where} (last: {last or error}); "
                 f"check that it runs and that {ADDRESSES} is right"
-                f"{advice(str(last or error), self._access.own is not None)}"
+                f"{_advice(str(last or error), self._access.own is not None)}"
             ) from error
 
     def _backoff(self, state: RetryCallState) -> float:
@@ -326,3 +349,12 @@ class Connection:
             link, self._link = self._link, None
         if link is not None:
             link.close()
+
+
+def _advice(error: str, own: bool = False) -> str:
+    """Advice for ``error``, as the end of a sentence; empty if there is none.
+
+    Args:
+        own: whether the etcd that was asked is the job's own.
+    """
+    return next((f"; {cure}" for pattern, cure in (_OWN if own else _CURES) if re.search(pattern, error)), "")

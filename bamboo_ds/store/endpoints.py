@@ -10,9 +10,17 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from ..errors import ConfigError
+from ..variables import ENV_STORE
 from .records import TlsFiles
-from .variables import ADDRESSES, ENV_CA, ENV_CERT, ENV_KEY, ENV_PASSWORD, ENV_USER
 
+#: Name and password to authenticate with, and PEM files for TLS; all optional.
+ENV_USER = "BAMBOO_STORE_USER"
+ENV_PASSWORD = "BAMBOO_STORE_PASSWORD"
+ENV_CA = "BAMBOO_STORE_CA"
+ENV_CERT = "BAMBOO_STORE_CERT"
+ENV_KEY = "BAMBOO_STORE_KEY"
+#: What messages call the addresses.
+ADDRESSES = f"--store ({ENV_STORE})"
 #: What the URL of an embedded etcd on this host begins with; its socket's path follows.
 UNIX = "unix://"
 #: What the URL of a job's own etcd begins with that serves who knows the job's secret; its address and port follow.

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 
 class Loads:
-    """What each member has to do. Finding those with most needs no look at the others.
+    """What each member has to do, or holds. Finding those with most or least of it needs no look at most others.
 
     Args:
         loads: by member. Where members have as much as others, those named first come first.
+        groups: of the members, for :meth:`least`.
     """
 
-    def __init__(self, loads: Mapping[str, float]) -> None:
-        self._loads = dict(loads)
+    def __init__(self, loads: Mapping[str, float], groups: Mapping[str, str] | None = None) -> None:
+        self._loads, self._groups = dict(loads), groups or {}
         self._members = list(loads)
         self._places = {member: place for place, member in enumerate(loads)}
         self._ranking = sorted(zip(loads.values(), range(len(loads)), strict=True))
 
+    def __contains__(self, member: str) -> bool:
+        return member in self._loads
+
     @property
     def by_member(self) -> Mapping[str, float]:
-        """All loads. They change with :meth:`add`."""
+        """All loads. They change with :meth:`add` and :meth:`update`."""
         return self._loads
 
     @property
@@ -39,9 +43,18 @@ class Loads:
         above = self._ranking[bisect_left(self._ranking, (limit, -1)) :]
         return [self._members[place] for place in sorted([place for _, place in above])[:count]]
 
+    def least(self, excluded: Collection[str] = ()) -> str | None:
+        """The member with least whose group is not ``excluded``, if any."""
+        members = (self._members[place] for _, place in self._ranking)
+        return next((member for member in members if self._groups.get(member) not in excluded), None)
+
     def add(self, member: str, amount: float) -> None:
-        """Give ``member`` more to do, or less."""
-        place, before = self._places[member], self._loads[member]
-        del self._ranking[bisect_left(self._ranking, (before, place))]
-        self._loads[member] = before + amount
-        insort(self._ranking, (before + amount, place))
+        """Give ``member`` more, or less."""
+        self.update(member, self._loads[member] + amount)
+
+    def update(self, member: str, load: float) -> None:
+        """Set the load of ``member``."""
+        place = self._places[member]
+        del self._ranking[bisect_left(self._ranking, (self._loads[member], place))]
+        self._loads[member] = load
+        insort(self._ranking, (load, place))

@@ -7,7 +7,7 @@ from heapq import heapify, heappop, heappush, heapreplace
 
 from .board import Board, Holders
 from .costs import Costs, Roster
-from .least_loaded import LeastLoaded
+from .loads import Loads
 from .packing import packed
 from .partition import SLACK, fast_enough, partition
 from .plan import Plan
@@ -181,22 +181,23 @@ class _Finder:
     """The least loaded member of a board, anywhere or outside some zones or a failure domain."""
 
     def __init__(self, board: Board) -> None:
-        members = [member.id for member in board.roster.usable]
+        usable = board.roster.usable
         self._board = board
-        self._by_zone = LeastLoaded(members, board.loads, {m.id: m.zone for m in board.roster.usable})
-        self._by_domain = LeastLoaded(members, board.loads, {m: board.roster.domain(m) for m in members})
+        loads = {member.id: board.loads[member.id] for member in usable}
+        self._by_zone = Loads(loads, {member.id: member.zone for member in usable})
+        self._by_domain = Loads(loads, {member.id: board.roster.domain(member.id) for member in usable})
 
     def least(self) -> str:
-        member = self._by_zone.pick(())
+        member = self._by_zone.least()
         assert member is not None
         return member
 
     def in_other_zone(self, rank: int) -> str | None:
         """Outside the zones of the stages beside the role; zones are worth no second role."""
-        return self._by_zone.pick(self._board.zones_beside(rank))
+        return self._by_zone.least(self._board.zones_beside(rank))
 
     def in_other_domain(self, domain: str) -> str | None:
-        return self._by_domain.pick((domain,))
+        return self._by_domain.least((domain,))
 
     def update(self, member: str) -> None:
         """The load of ``member`` has grown."""
@@ -212,24 +213,24 @@ def _neighbour(board: Board, rank: int, level: float) -> str | None:
 
 
 def _from_scratch(board: Board, bins: Sequence[int]) -> Board:
-    """The division ``bins`` (by rank), each part given to the member that holds most of it."""
+    """The division ``bins`` (by rank), each bin given to the member that holds most of it."""
     held: dict[tuple[int, str], tuple[int, int]] = {}
-    for rank, part in enumerate(bins):
+    for rank, number in enumerate(bins):
         for member in board.held(rank):
-            free, stays = held.get((part, member), (0, 0))
+            free, stays = held.get((number, member), (0, 0))
             stays += board.weights[rank] * (board.owners[rank] == member)
-            held[part, member] = (free + board.weights[rank], stays)
+            held[number, member] = (free + board.weights[rank], stays)
     order = board.roster.order
     chosen: dict[int, str] = {}
     spare = dict.fromkeys(member.id for member in board.roster.usable)
-    for part, member in sorted(held, key=lambda key: (*(-x for x in held[key]), order[key[1]], key[0])):
-        if part not in chosen and member in spare:
-            chosen[part] = member
+    for number, member in sorted(held, key=lambda key: (*(-x for x in held[key]), order[key[1]], key[0])):
+        if number not in chosen and member in spare:
+            chosen[number] = member
             del spare[member]
-    chosen.update(zip((part for part in dict.fromkeys(bins) if part not in chosen), spare, strict=False))
+    chosen.update(zip((each for each in dict.fromkeys(bins) if each not in chosen), spare, strict=False))
     fresh = board.copy()
     fresh.owners = [None] * len(bins)
     fresh.loads = dict.fromkeys(board.loads, 0.0)
-    for rank, part in enumerate(bins):
-        fresh.put(rank, chosen[part])
+    for rank, number in enumerate(bins):
+        fresh.put(rank, chosen[number])
     return fresh

@@ -76,20 +76,19 @@ def with_redundancy(
 ) -> Plan:
     """The plan after ``plan`` in which the roles are known and, if ``redundant``, shadowed.
 
-    A role's shadow is the owner of its predecessor in the pipeline: that member computes the role's inputs,
-    so redundant forward passes need no message. Stage 0 is shadowed by the owner of the last stage, which
-    loads the same batches. Where that would be the owner itself (one stage) the role has no shadow.
+    Shadows are those of :func:`plan`, so that no host takes a role away before the first reconfiguration. Where members
+    are on hosts of their own a role's shadow is the owner of its predecessor in the pipeline: that member computes the
+    role's inputs, so redundant forward passes need no message. Stage 0 is shadowed by the owner of the last stage,
+    which loads the same batches.
 
     Args:
         plan: the plan before; all of its roles are owned by living members.
         layout: the logical world.
         redundant: whether roles are shadowed.
-        members: the members with their hosts, leaving or not. Where they are given, shadows are those of
-            :func:`plan`, on other hosts than the owners: no host takes a role away before the first
-            reconfiguration. A member that is not among them has a host of its own.
+        members: the members with their hosts, leaving or not. One that is not among them has a host of its own.
         memory: by stage what its roles take; empty where that is not known. Where members may not hold so much, shadows
             are given up.
-        zones_apart: see :class:`~.costs.Policy`; only where ``members`` are given.
+        zones_apart: see :class:`~.costs.Policy`.
 
     Raises:
         ConfigError: ``layout`` has another number of roles than the plan has owners.
@@ -100,28 +99,20 @@ def with_redundancy(
             f"the job has {len(plan.owners)}: start it with -n {layout.size} or change the number of stages"
         )
     laid_out = replace(plan, epoch=plan.epoch + 1, layout=layout, shadows=(None,) * layout.size, lost=(), memory=memory)
-    if members:
-        facts, parts, policy = known(plan, members), [], Policy(zones_apart=zones_apart)
-        for number in range(layout.slices):
-            part = only(laid_out, number)
-            homes = zip(part.members, part.homes, strict=True)
-            mine = [replace(facts[member], home=home, leaving=False) for member, home in homes]
-            room = Room(part, mine)
-            if redundant:
-                chosen = place_shadows(part, part.owners, Roster(mine), Costs(), {}, policy, room)
-                part = replace(part, shadows=chosen)
-            parts.append(_checked(part, room, redundant))
-        whole = merged(laid_out, parts)
-        return replace(laid_out, shadows=whole.shadows, unshadowed=whole.unshadowed, crowded=whole.crowded)
-    if not redundant:
-        return laid_out
-    alive = frozenset(plan.members)
-    shadows: list[str | None] = []
-    for role in layout.roles:
-        owner = plan.owners[layout.rank(role)]
-        candidate = plan.owners[layout.rank(layout.predecessor(role))]
-        shadows.append(candidate if candidate != owner and candidate in alive else None)
-    return replace(laid_out, shadows=tuple(shadows))
+    facts, policy = known(plan, members), Policy(zones_apart=zones_apart)
+    slices = []
+    for number in range(layout.slices):
+        sliced = only(laid_out, number)
+        homes = zip(sliced.members, sliced.homes, strict=True)
+        mine = [replace(facts[member], home=home, leaving=False) for member, home in homes]
+        room = Room(sliced, mine)
+        if redundant:
+            sliced = replace(
+                sliced, shadows=place_shadows(sliced, sliced.owners, Roster(mine), Costs(), {}, policy, room)
+            )
+        slices.append(_checked(sliced, room, redundant))
+    whole = merged(laid_out, slices)
+    return replace(laid_out, shadows=whole.shadows, unshadowed=whole.unshadowed, crowded=whole.crowded)
 
 
 def _checked(plan: Plan, room: Room, redundant: bool) -> Plan:
@@ -254,13 +245,13 @@ def plan(
     slices = previous.world.slices
     roster = Roster(members)
     if slices > 1:
-        parts = []
+        targets_by_slice = []
         for number in range(slices):
             mine = [replace(m, home=m.home // slices) for m in members if m.home % slices == number]
             held = {rank // slices: holders[rank] for rank in holders if rank % slices == number}
-            part = only(previous, number)
-            parts.append(plan(part, mine, costs, policy, held) if mine else given_up(part))
-        return merged(previous, parts, roster.everyone.values())
+            sliced = only(previous, number)
+            targets_by_slice.append(plan(sliced, mine, costs, policy, held) if mine else given_up(sliced))
+        return merged(previous, targets_by_slice, roster.everyone.values())
 
     targets = _Targets(previous, roster, costs, policy)
 

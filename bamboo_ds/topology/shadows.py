@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from .board import Holders, beside
 from .costs import Costs, Policy, Roster
 from .fitting import fitted
-from .least_loaded import LeastLoaded
+from .loads import Loads
 from .partition import SLACK
 from .plan import Plan
 from .room import Room
@@ -86,7 +86,7 @@ class _Shadows:
         room: float = 2 * max(owned.values())
         domains = {member: self._roster.domain(member) for member in self._roster.order}
         idle = [member for member in self._roster.order if member not in busy]
-        standbys = LeastLoaded(idle, self._replicas, domains)
+        standbys = Loads({member: self._replicas[member] for member in idle}, domains)
         if self._policy.divides:
             room = min(room, max(max(self._weights), sum(self._weights) / max(1, len(idle)) * (1 + SLACK)))
 
@@ -110,10 +110,10 @@ class _Shadows:
                 place(rank, member)
         for rank in sorted(ranks, key=lambda rank: self._near(rank) is not None):
             if self._shadows[rank] is None:
-                place(rank, self._beside(rank, standbys, room) or standbys.pick((domains[self._owners[rank]],)))
+                place(rank, self._beside(rank, standbys, room) or standbys.least((domains[self._owners[rank]],)))
         return [rank for rank in ranks if self._shadows[rank] is None]
 
-    def _beside(self, rank: int, standbys: LeastLoaded, room: float) -> str | None:
+    def _beside(self, rank: int, standbys: Loads, room: float) -> str | None:
         """A standby with ``room`` that shadows a stage beside this one: what it computes of both goes together."""
         if not self._policy.divides:
             return None
@@ -153,14 +153,15 @@ class _Shadows:
         domains = {member: self._roster.domain(member) for member in order}
         busy = frozenset(self._owners)
 
-        def finder(members: Iterable[str]) -> LeastLoaded:
-            return LeastLoaded(sorted(members, key=lambda m: (loads[m], order[m])), replicas, domains)
+        def finder(members: Iterable[str]) -> Loads:
+            ordered = sorted(members, key=lambda m: (loads[m], order[m]))
+            return Loads({member: replicas[member] for member in ordered}, domains)
 
         workers = finder(m for m in order if m in busy)
         standbys = finder(m for m in order if m not in busy)
         for rank in ranks:
             excluded = (domains[self._owners[rank]],)
-            member = workers.pick(excluded) or standbys.pick(excluded)
+            member = workers.least(excluded) or standbys.least(excluded)
             assert member is not None, "two usable members are in two failure domains"
             after = self._after[rank]
             if self._policy.divides and after in workers and self._roster.apart(self._owners[rank], after):

@@ -16,7 +16,7 @@ _T = TypeVar("_T")
 
 
 def only(plan: Plan, number: int) -> Plan:
-    """The part of ``plan`` about slice ``number`` and the members at home in it."""
+    """What ``plan`` says about slice ``number`` and the members at home in it."""
     layout = plan.world
     slices = layout.slices
     if slices == 1:
@@ -35,56 +35,56 @@ def only(plan: Plan, number: int) -> Plan:
     )
 
 
-def given_up(part: Plan) -> Plan:
-    """The plan after ``part``, that of a slice that has no members any more."""
+def given_up(sliced: Plan) -> Plan:
+    """The plan after ``sliced``, that of a slice that has no members any more."""
     return replace(
-        part,
-        epoch=part.epoch + 1,
+        sliced,
+        epoch=sliced.epoch + 1,
         members=(),
         homes=(),
-        shadows=(None,) * len(part.owners),
+        shadows=(None,) * len(sliced.owners),
         lost=(),
         learners=(),
-        unheld=tuple(range(len(part.owners))),
+        unheld=tuple(range(len(sliced.owners))),
         unshadowed=(),
         crowded=(),
         immediate=False,
     )
 
 
-def merged(previous: Plan, parts: Sequence[Plan], candidates: Iterable[Candidate] = ()) -> Plan:
-    """The plan whose slices are ``parts``.
+def merged(previous: Plan, plans: Sequence[Plan], candidates: Iterable[Candidate] = ()) -> Plan:
+    """The plan whose slices are ``plans``.
 
     Args:
         previous: the plan before; its layout and, as long as it lives, its store's host stay.
-        parts: by slice.
+        plans: by slice.
         candidates: in the order of their slots; default: the members of ``previous``.
     """
     layout = previous.world
     if layout.slices == 1:
-        return parts[0]
-    owners, shadows = (_woven([getattr(part, name) for part in parts]) for name in ("owners", "shadows"))
+        return plans[0]
+    owners, shadows = (_woven([getattr(each, name) for each in plans]) for name in ("owners", "shadows"))
     homes = {member.id: member.home for member in candidates} or dict(
         zip(previous.members, previous.homes, strict=True)
     )
-    members = [member for member in homes if any(member in part.members for part in parts)]
+    members = [member for member in homes if any(member in each.members for each in plans)]
     return replace(
-        parts[0],
+        plans[0],
         layout=layout,
         owners=owners,
         shadows=shadows,
         members=tuple(members),
         homes=tuple(homes[member] for member in members),
         store_host=previous.store_host if previous.store_host in members else next(o for o in owners if o in members),
-        unheld=tuple(sorted(rank * layout.slices + m for m, part in enumerate(parts) for rank in part.unheld)),
-        unshadowed=tuple(sorted(rank * layout.slices + m for m, part in enumerate(parts) for rank in part.unshadowed)),
-        crowded=tuple(member for member in members if any(member in part.crowded for part in parts)),
+        unheld=tuple(sorted(rank * layout.slices + m for m, each in enumerate(plans) for rank in each.unheld)),
+        unshadowed=tuple(sorted(rank * layout.slices + m for m, each in enumerate(plans) for rank in each.unshadowed)),
+        crowded=tuple(member for member in members if any(member in each.crowded for each in plans)),
         learners=tuple(
-            sorted((r * layout.slices + m, who) for m, part in enumerate(parts) for r, who in part.learners)
+            sorted((r * layout.slices + m, who) for m, each in enumerate(plans) for r, who in each.learners)
         ),
     )
 
 
-def _woven(parts: Sequence[tuple[_T, ...]]) -> tuple[_T, ...]:
-    """By rank of the job what ``parts`` say by rank of the slice."""
-    return tuple(each for ranks in zip(*parts, strict=True) for each in ranks)
+def _woven(slices: Sequence[tuple[_T, ...]]) -> tuple[_T, ...]:
+    """By rank of the job what ``slices`` say by rank of the slice."""
+    return tuple(each for ranks in zip(*slices, strict=True) for each in ranks)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from .board import Holders
 from .costs import Costs, Roster
-from .least_loaded import LeastLoaded
+from .loads import Loads
 from .plan import Plan
 
 
@@ -62,7 +62,7 @@ class _Exchange:
         self._peaks = dict(self._replicas)
         # A member whose zone is not known is in none of the others'.
         groups = {member: self._zones[member] or f"\0{member}" for member in members}
-        self._least = LeastLoaded(members, self._replicas, groups)
+        self._least = Loads(self._replicas, groups)
         #: Roles by the zones of owner and shadow.
         self._pairs: dict[tuple[str, str], dict[int, None]] = {}
         for rank in self._ranks:
@@ -96,7 +96,7 @@ class _Exchange:
         present = self._previous.shadows[rank] if self._previous.shadows else None
         order = self._roster.order
         held = sorted((m for m in self._holders.get(rank, ()) if m in self._members), key=order.__getitem__)
-        least = self._least.pick((self._zones[self._owners[rank]],))
+        least = self._least.least((self._zones[self._owners[rank]],))
         for member in (present, *held, least):
             if member is None or member not in self._members or not self._safe(rank, member):
                 continue
@@ -128,6 +128,6 @@ class _Exchange:
         self._pairs.setdefault(self._pair(rank), {})[rank] = None
         self._replicas[former] -= self._weights[rank]
         self._replicas[member] += self._weights[rank]
-        # Loads only grow there: a member that has given replicas away counts as it was.
+        # A member that has given replicas away counts as it was.
         self._peaks[member] = max(self._peaks[member], self._replicas[member])
         self._least.update(member, self._peaks[member])

@@ -23,6 +23,7 @@ from types import TracebackType
 from typing import Any
 
 from bamboo_ds.store.embedded import etcd_command, find_etcd, wait_healthy
+from bamboo_ds.store.endpoints import Endpoint
 from bamboo_ds.store.records import WatchEvent
 from bamboo_ds.store.supervisor import die_with_parent
 
@@ -39,7 +40,8 @@ class EtcdServer:
     def __init__(self, folder: Path, extra: Sequence[str] = (), scheme: str = "http") -> None:
         self.folder = folder
         self.port, self.peer_port = free_port(), free_port()
-        self.url = f"{scheme}://127.0.0.1:{self.port}"
+        self.endpoint = Endpoint("127.0.0.1", self.port, scheme == "https")
+        self.url = str(self.endpoint)
         self._scheme, self.extra = scheme, list(extra)
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -53,7 +55,7 @@ class EtcdServer:
         begin = time.monotonic()
         self.spawn()
         if self._scheme == "http":
-            wait_healthy(self.url, 20.0, self.check)
+            wait_healthy(self.endpoint, 20.0, self.check)
         note("etcd: start", time.monotonic() - begin)
         return self
 
@@ -91,7 +93,7 @@ class EtcdServer:
         """Kill and start on the same ports, with the old data or with none."""
         if self._scheme == "http":
             # A linearizable read: what etcd 3.5.1 has acknowledged is not on the disk yet, for a moment (etcd#14370).
-            wait_healthy(self.url, 20.0, self.check)
+            wait_healthy(self.endpoint, 20.0, self.check)
         self.kill()
         if empty:
             shutil.rmtree(self.folder / "data")
@@ -148,7 +150,7 @@ class EtcdCluster:
             for server in self.servers:
                 server.spawn()
             for server in self.servers:
-                wait_healthy(server.url, 30.0, server.check)
+                wait_healthy(server.endpoint, 30.0, server.check)
         except BaseException:
             self.__exit__(None, None, None)
             raise

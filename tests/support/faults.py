@@ -75,7 +75,7 @@ def _install_while_writing(engine: Any, fault: dict[str, Any], folder: Path) -> 
 
     place: Any = {
         "@file": (writer.ChecksummedFile, "_append", lambda file, _: in_folder(Path(file._file.name).parent)),
-        "@part": (publish, "write_atomically", named(".part-")),
+        "@part": (publish, "write_atomically", named(".written-")),
         "@manifest": (publish, "write_atomically", named(MANIFEST)),
         "@rename": (publish, "publish", lambda partial, _, manifest: manifest.tag),
         "@latest": (publish, "point_latest", lambda _, name: name),

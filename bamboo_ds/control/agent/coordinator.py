@@ -15,7 +15,8 @@ from contextlib import ExitStack
 
 from ...errors import LeaseExpired, PlanForged, StoreError, StoreUnavailable
 from ...job_settings import JobSettings
-from ...store import Store, WatchEvent
+from ...store.client import Store
+from ...store.records import WatchEvent
 from ...topology.plan import Plan
 from ..fencing import now as fence_clock
 from ..leader.leader import Leader

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ...store import Store
+from ...store.client import Store
 from ...topology.plan import Plan
 from ..registry.keys import Keys
 from ..registry.mirror import Mirror

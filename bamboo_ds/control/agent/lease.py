@@ -9,7 +9,8 @@ from collections.abc import Callable
 from functools import partial
 
 from ...errors import ProtocolError, StoreError, StoreUnavailable
-from ...store import KeyValue, Lease, Store
+from ...store.client import Lease, Store
+from ...store.records import KeyValue
 from ...topology.plan import Plan
 from ..fencing import contact_with
 from ..fencing import now as fence_clock

@@ -15,7 +15,7 @@ from ..registry.mirror import Mirror
 from ..registry.records import LeftRecord, MemberRecord, in_slot_order
 
 if TYPE_CHECKING:
-    from ...store import Store
+    from ...store.client import Store
 
 #: Each agent watches so many that come next in the order of slots. When both it and they die together, those before it
 #: watch the next ones as soon as they know.

@@ -22,7 +22,7 @@ from .mailbox import Mailbox
 from .slot import Slot, State
 
 if TYPE_CHECKING:
-    from ...store import Store
+    from ...store.client import Store
 
 logger = logging.getLogger("bamboo_ds.control.rejoin")
 

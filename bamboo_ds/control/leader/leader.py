@@ -28,7 +28,7 @@ from ...observe.events import (
     Takeover,
     TakeoverPlanned,
 )
-from ...store import Lease, Store
+from ...store.client import Lease, Store
 from ...topology.plan import UNSTARTED, Plan
 from ..once import is_genuine, put_once
 from ..registry.keys import Keys

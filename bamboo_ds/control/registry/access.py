@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 
 from ...errors import ConfigError
 from ...secret import ENV_SECRET_FILE, NONE, SETTING, JobSecret, file_of, find
-from ...store.endpoints import OWN, Endpoint
-from ...store.variables import ENV_CA, ENV_CERT, ENV_KEY, ENV_PASSWORD, ENV_USER
+from ...store.endpoints import ENV_CA, ENV_CERT, ENV_KEY, ENV_PASSWORD, ENV_USER, OWN, Endpoint
 from ...variables import ENV_STORE
 from .keys import ROOT, namespace
 
 if TYPE_CHECKING:
-    from ...store import EmbeddedEtcd, KeyValue, Store
+    from ...store.client import Store
+    from ...store.embedded import EmbeddedEtcd
+    from ...store.records import KeyValue
 
 logger = logging.getLogger("bamboo_ds.control.access")
 
@@ -45,7 +46,8 @@ def jobs_in(urls: str, timeout_s: float) -> list[str]:
 
 
 def _open(urls: str, prefix: str, timeout_s: float, secret: JobSecret) -> Store:
-    from ...store import Store, TlsFiles
+    from ...store.client import Store
+    from ...store.records import TlsFiles
 
     files = [os.environ.get(name) for name in (ENV_CA, ENV_CERT, ENV_KEY)]
     return Store(

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from ...store import Store
+from ...store.client import Store
 from ...topology import Plan, ends
 from ...topology.plan import UNSTARTED
 from .keys import Keys

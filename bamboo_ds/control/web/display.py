@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from ...addresses import split_address
 from ...errors import EXIT_STOPPED, LeaseExpired, StoreError, StoreUnavailable
 from ...secret import SETTING
-from ...store import Lease, Store
+from ...store.client import Lease, Store
 from ..loop import AgentLoop
 from ..once import put_once
 from ..registry.keys import Keys
