@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-from bamboo_ds.advise.measured import Job as MeasuredJob
-from bamboo_ds.advise.measured import Told, profile_of
-from bamboo_ds.cli.advise_job import told
+from bamboo_ds.cli.building import Built
 from bamboo_ds.cli.options import read_job
+from bamboo_ds.cli.profile import profile_of, told
 from bamboo_ds.launchers.jobs import locate
 from bamboo_ds.observe.events import read_events
 from bamboo_ds.observe.goodput import account
 from bamboo_ds.observe.goodput.lives import Category
 from bamboo_ds.observe.spans import Kind, read_timelines
+from bamboo_ds.simulate.profiling import Told
 
 from .support import precisions
 from .support.compare import differences
@@ -224,10 +224,9 @@ def assert_measured(result: Result, stages: dict[int, Told]) -> None:
     timelines = read_timelines(result.out / "events.jsonl")
     spans = [span for timeline in timelines for span in timeline.spans]
     layers = tuple(len(stages[stage].blocks) for stage in range(4))
-    known = {"parameters": (1,) * sum(layers), "precision": "fp32", "optimizer": "Adam", "zero": False, "retains": True}
+    built = Built(stages=4, layers=layers, each=(1,) * sum(layers), optimizer="Adam")
     (samples,) = {event["samples"] for event in result.events("step")}
-    told_of = {"name": "job", "source": "", "device": "", "pipelines": 1, "layers": layers, "samples": samples}
-    profile = profile_of(MeasuredJob(**told_of, **known, told=stages), spans)
+    profile = profile_of("job", "", built, samples, stages, spans, retains=True)
     assert (profile.micro_batch, profile.micro_batches(1), profile.stages) == (4, 6, 4)
     # All but the last stage hand 16 floats of each of 4 samples on.
     assert [stages[stage].output for stage in range(4)] == [4 * 16 * 4] * 3 + [0]
@@ -244,7 +243,7 @@ def assert_measured(result: Result, stages: dict[int, Told]) -> None:
 def test_joiners_that_fail_cost_nothing(tmp_path: Path, reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
     """One has another script, notices that and ends; one dies while it starts, one when it has been admitted.
 
-    Meanwhile the job is measured as ``bamboo advise`` does it.
+    Meanwhile the job is measured as ``bamboo profile`` does it.
     """
     arguments = ("--evaluate-every", "2")
     go = tmp_path / "go"

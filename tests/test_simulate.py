@@ -369,7 +369,7 @@ def simulate(tmp_path: Path, *options: str, trace: str | None = TRACE) -> tuple[
         (["--profile", "gpt-2"], "0,3\nx,4\n", "trace.csv:2: expected seconds,count and found 'x,4'"),
         (["--profile", "gpt-2"], "0,3\n5,-4\n", "trace.csv:2: '5,-4': seconds are in order and from 0 on"),
         (["--profile", "gpt-2", "--spot-price", "-1"], TRACE, "--spot-price -1.0: Input should be greater than or"),
-        (["--profile", "gpt-2", "--compress", "0"], TRACE, "--compress is 0.0: it must be a positive number"),
+        (["--profile", "gpt-2", "--compress", "0"], TRACE, "--compress 0.0: Input should be greater than 0"),
         (["--profile", "gpt-2", "--rate", "2"], TRACE, "--rate: only for a --climate; --limit bounds the nodes"),
         (["--profile", "gpt-2", "--hours", "2", "--nodes", "9"], TRACE, "--nodes, --hours: only for a --climate"),
         (["--profile", "gpt-2", "--seconds", "3601"], TRACE, "--seconds 3601: the nodes are known for 3600 s"),
@@ -380,22 +380,22 @@ def simulate(tmp_path: Path, *options: str, trace: str | None = TRACE) -> tuple[
         (
             ["--climate", "ec2-p3", "--nodes", "9", "--bulk", "0", "--profile", "gpt-2"],
             None,
-            "--bulk 0.0: at least one",
+            "--bulk 0.0: Input should be greater than or equal to 1",
         ),
         (
             ["--climate", "ec2-p3", "--nodes", "9", "--bulk", "inf", "--profile", "gpt-2"],
             None,
-            "--bulk inf: at least one node goes, and a finite number",
+            "--bulk inf: Input should be a finite number",
         ),
         (
             ["--climate", "ec2-p3", "--nodes", "9", "--hours", "inf", "--profile", "gpt-2"],
             None,
-            "--hours inf: above 0, and finite",
+            "--hours inf: Input should be a finite number",
         ),
         (
             ["--climate", "ec2-p3", "--nodes", "9", "--replaced-s", "inf", "--profile", "gpt-2"],
             None,
-            "--replaced-s inf: not negative, and finite",
+            "--replaced-s inf: Input should be a finite number",
         ),
     ],
 )

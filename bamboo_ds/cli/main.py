@@ -31,7 +31,6 @@ from ..launchers.screen import Screen
 from ..observe import logs
 from ..secret import find
 from ..version import __version__
-from .advise import advise
 from .chaos import chaos
 from .checkpoints import checkpoints
 from .doctor import doctor
@@ -50,6 +49,7 @@ from .options import (
 )
 from .plan import plan
 from .plot import plot
+from .profile import profile
 from .simulate import simulate
 from .top import status, top
 from .trace import trace
@@ -103,7 +103,7 @@ def cli() -> None:
     is_flag=True,
     help="Start no job: run SCRIPT alone up to deepspeed.initialize, and print problems, plan and memory.",
 )
-@click.option("--measured", is_flag=True, hidden=True, help="As bamboo advise measures a job.")
+@click.option("--measured", is_flag=True, hidden=True, help="As bamboo profile measures a job.")
 @member_options
 def run(
     member: MemberOptions,
@@ -233,7 +233,7 @@ def join(
 
 cli.add_command(plan)
 cli.add_command(simulate)
-cli.add_command(advise)
+cli.add_command(profile)
 cli.add_command(checkpoints)
 cli.add_command(chaos)
 cli.add_command(doctor)

@@ -41,7 +41,7 @@ from ..variables import (
 
 _TIMEOUT_S = 5.0
 
-#: Settings of a job that ``bamboo advise`` measures: all instructions and all bytes are told, and nothing moves. The
+#: Settings of a job that ``bamboo profile`` measures: all instructions and all bytes are told, and nothing moves. The
 #: first steps are as all others.
 MEASURED = {
     "observe.timeline": "all",

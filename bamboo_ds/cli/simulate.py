@@ -3,117 +3,97 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import lru_cache
+import shlex
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import NoneType
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
-from pydantic import ValidationError
-from rich.table import Table
 
 from ..config import BambooConfig, bamboo_config
 from ..errors import ConfigError
-from ..simulate.market import CLIMATES, Market, drawn, parse
-from ..simulate.profile import Profile, load
+from ..simulate.given import Found, Given, checked, option
+from ..simulate.market import Nodes
+from ..simulate.profile import GIB, Profile, load
 from ..simulate.terms import Terms
 from .options import Command, together
-from .output import console
 
 if TYPE_CHECKING:
-    from ..simulate.run import Report
+    from ..simulate.results import Ranked
+    from ..simulate.run import Simulation
 
-_GIB = 2**30
-#: How long nodes are drawn for, unless told otherwise.
-_HOURS = 24.0
-
-#: What of the climate options replace.
-WEATHER = ("rate", "bulk", "zones", "lifetime_h", "replaced_s")
-
-
-def term_options(*without: str) -> Callable[[Command], Command]:
-    """An option for each of the assumptions but some."""
-    return together(
-        *(
-            click.option(
-                f"--{name.replace('_', '-')}",
-                name,
-                type=float,
-                help=f"{each.description}.  [default: {each.default:g}]",
-            )
-            for name, each in Terms.model_fields.items()
-            if name not in without
-        )
-    )
+#: The instance type where none is given.
+_DEFAULT = "node"
+_POLICIES = "bamboo,checkpoint-restart,sample-dropping,on-demand,limit"
+#: Seeds of a sweep where nothing else is asked for.
+_SEEDS = 3
+#: Options that the sweep chooses, or that it has to itself.
+_CHOSEN = {"sweep", "at_least", "instances", "policies", "pipelines", "stages", "limit", "config_file", "seeds",
+           "checkpoint_s", "as_json"}  # fmt: skip
 
 
-#: Options of the nodes, which :func:`market_of` takes.
-market_options = together(
-    click.option(
-        "--trace",
-        type=click.Path(exists=True, dir_okay=False, path_type=Path),
-        help="File of lines ms,add|remove,node or s,count.",
-    ),
-    click.option("--climate", type=click.Choice(list(CLIMATES)), help="Draw the nodes instead, like this."),
-    click.option("--nodes", type=click.IntRange(min=1), help="Nodes that are wanted, where they are drawn."),
-    click.option(
-        "--hours",
-        type=click.FloatRange(min=0, min_open=True),
-        help=f"How long, where they are drawn.  [default: {_HOURS:g}]",
-    ),
-    click.option("--rate", type=float, help="Share of the nodes that is lost in an hour, in place of the climate's."),
-    click.option("--bulk", type=float, help="Nodes that go at once, on average."),
-    click.option("--zones", type=int, help="Zones; those that go at once are of one."),
-    click.option("--lifetime-h", type=float, help="Hours after which a node goes in any case."),
-    click.option("--replaced-s", type=float, help="Seconds until another node comes in place of one, on average."),
-    click.option("--from-s", type=float, default=0.0, show_default=True, help="Begin so far into the trace."),
-    click.option("--seconds", type=click.FloatRange(min=0, min_open=True), help="Only so much of it."),
-    click.option("--compress", type=float, default=1.0, show_default=True, help="How many times as fast as the trace."),
-)
+def _of_fields(model: type[Given]) -> Callable[[Command], Command]:
+    """An option for each field of ``model``."""
+    found = []
+    for name, each in model.model_fields.items():
+        (kind,) = {*(get_args(each.annotation) or [each.annotation])} - {NoneType}
+        default = "" if each.default is None else f"  [default: {each.default:g}]"
+        found.append(click.option(option(name), name, type=kind, help=f"{each.description}.{default}"))
+    return together(*found)
+
+
+def _made(model: type[Found], options: dict[str, Any]) -> Found:
+    """``model`` by what is given of its options, which are taken out of ``options``."""
+    given = {name: value for name in model.model_fields if (value := options.pop(name)) is not None}
+    return checked("", lambda: model.model_validate(given))
 
 
 @click.command()
-@market_options
+@_of_fields(Nodes)
 @click.option("--limit", type=click.IntRange(min=1), help="Nodes that each job rents at most.  [default: as many as"
               " its policy can use]")  # fmt: skip
+@click.option("--instance", "instances", multiple=True, metavar="NAME,spot=$,on-demand=$[,memory-gib=G][,speed=X]…",
+              help="The instance type: $ per hour, memory of its device, and how many times as fast as that of the"
+              " profile; also network-gb-s, trace, climate, rate, nodes. A --sweep takes several.  [default:"
+              " --spot-price and --on-demand-price]")  # fmt: skip
 @click.option("--profile", "profile_name", metavar="NAME|FILE", help="Of the model: bert-large, gpt-2,"
-              " gpt-3-2.7b, gpt-3-6.7b, or a file of JSON.")  # fmt: skip
+              " gpt-3-2.7b, gpt-3-6.7b, or a file of JSON, such as bamboo profile writes.")  # fmt: skip
 @click.option("--pipelines", type=click.IntRange(min=1), help="Data-parallel pipelines.  [default: as many as there"
-              " are nodes for on average]")  # fmt: skip
-@click.option("--stages", type=click.IntRange(min=1), help="Stages of each.  [default: the profile's]")
+              " are nodes for on average; a --sweep tries several]")  # fmt: skip
+@click.option("--stages", type=click.IntRange(min=1), help="Stages of each.  [default: the profile's; a --sweep tries"
+              " several]")  # fmt: skip
 @click.option("--config", "config_file", type=click.Path(exists=True, dir_okay=False), help="ds_config.json, whose"
               ' "bamboo" block the job has.')  # fmt: skip
 @click.option("--memory-gib", type=click.FloatRange(min=0), help="Of a device; 0: not looked at.  [default: the"
               " profile's]")  # fmt: skip
-@click.option("--policy", "policies", default="bamboo,checkpoint-restart,sample-dropping,on-demand,limit",
-              show_default=True, metavar="NAME[,NAME…]", help="What is compared; bamboo:MODE is one of the modes of"
-              " redundancy.mode, bamboo-whole-stages divides no stage.")  # fmt: skip
-@click.option("--seeds", type=click.IntRange(min=1), default=1, show_default=True, help="Runs, of which each draws"
-              " anew what is drawn.")  # fmt: skip
+@click.option("--policy", "policies", default=_POLICIES, show_default=True, metavar="NAME[,NAME…]", help="What is"
+              " compared; bamboo:MODE is one of the modes of redundancy.mode, bamboo-whole-stages divides no stage. A"
+              " --sweep tries three modes of bamboo, and has no limit.")  # fmt: skip
+@click.option("--seeds", type=click.IntRange(min=1), help="Runs, of which each draws anew what is drawn.  [default: 1;"
+              f" of the best of a --sweep {_SEEDS}]")  # fmt: skip
+@click.option("--sweep", is_flag=True, help="Find the job of lowest cost per sample: try arrangements, modes, blocks,"
+              " spare nodes and checkpoint intervals of each policy, and say whether it is worth it.")  # fmt: skip
+@click.option("--at-least", type=click.FloatRange(min=0), help="Samples per second that jobs of a --sweep have to do."
+              "  [default: 0.8 of those of the fastest]")  # fmt: skip
 @click.option("--measured", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Simulate a recorded"
               " run again, a file of JSON, and compare.")  # fmt: skip
 @click.option("--events", type=click.Path(dir_okay=False, path_type=Path), help="Write the events of the first policy's"
               " job, which the other commands read.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@term_options()
+@_of_fields(Terms)
 def simulate(
-    trace: Path | None,
-    climate: str | None,
-    nodes: int | None,
-    hours: float | None,
-    from_s: float,
-    seconds: float | None,
-    compress: float,
     limit: int | None,
+    instances: tuple[str, ...],
     profile_name: str | None,
     pipelines: int | None,
     stages: int | None,
     config_file: str | None,
     memory_gib: float | None,
     policies: str,
-    seeds: int,
+    seeds: int | None,
+    sweep: bool,
+    at_least: float | None,
     measured: Path | None,
     events: Path | None,
     as_json: bool,
@@ -126,25 +106,44 @@ def simulate(
     """
     # Only now: what schedules are made of takes its time to load.
     from ..simulate import measured as recorded
-    from ..simulate.run import Simulation
+    from ..simulate.sweep import Sweep, swept_policies
+    from . import simulate_view as view
 
-    weather = {name: others.pop(name) for name in WEATHER}
     rows: Sequence[recorded.Row] = ()
     if measured is not None:
-        _only("--measured has its nodes, its profile and its policies")
+        _only("--measured has its nodes, its profile and its policies", {"measured", "events", "as_json"})
         run = recorded.load(measured)
         report, outcomes = recorded.simulation(run).run(list(run.policies), recorded.PHASES)
         rows = recorded.compare(run, report)
     else:
-        market = market_of(trace, climate, weather, nodes, hours, from_s, seconds, compress)
+        fixed_s = others["checkpoint_s"]
+        nodes, terms = _made(Nodes, others), _made(Terms, others)
         config = (bamboo_config(config_file) if config_file else None) or BambooConfig()
-        simulation = Simulation(
-            market, profile_of(profile_name, memory_gib), given_terms(others), config, pipelines, stages, limit
-        )
+        types = _types(instances, nodes, profile_of(profile_name, memory_gib), terms, config, limit if sweep else None)
         names = [name.strip() for name in policies.split(",") if name.strip()]
         if not names or len(set(names)) != len(names):
             raise ConfigError(f"--policy {policies!r}: name at least one, and each once")
-        report, outcomes = simulation.run(names, seeds)
+        if sweep:
+            if events is not None:
+                raise ConfigError("--events: those of one job, and a --sweep tries many: leave out one of them")
+            search = Sweep(
+                types,
+                swept_policies(names),
+                pipelines,
+                stages,
+                seeds or _SEEDS,
+                at_least,
+                fixed_s,
+                _tell,
+            )
+            swept = search.run()
+            again = _again(swept.ranking[0], swept.seeds) if swept.paste is not None else None
+            click.echo(swept.model_dump_json()) if as_json else view.show_sweep(swept, again)
+            return
+        if len(types) > 1 or at_least is not None:
+            raise ConfigError("several --instance, and --at-least: only with --sweep")
+        (only,) = types.values()
+        report, outcomes = only.but(pipelines=pipelines, stages=stages, limit=limit).run(names, seeds or 1)
     if events is not None:
         if not outcomes:
             raise ConfigError("--events: on-demand and limit have no events; name another policy first")
@@ -152,22 +151,79 @@ def simulate(
     if as_json:
         shown = report.model_dump(mode="json")
         click.echo(json.dumps({**shown, "measured": [row.model_dump() for row in rows]} if rows else shown))
-        return
-    console().print(_table(report))
-    click.echo("\n".join([*_facts(report), *map(str, rows)]))
+    else:
+        view.show(report, rows)
 
 
-def _only(why: str) -> None:
-    """Raise :class:`ConfigError` if there are options that do not go with ``--measured``."""
+def _tell(text: str) -> None:
+    click.echo(f"bamboo: {text}", err=True)
+
+
+def _given() -> dict[str, click.Parameter]:
+    """The options on the command line, by their names."""
     context = click.get_current_context()
-    given = [
-        parameter.opts[0]
-        for parameter in context.command.params
-        if context.get_parameter_source(parameter.name or "") is click.core.ParameterSource.COMMANDLINE
-        and parameter.name not in ("measured", "events", "as_json")
-    ]
+    sources = {str(each.name): (each, context.get_parameter_source(str(each.name))) for each in context.command.params}
+    return {name: each for name, (each, where) in sources.items() if where is click.core.ParameterSource.COMMANDLINE}
+
+
+def _only(why: str, allowed: Collection[str]) -> None:
+    """Raise :class:`ConfigError` if options are given that are none of ``allowed``."""
+    given = [parameter.opts[0] for name, parameter in _given().items() if name not in allowed]
     if given:
         raise ConfigError(f"{why}: leave out {', '.join(given)}")
+
+
+def _again(best: Ranked, seeds: int) -> str | None:
+    """The command that simulates the first setup of a sweep alone; ``None``: no options say the same."""
+    from ..simulate.instances import of_option
+
+    setup, values = best.setup, click.get_current_context().params
+    if values["limit"] not in (None, setup.nodes):
+        return None
+    command = ["bamboo", "simulate"]
+    for name, parameter in _given().items():
+        if name not in _CHOSEN:
+            command += [parameter.opts[0], str(values[name])]
+    for text in values["instances"]:
+        if of_option(text).name == setup.instance:
+            command += ["--instance", text]
+    chosen = {
+        "--checkpoint-s": f"{best.checkpoint_s:.12g}",
+        "--pipelines": setup.pipelines,
+        "--stages": setup.stages,
+        "--limit": setup.nodes,
+        "--seeds": seeds,
+        "--config": "ds_config.json",
+    }
+    return shlex.join([*command, *(str(part) for pair in chosen.items() for part in pair)])
+
+
+def _types(
+    options: Sequence[str], asked: Nodes, profile: Profile, terms: Terms, config: BambooConfig, limit: int | None
+) -> dict[str, Simulation]:
+    """What is simulated on each ``--instance``, else on one of the prices that are assumed.
+
+    Args:
+        options: the instance types.
+        asked: the nodes of the other options.
+        profile, terms, config: of the job.
+        limit: most nodes of all jobs together; ``None``: any.
+    """
+    from ..simulate.instances import Instance, of_option, offered
+
+    given, types = _given(), [of_option(text) for text in options]
+    priced = [option(name) for name in ("spot_price", "on_demand_price") if types and name in given]
+    if priced:
+        raise ConfigError(f"{', '.join(priced)}: --instance has prices of its own")
+    if twice := {each.name for each in types if [other.name for other in types].count(each.name) > 1}:
+        raise ConfigError(f"--instance: {', '.join(twice)} is there more than once: give each type a name of its own")
+    types = types or [Instance(name=_DEFAULT, spot=terms.spot_price, on_demand=terms.on_demand_price)]
+    own = {each.name: each.own(asked) for each in types}
+    wanted = asked.model_dump(exclude_defaults=True)
+    unused = [option(name) for name, value in wanted.items() if all(getattr(o, name) != value for o in own.values())]
+    if unused:
+        raise ConfigError(f"{', '.join(unused)}: every --instance has its own trace, climate, rate or nodes: leave out")
+    return {each.name: offered(each, own[each.name].market(limit), profile, terms, config) for each in types}
 
 
 def profile_of(name: str | None, memory_gib: float | None) -> Profile:
@@ -177,56 +233,7 @@ def profile_of(name: str | None, memory_gib: float | None) -> Profile:
     profile = load(name)
     if memory_gib is None:
         return profile
-    return profile.model_copy(update={"memory_bytes": round(memory_gib * _GIB) or None})
-
-
-def given_terms(values: dict[str, float | None]) -> Terms:
-    """The assumptions, with what options say of them."""
-    try:
-        return Terms(**{name: value for name, value in values.items() if value is not None})
-    except ValidationError as error:
-        faults = error.errors(include_url=False)
-        named = [f"--{str(fault['loc'][0]).replace('_', '-')} {fault['input']}: {fault['msg']}" for fault in faults]
-        raise ConfigError("; ".join(named)) from error
-
-
-def market_of(
-    trace: Path | None,
-    climate: str | None,
-    weather: dict[str, float | None],
-    nodes: int | None,
-    hours: float | None,
-    from_s: float,
-    seconds: float | None,
-    compress: float,
-) -> Callable[[int], Market]:
-    """The nodes, by seed, of the options :data:`market_options`; ``weather``: those of :data:`WEATHER`."""
-    if (trace is None) == (climate is None):
-        raise ConfigError("give one of --trace and --climate")
-    if not 0 < compress < math.inf:
-        raise ConfigError(f"--compress is {compress}: it must be a positive number")
-    given: dict[str, Any] = {"hourly" if n == "rate" else n: value for n, value in weather.items() if value is not None}
-    text = ""
-    if trace is not None:
-        options = [f"--{name.replace('_', '-')}" for name, value in weather.items() if value is not None]
-        options += [name for name, value in (("--nodes", nodes), ("--hours", hours)) if value is not None]
-        if options:
-            raise ConfigError(
-                f"{', '.join(options)}: only for a --climate; --limit bounds the nodes of a trace, --seconds its length"
-            )
-        text = trace.read_text()
-    elif nodes is None:
-        raise ConfigError("--climate needs --nodes: how many are wanted")
-
-    @lru_cache(maxsize=1)
-    def market(seed: int) -> Market:
-        if trace is not None:
-            whole = parse(text, str(trace), seed)
-        else:
-            whole = drawn(replace(CLIMATES[str(climate)], **given), nodes or 0, 3600 * (hours or _HOURS), seed)
-        return whole.window(from_s, seconds).compressed(compress)
-
-    return market
+    return profile.model_copy(update={"memory_bytes": round(memory_gib * GIB) or None})
 
 
 def _write(path: Path, events: Sequence[Any]) -> None:
@@ -234,67 +241,3 @@ def _write(path: Path, events: Sequence[Any]) -> None:
         path.write_text("".join(event.to_json() + "\n" for event in events))
     except OSError as error:
         raise ConfigError(f"--events: cannot write {path}: {error}") from error
-
-
-def _table(report: Report) -> Table:
-    table = Table(box=None)
-    columns = (
-        "policy",
-        "nodes",
-        "samples",
-        "samples/s",
-        "of the limit",
-        "goodput",
-        "lost s",
-        "redone s",
-        "restarts",
-        "$/million",
-    )
-    for column in columns:
-        table.add_column(column, justify="left" if column == "policy" else "right", no_wrap=True)
-    for name, policy in report.policies.items():
-        half = {}
-        for each, (low, high) in (policy.range or {}).items():
-            half[each] = f" ± {(high - low) / 2:.3g}"
-        share = "–" if policy.limit_share is None else f"{policy.limit_share:.3f}{half.get('limit_share', '')}"
-        cost = "–" if policy.cost_per_million is None else f"{policy.cost_per_million:,.2f}"
-        table.add_row(
-            name,
-            f"{policy.nodes:.1f}",
-            f"{policy.samples:,.0f}",
-            f"{policy.samples_per_s:.3f}{half.get('samples_per_s', '')}",
-            share,
-            "–" if policy.goodput is None else f"{policy.goodput:.3f}",
-            f"{policy.lost_s:,.0f}",
-            f"{policy.redone_s:,.0f}",
-            f"{policy.restarts:g}",
-            cost,
-        )
-    return table
-
-
-def _facts(report: Report) -> list[str]:
-    memory = report.memory
-    found = [
-        f"{report.profile}: {report.pipelines} pipelines of {report.stages} stages, {report.micro_batches}"
-        f" micro-batches each; {report.seconds / 3600:.2f} h, {report.nodes[0]:.1f} nodes on average,"
-        f" {report.nodes[1]} at most of a policy,"
-        f" {report.losses:.0f} lost" + (f"; means of {report.seeds} seeds, ± 95 %" if report.seeds > 1 else "")
-    ]
-    # In a mode without replicas nothing is said of any.
-    what, verbs, how = ("replicas", ("FIT", "do NOT fit"), "with replicas")
-    if not memory.mode.replicas:
-        what, verbs, how = ("the job", ("FITS", "does NOT fit"), f"with redundancy.mode {memory.mode.value}")
-    needs = f"a device needs {memory.without / _GIB:.1f} GiB, {how} {memory.replicas / _GIB:.1f} GiB"
-    if memory.device is None:
-        found.append(f"memory is not looked at: {needs}")
-    else:
-        least = f"; down to {memory.least_members} members" if memory.least_members else ""
-        found.append(f"{what} {verbs[not memory.fits]} into {memory.device / _GIB:.1f} GiB: {needs}{least}")
-    found += [f"{name} is not modelled: it changes nothing here" for name in report.unmodelled]
-    for name, policy in report.policies.items():
-        if policy.refused:
-            found.append(f"{name}: {policy.refused:g} plans were not used, since they do not fit")
-        if policy.idle:
-            found.append(f"{name} does not train: {policy.idle}")
-    return found

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from heapq import heappop, heappush
 from itertools import groupby
+from pathlib import Path
 from random import Random
+
+from pydantic import Field
 
 from ..chaos.schedule import Change, parse_trace, within
 from ..errors import ConfigError
+from .given import Given, option
 
 
 @dataclass(frozen=True)
@@ -212,23 +217,7 @@ CLIMATES = {
 
 
 def drawn(climate: Climate, nodes: int, seconds: float, seed: int) -> Market:
-    """A market in which ``nodes`` are wanted; all of them are there at the begin.
-
-    Raises:
-        ConfigError: a figure that cannot be.
-    """
-    right = [
-        (0 <= climate.hourly < math.inf, f"--rate {climate.hourly}: it is a share, from 0 on"),
-        (1 <= climate.bulk < math.inf, f"--bulk {climate.bulk}: at least one node goes, and a finite number"),
-        (climate.zones >= 1, f"--zones {climate.zones}: there is at least one"),
-        (climate.lifetime_h is None or climate.lifetime_h > 0, f"--lifetime-h {climate.lifetime_h}: above 0"),
-        (0 <= climate.replaced_s < math.inf, f"--replaced-s {climate.replaced_s}: not negative, and finite"),
-        (nodes >= 1, f"--nodes {nodes}: at least one"),
-        (0 < seconds < math.inf, f"--hours {seconds / 3600:g}: above 0, and finite"),
-    ]
-    for is_right, what in right:
-        if not is_right:
-            raise ConfigError(what)
+    """A market in which ``nodes`` are wanted; all of them are there at the begin."""
     draw = Random(seed)
     changes: list[Change] = []
     zones: dict[str, str] = {}
@@ -283,3 +272,72 @@ def drawn(climate: Climate, nodes: int, seconds: float, seed: int) -> Market:
             for node in draw.sample(there[zone], min(size, len(there[zone]))):
                 go(at_s, node)
     return Market(tuple(changes), seconds, zones)
+
+
+# -- asked for ------------------------------------------------------------------------------------------
+
+#: How long nodes are drawn for, unless told otherwise.
+HOURS = 24.0
+#: What of the climate has options of its own.
+_WEATHER = ("rate", "bulk", "zones", "lifetime_h", "replaced_s")
+
+
+class Nodes(Given):
+    """The nodes that are asked for, of a trace or of a climate; options of ``bamboo simulate`` are its fields."""
+
+    trace: str | None = Field(None, description="file of lines ms,add|remove,node or s,count")
+    climate: str | None = Field(None, description=f"draw the nodes instead, like {', '.join(CLIMATES)}")
+    nodes: int | None = Field(None, ge=1, description="that are wanted, where they are drawn")
+    hours: float | None = Field(None, gt=0, description=f"how long, where they are drawn; if not given {HOURS:g}")
+    rate: float | None = Field(None, ge=0, description="share of the nodes that is lost in an hour, not the climate's")
+    bulk: float | None = Field(None, ge=1, description="nodes that go at once, on average")
+    zones: int | None = Field(None, ge=1, description="zones; those that go at once are of one")
+    lifetime_h: float | None = Field(None, gt=0, description="hours after which a node goes in any case")
+    replaced_s: float | None = Field(None, ge=0, description="seconds until another comes in its place, on average")
+    from_s: float = Field(0.0, ge=0, description="begin so far into the trace")
+    seconds: float | None = Field(None, gt=0, description="only so much of it")
+    compress: float = Field(1.0, gt=0, description="how many times as fast as the trace")
+
+    def market(self, limit: int | None = None) -> Callable[[int], Market]:
+        """The nodes, by seed.
+
+        Args:
+            limit: most of them that all jobs together rent; ``None``: any.
+
+        Raises:
+            ConfigError: options that contradict each other, or that mean nothing here.
+        """
+        if (self.trace is None) == (self.climate is None):
+            raise ConfigError("give one of --trace and --climate")
+        drawing = self._traced(self.trace) if self.trace is not None else self._drawn()
+
+        @lru_cache(maxsize=1)
+        def market(seed: int) -> Market:
+            whole = drawing(seed).window(self.from_s, self.seconds).compressed(self.compress)
+            return whole if limit is None else whole.rented(limit)
+
+        return market
+
+    def _traced(self, trace: str) -> Callable[[int], Market]:
+        options = [option(name) for name in (*_WEATHER, "nodes", "hours") if getattr(self, name) is not None]
+        if options:
+            raise ConfigError(
+                f"{', '.join(options)}: only for a --climate; --limit bounds the nodes of a trace, --seconds its length"
+            )
+        try:
+            text = Path(trace).read_text()
+        except OSError as error:
+            raise ConfigError(f"there is no trace {trace}: {error.strerror}") from error
+        return lambda seed: parse(text, trace, seed)
+
+    def _drawn(self) -> Callable[[int], Market]:
+        if self.climate not in CLIMATES:
+            raise ConfigError(f"there is no climate {self.climate!r}; there are {', '.join(CLIMATES)}")
+        count, seconds = self.nodes, 3600 * (self.hours or HOURS)
+        if count is None:
+            raise ConfigError("--climate needs --nodes: how many are wanted")
+        own = {name: value for name in _WEATHER if (value := getattr(self, name)) is not None}
+        if "rate" in own:
+            own["hourly"] = own.pop("rate")
+        climate = replace(CLIMATES[self.climate], **own)
+        return lambda seed: drawn(climate, count, seconds, seed)

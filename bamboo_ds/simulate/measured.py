@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field
 
 from ..chaos.schedule import Change, parse_trace
 from ..config import parse_block
-from ..errors import ConfigError
+from .given import Given, checked
 from .market import Market
 from .profile import Profile
 from .run import Report, Simulation
@@ -29,18 +29,14 @@ PHASES = 4
 _SOON_S = 0.001
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-
-class Done(_Part):
+class Done(Given):
     """What a job has done under a policy."""
 
     samples: float = Field(ge=0, description="of committed steps")
     pause_s: float | None = Field(None, ge=0, description="mean delay of an interrupted iteration; null: not measured")
 
 
-class Measured(_Part):
+class Measured(Given):
     """A recorded run: the nodes, what was trained, and what came of it."""
 
     source: str = Field("", description="command and commit")
@@ -82,12 +78,7 @@ class Row(BaseModel):
 
 def load(path: Path) -> Measured:
     """The recorded run in a file; raises :class:`ConfigError` if it is none."""
-    try:
-        found = Measured.model_validate_json(path.read_bytes())
-    except ValidationError as error:
-        fault = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(map(str, fault["loc"])) or "file"
-        raise ConfigError(f"--measured {path}: {where}: {fault['msg']}") from error
+    found = checked(f"--measured {path}", lambda: Measured.model_validate_json(path.read_bytes()))
     # Checked as the lines of a trace are.
     lines = [f"{at_s * 1000},{what},{node}" for at_s, what, node in found.changes]
     parse_trace("\n".join(lines), f"--measured {path}: changes")

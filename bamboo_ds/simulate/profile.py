@@ -8,18 +8,17 @@ from functools import cached_property, lru_cache
 from itertools import pairwise
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
 from ..errors import ConfigError
 from ..topology.memory import Precision
+from .given import Given, checked
 
-_GIB = 2**30
+GIB = 2**30
 
 
-class Layer(BaseModel):
+class Layer(Given):
     """A layer, or ``count`` equal ones in a row."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     count: int = Field(1, ge=1, description="so many such layers in a row")
     forward_s: float = Field(ge=0, description="seconds of a forward pass of one micro-batch")
@@ -30,10 +29,8 @@ class Layer(BaseModel):
     kept_bytes: int = Field(0, ge=0, description="kept for the backward pass of one micro-batch, without its input")
 
 
-class Profile(BaseModel):
+class Profile(Given):
     """A model on a device, and how it is trained."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     name: str
     source: str = Field("", description="where shapes and times come from")
@@ -63,6 +60,16 @@ class Profile(BaseModel):
     def parameters(self) -> int:
         """Of all layers."""
         return sum(layer.parameters for layer in self.each)
+
+    def on_device(self, speed: float, memory_bytes: int | None) -> Profile:
+        """The same on a device that is so many times as fast, and has so much memory; ``None``: as much."""
+        times = ("forward_s", "backward_s", "update_s")
+        layers = tuple(
+            layer.model_copy(update={name: getattr(layer, name) / speed for name in times}) for layer in self.layers
+        )
+        # Not by a copy, which would keep what has been worked out of other layers.
+        fields = {name: getattr(self, name) for name in Profile.model_fields}
+        return Profile(**{**fields, "layers": layers, "memory_bytes": memory_bytes or self.memory_bytes})
 
     def micro_batches(self, pipelines: int) -> int:
         """Micro-batches of each pipeline in an iteration.
@@ -151,7 +158,7 @@ V100 = Device(
     125e12,
     0.30,
     900e9,
-    16 * _GIB,
+    16 * GIB,
     "NVIDIA V100 16 GB of an EC2 p3.2xlarge: 125 TFLOP/s (data sheet), of which 30 % are ASSUMED, as Shoeybi et al."
     " (Megatron-LM, 2019) reach with one V100",
 )
@@ -203,7 +210,7 @@ def transformer(
         global_batch=global_batch,
         stages=stages,
         memory_bytes=device.memory_bytes,
-        workspace_bytes=_GIB + (inside if recompute else 0),  # the context of CUDA and libraries: assumed
+        workspace_bytes=GIB + (inside if recompute else 0),  # the context of CUDA and libraries: assumed
     )
 
 
@@ -232,11 +239,4 @@ def load(name: str) -> Profile:
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]}?" if near else f"presets are {', '.join(known)}"
         raise ConfigError(f"--profile {name}: there is no such preset or file; {hint}")
-    try:
-        return Profile.model_validate_json(path.read_bytes())
-    except ValidationError as error:
-        faults = "; ".join(
-            f"{'.'.join(map(str, fault['loc'])) or 'file'}: {fault['msg']}"
-            for fault in error.errors(include_url=False, include_input=False)
-        )
-        raise ConfigError(f"--profile {name}: {faults}") from error
+    return checked(f"--profile {name}", lambda: Profile.model_validate_json(path.read_bytes()))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean, stdev
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -23,13 +24,14 @@ from .terms import Terms
 from .training import Outcome, Training
 
 BAMBOO, WHOLE = "bamboo", "bamboo-whole-stages"
+RESTARTING, DROPPING = "checkpoint-restart", "sample-dropping"
 ON_DEMAND, LIMIT = "on-demand", "limit"
 POLICIES = (
     BAMBOO,
     *(f"{BAMBOO}:{mode.value}" for mode in RedundancyMode),
     WHOLE,
-    "checkpoint-restart",
-    "sample-dropping",
+    RESTARTING,
+    DROPPING,
     ON_DEMAND,
     LIMIT,
 )
@@ -111,6 +113,7 @@ class Simulation:
         limit: nodes that a job rents at most; ``None``: as many as its policy can use, see :meth:`usable`.
         reshapes: stock DeepSpeed's checkpoints can be made such of another number of stages; else its jobs have whole
             pipelines of the job's own stages.
+        known: stock DeepSpeed on the same devices, with the arrangements that it has found.
     """
 
     market: Callable[[int], Market]
@@ -121,6 +124,7 @@ class Simulation:
     stages: int | None = None
     limit: int | None = None
     reshapes: bool = True
+    known: Stock | None = None
 
     def __post_init__(self) -> None:
         self.stages = self.stages or self.profile.stages
@@ -130,10 +134,22 @@ class Simulation:
             or self.profile.pipelines
             or self._most(int(first.node_seconds / first.seconds) // self.stages)
         )
-        self.stock = Stock(self.profile, self.terms, None if self.reshapes else self.size)
+        self.stock = self.known or Stock(self.profile, self.terms, None if self.reshapes else self.size)
         self._paces: dict[tuple[RedundancyMode, bool], Pace] = {}
-        self._planned: dict[int, float] = {}
+        self._stretches: dict[int, Stretch | None] = {}
         self.pace(self.config.redundancy.mode)
+
+    def but(self, **changes: Any) -> Simulation:
+        """The same, on the same devices, but for these fields."""
+        return replace(self, **changes, known=self.stock)
+
+    def saving(self, checkpoint_s: float | None) -> Simulation:
+        """The same with so many seconds between checkpoints; ``None``: as it is."""
+        return (
+            self
+            if checkpoint_s is None
+            else self.but(terms=self.terms.model_copy(update={"checkpoint_s": checkpoint_s}))
+        )
 
     def _most(self, wanted: int) -> int:
         """No more pipelines than have twice as many micro-batches as stages, and a whole number of them."""
@@ -168,9 +184,9 @@ class Simulation:
         """
         pipelines, stages = self.size
         roles = pipelines * stages
-        if policy == "sample-dropping":
+        if policy == DROPPING:
             return roles
-        if policy not in ("checkpoint-restart", ON_DEMAND, LIMIT):
+        if policy not in (RESTARTING, ON_DEMAND, LIMIT):
             return 2 * roles  # a role has an owner and a shadow
         own, fastest = self.stock.best(min(most, 2 * roles)), self.stock.best(most)
         wanted = max(own.speed if own else 0.0, self.profile.global_batch / self._planned_s(most)) if most else 0.0
@@ -186,9 +202,9 @@ class Simulation:
         Raises:
             ConfigError: there is no such policy.
         """
-        if policy == "checkpoint-restart":
+        if policy == RESTARTING:
             return CheckpointRestart(market, self.stock, self.terms, seed)
-        if policy == "sample-dropping":
+        if policy == DROPPING:
             return SampleDropping(market, self.stock, self.terms, seed, *self.size)
         name, _, mode = policy.partition(":")
         if name not in (BAMBOO, WHOLE) or policy not in POLICIES:
@@ -247,6 +263,24 @@ class Simulation:
         )
         return report, outcomes
 
+    def alone(self, policy: str, seeds: int = 1) -> PolicyReport:
+        """What one policy's job comes to, without the limit, for which the planner takes long.
+
+        Args:
+            policy: one that is simulated: not on-demand, nor limit.
+            seeds: how many.
+        """
+        markets = [self.rented(seed, policy) for seed in range(seeds)]
+        done = [self.job(policy, market, seed).simulate() for seed, market in enumerate(markets)]
+        figures = [self._figures(each, market, 0.0) for each, market in zip(done, markets, strict=True)]
+        return _mean(figures, self._price(policy), [each.idle for each in done if each.idle])
+
+    def on_demand(self, nodes: int) -> PolicyReport:
+        """What the fastest job of stock DeepSpeed on so many nodes comes to on demand, where one fits on them."""
+        best, seconds, price = self.stock.best(nodes), self.market(0).seconds, self.terms.on_demand_price
+        assert best is not None
+        return _mean([_steady(best.speed * seconds, seconds, 0.0, best.size * seconds, price)], price, [])
+
     # -- the limit ----------------------------------------------------------------------------------------
 
     def _speeds(self, markets: Collection[Market], jobs: Iterable[Training]) -> list[float]:
@@ -274,13 +308,17 @@ class Simulation:
             speeds.append(max(found))
         return speeds
 
-    def _planned_s(self, members: int) -> float:
-        members = min(members, self.usable(BAMBOO, members))
-        if members not in self._planned:
+    def stretch(self, members: int) -> Stretch | None:
+        """An iteration of this package's job by the planner's plan of so many members; ``None``: it does not fit."""
+        if members not in self._stretches:
             pace = self.pace(self.config.redundancy.mode)
-            plan = planned(pace, members, self.config)
-            self._planned[members] = Stretch(pace, plan).bare_s if pace.fits(plan) else math.inf
-        return self._planned[members]
+            plan = planned(pace, members, self.config) if members else None
+            self._stretches[members] = Stretch(pace, plan) if plan is not None and pace.fits(plan) else None
+        return self._stretches[members]
+
+    def _planned_s(self, members: int) -> float:
+        stretch = self.stretch(min(members, self.usable(BAMBOO, members)))
+        return math.inf if stretch is None else stretch.bare_s
 
     def _undisturbed(self, policy: str, market: Market, limit: float, speeds: Sequence[float]) -> Figures:
         node_seconds, samples = market.node_seconds, limit
@@ -288,15 +326,7 @@ class Simulation:
             # The fewest nodes that are as fast as all of them.
             speed = speeds[market.most]
             node_seconds, samples = speeds.index(speed) * market.seconds, speed * market.seconds
-        return Figures(
-            **_rates(samples, market.seconds, limit, node_seconds, self._price(policy)),
-            goodput=1.0,
-            node_goodput=1.0,
-            **dict.fromkeys(("lost_s", "redone_s", "restarts", "pause_s", "losses"), 0.0),
-            **dict.fromkeys(("plans", "copied_gb", "refused", "outside_s"), 0.0),
-            node_seconds=node_seconds,
-            categories={Category.PRODUCTIVE: node_seconds},
-        )
+        return _steady(samples, market.seconds, limit, node_seconds, self._price(policy))
 
     def _price(self, policy: str) -> float:
         return self.terms.on_demand_price if policy == ON_DEMAND else self.terms.spot_price
@@ -324,19 +354,20 @@ class Simulation:
             categories=categories,
         )
 
+    def need(self, members: int) -> float:
+        """Bytes of a device, of the planner's plan of so many members."""
+        pace = self.pace(self.config.redundancy.mode)
+        return pace.need(planned(pace, members, self.config))
+
     def memory(self) -> Memory:
         """What devices need."""
-        pace, (pipelines, stages) = self.pace(self.config.redundancy.mode), self.size
-
-        def need(members: int) -> float:
-            return pace.need(planned(pace, members, self.config))
-
-        full, device = need(pipelines * stages), self.profile.memory_bytes
+        pipelines, stages = self.size
+        full, device = self.need(pipelines * stages), self.profile.memory_bytes
         # With fewer members none needs less.
         low, least = 1, pipelines * stages
         while low < least:
             middle = (low + least) // 2
-            if device is None or need(middle) <= device:
+            if device is None or self.need(middle) <= device:
                 least = middle
             else:
                 low = middle + 1
@@ -358,6 +389,19 @@ def _rates(samples: float, seconds: float, limit: float, node_seconds: float, pr
         "limit_share": samples / limit if limit else None,
         "cost_per_million": _cost(samples, node_seconds, price),
     }
+
+
+def _steady(samples: float, seconds: float, limit: float, node_seconds: float, price: float) -> Figures:
+    """Of a job that loses nothing."""
+    return Figures(
+        **_rates(samples, seconds, limit, node_seconds, price),
+        goodput=1.0,
+        node_goodput=1.0,
+        **dict.fromkeys(("lost_s", "redone_s", "restarts", "pause_s", "losses"), 0.0),
+        **dict.fromkeys(("plans", "copied_gb", "refused", "outside_s"), 0.0),
+        node_seconds=node_seconds,
+        categories={Category.PRODUCTIVE: node_seconds},
+    )
 
 
 def _cost(samples: float, node_seconds: float, price: float) -> float | None:

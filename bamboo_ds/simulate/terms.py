@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from .given import Given
 
 
-class Terms(BaseModel):
+class Terms(Given):
     """Assumptions; options of ``bamboo simulate`` are named after them."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     network_gb_s: float = Field(1.25, gt=0, description="GB/s of a node's network; 1.25: 10 Gbit/s, a p3.2xlarge's")
     message_ms: float = Field(0.5, ge=0, description="milliseconds of a message besides its bytes")

@@ -1,4 +1,4 @@
-"""The job that ``bamboo advise SCRIPT`` measures: the script as it is, for some iterations, under ``bamboo run``."""
+"""``bamboo profile SCRIPT``: what the simulator needs of a script, measured in some iterations under ``bamboo run``."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ import shlex
 import socket
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 
 import click
 
-from ..advise.measured import WARM_UP, Job, Told, profile_of
 from ..config import BLOCK, config_path_from_argv, load_config
 from ..control.registry.mirror import Mirror
 from ..errors import ConfigError
@@ -23,9 +22,10 @@ from ..launchers import jobs
 from ..launchers.network import LOOPBACK
 from ..launchers.run import LocalSlots
 from ..observe.events import Event, Step
-from ..observe.spans import read_timelines
+from ..observe.spans import Span, read_timelines
 from ..processes import adopt_orphans
 from ..simulate.profile import Profile
+from ..simulate.profiling import WARM_UP, Told, layers_of
 from .building import Built
 from .demo_jobs import DemoJob, Interrupt
 from .dry_run import build
@@ -35,6 +35,31 @@ from .options import check_script, read_job
 _SILENCE_S = 900.0
 #: Iterations that are waited for until all members have told what they have measured.
 _LATE = 10
+
+
+@click.command(context_settings={"allow_interspersed_args": False})
+@click.option("-n", "--workers", type=click.IntRange(min=2), required=True, help="Local workers: one for each stage,"
+              " or a multiple.")  # fmt: skip
+@click.option("--steps", type=click.IntRange(min=8), default=20, show_default=True, help="Iterations that are"
+              " measured.")  # fmt: skip
+@click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="The file to write.  [default:"
+              " SCRIPT's name with .profile.json, in the working directory]")  # fmt: skip
+@click.argument("script")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def profile(workers: int, steps: int, output: Path | None, script: str, arguments: tuple[str, ...]) -> None:
+    """Measure SCRIPT with ARGUMENTS, and write the profile of its model that bamboo simulate reads.
+
+    The script runs on local workers as it is; after the iterations that are measured it is stopped.
+    """
+    target = output or Path(f"{Path(script).stem}.profile.json")
+    if not target.parent.is_dir():
+        raise ConfigError(f"--output {target}: there is no folder {target.parent}")
+    found = measure(script, arguments, workers, steps)
+    try:
+        target.write_text(found.model_dump_json(indent=1, exclude_defaults=True) + "\n")
+    except OSError as error:
+        raise ConfigError(f"--output {target} cannot be written: {error}") from error
+    click.echo(f"bamboo: the profile is in {target}: bamboo simulate --profile {target}", err=True)
 
 
 @dataclass
@@ -79,7 +104,7 @@ def measure(script: str, arguments: Sequence[str], workers: int, steps: int) -> 
         LaunchError: the job fails.
     """
     check_script(script, False)
-    with tempfile.TemporaryDirectory(prefix="bamboo-advise-") as name:
+    with tempfile.TemporaryDirectory(prefix="bamboo-profile-") as name:
         folder = Path(name)
         command = shlex.join([script, *arguments])
         arguments = with_block(arguments, folder)
@@ -109,8 +134,10 @@ def measure(script: str, arguments: Sequence[str], workers: int, steps: int) -> 
                 f"fewer, at least {WARM_UP + 6}"
             )
         spans = chain.from_iterable(timeline.spans for timeline in read_timelines(events))
-        known = _job(Path(script), command, built, run, crowded)
-        return profile_of(known, spans)
+        stages = told(run.mirror, built.stages)
+        notes = _notes(command, built, run.done, stages, crowded)
+        retains = any(report.redundant for report in run.mirror.reports.values())
+        return profile_of(Path(script).stem, notes, built, run.samples, stages, spans, retains)
 
 
 def with_block(arguments: Sequence[str], folder: Path) -> list[str]:
@@ -129,7 +156,7 @@ def _built(script: str, arguments: Sequence[str], workers: int) -> Built:
     if built.problem is not None:
         raise ConfigError(f"{script} with -n {workers}: {built.problem}")
     if built.unknown is not None:
-        raise ConfigError(f"{script}: {built.unknown}; write a profile by hand, and give it with --profile")
+        raise ConfigError(f"{script}: {built.unknown}; write a profile by hand")
     if built.slices > 1:
         raise ConfigError(f"{script} has tensor slices, which are not simulated: measure it without")
     if not built.block:
@@ -158,32 +185,55 @@ def told(mirror: Mirror, stages: int) -> dict[int, Told]:
     }
 
 
-def _job(script: Path, command: str, built: Built, run: _Measurement, crowded: bool) -> Job:
-    assert run.mirror is not None
-    stages = told(run.mirror, built.stages)
-    rest = [
-        f"medians of {run.done - WARM_UP} iterations of {command}: {built.pipelines} x {built.stages} stages",
+def profile_of(
+    name: str, source: str, built: Built, samples: int, stages: dict[int, Told], spans: Iterable[Span], retains: bool
+) -> Profile:
+    """The profile of a job that was measured.
+
+    Args:
+        name, source: of the profile.
+        built: what the script builds.
+        samples: of an iteration.
+        stages: what members have told of them.
+        spans: of its members.
+        retains: see :func:`~..simulate.profiling.layers_of`.
+
+    Raises:
+        ConfigError: not enough was measured, or micro-batches are not equal.
+    """
+    layers, micro_batches = layers_of(built.layers, built.each, stages, spans, retains)
+    size, rest = divmod(samples, micro_batches * built.pipelines)
+    if rest or not size:
+        raise ConfigError(
+            f"{name}: {samples} samples of an iteration are not those of {micro_batches} equal micro-batches of"
+            f" {built.pipelines} pipelines: write a profile by hand"
+        )
+    return Profile(
+        name=name,
+        source=source,
+        device=f"measured on {socket.gethostname()}, {os.cpu_count()} cores",
+        layers=tuple(layers),
+        micro_batch=size,
+        global_batch=samples,
+        stages=built.stages,
+        precision=built.precision,  # type: ignore[arg-type]
+        zero=built.zero > 0,
+        optimizer=built.optimizer or "adam",
+    )
+
+
+def _notes(command: str, built: Built, steps: int, stages: dict[int, Told], crowded: bool) -> str:
+    """Where the figures come from, and what is not as it should be."""
+    found = [
+        f"medians of {steps - WARM_UP} iterations of {command}: {built.pipelines} x {built.stages} stages",
         "layers of a block share its time, those of a stage its bytes",
     ]
     if not all(each.blocks for each in stages.values()):
-        rest.append("layers of a stage share its time: blocks were not measured")
+        found.append("layers of a stage share its time: blocks were not measured")
     if not all(each.kept for each in stages.values()):
-        rest.append("bytes that passes keep were not measured, and are left out")
+        found.append("bytes that passes keep were not measured, and are left out")
     if crowded:
-        rest.append("MORE WORKERS THAN CORES: times are too long if they compute there")
+        found.append("MORE WORKERS THAN CORES: times are too long if they compute there")
     if any(built.frozen):
-        rest.append("frozen parameters are left out")
-    return Job(
-        name=script.stem,
-        source="; ".join(rest),
-        device=f"measured on {socket.gethostname()}, {os.cpu_count()} cores",
-        pipelines=built.pipelines,
-        layers=built.layers,
-        parameters=built.each,
-        precision=built.precision,  # type: ignore[arg-type]
-        optimizer=built.optimizer,
-        zero=built.zero > 0,
-        samples=run.samples,
-        told=stages,
-        retains=any(report.redundant for report in run.mirror.reports.values()),
-    )
+        found.append("frozen parameters are left out")
+    return "; ".join(found)
