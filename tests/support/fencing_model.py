@@ -224,15 +224,16 @@ class World:
         worker.step += 1
         if worker.plan.owners[0] != worker.member:
             return
-        if self.hold_tell:
-            seconds, self.hold_tell = self.hold_tell, 0.0
-            if not self._stop_for(worker, seconds, 1):
-                return
+        held, self.hold_tell = self.hold_tell, 0.0
+        if held and not self._stop_for(worker, held, 1):
+            return
         # Whoever reads the events tells by their epochs which of them a restart has replaced.
         replaced = worker.plan.epoch <= self.restarted_after
         if replaced != (generation < self.assigned):
             raise Broken(f"start {generation} tells in epoch {worker.plan.epoch}, {self.assigned} has begun")
         self._begin(worker)
+        if held:
+            self._publish(worker, None, 0)  # as a script may after each step
 
     def _begin(self, worker: Worker) -> None:
         """What every start does first in a folder; then it chooses the checkpoint that it goes on from."""
@@ -261,7 +262,8 @@ class World:
         root = self.folder / FOLDER
         try:
             save = Save(root, record, plan.owners, True, True, None, None, 1.0)
-            check_lineage(save)
+            if "mark" not in self.off:
+                check_lineage(save)
             folder = publish.open_partial(root, record)
             here = partial(self._stop_for, worker, seconds, whom // 2 % 3)
             if whom % 2 and not here():  # anywhere while it writes
