@@ -78,7 +78,7 @@ def test_start_gives_everyone_the_same_plans_and_the_store(start: Start) -> None
 def test_data_workers_end_in_order(outcome: str) -> None:
     """Nobody has to wait for the lease of one, nor for that of the leader that one may have become."""
     agent: Any = Agent.__new__(Agent)
-    agent._data_workers, agent._mailbox = DataWorkers(Any), Mailbox()
+    agent._data_workers, agent._mailbox = DataWorkers(), Mailbox()
     agent._slot, agent._leaving = SimpleNamespace(terminated=False), SimpleNamespace(end_at=None)
     # It says good-bye before it ends.
     script = """

@@ -17,6 +17,7 @@ from bamboo_ds.cli import building, dry_run
 from bamboo_ds.cli.building import Built
 from bamboo_ds.cli.doctor import Finding
 from bamboo_ds.cli.main import cli
+from bamboo_ds.launchers.run import LocalSlots
 from bamboo_ds.topology import Candidate, Layout, initial_plan, with_redundancy
 from bamboo_ds.topology.memory import StateBytes
 from bamboo_ds.topology.room import member_bytes
@@ -91,8 +92,7 @@ def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str, work
         return start(command, {**env, "PYTHONPATH": str(Path(__file__).parents[1])}, stdout.fileno())
 
     monkeypatch.setattr(dry_run, "subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": popen}))
-    options: Any = type("Options", (), {"workers": workers, "pipelines": None, "address": "127.0.0.1"})
-    found = dry_run.build(options, [str(script), *arguments])
+    found = dry_run.build("127.0.0.1", LocalSlots(workers), [str(script), *arguments])
     monkeypatch.undo()
     return found
 
@@ -136,7 +136,7 @@ def test_what_would_become_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     built = Built(stages=2, layers=(3, 3), parameters=(1 << 30, 3 << 30), optimizer="Adam")
     findings = [Finding("etcd", "ok", "there"), Finding("disk", "warning", "little", "make room")]
     monkeypatch.setattr(dry_run, "examine", lambda patient: findings)
-    monkeypatch.setattr(dry_run, "build", lambda options, script: built)
+    monkeypatch.setattr(dry_run, "build", lambda address, slots, script: built)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("BAMBOO_LOGS")
     monkeypatch.delenv("COLUMNS", raising=False)  # that xdist sets
@@ -201,8 +201,8 @@ def test_a_script_that_does_not_come_to_its_engine(tmp_path: Path, monkeypatch: 
         return begun[-1]
 
     monkeypatch.setattr(dry_run.subprocess, "Popen", sleeping)
-    options: Any = type("Options", (), {"workers": 1, "pipelines": None, "address": "127.0.0.1"})
-    assert dry_run.build(options, ["x.py"]).unknown == "the script has not come to deepspeed.initialize within 0 s"
+    built = dry_run.build("127.0.0.1", LocalSlots(1), ["x.py"])
+    assert built.unknown == "the script has not come to deepspeed.initialize within 0 s"
     begun[0].stdin.close()
     assert begun[0].returncode == -9
 

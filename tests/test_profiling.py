@@ -116,7 +116,7 @@ def test_scripts_that_cannot_be_measured(tmp_path: Path, monkeypatch: pytest.Mon
         (Built(stages=2, slices=2, block=True), "has tensor slices, which are not simulated"),
         (Built(stages=2), 'its configuration has no "bamboo" block that is enabled: add "bamboo": {}'),
     ):
-        monkeypatch.setattr(command, "build", lambda options, command, built=built: built)
+        monkeypatch.setattr(command, "build", lambda *_, built=built: built)
         with pytest.raises(ConfigError, match=expected):
             command.measure(str(script), [], 2, 10)
     for options, told in (
