@@ -44,7 +44,7 @@ _CHOSEN: dict[Kind, type[Injection]] = {
 }
 
 
-class View(Protocol):
+class Watched(Protocol):
     """What the runner sees of the job, see :class:`~.observer.Observer`."""
 
     def look(self, timeout_s: float = 0.0) -> Situation:
@@ -102,7 +102,7 @@ class Runner:
 
     def __init__(
         self,
-        view: View,
+        view: Watched,
         faults: Sequence[Fault],
         options: RunnerOptions,
         ended: Callable[[], bool],

@@ -11,7 +11,7 @@ from ..errors import ConfigError
 from ..observe import pictures
 from ..observe.events import read_events
 from ..observe.goodput import account
-from ..observe.goodput.accounted import Report
+from ..observe.goodput.accounted import GoodputReport
 from .output import console
 
 #: Parts of the time that the picture shows.
@@ -52,7 +52,7 @@ def goodput(events: Path, as_json: bool, png: Path | None) -> None:
     click.echo("goodput " + ("unknown" if report.goodput is None else f"{report.goodput:.2%}"))
 
 
-def _draw(path: Path, report: Report) -> None:
+def _draw(path: Path, report: GoodputReport) -> None:
     """Stacked areas: members per category over time."""
     pyplot = pictures.pyplot("--png")
     times, members = report.over_time(_BINS)
