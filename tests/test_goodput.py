@@ -17,7 +17,7 @@ from bamboo_ds.cli.goodput import goodput as command
 from bamboo_ds.errors import ConfigError, ProtocolError
 from bamboo_ds.observe import events as ev
 from bamboo_ds.observe.goodput import account
-from bamboo_ds.observe.goodput.accounted import Report
+from bamboo_ds.observe.goodput.accounted import GoodputReport
 from bamboo_ds.observe.goodput.lives import Category
 
 from .support.written import Written
@@ -25,11 +25,11 @@ from .support.written import Written
 pytestmark = pytest.mark.claim("reference/goodput.md")
 
 
-def spent(report: Report, member: str) -> dict[str, float]:
+def spent(report: GoodputReport, member: str) -> dict[str, float]:
     return {c.value: round(s, 6) for c, s in report.members[member].categories.items() if round(s, 6)}
 
 
-def assert_complete(report: Report) -> None:
+def assert_complete(report: GoodputReport) -> None:
     """Intervals of a member neither overlap nor leave gaps within a life; sums are those of the parts."""
     for member, intervals in report.intervals.items():
         assert all(interval.begin < interval.end for interval in intervals)

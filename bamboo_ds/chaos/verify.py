@@ -19,7 +19,7 @@ from ..observe.events import (
     Step,
 )
 from ..observe.model import JobModel
-from ..observe.view import PlanView
+from ..observe.view import ToldPlan
 from .faults import GIVEN_UP, HIT_ELSEWHERE, FaultKind, FaultRecord
 
 #: Seconds after a fault within which its delay of training is looked for, beyond its own duration.
@@ -230,7 +230,7 @@ def _check_record(record: FaultRecord, verdict: Verdict) -> None:
 # -- effects --------------------------------------------------------------------------------------------
 
 
-def _asked(record: FaultRecord, job: JobModel) -> list[PlanView]:
+def _asked(record: FaultRecord, job: JobModel) -> list[ToldPlan]:
     """Plans that a joiner's admission or a notice's departure made."""
     members = set(record.members)
     changed = [plan for plan in job.plans if plan.kind != "start" and members & {*plan.joined, *plan.gone}]

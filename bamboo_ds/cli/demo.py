@@ -47,7 +47,7 @@ _SHOWN = 3
 
 
 @dataclass
-class Kill:
+class PlannedKill:
     """One kill: planned, then done.
 
     Attributes:
@@ -88,7 +88,7 @@ class Kill:
 
 
 @dataclass(frozen=True)
-class Finding:
+class Proof:
     """A row of the verdict; good if it has no ``problems``."""
 
     what: str
@@ -120,7 +120,7 @@ class Course:
 class Disturbed:
     """The run with kills: its model, what is told of it, and when to kill."""
 
-    def __init__(self, name: str, course: Course, kills: list[Kill], losses: list[float]) -> None:
+    def __init__(self, name: str, course: Course, kills: list[PlannedKill], losses: list[float]) -> None:
         self._name = name
         self._course = course
         self.kills = kills
@@ -166,7 +166,7 @@ class Disturbed:
         remark = f"{event.seconds * 1000:.0f} ms   {equal}/{len(self.steps)} losses equal the undisturbed run's"
         self._course.step(event.step, event.loss if event.loss is not None else float("nan"), remark)
 
-    def _kill(self, kill: Kill) -> None:
+    def _kill(self, kill: PlannedKill) -> None:
         if kill.process is None or dead(kill.process):
             kill.due = None  # training was over before: nothing is proven
             return
@@ -177,13 +177,13 @@ class Disturbed:
         name = self._story.job.name(kill.member)
         self._course.say(f"  SIGKILL for {name}, owner of stage {kill.stage}, {where}")
 
-    def _loss(self, kill: Kill) -> LossDetail | None:
+    def _loss(self, kill: PlannedKill) -> LossDetail | None:
         """What came of it."""
         losses = self._story.job.losses
         numbers = [loss.number for loss in losses.views if kill.member in {each.id for each in loss.members}]
         return losses.detail(numbers[0]) if kill.sent and numbers else None
 
-    def judge(self, steps: int) -> list[Finding]:
+    def judge(self, steps: int) -> list[Proof]:
         """Whether the run went as it should."""
         rows = []
         for kill in self.kills:
@@ -197,10 +197,10 @@ class Disturbed:
                 )
             what = f"stage {kill.stage} killed in the middle of iteration {at}"
             pid = kill.process.pid if kill.process else None
-            rows.append(Finding(what, f"SIGKILL, pid {pid}{survived}", kill.problems(came)))
+            rows.append(Proof(what, f"SIGKILL, pid {pid}{survived}", kill.problems(came)))
         seen = [event.step for event in self.steps]
         missing = [] if seen == list(range(1, steps + 1)) else [f"steps reported: {seen}"]
-        rows.append(Finding("every step done once", f"{len(seen)} steps", missing))
+        rows.append(Proof("every step done once", f"{len(seen)} steps", missing))
         return rows
 
 
@@ -236,13 +236,13 @@ def _undisturbed(folder: Path, script: Path, steps: int, course: Course, interru
 
 def _disturbed(
     folder: Path, script: Path, steps: int, course: Course, interrupt: Interrupt, losses: list[float]
-) -> list[Finding]:
+) -> list[Proof]:
     """Train the same under ``bamboo run`` and kill; returns what happened."""
     course.say("2/3  the same script under `bamboo run`; two workers will be killed")
     config = folder / "ds_config.json"
     config.write_text(json.dumps({**CONFIG, "bamboo": {}}, indent=2))
     # Not neighbours: the stages of a lost member's shadow stay without replica (see the README).
-    kills = [Kill(2, steps // 3 + 1, STAGES - 1), Kill(0, 2 * steps // 3 + 1, STAGES - 2)]
+    kills = [PlannedKill(2, steps // 3 + 1, STAGES - 1), PlannedKill(0, 2 * steps // 3 + 1, STAGES - 2)]
     run = Disturbed(f"demo-{os.getpid()}", course, kills, losses)
 
     def tick() -> None:
@@ -262,7 +262,7 @@ def _arguments(folder: Path, config: Path, steps: int) -> list[str]:
     return [*options, "--stages", str(STAGES), "--steps", str(steps)]
 
 
-def _compared(stock: Path, bamboo: Path, steps: int) -> list[Finding]:
+def _compared(stock: Path, bamboo: Path, steps: int) -> list[Proof]:
     """What both runs left behind, bit for bit."""
     from .demo_compare import compare_checkpoints, compare_losses  # loads torch
 
@@ -270,11 +270,11 @@ def _compared(stock: Path, bamboo: Path, steps: int) -> list[Finding]:
     for result in (compare_losses(stock, bamboo, steps), *compare_checkpoints(stock / "final", bamboo / "final")):
         size = f", {result.size / 1e6:.1f} MB" if result.size else ""
         problems = result.differences or ([] if result.equal else ["nothing to compare"])
-        rows.append(Finding(f"{result.what}: bit-equal", f"{result.values} values{size}", problems))
+        rows.append(Proof(f"{result.what}: bit-equal", f"{result.values} values{size}", problems))
     return rows
 
 
-def _verdict(findings: list[Finding], seconds: float) -> Table:
+def _verdict(findings: list[Proof], seconds: float) -> Table:
     table = Table(title=f"verdict after {seconds:.0f} s", title_justify="left")
     for column in ("what", "measure", "result"):
         table.add_column(column)

@@ -13,7 +13,7 @@ from ..observe import pictures
 from ..observe.consumption import Consumption
 from ..observe.events import read_events
 from ..observe.goodput import account
-from ..observe.goodput.accounted import Report
+from ..observe.goodput.accounted import GoodputReport
 from .output import console
 
 #: Parts of the time that the picture shows.
@@ -79,7 +79,7 @@ def _verify(consumption: Consumption) -> None:
         sys.exit(1)
 
 
-def _draw(path: Path, report: Report) -> None:
+def _draw(path: Path, report: GoodputReport) -> None:
     """Stacked areas: members per category over time."""
     pyplot = pictures.pyplot("--png")
     times, members = report.over_time(_BINS)

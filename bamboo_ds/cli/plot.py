@@ -11,7 +11,7 @@ import click
 
 from ..errors import ConfigError
 from ..observe import pictures
-from ..observe.iterations import LOST, REDONE, Cell, Grid, Recorded, Row
+from ..observe.iterations import LOST, REDONE, Cell, IterationGrid, MemberRow, Recorded
 from .trace import read_job
 
 _COLOURS = {
@@ -61,7 +61,7 @@ def plot(events: Path, step: int | None, members: tuple[str, ...], title: str | 
     draw(output, grids, f"job {timelines[0].head.job}" if title is None else title)
 
 
-def _only(grid: Grid, members: tuple[str, ...]) -> Grid:
+def _only(grid: IterationGrid, members: tuple[str, ...]) -> IterationGrid:
     """The rows of ``members``, if any are named; raises :class:`ConfigError` if there is none of them."""
     rows = tuple(row for row in grid.rows if {row.member, row.member.partition("-")[0]} & set(members))
     if members and not rows:
@@ -70,7 +70,7 @@ def _only(grid: Grid, members: tuple[str, ...]) -> Grid:
     return replace(grid, rows=rows) if members else grid
 
 
-def draw(path: Path, grids: list[Grid], title: str) -> None:
+def draw(path: Path, grids: list[IterationGrid], title: str) -> None:
     """Write the picture; raises :class:`ConfigError` if it cannot be made."""
     pyplot = pictures.pyplot("bamboo plot")
     from matplotlib.patches import Patch
@@ -97,7 +97,7 @@ def _fill(style: str) -> dict[str, Any]:
     return {"facecolor": _COLOURS[style], "hatch": "////" if style == LOST else None}
 
 
-def _panel(axis: Any, grid: Grid, longest: float, used: dict[str, None]) -> None:
+def _panel(axis: Any, grid: IterationGrid, longest: float, used: dict[str, None]) -> None:
     """One iteration: rows from above."""
     place, ticks, names = 0.0, [], []
     for row in grid.rows:
@@ -163,7 +163,9 @@ def _bars(
                 )
 
 
-def _mark_loss(axis: Any, grid: Grid, row: Row, place: float, height: float, used: dict[str, None]) -> None:
+def _mark_loss(
+    axis: Any, grid: IterationGrid, row: MemberRow, place: float, height: float, used: dict[str, None]
+) -> None:
     """The member is gone from here on."""
     assert row.died is not None
     used[LOST] = None

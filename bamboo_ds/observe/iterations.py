@@ -58,7 +58,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Lane:
+class StageLane:
     """What a member has done of a stage.
 
     Attributes:
@@ -71,7 +71,7 @@ class Lane:
 
 
 @dataclass(frozen=True)
-class Row:
+class MemberRow:
     """A member.
 
     Attributes:
@@ -80,13 +80,13 @@ class Row:
     """
 
     member: str
-    lanes: tuple[Lane, ...]
+    lanes: tuple[StageLane, ...]
     across: tuple[Cell, ...]
     died: float | None = None
 
 
 @dataclass(frozen=True)
-class Grid:
+class IterationGrid:
     """An iteration.
 
     Attributes:
@@ -96,7 +96,7 @@ class Grid:
 
     step: int
     seconds: float
-    rows: tuple[Row, ...]
+    rows: tuple[MemberRow, ...]
     notes: tuple[str, ...] = ()
 
 
@@ -157,7 +157,7 @@ class Recorded:
         calm = [each.step for each in before if not each.paused][:1]
         return [*calm, *([] if hit is None else [newest_first[hit].step])] or [newest_first[0].step]
 
-    def grid(self, step: int) -> Grid:
+    def grid(self, step: int) -> IterationGrid:
         """The grid of iteration ``step``; raises :class:`ConfigError` if it is not recorded."""
         if step not in self._whole:
             known = ", ".join(map(str, sorted(self._whole))) or "none"
@@ -174,7 +174,7 @@ class Recorded:
                 at = died.get(timeline.member)
                 lost = None if at is None or at > found.end else _death(timeline, found, self._timelines, at)
                 rows.append(_row(timeline, found, None if lost is None else lost - found.begin))
-        return Grid(step, found.end - found.begin, tuple(rows), tuple(self._notes(found)))
+        return IterationGrid(step, found.end - found.begin, tuple(rows), tuple(self._notes(found)))
 
     def _iteration(self, step: int) -> _Iteration:
         last = self._whole[step]
@@ -240,7 +240,7 @@ def _death(timeline: Timeline, found: _Iteration, timelines: Sequence[Timeline],
     return max(last, min([at, *(begin for begin in others if begin >= last)]))
 
 
-def _row(timeline: Timeline, found: _Iteration, died: float | None) -> Row:
+def _row(timeline: Timeline, found: _Iteration, died: float | None) -> MemberRow:
     spans = found.spans[timeline.member]
     shift = timeline.offset - found.begin
     roles = sorted({s.role for s in spans if s.role is not None and s.kind in PASSES | REDUNDANT}, key=_by_stage)
@@ -250,9 +250,9 @@ def _row(timeline: Timeline, found: _Iteration, died: float | None) -> Row:
     for role in roles:
         mine = [s for s in spans if s.role == role and s.kind not in _ACROSS]
         first = next(s for s in mine if s.kind in PASSES | REDUNDANT)
-        lanes.append(Lane(role, tuple(_cells(mine, shift)), first.kind in REDUNDANT))
+        lanes.append(StageLane(role, tuple(_cells(mine, shift)), first.kind in REDUNDANT))
     across = _cells((s for s in spans if s.kind in _ACROSS or s.role not in roles), shift)
-    return Row(timeline.member, tuple(lanes), tuple(across), died)
+    return MemberRow(timeline.member, tuple(lanes), tuple(across), died)
 
 
 def _by_stage(role: tuple[int, int]) -> tuple[int, int]:

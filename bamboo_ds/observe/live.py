@@ -29,9 +29,8 @@ from .view import (
     LossDetail,
     MemberView,
     Overview,
-    Pace,
+    StepPace,
     StoryLine,
-    Totals,
 )
 
 
@@ -117,7 +116,7 @@ class LiveJob:
             checkpoint_path=told.checkpoint or (now.checkpoint.path if now.checkpoint else None),
             account=self._account(),
             coverage=self._coverage(),
-            totals=self.totals,
+            totals=now.totals,
             story=tuple(self._lines),
         )
 
@@ -128,11 +127,6 @@ class LiveJob:
         if self._planned is None or self._planned[0] is not plan:
             self._planned = plan, Grid.of_plan(plan)
         return self._planned[1]
-
-    @property
-    def totals(self) -> Totals:
-        """Counts since the job was started."""
-        return self.model.totals
 
     def _account(self) -> Accounted | None:
         """Made anew with every event of a small job, more rarely for many members: adding up takes its time."""
@@ -168,14 +162,14 @@ class LiveJob:
             return "recovering"
         return "building" if step is None else "training"
 
-    def _pace(self) -> Pace:
+    def _pace(self) -> StepPace:
         steps = self.model.steps
         if not steps:
-            return Pace()
+            return StepPace()
         begin = steps[0].time.timestamp() - steps[0].seconds
         rate = len(steps) / max(1e-9, steps[-1].time.timestamp() - begin)
         samples = [step.samples for step in steps if step.samples is not None]
-        return Pace(
+        return StepPace(
             seconds=steps[-1].seconds,
             median_seconds=median(step.seconds for step in steps),
             steps_per_second=rate,

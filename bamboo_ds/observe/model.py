@@ -30,7 +30,7 @@ from .view import (
     RECENT,
     CheckpointView,
     LostMember,
-    PlanView,
+    ToldPlan,
     Totals,
 )
 
@@ -67,7 +67,7 @@ class News:
     """
 
     loss: bool = False
-    plan: PlanView | None = None
+    plan: ToldPlan | None = None
     replicas_back: tuple[float, str] | None = None
     first_step: bool = False
 
@@ -108,7 +108,7 @@ class JobModel:
         self.history, self.recent = Series(POINTS), Series(RECENT, newest=True)
         self.losses = Losses(self._bounded)
         self.accountant = Accountant(self._bounded)
-        self.plans: deque[PlanView] = deque(maxlen=limit(PLANS))
+        self.plans: deque[ToldPlan] = deque(maxlen=limit(PLANS))
         self.checkpoints: deque[CheckpointView] = deque(maxlen=limit(CHECKPOINTS))
         self.checkpoint: CheckpointView | None = None
         self.failures: dict[int, ev.MemberFailed] = {}
@@ -238,7 +238,7 @@ class JobModel:
         loss = self.losses.follow(event, new, moved)
         self.redundant |= new.redundant
         bare = new.unshadowed(self.redundant)
-        plan = PlanView(
+        plan = ToldPlan(
             epoch=event.epoch,
             time=at,
             kind="loss" if loss is not None else "start" if begins else "change",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from .view import History
+from .view import StepHistory
 
 
 @dataclass
@@ -65,10 +65,10 @@ class Series:
             first.take(second)
         del self._points[1::2]
 
-    def history(self) -> History:
+    def history(self) -> StepHistory:
         """The points as columns."""
         points = self._points
-        return History(
+        return StepHistory(
             stride=self._stride,
             step=tuple(point.step for point in points),
             time=tuple(point.time for point in points),

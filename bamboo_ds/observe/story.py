@@ -12,7 +12,7 @@ from datetime import datetime, tzinfo
 from . import events as ev
 from .event_base import Role
 from .model import JobModel, News
-from .view import LossView, LostMember, Moved, PlanView, StoryLine
+from .view import LossView, LostMember, Moved, StoryLine, ToldPlan
 from .words import counted, duration, how, listed, stages
 
 #: Roles up to which the line about the start names every owner.
@@ -166,7 +166,7 @@ class Story:
             return f": no living member holds {self._stages(event.stages)}"
         return f": {self._named(job.plans[-1].reason)}"
 
-    def _plan(self, plan: PlanView) -> Iterable[str]:
+    def _plan(self, plan: ToldPlan) -> Iterable[str]:
         if plan.kind == "start":
             yield self._beginning()
         elif plan.kind == "change":

@@ -27,7 +27,7 @@ class _Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class Pace(_Part):
+class StepPace(_Part):
     """How fast the job is, over the newest (at most 64) committed steps."""
 
     seconds: float | None = Field(None, description="duration of the newest iteration")
@@ -36,7 +36,7 @@ class Pace(_Part):
     samples_per_second: float | None = Field(None, description="None where the size of the global batch is not known")
 
 
-class History(_Part):
+class StepHistory(_Part):
     """Committed steps over time, in columns. A point stands for ``stride`` steps (the last of fewer)."""
 
     stride: int = Field(1, description="steps that a point stands for")
@@ -196,7 +196,7 @@ class LossDetail(_Part):
     survivors: tuple[SurvivorView, ...]
 
 
-class PlanView(_Part):
+class ToldPlan(_Part):
     """A plan that was written."""
 
     epoch: int
@@ -274,9 +274,9 @@ class LiveView(_Part):
     step: int | None = Field(None, description="newest committed step")
     global_step: int | None = Field(None, description="the same as DeepSpeed counts")
     last_step_time: float | None = None
-    pace: Pace = Pace()
-    history: History = Field(History(), description="all steps, at most 512 points")
-    recent: History = Field(History(), description="the newest 256 steps, one point each")
+    pace: StepPace = StepPace()
+    history: StepHistory = Field(StepHistory(), description="all steps, at most 512 points")
+    recent: StepHistory = Field(StepHistory(), description="the newest 256 steps, one point each")
     pipelines: int | None = None
     stages: int | None = None
     roles: tuple[RoleView, ...] = Field((), description="by rank, which is stage * pipelines + pipeline")
@@ -285,7 +285,7 @@ class LiveView(_Part):
     )
     members: tuple[MemberView, ...] = Field((), description="present ones in the order of their slots, then gone ones")
     losses: tuple[LossView, ...] = Field((), description="the newest 64, oldest first")
-    plans: tuple[PlanView, ...] = Field((), description="the newest 64, oldest first")
+    plans: tuple[ToldPlan, ...] = Field((), description="the newest 64, oldest first")
     checkpoints: tuple[CheckpointView, ...] = Field((), description="the newest 32, oldest first")
     checkpoint: CheckpointView | None = Field(None, description="the newest complete one that an event has told of")
     checkpoint_path: str | None = Field(None, description="folder of the newest complete one")

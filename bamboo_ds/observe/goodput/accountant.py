@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from statistics import median
 
 from .. import events as ev
-from .accounted import Account, Accounted, Report
+from .accounted import Accounted, GoodputReport, MemberAccount
 from .lives import Category, Interval, Life, Rank, spent
-from .settled import Settled, Stretch
+from .settled import Settled, SettledSteps
 
 #: Undisturbed steps whose median duration is taken for that of an ordinary step.
 _ORDINARY_STEPS = 9
@@ -361,7 +361,7 @@ class Accountant:
         if counted:
             first, last = counted[0], counted[-1]
             keys, numbers = (first.key - first.count + 1, last.key), (first.number - first.count + 1, last.number)
-            self._settled.note(Stretch(last.run, keys, numbers, count, seconds))
+            self._settled.note(SettledSteps(last.run, keys, numbers, count, seconds))
 
     # -- sums ----------------------------------------------------------------------------------------
 
@@ -393,7 +393,7 @@ class Accountant:
             repeated_steps=settled.repeated + sum(step.count for step in self._steps) - kept,
         )
 
-    def report(self) -> Report:
+    def report(self) -> GoodputReport:
         """Every interval of every member. The accountant must not settle, and takes no event afterwards."""
         self._end(self._now)
         self._complete()
@@ -404,7 +404,7 @@ class Accountant:
         every = [each for mine in intervals.values() for each in mine]
         wall = max((each.end for each in every), default=0.0) - min((each.begin for each in every), default=0.0)
         steps = sum(step.count for step in self._steps if not step.undone)
-        return Report(
+        return GoodputReport(
             **dict(_account(self._lives, every)),
             wall_seconds=wall,
             steps=steps,
@@ -418,16 +418,16 @@ class Accountant:
         )
 
 
-def _account(lives: Collection[Life], intervals: Collection[Interval]) -> Account:
+def _account(lives: Collection[Life], intervals: Collection[Interval]) -> MemberAccount:
     categories = dict.fromkeys(Category, 0.0)
     for interval in intervals:
         categories[interval.category] += interval.end - interval.begin
     seconds = sum(life.seconds for life in lives)
     goodput = categories[Category.PRODUCTIVE] / seconds if seconds else None
-    return Account(seconds=seconds, goodput=goodput, categories=categories)
+    return MemberAccount(seconds=seconds, goodput=goodput, categories=categories)
 
 
-def account(events: Iterable[ev.Event]) -> Report:
+def account(events: Iterable[ev.Event]) -> GoodputReport:
     """Account for every second of every member of the job, or of jobs one after the other, that ``events`` tell of."""
     accountant = Accountant(settles=False)
     for event in events:

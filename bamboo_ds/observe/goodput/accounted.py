@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from .lives import Category, Interval
 
 
-class Account(BaseModel):
+class MemberAccount(BaseModel):
     """Seconds by category: of one member, or of all."""
 
     model_config = ConfigDict(frozen=True)
@@ -17,7 +17,7 @@ class Account(BaseModel):
     categories: dict[Category, float] = Field(description="seconds of each category")
 
 
-class Accounted(Account):
+class Accounted(MemberAccount):
     """The account of all members together; its seconds are member-seconds."""
 
     wall_seconds: float = Field(description="from the begin of the first member to the end of the last one")
@@ -25,14 +25,14 @@ class Accounted(Account):
     repeated_steps: int = Field(description="committed steps that were done again from a checkpoint")
 
 
-class Report(Accounted):
+class GoodputReport(Accounted):
     """The account of a job."""
 
     steps_per_second: float | None = Field(description="steps by wall_seconds")
     losses: int
     leaves: int
     restarts: int
-    members: dict[str, Account]
+    members: dict[str, MemberAccount]
     intervals: dict[str, list[Interval]] = Field(exclude=True, description="by member, since the first event")
 
     def over_time(self, bins: int) -> tuple[list[float], dict[Category, list[float]]]:

@@ -13,7 +13,7 @@ _STRETCHES = 1024
 
 
 @dataclass
-class Stretch:
+class SettledSteps:
     """Successive steps of one run, as far as they count.
 
     Attributes:
@@ -42,7 +42,7 @@ class Settled:
         self.steps = self.repeated = 0
         self.seconds = 0.0
         self.ended: float | None = None
-        self._stretches: deque[Stretch] = deque(maxlen=_STRETCHES)
+        self._stretches: deque[SettledSteps] = deque(maxlen=_STRETCHES)
 
     def add(self, categories: Mapping[Category, float]) -> None:
         """Add member-seconds."""
@@ -59,7 +59,7 @@ class Settled:
         self.categories[before] -= seconds
         self.categories[after] += seconds
 
-    def note(self, stretch: Stretch) -> None:
+    def note(self, stretch: SettledSteps) -> None:
         """Count steps, later ones than those before."""
         self.steps += stretch.count
         self._stretches.append(stretch)
