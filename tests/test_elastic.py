@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,7 @@ def fault(rank: int, step: int, at: str, micro_batch: int | None = None, **more:
 
 
 def assert_same(
-    result: Result, reference: Result, faults: list[dict[str, Any]], joined: int = 0, untold: tuple[int, ...] = ()
+    result: Result, reference: Result, faults: list[dict[str, Any]], joined: int = 0, untold: Sequence[int] = ()
 ) -> None:
     """All faults struck; losses, states of roles and replicas, and samples are those of the undisturbed run."""
     tail = result.output[-5000:]
@@ -68,7 +68,7 @@ def assert_same(
         mine = read.get(rank, [])
         lost = rank in {f["rank"] for f in faults}
         assert mine == (indices[: len(mine)] if lost else indices), f"rank {rank} read other samples"
-    # The steps of the event file: each once, none missing but those whose member was lost before it told.
+    # The steps of the event file: each once, none missing but those whose emitter was lost just then.
     steps = [event["step"] for event in result.events("step")]
     assert sorted([*steps, *untold]) == list(range(1, len(plain["losses"]) + 1))
 
