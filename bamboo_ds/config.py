@@ -9,7 +9,6 @@ from __future__ import annotations
 import difflib
 import warnings
 from collections.abc import Mapping, Sequence
-from enum import Enum
 from typing import Any, Literal
 
 from pydantic import (
@@ -28,44 +27,13 @@ from .addresses import split_address
 from .deepspeed_config import config_path_from_argv as config_path_from_argv
 from .deepspeed_config import load_config as load_config
 from .errors import ConfigError
+from .modes import Placement as Placement
+from .modes import RedundancyMode as RedundancyMode
 
 #: Name of the block in DeepSpeed's configuration.
 BLOCK = "bamboo"
 #: Seconds that cold file systems take to load libraries, at least.
 START_TIMEOUT_S = 60.0
-
-
-class RedundancyMode(str, Enum):
-    """What a shadow computes ahead of a loss (the paper's three modes, and none at all)."""
-
-    NONE = "none"
-    LAZY = "lazy-frc-lazy-brc"
-    EAGER_FORWARD = "eager-frc-lazy-brc"
-    EAGER = "eager-frc-eager-brc"
-
-    @property
-    def replicas(self) -> bool:
-        """Whether roles have replicas at all."""
-        return self is not RedundancyMode.NONE
-
-    @property
-    def eager_forward(self) -> bool:
-        """Whether redundant forward passes run before a loss."""
-        return self in (RedundancyMode.EAGER_FORWARD, RedundancyMode.EAGER)
-
-    @property
-    def eager_backward(self) -> bool:
-        """Whether redundant backward passes run before a loss."""
-        return self is RedundancyMode.EAGER
-
-
-class Placement(str, Enum):
-    """Where redundant forward passes go."""
-
-    #: Only into measured idle time: a receive that is expected to wait long enough.
-    IDLE = "idle"
-    #: One before every ``RecvGrad``, whatever that costs; as the research code does, for comparison.
-    FIXED = "fixed"
 
 
 class _Block(BaseModel):

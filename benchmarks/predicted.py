@@ -28,7 +28,7 @@ from bamboo_ds.observe.spans import PASSES, Kind, read_timelines
 from bamboo_ds.simulate.bamboo import planned
 from bamboo_ds.simulate.baselines import Stock
 from bamboo_ds.simulate.market import Market
-from bamboo_ds.simulate.measured import PHASES, Done, Measured, compare, simulation
+from bamboo_ds.simulate.measured import PHASES, PolicyResult, RecordedRun, compare, simulation
 from bamboo_ds.simulate.pace import Stretch
 from bamboo_ds.simulate.profile import Layer, Profile
 from bamboo_ds.simulate.run import Simulation
@@ -259,7 +259,7 @@ class Recording:
 
     # -- the recorded run -----------------------------------------------------------------------------------
 
-    def measured(self, spot: dict[str, Any], source: str) -> Measured:
+    def measured(self, spot: dict[str, Any], source: str) -> RecordedRun:
         """All of it as ``bamboo simulate --measured`` reads it. It begins with the first step that counts."""
         seconds, options = self.outcome["seconds"], spot["options"]
         before_s = -min(step["begin"] for step in self.outcome["done"])
@@ -286,7 +286,7 @@ class Recording:
             "membership": {"settle_ms": 0},  # a part of what a loss takes
         }
         terms["message_ms"] = self._message_ms(profile, terms, block)
-        return Measured(
+        return RecordedRun(
             source=source,
             profile=profile,
             pipelines=self.pipelines,
@@ -295,7 +295,7 @@ class Recording:
             changes=[*((0.0, "add", node) for node in self._founders()), *self._changes(before_s)],
             terms=Terms(**terms),
             bamboo=block,
-            policies={"bamboo": Done(samples=self.outcome["samples"], pause_s=self.pause_s)},
+            policies={"bamboo": PolicyResult(samples=self.outcome["samples"], pause_s=self.pause_s)},
         )
 
     def _founders(self) -> list[str]:
@@ -364,7 +364,7 @@ def _whole_starts(pauses: list[dict[str, Any]]) -> list[float]:
     return [each["seconds"] for each, begin in pairs if begin - each["at"] - each["seconds"] > _SAME_S]
 
 
-def restarted(spot: dict[str, Any], folder: Path, source: str) -> Measured:
+def restarted(spot: dict[str, Any], folder: Path, source: str) -> RecordedRun:
     """The recorded run of checkpoint-restart.
 
     Its restarts and checkpoints take what they took on average, those aside that a further loss began anew; what is
@@ -406,7 +406,7 @@ def restarted(spot: dict[str, Any], folder: Path, source: str) -> Measured:
         for fault in outcome["faults"]
         if fault["done_s"] < outcome["seconds"]
     ]
-    return Measured(
+    return RecordedRun(
         source=source,
         profile=made(1 + (step_s - one) / (two - one)),
         pipelines=pipelines,
@@ -415,7 +415,7 @@ def restarted(spot: dict[str, Any], folder: Path, source: str) -> Measured:
         changes=[*((0.0, "add", node) for node in founders), *changes],
         terms=terms,
         reshapes=work["reshapes"],
-        policies={"checkpoint-restart": Done(samples=outcome["samples"])},
+        policies={"checkpoint-restart": PolicyResult(samples=outcome["samples"])},
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from bamboo_ds.cli.demo_compare import compare_checkpoints, compare_losses
+from bamboo_ds.cli.demo.compare import compare_checkpoints, compare_losses
 from bamboo_ds.config import bamboo_config
 
 from .support.jobs import bamboo_command

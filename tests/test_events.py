@@ -49,7 +49,7 @@ SAMPLES: list[events.Event] = [
     ),
     events.MemoryShort(**COMMON, roles=[(0, 1)], members=["m0"]),
     events.TakeoverPlanned(**COMMON, role=(0, 1), from_="m1", to="m0"),
-    events.Takeover(**COMMON, role=(0, 1), from_="m1", to="m0", seconds=0.3),
+    events.TakeoverDone(**COMMON, role=(0, 1), from_="m1", to="m0", seconds=0.3),
     events.Recovered(
         **COMMON,
         step=7,

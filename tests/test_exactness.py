@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from bamboo_ds.cli import demo_train
+from bamboo_ds.cli.demo import train as demo_train
 from bamboo_ds.config import parse_block
 from bamboo_ds.control.agent.command import worker_environment
 from bamboo_ds.engine.context.lanes import RehearsalLanes, Stream

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from bamboo_ds.comm.participants import founding
+from bamboo_ds.comm.calls.participants import founding
 from bamboo_ds.errors import EXIT_FATAL_LOSS, EpochChanged, FurtherEngineLost, PeerLost, UnsupportedError
 from bamboo_ds.topology import Layout, Plan
 from bamboo_ds.worker.exit import exit_code_of

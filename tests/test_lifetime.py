@@ -10,7 +10,7 @@ import torch
 from torch import distributed as dist
 
 from bamboo_ds.comm.c10d import registry
-from bamboo_ds.comm.collectives import COLLECTIVES, Adapter, alone
+from bamboo_ds.comm.calls.collectives import COLLECTIVES, Adapter, alone
 from bamboo_ds.comm.lifetime import Lifetime
 from bamboo_ds.errors import EpochChanged, PeerLost
 

@@ -16,14 +16,24 @@ from click.testing import CliRunner
 from bamboo_ds.cli.main import cli
 from bamboo_ds.errors import ConfigError
 from bamboo_ds.observe import logs
-from bamboo_ds.observe.logfiles import Following, Lines, LogFile, Source, files, last_lines, merged, stamped, worker_log
+from bamboo_ds.observe.logfiles import (
+    Following,
+    Lines,
+    LogFile,
+    LogSource,
+    files,
+    last_lines,
+    merged,
+    stamped,
+    worker_log,
+)
 
 pytestmark = pytest.mark.claim("guides/logs.md")
 
 NOON = datetime(2026, 5, 4, 12, 0, 0, 5000)
 
 
-def text_of(entries: list[tuple[bytes, Source, bytes]]) -> list[str]:
+def text_of(entries: list[tuple[bytes, LogSource, bytes]]) -> list[str]:
     return [f"{source.name}:{line[24:].decode()}".rstrip("\n") for _, source, line in entries]
 
 
@@ -31,7 +41,7 @@ def test_a_file_is_for_its_owner_and_of_bounded_size(tmp_path: Path) -> None:
     path = worker_log(tmp_path / "logs", 3)
     with_lines = [stamped([b"line %d" % i], NOON) for i in range(10)]
     file = LogFile(path, largest=3 * len(with_lines[0]) + 1)
-    follower = Following(Source(3, False), path)
+    follower = Following(LogSource(3, False), path)
     found = []
     for number, line in enumerate(with_lines):
         file.append(line)
@@ -44,7 +54,7 @@ def test_a_file_is_for_its_owner_and_of_bounded_size(tmp_path: Path) -> None:
     assert path.read_bytes() == with_lines[9]
     assert Path(f"{path}.1").read_bytes() == b"".join(with_lines[6:9])
     assert text_of(found) == [f"3:line {i}" for i in range(6)] + [f"3:line {i}" for i in range(6, 10)]
-    again = Following(Source(3, False), path)
+    again = Following(LogSource(3, False), path)
     assert text_of(list(again.read())) == [f"3:line {i}" for i in range(6, 10)], "what is there, in order"
     again.close()
     assert last_lines(path, 5) == ["line 9"] and last_lines(tmp_path / "none", 5) == []

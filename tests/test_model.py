@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bamboo_ds.observe import events as ev
-from bamboo_ds.observe.model import JobModel, News
+from bamboo_ds.observe.model import JobModel, Learned
 from bamboo_ds.observe.view import LOSSES, PLANS
 
 from .support.synthetic_job import SyntheticJob
@@ -27,7 +27,7 @@ def shrinking() -> Written:
     job.steps(1, 2, 5, epoch=2)
     job.lose(10, "c")
     job.plan(10, 3, "ab", "aba", [None, "a", "b"], lost=["c"], pipelines=1)
-    job.add(ev.Takeover, 10.2, 3, role=(0, 2), **{"from": "c", "to": "a"}, seconds=0.7)
+    job.add(ev.TakeoverDone, 10.2, 3, role=(0, 2), **{"from": "c", "to": "a"}, seconds=0.7)
     job.recover(11, 3, "a", step=3, pause=0.3, redo=0.5)
     job.lose(11.1, "b")
     job.plan(11.2, 4, "a", "aaa", [None] * 3, lost=["b"], pipelines=1)
@@ -43,7 +43,7 @@ def test_what_several_events_tell_is_news_once() -> None:
         job.add(ev.CheckpointSaved, 13, 4, member, **saved)
     model = JobModel()
     news = [model.fold(event) for event in job.events]
-    assert [each for each in news if each is not None and each.loss] == [News(loss=True)] * 2
+    assert [each for each in news if each is not None and each.loss] == [Learned(loss=True)] * 2
     assert [each.plan.kind for each in news if each and each.plan] == ["start", "start", "loss", "loss"]
     assert sum(each.first_step for each in news if each) == 1 and news[-1] is None
     told = [event for event in job.events if isinstance(event, ev.MemberLost | ev.PlanWritten | ev.CheckpointSaved)]

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bamboo_ds.control.leader.actions import Feed, StopJob, Wait, WritePlan
+from bamboo_ds.control.leader.actions import StartDataWorker, StopJob, Wait, WritePlan
 from bamboo_ds.control.leader.departures import Deadlines
 from bamboo_ds.control.leader.view import View
 from bamboo_ds.control.registry.keys import Keys
@@ -241,7 +241,7 @@ def test_the_last_one_that_draws_batches_stays_until_another_one_does() -> None:
     job = Simulated(hosts(4))
     job.notice(0, 3)
     action = job.settle()
-    assert action == Feed(0)
+    assert action == StartDataWorker(0)
     assert job.plan.members == ("m0", "m1", "m2"), "one of the two is enough"
     assert "m0" not in {*job.plan.owners, *job.plan.shadows}
     job.members["m4"] = job.record(4, "h4", 0, joiner=True, feeder=True)
@@ -254,7 +254,7 @@ def test_each_end_that_gives_other_batches_needs_a_member() -> None:
     """Who leaves stays until another one draws its batches; for who is lost a worker is started at once."""
     job = Simulated(hosts(4), apart=True)
     job.notice(0)
-    assert job.settle() == Feed(0)
+    assert job.settle() == StartDataWorker(0)
     assert "m0" in job.plan.members and "m0" not in {*job.plan.owners, *job.plan.shadows}
     job.join(4, home=0, feeder=True)
     assert job.settle() == Wait()
@@ -263,7 +263,7 @@ def test_each_end_that_gives_other_batches_needs_a_member() -> None:
     job.left["m3"] = left_record("m3", "lost")
     assert isinstance(job.step(), WritePlan) and job.plan.lost == ("m3",)
     job.enter()
-    assert job.step() == Feed(3)
+    assert job.step() == StartDataWorker(3)
     job.join(5, home=3, feeder=True)
     action = job.step()
     assert isinstance(action, WritePlan) and action.plan.immediate

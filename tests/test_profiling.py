@@ -75,7 +75,7 @@ def test_a_profile_of_what_was_measured() -> None:
 def test_a_script_is_measured(tmp_path: Path) -> None:
     """The demo's GPT, without a block, by the command; nothing of its job is left."""
     script = tmp_path / "train.py"
-    script.write_text((Path(command.__file__).with_name("demo_train.py")).read_text())
+    script.write_text(Path(command.__file__).with_name("demo").joinpath("train.py").read_text())
     config = tmp_path / "ds_config.json"
     optimizer = {"type": "Adam", "params": {"lr": 3e-3, "torch_adam": True}}
     batches = {"train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 4}

@@ -18,7 +18,7 @@ from torch import nn
 
 from bamboo_ds.engine.checkpoints.kept import keeping_types, load_kept, save_kept
 from bamboo_ds.engine.context.lanes import Lanes
-from bamboo_ds.engine.context.records import Progress, Standing
+from bamboo_ds.engine.context.records import Progress, ScriptPhase
 from bamboo_ds.engine.recovery.announcements import Announcements, RoleChanges, abandoned, lacking
 from bamboo_ds.engine.recovery.reports import RoleReport
 from bamboo_ds.engine.script.changes import Weights, check_local
@@ -172,7 +172,7 @@ def test_all_who_hold_a_stage_are_told_also_when_the_plan_changes() -> None:
     announcements.tell_again()
     assert [lane.destination for lane, _, _ in sent] == [plan.shadow(Role(0, 0)), builder]
     assert all(sequence == 5 and told.tolist() == [3, 1, 5, 0, 1, 0] for _, sequence, told in sent)
-    progress.standing = Standing.JOINING
+    progress.standing = ScriptPhase.JOINING
     announcements.tell_again()
     assert len(sent) == 2, "a member that joins has changed nothing"
 

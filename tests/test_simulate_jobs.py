@@ -16,7 +16,7 @@ from bamboo_ds.simulate.baselines import SampleDropping, Stock
 from bamboo_ds.simulate.pace import AUTO, OVERHEAD, Pace
 from bamboo_ds.simulate.settings import MODELLED, NEUTRAL, NOT_MODELLED, unmodelled
 from bamboo_ds.simulate.terms import Terms
-from bamboo_ds.simulate.training import Outcome
+from bamboo_ds.simulate.training import SimulatedOutcome
 from bamboo_ds.topology.memory import StateBytes
 from bamboo_ds.topology.roles import MOST_BLOCKS
 from tests.test_simulate import FREE, model, nodes, simulate, simulation
@@ -26,18 +26,18 @@ FATAL = nodes(4, 3000, (500.0, "remove", "n1"))
 GUIDE = Path(__file__).parent.parent / "docs" / "guides" / "simulating.md"
 
 
-def outcome(block: dict[str, object], terms: Terms = FREE, market: object = FATAL) -> Outcome:
+def outcome(block: dict[str, object], terms: Terms = FREE, market: object = FATAL) -> SimulatedOutcome:
     """What a job of one pipeline without replicas does, with some more settings."""
     config = parse_block({"redundancy": {"mode": "none"}, **block})
     one = simulation(market, model(pipelines=1), terms, config=config)  # type: ignore[arg-type]
     return one.job("bamboo", market, 0).simulate()  # type: ignore[arg-type]
 
 
-def saved(done: Outcome) -> list[ev.CheckpointSaved]:
+def saved(done: SimulatedOutcome) -> list[ev.CheckpointSaved]:
     return [event for event in done.events if isinstance(event, ev.CheckpointSaved)]
 
 
-def restarts(done: Outcome) -> list[ev.Restart]:
+def restarts(done: SimulatedOutcome) -> list[ev.Restart]:
     return [event for event in done.events if isinstance(event, ev.Restart)]
 
 
@@ -186,11 +186,11 @@ def test_a_checkpoint_whose_writers_are_lost_is_none(policy: str) -> None:
     terms = FREE.model_copy(update={"storage_gb_s": 0.001, "checkpoint_s": 100.0, "restart_s": 5.0})
     profile, config = model(pipelines=2, stages=2), BambooConfig.model_validate({"membership": {"settle_ms": 0}})
 
-    def done(*changes: tuple[float, str, str]) -> Outcome:
+    def done(*changes: tuple[float, str, str]) -> SimulatedOutcome:
         market = nodes(4, 1000, *changes)
         return simulation(market, profile, terms, config=config).job(policy, market, 0).simulate()
 
-    def ends(outcome: Outcome) -> list[float]:
+    def ends(outcome: SimulatedOutcome) -> list[float]:
         return [round((event.time - outcome.events[0].time).total_seconds(), 3) for event in saved(outcome)]
 
     calm = done()

@@ -123,7 +123,7 @@ def test_many_roles_are_not_listed() -> None:
 
 def test_a_loss_is_one_line_and_another_when_all_stages_have_replicas_again() -> None:
     loss = plan(10, 3, [M0, M1, M1, M3], [M3, M0, None, None], [M2])
-    takeover = at(10, events.Takeover, 3, role=(0, 2), from_=M2, to=M1, seconds=0.1)
+    takeover = at(10, events.TakeoverDone, 3, role=(0, 2), from_=M2, to=M1, seconds=0.1)
     built = at(11, events.ReplicaBuilt, 4, M0, step=3, role=(0, 2), seconds=0.5, bytes=8)
     learning = plan(10.2, 4, [M0, M1, M1, M3], [M3, M0, None, None])
     healed = plan(11.9, 5, [M0, M1, M1, M3], [M3, M0, M0, M1])

@@ -74,7 +74,7 @@ def a_job() -> tuple[list[ev.Event], list[Timeline]]:
         ev.Step(**at(2.0), step=1, seconds=1.0, **losses),
         ev.MemberLost(**at(2.55), member_id="m1-x", reason="signal", detail="SIGKILL", detection_seconds=0.05),
         ev.PlanWritten(**at(2.56, epoch=2), reason="lost m1-x (signal: SIGKILL)", **plan),
-        ev.Takeover(**at(2.57, epoch=2), role=(0, 1), from_="m1-x", to="m0-x", seconds=0.07),
+        ev.TakeoverDone(**at(2.57, epoch=2), role=(0, 1), from_="m1-x", to="m0-x", seconds=0.07),
         ev.Step(**at(3.9, epoch=2), step=2, seconds=1.9, **losses),
         ev.Recovered(**at(4.0, epoch=2), step=2, **recovered),
         ev.ReplicaBuilt(**at(4.5, epoch=2), step=2, role=(0, 1), seconds=0.6, bytes=5),

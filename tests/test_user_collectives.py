@@ -17,10 +17,10 @@ from torch import distributed as dist
 from bamboo_ds import PlanView
 from bamboo_ds.comm import ring
 from bamboo_ds.comm.c10d import registry
-from bamboo_ds.comm.collectives import COLLECTIVES, Adapter, alone
-from bamboo_ds.comm.participants import surviving
-from bamboo_ds.comm.ring import reduced
-from bamboo_ds.comm.script import ScriptCollectives, ScriptWork
+from bamboo_ds.comm.calls.collectives import COLLECTIVES, Adapter, alone
+from bamboo_ds.comm.calls.participants import surviving
+from bamboo_ds.comm.calls.ring import reduced
+from bamboo_ds.comm.calls.script import ScriptCollectives, ScriptWork
 from bamboo_ds.errors import ProtocolError, UnsupportedError
 from bamboo_ds.topology import Layout, Plan
 from bamboo_ds.worker import plan_changes as plan_change

@@ -28,7 +28,7 @@ from bamboo_ds.control.registry.overview import overview
 from bamboo_ds.control.registry.records import LeaderRecord, LeaveRecord, MemberRecord, StopRecord, WebRecord
 from bamboo_ds.control.settings import AgentSettings
 from bamboo_ds.control.web.access import Access, token_of
-from bamboo_ds.control.web.display import Display
+from bamboo_ds.control.web.display import JobPage
 from bamboo_ds.control.web.feed import Feed
 from bamboo_ds.control.web.server import WebServer
 from bamboo_ds.errors import ConfigError, StoreUnavailable
@@ -376,7 +376,7 @@ class StoreDouble:
         return True
 
 
-def display(address: str, store: StoreDouble, secret: JobSecret = SECRET, **observe: Any) -> Display:
+def display(address: str, store: StoreDouble, secret: JobSecret = SECRET, **observe: Any) -> JobPage:
     block = bamboo_config({"bamboo": {"observe": {"http": address, **observe}}})
     assert block is not None
     settings = AgentSettings(
@@ -389,10 +389,10 @@ def display(address: str, store: StoreDouble, secret: JobSecret = SECRET, **obse
         secret=secret,
         settings=JobSettings(values=block),
     )
-    return Display(settings, "a", store, AgentLoop())  # type: ignore[arg-type]
+    return JobPage(settings, "a", store, AgentLoop())  # type: ignore[arg-type]
 
 
-def lead(shown: Display, ready: Callable[[], Any]) -> None:
+def lead(shown: JobPage, ready: Callable[[], Any]) -> None:
     """What the coordinator does, until ``ready``."""
     lease: Any = None
     wake = threading.Event()

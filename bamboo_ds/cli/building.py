@@ -93,8 +93,9 @@ def _stand_in(end: Callable[[Built], NoReturn]) -> None:
     import deepspeed.comm.comm
     from deepspeed.runtime.pipe.module import PipelineModule
 
-    from ..comm import attachment, backend, naming
+    from ..comm import attachment, backend
     from ..comm.c10d import dist
+    from ..comm.calls import naming
 
     sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]  # compiles
     original: Any = deepspeed.comm.comm.init_distributed

@@ -14,7 +14,7 @@ import click
 from ..errors import ConfigError
 from ..launchers import jobs
 from ..launchers.folders import LOGS
-from ..observe.logfiles import Entry, Following, Source, files, merged
+from ..observe.logfiles import Entry, Following, LogSource, files, merged
 from .options import variable_option
 
 _POLL_S = 0.2
@@ -39,7 +39,7 @@ def logs_command(
     slots = {_slot(member) for member in members}
     running = jobs.find(job) if job is not None else jobs.choose(None)
     folder = _folder(running, job, logs)
-    follows: dict[Source, Following] = {}
+    follows: dict[LogSource, Following] = {}
     coloured = sys.stdout.isatty() if color is None else color
     try:
         while True:
@@ -62,7 +62,7 @@ def logs_command(
             each.close()
 
 
-def _files(folder: Path) -> dict[Source, Path]:
+def _files(folder: Path) -> dict[LogSource, Path]:
     try:
         return files(folder)
     except OSError as error:

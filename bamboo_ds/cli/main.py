@@ -294,7 +294,7 @@ def _stop_members(location: jobs.JobLocation) -> None:
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def demo(arguments: tuple[str, ...]) -> None:
     """Train a small GPT, kill stages of it, and compare with an undisturbed run."""
-    command: click.Command = importlib.import_module("bamboo_ds.cli.demo").demo
+    command: click.Command = importlib.import_module("bamboo_ds.cli.demo.command").demo
     command.main(args=list(arguments), prog_name="bamboo demo")
 
 

@@ -43,7 +43,7 @@ _VISIBLE = 0.001
 _GIVEN = click.core.ParameterSource.COMMANDLINE
 
 
-class RoleReport(BaseModel):
+class HoldersReport(BaseModel):
     """A role's holders now and in the next plan."""
 
     model_config = ConfigDict(frozen=True)
@@ -56,7 +56,7 @@ class RoleReport(BaseModel):
     next_shadow: str | None
 
 
-class PartReport(BaseModel):
+class DividedReport(BaseModel):
     """Blocks of a stage that its shadow is to compute: from ``begin`` to before ``end``."""
 
     model_config = ConfigDict(frozen=True)
@@ -122,8 +122,8 @@ class PlanReport(BaseModel):
     next_slowest: float
     iteration_s: float | None
     next_iteration_s: float | None
-    roles: list[RoleReport]
-    parts: list[PartReport]
+    roles: list[HoldersReport]
+    parts: list[DividedReport]
     moves: list[MoveReport]
     memory: list[MemoryReport]
     reasons: list[str]
@@ -265,7 +265,7 @@ def plan_report(
         iteration_s=iteration_s,
         next_iteration_s=next_s,
         roles=[
-            RoleReport(
+            HoldersReport(
                 pipeline=role.pipeline,
                 stage=role.stage,
                 owner=now.owners[rank],
@@ -276,7 +276,7 @@ def plan_report(
             for rank, role in enumerate(now.world.roles)
         ],
         parts=[
-            PartReport(
+            DividedReport(
                 pipeline=target.world.role(lent.rank).pipeline,
                 stage=target.world.role(lent.rank).stage,
                 member=str(target.shadows[lent.rank]),

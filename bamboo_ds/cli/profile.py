@@ -27,7 +27,7 @@ from ..processes import adopt_orphans
 from ..simulate.profile import Profile
 from ..simulate.profiling import WARM_UP, Told, layers_of
 from .building import Built
-from .demo_jobs import DemoJob, Interrupt
+from .demo.jobs import DemoJob, Interrupt
 from .dry_run import build
 from .options import check_script, read_job
 

@@ -13,9 +13,9 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 
 from ..errors import EpochChanged
+from .calls.script import ScriptCollectives, ThreadContext
 from .epoch import Epoch
 from .keyvalue import TorchStore
-from .script import ScriptCollectives, ThreadContext
 
 #: Answers a collective: the logical ranks of the group, torch's name of the operation, its arguments.
 Answer = Callable[[tuple[int, ...], str, tuple[Any, ...]], None]

@@ -16,10 +16,10 @@ from ..topology import Plan
 from .attachment import Answer, Attachment, publish
 from .backend import BambooProcessGroup, register, register_handle
 from .c10d import dist
+from .calls.naming import NAME
+from .calls.script import ScriptCollectives
 from .epoch import Epoch
 from .keyvalue import Server
-from .naming import NAME
-from .script import ScriptCollectives
 from .standing import Stand
 
 #: Seconds that the end of a session waits for gloo to let go of its threads.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from ..comm.script import ScriptCollectives
+from ..comm.calls.script import ScriptCollectives
 from ..comm.standing import Stand
 from ..config import BambooConfig
 from ..topology import Layout

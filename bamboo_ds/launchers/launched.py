@@ -24,7 +24,7 @@ from ..secret import JobSecret, given
 from ..variables import ENV_EVENTS, ENV_LAUNCH, ENV_LOGS, ENV_TEE, checked_steps
 from . import jobs
 from .folders import EVENTS, folder_of
-from .meeting import Decision, Meeting, address
+from .meeting import Meeting, StartDecision, address
 from .ranks import Launched
 from .supervisor import SupervisorTask, supervisor_command
 
@@ -43,7 +43,7 @@ def become_supervisor(me: Launched, block: BambooConfig | None, timeout: timedel
     command = own_command()
     own = given(os.environ)
     settings = JobSettings.resolve(block, {"check_exact": checked_steps(os.environ)})
-    meeting, decision = Meeting(me, timeout), Decision(me, own, settings)
+    meeting, decision = Meeting(me, timeout), StartDecision(me, own, settings)
     try:
         shared, secret = meeting.agree(own, decision)
     except BaseException:  # goes on up; only what was begun must not stay

@@ -17,7 +17,7 @@ from typing import IO
 from ..control.agent.reexec import handle_signals
 
 #: What can be read.
-Source = int | socket.socket | IO[bytes]
+LogSource = int | socket.socket | IO[bytes]
 
 
 class Loop:
@@ -71,11 +71,11 @@ class Loop:
             with contextlib.suppress(OSError):  # it is full, or it has just been closed
                 waker.send(b"\0")
 
-    def when_readable(self, source: Source, action: Callable[[], object]) -> None:
+    def when_readable(self, source: LogSource, action: Callable[[], object]) -> None:
         """Have ``action`` called whenever ``source`` can be read, until :meth:`forget`."""
         self._selector.register(source, selectors.EVENT_READ, action)
 
-    def forget(self, source: Source) -> None:
+    def forget(self, source: LogSource) -> None:
         """Look at ``source`` no longer."""
         self._selector.unregister(source)
 

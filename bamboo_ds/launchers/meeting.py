@@ -24,7 +24,7 @@ from .ranks import Launched
 logger = logging.getLogger("bamboo_ds.launchers")
 
 
-class Decision:
+class StartDecision:
     """What rank 0 decides for all: where the job's etcd is, the job's name, its settings; and the job's secret.
 
     Attributes:

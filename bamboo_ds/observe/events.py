@@ -6,10 +6,7 @@ processes append to one file: each line is a single ``write`` on a descriptor op
 
 from __future__ import annotations
 
-import os
-import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -17,6 +14,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from ..errors import ProtocolError
 from .event_base import GLOBAL_STEP, SCHEMA, Consumed, EventBase, Role
+from .event_writer import EventWriter as EventWriter
 
 
 class RunStarted(EventBase):
@@ -136,7 +134,7 @@ class TakeoverPlanned(EventBase):
     to: str = Field(description="its owner from now on")
 
 
-class Takeover(EventBase):
+class TakeoverDone(EventBase):
     """A role's new owner has entered the plan that gives it the role. Nobody tells it if the leader is lost before."""
 
     event: Literal["takeover"] = "takeover"
@@ -370,7 +368,7 @@ Event = (
     | PlanWritten
     | MemoryShort
     | TakeoverPlanned
-    | Takeover
+    | TakeoverDone
     | Recovered
     | Reconfigured
     | MembersAwaited
@@ -389,44 +387,6 @@ Event = (
     | Restart
 )
 _ADAPTER: TypeAdapter[Event] = TypeAdapter(Annotated[Event, Field(discriminator="event")])
-
-
-class EventWriter(AbstractContextManager["EventWriter"]):
-    """Appends events to a file that other processes may be appending to as well. Thread-safe.
-
-    Args:
-        path: the file, made if absent (its directory must exist); ``None`` drops every event.
-
-    Raises:
-        OSError: the file cannot be opened or written.
-    """
-
-    def __init__(self, path: Path | str | None) -> None:
-        self.path = None if path is None else Path(path)
-        self._lock = threading.Lock()
-        self._fd: int | None = None
-        if self.path is not None:
-            self._fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
-
-    def emit(self, event: Event) -> None:
-        """Append one line. A call after :meth:`close` is dropped, like with ``path=None``."""
-        line = (event.to_json() + "\n").encode()
-        with self._lock:
-            if self._fd is None:
-                return
-            written = os.write(self._fd, line)
-        if written != len(line):
-            raise OSError(f"events file {self.path}: wrote {written} of {len(line)} bytes (disk full?)")
-
-    def close(self) -> None:
-        """Close the file. Idempotent."""
-        with self._lock:
-            fd, self._fd = self._fd, None
-            if fd is not None:
-                os.close(fd)
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def parse_event(line: str | bytes) -> Event:

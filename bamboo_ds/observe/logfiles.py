@@ -112,7 +112,7 @@ def stamped(lines: list[bytes], now: datetime) -> bytes:
 
 
 @dataclass(frozen=True)
-class Source:
+class LogSource:
     """Whose file it is."""
 
     slot: int
@@ -125,16 +125,16 @@ class Source:
 
 
 #: When a line was complete, which file it is of, and the line itself, stamp and end included.
-Entry = tuple[bytes, Source, bytes]
+Entry = tuple[bytes, LogSource, bytes]
 
 
-def files(folder: Path | str) -> dict[Source, Path]:
+def files(folder: Path | str) -> dict[LogSource, Path]:
     """The files in a folder of logs."""
     found = {}
     for path in sorted(Path(folder).iterdir()):
         match = _NAME.fullmatch(path.name)
         if match is not None:
-            found[Source(int(match[2]), match[1] == "agent")] = path
+            found[LogSource(int(match[2]), match[1] == "agent")] = path
     return found
 
 
@@ -144,7 +144,7 @@ class Following:
     A line without a time, such as the second one of a traceback in an agent's log, has that of the line before it.
     """
 
-    def __init__(self, source: Source, path: Path) -> None:
+    def __init__(self, source: LogSource, path: Path) -> None:
         self._source, self._path = source, path
         self._stamp, self._fd = b"", -1
         self._before = Path(f"{path}.1")

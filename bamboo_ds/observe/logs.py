@@ -24,7 +24,7 @@ _FLUSH_S = 1.0
 _FORMAT = "%(asctime)s.%(msecs)03d %(levelname).1s bamboo [%(member)s %(role)s e%(epoch)s] %(name)s: %(message)s"
 
 
-class Stream(Protocol):
+class TextSink(Protocol):
     """What a log is written to."""
 
     def write(self, text: str) -> object: ...
@@ -137,7 +137,7 @@ def begin_files() -> None:
             handler.begin()
 
 
-def show_by(stream: Stream | None) -> None:
+def show_by(stream: TextSink | None) -> None:
     """Have what goes to stderr written by ``stream``, or, with ``None``, to stderr again."""
     with _lock:
         for handler in logging.getLogger(LOGGER).handlers:

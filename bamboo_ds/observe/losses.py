@@ -151,7 +151,7 @@ class Losses:
             recovered=seen.recovered or loss.survivors.keys() >= loss.waits_for,
         )
 
-    def take_over(self, event: ev.Takeover) -> None:
+    def take_over(self, event: ev.TakeoverDone) -> None:
         """Take that an heir computes by the plan."""
         loss = self._losses[-1] if self._losses else None
         if loss is not None and loss.view.epoch == event.epoch and event.seconds is not None:

@@ -55,7 +55,7 @@ class ToldMember:
 
 
 @dataclass(frozen=True)
-class News:
+class Learned:
     """What an event has told that was not known.
 
     Attributes:
@@ -152,7 +152,7 @@ class JobModel:
 
     # -- events -------------------------------------------------------------------------------------
 
-    def fold(self, event: ev.Event) -> News | None:
+    def fold(self, event: ev.Event) -> Learned | None:
         """Take the next event of the file; ``None``: it has told nothing new."""
         if isinstance(event, ev.RunStarted):
             self._reset()
@@ -189,7 +189,7 @@ class JobModel:
             case ev.Recovered():
                 self.awaited = False
                 self.losses.recover(event, self.name(event.member or "-"))
-            case ev.Takeover():
+            case ev.TakeoverDone():
                 self.losses.take_over(event)
             case ev.Reconfigured():
                 self.awaited = False
@@ -205,7 +205,7 @@ class JobModel:
                 self.losses.end(fatal=True)
             case ev.Restart():
                 self._restart()
-        return News()
+        return Learned()
 
     def _join(self, event: ev.MemberJoined, at: float) -> None:
         self.members[event.member_id] = ToldMember(event.host, event.rank, at)
@@ -220,16 +220,16 @@ class JobModel:
             self.members.pop(self._gone.popleft(), None)
         self.changes += 1
 
-    def _lose(self, event: ev.MemberLost) -> News:
+    def _lose(self, event: ev.MemberLost) -> Learned:
         known = self.members.get(event.member_id, ToldMember())
         how = event.model_dump(include={"reason", "detail", "detection_seconds"})
         name = self.name(event.member_id)
         lost = LostMember(id=event.member_id, name=name, host=known.host, home=known.home, **how)
         begins = self.losses.lose(event, lost, len(self.grid.members))
         self._depart(event.member_id, f"lost ({event.reason} {event.detail})")
-        return News(loss=begins)
+        return Learned(loss=begins)
 
-    def _plan(self, event: ev.PlanWritten, at: float) -> News | None:
+    def _plan(self, event: ev.PlanWritten, at: float) -> Learned | None:
         old, new = self.grid, Grid.of_event(event)
         if event.epoch <= self.epoch:
             return None
@@ -256,7 +256,7 @@ class JobModel:
         self.coming.clear()
         self.changes += 1
         if not old.members and not set(new.owners) <= set(new.members):
-            return News()  # a restart that has failed
+            return Learned()  # a restart that has failed
         back = None
         if new.complete and self._bare is not None:
             back = max(0.0, at - self._bare[0]), self._bare[1]
@@ -265,7 +265,7 @@ class JobModel:
             self._bare = loss.time, "loss"
         elif not new.complete and old.complete:
             self._bare = at, "change"
-        return News(plan=plan, replicas_back=back)
+        return Learned(plan=plan, replicas_back=back)
 
     def _enter(self, event: ev.Reconfigured, at: float) -> None:
         for back, plan in enumerate(reversed(self.plans), 1):
@@ -274,7 +274,7 @@ class JobModel:
                 self.plans[-back] = plan.model_copy(update={"pause_seconds": longest, "entered": at})
                 return
 
-    def _step(self, event: ev.Step, at: float) -> News | None:
+    def _step(self, event: ev.Step, at: float) -> Learned | None:
         before, self.number = self.number, event.step
         self.awaited = self.fatal = False
         self.step = event
@@ -288,7 +288,7 @@ class JobModel:
         self.steps.append(event)
         for series in (self.history, self.recent):
             series.add(event.step, at, event.loss, event.seconds)
-        return News(first_step=before is None)
+        return Learned(first_step=before is None)
 
     def _save(self, event: ev.CheckpointSaved | ev.CheckpointFailed, at: float) -> None:
         told = event.model_dump(include={"step", "global_step", "path"})

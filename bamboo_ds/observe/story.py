@@ -11,7 +11,7 @@ from datetime import datetime, tzinfo
 
 from . import events as ev
 from .event_base import Role
-from .model import JobModel, News
+from .model import JobModel, Learned
 from .view import LossView, LostMember, Moved, StoryLine, ToldPlan
 from .words import counted, duration, how, listed, stages
 
@@ -110,7 +110,7 @@ class Story:
 
     # -- everything else ----------------------------------------------------------------------------
 
-    def _texts(self, event: ev.Event, news: News) -> Iterable[str]:
+    def _texts(self, event: ev.Event, news: Learned) -> Iterable[str]:
         """What has happened, without the losses. The worker that leads tells itself that the first steps are exact."""
         name = self.job.name
         match event:

@@ -108,7 +108,7 @@ class _Trace:
             case ev.MemberLost():
                 at = now - (event.detection_seconds or 0.0)
                 self._instant(f"loss of {event.member_id}", at, event.member_id, reason=event.reason, why=event.detail)
-            case ev.Takeover():
+            case ev.TakeoverDone():
                 pipeline, stage = event.role
                 told = {"pipeline": pipeline, "former": event.from_, "seconds": event.seconds}
                 self._instant(f"takeover of stage {stage}", now, event.to, **told)

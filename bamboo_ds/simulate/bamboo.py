@@ -18,7 +18,7 @@ from ..topology.planner import plan as best_plan
 from .market import Market
 from .pace import Pace, Stretch
 from .terms import Terms
-from .training import Run, Training
+from .training import Run, SimulatedTraining
 
 
 def placed(pace: Pace, members: Sequence[Candidate], config: BambooConfig) -> Plan:
@@ -57,7 +57,7 @@ class _Copies:
     arrived: bool = False
 
 
-class BambooJob(Training):
+class BambooJob(SimulatedTraining):
     """A job of this package.
 
     A change of plan takes as many iterations as it does in a real job. The leader decides as soon as all members have

@@ -14,7 +14,7 @@ from ..topology.memory import StateBytes
 from .market import Market
 from .profile import Layer, Profile
 from .terms import Terms
-from .training import Run, Training
+from .training import Run, SimulatedTraining
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ def young_daly_s(copied_s: float, between_s: float) -> float:
     return math.sqrt(2 * copied_s * between_s)
 
 
-class _StockJob(Training):
+class _StockJob(SimulatedTraining):
     """What both jobs of stock DeepSpeed do alike."""
 
     def __init__(self, market: Market, stock: Stock, terms: Terms, seed: int) -> None:

@@ -29,14 +29,14 @@ PHASES = 4
 _SOON_S = 0.001
 
 
-class Done(Given):
+class PolicyResult(Given):
     """What a job has done under a policy."""
 
     samples: float = Field(ge=0, description="of committed steps")
     pause_s: float | None = Field(None, ge=0, description="mean delay of an interrupted iteration; null: not measured")
 
 
-class Measured(Given):
+class RecordedRun(Given):
     """A recorded run: the nodes, what was trained, and what came of it."""
 
     source: str = Field("", description="command and commit")
@@ -48,7 +48,7 @@ class Measured(Given):
     terms: Terms = Field(default_factory=Terms, description="pauses, start times and bandwidths as measured there")
     reshapes: bool = Field(True, description="checkpoints can be made such of another number of stages")
     bamboo: dict[str, Any] = Field(default={}, description='the "bamboo" block')
-    policies: dict[str, Done] = Field(min_length=1)
+    policies: dict[str, PolicyResult] = Field(min_length=1)
 
     def market(self, phase: int) -> Market:
         """The nodes; those of the begin are members in their order. What follows comes half a step later at most."""
@@ -76,16 +76,16 @@ class Row(BaseModel):
         return f"{found} ({self.error:+.1%}){'' if self.holds else ' TOO FAR'}"
 
 
-def load(path: Path) -> Measured:
+def load(path: Path) -> RecordedRun:
     """The recorded run in a file; raises :class:`ConfigError` if it is none."""
-    found = checked(f"--measured {path}", lambda: Measured.model_validate_json(path.read_bytes()))
+    found = checked(f"--measured {path}", lambda: RecordedRun.model_validate_json(path.read_bytes()))
     # Checked as the lines of a trace are.
     lines = [f"{at_s * 1000},{what},{node}" for at_s, what, node in found.changes]
     parse_trace("\n".join(lines), f"--measured {path}: changes")
     return found
 
 
-def simulation(measured: Measured) -> Simulation:
+def simulation(measured: RecordedRun) -> Simulation:
     """The simulation of the recorded run, for :data:`PHASES` seeds."""
     config = parse_block(measured.bamboo)
     size = measured.pipelines, measured.stages
@@ -94,7 +94,7 @@ def simulation(measured: Measured) -> Simulation:
     return Simulation(measured.market, measured.profile, terms, config, *size, every, reshapes)
 
 
-def compare(measured: Measured, report: Report) -> Sequence[Row]:
+def compare(measured: RecordedRun, report: Report) -> Sequence[Row]:
     """The predictions of ``report`` beside what was measured."""
     rows = []
     for name, done in measured.policies.items():

@@ -21,7 +21,7 @@ from .pace import AUTO, Pace, Stretch
 from .profile import Profile
 from .settings import unmodelled
 from .terms import Terms
-from .training import Outcome, Training
+from .training import SimulatedOutcome, SimulatedTraining
 
 BAMBOO, WHOLE = "bamboo", "bamboo-whole-stages"
 RESTARTING, DROPPING = "checkpoint-restart", "sample-dropping"
@@ -196,7 +196,7 @@ class Simulation:
         stock = best.size if best else most
         return max(stock, 2 * roles) if policy == LIMIT else stock
 
-    def job(self, policy: str, market: Market, seed: int) -> Training:
+    def job(self, policy: str, market: Market, seed: int) -> SimulatedTraining:
         """The job of a policy.
 
         Raises:
@@ -221,13 +221,13 @@ class Simulation:
         pace = self.pace(config.redundancy.mode, whole=name == WHOLE)
         return BambooJob(market, pace, self.terms, config, seed)
 
-    def run(self, policies: Sequence[str], seeds: int = 1) -> tuple[Report, dict[str, Outcome]]:
+    def run(self, policies: Sequence[str], seeds: int = 1) -> tuple[Report, dict[str, SimulatedOutcome]]:
         """The report, and what each policy's job has done with the first seed."""
         for policy in policies:
             if policy not in POLICIES:
                 raise ConfigError(f"--policy {policy}: there is none of this name; there are {', '.join(POLICIES)}")
         found: dict[str, list[Figures]] = {policy: [] for policy in policies}
-        outcomes: dict[str, Outcome] = {}
+        outcomes: dict[str, SimulatedOutcome] = {}
         idle: dict[str, list[str]] = {policy: [] for policy in policies}
         markets = []
         for seed in range(seeds):
@@ -283,7 +283,7 @@ class Simulation:
 
     # -- the limit ----------------------------------------------------------------------------------------
 
-    def _speeds(self, markets: Collection[Market], jobs: Iterable[Training]) -> list[float]:
+    def _speeds(self, markets: Collection[Market], jobs: Iterable[SimulatedTraining]) -> list[float]:
         """By number of nodes, the samples per second of the fastest job without losses that they allow.
 
         That is the fastest of stock DeepSpeed's arrangements, of the job that the planner makes of them, without what
@@ -333,7 +333,7 @@ class Simulation:
 
     # -- figures ------------------------------------------------------------------------------------------
 
-    def _figures(self, done: Outcome, market: Market, limit: float) -> Figures:
+    def _figures(self, done: SimulatedOutcome, market: Market, limit: float) -> Figures:
         report = account(done.events)
         seconds, categories = market.node_seconds, report.categories
         productive = categories[Category.PRODUCTIVE]

@@ -47,7 +47,7 @@ class Checkpoint:
 
 
 @dataclass
-class Outcome:
+class SimulatedOutcome:
     """What a simulated job has done.
 
     Attributes:
@@ -70,7 +70,7 @@ class Outcome:
     facts: dict[str, float] = field(default_factory=dict)
 
 
-class Training(ABC):
+class SimulatedTraining(ABC):
     """A job on the nodes of a market. Subclasses say what happens when nodes come and go.
 
     Args:
@@ -92,7 +92,7 @@ class Training(ABC):
         self._simpy = import_simpy()
         self.env: simpy.Environment = self._simpy.Environment()
         self.market, self.profile, self.terms = market, profile, terms
-        self.outcome = Outcome()
+        self.outcome = SimulatedOutcome()
         self.ready: dict[str, int] = {}
         self.gone: dict[str, float] = {}
         self.iteration_s = self.more_s = 0.0
@@ -116,7 +116,7 @@ class Training(ABC):
             self._arrive(node)
             self._register(node)
 
-    def simulate(self) -> Outcome:
+    def simulate(self) -> SimulatedOutcome:
         """Run to the end of the market."""
         self._process = self.env.process(self.run())
         self.env.process(self._watch())

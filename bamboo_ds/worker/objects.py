@@ -15,7 +15,7 @@ import torch
 from torch.distributed import distributed_c10d as c10d
 
 from .. import patching
-from ..comm.participants import surviving
+from ..comm.calls.participants import surviving
 from . import job as jobs
 
 #: What a message begins with; else the rank that it comes from was lost before it has sent it.

@@ -47,7 +47,7 @@ from common import (
 )
 from recovery import members
 
-from bamboo_ds.cli.demo_compare import compare_checkpoints, compare_losses
+from bamboo_ds.cli.demo.compare import compare_checkpoints, compare_losses
 
 STEPS, MICRO_BATCHES = 12, 8
 #: Steps that do not count for times, and the one in the middle of whose successor a worker is killed.

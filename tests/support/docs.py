@@ -133,7 +133,7 @@ def _names(node: ast.stmt) -> list[str]:
 
 def commands() -> dict[str, click.Command]:
     """The commands of ``bamboo``, by name."""
-    demo: click.Command = importlib.import_module("bamboo_ds.cli.demo").demo
+    demo: click.Command = importlib.import_module("bamboo_ds.cli.demo.command").demo
     return {**cli.commands, "demo": demo}
 
 

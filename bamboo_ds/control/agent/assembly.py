@@ -17,7 +17,7 @@ from ..registry.access import open_store
 from ..registry.keys import Keys
 from ..registry.records import MemberRecord
 from ..settings import AgentSettings
-from ..web.display import Display
+from ..web.display import JobPage
 from .callbacks import Callbacks
 from .coordinator import Coordinator
 
@@ -55,7 +55,7 @@ def make_coordinator(
         after_epoch=settings.after_epoch,
         outage_s=outage_s(settings),
         settings=settings.settings,
-        display=Display(settings, member, store, loop) if settings.bamboo.observe.http is not None else None,
+        display=JobPage(settings, member, store, loop) if settings.bamboo.observe.http is not None else None,
     )
     if settings.slot == 0 and settings.home is None and not settings.waiting:
         coordinator.write(Keys.SPEC, settings.record(settings.world_size, settings.pipelines))

@@ -33,7 +33,7 @@ from ..registry.records import (
     StoreRecord,
     TimingRecord,
 )
-from ..web.display import Display
+from ..web.display import JobPage
 from .callbacks import Callbacks, News
 from .health import HealthReplies
 from .lease import LeaseKeeper, register
@@ -81,7 +81,7 @@ class Coordinator:
         after_epoch: int = 0,
         outage_s: float = math.inf,
         settings: JobSettings = JobSettings(),  # noqa: B008  # immutable
-        display: Display | None = None,
+        display: JobPage | None = None,
         clock: Callable[[], float] = time.monotonic,
         fence_clock: Callable[[], float] = fence_clock,
     ) -> None:

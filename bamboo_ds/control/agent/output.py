@@ -78,7 +78,7 @@ class Screens:
 
 
 @dataclass
-class _Stream:
+class _Descriptor:
     """What a worker writes to one of its descriptors.
 
     Attributes:
@@ -106,7 +106,7 @@ class WorkerOutput:
         self.stdout: int | None = None
         self.stderr: int | None = None
         self.path: str | None = None
-        self._streams: list[_Stream] = []
+        self._streams: list[_Descriptor] = []
         self._outlets: list[Outlet] = []
         self._readers: list[threading.Thread] = []
         if settings.logs is None or not settings.tee:
@@ -121,7 +121,7 @@ class WorkerOutput:
                     ends = _ends(screens.size if terminal else None)
                     for end in ends:
                         undo.callback(os.close, end)
-                    self._streams.append(_Stream(*ends, target))
+                    self._streams.append(_Descriptor(*ends, target))
                 undo.pop_all()
         except OSError as error:  # of the file; or there are no terminals left, an output is closed
             logger.warning("the output of this worker is in no file: %s", error)
@@ -154,7 +154,7 @@ class WorkerOutput:
     def _keep(self, lines: list[bytes]) -> None:
         self._file.append(stamped(lines, datetime.now()))
 
-    def _read(self, stream: _Stream, outlet: Outlet) -> None:
+    def _read(self, stream: _Descriptor, outlet: Outlet) -> None:
         lines, data = Lines(), b" "
         while data:
             try:

@@ -62,7 +62,7 @@ class Assign:
 
 
 @dataclass(frozen=True)
-class Feed:
+class StartDataWorker:
     """Start a worker that runs as ``rank``, since nobody can draw the batches of that pipeline."""
 
     rank: int
@@ -75,4 +75,4 @@ class Complete:
     settings: BambooConfig
 
 
-Action = Wait | WritePlan | StopJob | Feed | Assign | Complete
+Action = Wait | WritePlan | StopJob | StartDataWorker | Assign | Complete

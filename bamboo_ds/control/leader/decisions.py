@@ -15,7 +15,7 @@ from ...topology import Layout, StageMemory, holders_of
 from ...topology.plan import Plan
 from ...topology.planner import initial_plan, takeover, with_redundancy
 from ..registry.records import LayoutRecord, LeftRecord, in_slot_order
-from .actions import Action, Complete, Feed, Loss, StopJob, Wait, WritePlan
+from .actions import Action, Complete, Loss, StartDataWorker, StopJob, Wait, WritePlan
 from .boundary import as_told, next_change, policy_of, ready_copies
 from .departures import drawing_ends, every_rank, vanished, wanted_feeder
 from .failures import hopeless
@@ -110,7 +110,7 @@ class Decider:
                 return change
             rank = wanted_feeder(view, plan)
             if rank is not None:
-                return Feed(rank)
+                return StartDataWorker(rank)
         return action
 
     def _settle_layout(self, view: View, plan: Plan) -> Action | None:
@@ -257,7 +257,7 @@ def fed(view: View, plan: Plan, at: tuple[int, ...]) -> Action:
             immediate=True,
         )
         return WritePlan(new_plan, f"{ready[0].id} draws the batches of rank {ready[0].home}")
-    return Wait() if able else Feed(at[-1])
+    return Wait() if able else StartDataWorker(at[-1])
 
 
 def _told_memory(plan: Plan, layout: Layout, reports: Sequence[LayoutRecord]) -> tuple[StageMemory, ...]:

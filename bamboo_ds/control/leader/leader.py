@@ -25,7 +25,7 @@ from ...observe.events import (
     PlanWritten,
     Restart,
     RunStarted,
-    Takeover,
+    TakeoverDone,
     TakeoverPlanned,
 )
 from ...store.client import Lease, Store
@@ -45,7 +45,7 @@ from ..registry.records import (
 from ..registry.vacancies import claim_slot
 from ..reporting import emit_or_log
 from ..settings import AgentSettings
-from .actions import Assign, Complete, Feed, Loss, StopJob, Wait, WritePlan
+from .actions import Assign, Complete, Loss, StartDataWorker, StopJob, Wait, WritePlan
 from .decisions import Decider
 from .departures import Deadlines, going
 from .pruning import obsolete
@@ -160,7 +160,7 @@ class Leader:
         if isinstance(action, Complete):
             self._complete(action.settings, mirror)
             return None
-        if isinstance(action, Feed):
+        if isinstance(action, StartDataWorker):
             return _earliest(self._feed(action.rank, mirror), self._deadlines.wake(now))
         if isinstance(action, StopJob):
             self._stop(action, mirror)
@@ -362,7 +362,7 @@ class Leader:
     def _tell_takeovers(self, mirror: Mirror) -> None:
         for each in self._takeovers.done(mirror.workers) if self._takeovers.under_way else ():
             change = {"role": each.role, "from": each.before, "to": each.after}
-            self._emit(Takeover, each.epoch, **change, seconds=max(0.0, self._clock() - each.since))
+            self._emit(TakeoverDone, each.epoch, **change, seconds=max(0.0, self._clock() - each.since))
 
     def _losses(self, losses: tuple[Loss, ...], epoch: int) -> list[Event]:
         return [

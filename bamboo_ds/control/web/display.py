@@ -35,7 +35,7 @@ logger = logging.getLogger("bamboo_ds.control.web")
 _CALM_S, _RETRY_S, _OVERVIEW_S = 0.5, 2.0, 0.5
 
 
-class Display:
+class JobPage:
     """The web server of one member. Not thread-safe: everything is called by the coordinator.
 
     Args:

@@ -104,7 +104,7 @@ class Recovery:
     consumed: Consumed | None
 
 
-class Standing(Enum):
+class ScriptPhase(Enum):
     """Where the script is with respect to the job; :class:`~..joining.replay.Replay` draws how that changes."""
 
     #: Where the job is.
@@ -165,7 +165,7 @@ class Progress:
     resumed: bool = field(default=False, init=False)
     call: tuple[int, str] | None = field(default=None, init=False)
     evaluating: bool = field(default=False, init=False)
-    standing: Standing = field(default=Standing.TOGETHER, init=False)
+    standing: ScriptPhase = field(default=ScriptPhase.TOGETHER, init=False)
     target: int | None = field(default=None, init=False)
     sources: Sequence[PeerAddress] = field(default=(), init=False)
     at_boundary: bool = field(default=False, init=False)
@@ -182,12 +182,12 @@ class Progress:
     @property
     def joining(self) -> bool:
         """Whether this member waits to be admitted."""
-        return self.standing is Standing.JOINING
+        return self.standing is ScriptPhase.JOINING
 
     @property
     def behind(self) -> bool:
         """Whether the script has yet to come to where the job is."""
-        return self.standing is not Standing.TOGETHER
+        return self.standing is not ScriptPhase.TOGETHER
 
     @property
     def agreed(self) -> Committed:

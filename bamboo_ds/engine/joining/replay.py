@@ -1,7 +1,7 @@
 """The calls of a script that is behind its job: they return what the job computed, until the two are together.
 
 All workers run the script from its beginning, also those that come to a running job and those that start a job again.
-Where a script stands is a :class:`~..context.records.Standing`::
+Where a script stands is a :class:`~..context.records.ScriptPhase`::
 
     the script begins ---+--> TOGETHER <----------------------------------------------------+
                          |                                                                  |
@@ -33,7 +33,7 @@ from ...errors import ProtocolError
 from ...state.checkpoints import CheckpointError, read_manifest
 from ..checkpoints.saving import is_complete
 from ..context.history import History, Kind
-from ..context.records import Standing
+from ..context.records import ScriptPhase
 from ..context.shared import InContext
 from ..recovery.takeover import Takeover
 from ..script.flags import FLAGS, compare_flags
@@ -62,8 +62,8 @@ class Replay(InContext):
     _checkpoint: tuple[str, str] = field(init=False)
     _begun: float | None = field(default=None, init=False)
 
-    def _enter(self, standing: Standing) -> None:
-        self.progress.standing, self.job.replaying = standing, standing is not Standing.TOGETHER
+    def _enter(self, standing: ScriptPhase) -> None:
+        self.progress.standing, self.job.replaying = standing, standing is not ScriptPhase.TOGETHER
         if not self.job.replaying:
             self.job.channel.activity.telling.pop("replay", None)
 
@@ -76,7 +76,7 @@ class Replay(InContext):
         Raises:
             ConfigError: the job's are others.
         """
-        self._enter(Standing.JOINING)
+        self._enter(ScriptPhase.JOINING)
         self.binding.drop(self.binding.local.role)
         self._ask()
         job = "the job"
@@ -95,7 +95,7 @@ class Replay(InContext):
         if manifest.history is None:
             raise CheckpointError(f"{checkpoint} does not tell what the job had done: it cannot be gone on from")
         self.history.extend((checkpoint / manifest.history).read_text())
-        self._enter(Standing.RESUMING)
+        self._enter(ScriptPhase.RESUMING)
         self._checkpoint, progress = (folder, tag), self.progress
         progress.target = len(self.history)
         progress.seed = progress.seed if manifest.seed is None else manifest.seed
@@ -121,7 +121,7 @@ class Replay(InContext):
             self._begun = time.monotonic()
             self.job.channel.activity.telling["replay"] = self.tell
         data = self._next(kind)
-        if self.progress.standing is Standing.RESUMING and self.position == self.progress.target:
+        if self.progress.standing is ScriptPhase.RESUMING and self.position == self.progress.target:
             self._load_own()
         return data
 
@@ -138,16 +138,16 @@ class Replay(InContext):
                 self.position += 1
                 self.steps += kind == "train"
                 return done.data
-            if progress.standing is Standing.RESUMING:
+            if progress.standing is ScriptPhase.RESUMING:
                 break
-            if progress.standing is Standing.JOINING:
+            if progress.standing is ScriptPhase.JOINING:
                 if not self._ask():
                     self._be_admitted()
             elif self.position < (progress.target or 0):
                 self._ask()
             else:
                 logger.info("caught up with the job after %d operations", self.position)
-                self._enter(Standing.TOGETHER)
+                self._enter(ScriptPhase.TOGETHER)
         return None
 
     def _ask(self) -> int:
@@ -170,7 +170,7 @@ class Replay(InContext):
             folder, tag: as the script gave them.
         """
         begins = tag is None and self.position == 0
-        if self.progress.standing is Standing.RESUMING:
+        if self.progress.standing is ScriptPhase.RESUMING:
             if begins and os.path.abspath(folder) == os.path.abspath(self._checkpoint[0]):
                 return self._load_own()
             data = self.recorded("load")
@@ -211,5 +211,5 @@ class Replay(InContext):
         position = self.loader.local_position() if self.position else None
         with self.loader.own_checkpoint():
             result = self.loader.load(*self._checkpoint, position)
-        self._enter(Standing.TOGETHER)
+        self._enter(ScriptPhase.TOGETHER)
         return result

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from ...comm.script import Lacking, ScriptCollectives, ThreadContext
+from ...comm.calls.script import Lacking, ScriptCollectives, ThreadContext
 from ...errors import EpochChanged, FatalLoss, UnsupportedError
-from ..context.records import Standing
+from ..context.records import ScriptPhase
 from ..context.shared import InContext
 from ..joining.replay import Replay
 from ..recovery.announcements import Announcements
@@ -236,7 +236,7 @@ class ScriptCalls(InContext):
 
     def place(self) -> ThreadContext:
         """Where the main thread is."""
-        if self._depth or self.progress.standing is Standing.RESUMING:
+        if self._depth or self.progress.standing is ScriptPhase.RESUMING:
             return "engine"
         return "replay" if self.progress.behind else "script"
 

@@ -6,7 +6,7 @@ import logging
 import time
 from dataclasses import dataclass, field, replace
 
-from ...comm.script import ScriptCollectives
+from ...comm.calls.script import ScriptCollectives
 from ...errors import FatalLoss
 from ...observe.spans import Kind
 from ...schedule import Decision
@@ -14,7 +14,7 @@ from ...topology import Plan
 from ...worker import plan_changes as plan_change
 from ..checkpoints.saving import Saves
 from ..context.operation import Operation
-from ..context.records import Recovery, Standing
+from ..context.records import Recovery, ScriptPhase
 from ..context.shared import InContext
 from ..data.supply import BatchSupply
 from ..iteration.parts import IterationParts
@@ -112,7 +112,7 @@ class RecoveryProtocol(InContext):
         """This member is admitted: take over from the others' ``reports`` where the job stands."""
         newest, sources = newest_of(reports)
         progress = self.progress
-        progress.standing, progress.target, progress.sources = Standing.CATCHING_UP, newest.history, sources
+        progress.standing, progress.target, progress.sources = ScriptPhase.CATCHING_UP, newest.history, sources
         progress.sequence = decision.step
         progress.steps, progress.consumed, progress.seed = newest.steps, newest.consumed, newest.seed
         self.epoch.channel.ahead = newest.ahead

@@ -83,7 +83,7 @@ class RoleReport(_Report):
 
 
 class ScriptReport(_Report):
-    """Where a member is among the script's own collectives (:class:`~bamboo_ds.comm.script.ScriptCollectives`)."""
+    """Where a member is among the script's own collectives (:mod:`bamboo_ds.comm.calls.script`)."""
 
     gap: int
     done: dict[str, int]

@@ -10,7 +10,7 @@ import logging
 import time
 from dataclasses import dataclass, replace
 
-from ...comm.script import ScriptCollectives
+from ...comm.calls.script import ScriptCollectives
 from ...errors import EpochChanged
 from ..context.operation import Operation, Outcome
 from ..context.shared import InContext

@@ -182,7 +182,7 @@ class StageBlocks:
                 if block > begin and note is not None:
                     note(block, inputs)
                 began = time.perf_counter()
-                inputs = whole(_Block(module, *self.bounds[block : block + 2]), inputs)
+                inputs = whole(_LayerRun(module, *self.bounds[block : block + 2]), inputs)
                 if timed is not None:
                     timed(block, time.perf_counter() - began)
             return inputs
@@ -194,7 +194,7 @@ class StageBlocks:
             del vars(module)["forward"]
 
 
-class _Block:
+class _LayerRun:
     """Some layers of ``module``, which :meth:`PipelineModule.forward` takes for a module of its own.
 
     What that sets while it computes stays here. It goes on being asked for in backward passes, which compute

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-from ...comm.ring import chunks
+from ...comm.calls.ring import chunks
 
 
 @dataclass(frozen=True)

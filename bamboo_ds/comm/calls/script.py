@@ -28,13 +28,13 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from ..errors import EpochChanged, ProtocolError
-from ..topology import Plan
-from .c10d import dist
+from ...errors import EpochChanged, ProtocolError
+from ...topology import Plan
+from ..c10d import dist
+from ..epoch import Epoch
+from ..work import NO_TIMEOUT, future_of
 from .collectives import Collective, start
-from .epoch import Epoch
 from .participants import Participants, surviving
-from .work import NO_TIMEOUT, future_of
 
 #: Where the main thread is: in the engine, in the script, or in a script whose calls are replayed.
 ThreadContext = Literal["engine", "script", "replay"]

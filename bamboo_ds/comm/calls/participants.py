@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from ..errors import PeerLost
-from ..topology import Plan
+from ...errors import PeerLost
+from ...topology import Plan
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from ..errors import UnsupportedError
-from .c10d import dist
+from ...errors import UnsupportedError
+from ..c10d import dist
 
 #: Bytes of a segment of gloo's ring all-reduce at most.
 _SEGMENT = 1 << 20

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from ..errors import UnsupportedError
-from .c10d import dist, registry
-from .inner import GLOO, NCCL, kind_for
+from ...errors import UnsupportedError
+from ..c10d import dist, registry
+from ..inner import GLOO, NCCL, kind_for
 
 #: Of our backend.
 NAME = "bamboo"

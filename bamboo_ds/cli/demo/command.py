@@ -17,18 +17,18 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from ..chaos.processes import dead, worker_of
-from ..launchers import jobs
-from ..observe.events import Event, MemberJoined, PlanWritten, Step
-from ..observe.story import Story
-from ..observe.view import LossDetail
-from ..observe.words import counted, duration
-from ..processes import adopt_orphans
-from .demo_jobs import DemoJob, Interrupt, start_bamboo, start_stock
-from .options import read_job
+from ...chaos.processes import dead, worker_of
+from ...launchers import jobs
+from ...observe.events import Event, MemberJoined, PlanWritten, Step
+from ...observe.story import Story
+from ...observe.view import LossDetail
+from ...observe.words import counted, duration
+from ...processes import adopt_orphans
+from ..options import read_job
+from .jobs import DemoJob, Interrupt, start_bamboo, start_stock
 
 STAGES = 4
-SCRIPT = Path(__file__).with_name("demo_train.py")
+SCRIPT = Path(__file__).with_name("train.py")
 CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 8,
     "gradient_accumulation_steps": 8,
@@ -264,7 +264,7 @@ def _arguments(folder: Path, config: Path, steps: int) -> list[str]:
 
 def _compared(stock: Path, bamboo: Path, steps: int) -> list[Proof]:
     """What both runs left behind, bit for bit."""
-    from .demo_compare import compare_checkpoints, compare_losses  # loads torch
+    from .compare import compare_checkpoints, compare_losses  # loads torch
 
     rows = []
     for result in (compare_losses(stock, bamboo, steps), *compare_checkpoints(stock / "final", bamboo / "final")):

@@ -14,13 +14,13 @@ from typing import Any, Literal
 
 import torch
 
-from ..errors import UnsupportedError
-from .c10d import dist, registry
-from .epoch import Epoch
-from .inner import GLOO, Pending, kind_for
+from ...errors import UnsupportedError
+from ..c10d import dist, registry
+from ..epoch import Epoch
+from ..inner import GLOO, Pending, kind_for
+from ..work import CompletedWork, Several
 from .participants import Participants
 from .ring import combination, reduced
-from .work import CompletedWork, Several
 
 Tensors = Sequence[torch.Tensor]
 #: An output for each rank, and what this rank gives; or an output, and what this rank gives to each.

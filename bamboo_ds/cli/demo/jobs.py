@@ -12,11 +12,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
 
-from ..errors import LaunchError
-from ..launchers.network import free_port
-from ..observe.events import Event
-from ..observe.tail import EventTail
-from ..processes import die_with_parent, end_descendants
+from ...errors import LaunchError
+from ...launchers.network import free_port
+from ...observe.events import Event
+from ...observe.tail import EventTail
+from ...processes import die_with_parent, end_descendants
 
 #: Seconds without a line of output or an event after which a job counts as hanging.
 SILENCE_S = 120.0

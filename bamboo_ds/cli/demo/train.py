@@ -54,7 +54,7 @@ class Block(nn.Module):
         return x + self.mlp(self.norm2(x))
 
 
-class Head(nn.Module):
+class Logits(nn.Module):
     """Vectors to logits over bytes."""
 
     def __init__(self) -> None:
@@ -92,7 +92,7 @@ def main() -> None:
     deepspeed.init_distributed()
     rank = torch.distributed.get_rank()
     torch.manual_seed(0)
-    layers = [LayerSpec(Embedding), *(LayerSpec(Block) for _ in range(LAYERS)), LayerSpec(Head)]
+    layers = [LayerSpec(Embedding), *(LayerSpec(Block) for _ in range(LAYERS)), LayerSpec(Logits)]
     net = PipelineModule(layers, num_stages=arguments.stages, loss_fn=cross_entropy, partition_method="uniform")
     engine, *_ = deepspeed.initialize(args=arguments, model=net, model_parameters=list(net.parameters()))
     ends = engine.is_first_stage() or engine.is_last_stage()
