@@ -169,7 +169,7 @@ class BambooJob(SimulatedTraining):
         self._emit_plan(plan.members, plan.owners, plan.shadows, lost, lent, reason)
         self._enter(plan.members)
         self.plan = plan
-        self.outcome.facts["plans"] = self.outcome.facts.get("plans", 0) + 1
+        self.outcome.plans += 1
         self._copy()
 
     # -- the job ------------------------------------------------------------------------------------------
@@ -366,7 +366,7 @@ class BambooJob(SimulatedTraining):
                 load[end] = load.get(end, 0.0) + size
         bound = self._config.topology.transfer_mb_per_s
         rate = min(self.terms.network_gb_s * 1e9, float("inf") if bound is None else bound * 1e6)
-        self.outcome.facts["copied_gb"] = self.outcome.facts.get("copied_gb", 0.0) + total / 1e9
+        self.outcome.copied_gb += total / 1e9
         seconds = max(load.values()) / rate + self.terms.message_ms / 1000
         if seconds <= self.terms.boundary_s and not meanwhile:
             copies.arrived = True

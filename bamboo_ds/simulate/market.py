@@ -287,7 +287,7 @@ class Nodes(Given):
 
     trace: str | None = Field(None, description="file of lines ms,add|remove,node or s,count")
     climate: str | None = Field(None, description=f"draw the nodes instead, like {', '.join(CLIMATES)}")
-    nodes: int | None = Field(None, ge=1, description="that are wanted, where they are drawn")
+    nodes: int | None = Field(None, ge=1, description="nodes that are wanted, where they are drawn")
     hours: float | None = Field(None, gt=0, description=f"how long, where they are drawn; if not given {HOURS:g}")
     rate: float | None = Field(None, ge=0, description="share of the nodes that is lost in an hour, not the climate's")
     bulk: float | None = Field(None, ge=1, description="nodes that go at once, on average")

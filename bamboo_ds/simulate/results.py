@@ -104,10 +104,6 @@ class Ranked(_OfSweep):
         """The 95 % confidence of the cost; one without a range is a range of its own."""
         return (self.figures.range or {}).get("cost_per_million") or (self.cost or 0.0,) * 2
 
-    def judged(self, at_least: float) -> Ranked:
-        """The same, where so many samples per second are asked for."""
-        return self.model_copy(update={"fast_enough": self.figures.samples_per_s >= at_least})
-
 
 class Rented(_OfSweep):
     """The nodes of an instance type."""

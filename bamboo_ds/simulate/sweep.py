@@ -133,7 +133,8 @@ class Sweep:
     def _ranking(self) -> list[Ranked]:
         """All that was simulated, by rank."""
         wanted = self._wanted()
-        found = [each.judged(wanted) for each in self._found.values()]
+        every = [(each, each.figures.samples_per_s >= wanted) for each in self._found.values()]
+        found = [each.model_copy(update={"fast_enough": enough}) for each, enough in every]
         return sorted(found, key=lambda each: _rank(each.figures.samples_per_s, each.cost, wanted))
 
     def _firsts(self) -> dict[str, Ranked]:

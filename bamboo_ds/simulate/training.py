@@ -58,7 +58,9 @@ class SimulatedOutcome:
         pauses: by how many seconds each interrupted step took longer than one of the plan before.
         refused: plans that were not used, since members have not the memory for them.
         idle: why the job did not train at all, if so.
-        facts: what is worth telling besides.
+        restarts: of all workers, from a checkpoint or to take nodes in.
+        plans: changes of plan.
+        copied_gb: states that were copied between members.
     """
 
     samples: float = 0.0
@@ -67,7 +69,9 @@ class SimulatedOutcome:
     pauses: list[float] = field(default_factory=list)
     refused: int = 0
     idle: str | None = None
-    facts: dict[str, float] = field(default_factory=dict)
+    restarts: int = 0
+    plans: int = 0
+    copied_gb: float = 0.0
 
 
 class SimulatedTraining(ABC):
@@ -321,9 +325,9 @@ class SimulatedTraining(ABC):
         return self.gone.keys().isdisjoint(members)
 
     def _complete_save(self, saved: Checkpoint, epoch: int, seconds: float, writers: Sequence[str]) -> Run:
-        restarts = self.outcome.facts.get("restarts", 0)
+        restarts = self.outcome.restarts
         yield self.env.timeout(seconds)
-        ended = restarts != self.outcome.facts.get("restarts", 0) or not self.members
+        ended = restarts != self.outcome.restarts or not self.members
         if self._all_live(writers) and not ended and self.saved.step <= saved.step:
             self.saved = saved
             what = {"step": saved.step, "path": saved.path, "seconds": seconds, "bytes": 0}
@@ -338,8 +342,8 @@ class SimulatedTraining(ABC):
         self._emit_losses(self._absent())
         self._saving = None
         self.step, self.outcome.samples = self.saved.step, self.saved.samples
-        self.outcome.facts["restarts"] = self.outcome.facts.get("restarts", 0) + 1
-        what = {"number": int(self.outcome.facts["restarts"]), "slots": [], "checkpoint": self.saved.path}
+        self.outcome.restarts += 1
+        what = {"number": self.outcome.restarts, "slots": [], "checkpoint": self.saved.path}
         self._emit(ev.Restart, **what, step=self.step)
 
     # -- events -------------------------------------------------------------------------------------------
