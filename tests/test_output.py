@@ -25,7 +25,7 @@ from bamboo_ds.control.registry.mirror import Mirror
 from bamboo_ds.control.registry.records import LayoutRecord, LeftRecord, MemberRecord, ProgressRecord
 from bamboo_ds.control.settings import AgentSettings
 from bamboo_ds.engine.context.history import History
-from bamboo_ds.engine.context.records import Progress, Standing
+from bamboo_ds.engine.context.records import Progress, ScriptPhase
 from bamboo_ds.engine.joining import replay
 from bamboo_ds.engine.joining.replay import Replay
 from bamboo_ds.launchers import display, screen
@@ -361,7 +361,7 @@ def test_a_replay_tells_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
         history.add("evaluate" if number == 1 else "train", number)
     job: Any = SimpleNamespace(replaying=True, channel=SimpleNamespace(activity=activity))
     progress = Progress(seed=1)
-    progress.standing, progress.target = Standing.CATCHING_UP, 4
+    progress.phase, progress.target = ScriptPhase.CATCHING_UP, 4
     context: Any = SimpleNamespace(job=job, progress=progress, history=history)
     none: Any = None
     replayed = Replay(context, none, none, none)

@@ -172,7 +172,7 @@ def test_all_who_hold_a_stage_are_told_also_when_the_plan_changes() -> None:
     announcements.tell_again()
     assert [lane.destination for lane, _, _ in sent] == [plan.shadow(Role(0, 0)), builder]
     assert all(sequence == 5 and told.tolist() == [3, 1, 5, 0, 1, 0] for _, sequence, told in sent)
-    progress.standing = ScriptPhase.JOINING
+    progress.phase = ScriptPhase.JOINING
     announcements.tell_again()
     assert len(sent) == 2, "a member that joins has changed nothing"
 

@@ -21,9 +21,11 @@ from typing import IO, Any
 import psutil
 import pytest
 
+from bamboo_ds.config import bamboo_config
 from bamboo_ds.control.agent.command import script_command
 from bamboo_ds.control.registry.keys import namespace
 from bamboo_ds.control.registry.records import LeftRecord, MemberRecord
+from bamboo_ds.job_settings import JobSettings, paths_by_name
 from bamboo_ds.secret import JobSecret
 from bamboo_ds.store.certificates import certificates_of
 from bamboo_ds.store.embedded import EmbeddedEtcd
@@ -186,7 +188,7 @@ class HostJob(RunningJob):
         self._results: list[IO[bytes]] = []
         temporary = TemporaryFolder(folder)
         self.env = environment() | {MARK: str(folder)} | temporary.variables
-        self._settings, self._world = dict(settings or {}), len(places)
+        self._settings, self._world, self._config = dict(settings or {}), len(places), str(config)
         with ExitStack() as begun:
             begun.callback(temporary.close)
             self.secret = JobSecret.new()
@@ -210,14 +212,15 @@ class HostJob(RunningJob):
             "address": self.hosts.address(host),
             "events": str(self.folder / "events.jsonl"),
             "parent_pid": parent_pid(),
-            "lease_ttl_s": 5,
-            "heartbeat_timeout_s": 5.0,
-            "settle_ms": 50,
             "result_fd": writing,
             "command": script_command(script, arguments, False),
             "host": f"h{host}",
         }
-        told = settings_of(**{**values, **changes})
+        waits = {"lease_ttl_s": 5, "heartbeat_timeout_s": 5.0, "settle_ms": 50, "max_restarts": 0}
+        options = {name: value for name, value in {**waits, **changes}.items() if name in paths_by_name()}
+        own = {name: value for name, value in changes.items() if name not in options}
+        settings = JobSettings.resolve(bamboo_config(self._config), options)
+        told = settings_of(**{**values, **own, "settings": settings})
         with open(self.folder / f"agent-{slot}.log", "wb") as log:
             process = start(
                 told.agent_command,

@@ -27,7 +27,7 @@ from torch import distributed as dist
 from bamboo_ds.comm import nccl
 
 Before = Callable[["LateGroup", str, int], None]
-_MODULES = ("inner", "groups", "collectives", "backend")
+_MODULES = ("inner", "groups", "calls.collectives", "backend")
 
 
 class LateWork(dist.Work):  # type: ignore[misc]

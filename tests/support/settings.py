@@ -40,7 +40,7 @@ def agent(**values: Any) -> AgentSettings:
         **{name: value for name, value in values.items() if name in names},
     }
     others = {name: value for name, value in values.items() if name not in names}
-    return AgentSettings(settings=JobSettings(values=block(**{"max_restarts": 0, **others})), **told)
+    return AgentSettings(**{"settings": JobSettings(values=block(**{"max_restarts": 0, **others})), **told})
 
 
 def deciding(settle_s: float, reply_s: float, limits: RestartLimits | None = None, **values: Any) -> Decider:

@@ -135,7 +135,7 @@ class Progress:
         resumed: the current operation was interrupted, and goes on from what there was.
         call: number and name (see :class:`~.operation.Operation`) of the operation that the script is in.
         evaluating: an evaluation runs.
-        standing: where the script is with respect to the job.
+        phase: where the script is with respect to the job.
         target: how many operations a script that is behind has to replay; ``None``: that is not known yet.
         sources: where what the job had done when this member was admitted can be fetched.
         at_boundary: the script has not gone on since the last operation.
@@ -165,7 +165,7 @@ class Progress:
     resumed: bool = field(default=False, init=False)
     call: tuple[int, str] | None = field(default=None, init=False)
     evaluating: bool = field(default=False, init=False)
-    standing: ScriptPhase = field(default=ScriptPhase.TOGETHER, init=False)
+    phase: ScriptPhase = field(default=ScriptPhase.TOGETHER, init=False)
     target: int | None = field(default=None, init=False)
     sources: Sequence[PeerAddress] = field(default=(), init=False)
     at_boundary: bool = field(default=False, init=False)
@@ -182,12 +182,12 @@ class Progress:
     @property
     def joining(self) -> bool:
         """Whether this member waits to be admitted."""
-        return self.standing is ScriptPhase.JOINING
+        return self.phase is ScriptPhase.JOINING
 
     @property
     def behind(self) -> bool:
         """Whether the script has yet to come to where the job is."""
-        return self.standing is not ScriptPhase.TOGETHER
+        return self.phase is not ScriptPhase.TOGETHER
 
     @property
     def agreed(self) -> Committed:

@@ -62,8 +62,8 @@ class Replay(InContext):
     _checkpoint: tuple[str, str] = field(init=False)
     _begun: float | None = field(default=None, init=False)
 
-    def _enter(self, standing: ScriptPhase) -> None:
-        self.progress.standing, self.job.replaying = standing, standing is not ScriptPhase.TOGETHER
+    def _enter(self, phase: ScriptPhase) -> None:
+        self.progress.phase, self.job.replaying = phase, phase is not ScriptPhase.TOGETHER
         if not self.job.replaying:
             self.job.channel.activity.telling.pop("replay", None)
 
@@ -121,7 +121,7 @@ class Replay(InContext):
             self._begun = time.monotonic()
             self.job.channel.activity.telling["replay"] = self.tell
         data = self._next(kind)
-        if self.progress.standing is ScriptPhase.RESUMING and self.position == self.progress.target:
+        if self.progress.phase is ScriptPhase.RESUMING and self.position == self.progress.target:
             self._load_own()
         return data
 
@@ -138,9 +138,9 @@ class Replay(InContext):
                 self.position += 1
                 self.steps += kind == "train"
                 return done.data
-            if progress.standing is ScriptPhase.RESUMING:
+            if progress.phase is ScriptPhase.RESUMING:
                 break
-            if progress.standing is ScriptPhase.JOINING:
+            if progress.phase is ScriptPhase.JOINING:
                 if not self._ask():
                     self._be_admitted()
             elif self.position < (progress.target or 0):
@@ -170,7 +170,7 @@ class Replay(InContext):
             folder, tag: as the script gave them.
         """
         begins = tag is None and self.position == 0
-        if self.progress.standing is ScriptPhase.RESUMING:
+        if self.progress.phase is ScriptPhase.RESUMING:
             if begins and os.path.abspath(folder) == os.path.abspath(self._checkpoint[0]):
                 return self._load_own()
             data = self.recorded("load")

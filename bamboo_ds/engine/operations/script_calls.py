@@ -236,7 +236,7 @@ class ScriptCalls(InContext):
 
     def place(self) -> ThreadContext:
         """Where the main thread is."""
-        if self._depth or self.progress.standing is ScriptPhase.RESUMING:
+        if self._depth or self.progress.phase is ScriptPhase.RESUMING:
             return "engine"
         return "replay" if self.progress.behind else "script"
 

@@ -112,7 +112,7 @@ class RecoveryProtocol(InContext):
         """This member is admitted: take over from the others' ``reports`` where the job stands."""
         newest, sources = newest_of(reports)
         progress = self.progress
-        progress.standing, progress.target, progress.sources = ScriptPhase.CATCHING_UP, newest.history, sources
+        progress.phase, progress.target, progress.sources = ScriptPhase.CATCHING_UP, newest.history, sources
         progress.sequence = decision.step
         progress.steps, progress.consumed, progress.seed = newest.steps, newest.consumed, newest.seed
         self.epoch.channel.ahead = newest.ahead
