@@ -24,11 +24,13 @@ def handlers() -> Iterator[None]:
         signal.signal(signum, handler)
 
 
-def test_it_waits_until_something_is_posted() -> None:
+@pytest.mark.parametrize("timeout_s", [None, 1e9, float("inf")])
+def test_it_waits_until_something_is_posted(timeout_s: float | None) -> None:
+    """However long it may wait: the kernel takes no timeout of more than some weeks."""
     mailbox, done = Mailbox(), []
-    poster = threading.Thread(target=lambda: mailbox.post(lambda: done.append(threading.current_thread())))
+    poster = threading.Timer(0.05, lambda: mailbox.post(lambda: done.append(threading.current_thread())))
     poster.start()
-    assert mailbox.handle_next() and done == [threading.main_thread()]
+    assert mailbox.handle_next(timeout_s) and done == [threading.main_thread()]
     poster.join()
     assert not mailbox.handle_next(0.0)
 

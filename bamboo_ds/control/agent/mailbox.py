@@ -14,6 +14,10 @@ from queue import Empty, SimpleQueue
 from .reexec import handle_signals
 
 
+#: Seconds that one wait for descriptors takes at most: ``poll`` takes no more than some weeks.
+_LONGEST_S = 86_400.0
+
+
 class Mailbox:
     """Actions, in the order in which they were posted. One thread alone takes them out."""
 
@@ -60,7 +64,8 @@ class Mailbox:
                 if left is not None and left <= 0:
                     return False
                 # Not in `get`, which before Python 3.11 waits for ever if its timeout passes at the wrong moment.
-                if not {*wait([self._reading, *others], left)}.isdisjoint(others):
+                longest = None if left is None else min(left, _LONGEST_S)
+                if not {*wait([self._reading, *others], longest)}.isdisjoint(others):
                     return False
                 self._clear()
         action()
