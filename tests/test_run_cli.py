@@ -21,6 +21,7 @@ from typing import Any
 
 import psutil
 import pytest
+from click.testing import CliRunner
 
 from bamboo_ds.cli import main
 from bamboo_ds.cli.options import block_of
@@ -432,6 +433,12 @@ def test_wrong_usage(arguments: list[str], message: str) -> None:
     assert done.returncode == 2, done.stderr
     assert len([line for line in done.stderr.splitlines() if message in line]) == 1, done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_commands_that_are_gone_name_what_does_it_now() -> None:
+    for former, now in (("advise", "bamboo simulate --sweep"), ("ledger", "bamboo goodput")):
+        done = CliRunner().invoke(main.cli, [former, "--any", "x"])
+        assert done.exit_code == 2 and f"bamboo {former} is gone: use {now}" in done.output
 
 
 def test_variables_of_options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -82,7 +82,20 @@ Exit codes:
 """
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+#: Commands of earlier versions, and what has taken their place.
+_FORMER = {"advise": "bamboo simulate --sweep", "ledger": "bamboo goodput"}
+
+
+class _Commands(click.Group):
+    """Tells what has taken the place of a command that is gone."""
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name in _FORMER:
+            ctx.fail(f"bamboo {cmd_name} is gone: use {_FORMER[cmd_name]}")
+        return super().get_command(ctx, cmd_name)
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 def cli() -> None:
     """Preemption-resilient pipeline-parallel training for DeepSpeed."""
     logs.configure()

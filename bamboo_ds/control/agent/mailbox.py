@@ -13,7 +13,6 @@ from queue import Empty, SimpleQueue
 
 from .reexec import handle_signals
 
-
 #: Seconds that one wait for descriptors takes at most: ``poll`` takes no more than some weeks.
 _LONGEST_S = 86_400.0
 
