@@ -17,6 +17,8 @@ STRANGERS = 32
 #: Connections that wait to be accepted.
 BACKLOG = 128
 _CLOSING_TICK_S = 0.02
+#: Turns of the loop until a connection that asyncio has accepted is among the server's; three as it is written.
+_ARRIVAL_TURNS = 10
 
 
 async def serve(
@@ -72,6 +74,8 @@ async def serve(
     asyncio.get_running_loop().remove_reader(listener)
     with contextlib.suppress(OSError):  # a copy in a forked child must not go on accepting
         listener.shutdown(socket.SHUT_RDWR)
+    for _ in range(_ARRIVAL_TURNS):
+        await asyncio.sleep(0)
     while handling or server.connections:
         for connection in server.connections:
             if connection.transport is not None:

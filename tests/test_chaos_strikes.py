@@ -285,7 +285,7 @@ def test_nobody_there_is_told(run: Run) -> None:
 
 def test_joiner_that_cannot_join_is_told_with_its_output(run: Run, tmp_path: Path) -> None:
     with members(2) as found:
-        join = command(tmp_path, sys.executable, "-u", "no-such-script.py")
+        join = command(tmp_path, sys.executable, "-u", __file__)
         _, records = run(PretendedJob(found), [fault(FaultKind.JOIN)], join=join)
         (record,) = records
         assert record.outcome == "failed" and "ended with exit code" in record.detail

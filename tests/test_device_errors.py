@@ -11,12 +11,14 @@ import torch
 
 from bamboo_ds.comm.lifetime import Lifetime
 from bamboo_ds.control.leader.failures import hopeless
+from bamboo_ds.control.messages import ExitNotice
+from bamboo_ds.control.registry.records import LeftRecord
 from bamboo_ds.device_errors import is_device_error
 from bamboo_ds.errors import EXIT_DEVICE, EpochChanged, PeerLost
 from bamboo_ds.worker.exit import exit_code_of
 
 from .support.surviving import Reference, fault, survive
-from .test_failures import ending
+from .test_slot import RUNNING, slot
 
 pytestmark = pytest.mark.claim("reference/settings.md")
 
@@ -72,11 +74,15 @@ def test_the_own_device_is_no_lost_peer() -> None:
 
 def test_a_member_without_its_device_is_lost_unless_it_comes_again() -> None:
     why = "AcceleratorError: CUDA error: unspecified launch failure"
-    first = ending(EXIT_DEVICE, error=why, step=7)
+
+    def ending(step: int) -> LeftRecord:
+        return slot(RUNNING).note_end(EXIT_DEVICE, 5.0, None, ExitNotice(reason=why), step)
+
+    first = ending(7)
     assert (first.outcome, first.detail, first.error, first.code) == ("lost", why, why, EXIT_DEVICE)
     assert hopeless([first]) is None
-    assert hopeless([first, ending(EXIT_DEVICE, error=why, step=8)]) is None
-    assert hopeless([first, ending(EXIT_DEVICE, error=why, step=7)]) is not None
+    assert hopeless([first, ending(8)]) is None
+    assert hopeless([first, ending(7)]) is not None
 
 
 @pytest.mark.integration

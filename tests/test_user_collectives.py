@@ -15,8 +15,8 @@ import torch
 from torch import distributed as dist
 
 from bamboo_ds import PlanView
-from bamboo_ds.comm import ring
 from bamboo_ds.comm.c10d import registry
+from bamboo_ds.comm.calls import ring
 from bamboo_ds.comm.calls.collectives import COLLECTIVES, Adapter, alone
 from bamboo_ds.comm.calls.participants import surviving
 from bamboo_ds.comm.calls.ring import reduced

@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from bamboo_ds.config import BambooConfig
-from bamboo_ds.control.leader.actions import Feed, WritePlan
+from bamboo_ds.control.leader.actions import StartDataWorker, WritePlan
 from bamboo_ds.control.leader.boundary import next_change, policy_of, ready_copies
 from bamboo_ds.control.leader.decisions import fed
 from bamboo_ds.control.leader.restarts import fatal_plan
@@ -569,7 +569,13 @@ class World:
         view = View(self.layout.size, self.plan, living, self._records, reports=self._told(), workers=self.states)
         (at, *_) = hungry(self.plan, self.apart)
         action = fed(view, self.plan, at)
-        return action.plan if isinstance(action, WritePlan) else action.rank if isinstance(action, Feed) else None
+        return (
+            action.plan
+            if isinstance(action, WritePlan)
+            else action.rank
+            if isinstance(action, StartDataWorker)
+            else None
+        )
 
     def _told(self) -> dict[str, LayoutRecord]:
         """Reports of members whose engines are built; of those that join, once they wait to be admitted."""
