@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -27,7 +28,7 @@ def tell_finished(events: EventWriter, job: str, code: int, begin: float) -> Non
     emit_or_log(events, RunFinished(job=job, epoch=0, exit_code=code, run_seconds=time.monotonic() - begin))
 
 
-class JobOwner(Slots):
+class JobOwner(Slots, ABC):
     """Owns a job from its start to its end: other commands find it, and no other one takes its name.
 
     Attributes:
@@ -88,14 +89,14 @@ class JobOwner(Slots):
         """What is told when etcd is there."""
         return ()
 
+    @abstractmethod
     def _start(self, state_file: str, stack: ExitStack) -> None:
         """Start what the job consists of; ``stack`` ends what must not outlive it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _follow(self) -> None:
         """Until that has ended."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _result(self) -> int:
         """Stay for members that go on; returns the job's exit code."""
-        raise NotImplementedError
