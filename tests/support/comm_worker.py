@@ -26,6 +26,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from bamboo_ds.secret import JobSecret
+from tests.support.processes import wait_stopped
 
 DEADLINE = 10.0  # seconds in which anything must happen; a bound on hangs, not a target
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -282,12 +283,7 @@ class Remote:
 
     def wait_stopped(self) -> None:
         """Wait until the kernel has stopped it."""
-        end = time.monotonic() + DEADLINE
-        while True:
-            with open(f"/proc/{self.pid}/stat") as stat:
-                if stat.read().rpartition(")")[2].split()[0] == "T":
-                    return
-            assert time.monotonic() < end, f"member {self.name} does not stop"
+        wait_stopped(self.pid, DEADLINE)
 
     def resume(self) -> None:
         os.kill(self.pid, signal.SIGCONT)

@@ -29,6 +29,7 @@ from bamboo_ds.store.supervisor import die_with_parent
 
 from .patience import Patience
 from .ports import free_port
+from .processes import wait_stopped
 from .times import note
 
 _names = itertools.count()
@@ -100,8 +101,9 @@ class EtcdServer:
         self.start()
 
     def pause(self) -> None:
-        """SIGSTOP: connections stay open and nothing answers."""
+        """SIGSTOP: connections stay open and nothing answers. Returns when the kernel has stopped it."""
         os.kill(self.pid, signal.SIGSTOP)
+        wait_stopped(self.pid)
 
     def resume(self) -> None:
         os.kill(self.pid, signal.SIGCONT)

@@ -205,3 +205,21 @@ def start(
     with theirs, open(os.devnull) as nothing:
         server.request(request, [nothing.fileno(), log, log, *pass_fds, theirs.fileno()], stock)
         return Forked(ours, arguments)
+
+
+def wait_stopped(pid: int, timeout_s: float = 20.0) -> None:
+    """Wait until the kernel has stopped every thread of the process, which has been sent SIGSTOP.
+
+    The thread that gets the signal stops the others, and has to be scheduled first: until then they serve.
+    """
+    begin = time.monotonic()
+    while any(_state(task) not in "TZX" for task in Path(f"/proc/{pid}/task").iterdir()):
+        assert time.monotonic() < begin + timeout_s, f"process {pid} does not stop"
+        time.sleep(0.001)
+
+
+def _state(task: Path) -> str:
+    try:
+        return (task / "stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):  # the thread has ended
+        return "X"
