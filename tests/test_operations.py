@@ -232,7 +232,7 @@ def report(**changes: Any) -> MemberReport:
         "seed": 2**64 - 1,
         "nonce": "n",
         "checksums": True,
-        "script": ScriptReport(gap=3, done={"world": 1}, open=0),
+        "script": ScriptReport(gap=3, done={"world": 1}, open=0, newcomers={"m9": 3}),
         "exact": 0,
     }
     return MemberReport(**{**known, **changes})

@@ -423,7 +423,7 @@ def in_the_middle(script: ScriptCollectives, computed: bool) -> tuple[ScriptWork
 
 
 def told(gap: int, done: int, joining: bool = False) -> dict[str, Any]:
-    return {"joining": joining, "script": {"gap": gap, "done": {"world/0.1": done}}}
+    return {"joining": joining, "script": {"gap": gap, "done": {"world/0.1": done}, "newcomers": {}}}
 
 
 def script_at(gap: int) -> ScriptCollectives:
@@ -439,7 +439,7 @@ def test_a_result_that_somebody_has_come_out_with_counts_for_all() -> None:
     script.agree({"a": told(4, 0), "b": told(4, 1)}, step=4)
     script.complete(work)
     assert work.over and tensor.item() == 3.0
-    assert script.record() == {"gap": 4, "done": {"world/0.1": 1}, "open": 0}
+    assert script.record() == {"gap": 4, "done": {"world/0.1": 1}, "open": 0, "newcomers": {}}
 
 
 def test_a_result_that_nobody_has_come_out_with_is_dropped() -> None:
@@ -451,6 +451,18 @@ def test_a_result_that_nobody_has_come_out_with_is_dropped() -> None:
     assert script.absent == {"c"}
     script.begin_gap(5)
     assert script.absent == set()
+
+
+def test_all_know_who_replays_a_gap_where_some_have_missed_the_plan_it_came_with() -> None:
+    """A loss ends the epoch that admits ``x`` after ``a`` has all reports, and before ``b`` has."""
+    scripts = {member: script_at(4) for member in "abx"}
+    admitting = {member: {"joining": member == "x", "script": script.record()} for member, script in scripts.items()}
+    scripts["a"].agree(admitting, step=4)
+    scripts["x"].agree(admitting, step=4)
+    next_ = {member: {"joining": False, "script": script.record()} for member, script in scripts.items()}
+    for script in scripts.values():
+        script.agree(next_, step=4)
+    assert [script.absent for script in scripts.values()] == [{"x"}] * 3
 
 
 def test_a_result_that_others_have_and_this_member_lacks_is_a_defect() -> None:

@@ -134,7 +134,8 @@ class ScriptCollectives:
 
     def record(self) -> dict[str, Any]:
         """What the others must know after a loss (JSON)."""
-        return {"gap": self._gap, "done": dict(self._done), "open": len(self._open)}
+        told = {"gap": self._gap, "done": dict(self._done), "open": len(self._open)}
+        return {**told, "newcomers": dict(self._newcomers)}
 
     def agree(self, records: Mapping[str, Mapping[str, Any]], step: int) -> None:
         """Learn what has become of the collectives that this member is in.
@@ -143,6 +144,8 @@ class ScriptCollectives:
             records: what every member has told; see :meth:`record`. Members that join have ``joining`` set.
             step: the operation that goes on; members that join begin with it.
         """
+        for record in records.values():  # a loss may have kept this member from hearing of the last ones itself
+            self._newcomers |= record["script"]["newcomers"]
         self._newcomers |= {member: step for member, record in records.items() if record["joining"]}
         best: dict[str, int] = {}
         for record in records.values():

@@ -88,6 +88,7 @@ class ScriptReport(_Report):
     gap: int
     done: dict[str, int]
     open: int
+    newcomers: dict[str, int]
 
 
 class MemberReport(_Report):
