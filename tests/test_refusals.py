@@ -300,6 +300,13 @@ reduction = deepspeed.runtime.pipe.schedule.ReduceGrads
 reduce, engine._INSTRUCTION_MAP[reduction] = engine._INSTRUCTION_MAP[reduction], lambda engine: None
 refused("instruction", engine.train_batch, data)
 engine._INSTRUCTION_MAP[reduction] = reduce
+def merge(engine, back):
+    weight = engine.module.forward_funcs[0].weight.data
+    before = weight.clone()
+    weight.add_(1)
+    weight.copy_(before) if back else weight.sub_(1)
+bamboo_ds.for_each_stage(engine, lambda engine: merge(engine, True))
+refused("visit", bamboo_ds.for_each_stage, engine, lambda engine: merge(engine, False))
 SUMS.append(1)
 engine.train_batch(data)
 """
@@ -320,6 +327,7 @@ def test_a_job_says_what_it_refuses(tmp_path: Path) -> None:
         "aggregate REFUSED the script has replaced PipelineEngine._aggregate_total_loss of DeepSpeed by <lambda> (",
         "instruction REFUSED the script has replaced PipelineEngine._INSTRUCTION_MAP[ReduceGrads] of DeepSpeed by ",
         "replaced REFUSED the script has put other parameters in the place of ",
+        "visit REFUSED the function given to bamboo_ds.for_each_stage changes ",
         "optimizer REFUSED the hook <lambda> of optimizer Summing uses a PipelineModule",
         "optimizer Summing (or its hook, or its scheduler) calls a collective, allreduce over ranks [0, 1], in its",
     ):

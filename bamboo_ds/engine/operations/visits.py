@@ -19,7 +19,9 @@ from ..iteration.committing import Commits
 from ..joining.replay import Replay
 from ..recovery.copies import Copies
 from ..recovery.takeover import Takeover
+from ..script.changes import unchanged
 from ..stage.runtime import StageRuntime
+from ..stage.tracing import content_checksum
 
 logger = logging.getLogger("bamboo_ds")
 
@@ -82,7 +84,11 @@ class StageVisits(InContext):
         self.commit()
 
     def _call(self, runtime: StageRuntime) -> Any:
-        with self.binding.bound(runtime), self.groups.acting_for(runtime.role, _refuse):
+        with (
+            self.binding.bound(runtime),
+            self.groups.acting_for(runtime.role, _refuse),
+            unchanged("the function given to bamboo_ds.for_each_stage", runtime.layers, content_checksum),
+        ):
             return self._visit(self.ds.engine)
 
     def commit(self) -> None:

@@ -18,6 +18,7 @@ from ..context.records import Recovery, ScriptPhase
 from ..context.shared import InContext
 from ..data.supply import BatchSupply
 from ..iteration.parts import IterationParts
+from ..script.changes import count_of, unchanged
 from ..stage.runtime import StageRuntime
 from .announcements import Announcements
 from .copies import Copies
@@ -87,7 +88,8 @@ class RecoveryProtocol(InContext):
         seconds = planned - noticed, time.monotonic() - planned
         self.progress.recovery = Recovery(decision, noticed, *seconds, *redone, self.progress.newest)
         self.announcements.tell_again()
-        with self.binding.for_script():
+        listener = unchanged("a listener of bamboo_ds.on_plan_change", self.binding.local.layers, count_of)
+        with self.binding.for_script(), listener:
             plan_change.tell(plan, self.epoch.member)
         return decision
 

@@ -8,7 +8,8 @@ through ``.data`` escapes this.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -196,6 +197,34 @@ class Weights:
                 "which copies of the stage lack: compute all of the loss in the pipeline, or set the gradients to None "
                 "before train_batch"
             )
+
+
+@contextmanager
+def unchanged(what: str, layers: Layers, told: Callable[[torch.Tensor], object]) -> Iterator[None]:
+    """The body, ``what`` of the script, must leave the parameters of ``layers`` as they are: copies of the stage do not
+    follow.
+
+    Args:
+        what: what the error names.
+        layers: of the stage.
+        told: of a parameter, what is compared: :func:`content_checksum`, or :func:`count_of`, which costs nothing.
+
+    Raises:
+        UnsupportedError: it has changed some; names them.
+    """
+    before = {name: told(parameter) for name, parameter in layers.parameters_now().items()}
+    yield
+    changed = [name for name, parameter in layers.parameters_now().items() if told(parameter) != before.get(name)]
+    if changed:
+        raise UnsupportedError(
+            f"{what} changes {', '.join(changed[:10])}, which copies of the stage do not follow: change a copy "
+            "(parameter.detach().clone()), or copy back the very values"
+        )
+
+
+def count_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Differs once ``tensor`` has been changed or replaced, other than through ``.data``."""
+    return id(tensor), _count(tensor)
 
 
 def _count(tensor: torch.Tensor) -> int:
