@@ -51,13 +51,18 @@ class Relay:
     """A worker that executes ``script``, an agent's part in its output, and this process in the launcher's place."""
 
     def __init__(
-        self, folder: Path, script: str, terminals: tuple[bool, bool] = (False, False), most: int = 64 << 20
+        self,
+        folder: Path,
+        script: str,
+        terminals: tuple[bool, bool] = (False, False),
+        most: int = 64 << 20,
+        hurried: bool = False,
     ) -> None:
         self.file = worker_log(folder, 1)
         screens = Screens(terminals, (40, 132)).to_argument()
         worker = [sys.executable, "-c", f"import os, sys, time\n{script}"]
         self.agent = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.relay", str(folder), screens, str(most), *worker],
+            [sys.executable, "-m", "tests.support.relay", str(folder), screens, str(most), str(int(hurried)), *worker],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             stdin=subprocess.DEVNULL,
@@ -135,6 +140,19 @@ def test_a_launcher_that_takes_nothing_stops_neither_worker_nor_agent(tmp_path: 
     out, _ = relay.rest()
     told = re.search(rb"\n\[bamboo\] (\d+) bytes were not shown\n", out)
     assert told and len(out) + 7 - len(told[0]) + int(told[1]) == 1_000_000
+
+
+@pytest.mark.integration
+def test_an_agent_that_is_waited_for_does_not_wait_for_a_slow_terminal(tmp_path: Path) -> None:
+    relay, pause = Relay(tmp_path, MUCH, hurried=True), threading.Event()
+    assert relay.agent.stdout is not None
+    read = 0
+    while relay.agent.poll() is None:
+        read += len(os.read(relay.agent.stdout.fileno(), 4096))
+        pause.wait(0.1)
+    _, err = relay.rest()
+    assert read < 900_000 and b"the end of this worker's output is not shown\n" in err
+    assert len(relay.lines()) == 1000, "the file has all"
 
 
 @pytest.mark.integration

@@ -113,7 +113,7 @@ class Agent:
         end_descendants()
         if self._telling is not None:
             self._telling.note_end(departure)
-        self._output.close(self._mailbox.handle_next)
+        self._output.close(self._mailbox.handle_next, lambda: self._slot.awaited)
         self._leaving.close(abandoned=departure.outcome == "left" and self._coordinator.last_of_host)
         self._coordinator.close(timeout_s=0.0 if self._slot.terminated else 1.0)
         self._mailbox.handle_all()

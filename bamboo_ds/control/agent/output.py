@@ -38,7 +38,8 @@ logger = logging.getLogger("bamboo_ds.control.agent")
 #: user's pipes 64 MiB.
 _PIPE_BYTES = 1 << 18
 _READ = 1 << 16
-#: Seconds in which nothing has been read or shown after the worker's end, until no more is waited for.
+#: Seconds after the worker's end in which nothing has been read or shown, or in which somebody waits for this process,
+#: until no more is waited for.
 _STUCK_S = 2.0
 _LOOK_S = 0.05
 _F_SETPIPE_SZ = 1031
@@ -168,12 +169,14 @@ class WorkerOutput:
             self._keep(lines.feed(data))
         os.close(stream.reading)
 
-    def close(self, attend: Callable[[float], object]) -> None:
+    def close(self, attend: Callable[[float], object], hurried: Callable[[], bool] = lambda: False) -> None:
         """The worker and all that it has started are gone: bring the rest to its places.
 
         Args:
             attend: does for so many seconds what else there is to do.
+            hurried: whether somebody waits for this process, so that what a slow terminal lacks is in the file only.
         """
+        begun = time.monotonic()
         before, since, stuck = -1, 0.0, False
         while not stuck and not self._is_through:
             attend(_LOOK_S)
@@ -181,7 +184,8 @@ class WorkerOutput:
             now = time.monotonic()
             if done != before:
                 before, since = done, now
-            stuck = now - since > _STUCK_S  # a process elsewhere holds the worker's end, or the launcher is stopped
+            # A process elsewhere holds the worker's end, the launcher is stopped, or a terminal is slow.
+            stuck = now - (begun if hurried() else since) > _STUCK_S
         # An outlet that is stuck ends with this process. Until then the log goes there, as it must not wait.
         through = [outlet for outlet in self._outlets if outlet.empty]
         if through[-1:] == self._outlets[-1:]:

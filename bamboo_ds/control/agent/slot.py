@@ -131,6 +131,11 @@ class Slot:
         return self.settings.bamboo.recovery.on_exception == "stop" and not self.settings.joins and not spoilt
 
     @property
+    def awaited(self) -> bool:
+        """Whether somebody waits for this process once it has no worker: who has told it to end, or the job."""
+        return self.terminated or self.state is not State.ENDED
+
+    @property
     def next(self) -> AgentSettings | None:
         """What the process goes on with, if it does."""
         if self.state is State.WAITING and not self.settings.waiting:
