@@ -41,10 +41,13 @@ def differences(one: BambooConfig, other: BambooConfig) -> list[str]:
 
 
 def without_credentials(block: BambooConfig) -> BambooConfig:
-    """``block`` as everybody may read it: the URL of a source of notices may have a user and a password."""
-    url = block.notices.url
-    user, at, _ = urlsplit(url or "").netloc.rpartition("@")
-    return block if url is None or not at else block.overridden({"notices.url": url.replace(f"{user}@", f"{_HIDDEN}@")})
+    """``block`` as everybody may read it: the URL of a source of notices may have a password, or a token as a query."""
+    if block.notices.url is None:
+        return block
+    url = urlsplit(block.notices.url)
+    _, at, host = url.netloc.rpartition("@")
+    hidden = url._replace(netloc=f"{_HIDDEN}@{host}" if at else host, query=_HIDDEN if url.query else "")
+    return block.overridden({"notices.url": hidden.geturl()})
 
 
 class JobSettings(BaseModel):
@@ -139,11 +142,12 @@ class JobSettings(BaseModel):
             ConfigError: it has none.
         """
         url = self.values.notices.url
-        if url is None or f"//{_HIDDEN}@" not in url:
+        if url is None or _HIDDEN not in url:
             return self
         if differences(own, own.overridden({"notices.url": url})):
             raise ConfigError(
-                f"{BLOCK}.notices.url has a password, which etcd does not keep: name the configuration by --config"
+                f"{BLOCK}.notices.url has a password or a query, which etcd does not keep: name the configuration by "
+                "--config"
             )
         return self.model_copy(update={"values": self.values.overridden({"notices.url": own.notices.url})})
 

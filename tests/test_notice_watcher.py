@@ -17,6 +17,7 @@ from bamboo_ds.config import NoticesConfig
 from bamboo_ds.control.agent.command import worker_environment
 from bamboo_ds.control.loop import AgentLoop
 from bamboo_ds.control.notices import Notice, NoticeSource, NoticeWatcher, build_sources
+from bamboo_ds.control.notices import watcher as watcher_module
 from bamboo_ds.control.notices.aws import AwsSource
 from bamboo_ds.control.notices.azure import AzureSource
 from bamboo_ds.control.notices.gcp import GcpSource
@@ -46,22 +47,22 @@ def log() -> Iterator[Log]:
 
 
 def test_passwords_in_urls_are_in_no_command_line_and_not_in_etcd() -> None:
-    """A member that has the job's settings from there adds the password of its own configuration."""
-    url = "http://me:secret@127.0.0.1/notice"
+    """A member that has the job's settings from there adds those of its own configuration; a query may be a token."""
+    url = "http://me:secret@127.0.0.1/notice?token=secret"
     own = agent(sources=["http"], url=url)
     assert "secret" not in " ".join(own.agent_command)
     environment = own.environment({})
     assert settings_told(environment) == own
     assert "secret" not in " ".join(worker_environment(own, "m").values())
     record = own.record(1).settings
-    assert record.values.notices.url == "http://***@127.0.0.1/notice"
+    assert record.values.notices.url == "http://***@127.0.0.1/notice?***"
     assert record.of_member(own.settings).values.notices.url == url
-    for other in ({"url": "http://me:secret@127.0.0.2/notice"}, {"sources": (), "url": None}):
+    for other in ({"url": "http://me:secret@127.0.0.2/notice?token=secret"}, {"sources": (), "url": None}):
         values = own.bamboo.overridden({f"notices.{name}": value for name, value in other.items()})
         with pytest.raises(ConfigError, match=r"bamboo\.notices\.url is ") as caught:
             record.of_member(JobSettings(values=values))
         assert "secret" not in str(caught.value)
-    with pytest.raises(ConfigError, match="a password, which etcd does not keep"):
+    with pytest.raises(ConfigError, match="a password or a query, which etcd does not keep"):
         record.of_member(JobSettings(open=True))
 
 
@@ -198,6 +199,17 @@ def test_defects_silence_nobody(tmp_path: Path, log: Log) -> None:
     assert log.nothing_more()
     assert sum("failed by a defect" in record.getMessage() for record in records) == 1
     assert all(record.exc_info for record in records)
+
+
+def test_that_no_source_can_be_asked_is_told(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> None:
+        raise OSError("no descriptors left")
+
+    monkeypatch.setattr(watcher_module, "open_session", broken)
+    watcher = NoticeWatcher([HttpSource("http://127.0.0.1:1/notice")], pytest.fail, AgentLoop(), POLL_S)
+    watcher.start()
+    record = log.next()
+    assert watcher.stop() and record.exc_info and "preemptions come without a notice" in record.getMessage()
 
 
 def test_without_sources_there_is_no_thread() -> None:

@@ -57,6 +57,7 @@ class NoticeWatcher:
             raise RuntimeError("the watcher has been started before")
         if self._sources:
             self._asking = self._loop.run(self._ask())
+            self._asking.add_done_callback(_tell_failure)
 
     def acknowledge(self, notice: Notice, timeout_s: float = 2.0) -> bool:
         """Tell the source of ``notice`` that this node has been left; from any thread but the loop's.
@@ -130,6 +131,11 @@ class NoticeWatcher:
         except SourceError as error:
             logger.warning("%s was not acknowledged: %s", notice.detail, error)
             return False
+
+
+def _tell_failure(asking: Future[None]) -> None:
+    if not asking.cancelled() and (error := asking.exception()) is not None:
+        logger.error("no source of notices is asked any more: preemptions come without a notice", exc_info=error)
 
 
 class _Health:
