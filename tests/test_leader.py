@@ -169,6 +169,8 @@ def test_what_workers_go_by_completes_an_open_record() -> None:
         assert isinstance(
             action, StopJob
         ) and f"the script of {IDS[2]} differs from others in topology.zones_apart" in (action.reason)
+    unwritten = decider().decide(replace(view, settings=None), 100.0)
+    assert unwritten == Wait(), "slot 0 has yet to write what it goes by"
 
 
 def test_layout_of_another_size_stops() -> None:

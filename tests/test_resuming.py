@@ -169,6 +169,7 @@ def test_a_history_that_was_written_one_by_one_is_read() -> None:
     assert old.extend(json.dumps(done)) == 5
     assert [old[number] for number in range(5)] == [history[number] for number in range(5)]
     assert old.answer(History.key(0)) == history.answer(History.key(0))
+    assert old.extend(history.answer(History.key(7))) == 0, "one that knows less has nothing to tell"
 
 
 def test_a_long_history_is_short_and_holds_no_heartbeat_up(monkeypatch: pytest.MonkeyPatch) -> None:

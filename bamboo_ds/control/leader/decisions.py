@@ -133,6 +133,8 @@ class Decider:
                     "number of stages",
                 )
         told = {report.id: report.settings for report in reports if report.settings is not None}
+        if told and view.settings is None:
+            return None  # the agent that starts the job has yet to write what they are compared with
         opened = view.settings is not None and view.settings.open
         settings = next(iter(told.values()), self._settings) if opened else self._settings
         for member, own in told.items():

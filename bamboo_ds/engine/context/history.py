@@ -133,6 +133,7 @@ class History:
 
         All else is encoded one by one: a single call of json's holds the interpreter's lock, and no heartbeat goes out.
         """
+        last = max(first, last)  # a member that asks may know more
         width = self._shape[0] * self._shape[1] if self._shape else 0
         begin, end = self._row(first), self._row(last)
         numbers = self._numbers[bisect_left(self._numbers, first) : bisect_left(self._numbers, last)]

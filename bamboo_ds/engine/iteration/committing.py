@@ -53,10 +53,10 @@ class Commits(InContext):
         total = self.epoch.transport.all_reduce(torch.cat([vector, copies, self._newest()])).tolist()
         if fenced:
             self.epoch.job.await_fence()  # what was on its way for long may come too late
-        self.progress.vector, rest = tuple(total[: len(vector)]), total[len(vector) :]
-        begun, left, sum_, squares, *newest = rest
+        begun, left, sum_, squares, *newest = total[len(vector) :]
         if not agree(len(self.epoch.plan.members), sum_, squares):
-            self._refuse_difference()
+            self._refuse_difference()  # a loss that interrupts it leaves the operation uncommitted everywhere
+        self.progress.vector = tuple(total[: len(vector)])
         self.epoch.copied = begun > left == 0
         self.epoch.switch_due = min(newest) > self.epoch.plan.epoch
 
